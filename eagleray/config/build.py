@@ -1,0 +1,60 @@
+"""From flat names and values (keyword arguments, flags, a YAML file) to a `Config`."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import msgspec
+
+from eagleray.config.resolve import cache_bytes
+from eagleray.config.sections import Config
+from eagleray.errors import ConfigError
+
+__all__ = ["build_config", "field_owners"]
+
+
+def field_owners() -> dict[str, str]:
+    """The section that owns each option, by the option's name. Names are unique over all sections."""
+    return {
+        field.name: section.name
+        for section in msgspec.structs.fields(Config)
+        for field in msgspec.structs.fields(section.type)
+    }
+
+
+def build_config(**options: Any) -> Config:
+    """A configuration from options by name; None means "not given" where the option's default is not None.
+
+    Strings are converted to the option's type. Raises `ConfigError` that names the option.
+    """
+    owners = field_owners()
+    sections: dict[str, dict[str, Any]] = {section.name: {} for section in msgspec.structs.fields(Config)}
+    for name, value in options.items():
+        if name not in owners:
+            close = difflib.get_close_matches(name, owners, n=1)
+            raise ConfigError(f"there is no option `{name}`" + (f"; did you mean `{close[0]}`?" if close else ""))
+        if value is not None:
+            sections[owners[name]][name] = [value] if _wants_list(owners[name], name, value) else value
+    built = {}
+    for section in msgspec.structs.fields(Config):
+        try:
+            built[section.name] = msgspec.convert(sections[section.name], section.type, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+    config = Config(**built)
+    cache_bytes(config.cache)  # a size that cannot be read is an error now, not when the cache is allocated
+    return config
+
+
+def _wants_list(section: str, name: str, value: Any) -> bool:
+    """`served_model_name="m"` is a list of one."""
+    kind = next(f.type for f in msgspec.structs.fields(Config) if f.name == section)
+    default = next(f.default_factory for f in msgspec.structs.fields(kind) if f.name == name)
+    return default is list and isinstance(value, str)
+
+
+def _explain(error: msgspec.ValidationError) -> str:
+    """msgspec says "Expected `int` >= 1 - at `$.port`"; say it in the user's terms."""
+    what, _, where = str(error).partition(" - at `$.")
+    return f"option `{where.rstrip('`')}`: {what[0].lower()}{what[1:]}" if where else str(error)

@@ -1,0 +1,96 @@
+"""Every error that eagleray raises on purpose.
+
+    EagleRayError
+    ├── UserError (ValueError)        what was asked for cannot be done; the message says what to do instead
+    │   ├── ConfigError               an option, or options that do not fit together
+    │   ├── CheckpointError           a file of the model: names the file, the tensor, expected and found
+    │   ├── InvalidRequest            a request; `param` names the field
+    │   │   └── PromptTooLong
+    │   └── UnknownModel
+    ├── Unavailable                   cannot be served now, may be later; `retry_after` in seconds
+    ├── RequestFailed                 this request alone failed while it ran
+    ├── EngineFailed                  an engine ended; `cause` says why
+    ├── WorkerFailed                  a worker raised; identity, type, message and traceback of the original
+    ├── DeadlineExceeded              a wait ended without what it waited for
+    └── ChannelClosed                 the other side is gone, or we closed
+
+`UserError`s are the user's to mend, everything else is ours or the machine's.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ChannelClosed",
+    "CheckpointError",
+    "ConfigError",
+    "DeadlineExceeded",
+    "EagleRayError",
+    "EngineFailed",
+    "InvalidRequest",
+    "PromptTooLong",
+    "RequestFailed",
+    "Unavailable",
+    "UnknownModel",
+    "UserError",
+    "WorkerFailed",
+]
+
+
+class EagleRayError(Exception):
+    """Base of all errors that eagleray raises on purpose."""
+
+
+class UserError(EagleRayError, ValueError):
+    """What the user asked for cannot be done."""
+
+
+class ConfigError(UserError):
+    """An option is wrong, or options contradict each other."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint file is missing, damaged, or does not hold what its configuration says."""
+
+
+class InvalidRequest(UserError):
+    """A request asks for something impossible. `param` is the offending field, if it is one."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt does not fit into the model's length."""
+
+
+class UnknownModel(UserError):
+    """The request names a model that is not served here."""
+
+
+class Unavailable(EagleRayError):
+    """The request cannot be served at present."""
+
+    def __init__(self, message: str, *, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class RequestFailed(EagleRayError):
+    """One request failed while it ran; no other was touched."""
+
+
+class EngineFailed(EagleRayError):
+    """An engine ended. The message names the engine and the root cause."""
+
+
+class WorkerFailed(EagleRayError):
+    """An exception on a worker, with the original's type, message and traceback in the message."""
+
+
+class DeadlineExceeded(EagleRayError, TimeoutError):
+    """A wait ended without what it waited for; the message says what that was."""
+
+
+class ChannelClosed(EagleRayError):
+    """The channel was closed, by us or by the death of the other side."""

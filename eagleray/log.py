@@ -1,0 +1,28 @@
+"""One log format for every process: time, level, who, message.
+
+Messages go to standard error: standard output belongs to results.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+__all__ = ["get_logger", "setup_logging"]
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a module; call as `get_logger(__name__)`."""
+    return logging.getLogger(name)
+
+
+def setup_logging(label: str, level: str = "info") -> None:
+    """Give this process its one log handler. `label` is the identity that prefixes every line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)-7s {label:<10} %(message)s", "%H:%M:%S"))
+    root = logging.getLogger("eagleray")
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    root.propagate = False

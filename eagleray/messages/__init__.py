@@ -1,0 +1,1 @@
+"""What crosses a process: frozen values, one union for each wire (`wires` lists them)."""

@@ -1,0 +1,34 @@
+"""An exception that crosses a process, as a value."""
+
+from __future__ import annotations
+
+import traceback
+
+import msgspec
+
+from eagleray.errors import UserError
+
+__all__ = ["Failure"]
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """What went wrong, told so that the reader of another process can name the cause."""
+
+    kind: str
+    """Name of the exception's class."""
+    message: str
+    traceback: str = ""
+    is_user_error: bool = False
+    """The message is for the user and complete; the traceback is of no interest."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        return cls(
+            kind=type(error).__name__,
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            is_user_error=isinstance(error, UserError),
+        )
+
+    def __str__(self) -> str:
+        return self.message if self.is_user_error else f"{self.kind}: {self.message}"

@@ -1,0 +1,36 @@
+"""Who is in the fleet. Published by the supervisor, believed by everybody."""
+
+from __future__ import annotations
+
+import msgspec
+
+from eagleray.identity import PeerId
+
+__all__ = ["EngineInfo", "Joined", "Left"]
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What clients must know of an engine."""
+
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    """Longest sequence, prompt and output together, in tokens."""
+    block_size: int
+    """Tokens of one cache block."""
+    num_kv_blocks: int
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """This member can be reached here. `engine` is set for engines only."""
+
+    member: PeerId
+    address: str
+    engine: EngineInfo | None = None
+
+
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """This member is gone, and why."""
+
+    member: PeerId
+    cause: str

@@ -1,0 +1,96 @@
+"""What an engine tells the clients."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from eagleray.identity import EngineId
+from eagleray.messages.arrays import Array
+
+__all__ = ["Chunk", "Chunks", "EngineStats", "EngineToClient", "FinishReason", "PromptLogprobs", "TokenLogprobs"]
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; the values are the ones of the OpenAI API, and two of our own."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities (natural logarithm, of the model's own distribution, before any sampling parameter) at one
+    position.
+
+    `token_ids[0]` is the chosen token, then the likeliest ones in order, then the ids that were asked for.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+    """Rank of the chosen token: 1 is the likeliest."""
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, eq=False):
+    """Log-probabilities of the prompt's tokens `start`, `start + 1`, … given the tokens before them.
+
+    Columns are ordered as in `TokenLogprobs`: the prompt's own token first, then the likeliest.
+    """
+
+    start: int
+    """Position in the prompt of the first row; at least 1, because nothing precedes the first token."""
+    token_ids: Array
+    """int32 [num_positions, 1 + k]"""
+    logprobs: Array
+    """float32 [num_positions, 1 + k]"""
+    ranks: Array
+    """int32 [num_positions]"""
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step did for one request."""
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    """One for each of `token_ids` if the request asked for them, else empty."""
+    prompt_logprobs: PromptLogprobs | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found in the prefix cache when the request was first scheduled."""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The stop token that ended the request; None for the model's own end-of-sequence token."""
+    error: str | None = None
+    """With finish reason `error`: what went wrong, for the user."""
+
+
+class Chunks(msgspec.Struct, frozen=True, tag=True):
+    """All chunks of one step for one client."""
+
+    engine: EngineId
+    chunks: list[Chunk]
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Load and totals of an engine. Counters only grow during an incarnation."""
+
+    engine: EngineId
+    num_running: int
+    num_waiting: int
+    num_kv_blocks: int
+    num_free_kv_blocks: int
+    num_steps: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    """Prompt tokens computed, without those found in the prefix cache."""
+    num_generation_tokens: int
+    num_prefix_queries: int
+    """Prompt tokens looked up in the prefix cache."""
+    num_prefix_hits: int
+    """Prompt tokens found there."""
+
+
+EngineToClient = Chunks | EngineStats

@@ -1,0 +1,35 @@
+"""What a client asks of an engine."""
+
+from __future__ import annotations
+
+import msgspec
+
+from eagleray.identity import ClientId
+from eagleray.messages.sampling import Sampling, Stopping
+
+__all__ = ["Abort", "ClientToEngine", "Generate"]
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Continue this prompt. Answered by `Chunk`s until one has a finish reason."""
+
+    request_id: str
+    """Unique among the requests of its client."""
+    client: ClientId
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    stopping: Stopping
+    priority: int = 0
+    """Under priority scheduling, lower runs first."""
+    cache_salt: str = ""
+    """Requests share cached prefixes only with requests of the same salt."""
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Forget these requests. Answered by a last `Chunk` with finish reason `abort` for each that was running."""
+
+    client: ClientId
+    request_ids: list[str]
+
+
+ClientToEngine = Generate | Abort

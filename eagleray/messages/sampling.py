@@ -1,0 +1,158 @@
+"""How the next token is chosen, and when to stop.
+
+`SamplingParams` is what a user writes. The client resolves it into `Sampling` (what a worker needs to choose a token)
+and `Stopping` (what the scheduler needs to end a request); strings stay in the client.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from eagleray.errors import InvalidRequest
+
+__all__ = ["Sampling", "SamplingParams", "Stopping"]
+
+MAX_SEED = 2**63 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of one request, with the names and defaults that users of vLLM know.
+
+    Raises `InvalidRequest` (a ValueError) for a value that makes no sense, at construction.
+    """
+
+    n: int = 1
+    """Number of completions of the prompt."""
+    temperature: float = 1.0
+    """0 is greedy; below 1 sharpens, above 1 flattens."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probabilities sum to at least this; in (0, 1]."""
+    top_k: int = 0
+    """Keep this many of the likeliest tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this fraction of the likeliest; in [0, 1]."""
+    seed: int | None = None
+    """The draw at a position depends on the seed and the position alone."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that was generated already; in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted once per occurrence of a token among the generated ones; in [-2, 2]."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output (Keskar et al., 2019); > 0."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these token ids; each in [-100, 100]."""
+    allowed_token_ids: list[int] | None = None
+    """Only these may be generated."""
+    bad_words: list[str] | None = None
+    """Texts that must not be generated; matched by their tokens."""
+    stop: str | list[str] | None = None
+    """Generation ends when the text holds one of these."""
+    stop_token_ids: list[int] | None = None
+    """Generation ends with one of these."""
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence token."""
+    min_tokens: int = 0
+    """No end-of-sequence, stop token or stop string before this many tokens."""
+    max_tokens: int | None = 16
+    """None: as many as fit into the model's length."""
+    logprobs: int | None = None
+    """Report the log-probability of each token and of this many likeliest ones; -1 is refused, 0 the token alone."""
+    logprob_token_ids: list[int] | None = None
+    """Also report the log-probabilities of these ids at every position."""
+    prompt_logprobs: int | None = None
+    """The same as `logprobs` for the prompt's own tokens."""
+    detokenize: bool = True
+    """False: return token ids only."""
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def stop_strings(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+def _check(params: SamplingParams) -> None:
+    at_least = {"n": 1, "top_k": -1, "min_tokens": 0, "max_tokens": 1, "logprobs": 0, "prompt_logprobs": 0}
+    for name, least in at_least.items():
+        value = getattr(params, name)
+        if value is not None:
+            _require(isinstance(value, int) and not isinstance(value, bool), name, value, "an integer")
+            _require(value >= least, name, value, f"at least {least}")
+    ranges = {
+        "temperature": (0.0, math.inf),
+        "top_p": (0.0, 1.0),
+        "min_p": (0.0, 1.0),
+        "presence_penalty": (-2.0, 2.0),
+        "frequency_penalty": (-2.0, 2.0),
+        "repetition_penalty": (0.0, math.inf),
+    }
+    for name, (low, high) in ranges.items():
+        value = getattr(params, name)
+        _require(isinstance(value, int | float) and math.isfinite(value), name, value, "a finite number")
+        _require(low <= value <= high, name, value, f"between {low:g} and {high:g}")
+    _require(params.top_p > 0, "top_p", params.top_p, "greater than 0")
+    _require(params.repetition_penalty > 0, "repetition_penalty", params.repetition_penalty, "greater than 0")
+    if params.seed is not None:
+        _require(isinstance(params.seed, int), "seed", params.seed, "an integer")
+        _require(-MAX_SEED <= params.seed <= MAX_SEED, "seed", params.seed, "a 64-bit integer")
+    if params.max_tokens is not None:
+        _require(params.min_tokens <= params.max_tokens, "min_tokens", params.min_tokens, "at most max_tokens")
+    for token_id, bias in (params.logit_bias or {}).items():
+        _require(math.isfinite(bias) and -100 <= bias <= 100, "logit_bias", {token_id: bias}, "between -100 and 100")
+    for name in ("allowed_token_ids", "bad_words"):
+        value = getattr(params, name)
+        _require(value is None or len(value) > 0, name, value, "non-empty when given")
+    for name, texts in (("stop", params.stop_strings), ("bad_words", params.bad_words or [])):
+        _require(all(isinstance(text, str) and text for text in texts), name, texts, "non-empty strings")
+    if params.stop_strings and not params.detokenize:
+        raise InvalidRequest("stop strings need the text: leave `detokenize` on, or use `stop_token_ids`", param="stop")
+    if params.n > 1 and params.temperature == 0:
+        raise InvalidRequest("n > 1 with temperature 0 would give n equal completions; set a temperature", param="n")
+
+
+def _require(holds: bool, name: str, value: Any, expected: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"`{name}` must be {expected}, but it is {value!r}", param=name)
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a worker needs to choose the next token of one request. Everything is a number or a token id."""
+
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences: the last token is forbidden where the ones before it were just generated."""
+    min_tokens: int = 0
+    suppressed_token_ids: tuple[int, ...] = ()
+    """Forbidden until `min_tokens` were generated: the ids that would end the request."""
+    logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
+
+
+class Stopping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the scheduler needs to end a request."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    """Empty under `ignore_eos`."""
+    stop_token_ids: tuple[int, ...] = ()

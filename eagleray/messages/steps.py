@@ -1,0 +1,149 @@
+"""What an engine tells its workers, and what they answer.
+
+A worker keeps a table of rows, one for each running request. A plan says which rows compute how many of their tokens.
+It never carries a sampled token: the worker that sampled a token already has it in the row. So the plan of the next
+step does not depend on the result of this one.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from eagleray.identity import WorkerId
+from eagleray.messages.failure import Failure
+from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
+from eagleray.messages.sampling import Sampling
+
+__all__ = [
+    "AllocateCache",
+    "CacheAllocated",
+    "Call",
+    "LoadModel",
+    "MeasureMemory",
+    "MemoryMeasured",
+    "ModelLoaded",
+    "Reply",
+    "RowFailure",
+    "RowStart",
+    "StepPlan",
+    "StepResult",
+    "WorkerCall",
+    "WorkerFailure",
+    "WorkerReply",
+]
+
+
+class RowStart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request takes a row, for the first time or again after a preemption: all that the worker must know of it."""
+
+    row: int
+    request_id: str
+    token_ids: list[int]
+    """The prompt, then what was generated before a preemption."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """The first this many of `token_ids` are in the cache already."""
+    block_ids: list[int]
+    """Blocks of the cache, in order of position, enough for what this step computes."""
+    sampling: Sampling
+    prompt_logprobs_from: int = 1
+    """First prompt position whose log-probabilities are still wanted (if `sampling.prompt_logprobs` is set)."""
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One step: first `ends`, then `starts`, then `grown`, then every row of `rows` computes its next tokens.
+
+    A row whose last known token is computed samples the next one, which becomes known. Every row named by `ends`,
+    `starts` or `grown` is in a valid state after it; `rows` has no duplicates and is never empty.
+    """
+
+    step: int
+    ends: list[int]
+    """Rows that are free now."""
+    starts: list[RowStart]
+    grown: list[tuple[int, list[int]]]
+    """(row, block ids appended to its block table)."""
+    rows: list[int]
+    num_tokens: list[int]
+    """How many of its next tokens each of `rows` computes; at least 1."""
+
+
+class RowFailure(msgspec.Struct, frozen=True):
+    """This row's request cannot go on; the others are unharmed."""
+
+    row: int
+    message: str
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What a step produced. A row is in exactly one of `rows` and `failures`, or in neither while its prompt is
+    still being computed."""
+
+    step: int
+    rows: list[int]
+    """Rows that sampled, in the plan's order."""
+    token_ids: list[int]
+    """The token that each of `rows` sampled."""
+    logprobs: dict[int, TokenLogprobs] = {}
+    """By row, for those that asked."""
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
+    """By row, for the prompt positions computed in this step, for those that asked."""
+    failures: list[RowFailure] = []
+
+
+class LoadModel(msgspec.Struct, frozen=True, tag=True):
+    """Read the weights and make the model ready to compute."""
+
+
+class ModelLoaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    architecture: str
+    num_parameters: int
+    vocab_size: int
+    max_model_len: int
+    """What the user set, or else what the model was made for, in tokens."""
+    bytes_per_block: int
+    """Memory of one cache block over all layers of this worker."""
+
+
+class MeasureMemory(msgspec.Struct, frozen=True, tag=True):
+    """Find out how much memory the cache may take."""
+
+
+class MemoryMeasured(msgspec.Struct, frozen=True, tag=True):
+    available_bytes: int
+    """For the cache, after weights and the largest step."""
+
+
+class AllocateCache(msgspec.Struct, frozen=True, tag=True):
+    num_blocks: int
+
+
+class CacheAllocated(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A call raised on a worker. The worker's state is unknown from here on."""
+
+    worker: WorkerId
+    cause: Failure
+
+
+WorkerCall = StepPlan | LoadModel | MeasureMemory | AllocateCache
+WorkerReply = StepResult | ModelLoaded | MemoryMeasured | CacheAllocated | WorkerFailure
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """A numbered call to workers."""
+
+    call_id: int
+    body: WorkerCall
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    """One worker's answer to the call of that number."""
+
+    call_id: int
+    rank: int
+    """Rank of the worker in its engine."""
+    body: WorkerReply

@@ -1,0 +1,39 @@
+"""Every wire of the system: who speaks, who listens, in which messages, over what.
+
+Each process has one inbox, bound by itself; whoever wants to speak to it connects.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from eagleray.messages.lifecycle import ChildToParent, MemberToSupervisor, SupervisorToMember
+from eagleray.messages.outputs import EngineToClient
+from eagleray.messages.requests import ClientToEngine
+from eagleray.messages.steps import Call, Reply
+
+__all__ = ["CLIENT_INBOX", "ENGINE_INBOX", "SUPERVISOR_INBOX", "WIRES", "Wire"]
+
+
+class Wire(NamedTuple):
+    name: str
+    sender: str
+    receiver: str
+    messages: Any
+    medium: str
+
+
+WIRES = (
+    Wire("birth", "engine, API server", "supervisor", ChildToParent, "the socket pair a child is born with"),
+    Wire("attach", "supervisor", "engine, client", SupervisorToMember, "zmq into the member's inbox"),
+    Wire("report", "engine, client", "supervisor", MemberToSupervisor, "zmq into the supervisor's inbox"),
+    Wire("requests", "client", "engine", ClientToEngine, "zmq into the engine's inbox"),
+    Wire("outputs", "engine", "client", EngineToClient, "zmq into the client's inbox"),
+    Wire("calls", "engine", "worker", Call, "a call (in-process)"),
+    Wire("replies", "worker", "engine", Reply, "a call (in-process)"),
+)
+
+# One inbox takes several wires: what may arrive in it is the union of theirs.
+ENGINE_INBOX = SupervisorToMember | ClientToEngine
+CLIENT_INBOX = SupervisorToMember | EngineToClient
+SUPERVISOR_INBOX = MemberToSupervisor
