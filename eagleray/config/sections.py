@@ -93,6 +93,12 @@ class ExecutionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     num_threads: Annotated[
         Positive | None, Meta(description="Threads of a CPU worker. Default: the cores this process may use.")
     ] = None
+    startup_timeout: Annotated[
+        float, Meta(gt=0, description="Seconds an engine may take from its start until it can take requests.")
+    ] = 600.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least severe message that is logged.")
+    ] = "info"
 
 
 class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,12 +113,6 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     shutdown_timeout: Annotated[
         float, Meta(ge=0, description="Seconds that running requests get to finish when the server is told to stop.")
     ] = 30.0
-    startup_timeout: Annotated[
-        float, Meta(gt=0, description="Seconds an engine may take from its start until it can take requests.")
-    ] = 600.0
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least severe message that is logged.")
-    ] = "info"
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):

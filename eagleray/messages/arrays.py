@@ -25,7 +25,7 @@ def pack_array(array: Array, frames: list[Frame]) -> tuple[str, tuple[int, ...],
     array = np.ascontiguousarray(array)
     if array.nbytes <= INLINE_BYTES:
         return array.dtype.str, array.shape, array.tobytes()
-    frames.append(memoryview(array).cast("B"))
+    frames.append(array.data.cast("B"))
     return array.dtype.str, array.shape, len(frames) - 1
 
 

@@ -9,21 +9,43 @@ from __future__ import annotations
 
 import msgspec
 
+from eagleray.config import Config
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.failure import Failure
 from eagleray.messages.membership import EngineInfo, Joined, Left
 
 __all__ = [
+    "ApiServerSpec",
     "Attach",
     "Bound",
     "ChildToParent",
     "ClientStarted",
+    "EngineSpec",
     "EngineStarted",
     "Failed",
     "MemberToSupervisor",
     "Stop",
     "SupervisorToMember",
 ]
+
+
+class EngineSpec(msgspec.Struct, frozen=True):
+    """What a spawned engine process is told at its birth."""
+
+    engine: EngineId
+    config: Config
+    runtime_dir: str
+    """Directory for the sockets of this instance."""
+
+
+class ApiServerSpec(msgspec.Struct, frozen=True):
+    """What a spawned API server process is told at its birth."""
+
+    client: ClientId
+    config: Config
+    runtime_dir: str
+    listener_fd: int
+    """The listening socket, held by the supervisor and inherited."""
 
 
 class Bound(msgspec.Struct, frozen=True, tag=True):

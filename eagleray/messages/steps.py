@@ -81,7 +81,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     step: int
     rows: list[int]
-    """Rows that sampled, in the plan's order."""
+    """Rows that sampled, in any order."""
     token_ids: list[int]
     """The token that each of `rows` sampled."""
     logprobs: dict[int, TokenLogprobs] = {}
@@ -103,10 +103,14 @@ class ModelLoaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What the user set, or else what the model was made for, in tokens."""
     bytes_per_block: int
     """Memory of one cache block over all layers of this worker."""
+    device: str
+    """`cpu` or `cuda`."""
 
 
 class MeasureMemory(msgspec.Struct, frozen=True, tag=True):
-    """Find out how much memory the cache may take."""
+    """Find out how much memory the cache may take, beside steps of this many tokens."""
+
+    max_num_batched_tokens: int
 
 
 class MemoryMeasured(msgspec.Struct, frozen=True, tag=True):

@@ -12,7 +12,16 @@ from eagleray.messages.outputs import EngineToClient
 from eagleray.messages.requests import ClientToEngine
 from eagleray.messages.steps import Call, Reply
 
-__all__ = ["CLIENT_INBOX", "ENGINE_INBOX", "SUPERVISOR_INBOX", "WIRES", "Wire"]
+__all__ = [
+    "CLIENT_INBOX",
+    "CLIENT_OUTBOX",
+    "ENGINE_INBOX",
+    "ENGINE_OUTBOX",
+    "SUPERVISOR_INBOX",
+    "SUPERVISOR_OUTBOX",
+    "WIRES",
+    "Wire",
+]
 
 
 class Wire(NamedTuple):
@@ -37,3 +46,8 @@ WIRES = (
 ENGINE_INBOX = SupervisorToMember | ClientToEngine
 CLIENT_INBOX = SupervisorToMember | EngineToClient
 SUPERVISOR_INBOX = MemberToSupervisor
+
+# And one outbox sends into several inboxes.
+ENGINE_OUTBOX = EngineToClient | MemberToSupervisor
+CLIENT_OUTBOX = ClientToEngine | MemberToSupervisor
+SUPERVISOR_OUTBOX = SupervisorToMember

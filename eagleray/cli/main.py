@@ -1,0 +1,52 @@
+"""`eagleray COMMAND`: one module for each command, imported only when it is the one that runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import eagleray
+from eagleray.errors import EagleRayError, UserError
+
+__all__ = ["main"]
+
+COMMANDS = {
+    "serve": "serve a model over HTTP, with the API of OpenAI",
+    "generate": "complete prompts with a model, without a server",
+    "chat": "talk to a model of a running server",
+    "complete": "complete texts with a model of a running server",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0, 1 for a failure, 2 for a mistake in the arguments or options."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(prog="eagleray", description=eagleray.__doc__)
+    parser.add_argument("--version", action="version", version=eagleray.__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        if name in arguments[:1]:
+            module = importlib.import_module(f"eagleray.cli.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    options = parser.parse_args(arguments)
+    try:
+        return int(options.run(options) or 0)
+    except UserError as error:
+        print(f"eagleray: error: {error}", file=sys.stderr)
+        return 2
+    except EagleRayError as error:
+        print(f"eagleray: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has seen enough
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

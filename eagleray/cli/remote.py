@@ -1,0 +1,75 @@
+"""A running server, as the commands `chat` and `complete` see it: standard library HTTP and server-sent events."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from eagleray.errors import EagleRayError, Unavailable, UserError
+
+__all__ = ["Remote", "add_remote_flags"]
+
+
+def add_remote_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://localhost:8000/v1", help="the server's API (default: %(default)s)")
+    parser.add_argument("--model-name", help="name of the model (default: the first one that the server has)")
+    parser.add_argument("--api-key", help="key to show (default: the environment's OPENAI_API_KEY)")
+    parser.add_argument("--max-tokens", type=int, help="longest answer in tokens")
+    parser.add_argument("--temperature", type=float, help="0 for the likeliest tokens (default: the model's)")
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="send this, print the answer and end")
+
+
+class Remote:
+    """Sends requests; raises `UserError` for what the server refuses, `Unavailable` if it cannot be reached."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._url = urlsplit(arguments.url)
+        if self._url.scheme not in ("http", "https") or not self._url.hostname:
+            raise UserError(f"--url {arguments.url}: expected http://HOST:PORT/v1")
+        key = arguments.api_key or os.environ.get("OPENAI_API_KEY")
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._fields = {
+            name: value for name in ("max_tokens", "temperature") if (value := getattr(arguments, name)) is not None
+        }
+        self._fields["model"] = arguments.model_name or self._first_model()
+
+    def stream(self, route: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The first choice of every event of a streamed answer."""
+        with self._request("POST", route, self._fields | fields | {"stream": True}) as response:
+            for line in response:
+                data = line.decode().strip().removeprefix("data:").strip()
+                if data and data != "[DONE]":
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise EagleRayError(event["error"]["message"])
+                    yield from event["choices"][:1]
+
+    def _first_model(self) -> str:
+        with self._request("GET", "/models") as response:
+            return str(json.load(response)["data"][0]["id"])
+
+    def _request(self, method: str, route: str, body: Any = None) -> http.client.HTTPResponse:
+        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._url.hostname or "", self._url.port)
+        try:
+            connection.request(
+                method, self._url.path.rstrip("/") + route, json.dumps(body) if body else None, self._headers
+            )
+            response = connection.getresponse()
+        except OSError as error:
+            raise Unavailable(f"no server answers at {self._url.geturl()}: {error}") from None
+        if response.status != 200:
+            raise UserError(f"the server refused ({response.status}): {_message(response.read())}")
+        return response
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")[:500]

@@ -1,0 +1,104 @@
+"""`eagleray serve [MODEL]`: be the supervisor of an engine and an API server until told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+
+from eagleray.cli.options import add_config_flags, config_from
+from eagleray.config import Config
+from eagleray.config.resolve import checkpoint_dir, served_names
+from eagleray.errors import ConfigError
+from eagleray.fleet import Supervisor
+from eagleray.log import get_logger, setup_logging
+
+__all__ = ["add_arguments", "run"]
+
+logger = get_logger(__name__)
+
+SECTIONS = ("model", "cache", "scheduling", "execution", "serving")
+BACKLOG = 2048
+FLUSH_SECONDS = 2.0
+"""After a failure, what API servers get to tell their clients."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_flags(parser, sections=SECTIONS)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    config = config_from(arguments, sections=SECTIONS)
+    setup_logging("serve", config.execution.log_level)
+    checkpoint_dir(config.model)  # a wrong path is an error now, not after processes have started
+    if config.model.model is None:
+        logger.info("no model was given: serving the embedded demo model, a toy of a few million parameters")
+    with _listen(config.serving.host, config.serving.port) as listener:
+        asyncio.run(_serve(config, listener))
+
+
+async def _serve(config: Config, listener: socket.socket) -> None:
+    began = time.monotonic()
+    told_to_stop = _stop_signal()
+    supervisor = Supervisor(config)
+    grace = 0.0
+    try:
+        supervisor.spawn_engine()
+        supervisor.spawn_api_server(listener.fileno())
+        serving = asyncio.create_task(supervisor.serving.wait())
+        await asyncio.wait([serving, supervisor.failed, told_to_stop], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            host, port = listener.getsockname()[:2]
+            name = served_names(config.model)[0]
+            logger.info("serving %s at http://%s:%d/v1 after %.1f s", name, host, port, time.monotonic() - began)
+            await asyncio.wait([supervisor.failed, told_to_stop], return_when=asyncio.FIRST_COMPLETED)
+        serving.cancel()
+        if supervisor.failed.done():
+            grace = FLUSH_SECONDS
+            await supervisor.failed
+        grace = config.serving.shutdown_timeout
+        logger.info("stopping: running requests get %.0f s to finish; a second signal ends them", grace)
+    finally:
+        await _stop(supervisor, grace)
+
+
+async def _stop(supervisor: Supervisor, grace: float) -> None:
+    """Stop within `grace` seconds, or at once when a second signal comes."""
+    impatient = _stop_signal()
+    stopping = asyncio.create_task(supervisor.stop(grace))
+    await asyncio.wait([stopping, impatient], return_when=asyncio.FIRST_COMPLETED)
+    if not stopping.done():
+        supervisor.kill()
+    await stopping
+
+
+def _stop_signal() -> asyncio.Future[None]:
+    """Done when the next SIGINT or SIGTERM arrives."""
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[None] = loop.create_future()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: stop.done() or stop.set_result(None))
+    return stop
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """The listening socket. Raises `ConfigError` if the address cannot be had."""
+    with contextlib.ExitStack() as stack:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another with `--host` and `--port`, "
+                "or `--port 0` for a free one"
+            ) from None
+        stack.pop_all()
+        return listener

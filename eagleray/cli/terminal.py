@@ -1,0 +1,22 @@
+"""Lines that a person types."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+__all__ = ["read_lines"]
+
+
+def read_lines(prompt: str) -> Iterator[str]:
+    """Every line that is not empty, until the end of the input."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - gives `input` a history and editing
+    while True:
+        try:
+            line = input(prompt)
+        except EOFError:
+            print()
+            return
+        if line.strip():
+            yield line

@@ -1,0 +1,1 @@
+"""One data-parallel rank: takes requests, plans steps, publishes what they produce."""

@@ -1,0 +1,52 @@
+"""The engine process, from its birth to its end: bind, be attached, start, loop."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from eagleray.engine.loop import EngineInbox, EngineLoop, EngineOutbox
+from eagleray.engine.startup import start_engine
+from eagleray.errors import DeadlineExceeded
+from eagleray.executor.choose import choose_executor
+from eagleray.messages.codec import Codec
+from eagleray.messages.lifecycle import Attach, Bound, EngineSpec, EngineStarted
+from eagleray.messages.wires import ENGINE_INBOX, ENGINE_OUTBOX
+from eagleray.process import Parent
+from eagleray.transport import Inbox, Outbox
+
+__all__ = ["run"]
+
+ATTACH_SECONDS = 30.0
+
+
+def run(payload: bytes, parent: Parent) -> None:
+    """Be the engine that `payload`, an encoded `EngineSpec`, describes."""
+    spec = msgspec.msgpack.decode(payload, type=EngineSpec)
+    with ExitStack() as stack:
+        inbox: EngineInbox = Inbox(Path(spec.runtime_dir), spec.engine.label, Codec(ENGINE_INBOX).decode)
+        stack.callback(inbox.close)
+        outbox: EngineOutbox = Outbox(Codec(ENGINE_OUTBOX).encode)
+        stack.callback(outbox.close)
+        parent.send(Bound(inbox.address))
+        attach = _wait_for_attach(inbox)
+        outbox.connect("supervisor", attach.supervisor)
+
+        executor = choose_executor(spec.engine, spec.config)
+        stack.callback(executor.close)
+        started = start_engine(spec.config, executor)
+        loop = EngineLoop(spec.engine, started.core, inbox, outbox)
+        for member in attach.members:
+            loop.join(member)
+        outbox.send("supervisor", EngineStarted(spec.engine, started.info))
+        loop.run()
+
+
+def _wait_for_attach(inbox: EngineInbox) -> Attach:
+    message = inbox.receive(ATTACH_SECONDS)
+    if message is None:
+        raise DeadlineExceeded(f"no Attach within {ATTACH_SECONDS:.0f} s after the engine had bound {inbox.address}")
+    assert isinstance(message, Attach), f"{type(message).__name__} arrived before Attach"
+    return message

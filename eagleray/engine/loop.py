@@ -1,0 +1,104 @@
+"""The engine process's loop: one inbox, one outbox, one `match`."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+from eagleray.engine.core import EngineCore
+from eagleray.errors import InvalidRequest
+from eagleray.identity import ClientId, EngineId, PeerId
+from eagleray.messages.lifecycle import Attach, MemberToSupervisor, Stop, SupervisorToMember
+from eagleray.messages.membership import Joined, Left
+from eagleray.messages.outputs import Chunk, Chunks, EngineStats, EngineToClient, FinishReason
+from eagleray.messages.requests import Abort, ClientToEngine, Generate
+from eagleray.scheduler import Output
+from eagleray.transport import Inbox, Outbox
+
+__all__ = ["EngineInbox", "EngineLoop", "EngineOutbox"]
+
+EngineInbox = Inbox[SupervisorToMember | ClientToEngine]
+EngineOutbox = Outbox[PeerId | str, EngineToClient | MemberToSupervisor]
+
+STATS_SECONDS = 0.5
+"""While it works, an engine reports its load this often; and always when it falls idle."""
+
+
+class EngineLoop:
+    """Runs until `Stop` arrives or a step raises."""
+
+    def __init__(self, engine: EngineId, core: EngineCore, inbox: EngineInbox, outbox: EngineOutbox) -> None:
+        self._engine = engine
+        self._core = core
+        self._inbox = inbox
+        self._outbox = outbox
+        self._clients: set[ClientId] = set()
+        self._strangers: dict[ClientId, list[Generate]] = defaultdict(list)
+        self._stopping = False
+        self._stats_due = 0.0
+
+    def run(self) -> None:
+        while not self._stopping:
+            self._take()
+            self._publish(self._core.step())
+            self._report()
+
+    def join(self, member: Joined) -> None:
+        """A client can be answered from now on. Its requests may have overtaken this news: they were kept."""
+        if isinstance(member.member, ClientId):
+            self._clients.add(member.member)
+            self._outbox.connect(member.member, member.address)
+            self._stats_due = 0.0
+            for request in self._strangers.pop(member.member, []):
+                self._add(request)
+
+    def _take(self) -> None:
+        """Handle every message that has arrived; without work, wait for one."""
+        message = self._inbox.receive(timeout=0 if self._core.scheduler.has_work else None)
+        while message is not None:
+            self._handle(message)
+            message = self._inbox.receive(timeout=0)
+
+    def _handle(self, message: SupervisorToMember | ClientToEngine) -> None:
+        match message:
+            case Generate():
+                self._add(message)
+            case Abort(client, request_ids):
+                self._publish(self._core.scheduler.abort(client, request_ids))
+            case Joined():
+                self.join(message)
+            case Left(ClientId() as client):
+                self._clients.discard(client)
+                self._outbox.disconnect(client)
+                self._core.scheduler.abort_client(client)
+            case Stop():
+                self._stopping = True
+            case Left() | Attach():
+                pass  # other engines are no concern of this one, and it is attached already
+
+    def _add(self, request: Generate) -> None:
+        if request.client not in self._clients:
+            self._strangers[request.client].append(request)
+            return
+        try:
+            self._core.scheduler.add(request)
+        except InvalidRequest as error:
+            chunk = Chunk(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=str(error))
+            self._publish([Output(request.client, chunk)])
+
+    def _publish(self, outputs: list[Output]) -> None:
+        by_client: dict[ClientId, list[Chunk]] = defaultdict(list)
+        for client, chunk in outputs:
+            by_client[client].append(chunk)
+        for client, chunks in by_client.items():
+            self._outbox.send(client, Chunks(self._engine, chunks))
+
+    def _report(self) -> None:
+        """Tell every client the load: now and then, and when there is nothing left to do."""
+        scheduler, now = self._core.scheduler, time.monotonic()
+        if scheduler.has_work and now < self._stats_due:
+            return
+        self._stats_due = now + STATS_SECONDS
+        stats = EngineStats(engine=self._engine, num_steps=self._core.num_steps, **scheduler.stats())
+        for client in self._clients:
+            self._outbox.send(client, stats)

@@ -1,0 +1,94 @@
+"""From a configuration to an engine that can step: load the model, size the cache, make the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eagleray.config import Config
+from eagleray.config.resolve import cache_bytes
+from eagleray.engine.core import EngineCore
+from eagleray.errors import ConfigError
+from eagleray.executor import Executor
+from eagleray.log import get_logger
+from eagleray.messages.membership import EngineInfo
+from eagleray.messages.steps import (
+    AllocateCache,
+    CacheAllocated,
+    LoadModel,
+    MeasureMemory,
+    MemoryMeasured,
+    ModelLoaded,
+)
+from eagleray.scheduler import Scheduler
+
+__all__ = ["StartedEngine", "start_engine"]
+
+logger = get_logger(__name__)
+
+DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+"""On a CPU a step of 512 tokens already runs at the speed of the matrix products, and running requests wait for it."""
+
+
+@dataclass(frozen=True)
+class StartedEngine:
+    core: EngineCore
+    info: EngineInfo
+
+
+def start_engine(config: Config, executor: Executor) -> StartedEngine:
+    """Raises `CheckpointError` or `ConfigError` for what the user can mend, `WorkerFailed` for the rest."""
+    timeout = config.execution.startup_timeout
+    model = executor.call(LoadModel(), ModelLoaded, timeout=timeout)[0]
+    budget = config.scheduling.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[model.device]
+    num_blocks = config.cache.num_kv_blocks
+    if num_blocks is None:
+        available = cache_bytes(config.cache)
+        if available is None:
+            measured = executor.call(MeasureMemory(budget), MemoryMeasured, timeout=timeout)
+            available = min(reply.available_bytes for reply in measured)
+        num_blocks = _useful_blocks(config, model, available // model.bytes_per_block)
+    _check_cache(config, model, num_blocks)
+    executor.call(AllocateCache(num_blocks), CacheAllocated, timeout=timeout)
+    block_size = config.cache.block_size
+    logger.info(
+        "cache: %d blocks of %d tokens, %.2f GiB", num_blocks, block_size, num_blocks * model.bytes_per_block / 2**30
+    )
+    scheduler = Scheduler(
+        max_num_seqs=config.scheduling.max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=model.max_model_len,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        policy=config.scheduling.scheduling_policy,
+    )
+    info = EngineInfo(
+        architecture=model.architecture,
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        block_size=block_size,
+        num_kv_blocks=num_blocks,
+    )
+    return StartedEngine(EngineCore(scheduler, executor), info)
+
+
+def _useful_blocks(config: Config, model: ModelLoaded, num_blocks: int) -> int:
+    """No more than every row at full length could use: a small model shall not take half of the memory."""
+    return min(num_blocks, config.scheduling.max_num_seqs * _blocks_of_one_sequence(config, model))
+
+
+def _blocks_of_one_sequence(config: Config, model: ModelLoaded) -> int:
+    return -(-model.max_model_len // config.cache.block_size)
+
+
+def _check_cache(config: Config, model: ModelLoaded, num_blocks: int) -> None:
+    """Raises `ConfigError` unless one sequence of the greatest length fits; says what would."""
+    needed = _blocks_of_one_sequence(config, model)
+    if num_blocks < needed:
+        fits = num_blocks * config.cache.block_size
+        raise ConfigError(
+            f"the cache has room for {num_blocks} blocks, {fits} tokens, but one sequence of "
+            f"{model.max_model_len} tokens needs {needed} blocks: set `max_model_len` to at most {fits}, or give the "
+            f"cache more: `kv_cache_memory` of {-(-needed * model.bytes_per_block // 2**20)}MiB, or `num_kv_blocks` of "
+            f"{needed}"
+        )

@@ -1,0 +1,245 @@
+"""`LLM`: a model for a program, in blocking calls. The supervisor and the client underneath are the server's.
+
+Both run in an event loop in a thread of this object; the engine is a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from tqdm import tqdm
+
+from eagleray.client import Client, Prompt, RequestOutput, RequestStream, Tokenizer, default_sampling
+from eagleray.config import Config, ServingConfig, build_config
+from eagleray.config.resolve import checkpoint_dir
+from eagleray.errors import ConfigError, InvalidRequest
+from eagleray.fleet import Supervisor
+from eagleray.identity import ClientId
+from eagleray.log import setup_logging
+from eagleray.messages.codec import Codec
+from eagleray.messages.sampling import SamplingParams
+from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX
+from eagleray.transport import AsyncInbox, Outbox
+
+__all__ = ["LLM"]
+
+Result = TypeVar("Result")
+PromptLike = str | Sequence[int] | Mapping[str, Any]
+Conversation = Sequence[Mapping[str, Any]]
+
+CLOSE_SECONDS = 30.0
+
+
+class LLM:
+    """A model, ready to generate.
+
+    `options` are the flags of `eagleray serve` by their names (`max_model_len=2048`), but for those of the HTTP server.
+    Close it, or use it as a context manager, or let the program end: its processes end with it.
+
+    Raises `ConfigError` or `CheckpointError` (ValueErrors) for what the caller can mend.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        for field in msgspec.structs.fields(ServingConfig):
+            if field.name in options:
+                raise ConfigError(f"option `{field.name}` is for the HTTP server: `LLM` does not take it")
+        self.config = build_config(model=model, **options)
+        checkpoint_dir(self.config.model)
+        setup_logging("llm", self.config.execution.log_level)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="eagleray-llm", daemon=True)
+        self._thread.start()
+        try:
+            self._fleet: _Fleet = self._run(_Fleet.start(self.config))
+        except BaseException:
+            _end_loop(self._loop, self._thread)
+            raise
+        self._close = weakref.finalize(self, _close, self._fleet, self._loop, self._thread)
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; results in the order of the prompts.
+
+        A prompt is a text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`, with an optional
+        `cache_salt`. One `SamplingParams` serves all prompts, or there is one for each.
+
+        Raises `InvalidRequest` at once if a prompt or parameter is wrong (nothing goes on running then), and
+        `EngineFailed` if the engine ends.
+        """
+        return self._run(self._complete(_as_list(prompts), sampling_params, priority, use_tqdm))
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, a list of `{"role", "content"}`, or each of several.
+
+        The model's chat template renders them.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        tokenizer = self.get_tokenizer()
+        prompts = []
+        for conversation in conversations:
+            text = tokenizer.apply_chat_template(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Raises `InvalidRequest` under `skip_tokenizer_init`."""
+        tokenizer = self._fleet.client.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest("there is no tokenizer, because of `skip_tokenizer_init`: use token ids")
+        return tokenizer
+
+    def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """The model's own defaults (`generation_config`), which `generate` uses when it is given none, with `changes`."""
+        return SamplingParams(**default_sampling(self.config.model) | changes)
+
+    def close(self) -> None:
+        """End the engine. Harmless when repeated."""
+        self._close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run in the loop's thread and wait; an interruption here cancels it there."""
+        if not self._thread.is_alive():
+            coroutine.close()
+            raise InvalidRequest("this LLM is closed")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _complete(
+        self,
+        prompts: Sequence[PromptLike],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        all_params = _one_each(params or self.get_default_sampling_params(), len(prompts), "sampling_params")
+        priorities = _one_each(0 if priority is None else priority, len(prompts), "priority")
+        streams: list[RequestStream] = []
+        try:
+            for prompt, one, rank in zip(prompts, all_params, priorities, strict=True):
+                parsed, cache_salt = _parse(prompt)
+                streams.append(self._fleet.client.generate(parsed, one, priority=rank, cache_salt=cache_salt))
+            with tqdm(total=len(streams), desc="prompts", disable=not use_tqdm) as bar:
+
+                async def finish(stream: RequestStream) -> RequestOutput:
+                    output = await stream.result()
+                    bar.update()
+                    return output
+
+                return await self._fleet.guard(asyncio.gather(*map(finish, streams)))
+        finally:
+            for stream in streams:
+                stream.abort()
+
+
+class _Fleet:
+    """What lives in the loop's thread: the supervisor, and the client that reads its inbox."""
+
+    def __init__(self, supervisor: Supervisor, client: Client) -> None:
+        self.supervisor = supervisor
+        self.client = client
+        self._reading = asyncio.create_task(client.run())
+
+    @classmethod
+    async def start(cls, config: Config) -> _Fleet:
+        supervisor = Supervisor(config)
+        client_id = ClientId(supervisor.instance, index=0)
+        try:
+            supervisor.spawn_engine()
+            inbox = AsyncInbox(supervisor.runtime_dir, client_id.label, Codec(CLIENT_INBOX).decode)
+            outbox = Outbox(Codec(CLIENT_OUTBOX).encode)
+            fleet = cls(supervisor, Client.create(client_id, config, inbox=inbox, outbox=outbox))
+            supervisor.adopt(client_id, fleet.client.address)
+            await fleet.guard(fleet.client.wait_until_ready(config.execution.startup_timeout))
+        except BaseException:
+            await supervisor.stop(0.0)
+            raise
+        return fleet
+
+    async def guard(self, work: Any) -> Any:
+        """The result of `work`, unless the instance fails first: then the cause is raised."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait([task, self.supervisor.failed], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            self.supervisor.failed.result()
+        return await task
+
+    async def stop(self) -> None:
+        await self.client.close()
+        await self.supervisor.stop(0.0)
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+
+def _close(fleet: _Fleet, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    asyncio.run_coroutine_threadsafe(fleet.stop(), loop).result(CLOSE_SECONDS)
+    _end_loop(loop, thread)
+
+
+def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result(CLOSE_SECONDS)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(CLOSE_SECONDS)
+    loop.close()
+
+
+def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> Sequence[PromptLike]:
+    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _parse(prompt: PromptLike) -> tuple[Prompt, str]:
+    match prompt:
+        case str():
+            return Prompt(text=prompt), ""
+        case Mapping():
+            if unknown := set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
+                raise InvalidRequest(f"a prompt has no field {sorted(unknown)[0]!r}", param="prompt")
+            ids = prompt.get("prompt_token_ids")
+            return Prompt(prompt.get("prompt"), None if ids is None else list(ids)), prompt.get("cache_salt", "")
+        case _:
+            return Prompt(token_ids=list(prompt)), ""
+
+
+def _one_each(values: Any, count: int, name: str) -> Sequence[Any]:
+    """`values` for each of `count` prompts: one for all, or a sequence of as many."""
+    if not isinstance(values, Sequence):
+        return [values] * count
+    if len(values) != count:
+        raise InvalidRequest(f"`{name}` has {len(values)} entries for {count} prompts", param=name)
+    return values

@@ -1,0 +1,123 @@
+"""How requests fared, as their API server saw it: latencies, sizes, parameters, ends.
+
+These carry no `engine` label: a request may move from one engine to another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from eagleray.messages.outputs import FinishReason
+
+__all__ = ["RequestMetrics", "RequestTimer"]
+
+MOST_TOKENS = 1_000_000
+FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_SECONDS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_SECONDS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+
+def one_two_five(most: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, 50, … up to `most`."""
+    powers = (10**exponent for exponent in range(len(str(most))))
+    return tuple(bound for power in powers for bound in (power, 2 * power, 5 * power) if bound <= most)
+
+
+class RequestMetrics:
+    """Owns the request histograms of one registry."""
+
+    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            family = Histogram(f"eagleray:{name}", text, ["model_name"], buckets=buckets, registry=registry)
+            return family.labels(model_name)
+
+        tokens = one_two_five(MOST_TOKENS)
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "From the arrival of a request to its first token.", FIRST_TOKEN_SECONDS
+        )
+        self.between_tokens = histogram(
+            "inter_token_latency_seconds", "Between a token and the next one of a completion.", TOKEN_SECONDS
+        )
+        self.per_token = histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time between the tokens of a completion, over its length.",
+            TOKEN_SECONDS,
+        )
+        self.latency = histogram(
+            "e2e_request_latency_seconds", "From the arrival of a request to the end of a completion.", REQUEST_SECONDS
+        )
+        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request.", tokens)
+        self.generation_tokens = histogram("request_generation_tokens", "Tokens of a completion.", tokens)
+        self.params_n = histogram("request_params_n", "Parameter `n` of the requests.", (1, 2, 5, 10, 20))
+        self.params_max_tokens = histogram(
+            "request_params_max_tokens", "Parameter `max_tokens` of the requests that set it.", tokens
+        )
+        success = Counter(
+            "eagleray:request_success",
+            "Completions that ended, by the reason.",
+            ["model_name", "finished_reason"],
+            registry=registry,
+        )
+        self.finished = {reason: success.labels(model_name, reason.value) for reason in FinishReason}
+
+    def begin(self, *, arrival: float, num_prompt_tokens: int, n: int, max_tokens: int | None) -> RequestTimer:
+        """A request was given to the engine. `arrival` is a time of `time.perf_counter`."""
+        self.prompt_tokens.observe(num_prompt_tokens)
+        self.params_n.observe(n)
+        if max_tokens is not None:
+            self.params_max_tokens.observe(max_tokens)
+        return RequestTimer(self, arrival, n)
+
+
+class RequestTimer:
+    """The times of one request with its `n` completions. Told of each token, and of each completion's end."""
+
+    def __init__(self, metrics: RequestMetrics, arrival: float, n: int) -> None:
+        self._metrics = metrics
+        self._arrival = arrival
+        self._num_tokens = [0] * n
+        self._first = [0.0] * n
+        self._last = [0.0] * n
+        self._running = set(range(n))
+
+    def tokens(self, index: int, count: int) -> None:
+        """Completion `index` got `count` more tokens just now."""
+        if count == 0:
+            return
+        now = time.perf_counter()
+        if self._num_tokens[index]:
+            # Tokens that come together share the time: the reader was slow, not the engine.
+            self._metrics.between_tokens.observe((now - self._last[index]) / count)
+        else:
+            if not any(self._num_tokens):
+                self._metrics.first_token.observe(now - self._arrival)
+            self._first[index] = now
+        self._num_tokens[index] += count
+        self._last[index] = now
+
+    def finished(self, index: int, reason: FinishReason) -> None:
+        """Completion `index` ended; every completion ends once."""
+        self._running.discard(index)
+        num_tokens = self._num_tokens[index]
+        self._metrics.finished[reason].inc()
+        self._metrics.generation_tokens.observe(num_tokens)
+        self._metrics.latency.observe(time.perf_counter() - self._arrival)
+        if num_tokens > 1:
+            self._metrics.per_token.observe((self._last[index] - self._first[index]) / (num_tokens - 1))
+
+    def ended(self, reason: FinishReason) -> None:
+        """The whole request ended: what has not finished before did so for this reason."""
+        for index in sorted(self._running):
+            self.finished(index, reason)

@@ -1,0 +1,6 @@
+"""Local processes: one way to spawn one, one way to notice its end."""
+
+from eagleray.process.parent import Parent
+from eagleray.process.spawn import Child
+
+__all__ = ["Child", "Parent"]

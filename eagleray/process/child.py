@@ -1,0 +1,52 @@
+"""`python -m eagleray.process.child FD`: the one entry of every process that eagleray spawns."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import socket
+import sys
+from types import FrameType
+
+import msgspec
+
+from eagleray.log import get_logger, setup_logging
+from eagleray.messages.failure import Failure
+from eagleray.messages.lifecycle import Failed
+from eagleray.process.birth import Birth, read_frame
+from eagleray.process.parent import Parent
+
+__all__ = ["main"]
+
+logger = get_logger(__name__)
+
+
+def main() -> int:
+    """Become what the parent wants; say why to the parent if that ends by an exception."""
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    frame = read_frame(sock)
+    if frame is None:  # the parent died while it gave birth
+        return 1
+    birth = msgspec.msgpack.decode(frame, type=Birth)
+    setup_logging(birth.label, birth.log_level)
+    # Ctrl-C reaches the whole process group; the supervisor alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end)
+    parent = Parent(sock)
+    parent.end_with_parent()
+    try:
+        module, _, function = birth.target.partition(":")
+        getattr(importlib.import_module(module), function)(birth.payload, parent)
+    except Exception as error:
+        logger.debug("ended by an exception", exc_info=True)
+        parent.send(Failed(Failure.of(error)))
+        return 1
+    return 0
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    sys.exit(128 + signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

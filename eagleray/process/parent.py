@@ -1,0 +1,52 @@
+"""The child's view of its parent."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+
+from eagleray.messages.codec import Codec
+from eagleray.messages.lifecycle import ChildToParent
+from eagleray.process.birth import read_frame, write_frame
+
+__all__ = ["Parent"]
+
+POLL_SECONDS = 1.0
+
+ORPHAN_SECONDS = 5.0
+"""How long a process whose parent has died may take to end by itself."""
+
+
+class Parent:
+    """The other end of the socket pair: takes our reports, and its closing tells that the parent is gone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._codec: Codec[ChildToParent] = Codec(ChildToParent)
+        self._lock = threading.Lock()
+
+    def send(self, message: ChildToParent) -> None:
+        """Report to the parent; nothing happens if it is gone, because then we are ending anyway."""
+        frame = bytes(self._codec.encode(message)[0])
+        try:
+            with self._lock:
+                write_frame(self._socket, frame)
+        except OSError:
+            pass
+
+    def end_with_parent(self) -> None:
+        """From now on this process ends when its parent does, however the parent ended."""
+        threading.Thread(target=self._watch, name="parent-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        # The end of the stream tells at once; the parent's id tells even if some fork of the parent keeps its end open.
+        parent = os.getppid()
+        while os.getppid() == parent:
+            if select.select([self._socket], [], [], POLL_SECONDS)[0] and read_frame(self._socket) is None:
+                break
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(ORPHAN_SECONDS)
+        os._exit(1)  # the main thread is stuck in something that SIGTERM does not interrupt

@@ -1,0 +1,88 @@
+"""The parent's side: spawn a process, hear what it reports, learn at once that it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from eagleray.messages.codec import Codec
+from eagleray.messages.lifecycle import ChildToParent
+from eagleray.process.birth import Birth, read_frame, write_frame
+
+__all__ = ["Child"]
+
+
+class Child:
+    """A process of this host, started fresh (no fork of our state, no re-import of the user's main module).
+
+    `on_message` and `on_exit` are called from a thread of this child's own: first the messages in order, then
+    `on_exit(reason)` exactly once, when the process has ended and was reaped.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: str,
+        label: str,
+        payload: bytes,
+        log_level: str,
+        on_message: Callable[[ChildToParent], None],
+        on_exit: Callable[[str], None],
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.label = label
+        self._on_message = on_message
+        self._on_exit = on_exit
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "eagleray.process.child", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(), *pass_fds),
+                stdin=subprocess.DEVNULL,
+            )
+        self._socket = ours
+        birth = Birth(target=target, label=label, log_level=log_level, payload=payload)
+        with contextlib.suppress(OSError):  # it died already: the watcher is about to say so
+            write_frame(ours, msgspec.msgpack.encode(birth))
+        self._watcher = threading.Thread(target=self._watch, name=f"watch-{label}", daemon=True)
+        self._watcher.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def terminate(self) -> None:
+        """Ask it to end (SIGTERM)."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """End it (SIGKILL)."""
+        self._process.kill()
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it has ended, and `on_exit` was called, within `timeout` seconds."""
+        self._watcher.join(timeout)
+        return not self._watcher.is_alive()
+
+    def _watch(self) -> None:
+        codec: Codec[ChildToParent] = Codec(ChildToParent)
+        while (frame := read_frame(self._socket)) is not None:
+            self._on_message(codec.decode([frame]))
+        returncode = self._process.wait()
+        self._socket.close()
+        self._on_exit(_explain(returncode))
+
+
+def _explain(returncode: int) -> str:
+    if returncode >= 0:
+        return f"it ended with exit code {returncode}"
+    name = signal.Signals(-returncode).name
+    hint = " (perhaps the machine ran out of memory)" if returncode == -signal.SIGKILL else ""
+    return f"it was killed by {name}{hint}"

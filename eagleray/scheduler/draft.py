@@ -1,0 +1,41 @@
+"""A step: while it is being decided, and from then until its result is applied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from eagleray.messages.steps import RowStart
+from eagleray.scheduler.request import Run
+
+__all__ = ["Draft", "InFlight"]
+
+
+@dataclass(slots=True)
+class Draft:
+    """What the next step will compute, within `budget` more tokens."""
+
+    budget: int
+    num_tokens: dict[Run, int] = field(default_factory=dict)
+    grown: dict[Run, list[int]] = field(default_factory=dict)
+    starts: list[RowStart] = field(default_factory=list)
+    is_short_of_blocks: bool = False
+    """A running request did not get its blocks, or got them from another one: not the time to start more."""
+
+    def add(self, run: Run, num_tokens: int) -> None:
+        self.num_tokens[run] = num_tokens
+        self.budget -= num_tokens
+
+    def drop(self, run: Run) -> None:
+        """The run is over before the step began."""
+        self.budget += self.num_tokens.pop(run, 0)
+        self.grown.pop(run, None)
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step that was planned and not applied yet."""
+
+    step: int
+    runs: list[Run]
+    block_tables: list[list[int]] = field(default_factory=list)
+    """Block tables of runs that are over, but that this step still reads and writes: given up when it is applied."""

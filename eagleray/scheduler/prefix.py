@@ -1,0 +1,40 @@
+"""Names of cache blocks: a hash that stands for a block's tokens and for everything before them.
+
+Pure functions, equal on every machine, so that a client can compute the names of a prompt's blocks and remember which
+engine holds them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+
+__all__ = ["block_hashes", "extend_hashes", "root_hash"]
+
+# 128 bits: two different prefixes of one name are not to be expected before 2**64 blocks.
+HASH_BYTES = 16
+
+
+def root_hash(cache_salt: str) -> bytes:
+    """The parent of a sequence's first block: prefixes of different salts have no name in common."""
+    return blake2b(cache_salt.encode(), digest_size=HASH_BYTES, person=b"eagleray salt").digest()
+
+
+def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], *, block_size: int, root: bytes) -> None:
+    """Append the hashes of the full blocks of `token_ids` that `hashes` does not have yet."""
+    while (len(hashes) + 1) * block_size <= len(token_ids):
+        start = len(hashes) * block_size
+        hashes.append(_child_hash(hashes[-1] if hashes else root, token_ids[start : start + block_size]))
+
+
+def block_hashes(token_ids: Sequence[int], *, block_size: int, cache_salt: str = "") -> list[bytes]:
+    """The hashes of all full blocks of a sequence, in order."""
+    hashes: list[bytes] = []
+    extend_hashes(hashes, token_ids, block_size=block_size, root=root_hash(cache_salt))
+    return hashes
+
+
+def _child_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    content = parent + struct.pack(f"<{len(token_ids)}I", *token_ids)
+    return blake2b(content, digest_size=HASH_BYTES, person=b"eagleray block").digest()

@@ -1,0 +1,170 @@
+"""The state of a request: what lasts until it ends, and what it has only while it runs.
+
+Owned by the scheduler; nobody else writes to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from eagleray.errors import InvalidRequest, PromptTooLong
+from eagleray.identity import ClientId
+from eagleray.messages.outputs import Chunk, FinishReason
+from eagleray.messages.requests import Generate
+from eagleray.messages.sampling import Sampling, Stopping
+from eagleray.messages.steps import RowStart
+from eagleray.scheduler.prefix import root_hash
+
+__all__ = ["Finish", "Output", "Request", "Run", "new_request"]
+
+MAX_TOKEN_ID = 2**31 - 1
+
+
+class Output(NamedTuple):
+    """A chunk and whom it is for."""
+
+    client: ClientId
+    chunk: Chunk
+
+
+class Finish(NamedTuple):
+    """Why a request has ended."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """What lasts until the request ends. It waits while `run` is None."""
+
+    client: ClientId
+    request_id: str
+    sampling: Sampling
+    stopping: Stopping
+    priority: int
+    arrival: int
+    """Number of the request in the order of arrival."""
+    token_ids: list[int]
+    """The prompt, then what was generated."""
+    num_prompt_tokens: int
+    max_num_tokens: int
+    """It ends when it has this many tokens, prompt included."""
+    root_hash: bytes
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Of the first full blocks of `token_ids`; extended when needed."""
+    prompt_logprobs_from: int = 1
+    """First position whose prompt log-probabilities were not delivered yet, if the request wants them."""
+    was_started: bool = False
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the cache at the first start; 0 again once the client was told."""
+    run: Run | None = None
+
+    @property
+    def num_readable_tokens(self) -> int:
+        """How many of the first tokens may be read from the cache instead of computed.
+
+        The last one gives the next token, and the one before a position gives that position's log-probability.
+        """
+        num_tokens = len(self.token_ids) - 1
+        if self.sampling.prompt_logprobs is not None and self.prompt_logprobs_from < self.num_prompt_tokens:
+            num_tokens = min(num_tokens, self.prompt_logprobs_from - 1)
+        return num_tokens
+
+    def append(self, token_id: int) -> Finish | None:
+        """The next token is known. Says so if it was the last one."""
+        self.token_ids.append(token_id)
+        if len(self.token_ids) - self.num_prompt_tokens >= self.stopping.min_tokens:
+            if token_id in self.stopping.eos_token_ids:
+                return Finish(FinishReason.STOP)
+            if token_id in self.stopping.stop_token_ids:
+                return Finish(FinishReason.STOP, token_id)
+        return Finish(FinishReason.LENGTH) if len(self.token_ids) >= self.max_num_tokens else None
+
+    def answer(self, **fields: Any) -> Output:
+        """The next chunk, with these fields of `Chunk`; the first one tells how much of the prompt was cached."""
+        num_cached, self.num_cached_tokens = self.num_cached_tokens, 0
+        return Output(self.client, Chunk(request_id=self.request_id, num_cached_tokens=num_cached, **fields))
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Run:
+    """A request while it has a row.
+
+    After a preemption the request gets another `Run`, so this object tells its epochs apart: a result for a `Run` that
+    is over is nobody's.
+    """
+
+    request: Request
+    row: int
+    block_ids: list[int]
+    num_computed_tokens: int
+    """In the cache, or written there by a step that was planned."""
+    num_committed_blocks: int
+    """The first this many blocks were made known to the prefix cache."""
+    num_placeholders: int = 0
+    """Tokens that planned steps sample and whose ids are not known here yet; the worker has them in the row."""
+    last_step: int = -1
+    """The last step that computes something of it."""
+
+    @property
+    def num_known_tokens(self) -> int:
+        """As the worker will see it when the planned steps are done."""
+        return len(self.request.token_ids) + self.num_placeholders
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """What is left to compute; the token at the limit needs no computing."""
+        num_known = self.num_known_tokens
+        return num_known - self.num_computed_tokens if num_known < self.request.max_num_tokens else 0
+
+    def advance(self, num_tokens: int, *, step: int) -> None:
+        """`step` computes the next `num_tokens` tokens and, if they are the last known ones, samples another."""
+        self.num_computed_tokens += num_tokens
+        self.num_placeholders += self.num_computed_tokens == self.num_known_tokens
+        self.last_step = step
+
+    def row_start(self) -> RowStart:
+        """What a worker must know. The lists are copies: it may live in this process, and ours go on changing."""
+        return RowStart(
+            row=self.row,
+            request_id=self.request.request_id,
+            token_ids=list(self.request.token_ids),
+            num_prompt_tokens=self.request.num_prompt_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            block_ids=list(self.block_ids),
+            sampling=self.request.sampling,
+            prompt_logprobs_from=self.request.prompt_logprobs_from,
+        )
+
+
+def new_request(message: Generate, *, priority: int, arrival: int, max_model_len: int) -> Request:
+    """Raises `InvalidRequest` for what can never run."""
+    num_prompt_tokens = len(message.prompt_token_ids)
+    if num_prompt_tokens == 0:
+        raise InvalidRequest("the prompt is empty, but it needs at least one token to continue from", param="prompt")
+    if num_prompt_tokens >= max_model_len:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt_tokens} tokens, but the model's length is {max_model_len} tokens, prompt and "
+            f"output together: shorten the prompt to at most {max_model_len - 1} tokens",
+            param="prompt",
+        )
+    if min(message.prompt_token_ids) < 0 or max(message.prompt_token_ids) > MAX_TOKEN_ID:
+        raise InvalidRequest(f"the prompt's token ids must be between 0 and {MAX_TOKEN_ID}", param="prompt")
+    if message.stopping.max_tokens < 1:
+        raise InvalidRequest(
+            f"`max_tokens` must be at least 1, but it is {message.stopping.max_tokens}", param="max_tokens"
+        )
+    return Request(
+        client=message.client,
+        request_id=message.request_id,
+        sampling=message.sampling,
+        stopping=message.stopping,
+        priority=priority,
+        arrival=arrival,
+        token_ids=list(message.prompt_token_ids),
+        num_prompt_tokens=num_prompt_tokens,
+        max_num_tokens=min(num_prompt_tokens + message.stopping.max_tokens, max_model_len),
+        root_hash=root_hash(message.cache_salt),
+    )

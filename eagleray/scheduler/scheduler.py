@@ -1,0 +1,280 @@
+"""The scheduler: which request computes how many tokens in the next step, in which blocks of the cache.
+
+Owns every request of the engine, the rows of the workers' tables and the blocks. The engine's core drives it: `add` and
+`abort` as clients ask, `plan` before a step, `apply` with its result. Several steps may be planned before the first is
+applied; results come back in the order of the plans.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Literal
+
+from eagleray.errors import ConfigError, InvalidRequest
+from eagleray.identity import ClientId
+from eagleray.messages.outputs import FinishReason
+from eagleray.messages.requests import Generate
+from eagleray.messages.steps import StepPlan, StepResult
+from eagleray.scheduler.draft import Draft, InFlight
+from eagleray.scheduler.kv_cache import KVCache
+from eagleray.scheduler.queues import WaitingQueue
+from eagleray.scheduler.request import Output, Request, Run, new_request
+from eagleray.scheduler.rows import RowTable
+from eagleray.scheduler.stats import Counters, SchedulerStats
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Continuous batching over one token budget: what runs goes on first, then what waits is started.
+
+    Raises `ConfigError` if the cache cannot hold one sequence of `max_model_len` tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+        enable_prefix_caching: bool,
+        policy: Literal["fcfs", "priority"],
+    ) -> None:
+        if num_blocks * block_size < max_model_len:
+            raise ConfigError(
+                f"the KV cache has {num_blocks} blocks of {block_size} tokens, but one sequence of `max_model_len` "
+                f"{max_model_len} tokens must fit: give it {-(-max_model_len // block_size)} blocks, or set "
+                f"`max_model_len` to at most {num_blocks * block_size}"
+            )
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._has_priorities = policy == "priority"
+        self._cache = KVCache(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
+        self._requests: dict[tuple[ClientId, str], Request] = {}
+        self._waiting = WaitingQueue()
+        self._running = RowTable(max_num_seqs)
+        self._in_flight: deque[InFlight] = deque()
+        self._next_step = 0
+        self._num_arrivals = 0
+        self._counters = Counters()
+
+    @property
+    def has_work(self) -> bool:
+        """A request wants tokens, or a planned step was not applied yet."""
+        return bool(self._requests or self._in_flight)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_kv_blocks=self._cache.num_blocks,
+            num_free_kv_blocks=self._cache.num_free_blocks,
+            **asdict(self._counters),
+        )
+
+    # Requests come and go.
+
+    def add(self, request: Generate) -> None:
+        """Take a request in. Raises `InvalidRequest` for what can never run."""
+        key = request.client, request.request_id
+        if key in self._requests:
+            raise InvalidRequest(
+                f"request id {request.request_id!r} is in use: the ids of a client's running requests must be unique",
+                param="request_id",
+            )
+        priority = request.priority if self._has_priorities else 0
+        state = new_request(request, priority=priority, arrival=self._num_arrivals, max_model_len=self._max_model_len)
+        self._num_arrivals += 1
+        self._requests[key] = state
+        self._waiting.push(state)
+
+    def abort(self, client: ClientId, request_ids: Iterable[str]) -> list[Output]:
+        """End these requests: a last chunk for each that was here."""
+        found = [
+            self._requests[client, name] for name in dict.fromkeys(request_ids) if (client, name) in self._requests
+        ]
+        for request in found:
+            self._remove(request)
+        return [request.answer(finish_reason=FinishReason.ABORT) for request in found]
+
+    def abort_client(self, client: ClientId) -> int:
+        """The client is gone: end its requests without a word. How many there were."""
+        found = [request for request in self._requests.values() if request.client == client]
+        for request in found:
+            self._remove(request)
+        return len(found)
+
+    def fail_all(self, message: str) -> list[Output]:
+        """The engine ends: every request fails with this message."""
+        found = list(self._requests.values())
+        for request in found:
+            self._remove(request)
+        return [request.answer(finish_reason=FinishReason.ERROR, error=message) for request in found]
+
+    # One step.
+
+    def plan(self) -> StepPlan | None:
+        """The next step. None: nothing to compute, or nothing before a step in flight is applied."""
+        draft = Draft(self._max_num_batched_tokens)
+        self._continue_running(draft)
+        if not draft.is_short_of_blocks:
+            self._start_waiting(draft)
+        return self._issue(draft) if draft.num_tokens else None
+
+    def apply(self, result: StepResult) -> list[Output]:
+        """What the oldest step in flight produced. Rows whose request ended or was preempted since are dropped."""
+        flight = self._in_flight.popleft()
+        assert flight.step == result.step, f"step {flight.step} is next to be applied, not {result.step}"
+        self._counters.num_steps += 1
+        tokens = dict(zip(result.rows, result.token_ids, strict=True))
+        failures = {failure.row: failure.message for failure in result.failures}
+        outputs: list[Output] = []
+        for run in flight.runs:
+            if run.row in failures:
+                # Held until here even if the run is over. What a failed row wrote is not to be trusted.
+                self._cache.forget(run.block_ids)
+            if not self._is_current(run):
+                continue
+            if run.row in failures:
+                outputs.append(self._fail(run, failures[run.row]))
+            elif run.row in tokens or run.row in result.prompt_logprobs:
+                outputs.append(self._deliver(run, tokens.get(run.row), result))
+        for block_ids in flight.block_tables:
+            self._cache.release(block_ids)
+        return outputs
+
+    # What plan() is made of.
+
+    def _continue_running(self, draft: Draft) -> None:
+        for run in list(self._running):
+            num_tokens = min(run.num_uncomputed_tokens, draft.budget)
+            if num_tokens > 0 and self._is_current(run) and self._reserve(run, num_tokens, draft):
+                draft.add(run, num_tokens)
+        # Only now is it certain that none of them is preempted after all.
+        for run, num_tokens in draft.num_tokens.items():
+            self._advance(run, num_tokens)
+
+    def _reserve(self, run: Run, num_tokens: int, draft: Draft) -> bool:
+        """Get the blocks for the next `num_tokens` tokens, at the expense of less urgent requests if need be."""
+        while (added := self._cache.grow(run, run.num_computed_tokens + num_tokens)) is None:
+            draft.is_short_of_blocks = True
+            if any(flight.block_tables for flight in self._in_flight):
+                return False  # blocks come back with a step in flight: wait for those before taking more
+            victim = self._running.least_urgent()
+            self._preempt(victim)
+            draft.drop(victim)
+            if victim is run:
+                return False
+        if added:
+            draft.grown[run] = added
+        return True
+
+    def _start_waiting(self, draft: Draft) -> None:
+        while self._waiting and self._running.has_free and draft.budget > 0:
+            request = self._waiting.first()
+            cached = self._cache.lookup(request)
+            # Room for all of it, although a first chunk needs less: else it would soon be preempted for the rest.
+            if not self._cache.can_hold(len(request.token_ids), cached=cached):
+                break
+            self._start(self._waiting.pop(), cached, draft)
+
+    def _start(self, request: Request, cached: list[int], draft: Draft) -> None:
+        num_cached = len(cached) * self._cache.block_size
+        num_tokens = min(len(request.token_ids) - num_cached, draft.budget)
+        run = self._running.start(
+            request,
+            block_ids=self._cache.start(num_cached + num_tokens, cached=cached),
+            num_cached_tokens=num_cached,
+            num_cached_blocks=len(cached),
+        )
+        draft.starts.append(run.row_start())
+        draft.add(run, num_tokens)
+        if not request.was_started:
+            self._count_lookup(request, num_cached)
+        self._advance(run, num_tokens)
+
+    def _advance(self, run: Run, num_tokens: int) -> None:
+        num_prompt_tokens = run.request.num_prompt_tokens - run.num_computed_tokens
+        self._counters.num_prompt_tokens += max(0, min(num_tokens, num_prompt_tokens))
+        run.advance(num_tokens, step=self._next_step)
+        self._cache.commit(run)
+
+    def _count_lookup(self, request: Request, num_cached: int) -> None:
+        request.was_started = True
+        request.num_cached_tokens = num_cached
+        if self._cache.enable_prefix_caching and request.num_readable_tokens > 0:
+            self._counters.num_prefix_queries += request.num_prompt_tokens
+            self._counters.num_prefix_hits += num_cached
+
+    def _issue(self, draft: Draft) -> StepPlan:
+        plan = StepPlan(
+            step=self._next_step,
+            ends=self._running.take_ended(),
+            starts=draft.starts,
+            grown=[(run.row, added) for run, added in draft.grown.items()],
+            rows=[run.row for run in draft.num_tokens],
+            num_tokens=list(draft.num_tokens.values()),
+        )
+        self._in_flight.append(InFlight(self._next_step, list(draft.num_tokens)))
+        self._next_step += 1
+        return plan
+
+    def _preempt(self, run: Run) -> None:
+        """Back to the waiting ones, with its tokens but nothing computed."""
+        self._leave_row(run)
+        self._waiting.push(run.request)
+        self._counters.num_preemptions += 1
+
+    # What apply() is made of.
+
+    def _deliver(self, run: Run, token_id: int | None, result: StepResult) -> Output:
+        """The chunk for what a step produced for one request, which may end with it."""
+        request = run.request
+        prompt_logprobs = result.prompt_logprobs.get(run.row)
+        if prompt_logprobs is not None:
+            assert prompt_logprobs.start == request.prompt_logprobs_from, "prompt logprobs come once and in order"
+            request.prompt_logprobs_from += len(prompt_logprobs.ranks)
+        if token_id is None:
+            return request.answer(prompt_logprobs=prompt_logprobs)
+        self._counters.num_generation_tokens += 1
+        run.num_placeholders -= 1
+        finish = request.append(token_id)
+        self._cache.commit(run)
+        if finish is not None:
+            self._remove(request)
+        return request.answer(
+            token_ids=[token_id],
+            logprobs=[result.logprobs[run.row]] if run.row in result.logprobs else [],
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=finish.reason if finish else None,
+            stop_token_id=finish.stop_token_id if finish else None,
+        )
+
+    def _fail(self, run: Run, message: str) -> Output:
+        self._remove(run.request)
+        return run.request.answer(finish_reason=FinishReason.ERROR, error=message)
+
+    # Ends.
+
+    def _remove(self, request: Request) -> None:
+        """Forget a request, wherever it is."""
+        del self._requests[request.client, request.request_id]
+        if request.run is None:
+            self._waiting.remove(request)
+        else:
+            self._leave_row(request.run)
+
+    def _leave_row(self, run: Run) -> None:
+        """The run is over. Its blocks are free at once, or when the last step in flight that names them is applied."""
+        self._running.end(run)
+        if self._in_flight and run.last_step >= self._in_flight[0].step:
+            self._in_flight[run.last_step - self._in_flight[0].step].block_tables.append(run.block_ids)
+        else:
+            self._cache.release(run.block_ids)
+
+    def _is_current(self, run: Run) -> bool:
+        return run.request.run is run

@@ -1,0 +1,67 @@
+"""The API server process, from its birth to its end: bind, be attached, serve HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import uvicorn
+import uvloop
+
+from eagleray.client import Client
+from eagleray.messages.codec import Codec
+from eagleray.messages.lifecycle import ApiServerSpec, Bound
+from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX
+from eagleray.process import Parent
+from eagleray.server.app import create_app
+from eagleray.transport import AsyncInbox, Outbox
+
+__all__ = ["run"]
+
+KEEP_ALIVE_SECONDS = 60
+
+
+class _Server(uvicorn.Server):
+    """Leaves the signals alone: the supervisor says when to stop, and how patiently."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run(payload: bytes, parent: Parent) -> None:
+    """Be the API server that `payload`, an encoded `ApiServerSpec`, describes."""
+    spec = msgspec.msgpack.decode(payload, type=ApiServerSpec)
+    uvloop.run(_serve(spec, parent))
+
+
+async def _serve(spec: ApiServerSpec, parent: Parent) -> None:
+    inbox = AsyncInbox(Path(spec.runtime_dir), spec.client.label, Codec(CLIENT_INBOX).decode)
+    outbox = Outbox(Codec(CLIENT_OUTBOX).encode)
+    client = Client.create(spec.client, spec.config, inbox=inbox, outbox=outbox)
+    config = uvicorn.Config(
+        create_app(client, spec.config),
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+    )
+    server = _Server(config)
+    parent.send(Bound(client.address))
+    with socket.socket(fileno=spec.listener_fd) as listener:
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        reading = asyncio.create_task(client.run())
+        stopping = asyncio.create_task(client.stopping.wait())
+        await asyncio.wait([serving, reading, stopping], return_when=asyncio.FIRST_COMPLETED)
+        config.timeout_graceful_shutdown = math.ceil(client.grace)
+        server.should_exit = True
+        await serving
+        await client.close()
+        stopping.cancel()
+        await reading

@@ -1,0 +1,135 @@
+"""Exceptions as HTTP answers: one table, one form of body.
+
+`{"error": {"message", "type", "param", "code"}}`, with the types and codes that clients of OpenAI's API expect.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from eagleray.errors import (
+    EngineFailed,
+    InvalidRequest,
+    PromptTooLong,
+    RequestFailed,
+    Unavailable,
+    UnknownModel,
+    UserError,
+    WorkerFailed,
+)
+from eagleray.log import get_logger
+
+__all__ = [
+    "TABLE",
+    "BodyTooLarge",
+    "ErrorBody",
+    "ErrorReply",
+    "Refusal",
+    "UnknownRoute",
+    "WrongApiKey",
+    "WrongMethod",
+    "explain",
+]
+
+logger = get_logger(__name__)
+
+
+class UnknownRoute(UserError):
+    """No such URL."""
+
+
+class WrongMethod(UserError):
+    """The URL exists, for other methods: `allowed`."""
+
+    def __init__(self, message: str, *, allowed: list[str]) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+
+class BodyTooLarge(UserError):
+    """The request's body is longer than the server accepts."""
+
+
+class WrongApiKey(UserError):
+    """No key, or one that this server does not know."""
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """What went wrong."""
+
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    """The field of the request that is to blame."""
+    code: str | None
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    """The body of every answer that is not a success, and the data of an event that ends a stream early."""
+
+    error: ErrorBody
+
+
+class Rule(NamedTuple):
+    """How an exception is told: the fields of the body, and the status if nothing has been sent yet."""
+
+    status: int
+    type: Literal["invalid_request_error", "server_error"]
+    code: str | None
+
+
+TABLE: dict[type[Exception], Rule] = {
+    UserError: Rule(400, "invalid_request_error", None),
+    InvalidRequest: Rule(400, "invalid_request_error", None),
+    PromptTooLong: Rule(400, "invalid_request_error", "context_length_exceeded"),
+    WrongApiKey: Rule(401, "invalid_request_error", "invalid_api_key"),
+    UnknownModel: Rule(404, "invalid_request_error", "model_not_found"),
+    UnknownRoute: Rule(404, "invalid_request_error", "unknown_url"),
+    WrongMethod: Rule(405, "invalid_request_error", "method_not_allowed"),
+    BodyTooLarge: Rule(413, "invalid_request_error", "request_too_large"),
+    RequestFailed: Rule(500, "server_error", "request_failed"),
+    EngineFailed: Rule(500, "server_error", "engine_failed"),
+    WorkerFailed: Rule(500, "server_error", "worker_failed"),
+    Unavailable: Rule(503, "server_error", "unavailable"),
+    Exception: Rule(500, "server_error", "internal_error"),
+}
+
+
+class Refusal(NamedTuple):
+    """An error, ready to be sent."""
+
+    status: int
+    headers: dict[str, str]
+    reply: ErrorReply
+
+
+def explain(error: Exception, request_id: str) -> Refusal:
+    """What to answer. An exception that nobody meant to raise is logged here, and not shown to the user."""
+    kind = next(kind for kind in type(error).__mro__ if kind in TABLE)
+    rule = TABLE[kind]
+    message = str(error)
+    if kind is Exception:
+        logger.error("request %s: unexpected error\n%s", request_id, "".join(traceback.format_exception(error)))
+        message = f"internal error; the server's log has the cause under request id {request_id}"
+    elif rule.status == 500:
+        logger.warning("request %s failed: %s", request_id, message)
+    return Refusal(rule.status, _headers(error), ErrorReply(ErrorBody(message, rule.type, _param(error), rule.code)))
+
+
+def _param(error: Exception) -> str | None:
+    if isinstance(error, InvalidRequest):
+        return error.param
+    return "model" if isinstance(error, UnknownModel) else None
+
+
+def _headers(error: Exception) -> dict[str, str]:
+    if isinstance(error, Unavailable):
+        return {"retry-after": str(error.retry_after)}
+    if isinstance(error, WrongMethod):
+        return {"allow": ", ".join(error.allowed)}
+    if isinstance(error, WrongApiKey):
+        return {"www-authenticate": "Bearer"}
+    return {}

@@ -1,0 +1,50 @@
+"""How much memory there is for the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from eagleray.errors import ConfigError
+
+__all__ = ["available_bytes"]
+
+CPU_SHARE = 0.5
+"""Part of the host's free memory that the cache may take: other programs live there too."""
+
+
+def available_bytes(device: torch.device, *, gpu_memory_utilization: float, step_bytes: int) -> int:
+    """Bytes that the cache may take now that the weights are loaded.
+
+    On a GPU: the part of its memory that the engine may use, less what is in use and less `step_bytes`, what the largest
+    step takes for itself. On the host: half of what is free, under the container's limit if there is one.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        available = int(total * gpu_memory_utilization) - (total - free) - step_bytes
+        if available <= 0:
+            raise ConfigError(
+                f"the model leaves no memory for the cache: the GPU has {total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB "
+                f"are free, a step needs {step_bytes / 2**30:.1f} GiB; raise `gpu_memory_utilization` (now "
+                f"{gpu_memory_utilization}) or lower `max_num_batched_tokens`"
+            )
+        return available
+    return int((_host_free() - step_bytes) * CPU_SHARE)
+
+
+def _host_free() -> int:
+    """Bytes that this process could still take, in the smaller of host and cgroup (versions 2 and 1)."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    for limit_file, used_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit, used = Path(limit_file).read_text().strip(), Path(used_file).read_text().strip()
+        except OSError:
+            continue
+        if limit != "max":
+            free = min(free, int(limit) - int(used))
+    return max(free, 0)

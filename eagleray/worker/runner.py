@@ -1,0 +1,108 @@
+"""Runs a step: from `StepPlan` to `StepResult`.
+
+Owns the rows, the sampling state and the cache; is driven by the worker.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from eagleray.messages.outputs import PromptLogprobs
+from eagleray.messages.steps import StepPlan, StepResult
+from eagleray.models.base import Model
+from eagleray.models.cache import KVCache
+from eagleray.worker.inputs import StepInputs, build_inputs
+from eagleray.worker.logprobs import prompt_logprobs
+from eagleray.worker.rows import Rows
+from eagleray.worker.sampler import Sampler
+from eagleray.worker.sampling_rows import SamplingRows
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    def __init__(self, model: Model, cache: KVCache, rows: Rows, sampling_rows: SamplingRows) -> None:
+        self._model = model
+        self._cache = cache
+        self._rows = rows
+        self._sampling_rows = sampling_rows
+        self._sampler = Sampler(sampling_rows)
+        self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> (k, first position still wanted)
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan) -> StepResult:
+        self._update_rows(plan)
+        inputs = build_inputs(plan, self._rows, self._model.device)
+        hidden = self._model.forward(inputs.batch, self._cache)  # [num_tokens, hidden_size]
+        prompt = self._score_prompts(inputs, hidden)
+        self._rows.num_computed[inputs.rows] += inputs.num_tokens
+        return self._sample(plan.step, inputs, hidden, prompt)
+
+    def _update_rows(self, plan: StepPlan) -> None:
+        for row in plan.ends:
+            self._sampling_rows.end(row)
+            self._prompt_logprobs.pop(row, None)
+        for start in plan.starts:
+            self._rows.start(start)
+            self._sampling_rows.start(start.row, start.sampling, start.token_ids, start.num_prompt_tokens)
+            if start.sampling.prompt_logprobs is not None and start.prompt_logprobs_from < start.num_prompt_tokens:
+                self._prompt_logprobs[start.row] = (start.sampling.prompt_logprobs, start.prompt_logprobs_from)
+        for row, block_ids in plan.grown:
+            self._rows.grow(row, block_ids)
+
+    def _sample(
+        self, step: int, inputs: StepInputs, hidden: torch.Tensor, prompt: dict[int, PromptLogprobs]
+    ) -> StepResult:
+        if len(inputs.samples) == 0:
+            return StepResult(step=step, rows=[], token_ids=[], prompt_logprobs=prompt)
+        rows = inputs.rows[inputs.samples]
+        lines = torch.from_numpy(inputs.ends[inputs.samples] - 1).to(hidden.device)
+        logits = self._model.logits(hidden[lines])  # float32 [num_samples, vocab_size]
+        sampled = self._sampler.sample(logits, rows.tolist(), self._rows.num_tokens[rows].tolist())
+        known = np.array(sampled.rows, dtype=np.int64)
+        self._rows.append(known, np.array(sampled.token_ids, dtype=np.int64))
+        return StepResult(
+            step=step,
+            rows=sampled.rows,
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            prompt_logprobs=prompt,
+            failures=sampled.failures,
+        )
+
+    def _score_prompts(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, PromptLogprobs]:
+        """Log-probabilities of the prompt positions that this step's hidden states predict, for rows that want them."""
+        scored: dict[int, PromptLogprobs] = {}
+        for line in np.flatnonzero(np.isin(inputs.rows, list(self._prompt_logprobs))) if self._prompt_logprobs else ():
+            row = int(inputs.rows[line])
+            k, wanted_from = self._prompt_logprobs[row]
+            first = int(self._rows.num_computed[row]) + 1  # hidden state i predicts position i + 1
+            begin = max(first, wanted_from)
+            end = min(first + int(inputs.num_tokens[line]), int(self._rows.num_prompt[row]))
+            if begin >= end:
+                continue
+            offset = int(inputs.ends[line] - inputs.num_tokens[line]) - first
+            targets = torch.from_numpy(self._rows.token_ids[row, begin:end].astype(np.int64)).to(hidden.device)
+            scored[row] = self._score(hidden[offset + begin : offset + end], targets, k, begin)
+            self._prompt_logprobs[row] = (k, end)
+        return scored
+
+    def _score(self, hidden: torch.Tensor, targets: torch.Tensor, k: int, start: int) -> PromptLogprobs:
+        """In pieces, so that the logits of a long prompt over a large vocabulary never exist at once."""
+        pieces = [
+            prompt_logprobs(self._model.logits(hidden[i : i + PIECE]), targets[i : i + PIECE], k, start + i)
+            for i in range(0, len(hidden), PIECE)
+        ]
+        if len(pieces) == 1:
+            return pieces[0]
+        return PromptLogprobs(
+            start=start,
+            token_ids=np.concatenate([piece.token_ids for piece in pieces]),
+            logprobs=np.concatenate([piece.logprobs for piece in pieces]),
+            ranks=np.concatenate([piece.ranks for piece in pieces]),
+        )
+
+
+PIECE = 256
+"""Prompt positions scored at once: 256 x 151,936 float32 logits are 156 MB."""

@@ -1,0 +1,141 @@
+"""Greedy tokens and log-probabilities of the whole engine equal transformers', however the work is cut up."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import FAMILIES, make_checkpoint
+from harness import LocalEngine, random_prompt
+from oracle import oracle
+
+NEW_TOKENS = 64
+PROMPT_LENGTHS = (1, 2, 15, 16, 17, 100, 333, 600)
+VOCAB = 300
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, tokenizer=False)
+
+
+def prompts(seed: int = 0) -> dict[str, list[int]]:
+    return {str(length): random_prompt(seed + length, length, VOCAB) for length in PROMPT_LENGTHS}
+
+
+def check_greedy(engine: LocalEngine, checkpoint, wanted: dict[str, list[int]]) -> None:
+    for name, prompt in wanted.items():
+        answer = engine.answers[name]
+        assert answer.finish_reason == "length"
+        assert len(answer.token_ids) == NEW_TOKENS
+        oracle(checkpoint).assert_greedy(prompt, answer.token_ids)
+
+
+def run(engine: LocalEngine, wanted: dict[str, list[int]], **sampling) -> None:
+    for name, prompt in wanted.items():
+        engine.add(name, prompt, max_tokens=NEW_TOKENS, **sampling)
+    engine.run()
+
+
+def test_tokens_are_those_of_generate(checkpoint):
+    engine = LocalEngine(checkpoint)
+    engine.add("a", random_prompt(1, 40, VOCAB), max_tokens=NEW_TOKENS)
+    tokens = engine.run()["a"].token_ids
+    expected = oracle(checkpoint).generate(random_prompt(1, 40, VOCAB), NEW_TOKENS)
+    differs = next((i for i, pair in enumerate(zip(tokens, expected, strict=True)) if pair[0] != pair[1]), NEW_TOKENS)
+    oracle(checkpoint).assert_greedy(random_prompt(1, 40, VOCAB), tokens)  # a tie may be broken either way
+    assert differs == NEW_TOKENS or expected[:differs] == tokens[:differs]
+
+
+def test_prompts_of_every_length(checkpoint):
+    engine = LocalEngine(checkpoint)
+    run(engine, prompts())
+    check_greedy(engine, checkpoint, prompts())
+
+
+def test_prompts_in_chunks_of_a_small_budget(checkpoint):
+    engine = LocalEngine(checkpoint, max_num_batched_tokens=16)
+    run(engine, prompts())
+    check_greedy(engine, checkpoint, prompts())
+
+
+def test_prompts_found_in_the_prefix_cache(checkpoint):
+    engine = LocalEngine(checkpoint, block_size=8)
+    run(engine, prompts())
+    again = {f"{name}-again": prompt for name, prompt in prompts().items()}
+    run(engine, again)
+    longer = {f"{name}-longer": prompt + engine.answers[name].token_ids[:20] for name, prompt in prompts().items()}
+    run(engine, longer)
+    check_greedy(engine, checkpoint, prompts() | again | longer)
+    assert engine.answers["600-again"].num_cached_tokens == 592
+    assert engine.answers["600-longer"].num_cached_tokens >= 600
+
+
+def test_a_cache_so_small_that_requests_are_preempted(checkpoint):
+    engine = LocalEngine(checkpoint, block_size=8, max_model_len=672, num_kv_blocks=90, enable_prefix_caching=False)
+    run(engine, prompts())
+    check_greedy(engine, checkpoint, prompts())
+    assert engine.core.scheduler.stats()["num_preemptions"] > 2
+
+
+def test_48_requests_arriving_at_different_times(checkpoint):
+    engine = LocalEngine(checkpoint, max_num_batched_tokens=128, max_num_seqs=16, num_kv_blocks=300, max_model_len=672)
+    rng = random.Random(5)
+    wanted = {f"r{i}": random_prompt(i, rng.choice((1, 3, 20, 64, 65, 130)), VOCAB) for i in range(48)}
+    waiting = list(wanted)
+    while waiting:
+        for name in [waiting.pop(0) for _ in range(min(len(waiting), rng.randrange(4)))]:
+            engine.add(name, wanted[name], max_tokens=NEW_TOKENS)
+        engine.step()
+    engine.run()
+    check_greedy(engine, checkpoint, wanted)
+
+
+@pytest.mark.parametrize("budget", [512, 16])
+def test_logprobs(checkpoint, budget):
+    engine = LocalEngine(checkpoint, max_num_batched_tokens=budget)
+    wanted = {name: prompts()[name] for name in ("1", "17", "100")}
+    run(engine, wanted, logprobs=5, prompt_logprobs=3, logprob_token_ids=(7, 9))
+    for name, prompt in wanted.items():
+        answer = engine.answers[name]
+        truth = oracle(checkpoint).logprobs(prompt + answer.token_ids)
+        for i, entry in enumerate(answer.logprobs):
+            row = truth[len(prompt) - 1 + i]
+            assert entry.token_ids[0] == answer.token_ids[i]
+            assert entry.token_ids[6:] == [7, 9]
+            assert torch.allclose(torch.tensor(entry.logprobs), row[entry.token_ids], atol=1e-4)
+            top = row.topk(5).values
+            assert torch.allclose(torch.tensor(entry.logprobs[1:6]), top, atol=1e-4)
+        check_prompt_logprobs(answer.prompt_logprobs, prompt, truth)
+
+
+def check_prompt_logprobs(pieces, prompt, truth) -> None:
+    position = 1
+    for piece in pieces:
+        assert piece.start == position
+        for token_ids, values, rank in zip(piece.token_ids, piece.logprobs, piece.ranks, strict=True):
+            row = truth[position - 1]
+            assert token_ids[0] == prompt[position]
+            assert np.allclose(values, row[torch.from_numpy(token_ids.astype(np.int64))].numpy(), atol=1e-4)
+            assert np.allclose(values[1:], row.topk(3).values.numpy(), atol=1e-4)
+            assert abs(int((row > row[prompt[position]] + 1e-5).sum()) + 1 - rank) <= 1
+            position += 1
+    assert position == len(prompt), "every prompt position but the first has its log-probabilities, once"
+
+
+def test_seeded_samples_do_not_depend_on_company_or_preemption(checkpoint):
+    sampling = {"temperature": 1.0, "top_p": 0.95, "top_k": 40, "seed": 1234}
+    alone = LocalEngine(checkpoint, max_model_len=672)
+    run(alone, {"300": random_prompt(9, 300, VOCAB)}, **sampling)
+    expected = alone.answers["300"].token_ids
+
+    crowd = LocalEngine(checkpoint, block_size=8, max_model_len=672, num_kv_blocks=90)
+    for name, prompt in prompts().items():
+        crowd.add(name, prompt, max_tokens=NEW_TOKENS, temperature=0.7, seed=len(prompt))
+    crowd.add("same", random_prompt(9, 300, VOCAB), max_tokens=NEW_TOKENS, **sampling)
+    crowd.run()
+    assert crowd.core.scheduler.stats()["num_preemptions"] > 0
+    assert crowd.answers["same"].token_ids == expected
+    assert len(set(expected)) > 5, "it was sampled, not repeated"

@@ -1,0 +1,94 @@
+"""A whole engine in the test's own process: scheduler, executor, worker and model, without sockets.
+
+What runs is the engine's own start-up and step; only the client's side is replaced, by lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eagleray.config import build_config
+from eagleray.engine.startup import start_engine
+from eagleray.executor.choose import choose_executor
+from eagleray.identity import ClientId, EngineId
+from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
+from eagleray.messages.requests import Abort, Generate
+from eagleray.messages.sampling import Sampling, Stopping
+
+CLIENT = ClientId("test", 0)
+
+
+@dataclass
+class Answer:
+    """All that an engine said about one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+class LocalEngine:
+    def __init__(self, checkpoint: Path | None, **options: Any) -> None:
+        config = build_config(model=None if checkpoint is None else str(checkpoint), **options)
+        self.executor = choose_executor(EngineId("test", 0), config)
+        started = start_engine(config, self.executor)
+        self.core, self.info = started.core, started.info
+        self.answers: dict[str, Answer] = {}
+
+    def add(self, request_id: str, prompt: Sequence[int], *, max_tokens: int = 16, **kwargs: Any) -> None:
+        """`kwargs`: fields of `Sampling`, of `Stopping`, and `priority`, `cache_salt`."""
+        stopping = {"max_tokens": max_tokens, "min_tokens": kwargs.get("min_tokens", 0)}
+        for name in ("eos_token_ids", "stop_token_ids"):
+            if name in kwargs:
+                stopping[name] = kwargs.pop(name)
+        request = {name: kwargs.pop(name) for name in ("priority", "cache_salt") if name in kwargs}
+        self.answers[request_id] = Answer()
+        self.core.scheduler.add(
+            Generate(
+                request_id=request_id,
+                client=CLIENT,
+                prompt_token_ids=list(prompt),
+                sampling=Sampling(**{"seed": 0, "temperature": 0.0, **kwargs}),
+                stopping=Stopping(**stopping),
+                **request,
+            )
+        )
+
+    def abort(self, request_id: str) -> None:
+        abort = Abort(CLIENT, [request_id])
+        self._take(self.core.scheduler.abort(abort.client, abort.request_ids))
+
+    def step(self) -> None:
+        self._take(self.core.step())
+
+    def run(self) -> dict[str, Answer]:
+        """Step until nothing is left to do; every answer so far."""
+        while self.core.scheduler.has_work:
+            self.step()
+        return self.answers
+
+    def _take(self, outputs: Sequence[Any]) -> None:
+        for _, chunk in outputs:
+            answer = self.answers[chunk.request_id]
+            assert answer.finish_reason is None, f"{chunk.request_id} was told something after its end"
+            answer.token_ids += chunk.token_ids
+            answer.logprobs += chunk.logprobs
+            if chunk.prompt_logprobs is not None:
+                answer.prompt_logprobs.append(chunk.prompt_logprobs)
+            answer.num_cached_tokens += chunk.num_cached_tokens
+            answer.finish_reason = chunk.finish_reason
+            answer.stop_token_id = chunk.stop_token_id
+            answer.error = chunk.error
+
+
+def random_prompt(seed: int, length: int, vocab_size: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, vocab_size, size=length).tolist()

@@ -1,0 +1,41 @@
+"""What the spawned processes of `test_spawn.py` do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from eagleray.errors import CheckpointError
+from eagleray.messages.lifecycle import Bound
+from eagleray.process import Child, Parent
+
+
+def report(payload: bytes, parent: Parent) -> None:
+    parent.send(Bound(payload.decode()))
+
+
+def fail(payload: bytes, parent: Parent) -> None:
+    raise CheckpointError("the file is broken")
+
+
+def kill_yourself(payload: bytes, parent: Parent) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait(payload: bytes, parent: Parent) -> None:
+    parent.send(Bound(str(os.getpid())))
+    time.sleep(600)
+
+
+def have_a_child(payload: bytes, parent: Parent) -> None:
+    """Report the process id of a child of our own."""
+    Child(
+        target="children:wait",
+        label="grandchild",
+        payload=b"",
+        log_level="info",
+        on_message=parent.send,
+        on_exit=lambda reason: None,
+    )
+    time.sleep(600)

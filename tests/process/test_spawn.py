@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import os
+import queue
+import time
+from pathlib import Path
+
+import pytest
+
+from eagleray.messages.lifecycle import Bound, Failed
+from eagleray.process import Child
+
+DEADLINE = 20.0
+
+
+@pytest.fixture
+def spawn(monkeypatch):
+    """A function that spawns a child of `children.py`; its messages, then its exit reason, come out of a queue."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    children = []
+
+    def spawn(function: str, payload: bytes = b"") -> tuple[Child, queue.Queue]:
+        said: queue.Queue = queue.Queue()
+        child = Child(
+            target=f"children:{function}",
+            label="test",
+            payload=payload,
+            log_level="info",
+            on_message=said.put,
+            on_exit=said.put,
+        )
+        children.append(child)
+        return child, said
+
+    yield spawn
+    for child in children:
+        child.kill()
+        assert child.wait(DEADLINE)
+
+
+def test_a_child_gets_its_payload_and_reports(spawn):
+    child, said = spawn("report", b"payload")
+    assert said.get(timeout=DEADLINE) == Bound("payload")
+    assert said.get(timeout=DEADLINE) == "it ended with exit code 0"
+    assert child.wait(DEADLINE)
+
+
+def test_an_exception_crosses_as_a_value_with_its_cause(spawn):
+    _, said = spawn("fail")
+    failed = said.get(timeout=DEADLINE)
+    assert isinstance(failed, Failed)
+    assert (failed.cause.kind, failed.cause.message) == ("CheckpointError", "the file is broken")
+    assert failed.cause.is_user_error
+    assert "children.py" in failed.cause.traceback
+    assert said.get(timeout=DEADLINE) == "it ended with exit code 1"
+
+
+def test_a_target_that_does_not_exist_is_reported(spawn):
+    _, said = spawn("nothing_of_that_name")
+    assert said.get(timeout=DEADLINE).cause.kind == "AttributeError"
+
+
+def test_a_killed_child_is_noticed_and_the_signal_named(spawn):
+    _, said = spawn("kill_yourself")
+    assert said.get(timeout=DEADLINE).startswith("it was killed by SIGKILL")
+
+
+def test_terminate_ends_a_child(spawn):
+    child, said = spawn("wait")
+    said.get(timeout=DEADLINE)
+    child.terminate()
+    assert said.get(timeout=DEADLINE) == "it ended with exit code 143"
+
+
+def test_a_child_whose_parent_is_killed_ends_too(spawn):
+    child, said = spawn("have_a_child")
+    grandchild = int(said.get(timeout=DEADLINE).address)
+    child.kill()
+    deadline = time.monotonic() + DEADLINE
+    while _is_running(grandchild):
+        assert time.monotonic() < deadline, f"process {grandchild} has outlived its parent"
+        time.sleep(0.05)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # a zombie that nobody has reaped yet has ended
+    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()

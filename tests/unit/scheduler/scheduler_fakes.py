@@ -1,0 +1,324 @@
+"""A worker that is only a model of one, and an engine loop around it.
+
+The worker's cache remembers, for each slot of each block, the whole prefix whose key and value would be there, so a
+block that is lost, shared wrongly or read before it is written is seen at once. Its "language model" derives the next
+token from the prefix alone: an undisturbed run is known in advance.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+
+from eagleray.identity import ClientId
+from eagleray.messages.outputs import Chunk, FinishReason, PromptLogprobs, TokenLogprobs
+from eagleray.messages.requests import Generate
+from eagleray.messages.sampling import Sampling, Stopping
+from eagleray.messages.steps import RowFailure, RowStart, StepPlan, StepResult
+from eagleray.scheduler import Output, Scheduler
+
+VOCAB_SIZE = 16
+ALICE = ClientId("test", 0)
+BOB = ClientId("test", 1)
+
+
+def prefix_digests(token_ids, *, seed, known=()):
+    """One for each position: stands for the tokens up to and with it. `known` are the first ones."""
+    digests = list(known)
+    for token in token_ids[len(digests) :]:
+        parent = digests[-1] if digests else seed.to_bytes(8, "little")
+        digests.append(blake2b(parent + token.to_bytes(4, "little"), digest_size=8).digest())
+    return digests
+
+
+def token_after(digest):
+    return int.from_bytes(digest[:4], "little") % VOCAB_SIZE
+
+
+def request(
+    request_id,
+    prompt,
+    *,
+    client=ALICE,
+    max_tokens=4,
+    min_tokens=0,
+    eos=(),
+    stop=(),
+    priority=0,
+    salt="",
+    prompt_logprobs=None,
+    logprobs=None,
+):
+    """The model's draws depend on the salt (by the seed), so that a block shared across salts is seen."""
+    return Generate(
+        request_id=request_id,
+        client=client,
+        prompt_token_ids=list(prompt),
+        sampling=Sampling(seed=len(salt), prompt_logprobs=prompt_logprobs, logprobs=logprobs),
+        stopping=Stopping(max_tokens=max_tokens, min_tokens=min_tokens, eos_token_ids=eos, stop_token_ids=stop),
+        priority=priority,
+        cache_salt=salt,
+    )
+
+
+def undisturbed(message, *, max_model_len):
+    """(generated tokens, finish reason, stop token) of the request when nothing ever gets in its way."""
+    tokens, stopping = list(message.prompt_token_ids), message.stopping
+    digests = []
+    generated = []
+    while True:
+        digests = prefix_digests(tokens, seed=message.sampling.seed, known=digests)
+        token = token_after(digests[-1])
+        tokens.append(token)
+        generated.append(token)
+        if len(generated) >= stopping.min_tokens and token in stopping.eos_token_ids:
+            return generated, FinishReason.STOP, None
+        if len(generated) >= stopping.min_tokens and token in stopping.stop_token_ids:
+            return generated, FinishReason.STOP, token
+        if len(generated) == stopping.max_tokens or len(tokens) == max_model_len:
+            return generated, FinishReason.LENGTH, None
+
+
+@dataclass
+class Row:
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed: int
+    block_ids: list[int]
+    sampling: Sampling
+    prompt_logprobs_from: int
+    digests: list[bytes] = field(default_factory=list)
+
+
+class FakeWorker:
+    """Executes plans in order and checks everything that a plan promises."""
+
+    def __init__(self, *, num_rows, num_blocks, block_size, max_num_batched_tokens, max_model_len):
+        self.num_rows = num_rows
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.rows: dict[int, Row] = {}
+        self.cells: dict[tuple[int, int], bytes] = {}
+        self.failing: set[str] = set()
+        self.num_steps = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        assert plan.step == self.num_steps
+        self.num_steps += 1
+        self._update_rows(plan)
+        self._check_budget(plan)
+        self._write(plan)
+        for row, num_tokens in zip(plan.rows, plan.num_tokens, strict=True):
+            self._read(self.rows[row], num_tokens)
+        return self._sample(plan)
+
+    @property
+    def used_blocks(self) -> set[int]:
+        return {block for row in self.rows.values() for block in row.block_ids}
+
+    def _update_rows(self, plan):
+        assert len(set(plan.ends)) == len(plan.ends)
+        for row in plan.ends:
+            del self.rows[row]
+        for start in plan.starts:
+            self._start(start)
+        for row, block_ids in plan.grown:
+            assert block_ids and row not in {start.row for start in plan.starts}
+            self.rows[row].block_ids += block_ids
+        for row in self.rows.values():
+            assert len(set(row.block_ids)) == len(row.block_ids)
+            assert all(0 <= block < self.num_blocks for block in row.block_ids)
+
+    def _start(self, start: RowStart):
+        assert 0 <= start.row < self.num_rows and start.row not in self.rows
+        assert 0 <= start.num_computed_tokens < len(start.token_ids) < self.max_model_len
+        self.rows[start.row] = Row(
+            request_id=start.request_id,
+            token_ids=list(start.token_ids),
+            num_prompt_tokens=start.num_prompt_tokens,
+            num_computed=start.num_computed_tokens,
+            block_ids=list(start.block_ids),
+            sampling=start.sampling,
+            prompt_logprobs_from=start.prompt_logprobs_from,
+        )
+
+    def _check_budget(self, plan):
+        assert plan.rows and len(set(plan.rows)) == len(plan.rows)
+        assert {start.row for start in plan.starts} <= set(plan.rows)
+        assert min(plan.num_tokens) >= 1 and sum(plan.num_tokens) <= self.max_num_batched_tokens
+        for row, num_tokens in zip(plan.rows, plan.num_tokens, strict=True):
+            end = self.rows[row].num_computed + num_tokens
+            assert end <= len(self.rows[row].token_ids) < self.max_model_len
+            assert len(self.rows[row].block_ids) * self.block_size >= end
+
+    def _write(self, plan):
+        """As in a layer: every row writes before any row reads."""
+        written = set()
+        for index, num_tokens in zip(plan.rows, plan.num_tokens, strict=True):
+            row = self.rows[index]
+            row.digests = prefix_digests(row.token_ids, seed=row.sampling.seed, known=row.digests)
+            for position in range(row.num_computed, row.num_computed + num_tokens):
+                cell = self._cell(row, position)
+                assert cell not in written, "two rows write the same slot"
+                written.add(cell)
+                self.cells[cell] = row.digests[position]
+
+    def _read(self, row, num_tokens):
+        for position in range(row.num_computed + num_tokens):
+            assert self.cells.get(self._cell(row, position)) == row.digests[position], "not the request's own prefix"
+
+    def _cell(self, row, position):
+        return row.block_ids[position // self.block_size], position % self.block_size
+
+    def _sample(self, plan):
+        rows, token_ids, logprobs, prompt_logprobs, failures = [], [], {}, {}, []
+        for index, num_tokens in zip(plan.rows, plan.num_tokens, strict=True):
+            row = self.rows[index]
+            begin, row.num_computed = row.num_computed, row.num_computed + num_tokens
+            if row.request_id in self.failing:
+                failures.append(RowFailure(index, "no token is allowed"))
+                row.num_computed, row.token_ids = len(row.token_ids), [*row.token_ids, 0]  # goes on until it is ended
+                continue
+            found = prompt_logprobs_of(row, begin, row.num_computed)
+            if found is not None:
+                prompt_logprobs[index] = found
+            if row.num_computed == len(row.token_ids):
+                token = token_after(row.digests[-1])
+                row.token_ids.append(token)
+                rows.append(index)
+                token_ids.append(token)
+                if row.sampling.logprobs is not None:
+                    logprobs[index] = TokenLogprobs([token], [-float(token)], 1)
+        return StepResult(
+            step=plan.step,
+            rows=rows,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            failures=failures,
+        )
+
+
+def prompt_logprobs_of(row, begin, end):
+    """Of the wanted positions whose predecessors are at `begin` to `end - 1`; a position's "probability" is itself."""
+    positions = range(max(begin + 1, row.prompt_logprobs_from), min(end + 1, row.num_prompt_tokens))
+    if row.sampling.prompt_logprobs is None or not positions:
+        return None
+    return PromptLogprobs(
+        start=positions[0],
+        token_ids=np.array([[row.token_ids[p]] for p in positions], np.int32),
+        logprobs=np.array([[-p] for p in positions], np.float32),
+        ranks=np.ones(len(positions), np.int32),
+    )
+
+
+class Engine:
+    """A scheduler and a fake worker, with up to `depth` steps in flight."""
+
+    def __init__(
+        self,
+        *,
+        depth=1,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=32,
+        block_size=4,
+        num_blocks=32,
+        enable_prefix_caching=True,
+        policy="fcfs",
+    ):
+        self.depth = depth
+        self.max_model_len = max_model_len
+        self.scheduler = Scheduler(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+            policy=policy,
+        )
+        self.worker = FakeWorker(
+            num_rows=max_num_seqs,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+        )
+        self.in_flight: deque[StepResult] = deque()
+        self.plans: list[StepPlan] = []
+        self.messages: dict[tuple[ClientId, str], Generate] = {}
+        self.chunks: dict[tuple[ClientId, str], list[Chunk]] = defaultdict(list)
+
+    def add(self, *messages):
+        for message in messages:
+            self.scheduler.add(message)
+            self.messages[message.client, message.request_id] = message
+
+    def plan(self) -> StepPlan | None:
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.plans.append(plan)
+            self.in_flight.append(self.worker.execute(plan))
+        return plan
+
+    def apply(self) -> list[Chunk]:
+        return self.take(self.scheduler.apply(self.in_flight.popleft()))
+
+    def take(self, outputs: list[Output]) -> list[Chunk]:
+        for client, chunk in outputs:
+            key = client, chunk.request_id
+            assert not self.is_ended(key), "a chunk after the last one"
+            self.chunks[key].append(chunk)
+        return [chunk for _, chunk in outputs]
+
+    def step(self) -> list[Chunk]:
+        while len(self.in_flight) < self.depth and self.plan() is not None:
+            pass
+        assert self.in_flight, "there is work, but nothing is planned and nothing in flight"
+        return self.apply()
+
+    def run(self):
+        while self.scheduler.has_work:
+            self.step()
+
+    def is_ended(self, key) -> bool:
+        return bool(self.chunks.get(key)) and self.chunks[key][-1].finish_reason is not None
+
+    def tokens(self, request_id, client=ALICE) -> list[int]:
+        return [token for chunk in self.chunks[client, request_id] for token in chunk.token_ids]
+
+    def last(self, request_id, client=ALICE) -> Chunk:
+        return self.chunks[client, request_id][-1]
+
+    def check_as_undisturbed(self, key):
+        """The request's chunks are those of a run in which it was alone, cut off where it was aborted or failed."""
+        message, chunks = self.messages[key], self.chunks[key]
+        expected, reason, stop_token = undisturbed(message, max_model_len=self.max_model_len)
+        tokens = self.tokens(message.request_id, message.client)
+        last = chunks[-1]
+        if last.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            assert tokens == expected[: len(tokens)]
+        else:
+            assert (tokens, last.finish_reason, last.stop_token_id) == (expected, reason, stop_token)
+            if message.sampling.prompt_logprobs is not None:
+                assert self.prompt_logprob_positions(key) == list(range(1, len(message.prompt_token_ids)))
+        assert all(chunk.num_cached_tokens == 0 for chunk in chunks[1:])
+
+    def prompt_logprob_positions(self, key) -> list[int]:
+        parts = [chunk.prompt_logprobs for chunk in self.chunks[key] if chunk.prompt_logprobs is not None]
+        prompt = self.messages[key].prompt_token_ids
+        for part in parts:
+            assert part.token_ids[:, 0].tolist() == prompt[part.start : part.start + len(part.ranks)]
+        return [-int(value) for part in parts for value in part.logprobs[:, 0]]
+
+    def check_all_free(self):
+        stats = self.scheduler.stats()
+        assert stats.num_free_kv_blocks == stats.num_kv_blocks
+        assert (stats.num_running, stats.num_waiting) == (0, 0)

@@ -1,0 +1,153 @@
+"""The pool of cache blocks: examples, then any order of operations against a plain model."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from eagleray.scheduler.blocks import BlockPool
+
+
+def test_a_block_is_free_when_its_last_holder_is_gone():
+    pool = BlockPool(4)
+    blocks = pool.take(2)
+    pool.hold(blocks)
+    pool.release(blocks)
+    assert pool.num_free == 2
+    pool.release(blocks)
+    assert pool.num_free == 4
+
+
+def test_freed_content_is_found_until_the_block_is_taken():
+    pool = BlockPool(2)
+    (block,) = pool.take(1)
+    pool.register(block, b"a")
+    pool.release([block])
+    assert pool.find(b"a") == block
+    pool.take(1)
+    assert pool.find(b"a") == block, "the blank block goes first"
+    pool.take(1)
+    assert pool.find(b"a") is None
+
+
+def test_the_least_recently_used_goes_first_and_tails_before_heads():
+    pool = BlockPool(4)
+    old, new = pool.take(2), pool.take(2)
+    for block, name in zip([*old, *new], [b"old0", b"old1", b"new0", b"new1"], strict=True):
+        pool.register(block, name)
+    pool.release(old)
+    pool.release(new)
+    assert pool.take(4) == [old[1], old[0], new[1], new[0]]
+
+
+def test_using_a_free_block_again_makes_it_recent():
+    pool = BlockPool(2)
+    first, second = pool.take(2)
+    pool.register(first, b"1")
+    pool.register(second, b"2")
+    pool.release([first])
+    pool.release([second])
+    pool.hold([first])
+    pool.release([first])
+    assert pool.take(1) == [second]
+
+
+def test_the_first_of_two_equal_blocks_stays_the_known_one():
+    pool = BlockPool(2)
+    first, second = pool.take(2)
+    pool.register(first, b"same")
+    pool.register(second, b"same")
+    assert pool.find(b"same") == first
+    pool.release([second])
+    assert pool.take(1) == [second], "a block that nobody can find is blank"
+    assert pool.find(b"same") == first
+
+
+def test_a_forgotten_block_is_not_found_and_its_name_is_free():
+    pool = BlockPool(2)
+    first, second = pool.take(2)
+    pool.register(first, b"a")
+    pool.forget([first, second])
+    assert pool.find(b"a") is None
+    pool.register(second, b"a")
+    assert pool.find(b"a") == second
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Sequences take, share and release blocks; the model is the list of what each sequence holds."""
+
+    NUM_BLOCKS = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(self.NUM_BLOCKS)
+        self.held: list[list[int]] = []
+        self.content: dict[int, bytes] = {}
+        self.num_names = 0
+
+    @rule(count=st.integers(1, 4))
+    def take(self, count: int) -> None:
+        if count > self.pool.num_free:
+            return
+        in_use = {block for blocks in self.held for block in blocks}
+        blocks = self.pool.take(count)
+        assert len(set(blocks)) == count and not in_use & set(blocks)
+        for block in blocks:
+            self.content.pop(block, None)
+        self.held.append(blocks)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), fresh=st.booleans())
+    def register(self, data: st.DataObject, fresh: bool) -> None:
+        block = data.draw(st.sampled_from(data.draw(st.sampled_from(self.held))))
+        if block in self.content:
+            return
+        known = sorted(set(self.content.values()))
+        if fresh or not known:
+            self.num_names += 1
+            name = str(self.num_names).encode()
+            self.content[block] = name
+        else:
+            name = data.draw(st.sampled_from(known))  # a duplicate: its block stays without a name
+        if name in self.content.values():
+            self.pool.register(block, name)
+
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        known = sorted(self.content)
+        if known:
+            blocks = data.draw(st.lists(st.sampled_from(known), unique=True, min_size=1))
+            self.pool.hold(blocks)
+            self.held.append(blocks)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.pool.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.sampled_from(self.held))
+        self.pool.forget(blocks)
+        for block in blocks:
+            self.content.pop(block, None)
+
+    @invariant()
+    def free_and_used_add_up(self) -> None:
+        used = {block for blocks in self.held for block in blocks}
+        assert self.pool.num_free + len(used) == self.NUM_BLOCKS
+        assert self.pool.num_free_among(range(self.NUM_BLOCKS)) == self.pool.num_free
+
+    @invariant()
+    def known_content_is_found_where_it_is(self) -> None:
+        for number in range(1, self.num_names + 1):
+            block = self.pool.find(str(number).encode())
+            assert self.content.get(block) == str(number).encode() if block is not None else True
+        for block, name in self.content.items():
+            assert self.pool.find(name) == block
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)

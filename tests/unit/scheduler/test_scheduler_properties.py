@@ -1,0 +1,170 @@
+"""Any order of arrivals, aborts, failures, plans and results, against the fake worker, which checks every read."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduler_fakes import ALICE, BOB, VOCAB_SIZE, Engine, request
+
+from eagleray.messages.outputs import FinishReason
+
+PREFIXES = [[], [1] * 4, [1] * 9, [1, 1, 1, 1, 2, 3, 4, 5, 6], [7, 8]]
+
+
+@st.composite
+def engines(draw):
+    """Small in every respect, so that rows, blocks and budget run out all the time."""
+    block_size = draw(st.sampled_from([1, 2, 3, 4]))
+    max_model_len = draw(st.integers(2, 24))
+    return Engine(
+        depth=draw(st.integers(1, 3)),
+        max_num_seqs=draw(st.integers(1, 5)),
+        max_num_batched_tokens=draw(st.sampled_from([1, 2, 3, 5, 8, 64])),
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_blocks=-(-max_model_len // block_size) + draw(st.integers(0, 8)),
+        enable_prefix_caching=draw(st.booleans()),
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+    )
+
+
+@st.composite
+def messages(draw, request_id, max_model_len):
+    own = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=6))
+    prompt = [*draw(st.sampled_from(PREFIXES)), *own][-(max_model_len - 1) :]
+    return request(
+        request_id,
+        prompt,
+        client=draw(st.sampled_from([ALICE, BOB])),
+        max_tokens=draw(st.integers(1, 16)),
+        min_tokens=draw(st.integers(0, 3)),
+        eos=draw(st.sampled_from([(), (0,), (0, 1, 2)])),
+        stop=draw(st.sampled_from([(), (3,)])),
+        priority=draw(st.integers(-1, 1)),
+        salt=draw(st.sampled_from(["", "", "s"])),
+        prompt_logprobs=draw(st.sampled_from([None, None, 0])),
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Ends every request, and then looks at what each of them was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = Engine()
+        self.gone: set = set()
+
+    @initialize(engine=engines())
+    def begin(self, engine) -> None:
+        self.engine = engine
+
+    @rule(data=st.data())
+    def add(self, data) -> None:
+        name = str(len(self.engine.messages))
+        self.engine.add(data.draw(messages(name, self.engine.max_model_len)))
+
+    @precondition(lambda self: len(self.engine.in_flight) < self.engine.depth)
+    @rule()
+    def plan(self) -> None:
+        plan = self.engine.plan()
+        assert plan is not None or self.engine.in_flight or not self.engine.scheduler.has_work
+        if plan is not None and len(self.engine.in_flight) == 1:
+            # Nothing else is in flight: the blocks in use are those of the rows, no more and no less.
+            stats = self.engine.scheduler.stats()
+            assert stats.num_kv_blocks - stats.num_free_kv_blocks == len(self.engine.worker.used_blocks)
+            assert stats.num_running == len(self.engine.worker.rows)
+
+    @precondition(lambda self: self.engine.in_flight)
+    @rule()
+    def apply(self) -> None:
+        self.engine.apply()
+
+    @precondition(lambda self: self.open_requests())
+    @rule(data=st.data())
+    def abort(self, data) -> None:
+        client, name = data.draw(st.sampled_from(self.open_requests()))
+        outputs = self.engine.scheduler.abort(client, [name, "unknown"])
+        assert [(out.client, out.chunk.request_id) for out in outputs] == [(client, name)]
+        self.engine.take(outputs)
+
+    @precondition(lambda self: self.open_requests())
+    @rule(data=st.data())
+    def fail(self, data) -> None:
+        """Its row fails in the next step that computes it."""
+        self.engine.worker.failing.add(data.draw(st.sampled_from(self.open_requests()))[1])
+
+    @rule(client=st.sampled_from([ALICE, BOB]))
+    def client_leaves(self, client) -> None:
+        left = {key for key in self.open_requests() if key[0] == client}
+        assert self.engine.scheduler.abort_client(client) == len(left)
+        self.gone |= left
+
+    @invariant()
+    def every_open_request_runs_or_waits(self) -> None:
+        stats = self.engine.scheduler.stats()
+        assert stats.num_running + stats.num_waiting == len(self.open_requests())
+        assert 0 <= stats.num_free_kv_blocks <= stats.num_kv_blocks
+
+    def open_requests(self):
+        return [key for key in self.engine.messages if key not in self.gone and not self.engine.is_ended(key)]
+
+    def teardown(self) -> None:
+        self.engine.run()
+        self.engine.check_all_free()
+        for key in self.engine.messages.keys() - self.gone:
+            self.engine.check_as_undisturbed(key)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(deadline=None, max_examples=150, stateful_step_count=50)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_long_busy_day(depth, policy, caching):
+    """Many requests with common beginnings over a cache that holds three of them."""
+    choose = random.Random(f"{depth} {policy} {caching}")
+    engine = Engine(
+        depth=depth,
+        max_num_seqs=12,
+        max_num_batched_tokens=24,
+        max_model_len=64,
+        block_size=4,
+        num_blocks=44,
+        enable_prefix_caching=caching,
+        policy=policy,
+    )
+    systems = [[choose.randrange(VOCAB_SIZE) for _ in range(choose.randrange(4, 30))] for _ in range(4)]
+    aborted = set()
+    for index in range(120):
+        prompt = choose.choice(systems) + [choose.randrange(VOCAB_SIZE) for _ in range(choose.randrange(1, 12))]
+        engine.add(
+            request(
+                str(index),
+                prompt,
+                max_tokens=choose.randrange(1, 40),
+                eos=(0,) if choose.random() < 0.3 else (),
+                priority=choose.randrange(3),
+                salt=choose.choice(["", "", "s"]),
+                prompt_logprobs=choose.choice([None, None, None, 0]),
+            )
+        )
+        for _ in range(choose.randrange(4)):
+            engine.step()
+        victim = str(choose.randrange(index + 1))
+        if choose.random() < 0.1:
+            outputs = engine.scheduler.abort(ALICE, [victim])
+            aborted |= {chunk.request_id for _, chunk in outputs}
+            engine.take(outputs)
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert stats.num_preemptions > 0 and (stats.num_prefix_hits > 0) == caching
+    for key in engine.messages:
+        engine.check_as_undisturbed(key)
+        assert (engine.last(key[1]).finish_reason is FinishReason.ABORT) == (key[1] in aborted)
+    engine.check_all_free()

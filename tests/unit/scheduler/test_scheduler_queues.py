@@ -1,0 +1,56 @@
+"""The order in which requests wait."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from scheduler_fakes import request
+
+from eagleray.scheduler.queues import WaitingQueue
+from eagleray.scheduler.request import new_request
+
+
+def waiting(arrival, priority=0):
+    return new_request(request(f"r{arrival}", [1]), priority=priority, arrival=arrival, max_model_len=8)
+
+
+def drain(queue):
+    return [queue.pop().arrival for _ in range(len(queue))]
+
+
+def test_first_come_first_served():
+    queue = WaitingQueue()
+    for arrival in range(4):
+        queue.push(waiting(arrival))
+    assert drain(queue) == [0, 1, 2, 3]
+
+
+def test_lower_priority_numbers_go_first_and_equal_ones_by_arrival():
+    queue = WaitingQueue()
+    for arrival, priority in enumerate([5, -1, 5, 0, -1]):
+        queue.push(waiting(arrival, priority))
+    assert drain(queue) == [1, 4, 3, 0, 2]
+
+
+def test_what_ran_before_comes_back_to_the_front_of_its_priority():
+    queue = WaitingQueue()
+    for arrival, priority in enumerate([1, 1, 1, 0]):
+        queue.push(waiting(arrival, priority))
+    queue.pop()
+    preempted = queue.pop()
+    queue.push(preempted)
+    assert preempted.arrival == 0 and drain(queue) == [0, 1, 2]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans())))
+def test_removed_requests_never_come_out(entries):
+    queue = WaitingQueue()
+    requests = [waiting(arrival, priority) for arrival, (priority, _) in enumerate(entries)]
+    for item in requests:
+        queue.push(item)
+    for item, (_, removed) in zip(requests, entries, strict=True):
+        if removed:
+            queue.remove(item)
+    kept = [item for item, (_, removed) in zip(requests, entries, strict=True) if not removed]
+    assert len(queue) == len(kept)
+    assert drain(queue) == [item.arrival for item in sorted(kept, key=lambda r: (r.priority, r.arrival))]
