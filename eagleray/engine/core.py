@@ -14,7 +14,6 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self.num_steps = 0
 
     def step(self) -> list[Output]:
         """Plan, execute, apply: everything that one step tells the clients."""
@@ -22,5 +21,4 @@ class EngineCore:
         if plan is None:
             return []
         result = self.executor.step(plan).result()
-        self.num_steps += 1
         return self.scheduler.apply(result)

@@ -12,7 +12,8 @@ from eagleray.engine.startup import start_engine
 from eagleray.errors import DeadlineExceeded
 from eagleray.executor.choose import choose_executor
 from eagleray.messages.codec import Codec
-from eagleray.messages.lifecycle import Attach, Bound, EngineSpec, EngineStarted
+from eagleray.messages.lifecycle import Attach, Bound, EngineSpec, EngineStarted, MemberToSupervisor
+from eagleray.messages.outputs import EngineToClient
 from eagleray.messages.wires import ENGINE_INBOX, ENGINE_OUTBOX
 from eagleray.process import Parent
 from eagleray.transport import Inbox, Outbox
@@ -28,7 +29,7 @@ def run(payload: bytes, parent: Parent) -> None:
     with ExitStack() as stack:
         inbox: EngineInbox = Inbox(Path(spec.runtime_dir), spec.engine.label, Codec(ENGINE_INBOX).decode)
         stack.callback(inbox.close)
-        outbox: EngineOutbox = Outbox(Codec(ENGINE_OUTBOX).encode)
+        outbox: EngineOutbox = Outbox(Codec[EngineToClient | MemberToSupervisor](ENGINE_OUTBOX).encode)
         stack.callback(outbox.close)
         parent.send(Bound(inbox.address))
         attach = _wait_for_attach(inbox)

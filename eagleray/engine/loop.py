@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 
+import msgspec
+
 from eagleray.engine.core import EngineCore
 from eagleray.errors import InvalidRequest
 from eagleray.identity import ClientId, EngineId, PeerId
@@ -99,6 +101,6 @@ class EngineLoop:
         if scheduler.has_work and now < self._stats_due:
             return
         self._stats_due = now + STATS_SECONDS
-        stats = EngineStats(engine=self._engine, num_steps=self._core.num_steps, **scheduler.stats())
+        stats = EngineStats(engine=self._engine, **msgspec.structs.asdict(scheduler.stats()))
         for client in self._clients:
             self._outbox.send(client, stats)

@@ -69,7 +69,7 @@ class Supervisor:
         self._inbox: AsyncInbox[MemberToSupervisor] = AsyncInbox(
             self._runtime_dir, "supervisor", Codec(SUPERVISOR_INBOX).decode
         )
-        self._outbox: Outbox[PeerId, SupervisorToMember] = Outbox(Codec(SUPERVISOR_OUTBOX).encode)
+        self._outbox: Outbox[PeerId, SupervisorToMember] = Outbox(Codec[SupervisorToMember](SUPERVISOR_OUTBOX).encode)
         self._membership = Membership()
         self._addresses: dict[PeerId, str] = {}
         self._processes: dict[PeerId, _Process] = {}

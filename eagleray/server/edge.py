@@ -26,6 +26,7 @@ __all__ = ["Edge"]
 
 logger = get_logger(__name__)
 
+METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 CLIENT_GONE = 499
 """What is counted when nobody was left to answer."""
@@ -45,14 +46,14 @@ class Edge:
             await self._router(scope, receive, send)
             return
         answer = Answer(send)
-        scope["state"] = {"request_id": answer.request_id, "arrival": time.perf_counter()}
+        state = scope.setdefault("state", {})
+        state["arrival"] = time.perf_counter()
         try:
             headers = Headers(scope=scope)
-            answer.request_id = scope["state"]["request_id"] = _request_id(headers, answer.request_id)
+            state["request_id"] = answer.request_id = _request_id(headers, answer.request_id)
             self._check_key(scope["path"], headers)
             await self._router(scope, receive, answer.send)
         except ClientDisconnect:
-            answer.status = CLIENT_GONE
             logger.debug("request %s: the client went away", answer.request_id)
         except Exception as error:
             refusal = explain(error, answer.request_id)
@@ -62,7 +63,8 @@ class Edge:
         finally:
             endpoint = scope.get("endpoint")
             route = endpoint.path if isinstance(endpoint, Endpoint) else "unknown"
-            self._metrics.http_answered(route, scope["method"], answer.status)
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            self._metrics.http_answered(route, method, answer.status or CLIENT_GONE)
 
     def _check_key(self, path: str, headers: Headers) -> None:
         if not self._keys or path in self._open_paths:

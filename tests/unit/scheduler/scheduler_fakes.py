@@ -107,8 +107,11 @@ class FakeWorker:
         self.cells: dict[tuple[int, int], bytes] = {}
         self.failing: set[str] = set()
         self.num_steps = 0
+        self.is_sound = True
+        """No plan has broken its promises so far."""
 
     def execute(self, plan: StepPlan) -> StepResult:
+        self.is_sound = False
         assert plan.step == self.num_steps
         self.num_steps += 1
         self._update_rows(plan)
@@ -116,7 +119,9 @@ class FakeWorker:
         self._write(plan)
         for row, num_tokens in zip(plan.rows, plan.num_tokens, strict=True):
             self._read(self.rows[row], num_tokens)
-        return self._sample(plan)
+        result = self._sample(plan)
+        self.is_sound = True
+        return result
 
     @property
     def used_blocks(self) -> set[int]:
@@ -183,7 +188,8 @@ class FakeWorker:
             begin, row.num_computed = row.num_computed, row.num_computed + num_tokens
             if row.request_id in self.failing:
                 failures.append(RowFailure(index, "no token is allowed"))
-                row.num_computed, row.token_ids = len(row.token_ids), [*row.token_ids, 0]  # goes on until it is ended
+                if row.num_computed == len(row.token_ids):
+                    row.token_ids.append(0)  # the steps in flight go on with something
                 continue
             found = prompt_logprobs_of(row, begin, row.num_computed)
             if found is not None:
@@ -285,8 +291,11 @@ class Engine:
         return self.apply()
 
     def run(self):
-        while self.scheduler.has_work:
+        for _ in range(5000):
+            if not self.scheduler.has_work:
+                return
             self.step()
+        raise AssertionError("the requests do not come to an end")
 
     def is_ended(self, key) -> bool:
         return bool(self.chunks.get(key)) and self.chunks[key][-1].finish_reason is not None

@@ -1,0 +1,63 @@
+"""The fields that the generating routes share. null means "not given" for every one of them, as in OpenAI's API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from eagleray.errors import InvalidRequest
+from eagleray.messages.sampling import SamplingParams
+
+__all__ = ["SamplingFields", "StreamOptions", "sampling_params", "stream_options"]
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """The fields of `SamplingParams`, which checks their values; `logprobs` differs by route."""
+
+    n: Annotated[int | None, Meta(description="Number of completions.")] = None
+    temperature: Annotated[float | None, Meta(description="0 is greedy.")] = None
+    top_p: float | None = None
+    top_k: Annotated[int | None, Meta(description="0 or -1: all tokens.")] = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float] | None, Meta(description="By token id.")] = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    logprob_token_ids: Annotated[
+        list[int] | None, Meta(description="Report the log-probabilities of these ids at every position.")
+    ] = None
+    prompt_logprobs: int | None = None
+    detokenize: Annotated[bool | None, Meta(description="false: no text, token ids only.")] = None
+    skip_special_tokens: bool | None = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_usage: Annotated[bool | None, Meta(description="A last event with the usage of the whole request.")] = None
+    continuous_usage_stats: Annotated[bool | None, Meta(description="The usage so far in every event.")] = None
+
+
+SAMPLING_NAMES = tuple(field.name for field in msgspec.structs.fields(SamplingFields))
+
+
+def sampling_params(fields: SamplingFields, defaults: dict[str, Any], **decided: Any) -> SamplingParams:
+    """What the route decided, over what the user gave, over the model's defaults, over OpenAI's."""
+    given = {name: value for name in SAMPLING_NAMES if (value := getattr(fields, name)) is not None}
+    return SamplingParams(**(defaults | given | decided))
+
+
+def stream_options(stream: bool | None, options: StreamOptions | None) -> StreamOptions:
+    """The options with their defaults; raises `InvalidRequest` for options without a stream."""
+    if options is not None and not stream:
+        raise InvalidRequest("`stream_options` is only for requests with `stream` true", param="stream_options")
+    return options or StreamOptions()

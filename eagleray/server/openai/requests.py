@@ -1,0 +1,124 @@
+"""The bodies of /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from eagleray.errors import InvalidRequest
+from eagleray.server.body import UNSUPPORTED, Empty, Null
+from eagleray.server.fields import SamplingFields, StreamOptions
+
+__all__ = ["ChatRequest", "CompletionRequest", "Message", "OpenAIRequest", "TextPart"]
+
+
+class OpenAIRequest(SamplingFields, kw_only=True):
+    """What the two routes have in common."""
+
+    model: Annotated[str | None, Meta(description="A name of /v1/models; may be left out.")] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Annotated[
+        int | None, Meta(description="Lower runs first. Only where the server schedules by priority.")
+    ] = None
+    cache_salt: Annotated[
+        str | None, Meta(description="Cached prompt beginnings are shared only between requests of the same salt.")
+    ] = None
+    return_token_ids: Annotated[bool | None, Meta(description="Also give the token ids of prompt and completions.")] = (
+        None
+    )
+    user: Annotated[str | None, Meta(description="OpenAI's label of the end user; no effect on the answer.")] = None
+    safety_identifier: Annotated[str | None, Meta(description="OpenAI's newer name of `user`.")] = None
+    metadata: Annotated[
+        Annotated[dict[str, Any], Meta(max_length=0)] | None,
+        Meta(description="Not supported: null or {} only.", extra_json_schema={UNSUPPORTED: True}),
+    ] = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Annotated[bool | None, Meta(description="Not supported: false or null only.")] = None
+
+    def __post_init__(self) -> None:
+        if self.store:
+            raise InvalidRequest("`store` is not supported; leave it out", param="store")
+
+
+class CompletionRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True):
+    """Continue a text."""
+
+    prompt: Annotated[
+        str | list[str | int | list[int]],
+        Meta(description="A text, a list of texts, the token ids of one prompt, or a list of those."),
+    ]
+    logprobs: Annotated[
+        int | None, Meta(description="Report each token's log-probability and those of this many likeliest.")
+    ] = None
+    echo: Annotated[bool | None, Meta(description="Begin the answer with the prompt.")] = None
+    add_special_tokens: Annotated[
+        bool | None, Meta(description="Default true: the prompt begins as the model expects it.")
+    ] = None
+    best_of: Null = None
+    suffix: Null = None
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """A part of a message's content. Text is the only kind."""
+
+    text: str
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant"],
+        Meta(description="`developer` is OpenAI's newer name of `system`."),
+    ]
+    content: str | list[TextPart]
+    name: Annotated[str | None, Meta(description="Given to the chat template.")] = None
+    # What an answer's message may hold when it is sent back as part of the conversation:
+    refusal: Null = None
+    audio: Null = None
+    function_call: Null = None
+    tool_calls: Empty = None
+    annotations: Empty = None
+
+    def as_template_sees_it(self) -> dict[str, str]:
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return message if self.name is None else message | {"name": self.name}
+
+
+class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+
+
+class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True):
+    """Answer in a conversation."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    logprobs: Annotated[bool | None, Meta(description="Report the tokens' log-probabilities.")] = None
+    top_logprobs: Annotated[int | None, Meta(description="Also of this many likeliest tokens.")] = None
+    max_completion_tokens: Annotated[int | None, Meta(description="OpenAI's newer name of `max_tokens`.")] = None
+    add_generation_prompt: Annotated[
+        bool | None, Meta(description="End with the beginning of an answer. Default: unless continue_final_message.")
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, Meta(description="Leave the last message open, for the model to go on with.")
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Meta(description="More variables for the chat template.")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, Meta(description="Default false: chat templates write the special tokens themselves.")
+    ] = None
+    response_format: TextFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    tools: Empty = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Null = None
+    functions: Empty = None
+    function_call: Literal["none", "auto"] | None = None
+    audio: Null = None
+    prediction: Null = None
+    reasoning_effort: Null = None
+    verbosity: Null = None
+    web_search_options: Null = None

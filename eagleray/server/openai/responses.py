@@ -1,0 +1,166 @@
+"""The answers of OpenAI's API, whole and as the events of a stream. What is UNSET is left out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+__all__ = [
+    "ChatChoice",
+    "ChatChunk",
+    "ChatChunkChoice",
+    "ChatDelta",
+    "ChatLogprobs",
+    "ChatMessage",
+    "ChatResponse",
+    "ChatTokenLogprob",
+    "CompletionChoice",
+    "CompletionLogprobs",
+    "CompletionResponse",
+    "ModelCard",
+    "ModelList",
+    "PromptLogprob",
+    "PromptTokensDetails",
+    "TokenLogprob",
+    "Usage",
+]
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+    """Prompt tokens that did not have to be computed: the prefix cache had them."""
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobList = list[dict[int, PromptLogprob] | None]
+"""For each prompt token, by token id; None for the first, which nothing precedes."""
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended the completion."""
+    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionResponse(msgspec.Struct, kw_only=True):
+    """A whole answer, or with `stream` one event of it."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatResponse(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, kw_only=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "eagleray"
+    root: str
+    """What was loaded under this name."""
+    parent: None = None
+    max_model_len: int | None
+    """None while there is no engine that knows it."""
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

@@ -1,0 +1,79 @@
+"""/openapi.json, made from the route table and the structs that check the requests: it cannot drift from them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.failures import ErrorReply
+
+__all__ = ["describe"]
+
+REASONS = {
+    400: "The request is wrong; `param` names the field.",
+    401: "No API key, or an unknown one.",
+    404: "The model is not served here.",
+    413: "The request's body is too large.",
+    500: "The request failed.",
+    503: "Not at present; try again after the seconds that the header Retry-After says.",
+}
+
+
+def describe(endpoints: list[Endpoint], *, version: str, needs_key: bool) -> dict[str, Any]:
+    """The OpenAPI 3.1 document."""
+    operations = [operation for endpoint in endpoints for operation in endpoint.operations.values()]
+    types = [part for operation in operations for part in (operation.takes, operation.gives, operation.streams)]
+    types = [*dict.fromkeys(kind for kind in types if kind is not None), ErrorReply]
+    schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    schema_of = dict(zip(types, schemas, strict=True))
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "eagleray", "version": version},
+        "paths": {_plain(endpoint.path): _path_item(endpoint, schema_of, needs_key) for endpoint in endpoints},
+        "components": {"schemas": components},
+    }
+    if needs_key:
+        document["components"]["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
+    return document
+
+
+def _plain(path: str) -> str:
+    """`/models/{id:path}` is `/models/{id}` in OpenAPI."""
+    return re.sub(r"\{(\w+):\w+\}", r"{\1}", path)
+
+
+def _path_item(endpoint: Endpoint, schema_of: dict[Any, Any], needs_key: bool) -> dict[str, Any]:
+    item: dict[str, Any] = {}
+    for method, operation in endpoint.operations.items():
+        item[method.lower()] = described = _operation(operation, schema_of)
+        described["operationId"] = f"{method.lower()}_{re.sub(r'[^a-z0-9]+', '_', endpoint.path.lower()).strip('_')}"
+        if needs_key and not endpoint.is_open:
+            described["security"] = [{"api_key": []}]
+            described["responses"]["401"] = _response(REASONS[401], schema_of[ErrorReply])
+    if names := re.findall(r"\{(\w+)", endpoint.path):
+        item["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    return item
+
+
+def _operation(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any]:
+    success: dict[str, Any] = {"description": "Success."}
+    if operation.gives is not None:
+        success["content"] = {"application/json": {"schema": schema_of[operation.gives]}}
+    if operation.streams is not None:
+        success["content"]["text/event-stream"] = {"schema": schema_of[operation.streams]}
+    described: dict[str, Any] = {"summary": operation.summary, "responses": {"200": success}}
+    if operation.takes is not None:
+        body = {"application/json": {"schema": schema_of[operation.takes]}}
+        described["requestBody"] = {"required": True, "content": body}
+    for status in operation.refuses:
+        described["responses"][str(status)] = _response(REASONS[status], schema_of[ErrorReply])
+    return described
+
+
+def _response(text: str, schema: Any) -> dict[str, Any]:
+    return {"description": text, "content": {"application/json": {"schema": schema}}}

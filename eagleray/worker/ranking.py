@@ -1,0 +1,35 @@
+"""Tokens in order of their logits: the highest first, equal ones by token id.
+
+This order is total, so what is taken from its front never depends on the other lines of a batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["rank_tokens", "top_tokens"]
+
+
+def top_tokens(logits: Tensor, k: int) -> Tensor:
+    """[n, min(k, vocab_size)] the first token ids of each line, from logits [n, vocab_size]."""
+    k = min(k, logits.shape[1])
+    if k == 0:
+        return torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
+    least = logits.topk(k, dim=-1).values[:, -1:]
+    # topk breaks ties as it likes: take whatever is not below its last value. "Not below" lets NaN through: k tokens exist
+    return rank_tokens(logits, (logits < least).logical_not_())[:, :k]
+
+
+def rank_tokens(logits: Tensor, mask: Tensor) -> Tensor:
+    """[n, m] the ids of the masked tokens in order, m the most that a line has; then `vocab_size`, which is no token."""
+    n, vocab_size = logits.shape
+    lines, tokens = mask.nonzero(as_tuple=True)  # ascending in both
+    counts = mask.sum(dim=-1)
+    columns = torch.arange(len(lines), device=lines.device) - (counts.cumsum(0) - counts)[lines]
+    width = int(counts.max()) if n else 0
+    ids = lines.new_full((n, width), vocab_size)
+    values = logits.new_full((n, width), -torch.inf)
+    ids[lines, columns] = tokens
+    values[lines, columns] = logits[lines, tokens]
+    return ids.gather(1, values.sort(dim=-1, descending=True, stable=True).indices)

@@ -1,0 +1,174 @@
+"""Chooses the next token of each row of a step.
+
+In the order of vLLM: log-probabilities of the raw logits; allowed ids, bad words and the ids that min_tokens forbids; bias;
+penalties; then the highest logit for greedy rows, a draw (`draw`) for the others. Each of these is done for all rows that
+use it at once, and is skipped when no row of the step does. Driven by the runner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagleray.messages.outputs import TokenLogprobs
+from eagleray.messages.steps import RowFailure
+from eagleray.worker.draw import Drawer, Settings
+from eagleray.worker.logprobs import sample_logprobs
+from eagleray.worker.sampling_rows import SamplingRows, Use
+from eagleray.worker.token_table import IntArray
+from eagleray.worker.uniform import uniform
+
+__all__ = ["Sampled", "Sampler"]
+
+NOT_FINITE = "the model produced no finite logits for the next token"
+NOTHING_ALLOWED = "no token is allowed next: allowed_token_ids, bad_words and min_tokens together forbid every token of the vocabulary"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step sampled. A row is in `rows` or in `failures`."""
+
+    rows: list[int]
+    token_ids: list[int]
+    """The token of each of `rows`."""
+    logprobs: dict[int, TokenLogprobs]
+    """By row, for those that asked."""
+    failures: list[RowFailure]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The lines of a step's logits."""
+
+    rows: IntArray
+    positions: IntArray
+    use: IntArray
+    """`Use` flags of each line"""
+    used: int
+    """and of all together."""
+
+    def lines(self, use: Use) -> IntArray:
+        return np.flatnonzero(self.use & use)
+
+
+class Sampler:
+    """Reads the sampling rows, and changes nothing in them."""
+
+    def __init__(self, rows: SamplingRows) -> None:
+        self._rows = rows
+        self._device = rows.device
+        self._drawer = Drawer(vocab_size=rows.vocab_size, device=rows.device)
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: list[int], positions: list[int]) -> Sampled:
+        """A token for each row.
+
+        logits: float32 [n, vocab_size], changed in place; rows: [n], the row of each line; positions: [n], the absolute
+        position that the token will have, which is the number of tokens known.
+        """
+        use = self._rows.use[rows]
+        step = _Step(np.array(rows), np.array(positions), use, int(np.bitwise_or.reduce(use)))
+        chosen, highest = _argmax(logits)
+        failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOT_FINITE)
+        raw, raw_lines = logits, step.lines(Use.LOGPROBS)
+        if step.used & Use.ADJUSTED:
+            if len(raw_lines):
+                raw, raw_lines = logits[self._tensor(raw_lines)], np.arange(len(raw_lines))
+            self._adjust(logits, step)
+            chosen, highest = _argmax(logits)
+            failed |= dict.fromkeys(_clear_broken(logits, chosen, highest), NOTHING_ALLOWED)
+        for lines in self._lines_to_draw(step):
+            at = self._tensor(lines)
+            chosen[at] = self._drawer.draw(logits, highest, at, self._settings(step, lines))
+        reports = self._report(raw, raw_lines, chosen, step) if len(raw_lines) else {}
+        return _gather(rows, chosen.tolist(), reports, failed)
+
+    def _adjust(self, logits: Tensor, step: _Step) -> None:
+        rows = self._rows
+        line_of = rows.line_of(step.rows)
+        if step.used & Use.ALLOWED:
+            lines, token_ids, _ = map(self._tensor, rows.allowed.select(line_of))
+            values = logits[lines, token_ids]
+            logits[self._tensor(step.lines(Use.ALLOWED))] = -torch.inf
+            logits[lines, token_ids] = values
+        if step.used & Use.BAD_WORDS:
+            lines, token_ids = map(self._tensor, rows.bad_words.select(line_of))
+            logits[lines, token_ids] = -torch.inf
+        if step.used & Use.MIN_TOKENS:
+            generated = step.positions - rows.num_prompt_tokens[step.rows]
+            is_short = generated < rows.min_tokens[step.rows]
+            lines, token_ids, _ = map(self._tensor, rows.suppressed.select(_only(line_of, step.rows, is_short)))
+            logits[lines, token_ids] = -torch.inf
+        if step.used & Use.BIAS:
+            lines, token_ids, bias = map(self._tensor, rows.bias.select(line_of))
+            logits[lines, token_ids] += bias
+        if step.used & Use.PENALTIES:
+            penalised = step.lines(Use.PENALTIES)
+            rows.penalties.apply(logits, self._tensor(penalised), step.rows[penalised])
+
+    def _lines_to_draw(self, step: _Step) -> list[IntArray]:
+        """Restricted and unrestricted lines apart, so that the latter do not pay for the former."""
+        if not step.used & Use.RANDOM:
+            return []
+        is_random, is_restricted = (step.use & Use.RANDOM) != 0, (step.use & Use.RESTRICTED) != 0
+        groups = np.flatnonzero(is_random & ~is_restricted), np.flatnonzero(is_restricted)
+        return [lines for lines in groups if len(lines)]
+
+    def _settings(self, step: _Step, lines: IntArray) -> Settings:
+        at, rows = step.rows[lines], self._rows
+        uniforms = uniform(rows.streams[at], step.positions[lines])
+        return Settings(uniforms, rows.temperature[at], rows.min_p[at], rows.top_k[at], rows.top_p[at])
+
+    def _report(self, raw: Tensor, raw_lines: IntArray, chosen: Tensor, step: _Step) -> dict[int, TokenLogprobs]:
+        asking = step.lines(Use.LOGPROBS)
+        rows = step.rows[asking]
+        reports = sample_logprobs(
+            raw,
+            self._tensor(raw_lines),
+            chosen[self._tensor(asking)],
+            self._rows.num_logprobs[rows].tolist(),
+            self._rows.reported.select(self._rows.line_of(rows)),
+        )
+        return dict(zip(rows.tolist(), reports, strict=True))
+
+    def _tensor(self, array: IntArray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """[n] the id of the highest logit (of equal ones the lowest id), and [n] the logit; NaN counts as the highest."""
+    token_ids = logits.argmax(dim=-1)
+    return token_ids, logits.gather(1, token_ids[:, None])[:, 0]
+
+
+def _clear_broken(logits: Tensor, chosen: Tensor, highest: Tensor) -> list[int]:
+    """The lines that have no finite highest logit. They become harmless: all zeros."""
+    broken = highest.isfinite().logical_not_().nonzero()[:, 0]
+    if len(broken):
+        logits[broken] = 0
+        highest[broken] = 0
+        chosen[broken] = 0
+    return broken.tolist()
+
+
+def _only(line_of: IntArray, rows: IntArray, keep: IntArray) -> IntArray:
+    """`line_of` without the rows that are not kept."""
+    fewer = line_of.copy()
+    fewer[rows[~keep]] = -1
+    return fewer
+
+
+def _gather(
+    rows: list[int], token_ids: list[int], reports: dict[int, TokenLogprobs], failed: dict[int, str]
+) -> Sampled:
+    if not failed:
+        return Sampled(rows, token_ids, reports, [])
+    return Sampled(
+        rows=[row for line, row in enumerate(rows) if line not in failed],
+        token_ids=[token for line, token in enumerate(token_ids) if line not in failed],
+        logprobs={row: report for row, report in reports.items() if row not in {rows[line] for line in failed}},
+        failures=[RowFailure(rows[line], message) for line, message in sorted(failed.items())],
+    )

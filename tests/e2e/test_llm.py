@@ -1,0 +1,132 @@
+"""The Python API: `LLM` and its processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from checkpoints import make_checkpoint
+from oracle import oracle
+
+from eagleray import LLM, SamplingParams
+from eagleray.errors import CheckpointError, ConfigError, EngineFailed, InvalidRequest, PromptTooLong
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    with LLM(str(checkpoint), max_model_len=400, max_num_batched_tokens=64) as llm:
+        yield llm
+
+
+def test_outputs_have_the_shape_that_users_know(llm, checkpoint):
+    outputs = llm.generate(["Hello world", "def main():"], GREEDY, use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["Hello world", "def main():"]
+    for output in outputs:
+        (choice,) = output.outputs
+        oracle(checkpoint).assert_greedy(output.prompt_token_ids, choice.token_ids)
+        assert choice.text == llm.get_tokenizer().decode(choice.token_ids, skip_special_tokens=True)
+        assert (choice.index, choice.finish_reason, choice.stop_reason, choice.logprobs) == (0, "length", None, None)
+        assert output.finished
+
+
+def test_texts_token_ids_and_dictionaries_are_prompts(llm):
+    ids = llm.get_tokenizer().encode("Hello", add_special_tokens=True)
+    prompts = ["Hello", ids, {"prompt": "Hello"}, {"prompt_token_ids": ids}]
+    texts = {output.outputs[0].text for output in llm.generate(prompts, GREEDY, use_tqdm=False)}
+    assert len(texts) == 1
+    assert {llm.generate("Hello", GREEDY)[0].outputs[0].text} == texts
+
+
+def test_parameters_for_each_prompt(llm):
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 2, 3)]
+    outputs = llm.generate(["a", "b", "c"], params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3]
+    with pytest.raises(InvalidRequest, match="2 entries for 3 prompts"):
+        llm.generate(["a", "b", "c"], params[:2])
+
+
+def test_logprobs_and_several_choices(llm):
+    params = SamplingParams(n=2, seed=3, max_tokens=5, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    (output,) = llm.generate("Hello world", params, use_tqdm=False)
+    assert [choice.index for choice in output.outputs] == [0, 1]
+    for choice in output.outputs:
+        assert len(choice.logprobs) == 5
+        for token_id, entries in zip(choice.token_ids, choice.logprobs, strict=True):
+            assert len(entries) in (2, 3)
+            assert entries[token_id].logprob <= 0
+        chosen = [
+            entries[token_id].logprob for token_id, entries in zip(choice.token_ids, choice.logprobs, strict=True)
+        ]
+        assert choice.cumulative_logprob == pytest.approx(sum(chosen))
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+def test_chat(llm):
+    conversation = [{"role": "user", "content": "Hi"}]
+    (one,) = llm.chat(conversation, GREEDY, use_tqdm=False)
+    two = llm.chat([conversation, conversation], GREEDY, use_tqdm=False)
+    assert [output.outputs[0].text for output in two] == [one.outputs[0].text] * 2
+    rendered = llm.get_tokenizer().apply_chat_template(conversation, add_generation_prompt=True)
+    assert one.prompt == rendered
+
+
+def test_a_mistake_in_one_prompt_runs_nothing_and_harms_nothing(llm):
+    with pytest.raises(PromptTooLong, match="400"):
+        llm.generate(["fine", [5] * 400], GREEDY)
+    with pytest.raises(InvalidRequest, match="empty"):
+        llm.generate(["fine", ""], GREEDY)
+    with pytest.raises(InvalidRequest, match="logprobs"):
+        llm.generate("fine", SamplingParams(logprobs=21))
+    assert len(llm.generate("fine", GREEDY)[0].outputs[0].token_ids) == 20
+
+
+def test_options_are_checked_before_anything_starts(checkpoint):
+    with pytest.raises(ConfigError, match="`port` is for the HTTP server"):
+        LLM(str(checkpoint), port=80)
+    with pytest.raises(ConfigError, match="did you mean `max_model_len`"):
+        LLM(str(checkpoint), max_model_lenn=80)
+    with pytest.raises(CheckpointError, match="no such directory"):
+        LLM("/no/such/model")
+
+
+def test_a_failure_at_the_start_is_the_callers_exception(checkpoint):
+    with pytest.raises(ConfigError, match="`max_model_len`"):
+        LLM(str(checkpoint), num_kv_blocks=2)
+
+
+def test_a_killed_engine_is_an_exception_with_its_cause(checkpoint):
+    with LLM(str(checkpoint)) as llm:
+        pid = int(llm_engine_pids()[0])
+        os.kill(pid, 9)
+        with pytest.raises(EngineFailed, match="SIGKILL"):
+            llm.generate("x", SamplingParams(max_tokens=100_000, ignore_eos=True))
+
+
+def llm_engine_pids() -> list[str]:
+    """Children of this process that are engines of the newest `LLM`."""
+    path = f"/proc/{os.getpid()}/task"
+    children = [pid for task in os.listdir(path) for pid in open(f"{path}/{task}/children").read().split()]
+    return sorted(children, key=int, reverse=True)
+
+
+def test_a_script_without_a_main_guard_works_and_leaves_no_process(checkpoint):
+    script = f"""
+        from eagleray import LLM, SamplingParams
+        llm = LLM({str(checkpoint)!r}, log_level="warning")
+        print(len(llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids))
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split()[0] == "3"
+    assert run.stderr == ""

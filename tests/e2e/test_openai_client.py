@@ -1,0 +1,233 @@
+"""A served checkpoint and the official `openai` client."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+import openai
+import pytest
+from checkpoints import make_checkpoint
+from oracle import oracle
+from serving import serve
+
+from eagleray.client import Tokenizer
+
+KEY = "secret-key"
+MODEL = "tiny"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with serve(str(checkpoint), "--served-model-name", MODEL, "--api-key", KEY, "--max-model-len", "512") as server:
+        yield server
+    assert server.process.returncode == 0, server.log
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint):
+    return Tokenizer.load(checkpoint)
+
+
+def complete(client, prompt="The quick", **fields):
+    return client.completions.create(model=MODEL, prompt=prompt, temperature=0, **fields)
+
+
+MESSAGES = [{"role": "user", "content": "Hello there"}]
+
+
+def test_models(client):
+    (model,) = client.models.list().data
+    assert model.id == MODEL
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_a_completion_is_what_the_model_says(client, checkpoint, tokenizer):
+    completion = complete(client, max_tokens=20, extra_body={"ignore_eos": True, "return_token_ids": True})
+    choice = completion.choices[0]
+    prompt = tokenizer.encode("The quick", add_special_tokens=True)
+    oracle(checkpoint).assert_greedy(prompt, choice.token_ids)
+    assert choice.text == tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+    assert choice.finish_reason == "length"
+    assert completion.usage.prompt_tokens == len(prompt)
+    assert completion.usage.completion_tokens == 20
+    assert completion.usage.total_tokens == len(prompt) + 20
+
+
+def test_a_streamed_completion_is_the_same(client):
+    whole = complete(client, max_tokens=30, extra_body={"ignore_eos": True})
+    events = list(
+        complete(
+            client, max_tokens=30, stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True}
+        )
+    )
+    assert "".join(event.choices[0].text for event in events if event.choices) == whole.choices[0].text
+    assert [event.choices[0].finish_reason for event in events if event.choices][-1] == "length"
+    assert events[-1].choices == []
+    assert events[-1].usage.completion_tokens == 30
+    assert len({event.id for event in events}) == 1
+
+
+def test_chat_and_streamed_chat(client):
+    whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, max_completion_tokens=12)
+    assert whole.choices[0].message.role == "assistant"
+    events = list(
+        client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, temperature=0, max_completion_tokens=12, stream=True
+        )
+    )
+    assert events[0].choices[0].delta.role == "assistant"
+    text = "".join(event.choices[0].delta.content or "" for event in events)
+    assert text == whole.choices[0].message.content
+
+
+def test_several_choices_with_a_seed(client):
+    def texts():
+        completion = client.completions.create(
+            model=MODEL, prompt="once", n=3, seed=5, temperature=1.0, max_tokens=12, extra_body={"ignore_eos": True}
+        )
+        return [choice.text for choice in sorted(completion.choices, key=lambda choice: choice.index)]
+
+    assert texts() == texts()
+    assert len(set(texts())) == 3
+
+
+def test_several_prompts_at_once(client):
+    completion = complete(client, prompt=["one", "two words", [5, 6, 7]], max_tokens=4)
+    assert [choice.index for choice in completion.choices] == [0, 1, 2]
+    assert completion.choices[0].text == complete(client, prompt="one", max_tokens=4).choices[0].text
+
+
+def test_logprobs(client, tokenizer):
+    completion = complete(client, max_tokens=5, logprobs=3)
+    logprobs = completion.choices[0].logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == completion.usage.completion_tokens
+    assert "".join(logprobs.tokens) == completion.choices[0].text
+    for best, value in zip(logprobs.top_logprobs, logprobs.token_logprobs, strict=True):
+        assert value == pytest.approx(max(best.values()))
+    chat = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, temperature=0, max_tokens=4, logprobs=True, top_logprobs=2
+    )
+    for entry in chat.choices[0].logprobs.content:
+        assert len(entry.top_logprobs) == 2
+        assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob)
+
+
+def test_echo(client):
+    completion = complete(client, max_tokens=3, echo=True, logprobs=1)
+    assert completion.choices[0].text.startswith("The quick")
+    assert completion.choices[0].logprobs.token_logprobs[0] is None
+    assert "".join(completion.choices[0].logprobs.tokens) == completion.choices[0].text
+
+
+def test_a_stop_string_ends_the_text_and_never_shows(client):
+    text = complete(client, max_tokens=40, extra_body={"ignore_eos": True}).choices[0].text
+    stop = text[10:14]
+    expected = text[: text.index(stop)]
+    whole = complete(client, max_tokens=40, stop=[stop], extra_body={"ignore_eos": True}).choices[0]
+    assert (whole.text, whole.finish_reason) == (expected, "stop")
+    events = complete(client, max_tokens=40, stop=[stop], stream=True, extra_body={"ignore_eos": True})
+    assert "".join(event.choices[0].text for event in events) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"top_p": 2}, "top_p"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [1, 10_000_000]}, "prompt"),
+        ({"prompt": [5] * 600}, "prompt"),
+        ({"extra_body": {"no_such_field": 1}}, "no_such_field"),
+        ({"suffix": "x"}, "suffix"),
+    ],
+)
+def test_a_mistake_is_a_bad_request_that_names_the_field(client, fields, param):
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.completions.create(**{"model": MODEL, "prompt": "x", **fields})
+    assert raised.value.param == param
+    assert raised.value.body["message"]
+
+
+def test_errors_arrive_as_the_clients_exception_types(server, client):
+    with pytest.raises(openai.NotFoundError, match="no-such-model"):
+        client.completions.create(model="no-such-model", prompt="x")
+    with (
+        openai.OpenAI(base_url=server.url, api_key="wrong", max_retries=0) as other,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        other.models.list()
+
+
+def metric(server, name: str) -> float:
+    text = httpx.get(server.url.removesuffix("/v1") + "/metrics").text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"eagleray:{name}{{"))
+
+
+def wait_for_metric(server, name: str, value: float) -> None:
+    deadline = time.monotonic() + 20
+    while metric(server, name) != value:
+        assert time.monotonic() < deadline, f"{name} is {metric(server, name)}, not {value}"
+        time.sleep(0.05)
+
+
+def test_a_client_that_disconnects_frees_what_its_request_held(server, client):
+    stream = complete(client, max_tokens=500, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    stream.close()
+    wait_for_metric(server, "num_requests_running", 0)
+    whole = {"model": MODEL, "prompt": "x", "max_tokens": 500, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + "/completions", json=whole, headers={"Authorization": f"Bearer {KEY}"}, timeout=0.05)
+    wait_for_metric(server, "num_requests_running", 0)
+    assert complete(client, max_tokens=3).usage.completion_tokens > 0
+
+
+def test_a_reader_that_is_slow_gets_everything_and_holds_up_nobody(client):
+    slow = complete(client, max_tokens=200, stream=True, extra_body={"ignore_eos": True})
+    first = next(iter(slow))
+    began = time.monotonic()
+    assert complete(client, prompt="other", max_tokens=5).choices[0].text is not None
+    assert time.monotonic() - began < 20
+    rest = "".join(event.choices[0].text for event in slow)
+    whole = complete(client, max_tokens=200, extra_body={"ignore_eos": True}).choices[0].text
+    assert first.choices[0].text + rest == whole
+
+
+def test_token_ids_in_and_out(server, checkpoint):
+    prompt = [5, 6, 7, 8]
+    answer = httpx.post(
+        server.url.removesuffix("/v1") + "/inference/v1/generate",
+        json={"token_ids": prompt, "sampling_params": {"temperature": 0, "max_tokens": 8, "ignore_eos": True}},
+        headers={"Authorization": f"Bearer {KEY}"},
+    )
+    assert answer.status_code == 200, answer.text
+    oracle(checkpoint).assert_greedy(prompt, answer.json()["choices"][0]["token_ids"])
+
+
+def test_tokenize_and_back(server, tokenizer):
+    base, headers = server.url.removesuffix("/v1"), {"Authorization": f"Bearer {KEY}"}
+    tokens = httpx.post(base + "/tokenize", json={"model": MODEL, "prompt": "héllo"}, headers=headers).json()["tokens"]
+    assert tokens == tokenizer.encode("héllo", add_special_tokens=True)
+    text = httpx.post(base + "/detokenize", json={"model": MODEL, "tokens": tokens}, headers=headers).json()["prompt"]
+    assert text == "héllo"
+
+
+@pytest.mark.parametrize("route", ["/health", "/live", "/ready", "/version", "/openapi.json", "/metrics"])
+def test_routes_for_operators(server, route):
+    answer = httpx.get(server.url.removesuffix("/v1") + route, headers={"Authorization": f"Bearer {KEY}"})
+    assert answer.status_code == 200

@@ -1,0 +1,92 @@
+"""`eagleray serve` as a process of its own, the way a user starts it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+READY_SECONDS = 60.0
+END_SECONDS = 30.0
+
+
+class ServerProcess:
+    """A running server. `url` ends in /v1; `log` is what it has written to standard error."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "eagleray.cli.main", "serve", *arguments, "--port", "0"],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.log = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = self.wait_for(r"serving .* at (http://\S+/v1)", READY_SECONDS)[1]
+
+    def wait_for(self, pattern: str, seconds: float) -> re.Match[str]:
+        """The first match of `pattern` in the log."""
+        deadline = time.monotonic() + seconds
+        while (match := re.search(pattern, self.log)) is None:
+            ended = self.process.poll() is not None and not self._reader.is_alive()
+            assert not ended, f"the server ended ({self.process.returncode}):\n{self.log}"
+            assert time.monotonic() < deadline, f"no {pattern!r} within {seconds} s:\n{self.log}"
+            time.sleep(0.02)
+        return match
+
+    @property
+    def children(self) -> list[int]:
+        """Process ids of the engine and the API server."""
+        return [
+            int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        ]
+
+    def child(self, name: str) -> int:
+        """Process id of the child whose log label is `name` (needs --log-level debug)."""
+        return int(self.wait_for(rf"{name} is process (\d+)", 5.0)[1])
+
+    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """Its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        return self.wait()
+
+    def wait(self) -> int:
+        code = self.process.wait(END_SECONDS)
+        self._reader.join(END_SECONDS)
+        return code
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
+            for line in lines:
+                self.log += line
+
+
+@contextlib.contextmanager
+def serve(*arguments: str) -> Iterator[ServerProcess]:
+    server = ServerProcess(*arguments)
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+def is_running(pid: int) -> bool:
+    """A zombie that nobody has reaped yet has ended."""
+    with contextlib.suppress(OSError):
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    return False
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"processes {left} are still running"
+        time.sleep(0.05)
