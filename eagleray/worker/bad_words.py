@@ -1,7 +1,7 @@
 """Token sequences that must not be generated.
 
-The last token of a sequence is forbidden where the ones before it are the tokens generated last. As in vLLM the prompt does
-not count: a sequence that begins in the prompt may be completed.
+The last token of a sequence is forbidden where the ones before it are the tokens generated last. As in vLLM the prompt
+does not count: a sequence that begins in the prompt may be completed.
 """
 
 from __future__ import annotations

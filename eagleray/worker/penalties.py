@@ -1,8 +1,8 @@
 """Repetition, frequency and presence penalties, for the rows that use them.
 
-Such a row has a slot: how often each token was generated, which tokens its prompt holds, and the list of the tokens that
-are in either. Only the listed tokens' logits are touched, so a step costs as much as the texts are long, not as the
-vocabulary is large.
+Such a row has a slot: how often each token was generated, which tokens its prompt holds, and the list of the tokens
+that are in either. Only the listed tokens' logits are touched, so a step costs as much as the texts are long, not as
+the vocabulary is large.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Penalties:
         self._free: list[int] = []
         self._output_counts = torch.empty((0, vocab_size), dtype=torch.int32, device=device)
         self._in_prompt = torch.empty((0, vocab_size), dtype=torch.bool, device=device)
-        # [num_slots, width] tokens that a penalty may touch, some repeatedly; behind the end: any token id, to no effect
+        # [num_slots, width] tokens that a penalty may touch, some repeatedly; behind the end any token id, to no effect
         self._seen = torch.empty((0, 64), dtype=torch.int64, device=device)
         self._num_seen = np.empty(0, dtype=np.int64)
         # [num_slots, 3] repetition, frequency, presence
@@ -42,13 +42,14 @@ class Penalties:
         self._slot_of[row] = slot
         values = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
         self._factors[slot] = torch.tensor(values, dtype=torch.float32)
-        prompt_ids = np.unique(np.array(prompt, dtype=np.int64)) if sampling.repetition_penalty != 1 else prompt[:0]
-        output_ids, counts = np.unique(np.array(generated, dtype=np.int64), return_counts=True)
-        seen = self._tensor(np.concatenate([np.array(prompt_ids, dtype=np.int64), output_ids]))
+        repeatable = prompt if sampling.repetition_penalty != 1 else ()
+        prompt_ids = self._tensor(np.unique(np.array(repeatable, dtype=np.int64)))
+        output_ids, counts = map(self._tensor, np.unique(np.array(generated, dtype=np.int64), return_counts=True))
         self._in_prompt[slot] = False
-        self._in_prompt[slot, seen[: len(prompt_ids)]] = True
+        self._in_prompt[slot, prompt_ids] = True
         self._output_counts[slot] = 0
-        self._output_counts[slot, seen[len(prompt_ids) :]] = self._tensor(counts).to(torch.int32)
+        self._output_counts[slot, output_ids] = counts.to(torch.int32)
+        seen = torch.cat([prompt_ids, output_ids])
         self._widen(len(seen))
         self._seen[slot, : len(seen)] = seen
         self._num_seen[slot] = len(seen)

@@ -17,15 +17,18 @@ def top_tokens(logits: Tensor, k: int) -> Tensor:
     if k == 0:
         return torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
     least = logits.topk(k, dim=-1).values[:, -1:]
-    # topk breaks ties as it likes: take whatever is not below its last value. "Not below" lets NaN through: k tokens exist
+    # topk breaks ties as it likes, so take all that is not below its last value (and NaN: there are always k tokens)
     return rank_tokens(logits, (logits < least).logical_not_())[:, :k]
 
 
 def rank_tokens(logits: Tensor, mask: Tensor) -> Tensor:
-    """[n, m] the ids of the masked tokens in order, m the most that a line has; then `vocab_size`, which is no token."""
+    """[n, m] the ids of the masked tokens in order, m the most that a line has; then `vocab_size`, which is no token.
+
+    logits, mask: [n, vocab_size]
+    """
     n, vocab_size = logits.shape
     lines, tokens = mask.nonzero(as_tuple=True)  # ascending in both
-    counts = mask.sum(dim=-1)
+    counts = lines.bincount(minlength=n)
     columns = torch.arange(len(lines), device=lines.device) - (counts.cumsum(0) - counts)[lines]
     width = int(counts.max()) if n else 0
     ids = lines.new_full((n, width), vocab_size)

@@ -60,8 +60,8 @@ class Runner:
         lines = torch.from_numpy(inputs.ends[inputs.samples] - 1).to(hidden.device)
         logits = self._model.logits(hidden[lines])  # float32 [num_samples, vocab_size]
         sampled = self._sampler.sample(logits, rows.tolist(), self._rows.num_tokens[rows].tolist())
-        known = np.array(sampled.rows, dtype=np.int64)
-        self._rows.append(known, np.array(sampled.token_ids, dtype=np.int64))
+        self._rows.append(np.array(sampled.rows, dtype=np.int64), np.array(sampled.token_ids, dtype=np.int64))
+        self._sampling_rows.append(sampled.rows, sampled.token_ids)
         return StepResult(
             step=step,
             rows=sampled.rows,

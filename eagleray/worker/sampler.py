@@ -1,8 +1,8 @@
 """Chooses the next token of each row of a step.
 
-In the order of vLLM: log-probabilities of the raw logits; allowed ids, bad words and the ids that min_tokens forbids; bias;
-penalties; then the highest logit for greedy rows, a draw (`draw`) for the others. Each of these is done for all rows that
-use it at once, and is skipped when no row of the step does. Driven by the runner.
+In the order of vLLM: log-probabilities of the raw logits; allowed ids, bad words and the ids that min_tokens forbids;
+bias; penalties; then the highest logit for greedy rows, a draw (`draw`) for the others. Each of these is done at once
+for all rows that use it, and skipped when no row of the step does. Driven by the runner.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagleray.messages.outputs import TokenLogprobs
 from eagleray.messages.steps import RowFailure
-from eagleray.worker.draw import Drawer, Settings
+from eagleray.worker.draw import Drawer, DrawSettings
 from eagleray.worker.logprobs import sample_logprobs
 from eagleray.worker.sampling_rows import SamplingRows, Use
 from eagleray.worker.token_table import IntArray
@@ -24,7 +24,7 @@ from eagleray.worker.uniform import uniform
 __all__ = ["Sampled", "Sampler"]
 
 NOT_FINITE = "the model produced no finite logits for the next token"
-NOTHING_ALLOWED = "no token is allowed next: allowed_token_ids, bad_words and min_tokens together forbid every token of the vocabulary"
+NOTHING_ALLOWED = "no token is allowed next: allowed_token_ids, bad_words and min_tokens together forbid every one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Sampler:
     def __init__(self, rows: SamplingRows) -> None:
         self._rows = rows
         self._device = rows.device
-        self._drawer = Drawer(vocab_size=rows.vocab_size, device=rows.device)
+        self._drawer = Drawer(max_lines=len(rows.use), vocab_size=rows.vocab_size, device=rows.device)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: list[int], positions: list[int]) -> Sampled:
@@ -69,22 +69,31 @@ class Sampler:
         logits: float32 [n, vocab_size], changed in place; rows: [n], the row of each line; positions: [n], the absolute
         position that the token will have, which is the number of tokens known.
         """
-        use = self._rows.use[rows]
-        step = _Step(np.array(rows), np.array(positions), use, int(np.bitwise_or.reduce(use)))
+        step = self._look_up(rows, positions)
         chosen, highest = _argmax(logits)
         failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOT_FINITE)
-        raw, raw_lines = logits, step.lines(Use.LOGPROBS)
+        reported = step.lines(Use.LOGPROBS)
+        raw = self._raw(logits, reported, step)
         if step.used & Use.ADJUSTED:
-            if len(raw_lines):
-                raw, raw_lines = logits[self._tensor(raw_lines)], np.arange(len(raw_lines))
             self._adjust(logits, step)
             chosen, highest = _argmax(logits)
-            failed |= dict.fromkeys(_clear_broken(logits, chosen, highest), NOTHING_ALLOWED)
-        for lines in self._lines_to_draw(step):
-            at = self._tensor(lines)
-            chosen[at] = self._drawer.draw(logits, highest, at, self._settings(step, lines))
-        reports = self._report(raw, raw_lines, chosen, step) if len(raw_lines) else {}
+            failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOTHING_ALLOWED) | failed
+        if step.used & Use.RANDOM:
+            lines = step.lines(Use.RANDOM)
+            self._drawer.draw(logits, highest, lines, self._settings(step, lines), out=chosen)
+        reports = self._report(raw, reported, chosen, step) if len(reported) else {}
         return _gather(rows, chosen.tolist(), reports, failed)
+
+    def _look_up(self, rows: list[int], positions: list[int]) -> _Step:
+        row_ids = np.array(rows, dtype=np.int64)
+        use = self._rows.use[row_ids]
+        return _Step(row_ids, np.array(positions, dtype=np.int64), use, int(np.bitwise_or.reduce(use)))
+
+    def _raw(self, logits: Tensor, reported: IntArray, step: _Step) -> Tensor:
+        """[num_reported, vocab_size] the raw logits of the lines to report on: a copy where those will change."""
+        if len(reported) == len(logits) and not step.used & Use.ADJUSTED:
+            return logits
+        return logits[self._tensor(reported)]
 
     def _adjust(self, logits: Tensor, step: _Step) -> None:
         rows = self._rows
@@ -109,26 +118,16 @@ class Sampler:
             penalised = step.lines(Use.PENALTIES)
             rows.penalties.apply(logits, self._tensor(penalised), step.rows[penalised])
 
-    def _lines_to_draw(self, step: _Step) -> list[IntArray]:
-        """Restricted and unrestricted lines apart, so that the latter do not pay for the former."""
-        if not step.used & Use.RANDOM:
-            return []
-        is_random, is_restricted = (step.use & Use.RANDOM) != 0, (step.use & Use.RESTRICTED) != 0
-        groups = np.flatnonzero(is_random & ~is_restricted), np.flatnonzero(is_restricted)
-        return [lines for lines in groups if len(lines)]
-
-    def _settings(self, step: _Step, lines: IntArray) -> Settings:
+    def _settings(self, step: _Step, lines: IntArray) -> DrawSettings:
         at, rows = step.rows[lines], self._rows
         uniforms = uniform(rows.streams[at], step.positions[lines])
-        return Settings(uniforms, rows.temperature[at], rows.min_p[at], rows.top_k[at], rows.top_p[at])
+        return DrawSettings(uniforms, rows.temperature[at], rows.min_p[at], rows.top_k[at], rows.top_p[at])
 
-    def _report(self, raw: Tensor, raw_lines: IntArray, chosen: Tensor, step: _Step) -> dict[int, TokenLogprobs]:
-        asking = step.lines(Use.LOGPROBS)
-        rows = step.rows[asking]
+    def _report(self, raw: Tensor, reported: IntArray, chosen: Tensor, step: _Step) -> dict[int, TokenLogprobs]:
+        rows = step.rows[reported]
         reports = sample_logprobs(
             raw,
-            self._tensor(raw_lines),
-            chosen[self._tensor(asking)],
+            chosen[self._tensor(reported)],
             self._rows.num_logprobs[rows].tolist(),
             self._rows.reported.select(self._rows.line_of(rows)),
         )
@@ -166,9 +165,10 @@ def _gather(
 ) -> Sampled:
     if not failed:
         return Sampled(rows, token_ids, reports, [])
+    sampled = [line for line in range(len(rows)) if line not in failed]
     return Sampled(
-        rows=[row for line, row in enumerate(rows) if line not in failed],
-        token_ids=[token for line, token in enumerate(token_ids) if line not in failed],
-        logprobs={row: report for row, report in reports.items() if row not in {rows[line] for line in failed}},
+        rows=[rows[line] for line in sampled],
+        token_ids=[token_ids[line] for line in sampled],
+        logprobs={rows[line]: reports[rows[line]] for line in sampled if rows[line] in reports},
         failures=[RowFailure(rows[line], message) for line, message in sorted(failed.items())],
     )

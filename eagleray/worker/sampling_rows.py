@@ -1,7 +1,7 @@
 """How each running request chooses its tokens: its parameters, and what the choice needs to remember.
 
-Indexed by row, like `rows`. Owned by the runner, which starts and ends rows and reports the tokens that were sampled; read by
-the sampler.
+Indexed by row, like `rows`. Owned by the runner, which starts and ends rows and reports the tokens that were sampled;
+read by the sampler.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ class Use(enum.IntFlag):
     """What a row uses. A step does only what one of its rows uses."""
 
     RANDOM = enum.auto()
-    RESTRICTED = enum.auto()
-    """top_k, top_p or min_p; only of random rows."""
     ALLOWED = enum.auto()
     BAD_WORDS = enum.auto()
     MIN_TOKENS = enum.auto()
@@ -126,11 +124,9 @@ class SamplingRows:
 def _use(sampling: Sampling) -> Use:
     # top_k of 1 keeps what a greedy row chooses
     is_random = sampling.temperature >= GREEDY_BELOW and sampling.top_k != 1
-    is_restricted = is_random and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
     is_penalised = bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1)
     uses = {
         Use.RANDOM: is_random,
-        Use.RESTRICTED: is_restricted,
         Use.ALLOWED: bool(sampling.allowed_token_ids),
         Use.BAD_WORDS: bool(sampling.bad_words),
         Use.MIN_TOKENS: sampling.min_tokens > 0 and bool(sampling.suppressed_token_ids),

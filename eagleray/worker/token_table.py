@@ -14,26 +14,28 @@ import numpy.typing as npt
 __all__ = ["Entries", "IntArray", "TokenTable"]
 
 IntArray = npt.NDArray[np.integer[Any]]
+FloatArray = npt.NDArray[np.float32]
 
 
 class Entries(NamedTuple):
-    """Flat, [num_entries] each, in order of owner."""
+    """Flat, [num_entries] each; those of one owner in the order in which they were given."""
 
     owners: IntArray
     """Rows of the table; lines of the logits in what `select` returns."""
     token_ids: IntArray
-    values: npt.NDArray[np.float32]
+    values: FloatArray
 
 
 class TokenTable:
     """Token ids of rows, each with a value where there is one to it. The flat form is made anew only after a change."""
 
     def __init__(self) -> None:
-        self._lists: dict[int, tuple[Sequence[int], Sequence[float]]] = {}
+        self._lists: dict[int, tuple[IntArray, FloatArray]] = {}
         self._flat: Entries | None = None
 
     def put(self, row: int, token_ids: Sequence[int], values: Sequence[float] | None = None) -> None:
-        self._lists[row] = (token_ids, [0.0] * len(token_ids) if values is None else values)
+        ids = np.array(token_ids, dtype=np.int64)
+        self._lists[row] = (ids, np.zeros(len(ids), np.float32) if values is None else np.array(values, np.float32))
         self._flat = None
 
     def discard(self, row: int) -> None:
@@ -52,9 +54,9 @@ class TokenTable:
         return Entries(lines[here], self._flat.token_ids[here], self._flat.values[here])
 
     def _flatten(self) -> Entries:
-        lengths = [len(token_ids) for token_ids, _ in self._lists.values()]
+        owners = [np.full(len(token_ids), row, dtype=np.int64) for row, (token_ids, _) in self._lists.items()]
         return Entries(
-            np.repeat(np.fromiter(self._lists, dtype=np.int64), lengths),
-            np.array([token for token_ids, _ in self._lists.values() for token in token_ids], dtype=np.int64),
-            np.array([value for _, values in self._lists.values() for value in values], dtype=np.float32),
+            np.concatenate([np.empty(0, np.int64), *owners]),
+            np.concatenate([np.empty(0, np.int64), *(token_ids for token_ids, _ in self._lists.values())]),
+            np.concatenate([np.empty(0, np.float32), *(values for _, values in self._lists.values())]),
         )

@@ -1,9 +1,9 @@
 """Uniform numbers that depend on a seed and a position alone.
 
-SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) used as a counter-based
-generator: its n-th output is a hash of (initial state + n * golden gamma), so any position of any stream is reached at once,
-for all rows in a dozen numpy operations. The stream of a seed starts at the first output of SplitMix64 for that seed, so
-that the streams of neighbouring seeds are not shifted copies of each other.
+SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) as a counter-based
+generator: its n-th output is a hash of (initial state + n * golden gamma), so any position of any stream is reached at
+once, for all rows in a dozen numpy operations. The stream of a seed starts at the first output of SplitMix64 for that
+seed, so that the streams of related seeds are not shifted copies of each other.
 """
 
 from __future__ import annotations

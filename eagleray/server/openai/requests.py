@@ -9,9 +9,10 @@ from msgspec import Meta
 
 from eagleray.errors import InvalidRequest
 from eagleray.server.body import UNSUPPORTED, Empty, Null
+from eagleray.server.conversation import Message
 from eagleray.server.fields import SamplingFields, StreamOptions
 
-__all__ = ["ChatRequest", "CompletionRequest", "Message", "OpenAIRequest", "TextPart"]
+__all__ = ["ChatRequest", "CompletionRequest", "OpenAIRequest"]
 
 
 class OpenAIRequest(SamplingFields, kw_only=True):
@@ -59,32 +60,6 @@ class CompletionRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True)
     ] = None
     best_of: Null = None
     suffix: Null = None
-
-
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """A part of a message's content. Text is the only kind."""
-
-    text: str
-
-
-class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    role: Annotated[
-        Literal["system", "developer", "user", "assistant"],
-        Meta(description="`developer` is OpenAI's newer name of `system`."),
-    ]
-    content: str | list[TextPart]
-    name: Annotated[str | None, Meta(description="Given to the chat template.")] = None
-    # What an answer's message may hold when it is sent back as part of the conversation:
-    refusal: Null = None
-    audio: Null = None
-    function_call: Null = None
-    tool_calls: Empty = None
-    annotations: Empty = None
-
-    def as_template_sees_it(self) -> dict[str, str]:
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        return message if self.name is None else message | {"name": self.name}
 
 
 class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -268,10 +268,16 @@ class Engine:
             self.messages[message.client, message.request_id] = message
 
     def plan(self) -> StepPlan | None:
+        num_preemptions = self.scheduler.stats().num_preemptions
         plan = self.scheduler.plan()
         if plan is not None:
+            has_preempted = self.scheduler.stats().num_preemptions > num_preemptions
+            assert not (has_preempted and plan.starts), "somebody starts in the blocks of the preempted"
             self.plans.append(plan)
-            self.in_flight.append(self.worker.execute(plan))
+            result = self.worker.execute(plan)
+            if not self.in_flight:
+                assert plan.rows == list(self.worker.rows), "a running request is left out"
+            self.in_flight.append(result)
         return plan
 
     def apply(self) -> list[Chunk]:

@@ -65,6 +65,14 @@ def test_generated_tokens_are_found_too(depth):
     assert run(engine, request("turn2", [*conversation, 3, 3])) == [12]
 
 
+def test_a_block_whose_last_token_becomes_known_late_is_found_too():
+    """With two steps in flight the token at position 7 is computed before its id is known here, and none is planned
+    after that."""
+    engine = Engine(depth=2, block_size=4)
+    run(engine, request("turn1", range(6), max_tokens=3))
+    assert run(engine, request("turn2", [*range(6), *engine.tokens("turn1")])) == [8]
+
+
 def test_only_the_first_chunk_tells_what_was_cached():
     engine = Engine(block_size=4)
     run(engine, request("a", range(10)))
@@ -133,10 +141,13 @@ def test_prompt_logprobs_go_on_where_a_preemption_cut_them_off(depth):
 
 def test_with_all_prompt_logprobs_delivered_the_cache_may_be_read():
     engine = Engine(block_size=2, num_blocks=12, max_model_len=24)
-    engine.add(request("grows", [1, 2], max_tokens=20), request("wants", range(8), max_tokens=9, prompt_logprobs=0))
+    engine.add(request("grows", range(8), max_tokens=16), request("wants", [7, 8], max_tokens=15, prompt_logprobs=0))
+    while engine.scheduler.stats().num_preemptions == 0:
+        engine.step()
+    engine.take(engine.scheduler.abort(ALICE, ["grows"]))
     engine.run()
     again = next(start for plan in reversed(engine.plans) for start in plan.starts)
-    assert (again.request_id, again.prompt_logprobs_from) == ("wants", 8)
-    assert again.num_computed_tokens > 0
+    assert (again.request_id, again.prompt_logprobs_from, again.num_prompt_tokens) == ("wants", 2, 2)
+    assert again.num_computed_tokens > 2
     engine.check_as_undisturbed((ALICE, "wants"))
     engine.check_all_free()

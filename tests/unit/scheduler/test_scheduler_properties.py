@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_fakes import ALICE, BOB, VOCAB_SIZE, Engine, request
 
-from eagleray.messages.outputs import FinishReason
-
 PREFIXES = [[], [1] * 4, [1] * 9, [1, 1, 1, 1, 2, 3, 4, 5, 6], [7, 8]]
 
 
@@ -125,12 +123,38 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(deadline=None, max_examples=150, stateful_step_count=50)
 
 
+def live_a_day(engine, choose, *, num_requests):
+    """Requests with common beginnings arrive faster than they can run; some are aborted; all come to an end."""
+    longest = engine.max_model_len - 1
+    systems = [[choose.randrange(VOCAB_SIZE) for _ in range(choose.randrange(1, longest))] for _ in range(3)]
+    for index in range(num_requests):
+        own = [choose.randrange(VOCAB_SIZE) for _ in range(choose.randrange(1, 8))]
+        engine.add(
+            request(
+                str(index),
+                (choose.choice(systems) + own)[:longest],
+                max_tokens=choose.randrange(1, engine.max_model_len),
+                eos=(0,) if choose.random() < 0.3 else (),
+                priority=choose.randrange(3),
+                salt=choose.choice(["", "", "s"]),
+                prompt_logprobs=choose.choice([None, None, 0]),
+            )
+        )
+        for _ in range(choose.randrange(4)):
+            if engine.scheduler.has_work:
+                engine.step()
+        if choose.random() < 0.2:
+            engine.take(engine.scheduler.abort(ALICE, [str(choose.randrange(index + 1))]))
+    engine.run()
+    for key in engine.messages:
+        engine.check_as_undisturbed(key)
+    engine.check_all_free()
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_long_busy_day(depth, policy, caching):
-    """Many requests with common beginnings over a cache that holds three of them."""
-    choose = random.Random(f"{depth} {policy} {caching}")
+def test_a_busy_engine(depth, policy, caching):
     engine = Engine(
         depth=depth,
         max_num_seqs=12,
@@ -141,32 +165,23 @@ def test_a_long_busy_day(depth, policy, caching):
         enable_prefix_caching=caching,
         policy=policy,
     )
-    systems = [[choose.randrange(VOCAB_SIZE) for _ in range(choose.randrange(4, 30))] for _ in range(4)]
-    aborted = set()
-    for index in range(120):
-        prompt = choose.choice(systems) + [choose.randrange(VOCAB_SIZE) for _ in range(choose.randrange(1, 12))]
-        engine.add(
-            request(
-                str(index),
-                prompt,
-                max_tokens=choose.randrange(1, 40),
-                eos=(0,) if choose.random() < 0.3 else (),
-                priority=choose.randrange(3),
-                salt=choose.choice(["", "", "s"]),
-                prompt_logprobs=choose.choice([None, None, None, 0]),
-            )
-        )
-        for _ in range(choose.randrange(4)):
-            engine.step()
-        victim = str(choose.randrange(index + 1))
-        if choose.random() < 0.1:
-            outputs = engine.scheduler.abort(ALICE, [victim])
-            aborted |= {chunk.request_id for _, chunk in outputs}
-            engine.take(outputs)
-    engine.run()
+    live_a_day(engine, random.Random(f"{depth} {policy} {caching}"), num_requests=120)
     stats = engine.scheduler.stats()
     assert stats.num_preemptions > 0 and (stats.num_prefix_hits > 0) == caching
-    for key in engine.messages:
-        engine.check_as_undisturbed(key)
-        assert (engine.last(key[1]).finish_reason is FinishReason.ABORT) == (key[1] in aborted)
-    engine.check_all_free()
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_any_small_engine_under_load(seed):
+    choose = random.Random(seed)
+    block_size, max_model_len = choose.randrange(1, 5), choose.randrange(4, 28)
+    engine = Engine(
+        depth=choose.randrange(1, 4),
+        max_num_seqs=choose.randrange(2, 8),
+        max_num_batched_tokens=choose.choice([1, 3, 6, 12, 100]),
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_blocks=-(-max_model_len // block_size) + choose.randrange(8),
+        enable_prefix_caching=choose.random() < 0.7,
+        policy=choose.choice(["fcfs", "priority"]),
+    )
+    live_a_day(engine, choose, num_requests=24)

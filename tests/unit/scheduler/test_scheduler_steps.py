@@ -124,6 +124,22 @@ def test_low_priority_waits_and_is_preempted_first_even_if_older():
     check_all_as_undisturbed(engine)
 
 
+def test_nobody_starts_in_a_step_that_preempts():
+    engine = Engine(
+        max_num_seqs=2, block_size=2, num_blocks=6, max_model_len=12, enable_prefix_caching=False, policy="priority"
+    )
+    engine.add(*(request(name, range(4), max_tokens=8, priority=priority) for name, priority in [("a", 0), ("c", 2)]))
+    engine.step()
+    engine.add(request("b", [1], priority=1))
+    while engine.scheduler.stats().num_preemptions == 0:
+        engine.step()
+    assert engine.plans[-1].ends == [1] and engine.plans[-1].starts == []
+    engine.step()
+    assert [start.request_id for start in engine.plans[-1].starts] == ["b"]
+    engine.run()
+    check_all_as_undisturbed(engine)
+
+
 def test_priorities_mean_nothing_under_first_come_first_served():
     engine = Engine(max_num_seqs=1, policy="fcfs")
     engine.add(request("a", [1], priority=9), request("b", [1], priority=0))

@@ -1,0 +1,57 @@
+"""What a checkpoint says about generating: default sampling parameters, and the ids that end a sequence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from eagleray.client.tokenizer_files import read_json
+from eagleray.config import ModelConfig
+from eagleray.config.resolve import checkpoint_dir
+from eagleray.errors import CheckpointError, InvalidRequest
+from eagleray.messages.sampling import SamplingParams
+
+__all__ = ["default_sampling", "eos_token_ids"]
+
+SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Field of generation_config.json → field of `SamplingParams`. As in vLLM, `do_sample` has no say."""
+
+
+def default_sampling(model: ModelConfig) -> dict[str, Any]:
+    """The fields of `SamplingParams` for which the checkpoint's generation_config.json has a value.
+
+    Empty under `generation_config="none"`. Raises `CheckpointError` for a value that makes no sense.
+    """
+    if model.generation_config == "none":
+        return {}
+    path = checkpoint_dir(model) / "generation_config.json"
+    found = read_json(path)
+    defaults = {ours: found[name] for name, ours in SAMPLING_FIELDS.items() if found.get(name) is not None}
+    try:
+        SamplingParams(**defaults)
+    except InvalidRequest as error:
+        raise CheckpointError(f"{path}: {error}; `generation_config` none ignores this file") from None
+    return defaults
+
+
+def eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """The end-of-sequence ids of generation_config.json, or else of config.json; empty if neither names any."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        match read_json(path).get("eos_token_id"):
+            case int(token_id):
+                return (token_id,)
+            case list(token_ids) if all(isinstance(token_id, int) for token_id in token_ids):
+                return tuple(token_ids)
+            case None:
+                pass
+            case other:
+                raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, but it is {other!r}")
+    return ()

@@ -1,0 +1,74 @@
+"""Messages of a conversation, and the prompt that the model's chat template makes of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from eagleray.errors import InvalidRequest
+from eagleray.server.body import Empty, Null
+from eagleray.server.service import LONG_TEXT, Service
+
+__all__ = ["Message", "TemplateFields", "TextPart", "render"]
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """A part of a message's content. Text is the only kind."""
+
+    text: str
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant"],
+        Meta(description="`developer` is OpenAI's newer name of `system`."),
+    ]
+    content: str | list[TextPart]
+    name: Annotated[str | None, Meta(description="Given to the chat template.")] = None
+    # What an answer's message may hold when it is sent back as part of the conversation:
+    refusal: Null = None
+    audio: Null = None
+    function_call: Null = None
+    tool_calls: Empty = None
+    annotations: Empty = None
+
+    def for_template(self) -> dict[str, str]:
+        """Templates know `system`, and texts rather than parts."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return message if self.name is None else message | {"name": self.name}
+
+
+class TemplateFields(Protocol):
+    """The fields of a request that say how messages become a prompt."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+async def render(service: Service, messages: list[Message], fields: TemplateFields) -> str:
+    """The prompt. Raises `InvalidRequest` for contradicting fields, or if the template refuses the messages."""
+    if fields.continue_final_message and fields.add_generation_prompt:
+        raise InvalidRequest(
+            "`add_generation_prompt` begins a new message and `continue_final_message` goes on with the last one: set "
+            "one of them",
+            param="add_generation_prompt",
+        )
+    continues = bool(fields.continue_final_message)
+    conversation = [message.for_template() for message in messages]
+
+    def apply() -> str:
+        return service.tokenizer.apply_chat_template(
+            conversation,
+            add_generation_prompt=fields.add_generation_prompt is not False and not continues,
+            continue_final_message=continues,
+            chat_template_kwargs=fields.chat_template_kwargs,
+        )
+
+    if sum(len(message["content"]) for message in conversation) <= LONG_TEXT:
+        return apply()
+    return await asyncio.to_thread(apply)

@@ -1,0 +1,42 @@
+"""/v1/models: what is served here."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.openai.responses import ModelCard, ModelList
+from eagleray.server.replies import json_reply
+from eagleray.server.service import Service
+
+__all__ = ["ModelRoutes"]
+
+
+class ModelRoutes:
+    """One model; it may have several names."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def endpoints(self) -> list[Endpoint]:
+        every = Operation(self.list_models, "The names of the model that is served.", gives=ModelList)
+        one = Operation(self.show_model, "The model of one name.", gives=ModelCard, refuses=(404,))
+        return [Endpoint("/v1/models", get=every), Endpoint("/v1/models/{model:path}", get=one)]
+
+    async def list_models(self, request: Request) -> Response:
+        return json_reply(ModelList(data=[self._card(name) for name in self._service.model_names]))
+
+    async def show_model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        self._service.check_model(name)
+        return json_reply(self._card(name))
+
+    def _card(self, name: str) -> ModelCard:
+        engine = self._service.client.engine_info
+        return ModelCard(
+            id=name,
+            created=self._service.created,
+            root=self._service.model_root,
+            max_model_len=engine.max_model_len if engine else None,
+        )

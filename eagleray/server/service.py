@@ -1,0 +1,87 @@
+"""What the handlers of all routes share: the client, the names of the model, the defaults, the metrics, the clock.
+
+Made once by `app.create_app`; holds no state of any request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from eagleray import __version__
+from eagleray.client import Client, Tokenizer, default_sampling
+from eagleray.config import Config
+from eagleray.config.resolve import checkpoint_dir, served_names
+from eagleray.errors import InvalidRequest, Unavailable, UnknownModel
+from eagleray.messages.membership import EngineInfo
+from eagleray.metrics import Metrics
+
+__all__ = ["Service"]
+
+LONG_TEXT = 4096
+"""Texts with more characters are tokenized in a thread: the event loop has others to serve."""
+
+
+class Service:
+    """`client` is used, not owned: whoever made it closes it."""
+
+    def __init__(self, client: Client, config: Config) -> None:
+        self.client = client
+        self.model_names = served_names(config.model)
+        self.model_root = str(checkpoint_dir(config.model))
+        self.max_request_bytes = config.serving.max_request_bytes
+        self.max_logprobs = config.model.max_logprobs
+        self.has_priorities = config.scheduling.scheduling_policy == "priority"
+        self.default_sampling: dict[str, Any] = default_sampling(config.model)
+        self.metrics = Metrics(self.model_name, lambda: client.stats)
+        self.created = int(time.time())
+        self.version = __version__
+
+    @property
+    def model_name(self) -> str:
+        """The name that answers show."""
+        return self.model_names[0]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises `InvalidRequest` if this server has none."""
+        if self.client.tokenizer is None:
+            raise InvalidRequest(
+                "this server runs without a tokenizer (its option `skip_tokenizer_init`): use token ids and "
+                "/inference/v1/generate"
+            )
+        return self.client.tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        """Raises `UnknownModel` unless `name`, if given, is a name of the model served here."""
+        if name is not None and name not in self.model_names:
+            raise UnknownModel(f"model {name!r} is not served here; served: {', '.join(self.model_names)}")
+
+    def check_priority(self, priority: int | None) -> int:
+        """The priority with its default; raises `InvalidRequest` if it could have no effect."""
+        if priority and not self.has_priorities:
+            raise InvalidRequest(
+                "`priority` has no effect on this server: it needs the option `--scheduling-policy priority`",
+                param="priority",
+            )
+        return priority or 0
+
+    def check_engine(self) -> EngineInfo:
+        """The engine that a request would go to; raises `Unavailable` if there is none."""
+        if self.client.engine_info is None:
+            raise Unavailable("no engine is ready to take requests; try again later")
+        return self.client.engine_info
+
+    def check_ready(self) -> EngineInfo:
+        """The same, also while the server is stopping: it takes no new requests then."""
+        if self.client.stopping:
+            raise Unavailable("this server is stopping and takes no new requests; try again elsewhere or later")
+        return self.check_engine()
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The token ids of `text`."""
+        encode = self.tokenizer.encode
+        if len(text) <= LONG_TEXT:
+            return encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens)

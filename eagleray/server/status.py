@@ -1,0 +1,73 @@
+"""Routes for operators and load balancers: is it alive, is it ready, how loaded is it, what is it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from eagleray.metrics import CONTENT_TYPE
+from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.replies import json_reply
+from eagleray.server.service import Service
+
+__all__ = ["Load", "Status", "StatusRoutes", "Version"]
+
+
+class Status(msgspec.Struct, frozen=True):
+    status: Literal["ok"] = "ok"
+
+
+class Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+class Load(msgspec.Struct, frozen=True):
+    server_load: int
+    """Requests of this server that are waiting or running."""
+
+
+class StatusRoutes:
+    """Their handlers. None of them waits for an engine."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def endpoints(self) -> list[Endpoint]:
+        alive = Operation(self.live, "Does the process answer?", gives=Status)
+        healthy = Operation(self.health, "Is there an engine?", gives=Status, refuses=(503,))
+        ready = Operation(self.ready, "Could a request be completed now?", gives=Status, refuses=(503,))
+        version = Operation(self.version, "The version of eagleray.", gives=Version)
+        load = Operation(self.load, "How many requests are here.", gives=Load)
+        metrics = Operation(self.metrics, "Metrics for Prometheus, as text.")
+        return [
+            Endpoint("/live", is_open=True, get=alive),
+            Endpoint("/health", is_open=True, get=healthy),
+            Endpoint("/ready", is_open=True, get=ready),
+            Endpoint("/ping", is_open=True, get=healthy, post=healthy),
+            Endpoint("/version", is_open=True, get=version),
+            Endpoint("/load", get=load),
+            Endpoint("/metrics", is_open=True, get=metrics),
+        ]
+
+    async def live(self, request: Request) -> Response:
+        return json_reply(Status())
+
+    async def health(self, request: Request) -> Response:
+        self._service.check_engine()
+        return json_reply(Status())
+
+    async def ready(self, request: Request) -> Response:
+        self._service.check_ready()
+        return json_reply(Status())
+
+    async def version(self, request: Request) -> Response:
+        return json_reply(Version(self._service.version))
+
+    async def load(self, request: Request) -> Response:
+        return json_reply(Load(self._service.client.num_in_flight))
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._service.metrics.text(), headers={"content-type": CONTENT_TYPE})

@@ -1,0 +1,117 @@
+"""/tokenize and /detokenize: text to token ids and back, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from eagleray.errors import InvalidRequest
+from eagleray.server.body import BodyDecoder
+from eagleray.server.conversation import Message, render
+from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.replies import json_reply
+from eagleray.server.service import LONG_TEXT, Service
+
+__all__ = ["DetokenizeRequest", "DetokenizeResponse", "TokenRoutes", "TokenizeRequest", "TokenizeResponse"]
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Either a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: Annotated[
+        bool | None, Meta(description="Default: true for a text, false for a conversation.")
+    ] = None
+    return_token_strs: Annotated[bool | None, Meta(description="Also give the tokens as texts.")] = None
+    add_generation_prompt: Annotated[bool | None, Meta(description="For a conversation.")] = None
+    continue_final_message: Annotated[bool | None, Meta(description="For a conversation.")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="For a conversation.")] = None
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int | None
+    """None while there is no engine that knows it."""
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+CONVERSATION_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+class TokenRoutes:
+    """The handlers of both."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._tokenize_body = BodyDecoder(TokenizeRequest, service.max_request_bytes)
+        self._detokenize_body = BodyDecoder(DetokenizeRequest, service.max_request_bytes)
+
+    def endpoints(self) -> list[Endpoint]:
+        tokenize = Operation(
+            self.tokenize,
+            "The token ids of a text or a conversation.",
+            takes=TokenizeRequest,
+            gives=TokenizeResponse,
+            refuses=(400, 404, 413),
+        )
+        detokenize = Operation(
+            self.detokenize,
+            "The text of token ids.",
+            takes=DetokenizeRequest,
+            gives=DetokenizeResponse,
+            refuses=(400, 404, 413),
+        )
+        return [Endpoint("/tokenize", post=tokenize), Endpoint("/detokenize", post=detokenize)]
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._tokenize_body.read(request)
+        self._service.check_model(body.model)
+        tokens = await self._encode(body)
+        tokenizer, engine = self._service.tokenizer, self._service.client.engine_info
+        answer = TokenizeResponse(
+            count=len(tokens),
+            max_model_len=engine.max_model_len if engine else None,
+            tokens=tokens,
+            token_strs=[tokenizer.token_to_text(token) for token in tokens] if body.return_token_strs else None,
+        )
+        return json_reply(answer)
+
+    async def _encode(self, body: TokenizeRequest) -> list[int]:
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("give either `prompt` or `messages`", param="prompt")
+        if body.messages is not None:
+            text = await render(self._service, body.messages, body)
+            return await self._service.encode(text, add_special_tokens=bool(body.add_special_tokens))
+        for name in CONVERSATION_FIELDS:
+            if getattr(body, name) is not None:
+                raise InvalidRequest(f"`{name}` is only for `messages`, not for a `prompt`", param=name)
+        assert body.prompt is not None
+        return await self._service.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._detokenize_body.read(request)
+        self._service.check_model(body.model)
+        self._service.check_token_ids(body.tokens, "tokens")
+        decode = self._service.tokenizer.decode
+        if len(body.tokens) <= LONG_TEXT:
+            text = decode(body.tokens, skip_special_tokens=False)
+        else:
+            text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)
+        return json_reply(DetokenizeResponse(text))

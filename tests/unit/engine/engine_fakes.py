@@ -1,0 +1,121 @@
+"""Workers and wires for the engine's tests: small, real, in memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from eagleray.identity import EngineId, WorkerId
+from eagleray.messages.failure import Failure
+from eagleray.messages.steps import (
+    AllocateCache,
+    CacheAllocated,
+    Call,
+    LoadModel,
+    MeasureMemory,
+    MemoryMeasured,
+    ModelLoaded,
+    Reply,
+    StepPlan,
+    StepResult,
+    WorkerFailure,
+    WorkerReply,
+)
+
+ENGINE = EngineId("i", 0)
+
+
+class CountingGroup:
+    """A worker whose model says the number of tokens a row knows: after a prompt of 5 it says 5, 6, 7, …"""
+
+    world_size = 1
+
+    def __init__(self, *, max_model_len: int = 100, available_bytes: int = 10_000) -> None:
+        self.max_model_len = max_model_len
+        self.available_bytes = available_bytes
+        self.calls: list[Any] = []
+        self.known: dict[int, int] = {}
+        self.computed: dict[int, int] = {}
+        self.fails_at_step: int | None = None
+        self._replies: deque[Reply] = deque()
+
+    def send(self, call: Call) -> None:
+        self.calls.append(call.body)
+        self._replies.append(Reply(call.call_id, 0, self._answer(call.body)))
+
+    def receive(self, timeout: float) -> Reply | None:
+        return self._replies.popleft() if self._replies else None
+
+    def close(self) -> None:
+        pass
+
+    def _answer(self, body: Any) -> WorkerReply:
+        match body:
+            case LoadModel():
+                return ModelLoaded(
+                    architecture="Counting",
+                    num_parameters=1,
+                    vocab_size=1000,
+                    max_model_len=self.max_model_len,
+                    bytes_per_block=100,
+                    device="cpu",
+                )
+            case MeasureMemory():
+                return MemoryMeasured(self.available_bytes)
+            case AllocateCache():
+                return CacheAllocated()
+            case StepPlan():
+                return self._step(body)
+        raise AssertionError(body)
+
+    def _step(self, plan: StepPlan) -> WorkerReply:
+        if plan.step == self.fails_at_step:
+            cause = Failure(kind="RuntimeError", message="the worker broke")
+            return WorkerFailure(worker=WorkerId(ENGINE), cause=cause)
+        for start in plan.starts:
+            self.known[start.row] = len(start.token_ids)
+            self.computed[start.row] = start.num_computed_tokens
+        rows, token_ids = [], []
+        for row, count in zip(plan.rows, plan.num_tokens, strict=True):
+            self.computed[row] += count
+            if self.computed[row] == self.known[row]:
+                rows.append(row)
+                token_ids.append(self.known[row])
+                self.known[row] += 1
+        return StepResult(step=plan.step, rows=rows, token_ids=token_ids)
+
+
+class ListInbox:
+    """Messages that the test put in; when they are used up, `on_empty` decides what else there is."""
+
+    address = "list"
+
+    def __init__(self, *messages: Any) -> None:
+        self.messages = deque(messages)
+        self.on_empty: Callable[[], Any] | None = None
+
+    def receive(self, timeout: float | None) -> Any:
+        if self.messages:
+            return self.messages.popleft()
+        if timeout is None:
+            assert self.on_empty is not None, "the engine waits, but the test has nothing more to say"
+            return self.on_empty()
+        return None
+
+
+class ListOutbox:
+    """Everything that was sent, in order, as (peer, message)."""
+
+    def __init__(self) -> None:
+        self.peers: dict[Any, str] = {}
+        self.sent: list[tuple[Any, Any]] = []
+
+    def connect(self, peer: Any, address: str) -> None:
+        self.peers[peer] = address
+
+    def disconnect(self, peer: Any) -> None:
+        self.peers.pop(peer, None)
+
+    def send(self, peer: Any, message: Any) -> None:
+        self.sent.append((peer, message))

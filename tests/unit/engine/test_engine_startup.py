@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+from engine_fakes import CountingGroup
+
+from eagleray.config import build_config
+from eagleray.engine.startup import start_engine
+from eagleray.errors import ConfigError
+from eagleray.executor import Executor
+from eagleray.messages.steps import AllocateCache, MeasureMemory
+
+
+def start(group: CountingGroup, **options) -> int:
+    """The number of cache blocks that the engine got."""
+    return start_engine(build_config(**options), Executor(group)).info.num_kv_blocks
+
+
+def test_the_cache_takes_the_memory_that_there_is():
+    group = CountingGroup(available_bytes=5_000)
+    assert start(group) == 50
+    assert AllocateCache(50) in group.calls
+    assert MeasureMemory(512) in group.calls
+
+
+def test_the_cache_takes_no_more_than_its_rows_could_use():
+    assert start(CountingGroup(available_bytes=10**9), max_num_seqs=2, block_size=10) == 20
+
+
+def test_the_user_decides_the_size_in_blocks_or_bytes():
+    assert start(CountingGroup(), num_kv_blocks=33) == 33
+    assert start(CountingGroup(), kv_cache_memory="2000") == 20
+
+
+def test_a_cache_too_small_for_one_sequence_says_what_would_fit():
+    with pytest.raises(ConfigError) as raised:
+        start(CountingGroup(max_model_len=100), num_kv_blocks=3)
+    message = str(raised.value)
+    assert "3 blocks, 48 tokens" in message
+    assert "`max_model_len` to at most 48" in message
+    assert "`num_kv_blocks` of 7" in message

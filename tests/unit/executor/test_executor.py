@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from eagleray.errors import CheckpointError, DeadlineExceeded, WorkerFailed
+from eagleray.executor import Executor
+from eagleray.identity import EngineId, WorkerId
+from eagleray.messages.failure import Failure
+from eagleray.messages.steps import (
+    Call,
+    LoadModel,
+    MeasureMemory,
+    MemoryMeasured,
+    Reply,
+    StepPlan,
+    StepResult,
+    WorkerFailure,
+)
+
+
+class FakeGroup:
+    """Workers that answer what the test says, in the order that it says."""
+
+    def __init__(self, world_size: int = 1) -> None:
+        self.world_size = world_size
+        self.sent: list[Call] = []
+        self.replies: deque[Reply] = deque()
+        self.closed = False
+
+    def send(self, call: Call) -> None:
+        self.sent.append(call)
+
+    def receive(self, timeout: float) -> Reply | None:
+        return self.replies.popleft() if self.replies else None
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def plan(step: int) -> StepPlan:
+    return StepPlan(step=step, ends=[], starts=[], grown=[], rows=[0], num_tokens=[1])
+
+
+def result(step: int) -> StepResult:
+    return StepResult(step=step, rows=[0], token_ids=[step])
+
+
+def test_a_call_collects_every_workers_reply_in_order_of_rank():
+    group = FakeGroup(world_size=2)
+    group.replies += [Reply(1, 1, MemoryMeasured(11)), Reply(1, 0, MemoryMeasured(10))]
+    replies = Executor(group).call(MeasureMemory(1), MemoryMeasured, timeout=1)
+    assert [reply.available_bytes for reply in replies] == [10, 11]
+
+
+def test_steps_in_flight_get_their_own_results():
+    group = FakeGroup()
+    executor = Executor(group)
+    first, second = executor.step(plan(1)), executor.step(plan(2))
+    group.replies += [Reply(2, 0, result(2)), Reply(1, 0, result(1))]
+    assert first.result() == result(1)
+    assert second.result() == result(2)
+
+
+def test_a_late_reply_is_never_taken_for_another():
+    group = FakeGroup()
+    executor = Executor(group)
+    with pytest.raises(DeadlineExceeded, match="call 1"):
+        executor.call(MeasureMemory(1), MemoryMeasured, timeout=0)
+    group.replies += [Reply(1, 0, MemoryMeasured(1)), Reply(2, 0, MemoryMeasured(2))]
+    assert executor.call(MeasureMemory(1), MemoryMeasured, timeout=1)[0].available_bytes == 2
+
+
+def failure(kind: str, *, is_user_error: bool) -> WorkerFailure:
+    cause = Failure(kind=kind, message="it broke", traceback="Traceback: here", is_user_error=is_user_error)
+    return WorkerFailure(worker=WorkerId(EngineId("i", 0), tp=1, pp=0), cause=cause)
+
+
+def test_any_workers_exception_is_raised_with_its_name_and_traceback():
+    group = FakeGroup(world_size=2)
+    executor = Executor(group)
+    pending = executor.step(plan(1))
+    group.replies.append(Reply(1, 1, failure("ZeroDivisionError", is_user_error=False)))
+    with pytest.raises(WorkerFailed, match=r"engine-0/tp1-pp0: ZeroDivisionError: it broke\nTraceback: here"):
+        pending.result()
+
+
+def test_a_users_mistake_keeps_its_type():
+    group = FakeGroup()
+    group.replies.append(Reply(1, 0, failure("CheckpointError", is_user_error=True)))
+    with pytest.raises(CheckpointError, match="^it broke$"):
+        Executor(group).call(LoadModel(), MemoryMeasured, timeout=1)
+
+
+def test_closing_ends_the_workers():
+    group = FakeGroup()
+    Executor(group).close()
+    assert group.closed

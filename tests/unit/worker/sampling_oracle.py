@@ -1,0 +1,104 @@
+"""What the sampler must do, said naively: one request at a time, in plain Python and float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from eagleray.messages.sampling import Sampling
+
+MARGIN = 1e-6
+"""Closer than this to a boundary float32 may decide either way."""
+
+
+@dataclass
+class Request:
+    sampling: Sampling
+    prompt: list[int]
+    generated: list[int]
+
+    @property
+    def known(self) -> list[int]:
+        return self.prompt + self.generated
+
+
+@dataclass
+class Choice:
+    token: int | None
+    """None: no token is allowed."""
+    is_certain: bool = True
+
+
+def choose(logits: np.ndarray, request: Request) -> Choice:
+    """The next token, given its raw logits [vocab_size]."""
+    sampling = request.sampling
+    adjusted = adjust(logits.astype(np.float32), request)
+    if not np.isfinite(adjusted).any():
+        return Choice(None)
+    order = sorted(range(len(adjusted)), key=lambda token: (-adjusted[token], token))
+    if sampling.temperature == 0:
+        return Choice(order[0])
+    kept, is_certain = restrict(adjusted, order, sampling)
+    total, reached = math.fsum(kept.values()), 0.0
+    point = splitmix_uniform(sampling.seed, len(request.known)) * total
+    for token in sorted(kept):
+        reached += kept[token]
+        is_certain &= abs(reached - point) > MARGIN * total
+        if reached > point:
+            return Choice(token, is_certain)
+    raise AssertionError("a uniform number below 1 picks a token")
+
+
+def adjust(logits: np.ndarray, request: Request) -> np.ndarray:
+    sampling, generated = request.sampling, request.generated
+    forbidden = set()
+    if sampling.allowed_token_ids:
+        forbidden |= set(range(len(logits))) - set(sampling.allowed_token_ids)
+    for *before, last in sampling.bad_words:
+        if len(before) <= len(generated) and generated[len(generated) - len(before) :] == before:
+            forbidden.add(last)
+    if len(generated) < sampling.min_tokens:
+        forbidden |= set(sampling.suppressed_token_ids)
+    adjusted = logits.copy()
+    adjusted[list(forbidden)] = -np.inf
+    for token, bias in sampling.logit_bias.items():
+        adjusted[token] += np.float32(bias)
+    for token in set(request.known):
+        count = generated.count(token)
+        repetition = np.float32(sampling.repetition_penalty)
+        adjusted[token] = adjusted[token] / repetition if adjusted[token] > 0 else adjusted[token] * repetition
+        adjusted[token] -= np.float32(sampling.frequency_penalty) * np.float32(count)
+        adjusted[token] -= np.float32(sampling.presence_penalty) * np.float32(count > 0)
+    return adjusted
+
+
+def restrict(logits: np.ndarray, order: list[int], sampling: Sampling) -> tuple[dict[int, float], bool]:
+    """What is left to draw from, with its unnormalised probabilities; and whether float32 leaves the same."""
+    highest = float(logits[order[0]])
+    weight = {token: math.exp((float(logits[token]) - highest) / sampling.temperature) for token in order}
+    is_certain = all(abs(value - sampling.min_p) > MARGIN for value in weight.values()) or sampling.min_p in (0, 1)
+    kept = [token for token in order if weight[token] >= sampling.min_p]
+    kept = kept[: sampling.top_k] if sampling.top_k else kept
+    total, reached, nucleus = math.fsum(weight[token] for token in kept), 0.0, []
+    for token in kept:
+        if reached >= sampling.top_p * total:
+            break
+        nucleus.append(token)
+        reached += weight[token]
+        is_certain &= sampling.top_p == 1 or abs(reached - sampling.top_p * total) > MARGIN * total
+    return {token: weight[token] for token in nucleus}, is_certain
+
+
+def splitmix_uniform(seed: int, position: int) -> float:
+    stream = splitmix(seed, 0)
+    return ((splitmix(stream, position) >> 12) + 0.5) / 2**52
+
+
+def splitmix(state: int, index: int) -> int:
+    """Output number `index` of SplitMix64, from an initial state."""
+    bits = (state + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64
+    return bits ^ bits >> 31
