@@ -67,13 +67,16 @@ class ChatTemplate:
         extra = dict(chat_template_kwargs or {})
         if taken := sorted(variables.keys() & extra.keys()):
             raise InvalidRequest(
-                f"`chat_template_kwargs` cannot hold {taken[0]!r}: it is a field of its own", param="chat_template_kwargs"
+                f"`chat_template_kwargs` cannot hold {taken[0]!r}: it is a field of its own",
+                param="chat_template_kwargs",
             )
         template = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
         try:
             text = template.render({**self._variables, **extra, **variables})
         except Exception as error:  # the template is foreign code: nothing that it raises may end anything but this
-            raise InvalidRequest(f"the chat template refuses these messages: {_explain(error)}", param="messages") from None
+            raise InvalidRequest(
+                f"the chat template refuses these messages: {_explain(error)}", param="messages"
+            ) from None
         return _cut(text, final_text or "") if continue_final_message else text
 
     def _template(self, name: str) -> Template:

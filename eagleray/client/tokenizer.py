@@ -7,6 +7,7 @@ token. Immutable once loaded, and usable from several threads.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,10 @@ class Tokenizer:
 
     def decode_raw(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The same before `clean_up`."""
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        try:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError):
+            raise InvalidRequest("token ids must be integers from 0 on that fit into 32 bits") from None
 
     def clean_up(self, text: str) -> str:
         """Without the spaces that tokenization put before punctuation, if this tokenizer is of the kind that does."""
@@ -116,15 +120,15 @@ class Tokenizer:
         """It is left out of texts under `skip_special_tokens`."""
         return token_id in self._special_ids
 
+    def is_token(self, token_id: int) -> bool:
+        """Ids that are no token have no text: the model's vocabulary may be larger than ours."""
+        return self._backend.id_to_token(token_id) is not None
+
     def byte_of(self, token_id: int) -> int | None:
         """The byte that a byte-fallback token stands for; None for other tokens."""
         token = self._backend.id_to_token(token_id) if self.has_byte_fallback else None
-        if token is None or len(token) != 6 or not (token.startswith("<0x") and token.endswith(">")):
-            return None
-        try:
-            return int(token[3:5], 16)
-        except ValueError:
-            return None
+        match = BYTE_TOKEN.fullmatch(token) if token else None
+        return int(match[1], 16) if match else None
 
     def apply_chat_template(
         self,
@@ -160,6 +164,7 @@ class Tokenizer:
         return text[self._anchor_length :].encode()
 
 
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 CLEAN_UPS = (
     *((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't")),
     *((" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re")),

@@ -57,8 +57,8 @@ def load_backend(directory: Path, config: Mapping[str, Any]) -> Backend:
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(
-            f"{path}: not found, but it is the file that the tokenizer is read from. Give the directory of one with the "
-            "option `tokenizer`, or set `skip_tokenizer_init` to work with token ids alone"
+            f"{path}: not found, but the tokenizer is read from it. Give the directory of one with the option "
+            "`tokenizer`, or set `skip_tokenizer_init` to work with token ids alone"
         )
     try:
         backend = Backend.from_file(str(path))

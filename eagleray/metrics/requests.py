@@ -107,11 +107,7 @@ class RequestTimer:
         self._num_tokens[index] += count
         self._last[index] = now
 
-    def finished(self, index: int, reason: FinishReason) -> None:
-        """Completion `index` ended; every completion ends once."""
-        self._running.discard(index)
-        num_tokens = self._num_tokens[index]
-        self._metrics.finished[reason].inc()
+XX        self._metrics.finished[reason].inc()
         self._metrics.generation_tokens.observe(num_tokens)
         self._metrics.latency.observe(time.perf_counter() - self._arrival)
         if num_tokens > 1:

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
-from eagleray.errors import InvalidRequest
 from eagleray.server.body import Empty, Null
 from eagleray.server.service import LONG_TEXT, Service
 
@@ -52,19 +51,13 @@ class TemplateFields(Protocol):
 
 async def render(service: Service, messages: list[Message], fields: TemplateFields) -> str:
     """The prompt. Raises `InvalidRequest` for contradicting fields, or if the template refuses the messages."""
-    if fields.continue_final_message and fields.add_generation_prompt:
-        raise InvalidRequest(
-            "`add_generation_prompt` begins a new message and `continue_final_message` goes on with the last one: set "
-            "one of them",
-            param="add_generation_prompt",
-        )
     continues = bool(fields.continue_final_message)
     conversation = [message.for_template() for message in messages]
 
     def apply() -> str:
         return service.tokenizer.apply_chat_template(
             conversation,
-            add_generation_prompt=fields.add_generation_prompt is not False and not continues,
+            add_generation_prompt=not continues if fields.add_generation_prompt is None else fields.add_generation_prompt,
             continue_final_message=continues,
             chat_template_kwargs=fields.chat_template_kwargs,
         )

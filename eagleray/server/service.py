@@ -6,6 +6,7 @@ Made once by `app.create_app`; holds no state of any request.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from typing import Any
 
@@ -37,6 +38,7 @@ class Service:
         self.metrics = Metrics(self.model_name, lambda: client.stats)
         self.created = int(time.time())
         self.version = __version__
+        self._serial = itertools.count()
 
     @property
     def model_name(self) -> str:
@@ -78,6 +80,10 @@ class Service:
         if self.client.stopping:
             raise Unavailable("this server is stopping and takes no new requests; try again elsewhere or later")
         return self.check_engine()
+
+    def unique(self, request_id: str) -> str:
+        """A name for a request to the engine: callers may use one X-Request-Id for several requests."""
+        return f"{request_id}-{next(self._serial)}"
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The token ids of `text`."""

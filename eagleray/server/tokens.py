@@ -108,10 +108,17 @@ class TokenRoutes:
     async def detokenize(self, request: Request) -> Response:
         body = await self._detokenize_body.read(request)
         self._service.check_model(body.model)
-        self._service.check_token_ids(body.tokens, "tokens")
+        self._check_known(body.tokens)
         decode = self._service.tokenizer.decode
         if len(body.tokens) <= LONG_TEXT:
             text = decode(body.tokens, skip_special_tokens=False)
         else:
             text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)
         return json_reply(DetokenizeResponse(text))
+
+    def _check_known(self, token_ids: list[int]) -> None:
+        engine, size = self._service.client.engine_info, self._service.tokenizer.vocab_size
+        size = max(size, engine.vocab_size) if engine else size
+        for token_id in token_ids:
+            if not 0 <= token_id < size:
+                raise InvalidRequest(f"`tokens`: {token_id} is not a token id; they go from 0 to {size - 1}", param="tokens")

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from eagleray.worker.ranking import rank_tokens, top_tokens
+from eagleray.worker.token_table import IntArray
 
 __all__ = ["DrawSettings", "Drawer"]
 
@@ -49,11 +50,11 @@ class DrawSettings:
     uniforms: npt.NDArray[np.float64]
     temperature: npt.NDArray[np.float32]
     min_p: npt.NDArray[np.float64]
-    top_k: npt.NDArray[np.int64]
+    top_k: IntArray
     """The size of the vocabulary for all."""
     top_p: npt.NDArray[np.float64]
 
-    def at(self, index: npt.NDArray[np.int64]) -> DrawSettings:
+    def at(self, index: IntArray) -> DrawSettings:
         return DrawSettings(
             self.uniforms[index], self.temperature[index], self.min_p[index], self.top_k[index], self.top_p[index]
         )
@@ -72,7 +73,7 @@ class Drawer:
         self,
         logits: Tensor,
         highest: Tensor,
-        lines: npt.NDArray[np.int64],
+        lines: IntArray,
         settings: DrawSettings,
         *,
         out: Tensor,
@@ -89,7 +90,7 @@ class Drawer:
                 own = torch.index_select(logits, 0, at, out=self._workspace.logits[: len(part)])
                 out[at] = draw(own, highest[at], settings.at(part), self._workspace)
 
-    def _groups(self, settings: DrawSettings) -> list[tuple[npt.NDArray[np.int64], Callable[..., Tensor]]]:
+    def _groups(self, settings: DrawSettings) -> list[tuple[IntArray, Callable[..., Tensor]]]:
         """Lines that are drawn for in the same way."""
         is_few = settings.top_k <= FEW
         is_cut = ~is_few & ((settings.top_k < self._vocab_size) | (settings.top_p < 1))

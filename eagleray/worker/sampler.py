@@ -8,8 +8,10 @@ for all rows that use it, and skipped when no row of the step does. Driven by th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,7 +26,10 @@ from eagleray.worker.uniform import uniform
 __all__ = ["Sampled", "Sampler"]
 
 NOT_FINITE = "the model produced no finite logits for the next token"
-NOTHING_ALLOWED = "no token is allowed next: allowed_token_ids, bad_words and min_tokens together forbid every one"
+NOTHING_LEFT = (
+    "no token is left to choose: allowed_token_ids, bad_words and min_tokens together forbid every one, "
+    "or penalties made logits infinite; loosen them"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ class Sampler:
         if step.used & Use.ADJUSTED:
             self._adjust(logits, step)
             chosen, highest = _argmax(logits)
-            failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOTHING_ALLOWED) | failed
+            failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOTHING_LEFT) | failed
         if step.used & Use.RANDOM:
             lines = step.lines(Use.RANDOM)
             self._drawer.draw(logits, highest, lines, self._settings(step, lines), out=chosen)
@@ -91,7 +96,7 @@ class Sampler:
 
     def _raw(self, logits: Tensor, reported: IntArray, step: _Step) -> Tensor:
         """[num_reported, vocab_size] the raw logits of the lines to report on: a copy where those will change."""
-        if len(reported) == len(logits) and not step.used & Use.ADJUSTED:
+        if len(reported) == 0 or (len(reported) == len(logits) and not step.used & Use.ADJUSTED):
             return logits
         return logits[self._tensor(reported)]
 
@@ -99,20 +104,20 @@ class Sampler:
         rows = self._rows
         line_of = rows.line_of(step.rows)
         if step.used & Use.ALLOWED:
-            lines, token_ids, _ = map(self._tensor, rows.allowed.select(line_of))
+            lines, token_ids, _ = self._tensors(*rows.allowed.select(line_of))
             values = logits[lines, token_ids]
             logits[self._tensor(step.lines(Use.ALLOWED))] = -torch.inf
             logits[lines, token_ids] = values
         if step.used & Use.BAD_WORDS:
-            lines, token_ids = map(self._tensor, rows.bad_words.select(line_of))
+            lines, token_ids = self._tensors(*rows.bad_words.select(line_of))
             logits[lines, token_ids] = -torch.inf
         if step.used & Use.MIN_TOKENS:
             generated = step.positions - rows.num_prompt_tokens[step.rows]
             is_short = generated < rows.min_tokens[step.rows]
-            lines, token_ids, _ = map(self._tensor, rows.suppressed.select(_only(line_of, step.rows, is_short)))
+            lines, token_ids, _ = self._tensors(*rows.suppressed.select(_only(line_of, step.rows, is_short)))
             logits[lines, token_ids] = -torch.inf
         if step.used & Use.BIAS:
-            lines, token_ids, bias = map(self._tensor, rows.bias.select(line_of))
+            lines, token_ids, bias = self._tensors(*rows.bias.select(line_of))
             logits[lines, token_ids] += bias
         if step.used & Use.PENALTIES:
             penalised = step.lines(Use.PENALTIES)
@@ -133,8 +138,11 @@ class Sampler:
         )
         return dict(zip(rows.tolist(), reports, strict=True))
 
-    def _tensor(self, array: IntArray) -> Tensor:
+    def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+    def _tensors(self, *arrays: npt.NDArray[Any]) -> list[Tensor]:
+        return [self._tensor(array) for array in arrays]
 
 
 def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,7 +161,7 @@ def _clear_broken(logits: Tensor, chosen: Tensor, highest: Tensor) -> list[int]:
     return broken.tolist()
 
 
-def _only(line_of: IntArray, rows: IntArray, keep: IntArray) -> IntArray:
+def _only(line_of: IntArray, rows: IntArray, keep: npt.NDArray[np.bool_]) -> IntArray:
     """`line_of` without the rows that are not kept."""
     fewer = line_of.copy()
     fewer[rows[~keep]] = -1

@@ -10,7 +10,6 @@ import enum
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from eagleray.messages.sampling import Sampling
@@ -114,7 +113,7 @@ class SamplingRows:
             those = (use & Use.PENALTIES) != 0
             self.penalties.append(row_ids[those], tokens[those])
 
-    def line_of(self, rows: IntArray) -> npt.NDArray[np.int64]:
+    def line_of(self, rows: IntArray) -> IntArray:
         """[num_rows] the place of each row in `rows`, -1 for the others."""
         lines = np.full(len(self.use), -1, dtype=np.int64)
         lines[rows] = np.arange(len(rows))

@@ -6,14 +6,14 @@ One index operation then serves all rows of a step, however many ids each has.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = ["Entries", "IntArray", "TokenTable"]
 
-IntArray = npt.NDArray[np.integer[Any]]
+IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
 

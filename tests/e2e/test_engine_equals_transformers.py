@@ -73,11 +73,13 @@ def test_prompts_found_in_the_prefix_cache(checkpoint):
     assert engine.answers["600-longer"].num_cached_tokens >= 600
 
 
-def test_a_cache_so_small_that_requests_are_preempted(checkpoint):
-    engine = LocalEngine(checkpoint, block_size=8, max_model_len=672, num_kv_blocks=90, enable_prefix_caching=False)
-    run(engine, prompts())
-    check_greedy(engine, checkpoint, prompts())
-    assert engine.core.scheduler.stats().num_preemptions > 2
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_cache_so_small_that_requests_are_preempted_again_and_again(checkpoint, caching):
+    engine = LocalEngine(checkpoint, block_size=4, max_model_len=100, num_kv_blocks=52, enable_prefix_caching=caching)
+    wanted = {str(i): random_prompt(i, 20 + i, VOCAB) for i in range(16)}
+    run(engine, wanted)
+    check_greedy(engine, checkpoint, wanted)
+    assert engine.core.scheduler.stats().num_preemptions > len(wanted)
 
 
 def test_48_requests_arriving_at_different_times(checkpoint):

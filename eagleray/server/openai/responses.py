@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from eagleray.server.usage import Usage
+
 __all__ = [
     "ChatChoice",
     "ChatChunk",
@@ -22,22 +24,9 @@ __all__ = [
     "ModelCard",
     "ModelList",
     "PromptLogprob",
-    "PromptTokensDetails",
+    "PromptLogprobList",
     "TokenLogprob",
-    "Usage",
 ]
-
-
-class PromptTokensDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int
-    """Prompt tokens that did not have to be computed: the prefix cache had them."""
-
-
-class Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):

@@ -81,8 +81,9 @@ def test_equal_logits_share_a_rank_and_come_in_order_of_their_ids() -> None:
 
 
 def test_a_small_vocabulary_has_fewer_than_asked_for() -> None:
-    report = sample(torch.tensor([[0.0, 2.0, 1.0]]), [Sampling(seed=0, temperature=0.0, logprobs=20)]).logprobs[0]
-    assert report.token_ids == [1, 1, 2, 0]
+    samplings = [Sampling(seed=0, temperature=0.0, logprobs=20, logprob_token_ids=asked) for asked in ((2,), ())]
+    reports = sample(torch.tensor([[0.0, 2.0, 1.0]] * 2), samplings).logprobs
+    assert [reports[row].token_ids for row in (0, 1)] == [[1, 1, 2, 0, 2], [1, 1, 2, 0]]
 
 
 def test_they_are_the_same_alone_and_in_any_batch() -> None:

@@ -284,19 +284,39 @@ def test_a_bias_comes_before_penalties_and_does_not_lift_a_ban() -> None:
 
 
 def test_penalties_of_many_rows_that_come_and_go() -> None:
-    rng, vocab_size = np.random.default_rng(5), 30
+    rng, vocab_size = np.random.default_rng(5), 90
     bench = Bench(vocab_size)
     for wave in range(4):
         for row in range(wave, 16, 1 + wave):
             sampling = Sampling(
                 seed=row, temperature=0.0, frequency_penalty=row / 10, presence_penalty=0.3, repetition_penalty=1.2
             )
-            bench.start(row, Request(sampling if row % 3 else Sampling(seed=row, temperature=0.0), [row, 3, 3], []))
+            prompt = [row, 3, 3, *range(row, 1 + row % 8 * 10)]
+            bench.start(row, Request(sampling if row % 3 else Sampling(seed=row, temperature=0.0), prompt, []))
         rows = sorted(bench.requests)
         for _ in range(25):
             logits = random_logits(rng, len(rows), vocab_size)
             expected = [choose(line.numpy(), bench.requests[row]).token for line, row in zip(logits, rows, strict=True)]
             assert bench.step(logits, rows).token_ids == expected
+
+
+def test_a_long_text_beside_a_short_one_penalises_nothing_in_the_short_one() -> None:
+    sampling = Sampling(seed=0, temperature=0.0, repetition_penalty=2.0)
+    bench = Bench(300)
+    bench.start(0, Request(sampling, [5], []))
+    bench.start(1, Request(sampling, list(range(200)), []))
+    logits = torch.zeros((2, 300))
+    logits[:, [0, 299]] = torch.tensor([1.0, 0.8])
+    assert bench.sample(logits, [0, 1]).token_ids == [0, 299]
+
+
+def test_penalised_rows_hold_memory_only_while_they_run() -> None:
+    bench = Bench(10)
+    for round_ in range(20):
+        for row in range(3):
+            bench.start(row, Request(Sampling(seed=round_, presence_penalty=1.0), [1], [2]))
+        bench.rows.end(round_ % 3)
+    assert bench.rows.penalties.num_slots <= 4
 
 
 def test_an_ended_row_leaves_no_trace() -> None:
@@ -377,7 +397,7 @@ def test_a_row_in_which_nothing_is_allowed_fails_alone() -> None:
     sampled = bench.sample(torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 2), [5, 2])
     assert (sampled.rows, sampled.token_ids, sampled.logprobs) == ([2], [2], {})
     (failure,) = sampled.failures
-    assert failure.row == 5 and "no token is allowed" in failure.message
+    assert failure.row == 5 and "no token is left" in failure.message
 
 
 def test_minus_infinity_is_never_drawn() -> None:

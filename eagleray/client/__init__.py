@@ -1,0 +1,24 @@
+"""The client of the engines: prompts in, texts and tokens out. Used by the API server and by `LLM`."""
+
+from eagleray.client.client import Client
+from eagleray.client.generation_config import default_sampling
+from eagleray.client.mailboxes import Inbox, Outbox
+from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob, RequestDelta, RequestOutput
+from eagleray.client.preprocess import Prompt
+from eagleray.client.stream import RequestStream
+from eagleray.client.tokenizer import Tokenizer
+
+__all__ = [
+    "Client",
+    "CompletionDelta",
+    "CompletionOutput",
+    "Inbox",
+    "Logprob",
+    "Outbox",
+    "Prompt",
+    "RequestDelta",
+    "RequestOutput",
+    "RequestStream",
+    "Tokenizer",
+    "default_sampling",
+]

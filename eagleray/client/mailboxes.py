@@ -1,0 +1,36 @@
+"""What the client needs of a transport: one inbox, one outbox."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from eagleray.identity import PeerId
+from eagleray.messages.lifecycle import MemberToSupervisor, SupervisorToMember
+from eagleray.messages.outputs import EngineToClient
+from eagleray.messages.requests import ClientToEngine
+
+__all__ = ["Inbox", "Outbox"]
+
+
+class Inbox(Protocol):
+    """Where messages for this client arrive; bound before the client is made."""
+
+    address: str
+
+    async def receive(self) -> SupervisorToMember | EngineToClient:
+        """The next message. Raises `ChannelClosed` once the inbox is closed."""
+
+    def close(self) -> None: ...
+
+
+class Outbox(Protocol):
+    """Reaches the inboxes of engines and of the supervisor."""
+
+    def connect(self, peer: PeerId | Literal["supervisor"], address: str) -> None: ...
+
+    def disconnect(self, peer: PeerId | Literal["supervisor"]) -> None: ...
+
+    def send(self, peer: PeerId | Literal["supervisor"], message: ClientToEngine | MemberToSupervisor) -> None:
+        """Never blocks."""
+
+    def close(self) -> None: ...

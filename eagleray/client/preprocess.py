@@ -1,0 +1,229 @@
+"""From a user's prompt and parameters to the messages that an engine understands. Pure.
+
+Texts become token ids here, everything that has a default gets its value, and what the engine cannot do is refused
+with a sentence that names the parameter.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import msgspec
+
+from eagleray.client.tokenizer import Tokenizer
+from eagleray.errors import InvalidRequest, PromptTooLong
+from eagleray.identity import ClientId
+from eagleray.messages.membership import EngineInfo
+from eagleray.messages.requests import Generate
+from eagleray.messages.sampling import MAX_SEED, Sampling, SamplingParams, Stopping
+
+__all__ = ["MAX_COMPLETIONS", "Preprocessor", "Prompt", "check_text", "child_seed"]
+
+MAX_COMPLETIONS = 1024
+"""Largest `n`: each completion is a request of its own, with a copy of the prompt."""
+MAX_LOGPROB_TOKEN_IDS = 128
+
+
+class Prompt(NamedTuple):
+    """A text, or token ids. With both, the ids count and the text is only shown."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocessor:
+    """What prompts and parameters are read with."""
+
+    client: ClientId
+    tokenizer: Tokenizer | None
+    """None: token ids only."""
+    eos_token_ids: tuple[int, ...]
+    max_logprobs: int
+
+    def tokenize(self, prompt: Prompt, engine: EngineInfo) -> list[int]:
+        """The prompt's token ids. Raises `InvalidRequest` for what is no prompt for this model."""
+        if prompt.token_ids is not None:
+            token_ids = _check_ids(prompt.token_ids, engine.vocab_size, "prompt")
+        elif prompt.text is not None:
+            token_ids = self._need_tokenizer("a text prompt", "prompt").encode(prompt.text, add_special_tokens=True)
+            _check_range(token_ids, engine.vocab_size, "prompt")
+        else:
+            raise InvalidRequest("a prompt needs a text or token ids", param="prompt")
+        if not token_ids:
+            raise InvalidRequest(
+                "the prompt is empty, but it needs at least one token to continue from", param="prompt"
+            )
+        if len(token_ids) >= engine.max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {len(token_ids)} tokens, but the model's length is {engine.max_model_len} tokens, "
+                f"prompt and output together: shorten the prompt to at most {engine.max_model_len - 1} tokens",
+                param="prompt",
+            )
+        return token_ids
+
+    def requests(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        engine: EngineInfo,
+        *,
+        request_id: str,
+        seed: int,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> list[Generate]:
+        """One message for each of the `n` completions. `seed`: the request's own, or one that was drawn for it.
+
+        Raises `InvalidRequest` for parameters that this model or this server cannot follow.
+        """
+        self._check(params)
+        check_text(cache_salt, "cache_salt")
+        if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+            raise InvalidRequest(f"`priority` must be a 64-bit integer, but it is {priority!r}", param="priority")
+        sampling = self._sampling(params, engine, seed)
+        stopping = self._stopping(params, engine, room=engine.max_model_len - len(token_ids))
+        return [
+            Generate(
+                request_id=request_id if params.n == 1 else f"{request_id}/{index}",
+                client=self.client,
+                prompt_token_ids=token_ids,
+                sampling=sampling if params.n == 1 else _of_child(sampling, index),
+                stopping=stopping,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            for index in range(params.n)
+        ]
+
+    def _check(self, params: SamplingParams) -> None:
+        if params.n > MAX_COMPLETIONS:
+            raise InvalidRequest(f"`n` must be at most {MAX_COMPLETIONS}, but it is {params.n}", param="n")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and value > self.max_logprobs:
+                raise InvalidRequest(
+                    f"`{name}` must be at most {self.max_logprobs} (the option `max_logprobs`), but it is {value}",
+                    param=name,
+                )
+        if len(params.logprob_token_ids or ()) > MAX_LOGPROB_TOKEN_IDS:
+            raise InvalidRequest(
+                f"`logprob_token_ids` may hold at most {MAX_LOGPROB_TOKEN_IDS} ids, but it has "
+                f"{len(params.logprob_token_ids or ())}",
+                param="logprob_token_ids",
+            )
+        if params.stop_strings:
+            self._need_tokenizer("`stop`", "stop")
+
+    def _sampling(self, params: SamplingParams, engine: EngineInfo, seed: int) -> Sampling:
+        bias = params.logit_bias or {}
+        asked = _check_ids(params.logprob_token_ids, engine.vocab_size, "logprob_token_ids")
+        ends = _unique(
+            [*self._eos(params, engine), *_check_ids(params.stop_token_ids, engine.vocab_size, "stop_token_ids")]
+        )
+        # Plain numbers of bounded size: anything else would not survive the way to the engine.
+        return Sampling(
+            seed=int(seed),
+            temperature=float(params.temperature),
+            top_p=float(params.top_p),
+            top_k=min(max(0, params.top_k), engine.vocab_size),
+            min_p=float(params.min_p),
+            presence_penalty=float(params.presence_penalty),
+            frequency_penalty=float(params.frequency_penalty),
+            repetition_penalty=float(params.repetition_penalty),
+            logit_bias=dict(
+                zip(_check_ids(bias, engine.vocab_size, "logit_bias"), map(float, bias.values()), strict=True)
+            ),
+            allowed_token_ids=_unique(_check_ids(params.allowed_token_ids, engine.vocab_size, "allowed_token_ids")),
+            bad_words=self._bad_words(params.bad_words or []),
+            min_tokens=min(params.min_tokens, engine.max_model_len),
+            suppressed_token_ids=ends if params.min_tokens else (),
+            logprobs=0 if params.logprobs is None and asked else params.logprobs,
+            logprob_token_ids=_unique(asked),
+            prompt_logprobs=params.prompt_logprobs,
+        )
+
+    def _stopping(self, params: SamplingParams, engine: EngineInfo, *, room: int) -> Stopping:
+        return Stopping(
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            min_tokens=min(params.min_tokens, engine.max_model_len),
+            eos_token_ids=self._eos(params, engine),
+            stop_token_ids=_unique(params.stop_token_ids or ()),
+        )
+
+    def _eos(self, params: SamplingParams, engine: EngineInfo) -> tuple[int, ...]:
+        if params.ignore_eos:
+            return ()
+        return tuple(token_id for token_id in self.eos_token_ids if token_id < engine.vocab_size)
+
+    def _bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is tokenized at the beginning of a text, and in the middle of one, after a space."""
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            encode = self._need_tokenizer("`bad_words`", "bad_words").encode
+            check_text(word, "bad_words")
+            for text in (word.lstrip() or word, " " + word.lstrip()):
+                sequences[tuple(encode(text, add_special_tokens=False))] = None
+        sequences.pop((), None)
+        return tuple(sequences)
+
+    def _need_tokenizer(self, what: str, param: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest(
+                f"{what} needs the tokenizer, and there is none because of `skip_tokenizer_init`: use token ids",
+                param=param,
+            )
+        return self.tokenizer
+
+
+def check_text(value: Any, param: str) -> None:
+    """Raises `InvalidRequest` for what cannot be written as UTF-8."""
+    try:
+        str.encode(value)
+    except TypeError:
+        raise InvalidRequest(f"`{param}` must be a text, but it is a {type(value).__name__}", param=param) from None
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"`{param}` is not valid Unicode: it has half of a surrogate pair", param=param) from None
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of completion `index` of several: nothing like its neighbours', and the same in every run."""
+    digest = blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & MAX_SEED
+
+
+def _of_child(sampling: Sampling, index: int) -> Sampling:
+    """The prompt is the same for all: the first one reports its log-probabilities."""
+    return msgspec.structs.replace(
+        sampling,
+        seed=child_seed(sampling.seed, index),
+        prompt_logprobs=sampling.prompt_logprobs if index == 0 else None,
+    )
+
+
+def _check_ids(token_ids: Iterable[Any] | None, vocab_size: int, param: str) -> list[int]:
+    """As plain integers. Raises `InvalidRequest` for what is no id of the model."""
+    if token_ids is None:
+        return []
+    try:
+        ids = [operator.index(token_id) for token_id in token_ids]
+    except TypeError:
+        raise InvalidRequest(f"`{param}`: token ids must be integers", param=param) from None
+    _check_range(ids, vocab_size, param)
+    return ids
+
+
+def _check_range(token_ids: list[int], vocab_size: int, param: str) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise InvalidRequest(
+            f"`{param}`: token id {wrong} is out of range; the model has the ids 0 to {vocab_size - 1}", param=param
+        )
+
+
+def _unique(token_ids: Iterable[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(map(operator.index, token_ids)))

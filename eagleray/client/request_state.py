@@ -1,0 +1,212 @@
+"""A request while it runs: what its chunks have brought, and how much of that its reader has taken.
+
+Pure: no clock, no socket, no task. The client delivers chunks, a stream takes from the other end. Text is made when it
+is taken, unless there are stop strings to look for: whoever waits for the end only pays for it once.
+"""
+
+from __future__ import annotations
+
+from eagleray.client.detokenizer import Detokenizer
+from eagleray.client.logprobs import PromptLogprobsBuilder, position_logprobs
+from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob, RequestDelta, RequestOutput
+from eagleray.client.tokenizer import Tokenizer
+from eagleray.errors import EagleRayError, RequestFailed
+from eagleray.messages.outputs import Chunk, FinishReason, TokenLogprobs
+from eagleray.messages.sampling import SamplingParams
+
+__all__ = ["Completion", "RequestState"]
+
+
+class Completion:
+    """One of the `n` completions."""
+
+    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._detokenizer: Detokenizer | None = None
+        """None without texts, and after the end."""
+        if self._tokenizer is not None:
+            self._detokenizer = Detokenizer(
+                self._tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                stop_strings=params.stop_strings,
+                include_stop_string=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+        self._is_watched = bool(params.stop_strings)
+        self._shows_stop = params.include_stop_str_in_output
+        self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
+        self._num_asked = len(set(params.logprob_token_ids or ()))
+        self._logprobs: list[TokenLogprobs] = []
+        self._texts: list[str] = []
+        """The text so far, in parts."""
+        self._num_visible = 0
+        """How many of the tokens have text: not one that ended the request."""
+        self._num_detokenized = 0
+        self._num_taken_tokens = 0
+        self._num_taken_texts = 0
+        self._end_was_taken = False
+
+    def deliver(self, chunk: Chunk) -> None:
+        """What a step brought. Nothing is delivered after the end."""
+        assert self.finish_reason is None, "a chunk after the end"
+        self.token_ids += chunk.token_ids
+        self._logprobs += chunk.logprobs
+        self.finish_reason = chunk.finish_reason
+        self.stop_reason = chunk.stop_token_id
+        hides_last = chunk.finish_reason is FinishReason.STOP and not self._shows_stop
+        self._num_visible = len(self.token_ids) - hides_last
+        if self._is_watched:
+            self._detokenize()
+
+    def abort(self) -> None:
+        """It ends here, with what it has."""
+        self.finish_reason = FinishReason.ABORT
+
+    def take(self) -> CompletionDelta | None:
+        """What is new since the last call; None if nothing is."""
+        self._detokenize()
+        text = "".join(self._texts[self._num_taken_texts :])
+        token_ids = self.token_ids[self._num_taken_tokens :]
+        is_end = self.finish_reason is not None and not self._end_was_taken
+        if not (text or token_ids or is_end):
+            return None
+        delta = CompletionDelta(
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            logprobs=self._positions(self._num_taken_tokens),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+        self._num_taken_texts, self._num_taken_tokens = len(self._texts), len(self.token_ids)
+        self._end_was_taken |= is_end
+        return delta
+
+    def output(self) -> CompletionOutput:
+        """All of it, whatever has been taken."""
+        self._detokenize()
+        return CompletionOutput(
+            index=self.index,
+            text="".join(self._texts),
+            token_ids=list(self.token_ids),
+            cumulative_logprob=sum(entry.logprobs[0] for entry in self._logprobs) if self._has_logprobs else None,
+            logprobs=self._positions(0),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def _positions(self, start: int) -> list[dict[int, Logprob]] | None:
+        """The log-probabilities of the tokens from `start` on, if they were asked for."""
+        if not self._has_logprobs:
+            return None
+        return [
+            position_logprobs(entry, num_asked=self._num_asked, tokenizer=self._tokenizer)
+            for entry in self._logprobs[start:]
+        ]
+
+    def _detokenize(self) -> None:
+        """Make text of the tokens that came since the last time; a stop string in it is the end."""
+        if self._detokenizer is None:
+            return
+        start, self._num_detokenized = self._num_detokenized, self._num_visible
+        if stopped := self._detokenizer.push(self.token_ids[start : self._num_visible]):
+            self._cut(start + stopped.num_tokens)
+            self.finish_reason, self.stop_reason = FinishReason.STOP, stopped.stop_string
+        elif self.finish_reason is not None:
+            self._detokenizer.flush()
+        if text := self._detokenizer.take():
+            self._texts.append(text)
+        if self.finish_reason is not None:
+            self._detokenizer = None
+
+    def _cut(self, num_tokens: int) -> None:
+        """What was generated beyond these does not count."""
+        del self.token_ids[num_tokens:]
+        del self._logprobs[num_tokens:]
+
+
+class RequestState:
+    """A request with its completions. `tokenizer` None: no texts."""
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.completions = [Completion(index, params, tokenizer) for index in range(params.n)]
+        self.failure: EagleRayError | None = None
+        self._prompt = prompt
+        self._prompt_logprobs: PromptLogprobsBuilder | None = None
+        if params.prompt_logprobs is not None:
+            texts = tokenizer if params.detokenize else None
+            self._prompt_logprobs = PromptLogprobsBuilder(len(prompt_token_ids), texts)
+        self._prompt_logprobs_were_taken = False
+        self._num_cached_tokens = 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Every completion has ended, or the request has failed."""
+        return self.failure is not None or self._has_all
+
+    def deliver(self, index: int, chunk: Chunk) -> None:
+        """What a step brought for completion `index`, which has not ended."""
+        if chunk.finish_reason is FinishReason.ERROR:
+            self.failure = RequestFailed(chunk.error or "the engine does not say why the request failed")
+            return
+        if chunk.prompt_logprobs is not None and self._prompt_logprobs is not None:
+            self._prompt_logprobs.add(chunk.prompt_logprobs)
+        if index == 0:  # the others find what this one has just put into the cache
+            self._num_cached_tokens += chunk.num_cached_tokens
+        self.completions[index].deliver(chunk)
+
+    def abort(self) -> None:
+        """What has not ended yet ends here."""
+        for completion in self.completions:
+            if completion.finish_reason is None:
+                completion.abort()
+
+    def take(self) -> RequestDelta | None:
+        """What is new since the last call; None if nothing is."""
+        outputs = [delta for completion in self.completions if (delta := completion.take())]
+        prompt_logprobs = None if self._prompt_logprobs_were_taken else self._complete_prompt_logprobs
+        if not outputs and prompt_logprobs is None:
+            return None
+        self._prompt_logprobs_were_taken = prompt_logprobs is not None or self._prompt_logprobs_were_taken
+        return RequestDelta(
+            request_id=self.request_id,
+            outputs=outputs,
+            finished=self._has_all,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=self._num_cached_tokens,
+        )
+
+    def output(self) -> RequestOutput:
+        """All of it, whatever has been taken."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self._complete_prompt_logprobs,
+            outputs=[completion.output() for completion in self.completions],
+            finished=self._has_all,
+            num_cached_tokens=self._num_cached_tokens,
+        )
+
+    @property
+    def _has_all(self) -> bool:
+        return all(completion.finish_reason is not None for completion in self.completions)
+
+    @property
+    def _complete_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        builder = self._prompt_logprobs
+        return builder.positions if builder is not None and builder.is_complete else None

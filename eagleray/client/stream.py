@@ -1,0 +1,83 @@
+"""What a user holds of a request: read it piece by piece, or wait for its end; abort it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+
+from eagleray.client.outputs import RequestDelta, RequestOutput
+from eagleray.client.request_state import RequestState
+
+__all__ = ["RequestStream"]
+
+
+class RequestStream:
+    """A request that was sent to an engine.
+
+    Either `async for delta in stream`, or `await stream.result()`. When the iteration is left early or the task that
+    waits is cancelled, the request is aborted; `async with stream` makes sure of it whatever happens in the block.
+
+    Both raise `RequestFailed` if this request failed, and `EngineFailed` if its engine ended.
+    """
+
+    def __init__(self, state: RequestState, on_abort: Callable[[], None]) -> None:
+        self._state = state
+        self._on_abort = on_abort
+        self._news = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    @property
+    def request_id(self) -> str:
+        return self._state.request_id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self._state.prompt_token_ids
+
+    async def __aiter__(self) -> AsyncGenerator[RequestDelta, None]:
+        """What is new, as soon as something is. The last delta is `finished`."""
+        try:
+            while True:
+                self._news.clear()
+                if delta := self._state.take():
+                    yield delta
+                    if delta.finished:
+                        return
+                elif self._state.failure is not None:
+                    raise self._state.failure
+                elif self._state.is_finished:  # somebody has read it before
+                    return
+                else:
+                    await self._news.wait()
+        finally:
+            self.abort()
+
+    async def result(self) -> RequestOutput:
+        """The whole request, when it has ended. Cheaper than the deltas: nothing is done before the end."""
+        try:
+            await self._ended.wait()
+        finally:
+            self.abort()
+        if self._state.failure is not None:
+            raise self._state.failure
+        return self._state.output()
+
+    def abort(self) -> None:
+        """End it now, with finish reason `abort`; what came so far stays readable. Harmless after the end."""
+        if not self._ended.is_set():
+            self._on_abort()
+
+    async def aclose(self) -> None:
+        self.abort()
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.abort()
+
+    def wake(self, *, ended: bool) -> None:
+        """For the client: there is something new, and perhaps it is the last."""
+        self._news.set()
+        if ended:
+            self._ended.set()

@@ -1,0 +1,1 @@
+"""Mixture-of-experts layers: the router and the experts."""

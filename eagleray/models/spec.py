@@ -1,0 +1,150 @@
+"""What a model is: its geometry, as config.json gives it. Everything else in this package is built from a `ModelSpec`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eagleray.models.config_file import ConfigFile
+from eagleray.models.rope_spec import RopeSpec, read_rope, stretched
+
+__all__ = ["Defaults", "ModelSpec", "MoeSpec", "read_common", "uniform_windows", "windows_by_layer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """The mixture-of-experts layers."""
+
+    num_experts: int
+    top_k: int
+    """Experts that compute each token."""
+    intermediate_size: int
+    """Of one expert."""
+    renormalize: bool
+    """The weights of a token's experts add up to 1."""
+    layers: tuple[bool, ...]
+    """[num_layers] which layers are of this kind; the others are dense."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    """Of a dense layer."""
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: RopeSpec
+    tie_embeddings: bool
+    max_model_len: int
+    """Tokens of the longest sequence that the model was made for."""
+    dtype: str
+    """The checkpoint's own number format: bfloat16, float16 or float32."""
+    windows: tuple[int | None, ...]
+    """[num_layers] position i sees the `window` positions up to and with i; None: all of them."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Of the attention's output projection."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Queries and keys are normalized, each head by itself, before they are rotated."""
+    moe: MoeSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """Values of fields that a family's config.json may leave out; those of transformers' configuration class."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None
+    """None: as many as heads."""
+    max_position_embeddings: int
+    norm_eps: float = 1e-6
+    head_dim: int | None = None
+    """None: hidden size / heads."""
+    rope_theta: float = 10_000.0
+
+
+def read_common(config: ConfigFile, architecture: str, defaults: Defaults) -> ModelSpec:
+    """What all families read alike; a family then replaces what is special about it. Raises `CheckpointError`."""
+    if (activation := config.get("hidden_act") or "silu") not in ("silu", "swish"):
+        config.fail(f"`hidden_act` {activation!r} is not supported; supported is silu")
+    if config.get("quantization_config") is not None:
+        config.fail("`quantization_config` is set; quantized checkpoints are not supported, only float32, float16 and "
+                    "bfloat16 weights are")
+    hidden_size = config.integer("hidden_size", defaults.hidden_size)
+    num_heads = config.integer("num_attention_heads", defaults.num_heads)
+    max_positions = config.integer("max_position_embeddings", defaults.max_position_embeddings)
+    rope = read_rope(config, default_theta=defaults.rope_theta, max_position_embeddings=max_positions)
+    num_layers = config.integer("num_hidden_layers", defaults.num_layers)
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=config.integer("vocab_size", defaults.vocab_size),
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size", defaults.intermediate_size),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(config, defaults, num_heads),
+        head_dim=_head_dim(config, defaults, hidden_size, num_heads),
+        norm_eps=config.number("rms_norm_eps", defaults.norm_eps),
+        rope=rope,
+        tie_embeddings=config.boolean("tie_word_embeddings", False),
+        max_model_len=stretched(rope, max_positions),
+        dtype=_dtype(config),
+        windows=(None,) * num_layers,
+    )
+
+
+def uniform_windows(config: ConfigFile, num_layers: int, default: int | None) -> tuple[int | None, ...]:
+    """The field `sliding_window` for every layer."""
+    return (config.optional_integer("sliding_window", default),) * num_layers
+
+
+def windows_by_layer(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
+    """`use_sliding_window`, for the layers that `layer_types` names, or else those from `max_window_layers` on."""
+    window = config.integer("sliding_window", 4096) if config.boolean("use_sliding_window", False) else None
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.integer("max_window_layers", 28, minimum=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        config.fail(f"`layer_types` must be a list of {num_layers}, one for each layer, but it is {kinds!r}")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            config.fail(f"the layer type {kind!r} is not supported; supported are full_attention and sliding_attention")
+        if kind == "sliding_attention" and window is None:
+            config.fail("`layer_types` names sliding_attention, but `use_sliding_window` is not true")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _num_kv_heads(config: ConfigFile, defaults: Defaults, num_heads: int) -> int:
+    """As many as heads if the field is null; the family's default if it is absent."""
+    absent = "num_key_value_heads" not in config.fields
+    count = config.integer("num_key_value_heads", (defaults.num_kv_heads if absent else None) or num_heads)
+    if num_heads % count != 0:
+        config.fail(f"`num_attention_heads` {num_heads} must be a multiple of `num_key_value_heads` {count}")
+    return count
+
+
+def _head_dim(config: ConfigFile, defaults: Defaults, hidden_size: int, num_heads: int) -> int:
+    absent = "head_dim" not in config.fields
+    head_dim = config.integer("head_dim", (defaults.head_dim if absent else None) or hidden_size // num_heads or None)
+    if head_dim % 2 != 0:
+        config.fail(f"the head size must be even, to be rotated, but it is {head_dim}")
+    return head_dim
+
+
+def _dtype(config: ConfigFile) -> str:
+    """float32 if the file does not say."""
+    value = config.get("dtype") or config.get("torch_dtype") or "float32"
+    name = value.removeprefix("torch.") if isinstance(value, str) else value
+    if name not in ("bfloat16", "float16", "float32"):
+        config.fail(f"`dtype` {value!r} is not supported; supported are bfloat16, float16 and float32")
+    return str(name)

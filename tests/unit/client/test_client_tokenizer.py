@@ -1,0 +1,193 @@
+"""Equal to transformers in everything that both do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from client_tokenizers import CHATML, KINDS, TEXTS, load, write_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from eagleray.client import Tokenizer
+from eagleray.errors import CheckpointError, ConfigError, InvalidRequest
+
+ALL_KINDS = sorted(KINDS)
+BYTE_KINDS = ["byte_level", "byte_level_with_bos", "byte_fallback", "unigram"]
+
+
+def oracle(directory):
+    return AutoTokenizer.from_pretrained(directory)
+
+
+@pytest.fixture(scope="module", params=ALL_KINDS)
+def pair(request, tmp_path_factory):
+    """Ours and theirs, of the same directory."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": True}
+    directory = write_checkpoint(tmp_path_factory.mktemp(request.param), request.param, tokenizer_config=config)
+    return Tokenizer.load(directory), oracle(directory)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.one_of(st.sampled_from(TEXTS), st.text(max_size=40)), add_special_tokens=st.booleans())
+def test_texts_become_the_same_tokens(pair, text, add_special_tokens):
+    ours, theirs = pair
+    assert ours.encode(text, add_special_tokens=add_special_tokens) == theirs.encode(
+        text, add_special_tokens=add_special_tokens
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), skip_special_tokens=st.booleans())
+def test_tokens_become_the_same_text(pair, data, skip_special_tokens):
+    ours, theirs = pair
+    assert ours.vocab_size == len(theirs)
+    ids = data.draw(st.lists(st.integers(0, ours.vocab_size - 1), max_size=12))
+    assert ours.decode(ids, skip_special_tokens=skip_special_tokens) == theirs.decode(
+        ids, skip_special_tokens=skip_special_tokens
+    )
+
+
+@pytest.mark.parametrize("kind", BYTE_KINDS)
+def test_bytes_of_tokens_are_exact(kind):
+    tokenizer = load(kind)
+    for text in [*TEXTS, "\x00\x7f", "�"]:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        spelled = b"".join(map(tokenizer.token_bytes, ids)).decode()
+        assert spelled.removeprefix(" ") == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_the_text_of_a_token_is_what_it_adds_to_a_text(kind):
+    tokenizer = load(kind)
+    ids = tokenizer.encode("hello the dog", add_special_tokens=False)
+    text = "".join(map(tokenizer.token_to_text, ids))
+    assert text.removeprefix(" ") == tokenizer.decode(ids, skip_special_tokens=False)
+    assert tokenizer.token_to_text(10**6) == ""
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_special_tokens_have_a_text():
+    tokenizer = load("byte_fallback")
+    assert tokenizer.token_to_text(1) == "<s>"
+    assert tokenizer.decode([1, 2], skip_special_tokens=True) == ""
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "tokenizer_config": {
+                "eos_token": "<|im_end|>",
+                "pad_token": {"__type": "AddedToken", "content": "<|new_pad|>", "lstrip": True},
+                "additional_special_tokens": ["<|new_one|>", "<tool_call>"],
+            }
+        },
+        {
+            "tokenizer_config": {"eos_token": "<|im_end|>"},
+            "special_tokens_map": {
+                "bos_token": {"content": "<|new_bos|>", "lstrip": False, "rstrip": False, "normalized": False},
+                "additional_special_tokens": ["<|new_one|>"],
+            },
+            "added_tokens": {"<|late|>": 999, "<tool_call>": 5},
+        },
+        {
+            "tokenizer_config": {
+                "eos_token": "<|new_eos|>",
+                "added_tokens_decoder": {
+                    "405": {"content": "plain new", "special": False, "normalized": False},
+                    "404": {"content": "<|new_eos|>", "special": True, "normalized": False},
+                },
+            },
+            "special_tokens_map": {"bos_token": "<|unread|>"},
+        },
+    ],
+    ids=["config", "older files", "decoder"],
+)
+def test_tokens_that_only_the_other_files_know(files, tmp_path):
+    files["tokenizer_config"]["tokenizer_class"] = "PreTrainedTokenizerFast"
+    directory = write_checkpoint(tmp_path, **files)
+    ours, theirs = Tokenizer.load(directory), oracle(directory)
+    text = "a<|new_pad|> <|new_one|>b<|late|>c plain new<|new_eos|> <|new_bos|><tool_call><|im_end|><|unread|>"
+    ids = ours.encode(text, add_special_tokens=True)
+    assert ids == theirs.encode(text)
+    for skip in (True, False):
+        assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+def test_named_tokens_reach_the_chat_template(tmp_path):
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True},
+        "bos_token": "<|endoftext|>",
+        "image_token": "<|im_start|>",
+        "chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ image_token }}{{ unk_token }}",
+    }
+    directory = write_checkpoint(tmp_path, tokenizer_config=config)
+    messages = [{"role": "user", "content": "hi"}]
+    text = Tokenizer.load(directory).apply_chat_template(messages, add_generation_prompt=False)
+    assert text == "<|endoftext|>hi<|im_end|><|im_start|>"
+    assert text == oracle(directory).apply_chat_template(messages, tokenize=False)
+
+
+def test_a_template_of_its_own_file_wins_and_an_override_wins_over_that(tmp_path):
+    directory = write_checkpoint(tmp_path, tokenizer_config={"chat_template": "from the config"})
+    messages = [{"role": "user", "content": "hi"}]
+
+    def rendered(**options):
+        return Tokenizer.load(directory, **options).apply_chat_template(messages, add_generation_prompt=True)
+
+    assert rendered() == "from the config"
+    (directory / "chat_template.jinja").write_text(CHATML)
+    assert rendered() == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    (tmp_path / "mine.jinja").write_text("mine")
+    assert rendered(chat_template=tmp_path / "mine.jinja") == "mine"
+    with pytest.raises(ConfigError, match=r"no file .*other\.jinja"):
+        rendered(chat_template=tmp_path / "other.jinja")
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"generation_config": {"eos_token_id": [7, 8]}, "config": {"eos_token_id": 9}}, (7, 8)),
+        ({"generation_config": {"eos_token_id": 7}}, (7,)),
+        ({"generation_config": {}, "config": {"eos_token_id": 9}}, (9,)),
+        ({"tokenizer_config": {"eos_token": "</s>"}}, (2,)),
+        ({}, ()),
+    ],
+)
+def test_where_the_end_of_sequence_ids_come_from(files, expected, tmp_path):
+    assert Tokenizer.load(write_checkpoint(tmp_path, "byte_fallback", **files)).eos_token_ids == expected
+
+
+def test_damaged_files_are_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not found.*skip_tokenizer_init"):
+        Tokenizer.load(tmp_path)
+    directory = write_checkpoint(tmp_path)
+    (directory / "tokenizer_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: not valid JSON"):
+        Tokenizer.load(directory)
+    (directory / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="expected a JSON object, found a list"):
+        Tokenizer.load(directory)
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": 5}))
+    with pytest.raises(CheckpointError, match="chat_template must be"):
+        Tokenizer.load(directory)
+    (directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer"):
+        Tokenizer.load(directory)
+    directory = write_checkpoint(tmp_path, generation_config={"eos_token_id": "x"})
+    with pytest.raises(CheckpointError, match="eos_token_id must be"):
+        Tokenizer.load(directory)
+
+
+def test_what_is_no_text_and_no_token_is_refused():
+    tokenizer = load("byte_level")
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        tokenizer.encode("\ud800", add_special_tokens=True)
+    with pytest.raises(InvalidRequest, match="NoneType"):
+        tokenizer.encode(None, add_special_tokens=True)
+    for wrong in ([-1], [2**40], ["a"]):
+        with pytest.raises(InvalidRequest, match="token ids must be"):
+            tokenizer.decode(wrong, skip_special_tokens=True)
