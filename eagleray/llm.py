@@ -9,22 +9,20 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 import msgspec
 from tqdm import tqdm
 
-from eagleray.client import Client, Prompt, RequestOutput, RequestStream, Tokenizer, default_sampling
+from eagleray.client import Client, Prompt, RequestOutput, RequestStream, Tokenizer, default_sampling, open_client
 from eagleray.config import Config, ServingConfig, build_config
 from eagleray.config.resolve import checkpoint_dir
 from eagleray.errors import ConfigError, InvalidRequest
 from eagleray.fleet import Supervisor
 from eagleray.identity import ClientId
 from eagleray.log import setup_logging
-from eagleray.messages.codec import Codec
 from eagleray.messages.sampling import SamplingParams
-from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX
-from eagleray.transport import AsyncInbox, Outbox
 
 __all__ = ["LLM"]
 
@@ -93,7 +91,7 @@ class LLM:
 
         The model's chat template renders them.
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
         tokenizer = self.get_tokenizer()
         prompts = []
         for conversation in conversations:
@@ -114,7 +112,10 @@ class LLM:
         return tokenizer
 
     def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
-        """The model's own defaults (`generation_config`), which `generate` uses when it is given none, with `changes`."""
+        """What `generate` uses when it is given none: the model's own defaults (`generation_config`).
+
+        `changes` are put over them.
+        """
         return SamplingParams(**default_sampling(self.config.model) | changes)
 
     def close(self) -> None:
@@ -160,7 +161,7 @@ class LLM:
                     bar.update()
                     return output
 
-                return await self._fleet.guard(asyncio.gather(*map(finish, streams)))
+                return await self._fleet.guard(_gather([finish(stream) for stream in streams]))
         finally:
             for stream in streams:
                 stream.abort()
@@ -176,33 +177,35 @@ class _Fleet:
 
     @classmethod
     async def start(cls, config: Config) -> _Fleet:
-        supervisor = Supervisor(config)
-        client_id = ClientId(supervisor.instance, index=0)
-        try:
+        async with AsyncExitStack() as stack:
+            supervisor = Supervisor(config)
+            stack.push_async_callback(supervisor.stop, 0.0)
             supervisor.spawn_engine()
-            inbox = AsyncInbox(supervisor.runtime_dir, client_id.label, Codec(CLIENT_INBOX).decode)
-            outbox = Outbox(Codec(CLIENT_OUTBOX).encode)
-            fleet = cls(supervisor, Client.create(client_id, config, inbox=inbox, outbox=outbox))
+            client_id = ClientId(supervisor.instance, index=0)
+            fleet = cls(supervisor, open_client(client_id, config, supervisor.runtime_dir))
+            stack.push_async_callback(fleet.stop_client)
             supervisor.adopt(client_id, fleet.client.address)
             await fleet.guard(fleet.client.wait_until_ready(config.execution.startup_timeout))
-        except BaseException:
-            await supervisor.stop(0.0)
-            raise
-        return fleet
+            stack.pop_all()
+            return fleet
 
-    async def guard(self, work: Any) -> Any:
+    async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`, unless the instance fails first: then the cause is raised."""
-        task = asyncio.ensure_future(work)
-        await asyncio.wait([task, self.supervisor.failed], return_when=asyncio.FIRST_COMPLETED)
+        task = asyncio.create_task(work)
+        either: list[asyncio.Future[Any]] = [task, self.supervisor.failed]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
             self.supervisor.failed.result()
         return await task
 
-    async def stop(self) -> None:
+    async def stop_client(self) -> None:
         await self.client.close()
-        await self.supervisor.stop(0.0)
         await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def stop(self) -> None:
+        await self.stop_client()
+        await self.supervisor.stop(0.0)
 
 
 def _close(fleet: _Fleet, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
@@ -215,6 +218,10 @@ def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None
     loop.call_soon_threadsafe(loop.stop)
     thread.join(CLOSE_SECONDS)
     loop.close()
+
+
+async def _gather(work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    return await asyncio.gather(*work)
 
 
 def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> Sequence[PromptLike]:

@@ -8,6 +8,7 @@ import contextlib
 import signal
 import socket
 import time
+from typing import Any
 
 from eagleray.cli.options import add_config_flags, config_from
 from eagleray.config import Config
@@ -49,12 +50,12 @@ async def _serve(config: Config, listener: socket.socket) -> None:
         supervisor.spawn_engine()
         supervisor.spawn_api_server(listener.fileno())
         serving = asyncio.create_task(supervisor.serving.wait())
-        await asyncio.wait([serving, supervisor.failed, told_to_stop], return_when=asyncio.FIRST_COMPLETED)
+        await _first(serving, supervisor.failed, told_to_stop)
         if serving.done():
             host, port = listener.getsockname()[:2]
             name = served_names(config.model)[0]
             logger.info("serving %s at http://%s:%d/v1 after %.1f s", name, host, port, time.monotonic() - began)
-            await asyncio.wait([supervisor.failed, told_to_stop], return_when=asyncio.FIRST_COMPLETED)
+            await _first(supervisor.failed, told_to_stop)
         serving.cancel()
         if supervisor.failed.done():
             grace = FLUSH_SECONDS
@@ -69,18 +70,28 @@ async def _stop(supervisor: Supervisor, grace: float) -> None:
     """Stop within `grace` seconds, or at once when a second signal comes."""
     impatient = _stop_signal()
     stopping = asyncio.create_task(supervisor.stop(grace))
-    await asyncio.wait([stopping, impatient], return_when=asyncio.FIRST_COMPLETED)
+    await _first(stopping, impatient)
     if not stopping.done():
         supervisor.kill()
     await stopping
+
+
+async def _first(*futures: asyncio.Future[Any]) -> None:
+    """Wait until one of them is done."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _stop_signal() -> asyncio.Future[None]:
     """Done when the next SIGINT or SIGTERM arrives."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[None] = loop.create_future()
+
+    def tell() -> None:
+        if not stop.done():
+            stop.set_result(None)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, lambda: stop.done() or stop.set_result(None))
+        loop.add_signal_handler(number, tell)
     return stop
 
 

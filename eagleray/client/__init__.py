@@ -3,6 +3,7 @@
 from eagleray.client.client import Client
 from eagleray.client.generation_config import default_sampling
 from eagleray.client.mailboxes import Inbox, Outbox
+from eagleray.client.open import open_client
 from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob, RequestDelta, RequestOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.client.stream import RequestStream
@@ -21,4 +22,5 @@ __all__ = [
     "RequestStream",
     "Tokenizer",
     "default_sampling",
+    "open_client",
 ]

@@ -16,8 +16,6 @@ from eagleray.client.tokenizer import CLEAN_UPS, Tokenizer
 __all__ = ["TokenText", "token_text"]
 
 REPLACEMENT = "\ufffd"
-CONTEXT_TOKENS = 8
-"""Decoders look back at one token, the one before; a few more, since some tokens have no text."""
 CLEAN_UP_BEGINS = re.compile(
     "(?:" + "|".join(re.escape(old[:n]) for old, _ in CLEAN_UPS for n in range(1, len(old))) + r")\Z"
 )
@@ -66,7 +64,7 @@ class _ByteText:
 
 
 class _WindowText:
-    """Any tokenizer: decode the new tokens behind a few that are already text, and see what they add.
+    """Any tokenizer: decode the new tokens behind the one before them, and see what they add.
 
     A run of byte-fallback tokens is either all valid or all replaced, so it is certain only when another token ends it.
     """
@@ -75,11 +73,12 @@ class _WindowText:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._context: list[int] = []
-        """The last tokens whose text was given out."""
+        """The last token whose text was given out: decoders treat a token by whether it is the first one, and by what
+        the one before it is."""
         self._context_length = 0
         """Of its text."""
         self._held: list[int] = []
-        """The tokens after them."""
+        """The tokens after it."""
         self._num_closed = 0
         """How many of the held tokens there are without a run of bytes at the end, which might go on."""
 
@@ -121,11 +120,10 @@ class _WindowText:
         return self._decode(self._context + token_ids)[self._context_length :] if token_ids else ""
 
     def _move(self, count: int) -> None:
-        """The first `count` held tokens are the context now."""
+        """The text of the first `count` held tokens is given out."""
         given, self._held = self._held[:count], self._held[count:]
         self._num_closed = 0
-        recent = given[-CONTEXT_TOKENS:]
-        self._context = recent if self._decode(recent) else given
+        self._context = given[-1:]
         self._context_length = len(self._decode(self._context))
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -56,6 +56,7 @@ class _Process:
     child: Child
     failure: Failure | None = None
     """What it said of its end, if it could."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Supervisor:
@@ -185,6 +186,7 @@ class Supervisor:
 
     def _exited(self, member: PeerId, reason: str) -> None:
         process = self._processes.pop(member)
+        process.ended.set()
         if timer := self._starting.pop(member, None):
             timer.cancel()
         cause = str(process.failure) if process.failure else reason
@@ -204,11 +206,11 @@ class Supervisor:
 
     async def _end(self, which: Callable[[PeerId], bool], grace: float) -> None:
         """`Stop`, then SIGTERM, then SIGKILL, each when the one before has not helped in time."""
-        processes = {member: process.child for member, process in self._processes.items() if which(member)}
-        for member, child in processes.items():
+        processes = {member: process for member, process in self._processes.items() if which(member)}
+        for member, process in processes.items():
             if timer := self._starting.pop(member, None):  # not listening yet
                 timer.cancel()
-                child.terminate()
+                process.child.terminate()
             else:
                 self._outbox.send(member, Stop(grace))
         means: list[tuple[float, Callable[[Child], None]]] = [
@@ -216,17 +218,19 @@ class Supervisor:
             (END_SECONDS, Child.kill),
         ]
         for patience, stronger in means:
-            await self._wait_for_end(processes.values(), patience)
-            for child in processes.values():
-                if not child.wait(0):
-                    logger.warning("%s did not end within %.0f s: %s", child.label, patience, stronger.__name__)
-                    stronger(child)
-        await self._wait_for_end(processes.values(), END_SECONDS)
+            await _wait_for_end(processes.values(), patience)
+            for member, process in processes.items():
+                if not process.ended.is_set():
+                    logger.warning("%s did not end within %.0f s: %s", member.label, patience, stronger.__name__)
+                    stronger(process.child)
+        await _wait_for_end(processes.values(), END_SECONDS)
 
-    async def _wait_for_end(self, children: Iterable[Child], seconds: float) -> None:
-        deadline = self._loop.time() + seconds
-        for child in children:
-            await asyncio.to_thread(child.wait, max(0.0, deadline - self._loop.time()))
+
+async def _wait_for_end(processes: Iterable[_Process], seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            for process in processes:
+                await process.ended.wait()
 
 
 def _as_exception(member: PeerId, failure: Failure | None, reason: str) -> EagleRayError:

@@ -48,11 +48,11 @@ class RequestMetrics:
             "time_to_first_token_seconds", "From the arrival of a request to its first token.", FIRST_TOKEN_SECONDS
         )
         self.between_tokens = histogram(
-            "inter_token_latency_seconds", "Between a token and the next one of a completion.", TOKEN_SECONDS
+            "inter_token_latency_seconds", "Between a token and the next one of a streamed completion.", TOKEN_SECONDS
         )
         self.per_token = histogram(
             "request_time_per_output_token_seconds",
-            "Mean time between the tokens of a completion, over its length.",
+            "Mean time of a token after the first one of a completion.",
             TOKEN_SECONDS,
         )
         self.latency = histogram(
@@ -82,38 +82,48 @@ class RequestMetrics:
 
 
 class RequestTimer:
-    """The times of one request with its `n` completions. Told of each token, and of each completion's end."""
+    """The times of one request with its `n` completions.
+
+    Told of the tokens as they come, or else only of the first one and of the ends.
+    """
 
     def __init__(self, metrics: RequestMetrics, arrival: float, n: int) -> None:
         self._metrics = metrics
         self._arrival = arrival
-        self._num_tokens = [0] * n
-        self._first = [0.0] * n
+        self._first: float | None = None
         self._last = [0.0] * n
+        self._num_tokens = [0] * n
         self._running = set(range(n))
+
+    def first_token(self) -> None:
+        """The first token of any completion came just now."""
+        self._first = time.perf_counter()
+        self._metrics.first_token.observe(self._first - self._arrival)
 
     def tokens(self, index: int, count: int) -> None:
         """Completion `index` got `count` more tokens just now."""
         if count == 0:
             return
+        if self._first is None:
+            self.first_token()
         now = time.perf_counter()
         if self._num_tokens[index]:
             # Tokens that come together share the time: the reader was slow, not the engine.
             self._metrics.between_tokens.observe((now - self._last[index]) / count)
-        else:
-            if not any(self._num_tokens):
-                self._metrics.first_token.observe(now - self._arrival)
-            self._first[index] = now
         self._num_tokens[index] += count
         self._last[index] = now
 
-XX        self._metrics.finished[reason].inc()
+    def finished(self, index: int, reason: FinishReason, num_tokens: int) -> None:
+        """Completion `index` ended just now, with so many tokens in all. Every completion ends once."""
+        now = time.perf_counter()
+        self._running.discard(index)
+        self._metrics.finished[reason].inc()
         self._metrics.generation_tokens.observe(num_tokens)
-        self._metrics.latency.observe(time.perf_counter() - self._arrival)
-        if num_tokens > 1:
-            self._metrics.per_token.observe((self._last[index] - self._first[index]) / (num_tokens - 1))
+        self._metrics.latency.observe(now - self._arrival)
+        if num_tokens > 1 and self._first is not None:
+            self._metrics.per_token.observe((now - self._first) / (num_tokens - 1))
 
     def ended(self, reason: FinishReason) -> None:
-        """The whole request ended: what has not finished before did so for this reason."""
+        """The request ended just now: what has not finished before did so for this reason."""
         for index in sorted(self._running):
-            self.finished(index, reason)
+            self.finished(index, reason, self._num_tokens[index])

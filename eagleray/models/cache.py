@@ -38,4 +38,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # numpy's zeros are pages that the system hands out when they are first written to; torch.zeros writes to all
-    return torch.from_numpy(np.zeros(torch.Size(shape).numel() * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    return (
+        torch.from_numpy(np.zeros(torch.Size(shape).numel() * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    )

@@ -38,11 +38,13 @@ class ConfigFile:
     def get(self, name: str) -> Any:
         return self.fields.get(name)
 
-    def integer(self, name: str, default: int | None, *, minimum: int = 1) -> int:
+    def integer(self, name: str, default: int | None, *, minimum: int = 1, maximum: int | None = None) -> int:
         """A field that must be an integer; without a default it must be there."""
         value = self._value(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             self.fail(f"`{name}` must be an integer of at least {minimum}, but it is {value!r}")
+        if maximum is not None and value > maximum:
+            self.fail(f"`{name}` must be at most {maximum}, but it is {value}")
         return value
 
     def optional_integer(self, name: str, default: int | None = None) -> int | None:

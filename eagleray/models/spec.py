@@ -77,8 +77,10 @@ def read_common(config: ConfigFile, architecture: str, defaults: Defaults) -> Mo
     if (activation := config.get("hidden_act") or "silu") not in ("silu", "swish"):
         config.fail(f"`hidden_act` {activation!r} is not supported; supported is silu")
     if config.get("quantization_config") is not None:
-        config.fail("`quantization_config` is set; quantized checkpoints are not supported, only float32, float16 and "
-                    "bfloat16 weights are")
+        config.fail(
+            "`quantization_config` is set; quantized checkpoints are not supported, only float32, float16 and "
+            "bfloat16 weights are"
+        )
     hidden_size = config.integer("hidden_size", defaults.hidden_size)
     num_heads = config.integer("num_attention_heads", defaults.num_heads)
     max_positions = config.integer("max_position_embeddings", defaults.max_position_embeddings)
@@ -109,7 +111,7 @@ def uniform_windows(config: ConfigFile, num_layers: int, default: int | None) ->
 
 def windows_by_layer(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
     """`use_sliding_window`, for the layers that `layer_types` names, or else those from `max_window_layers` on."""
-    window = config.integer("sliding_window", 4096) if config.boolean("use_sliding_window", False) else None
+    window = config.optional_integer("sliding_window", 4096) if config.boolean("use_sliding_window", False) else None
     kinds = config.get("layer_types")
     if kinds is None:
         first = config.integer("max_window_layers", 28, minimum=0)
@@ -120,7 +122,9 @@ def windows_by_layer(config: ConfigFile, num_layers: int) -> tuple[int | None, .
         if kind not in ("full_attention", "sliding_attention"):
             config.fail(f"the layer type {kind!r} is not supported; supported are full_attention and sliding_attention")
         if kind == "sliding_attention" and window is None:
-            config.fail("`layer_types` names sliding_attention, but `use_sliding_window` is not true")
+            config.fail(
+                "`layer_types` names sliding_attention, but `use_sliding_window` and `sliding_window` do not give a window"
+            )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -12,7 +14,7 @@ from starlette.requests import Request
 from eagleray.errors import InvalidRequest
 from eagleray.server.failures import BodyTooLarge
 
-__all__ = ["UNSUPPORTED", "BodyDecoder", "Empty", "Null"]
+__all__ = ["UNSUPPORTED", "BodyDecoder", "Empty", "Null", "field_names"]
 
 T = TypeVar("T")
 
@@ -94,6 +96,17 @@ class BodyDecoder(Generic[T]):
             return InvalidRequest(f"`{path}` is not supported; leave it out", param=path)
         what = f"a key: {what}" if match and match["key"] else what
         return InvalidRequest(f"`{path}`: {what[0].lower()}{what[1:]}", param=path)
+
+
+@contextlib.contextmanager
+def field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Inside, an `InvalidRequest` about a field becomes one about what `names` says it is called in this request."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param is not None:
+            error.param = names.get(error.param, error.param)
+        raise
 
 
 def _choices(schema: dict[str, Any]) -> list[str]:

@@ -57,7 +57,9 @@ async def render(service: Service, messages: list[Message], fields: TemplateFiel
     def apply() -> str:
         return service.tokenizer.apply_chat_template(
             conversation,
-            add_generation_prompt=not continues if fields.add_generation_prompt is None else fields.add_generation_prompt,
+            add_generation_prompt=not continues
+            if fields.add_generation_prompt is None
+            else fields.add_generation_prompt,
             continue_final_message=continues,
             chat_template_kwargs=fields.chat_template_kwargs,
         )

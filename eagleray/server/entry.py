@@ -13,13 +13,10 @@ import msgspec
 import uvicorn
 import uvloop
 
-from eagleray.client import Client
-from eagleray.messages.codec import Codec
+from eagleray.client import open_client
 from eagleray.messages.lifecycle import ApiServerSpec, Bound
-from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX
 from eagleray.process import Parent
 from eagleray.server.app import create_app
-from eagleray.transport import AsyncInbox, Outbox
 
 __all__ = ["run"]
 
@@ -41,9 +38,7 @@ def run(payload: bytes, parent: Parent) -> None:
 
 
 async def _serve(spec: ApiServerSpec, parent: Parent) -> None:
-    inbox = AsyncInbox(Path(spec.runtime_dir), spec.client.label, Codec(CLIENT_INBOX).decode)
-    outbox = Outbox(Codec(CLIENT_OUTBOX).encode)
-    client = Client.create(spec.client, spec.config, inbox=inbox, outbox=outbox)
+    client = open_client(spec.client, spec.config, Path(spec.runtime_dir))
     config = uvicorn.Config(
         create_app(client, spec.config),
         lifespan="off",

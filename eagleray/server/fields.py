@@ -10,7 +10,7 @@ from msgspec import Meta
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
 
-__all__ = ["SamplingFields", "StreamOptions", "sampling_params", "stream_options"]
+__all__ = ["SAMPLING_NAMES", "SamplingFields", "StreamOptions", "sampling_params", "stream_options"]
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):

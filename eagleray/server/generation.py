@@ -6,7 +6,7 @@ Owns what happens to the engine's work when the HTTP request ends early, for wha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +16,7 @@ from eagleray.client import CompletionDelta, CompletionOutput, Logprob, Prompt, 
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
 from eagleray.metrics import RequestTimer
+from eagleray.server.body import field_names
 from eagleray.server.service import Service
 
 __all__ = ["Generation", "Generations", "Order", "all_of"]
@@ -36,6 +37,8 @@ class Order(NamedTuple):
     cache_salt: str
     only_prompt: bool = False
     """It takes a token to compute a prompt. That one token was not asked for and is not shown."""
+    field_names: Mapping[str, str] = {}
+    """What the request calls the fields that the client knows as `prompt`, `logprobs` and so on, where it differs."""
 
     @classmethod
     def of(
@@ -47,9 +50,19 @@ class Order(NamedTuple):
         priority: int,
         cache_salt: str | None,
         only_prompt: bool = False,
+        field_names: Mapping[str, str] = {},
     ) -> Order:
         state = request.scope["state"]
-        return cls(state["request_id"], state["arrival"], prompts, params, priority, cache_salt or "", only_prompt)
+        return cls(
+            state["request_id"],
+            state["arrival"],
+            prompts,
+            params,
+            priority,
+            cache_salt or "",
+            only_prompt,
+            field_names,
+        )
 
 
 class Generation:
@@ -57,93 +70,99 @@ class Generation:
 
     def __init__(self, stream: RequestStream, timer: RequestTimer, order: Order) -> None:
         self._stream = stream
+        self._deltas = aiter(stream)
         self._timer = timer
-        self._wants_prompt_logprobs = order.params.prompt_logprobs is not None
         self._only_prompt = order.only_prompt
+        self._wants_prompt_logprobs = order.params.prompt_logprobs is not None
+        self._num_tokens = [0] * order.params.n
         self.prompt_token_ids = stream.prompt_token_ids
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        """Known before the first delta, if they were asked for."""
+        """Known before anything else is told, if they were asked for."""
         self.num_cached_tokens = 0
-        self.num_completion_tokens = 0
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """That were asked for, in all completions so far."""
+        return 0 if self._only_prompt else sum(self._num_tokens)
 
     def __aiter__(self) -> Generation:
         return self
 
     async def __anext__(self) -> list[CompletionDelta]:
-        """What is new, as soon as there is something. `prompt_logprobs` and the counts are up to date then."""
+        """What is new, as soon as there is something."""
         news: list[CompletionDelta] = []
         while True:
-            delta = await anext(self._stream)
+            delta = await anext(self._deltas)
             self.num_cached_tokens = delta.num_cached_tokens
             self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
             for output in delta.outputs:
+                self._timer.tokens(output.index, len(output.token_ids))
                 self._count(output)
-                news.append(output)
+            news += delta.outputs
             waits = self._wants_prompt_logprobs and self.prompt_logprobs is None and not delta.finished
             if news and not waits:
                 return news
 
-    def _count(self, delta: CompletionDelta) -> None:
-        self._timer.tokens(delta.index, len(delta.token_ids))
-        if delta.finish_reason is not None:
-            self._timer.finished(delta.index, delta.finish_reason)
-        if self._only_prompt:
-            _hide(delta)
-        self.num_completion_tokens += len(delta.token_ids)
-
     async def result(self) -> RequestOutput:
-        """All of it, when it is finished."""
-        await anext(self._stream)
+        """All of it, when it has ended."""
+        await anext(self._deltas)  # tells when the first token came; the rest is cheaper in one piece
         self._timer.first_token()
         output = await self._stream.result()
         self.num_cached_tokens = output.num_cached_tokens
         self.prompt_logprobs = output.prompt_logprobs
         for choice in output.outputs:
-            self._timer.finished(choice.index, choice.finish_reason or FinishReason.ABORT, len(choice.token_ids))
-            if self._only_prompt:
-                _hide(choice)
-            self.num_completion_tokens += len(choice.token_ids)
+            self._count(choice)
         return output
 
-    def close(self, reason: FinishReason) -> None:
-        """Abort what still runs, for this reason. Harmless when it has finished."""
+    async def close(self, reason: FinishReason) -> None:
+        """Abort what still runs, for this reason. Harmless when it has ended."""
         self._stream.abort()
+        await self._deltas.aclose()
         self._timer.ended(reason)
+
+    def _count(self, part: CompletionDelta | CompletionOutput) -> None:
+        self._num_tokens[part.index] += len(part.token_ids)
+        if part.finish_reason is not None:
+            self._timer.finished(part.index, part.finish_reason, self._num_tokens[part.index])
+        if self._only_prompt:
+            _hide(part)
 
 
 class Generations:
-    """The generations of one order, in a `with` block: started at its beginning, aborted at its end unless finished."""
+    """The generations of one order, in an `async with` block: started at its beginning; at its end, what still runs is
+    aborted."""
 
     def __init__(self, service: Service, order: Order) -> None:
         self._service = service
         self._order = order
         self.each: list[Generation] = []
 
-    def __enter__(self) -> Generations:
+    async def __aenter__(self) -> Generations:
         """Raises `InvalidRequest` or `Unavailable`; nothing is running then."""
         try:
             for prompt in self._order.prompts:
                 self.each.append(self._start(prompt))
         except BaseException:
-            self._close(FinishReason.ABORT)
+            await self._close(FinishReason.ABORT)
             raise
         return self
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A cancelled request, whose client went away, is not an `Exception`.
-        self._close(FinishReason.ERROR if isinstance(error, Exception) else FinishReason.ABORT)
+        # The cancellation of a request whose client went away is not an `Exception`.
+        await self._close(FinishReason.ERROR if isinstance(error, Exception) else FinishReason.ABORT)
 
     def _start(self, prompt: Prompt) -> Generation:
         order = self._order
-        stream = self._service.client.generate(
-            prompt,
-            order.params,
-            request_id=self._service.unique(order.request_id),
-            priority=order.priority,
-            cache_salt=order.cache_salt,
-        )
+        with field_names(order.field_names):
+            stream = self._service.client.generate(
+                prompt,
+                order.params,
+                request_id=self._service.unique(order.request_id),
+                priority=order.priority,
+                cache_salt=order.cache_salt,
+            )
         timer = self._service.metrics.requests.begin(
             arrival=order.arrival,
             num_prompt_tokens=len(stream.prompt_token_ids),
@@ -152,9 +171,9 @@ class Generations:
         )
         return Generation(stream, timer, order)
 
-    def _close(self, reason: FinishReason) -> None:
+    async def _close(self, reason: FinishReason) -> None:
         for generation in self.each:
-            generation.close(reason)
+            await generation.close(reason)
 
 
 def _hide(part: CompletionDelta | CompletionOutput) -> None:

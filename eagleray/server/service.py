@@ -77,7 +77,7 @@ class Service:
 
     def check_ready(self) -> EngineInfo:
         """The same, also while the server is stopping: it takes no new requests then."""
-        if self.client.stopping:
+        if self.client.stopping.is_set():
             raise Unavailable("this server is stopping and takes no new requests; try again elsewhere or later")
         return self.check_engine()
 

@@ -121,4 +121,6 @@ class TokenRoutes:
         size = max(size, engine.vocab_size) if engine else size
         for token_id in token_ids:
             if not 0 <= token_id < size:
-                raise InvalidRequest(f"`tokens`: {token_id} is not a token id; they go from 0 to {size - 1}", param="tokens")
+                raise InvalidRequest(
+                    f"`tokens`: {token_id} is not a token id; they go from 0 to {size - 1}", param="tokens"
+                )

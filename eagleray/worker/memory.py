@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from eagleray.errors import ConfigError
+from eagleray.models.spec import ModelSpec
 
-__all__ = ["available_bytes"]
+__all__ = ["available_bytes", "step_bytes"]
 
 CPU_SHARE = 0.5
 """Part of the host's free memory that the cache may take: other programs live there too."""
@@ -17,20 +18,32 @@ CPU_SHARE = 0.5
 def available_bytes(device: torch.device, *, gpu_memory_utilization: float, step_bytes: int) -> int:
     """Bytes that the cache may take now that the weights are loaded.
 
-    On a GPU: the part of its memory that the engine may use, less what is in use and less `step_bytes`, what the largest
-    step takes for itself. On the host: half of what is free, under the container's limit if there is one.
+    On a GPU: the part of its memory that the engine may use, less what is in use and less `step_bytes`, what the
+    largest step takes for itself. On the host: half of what is free, under the container's limit if there is one.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         available = int(total * gpu_memory_utilization) - (total - free) - step_bytes
         if available <= 0:
             raise ConfigError(
-                f"the model leaves no memory for the cache: the GPU has {total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB "
-                f"are free, a step needs {step_bytes / 2**30:.1f} GiB; raise `gpu_memory_utilization` (now "
-                f"{gpu_memory_utilization}) or lower `max_num_batched_tokens`"
+                f"the model leaves no memory for the cache: the GPU has {total / 2**30:.1f} GiB, "
+                f"{free / 2**30:.1f} GiB are free, a step needs {step_bytes / 2**30:.1f} GiB; raise "
+                f"`gpu_memory_utilization` (now {gpu_memory_utilization}) or lower `max_num_batched_tokens`"
             )
         return available
     return int((_host_free() - step_bytes) * CPU_SHARE)
+
+
+def step_bytes(spec: ModelSpec, dtype: torch.dtype, *, num_tokens: int, num_logits: int) -> int:
+    """Upper estimate of what a step takes beside weights and cache.
+
+    For each token, a few copies of its hidden state and of the widest activation of a layer; for each row that samples,
+    a few copies of its float32 logits.
+    """
+    attention = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    experts = spec.moe.top_k * spec.moe.intermediate_size if spec.moe else 0
+    widest = max(attention, 2 * spec.intermediate_size, 2 * experts)
+    return num_tokens * (4 * spec.hidden_size + 3 * widest) * dtype.itemsize + num_logits * spec.vocab_size * 4 * 4
 
 
 def _host_free() -> int:

@@ -32,7 +32,7 @@ from eagleray.models.base import Model
 from eagleray.models.cache import KVCache
 from eagleray.models.registry import load_model
 from eagleray.worker.device import choose_device, set_threads
-from eagleray.worker.memory import available_bytes
+from eagleray.worker.memory import available_bytes, step_bytes
 from eagleray.worker.rows import Rows
 from eagleray.worker.runner import Runner
 from eagleray.worker.sampling_rows import SamplingRows
@@ -119,12 +119,15 @@ class Worker:
 
     def _measure(self, max_num_batched_tokens: int) -> MemoryMeasured:
         assert self._model is not None, "memory is measured after loading"
-        max_num_seqs = self._config.scheduling.max_num_seqs
-        available = available_bytes(
-            self._model.device,
-            gpu_memory_utilization=self._config.cache.gpu_memory_utilization,
-            step_bytes=self._model.activation_bytes(num_tokens=max_num_batched_tokens, num_logits=max_num_seqs),
+        model, config = self._model, self._config
+        largest_step = step_bytes(
+            model.spec,
+            model.dtype,
+            num_tokens=max_num_batched_tokens,
+            num_logits=min(config.scheduling.max_num_seqs, max_num_batched_tokens),
         )
+        utilization = config.cache.gpu_memory_utilization
+        available = available_bytes(model.device, gpu_memory_utilization=utilization, step_bytes=largest_step)
         return MemoryMeasured(available)
 
     def _allocate(self, num_blocks: int) -> CacheAllocated:
@@ -133,7 +136,9 @@ class Worker:
         num_rows = self._config.scheduling.max_num_seqs
         self._runner = Runner(
             model,
-            KVCache.allocate(model.spec, num_blocks, block_size, model.dtype, model.device),
+            KVCache.allocate(
+                model.spec, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device
+            ),
             Rows(num_rows=num_rows, max_model_len=self._max_model_len(model), block_size=block_size),
             SamplingRows(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device),
         )

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
@@ -116,7 +117,7 @@ def test_a_killed_engine_is_an_exception_with_its_cause(checkpoint):
 def llm_engine_pids() -> list[str]:
     """Children of this process that are engines of the newest `LLM`."""
     path = f"/proc/{os.getpid()}/task"
-    children = [pid for task in os.listdir(path) for pid in open(f"{path}/{task}/children").read().split()]
+    children = [pid for task in os.listdir(path) for pid in Path(f"{path}/{task}/children").read_text().split()]
     return sorted(children, key=int, reverse=True)
 
 
@@ -124,7 +125,8 @@ def test_a_script_without_a_main_guard_works_and_leaves_no_process(checkpoint):
     script = f"""
         from eagleray import LLM, SamplingParams
         llm = LLM({str(checkpoint)!r}, log_level="warning")
-        print(len(llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids))
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        print(len(llm.generate("x", params, use_tqdm=False)[0].outputs[0].token_ids))
     """
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr

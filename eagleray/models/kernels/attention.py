@@ -95,8 +95,7 @@ def attend(queries: Tensor, keys_values: Tensor, cache: Tensor, plan: AttentionP
     for row in plan.prefills:
         mine = queries[row.start : row.end]
         if isinstance(row, FreshRow):
-            keys, values = keys_values[row.start : row.end].chunk(2, dim=1)
-            out[row.start : row.end] = _attend_row(mine, keys, values, mask=None)
+            _attend_row(mine, keys_values[row.start : row.end], None, out[row.start : row.end])
         else:
             _attend_continued(mine, cache, row, plan, out[row.start : row.end])
     return out.flatten(1)
@@ -117,25 +116,20 @@ def _attend_continued(queries: Tensor, cache: Tensor, row: ContinuedRow, plan: A
     assert plan.mask is not None
     context = cache.index_select(0, row.block_ids).flatten(0, 1)  # [keys, 2 * num_kv_heads, head_dim]
     for first, last, low, high in _pieces(row.end - row.start, row.num_keys, plan.window):
-        keys, values = context[low:high].chunk(2, dim=1)
         mask = plan.mask[first - last :, low - high :]
-        out[first:last] = _attend_row(queries[first:last], keys, values, mask)
+        _attend_row(queries[first:last], context[low:high], mask, out[first:last])
 
 
-def _attend_row(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Queries [n, num_heads, head_dim], keys and values [m, num_kv_heads, head_dim]; without a mask causal, n = m
-    -> [n, num_kv_heads, heads that share a key, head_dim]"""
-    num_kv_heads = keys.shape[1]
+def _attend_row(queries: Tensor, keys_values: Tensor, mask: Tensor | None, out: Tensor) -> None:
+    """queries, out [n, num_heads, head_dim], keys_values [m, 2 * num_kv_heads, head_dim]; without a mask causal, n = m"""
+    num_kv_heads = keys_values.shape[1] // 2
     grouped = queries.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
-    shape = (*grouped.shape[:2], -1, -1)  # a key's heads see the same memory
-    out = F.scaled_dot_product_attention(
-        grouped,
-        keys.transpose(0, 1)[:, None].expand(shape),
-        values.transpose(0, 1)[:, None].expand(shape),
-        attn_mask=mask,
-        is_causal=mask is None,
-    )
-    return out.permute(2, 0, 1, 3).flatten(1, 2)
+    shared = (-1, grouped.shape[1], -1, -1)  # the heads of a group see the same memory
+    keys, values = keys_values.transpose(0, 1)[:, None].chunk(2)  # [num_kv_heads, 1, m, head_dim]
+    result = F.scaled_dot_product_attention(
+        grouped, keys.expand(shared), values.expand(shared), attn_mask=mask, is_causal=mask is None
+    )  # [num_kv_heads, heads of a group, n, head_dim]
+    out.unflatten(1, (num_kv_heads, -1)).copy_(result.permute(2, 0, 1, 3))
 
 
 def _plan_decodes(batch: Batch, window: int | None, block_size: int, dtype: torch.dtype) -> list[DecodeGroup]:

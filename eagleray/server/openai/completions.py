@@ -18,9 +18,9 @@ from eagleray.server.body import BodyDecoder
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.fields import StreamOptions, sampling_params, stream_options
 from eagleray.server.generation import Generation, Generations, Order, all_of
-from eagleray.server.openai.logprobs import Position, completion_logprobs, prompt_logprob_list
+from eagleray.server.logprobs import CompletionLogprobs, Position, completion_logprobs, prompt_logprobs
 from eagleray.server.openai.requests import CompletionRequest
-from eagleray.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
+from eagleray.server.openai.responses import CompletionChoice, CompletionResponse
 from eagleray.server.replies import Emit, EventStream, json_reply, unless_disconnected
 from eagleray.server.service import Service
 from eagleray.server.usage import Usage, total_usage, usage_so_far
@@ -94,14 +94,16 @@ class CompletionRoute:
             return [await self._prompt(token_ids, body)]
         if token_ids:
             raise InvalidRequest(
-                "`prompt` mixes token ids with whole prompts; put the token ids of each prompt into a list of their own",
+                "`prompt` mixes token ids with whole prompts; put the ids of each prompt into a list of their own",
                 param="prompt",
             )
         return [await self._prompt(part, body) for part in parts if not isinstance(part, int)]
 
     async def _prompt(self, part: str | list[int], body: CompletionRequest) -> Prompt:
         if isinstance(part, str):
-            return Prompt(part, await self._service.encode(part, add_special_tokens=body.add_special_tokens is not False))
+            return Prompt(
+                part, await self._service.encode(part, add_special_tokens=body.add_special_tokens is not False)
+            )
         if body.add_special_tokens:
             raise InvalidRequest(
                 "`add_special_tokens` is for texts: token ids are taken as they are", param="add_special_tokens"
@@ -119,7 +121,7 @@ class CompletionRoute:
         return sampling_params(body, self._service.default_sampling, **decided)
 
     async def _whole(self, job: Job) -> CompletionResponse:
-        with Generations(self._service, job.order) as generations:
+        async with Generations(self._service, job.order) as generations:
             outputs = await all_of([generation.result() for generation in generations.each])
         choices = []
         for writer, output in zip(self._writers(job, generations), outputs, strict=True):
@@ -127,7 +129,7 @@ class CompletionRoute:
         return job.answer(choices, total_usage(generations.each))
 
     async def _stream(self, job: Job, emit: Emit) -> None:
-        with Generations(self._service, job.order) as generations:
+        async with Generations(self._service, job.order) as generations:
 
             async def tell(writer: Writer) -> None:
                 async for news in writer.generation:
@@ -149,7 +151,7 @@ class CompletionRoute:
 
 
 class Writer:
-    """The choices of one prompt, whole or piece by piece: the first piece of each also tells what is asked of the prompt."""
+    """The choices of one prompt, whole or in pieces. The first piece of each also tells what is asked of the prompt."""
 
     def __init__(
         self, job: Job, prompt: Prompt, generation: Generation, *, first_index: int, tokenizer: Tokenizer
@@ -184,7 +186,7 @@ class Writer:
         if self._body.return_token_ids:
             choice.prompt_token_ids = self.generation.prompt_token_ids
         if self._body.prompt_logprobs is not None and self.generation.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprob_list(self.generation.prompt_logprobs, self._body.prompt_logprobs)
+            choice.prompt_logprobs = prompt_logprobs(self.generation.prompt_logprobs, self._body.prompt_logprobs)
 
     def _logprobs(self, part: CompletionDelta | CompletionOutput, begins: bool) -> CompletionLogprobs | None:
         offset = self._offsets.setdefault(part.index, 0)

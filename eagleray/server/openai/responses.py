@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from eagleray.server.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobList
 from eagleray.server.usage import Usage
 
 __all__ = [
@@ -14,36 +15,13 @@ __all__ = [
     "ChatChunk",
     "ChatChunkChoice",
     "ChatDelta",
-    "ChatLogprobs",
     "ChatMessage",
     "ChatResponse",
-    "ChatTokenLogprob",
     "CompletionChoice",
-    "CompletionLogprobs",
     "CompletionResponse",
     "ModelCard",
     "ModelList",
-    "PromptLogprob",
-    "PromptLogprobList",
-    "TokenLogprob",
 ]
-
-
-class PromptLogprob(msgspec.Struct, frozen=True):
-    logprob: float
-    rank: int | None
-    decoded_token: str | None
-
-
-PromptLogprobList = list[dict[int, PromptLogprob] | None]
-"""For each prompt token, by token id; None for the first, which nothing precedes."""
-
-
-class CompletionLogprobs(msgspec.Struct, frozen=True):
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -57,6 +35,11 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
+    @property
+    def says_something(self) -> bool:
+        """As an event. Tokens may have no text yet: a character is incomplete, or a stop string may have begun."""
+        return bool(self.text or self.finish_reason or self.logprobs or self.token_ids or self.prompt_logprobs)
+
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
     """A whole answer, or with `stream` one event of it."""
@@ -67,24 +50,6 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
-
-
-class TokenLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ChatTokenLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    top_logprobs: list[TokenLogprob]
-
-
-class ChatLogprobs(msgspec.Struct, frozen=True):
-    content: list[ChatTokenLogprob]
-    refusal: None = None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -125,6 +90,12 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+
+    @property
+    def says_something(self) -> bool:
+        """Tokens may have no text yet: a character is incomplete, or a stop string may have begun."""
+        told = self.delta.role is not UNSET or self.delta.content
+        return bool(told or self.finish_reason or self.logprobs or self.token_ids)
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):

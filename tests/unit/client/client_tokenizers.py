@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that checkpoints come with, trained on a few lines, and directories to load them from."""
+"""Small tokenizers of the kinds that checkpoints come with, trained on a few lines, and directories for them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def unigram_json() -> str:
 @cache
 def words_json() -> str:
     """Whole words, decoded with a space between them: of the kind that has its spaces cleaned up."""
-    words = "the dog he is n't 's ' . , ! ? 'm 've 're n s".split()
+    words = ["the", "dog", "he", "is", "n't", "'s", "'", ".", ",", "!", "?", "'m", "'ve", "'re", "n", "s"]
     vocab = {word: index for index, word in enumerate(["<unk>", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -1,0 +1,25 @@
+"""The dense feed-forward layer: down(silu(gate(x)) * up(x))."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from eagleray.models.kernels.reference import Kernels
+from eagleray.models.layers.linear import load_linear
+from eagleray.models.spec import ModelSpec
+from eagleray.models.weights import Weights
+
+__all__ = ["MLP"]
+
+
+class MLP:
+    def __init__(self, name: str, spec: ModelSpec, weights: Weights, kernels: Kernels) -> None:
+        size, hidden, bias = spec.intermediate_size, spec.hidden_size, spec.mlp_bias
+        gate_up = [f"{name}.gate_proj", f"{name}.up_proj"]
+        self._gate_up = load_linear(weights, kernels, gate_up, [size, size], hidden, bias=bias)
+        self._down = load_linear(weights, kernels, [f"{name}.down_proj"], [hidden], size, bias=bias)
+        self._kernels = kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden_size], in and out"""
+        return self._down(self._kernels.silu_and_mul(self._gate_up(x)))

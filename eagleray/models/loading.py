@@ -1,0 +1,141 @@
+"""Reads weights from the safetensors files of a checkpoint.
+
+Files are memory-mapped; a tensor is read when a layer takes it, straight into memory of its own, in the model's dtype on
+the model's device. Every problem is a `CheckpointError` that names the file and the tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from eagleray.errors import CheckpointError
+
+__all__ = ["CheckpointWeights"]
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+BYTES_OF_DTYPE = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+class CheckpointWeights:
+    """The weights of one checkpoint, as a context manager. See `weights.Weights`.
+
+    `on_progress` is told bytes read and bytes in all, as they are in the files.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._on_progress = on_progress
+        self.num_parameters = 0
+        self._bytes_read = 0
+        with ExitStack() as stack:
+            self._paths = _weight_files(directory)
+            self._files = [stack.enter_context(_open(path)) for path in self._paths]
+            self._owners = {name: index for index, file in enumerate(self._files) for name in file.keys()}
+            self._total_bytes = sum(path.stat().st_size for path in self._paths)
+            self._left_over = set(self._owners)
+            self._close = stack.pop_all().close
+
+    def __enter__(self) -> CheckpointWeights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.take_rows([name], [shape])
+
+    def take_rows(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Tensor:
+        num_rows = sum(shape[0] for shape in shapes)
+        out = torch.empty((num_rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        for name, shape, part in zip(names, shapes, out.split([shape[0] for shape in shapes]), strict=True):
+            self._read(name, shape, part)
+        self.num_parameters += out.numel()
+        return out
+
+    def finish(self, may_be_left: Callable[[str], bool]) -> None:
+        """All layers have what they need. Raises `CheckpointError` if tensors are left that should not be."""
+        left = sorted(name for name in self._left_over if not may_be_left(name))
+        if left:
+            paths = ", ".join(sorted({str(self._paths[self._owners[name]]) for name in left}))
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            raise CheckpointError(
+                f"{paths}: the model that config.json describes has no place for {', '.join(left[:3])}{more}; "
+                "config.json and the weights do not belong together, or this variant of the model is not supported"
+            )
+        if self._on_progress is not None:
+            self._on_progress(self._total_bytes, self._total_bytes)
+
+    def _read(self, name: str, shape: tuple[int, ...], out: Tensor) -> None:
+        if name not in self._owners:
+            searched = ", ".join(map(str, self._paths))
+            raise CheckpointError(f"tensor {name!r} of shape {list(shape)} is missing; searched in {searched}")
+        index = self._owners[name]
+        path, stored = self._paths[index], self._files[index].get_slice(name)
+        kind = stored.get_dtype()
+        if kind not in BYTES_OF_DTYPE:
+            supported = ", ".join(BYTES_OF_DTYPE)
+            raise CheckpointError(f"{path}: tensor {name!r} is stored as {kind}; supported are {supported}")
+        if (found := tuple(stored.get_shape())) != shape:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} has the shape {list(found)}, but config.json implies {list(shape)}"
+            )
+        out.copy_(self._files[index].get_tensor(name))
+        self._left_over.discard(name)
+        self._bytes_read += out.numel() * BYTES_OF_DTYPE[kind]
+        if self._on_progress is not None:
+            self._on_progress(self._bytes_read, self._total_bytes)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The single file, or the shards that the index names."""
+    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise CheckpointError(
+            f"{directory}: there is neither {SINGLE_FILE} nor {INDEX_FILE}; weights are read from safetensors files only "
+            "(for random weights instead: --load-format dummy)"
+        )
+    try:
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index}: is not an index of safetensors files, a JSON object with a `weight_map`: {error!r}"
+        ) from error
+    for shard in shards:
+        if not (directory / str(shard)).is_file():
+            raise CheckpointError(
+                f"{directory / str(shard)}: not found, but {index} names it; the download may be incomplete"
+            )
+    return [directory / shard for shard in shards]
+
+
+def _open(path: Path) -> Any:
+    """An open safetensors file; opening checks that its header fits its length."""
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: is not a complete safetensors file ({error}); it may be truncated or damaged, copy it again"
+        ) from error

@@ -1,0 +1,53 @@
+"""Mixtral: experts in every layer, under names of their own; a token's weights stay float32 until its sum is done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from eagleray.models.config_file import ConfigFile
+from eagleray.models.kernels.reference import Kernels
+from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
+from eagleray.models.moe.experts import Experts, MoeBlock
+from eagleray.models.moe.router import Router
+from eagleray.models.spec import Defaults, ModelSpec, MoeSpec, read_common, uniform_windows
+from eagleray.models.weights import Weights
+
+__all__ = ["load_layer", "read_mixtral"]
+
+MIXTRAL = Defaults(
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    max_position_embeddings=4096 * 32,
+    norm_eps=1e-5,
+    rope_theta=1_000_000.0,
+)
+
+
+def read_mixtral(config: ConfigFile) -> ModelSpec:
+    spec = read_common(config, "MixtralForCausalLM", MIXTRAL)
+    return replace(
+        spec,
+        windows=uniform_windows(config, spec.num_layers, default=None),
+        moe=MoeSpec(
+            num_experts=(count := config.integer("num_local_experts", 8)),
+            top_k=config.integer("num_experts_per_tok", 2, maximum=count),
+            intermediate_size=spec.intermediate_size,
+            renormalize=True,
+            layers=(True,) * spec.num_layers,
+        ),
+    )
+
+
+def load_layer(index: int, spec: ModelSpec, weights: Weights, kernels: Kernels) -> DecoderLayer:
+    assert spec.moe is not None
+    name = f"model.layers.{index}.block_sparse_moe"
+    moe, size = spec.moe, spec.hidden_size
+    router = Router(f"{name}.gate", moe, size, weights, kernels, weights_dtype=torch.float32)
+    experts = Experts(f"{name}.experts", moe, size, weights, kernels, projections=("w1", "w3", "w2"))
+    return load_decoder_layer(index, spec, weights, kernels, MoeBlock(router, experts))

@@ -1,0 +1,26 @@
+"""Qwen2: biases on queries, keys and values; sliding windows in the upper layers if asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from eagleray.models.config_file import ConfigFile
+from eagleray.models.layers.decoder import load_dense_layer
+from eagleray.models.spec import Defaults, ModelSpec, read_common, windows_by_layer
+
+__all__ = ["load_dense_layer", "read_qwen2"]
+
+QWEN2 = Defaults(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=22016,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    max_position_embeddings=32768,
+)
+
+
+def read_qwen2(config: ConfigFile) -> ModelSpec:
+    spec = read_common(config, "Qwen2ForCausalLM", QWEN2)
+    return replace(spec, windows=windows_by_layer(config, spec.num_layers), qkv_bias=True)

@@ -1,0 +1,64 @@
+"""Qwen3-MoE: Qwen3 with experts in the layers that the configuration picks; one window for all layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from eagleray.models.config_file import ConfigFile
+from eagleray.models.kernels.reference import Kernels
+from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer, load_dense_layer
+from eagleray.models.moe.experts import Experts, MoeBlock
+from eagleray.models.moe.router import Router
+from eagleray.models.spec import Defaults, ModelSpec, MoeSpec, read_common, uniform_windows
+from eagleray.models.weights import Weights
+
+__all__ = ["load_layer", "read_qwen3_moe"]
+
+QWEN3_MOE = Defaults(
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_layers=24,
+    num_heads=32,
+    num_kv_heads=4,
+    max_position_embeddings=32768,
+)
+
+
+def read_qwen3_moe(config: ConfigFile) -> ModelSpec:
+    spec = read_common(config, "Qwen3MoeForCausalLM", QWEN3_MOE)
+    attention_bias = config.boolean("attention_bias", False)
+    if config.boolean("use_sliding_window", False):
+        spec = replace(spec, windows=uniform_windows(config, spec.num_layers, default=4096))
+    return replace(
+        spec,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        qk_norm=True,
+        moe=MoeSpec(
+            # the name in config.json differs between versions of transformers
+            num_experts=(count := config.integer("num_experts", config.optional_integer("num_local_experts", 128))),
+            top_k=config.integer("num_experts_per_tok", 8, maximum=count),
+            intermediate_size=config.integer("moe_intermediate_size", 768),
+            renormalize=config.boolean("norm_topk_prob", False),
+            layers=_moe_layers(config, spec.num_layers),
+        ),
+    )
+
+
+def _moe_layers(config: ConfigFile, num_layers: int) -> tuple[bool, ...]:
+    step = config.integer("decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        config.fail(f"`mlp_only_layers` must be a list of layer numbers, but it is {dense!r}")
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
+
+
+def load_layer(index: int, spec: ModelSpec, weights: Weights, kernels: Kernels) -> DecoderLayer:
+    assert spec.moe is not None
+    if not spec.moe.layers[index]:
+        return load_dense_layer(index, spec, weights, kernels)
+    name = f"model.layers.{index}.mlp"
+    router = Router(f"{name}.gate", spec.moe, spec.hidden_size, weights, kernels, weights_dtype=None)
+    experts = Experts(f"{name}.experts", spec.moe, spec.hidden_size, weights, kernels)
+    return load_decoder_layer(index, spec, weights, kernels, MoeBlock(router, experts))

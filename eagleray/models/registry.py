@@ -1,0 +1,113 @@
+"""The model families by the architecture's name in config.json, and the one way to load a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from eagleray.models.base import Model
+from eagleray.models.config_file import ConfigFile
+from eagleray.models.dummy import DummyWeights
+from eagleray.models.kernels.choose import kernels_for
+from eagleray.models.kernels.reference import Kernels
+from eagleray.models.layers.decoder import DecoderLayer, load_dense_layer
+from eagleray.models.layers.embedding import load_embedding_and_head
+from eagleray.models.layers.norm import RMSNorm
+from eagleray.models.layers.rope import Rope
+from eagleray.models.llama import read_llama, read_mistral
+from eagleray.models.loading import CheckpointWeights
+from eagleray.models.mixtral import load_layer as load_mixtral_layer
+from eagleray.models.mixtral import read_mixtral
+from eagleray.models.qwen2 import read_qwen2
+from eagleray.models.qwen3 import read_qwen3
+from eagleray.models.qwen3_moe import load_layer as load_qwen3_moe_layer
+from eagleray.models.qwen3_moe import read_qwen3_moe
+from eagleray.models.spec import ModelSpec
+from eagleray.models.weights import Weights
+
+__all__ = ["FAMILIES", "Family", "load_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    read_spec: Callable[[ConfigFile], ModelSpec]
+    load_layer: Callable[[int, ModelSpec, Weights, Kernels], DecoderLayer] = load_dense_layer
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(read_llama),
+    "MistralForCausalLM": Family(read_mistral),
+    "MixtralForCausalLM": Family(read_mixtral, load_mixtral_layer),
+    "Qwen2ForCausalLM": Family(read_qwen2),
+    "Qwen3ForCausalLM": Family(read_qwen3),
+    "Qwen3MoeForCausalLM": Family(read_qwen3_moe, load_qwen3_moe_layer),
+}
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "float32": torch.float32,
+    "float": torch.float32,
+}
+
+
+def load_model(
+    directory: Path,
+    *,
+    dtype: str,
+    load_format: str,
+    device: torch.device,
+    seed: int | None,
+    on_progress: Callable[[int, int], None] | None,
+) -> Model:
+    """The model of a checkpoint directory, ready to compute.
+
+    `dtype` and `load_format` are those of `config.ModelConfig`; `seed` is that of dummy weights. `on_progress` is told
+    bytes read and bytes in all. Raises `CheckpointError`.
+    """
+    config = ConfigFile.read(directory)
+    family = _family(config)
+    spec = family.read_spec(config)
+    kind = DTYPES[spec.dtype if dtype == "auto" else dtype]
+    if load_format == "dummy":
+        return _build(family, spec, DummyWeights(dtype=kind, device=device, seed=seed or 0), kind, device)
+    with CheckpointWeights(directory, dtype=kind, device=device, on_progress=on_progress) as weights:
+        model = _build(family, spec, weights, kind, device)
+        weights.finish(may_be_left=lambda name: _is_not_a_weight(name, spec))
+    return model
+
+
+def _family(config: ConfigFile) -> Family:
+    names = config.get("architectures")
+    supported = ", ".join(FAMILIES)
+    if not isinstance(names, list) or len(names) != 1:
+        config.fail(f"`architectures` must name one architecture, but it is {names!r}; supported are {supported}")
+    if names[0] not in FAMILIES:
+        config.fail(f"the architecture {names[0]!r} is not supported; supported are {supported}")
+    return FAMILIES[names[0]]
+
+
+def _build(family: Family, spec: ModelSpec, weights: Weights, dtype: torch.dtype, device: torch.device) -> Model:
+    kernels = kernels_for(device)
+    embedding, head = load_embedding_and_head(spec, weights, kernels)
+    return Model(
+        spec=spec,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        embedding=embedding,
+        layers=[family.load_layer(index, spec, weights, kernels) for index in range(spec.num_layers)],
+        norm=RMSNorm(weights.take("model.norm.weight", (spec.hidden_size,)), spec.norm_eps, kernels),
+        head=head,
+        rope=Rope(spec.rope, spec.head_dim, dtype=dtype, device=device),
+        num_parameters=weights.num_parameters,
+    )
+
+
+def _is_not_a_weight(name: str, spec: ModelSpec) -> bool:
+    """Old checkpoints hold computed tables; some with tied embeddings hold the tied weight twice."""
+    return name.endswith("rotary_emb.inv_freq") or (spec.tie_embeddings and name == "lm_head.weight")

@@ -1,0 +1,64 @@
+"""The ASGI application: every route, made from a client of the engines and the configuration."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from eagleray.client import Client
+from eagleray.config import Config
+from eagleray.server.edge import Edge
+from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.failures import UnknownRoute
+from eagleray.server.generate import GenerateRoute
+from eagleray.server.openai.chat import ChatRoute
+from eagleray.server.openai.completions import CompletionRoute
+from eagleray.server.openai.models import ModelRoutes
+from eagleray.server.openapi import describe
+from eagleray.server.replies import json_reply
+from eagleray.server.service import Service
+from eagleray.server.status import StatusRoutes
+from eagleray.server.tokens import TokenRoutes
+
+__all__ = ["create_app"]
+
+
+def create_app(client: Client, config: Config) -> ASGIApp:
+    """The application. `client` serves it and stays its maker's to run and to close.
+
+    Raises `CheckpointError` for a generation_config.json that makes no sense.
+    """
+    service = Service(client, config)
+    endpoints = [
+        *StatusRoutes(service).endpoints(),
+        *ModelRoutes(service).endpoints(),
+        *CompletionRoute(service).endpoints(),
+        *ChatRoute(service).endpoints(),
+        *GenerateRoute(service).endpoints(),
+        *TokenRoutes(service).endpoints(),
+    ]
+    endpoints.append(_description(endpoints, service, needs_key=bool(config.serving.api_key)))
+    # An endpoint refuses what is not its method itself, so that the refusal looks like every other.
+    routes = [Route(endpoint.path, endpoint, methods=None) for endpoint in endpoints]
+    router = Router(routes, redirect_slashes=False, default=_unknown_route)
+    return Edge(router, endpoints, config.serving.api_key, service.metrics)
+
+
+def _description(endpoints: list[Endpoint], service: Service, *, needs_key: bool) -> Endpoint:
+    """/openapi.json, which is in the document too."""
+
+    async def show(request: Request) -> Response:
+        return json_reply(document)
+
+    itself = Endpoint("/openapi.json", get=Operation(show, "This document."))
+    document = describe([*endpoints, itself], version=service.version, needs_key=needs_key)
+    return itself
+
+
+async def _unknown_route(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "http":
+        raise UnknownRoute(f"there is no {scope['path']} here; /openapi.json lists all routes")
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1000})

@@ -1,0 +1,159 @@
+"""/inference/v1/generate: token ids in, token ids out. Needs no tokenizer."""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from eagleray.client import CompletionDelta, CompletionOutput, Prompt
+from eagleray.server.body import BodyDecoder, field_names
+from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions, sampling_params, stream_options
+from eagleray.server.generation import Generation, Generations, Order
+from eagleray.server.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs, prompt_logprobs
+from eagleray.server.replies import Emit, EventStream, json_reply, unless_disconnected
+from eagleray.server.service import Service
+from eagleray.server.usage import Usage, total_usage, usage_so_far
+
+__all__ = ["GenerateRequest", "GenerateResponse", "GenerateRoute"]
+
+
+class GenerateSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """`SamplingParams`. Nothing is detokenized unless stop strings need it."""
+
+    logprobs: int | None = None
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Continue token ids."""
+
+    request_id: Annotated[
+        str | None, Meta(description="Shown in the answer. Default: the one of header X-Request-Id.")
+    ] = None
+    model: str | None = None
+    token_ids: list[int]
+    sampling_params: GenerateSampling
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+class GenerateChoice(msgspec.Struct, kw_only=True):
+    index: int
+    token_ids: list[int]
+    logprobs: Annotated[ChatLogprobs | None, Meta(description="Tokens are shown as `token_id:ID`.")] = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class GenerateResponse(msgspec.Struct, kw_only=True):
+    """A whole answer, or with `stream` one event of it."""
+
+    request_id: str
+    choices: list[GenerateChoice]
+    prompt_logprobs: PromptLogprobList | None = None
+    usage: Usage | UnsetType | None = UNSET
+
+
+FIELD_NAMES = {name: f"sampling_params.{name}" for name in (*SAMPLING_NAMES, "logprobs")} | {"prompt": "token_ids"}
+"""Where this route has what the client calls by these names."""
+
+
+class Job(NamedTuple):
+    """A request that was understood: what to generate, and how to tell it."""
+
+    body: GenerateRequest
+    order: Order
+    options: StreamOptions
+
+    def answer(self, choices: list[GenerateChoice], usage: Usage | UnsetType | None) -> GenerateResponse:
+        """The whole answer, or an event."""
+        return GenerateResponse(request_id=self.body.request_id or self.order.request_id, choices=choices, usage=usage)
+
+
+class GenerateRoute:
+    """The handler."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._body = BodyDecoder(GenerateRequest, service.max_request_bytes)
+
+    def endpoints(self) -> list[Endpoint]:
+        create = Operation(
+            self.create,
+            "Continue token ids.",
+            takes=GenerateRequest,
+            gives=GenerateResponse,
+            streams=GenerateResponse,
+            refuses=(400, 404, 413, 500, 503),
+        )
+        return [Endpoint("/inference/v1/generate", post=create)]
+
+    async def create(self, request: Request) -> ASGIApp:
+        body = await self._body.read(request)
+        self._service.check_model(body.model)
+        self._service.check_ready()
+        with field_names(FIELD_NAMES):
+            job = self._read(body, request)
+        if body.stream:
+            return EventStream(functools.partial(self._stream, job), job.order.request_id)
+        return json_reply(await unless_disconnected(request.receive, self._whole(job)))
+
+    def _read(self, body: GenerateRequest, request: Request) -> Job:
+        fields = body.sampling_params
+        decided: dict[str, int | bool | None] = {"logprobs": fields.logprobs}
+        if fields.detokenize is None:
+            decided["detokenize"] = bool(fields.stop)
+        order = Order.of(
+            request,
+            [Prompt(token_ids=body.token_ids)],
+            sampling_params(fields, self._service.default_sampling, **decided),
+            priority=self._service.check_priority(body.priority),
+            cache_salt=body.cache_salt,
+            field_names=FIELD_NAMES,
+        )
+        return Job(body, order, stream_options(body.stream, body.stream_options))
+
+    async def _whole(self, job: Job) -> GenerateResponse:
+        async with Generations(self._service, job.order) as generations:
+            (generation,) = generations.each
+            output = await generation.result()
+        answer = job.answer([_choice(job, part) for part in output.outputs], total_usage(generations.each))
+        answer.prompt_logprobs = _prompt_logprobs(job, generation)
+        return answer
+
+    async def _stream(self, job: Job, emit: Emit) -> None:
+        begun = False
+        async with Generations(self._service, job.order) as generations:
+            (generation,) = generations.each
+            async for news in generation:
+                for part in news:
+                    event = job.answer([_choice(job, part)], usage_so_far(job.options, generations.each))
+                    if not begun:
+                        begun, event.prompt_logprobs = True, _prompt_logprobs(job, generation)
+                    await emit(event)
+        if job.options.include_usage:
+            await emit(job.answer([], total_usage(generations.each)))
+
+
+def _choice(job: Job, part: CompletionDelta | CompletionOutput) -> GenerateChoice:
+    k = job.order.params.logprobs or 0
+    return GenerateChoice(
+        index=part.index,
+        token_ids=part.token_ids,
+        logprobs=None if part.logprobs is None else chat_logprobs(part.token_ids, part.logprobs, k, None),
+        finish_reason=part.finish_reason,
+        stop_reason=part.stop_reason,
+    )
+
+
+def _prompt_logprobs(job: Job, generation: Generation) -> PromptLogprobList | None:
+    if generation.prompt_logprobs is None:
+        return None
+    return prompt_logprobs(generation.prompt_logprobs, job.order.params.prompt_logprobs or 0)

@@ -1,0 +1,132 @@
+"""Log-probabilities in the two forms of OpenAI's API, and as vLLM gives those of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from eagleray.client import Logprob, Tokenizer
+
+__all__ = [
+    "ChatLogprobs",
+    "ChatTokenLogprob",
+    "CompletionLogprobs",
+    "Position",
+    "PromptLogprob",
+    "PromptLogprobList",
+    "TokenLogprob",
+    "chat_logprobs",
+    "completion_logprobs",
+    "prompt_logprobs",
+]
+
+LEAST = -9999.0
+"""JSON has no minus infinity, which is the log-probability of a token that was ruled out."""
+
+Position = Mapping[int, Logprob]
+"""By token id: the chosen token first, then the likeliest ones in order, then those that were asked for by id."""
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Parallel lists, an entry for each token. The prompt's first token, under `echo`, has no log-probability."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobList = list[dict[int, PromptLogprob] | None]
+"""For each prompt token, by token id; null for the first, which nothing precedes."""
+
+
+def completion_logprobs(
+    token_ids: Sequence[int], positions: Sequence[Position | None], k: int, offset: int, tokenizer: Tokenizer
+) -> CompletionLogprobs:
+    """The form of /v1/completions. `offset` is where the first token begins in the text."""
+    logprobs = CompletionLogprobs([], [], [], [])
+    for token_id, position in zip(token_ids, positions, strict=True):
+        text = tokenizer.token_to_text(token_id)
+        logprobs.text_offset.append(offset)
+        logprobs.tokens.append(text)
+        logprobs.token_logprobs.append(None if position is None else _finite(position[token_id]))
+        logprobs.top_logprobs.append(None if position is None else _top_by_text(token_id, position, k, tokenizer))
+        offset += len(text)
+    return logprobs
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], positions: Sequence[Position], k: int, tokenizer: Tokenizer | None
+) -> ChatLogprobs:
+    """The form of /v1/chat/completions. Without a tokenizer a token is shown as `token_id:ID`."""
+    content = []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        chosen = _entry(token_id, position, tokenizer)
+        top = [_entry(other, position, tokenizer) for other in _top(token_id, position, k)]
+        content.append(ChatTokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
+    return ChatLogprobs(content)
+
+
+def prompt_logprobs(positions: Sequence[Position | None], k: int) -> PromptLogprobList:
+    """As vLLM gives them."""
+    return [None if position is None else _by_token_id(position, k) for position in positions]
+
+
+def _by_token_id(position: Position, k: int) -> dict[int, PromptLogprob]:
+    chosen = next(iter(position))
+    entries = {token_id: position[token_id] for token_id in [chosen, *_top(chosen, position, k)]}
+    return {
+        token_id: PromptLogprob(_finite(entry), entry.rank, entry.decoded_token) for token_id, entry in entries.items()
+    }
+
+
+def _top(chosen: int, position: Position, k: int) -> list[int]:
+    """The `k` likeliest, in order, then the ids that were asked for."""
+    ranked = sorted((entry.rank, token_id) for token_id, entry in position.items() if entry.rank is not None)
+    likeliest = [token_id for rank, token_id in ranked if rank <= k]
+    asked = [token_id for token_id, entry in position.items() if entry.rank is None and token_id != chosen]
+    return likeliest + asked
+
+
+def _top_by_text(chosen: int, position: Position, k: int, tokenizer: Tokenizer) -> dict[str, float]:
+    entries: dict[str, float] = {}
+    for token_id in [*_top(chosen, position, k), chosen]:
+        # Different ids may have the same text, as parts of characters do: the likelier one, which comes first, stays.
+        entries.setdefault(tokenizer.token_to_text(token_id), _finite(position[token_id]))
+    return entries
+
+
+def _entry(token_id: int, position: Position, tokenizer: Tokenizer | None) -> TokenLogprob:
+    logprob = _finite(position[token_id])
+    if tokenizer is None:
+        return TokenLogprob(f"token_id:{token_id}", logprob, None)
+    return TokenLogprob(tokenizer.token_to_text(token_id), logprob, list(tokenizer.token_bytes(token_id)))
+
+
+def _finite(entry: Logprob) -> float:
+    return max(entry.logprob, LEAST)

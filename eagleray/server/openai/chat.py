@@ -1,0 +1,188 @@
+"""/v1/chat/completions: the next message of a conversation."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import NamedTuple
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from eagleray.client import CompletionDelta, CompletionOutput, Prompt
+from eagleray.errors import InvalidRequest
+from eagleray.messages.sampling import SamplingParams
+from eagleray.server.body import BodyDecoder
+from eagleray.server.conversation import render
+from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.fields import StreamOptions, sampling_params, stream_options
+from eagleray.server.generation import Generation, Generations, Order
+from eagleray.server.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs, prompt_logprobs
+from eagleray.server.openai.requests import ChatRequest
+from eagleray.server.openai.responses import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatMessage,
+    ChatResponse,
+)
+from eagleray.server.replies import Emit, EventStream, json_reply, unless_disconnected
+from eagleray.server.service import Service
+from eagleray.server.usage import total_usage, usage_so_far
+
+__all__ = ["ChatRoute"]
+
+
+FIELD_NAMES = {"prompt": "messages"}
+"""Where this route has what the client calls by these names."""
+
+
+class Job(NamedTuple):
+    """A request that was understood: what to generate, and how to tell it."""
+
+    body: ChatRequest
+    order: Order
+    options: StreamOptions
+    created: int
+
+    @property
+    def id(self) -> str:
+        return f"chatcmpl-{self.order.request_id}"
+
+
+class ChatRoute:
+    """The handler."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._body = BodyDecoder(ChatRequest, service.max_request_bytes)
+
+    def endpoints(self) -> list[Endpoint]:
+        create = Operation(
+            self.create,
+            "Answer in a conversation.",
+            takes=ChatRequest,
+            gives=ChatResponse,
+            streams=ChatChunk,
+            refuses=(400, 404, 413, 500, 503),
+        )
+        return [Endpoint("/v1/chat/completions", post=create)]
+
+    async def create(self, request: Request) -> ASGIApp:
+        job = await self._read(request)
+        if job.body.stream:
+            return EventStream(functools.partial(self._stream, job), job.order.request_id)
+        return json_reply(await unless_disconnected(request.receive, self._whole(job)))
+
+    async def _read(self, request: Request) -> Job:
+        body = await self._body.read(request)
+        self._service.check_model(body.model)
+        self._service.check_ready()
+        options = stream_options(body.stream, body.stream_options)
+        params = self._params(body)
+        text = await render(self._service, body.messages, body)
+        token_ids = await self._service.encode(text, add_special_tokens=bool(body.add_special_tokens))
+        order = Order.of(
+            request,
+            [Prompt(text, token_ids)],
+            params,
+            priority=self._service.check_priority(body.priority),
+            cache_salt=body.cache_salt,
+            field_names=FIELD_NAMES,
+        )
+        return Job(body, order, options, int(time.time()))
+
+    def _params(self, body: ChatRequest) -> SamplingParams:
+        # Without a limit of the user's an answer may be as long as the model's length allows.
+        decided = {"logprobs": self._num_logprobs(body), "max_tokens": _max_tokens(body)}
+        return sampling_params(body, self._service.default_sampling, **decided)
+
+    def _num_logprobs(self, body: ChatRequest) -> int | None:
+        if body.top_logprobs is None:
+            return 0 if body.logprobs else None
+        if not body.logprobs:
+            raise InvalidRequest("`top_logprobs` is only for requests with `logprobs` true", param="top_logprobs")
+        if not 0 <= body.top_logprobs <= self._service.max_logprobs:
+            raise InvalidRequest(
+                f"`top_logprobs` must be between 0 and {self._service.max_logprobs}, but it is {body.top_logprobs}",
+                param="top_logprobs",
+            )
+        return body.top_logprobs
+
+    async def _whole(self, job: Job) -> ChatResponse:
+        async with Generations(self._service, job.order) as generations:
+            (generation,) = generations.each
+            output = await generation.result()
+        return ChatResponse(
+            id=job.id,
+            created=job.created,
+            model=self._service.model_name,
+            choices=[self._choice(job, part) for part in output.outputs],
+            usage=total_usage(generations.each),
+            prompt_logprobs=_prompt_logprobs(job, generation),
+            prompt_token_ids=generation.prompt_token_ids if job.body.return_token_ids else UNSET,
+        )
+
+    def _choice(self, job: Job, part: CompletionOutput) -> ChatChoice:
+        return ChatChoice(
+            index=part.index,
+            message=ChatMessage(content=part.text),
+            logprobs=self._logprobs(job, part),
+            finish_reason=part.finish_reason,
+            stop_reason=part.stop_reason,
+            token_ids=part.token_ids if job.body.return_token_ids else UNSET,
+        )
+
+    async def _stream(self, job: Job, emit: Emit) -> None:
+        begun: set[int] = set()
+        async with Generations(self._service, job.order) as generations:
+            (generation,) = generations.each
+            async for news in generation:
+                for part in news:
+                    chunk = self._chunk(job, self._chunk_choice(job, part, begins=part.index not in begun))
+                    chunk.usage = usage_so_far(job.options, generations.each)
+                    if not begun:
+                        chunk.prompt_logprobs = _prompt_logprobs(job, generation)
+                        chunk.prompt_token_ids = generation.prompt_token_ids if job.body.return_token_ids else UNSET
+                    begun.add(part.index)
+                    if chunk.choices[0].says_something:
+                        await emit(chunk)
+        if job.options.include_usage:
+            last = self._chunk(job)
+            last.usage = total_usage(generations.each)
+            await emit(last)
+
+    def _chunk(self, job: Job, *choices: ChatChunkChoice) -> ChatChunk:
+        return ChatChunk(id=job.id, created=job.created, model=self._service.model_name, choices=[*choices])
+
+    def _chunk_choice(self, job: Job, part: CompletionDelta, *, begins: bool) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            index=part.index,
+            delta=ChatDelta(role="assistant" if begins else UNSET, content=part.text),
+            logprobs=self._logprobs(job, part),
+            finish_reason=part.finish_reason,
+            stop_reason=part.stop_reason,
+            token_ids=part.token_ids if job.body.return_token_ids else UNSET,
+        )
+
+    def _logprobs(self, job: Job, part: CompletionDelta | CompletionOutput) -> ChatLogprobs | None:
+        if part.logprobs is None:
+            return None
+        return chat_logprobs(part.token_ids, part.logprobs, job.body.top_logprobs or 0, self._service.tokenizer)
+
+
+def _max_tokens(body: ChatRequest) -> int | None:
+    limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
+    if len(limits) == 2:
+        raise InvalidRequest(
+            "`max_tokens` is the older name of `max_completion_tokens`: give one of them", param="max_completion_tokens"
+        )
+    return next(iter(limits), None)
+
+
+def _prompt_logprobs(job: Job, generation: Generation) -> PromptLogprobList | UnsetType:
+    if job.body.prompt_logprobs is None or generation.prompt_logprobs is None:
+        return UNSET
+    return prompt_logprobs(generation.prompt_logprobs, job.body.prompt_logprobs)
