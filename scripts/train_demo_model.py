@@ -3,7 +3,7 @@
 The text is the Python standard library's own (sources, docstrings, language reference; PSF licence), which is on every
 machine with Python, so the model can be made again anywhere, without a download, within an hour on two CPU cores:
 
-    python scripts/train_demo_model.py --minutes 45 --export eagleray/demo_model
+    python scripts/train_demo_model.py --export eagleray/demo_model
 
 A run saves itself in --work-dir every few minutes and on SIGTERM or ctrl-C; the same command carries on from there.
 Nothing is written to the package but by `export`, which first checks the written files.
@@ -103,7 +103,6 @@ PEAK_LR, WARMUP_STEPS, DECAY_FROM = 4e-3, 50, 0.4  # then linearly to zero
 SAVE_EVERY_S, EVAL_EVERY_S = 180, 300
 PROSE_REPEATS = 2
 
-
 SKIPPED_DIRS = {"site-packages", "test", "tests", "idlelib", "turtledemo", "encodings", "pydoc_data", "_bundled"}
 # Written in C, so their documentation is in no source file. Importing these has no side effect.
 C_MODULES = ("builtins", "math", "cmath", "itertools", "time", "array", "zlib", "binascii")
@@ -150,9 +149,8 @@ def build_corpus() -> tuple[Corpus, Corpus]:
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if SKIPPED_DIRS.intersection(relative.parts) or "-" in str(
-            relative
-        ):  # config-3.x and _sysconfigdata: generated
+        is_generated = "-" in str(relative)  # config-3.x and _sysconfigdata
+        if is_generated or SKIPPED_DIRS.intersection(relative.parts):
             continue
         try:
             source = path.read_text(encoding="utf-8")
@@ -184,7 +182,6 @@ def documented_names(tree: ast.Module, module: str) -> Iterator[Entry]:
     """Everything in a source file that has a docstring, in the order of the file. Parsed, never imported."""
     if doc := ast.get_docstring(tree):
         yield Entry("module", module, "", "", doc)
-
     module = next((name for start, name in KNOWN_AS.items() if module.startswith(start)), module)
 
     def walk(body: list[ast.stmt], prefix: str) -> Iterator[Entry]:
@@ -194,10 +191,8 @@ def documented_names(tree: ast.Module, module: str) -> Iterator[Entry]:
                     yield Entry("class", module, prefix + node.name, "", doc)
                 yield from walk(node.body, f"{prefix}{node.name}.")
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (doc := ast.get_docstring(node)):
-                signature = re.sub(
-                    r"^\((self|cls)(, |\))", lambda m: "(" if m[2] == ", " else "()", f"({ast.unparse(node.args)})"
-                )
-                yield Entry("method" if prefix else "function", module, prefix + node.name, signature, doc)
+                arguments = re.sub(r"^(self|cls)(, |$)", "", ast.unparse(node.args))
+                yield Entry("method" if prefix else "function", module, prefix + node.name, f"({arguments})", doc)
 
     yield from walk(tree.body, "")
 
@@ -470,9 +465,8 @@ class Run:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.feed.start(**state["position"])
-        self.step, self.seconds, self.tokens, self.losses = (
-            state[name] for name in ("step", "seconds", "tokens", "losses")
-        )
+        for name in ("step", "seconds", "tokens", "losses"):
+            setattr(self, name, state[name])
 
     def save(self) -> None:
         state = {name: getattr(self, name) for name in ("step", "seconds", "tokens", "losses")}
@@ -499,9 +493,8 @@ class Run:
             if self.seconds - saved > SAVE_EVERY_S:
                 saved = self.seconds
                 self.save()
-            bar.set_postfix_str(
-                f"step {self.step} loss {loss:.3f} balance {balance:.2f} {speed:.0f} tokens/s", refresh=False
-            )
+            text = f"step {self.step} loss {loss:.3f} balance {balance:.2f} {speed:.0f} tokens/s"
+            bar.set_postfix_str(text, refresh=False)
             bar.update(self.progress - bar.n)
         bar.close()
         if self.progress == 1.0:
@@ -580,7 +573,6 @@ def with_parameters_in(dtype: torch.dtype, model: Qwen3MoeForCausalLM) -> Qwen3M
 
 
 def json_files() -> dict[str, dict]:
-    special = {"additional_special_tokens": [IM_START, IM_END], "eos_token": IM_END, "pad_token": END}
     return {
         "config.json": CONFIG,
         "generation_config.json": {
@@ -590,9 +582,11 @@ def json_files() -> dict[str, dict]:
             "eos_token_id": [IM_END_ID, END_ID],
             "pad_token_id": END_ID,
         },
-        "tokenizer_config.json": special
-        | {
+        "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
+            "additional_special_tokens": [IM_START, IM_END],
+            "eos_token": IM_END,
+            "pad_token": END,
             "model_max_length": CONFIG["max_position_embeddings"],
             "clean_up_tokenization_spaces": False,
             "chat_template": CHAT_TEMPLATE,
@@ -697,15 +691,11 @@ At the default sampling parameters (temperature 0.7, top-p 0.9), first try:
 def main() -> None:
     if any(os.environ.get(name) != value for name, value in PROCESS_ENV.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | PROCESS_ENV)
-    parser = argparse.ArgumentParser(
-        description="Train eagleray's demo model, or carry on with a run that was stopped."
-    )
-    parser.add_argument("--minutes", type=float, default=45, help="training time over which the learning rate anneals")
+    parser = argparse.ArgumentParser(description="Train the demo model, or carry on with a run that was stopped.")
+    parser.add_argument("--minutes", type=float, default=50, help="training time over which the learning rate anneals")
     parser.add_argument("--steps", type=int, help="anneal over this many steps instead")
     parser.add_argument("--work-dir", type=Path, default=Path(tempfile.gettempdir()) / "eagleray-demo-model")
-    parser.add_argument(
-        "--export", type=Path, metavar="DIR", help="when the budget is spent, write the checkpoint here"
-    )
+    parser.add_argument("--export", type=Path, metavar="DIR", help="where to write the checkpoint at the end")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from eagleray.client.chat_template import ChatTemplate
 from eagleray.client.generation_config import eos_token_ids
 from eagleray.client.tokenizer_files import chat_template_source, load_backend, named_tokens, read_tokenizer_config
-from eagleray.errors import ConfigError, InvalidRequest
+from eagleray.errors import CheckpointError, ConfigError, InvalidRequest
 
 __all__ = ["Tokenizer"]
 
@@ -57,14 +57,19 @@ class Tokenizer:
         Raises `CheckpointError` for a file that is missing or damaged, `ConfigError` for a wrong `chat_template`.
         """
         config = read_tokenizer_config(directory)
-        backend = load_backend(directory, config)
-        named = named_tokens(config)
-        if chat_template is None:
+        try:
+            backend = load_backend(directory, config)
+            named = named_tokens(config)
             templates = chat_template_source(directory, config)
-        elif chat_template.is_file():
+        except (AttributeError, KeyError, TypeError) as error:  # JSON, but not of the shape that it should have
+            raise CheckpointError(
+                f"{directory / 'tokenizer_config.json'}: its tokens or chat templates are not as they should be "
+                f"({type(error).__name__}: {error})"
+            ) from None
+        if chat_template is not None:
+            if not chat_template.is_file():
+                raise ConfigError(f"option `chat_template`: there is no file {str(chat_template)!r}")
             templates = {"default": chat_template.read_text(encoding="utf-8")}
-        else:
-            raise ConfigError(f"option `chat_template`: there is no file {str(chat_template)!r}")
         eos = eos_token_ids(directory)
         if not eos and (token_id := backend.token_to_id(named.get("eos_token", ""))) is not None:
             eos = (token_id,)

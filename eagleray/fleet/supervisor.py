@@ -136,6 +136,7 @@ class Supervisor:
             label=member.label,
             payload=msgspec.msgpack.encode(spec),
             log_level=self._config.execution.log_level,
+            runtime_dir=str(self._runtime_dir),
             on_message=lambda message: self._from_thread(self._heard, member, message),
             on_exit=lambda reason: self._from_thread(self._exited, member, reason),
             pass_fds=pass_fds,

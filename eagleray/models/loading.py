@@ -1,7 +1,7 @@
 """Reads weights from the safetensors files of a checkpoint.
 
-Files are memory-mapped; a tensor is read when a layer takes it, straight into memory of its own, in the model's dtype on
-the model's device. Every problem is a `CheckpointError` that names the file and the tensor.
+Files are memory-mapped; a tensor is read when a layer takes it, straight into memory of its own, in the model's dtype
+on the model's device. Every problem is a `CheckpointError` that names the file and the tensor.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CheckpointWeights:
         with ExitStack() as stack:
             self._paths = _weight_files(directory)
             self._files = [stack.enter_context(_open(path)) for path in self._paths]
-            self._owners = {name: index for index, file in enumerate(self._files) for name in file.keys()}
+            self._owners = {name: index for index, file in enumerate(self._files) for name in file.keys()}  # noqa: SIM118
             self._total_bytes = sum(path.stat().st_size for path in self._paths)
             self._left_over = set(self._owners)
             self._close = stack.pop_all().close
@@ -114,8 +114,8 @@ def _weight_files(directory: Path) -> list[Path]:
         return [single]
     if not index.is_file():
         raise CheckpointError(
-            f"{directory}: there is neither {SINGLE_FILE} nor {INDEX_FILE}; weights are read from safetensors files only "
-            "(for random weights instead: --load-format dummy)"
+            f"{directory}: there is neither {SINGLE_FILE} nor {INDEX_FILE}; weights are read from safetensors files "
+            "only (for random weights instead: --load-format dummy)"
         )
     try:
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -124,10 +124,8 @@ def _weight_files(directory: Path) -> list[Path]:
             f"{index}: is not an index of safetensors files, a JSON object with a `weight_map`: {error!r}"
         ) from error
     for shard in shards:
-        if not (directory / str(shard)).is_file():
-            raise CheckpointError(
-                f"{directory / str(shard)}: not found, but {index} names it; the download may be incomplete"
-            )
+        if not (path := directory / str(shard)).is_file():
+            raise CheckpointError(f"{path}: not found, but {index} names it; the download may be incomplete")
     return [directory / shard for shard in shards]
 
 

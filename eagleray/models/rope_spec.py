@@ -87,19 +87,23 @@ def read_rope(config: ConfigFile, *, default_theta: float, max_position_embeddin
             fields.get("original_max_position_embeddings", max_position_embeddings),
         )
     )
+    rope: RopeSpec
     match kind:
         case "default":
-            return DefaultRope(theta)
+            rope = DefaultRope(theta)
         case "linear":
-            return LinearRope(theta, config.positive("factor", fields.get("factor")))
+            rope = LinearRope(theta, config.positive("factor", fields.get("factor")))
         case "dynamic":
-            return DynamicRope(theta, config.positive("factor", fields.get("factor")), max_position_embeddings)
+            rope = DynamicRope(theta, config.positive("factor", fields.get("factor")), max_position_embeddings)
         case "llama3":
             names = ("factor", "low_freq_factor", "high_freq_factor")
-            return Llama3Rope(theta, *(config.positive(name, fields.get(name)) for name in names), original_max)
+            factor, low, high = (config.positive(name, fields.get(name)) for name in names)
+            rope = Llama3Rope(theta, factor, low, high, original_max)
         case "yarn":
-            return _read_yarn(config, fields, theta, original_max, max_position_embeddings)
-    config.fail(f"the rope type {kind!r} is not supported; supported are {SUPPORTED}")
+            rope = _read_yarn(config, fields, theta, original_max, max_position_embeddings)
+        case _:
+            config.fail(f"the rope type {kind!r} is not supported; supported are {SUPPORTED}")
+    return rope
 
 
 def _merged_fields(config: ConfigFile) -> dict[str, Any]:

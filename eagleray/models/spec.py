@@ -1,4 +1,4 @@
-"""What a model is: its geometry, as config.json gives it. Everything else in this package is built from a `ModelSpec`."""
+"""What a model is: its geometry, as config.json gives it. Everything else here is built from a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -122,9 +122,7 @@ def windows_by_layer(config: ConfigFile, num_layers: int) -> tuple[int | None, .
         if kind not in ("full_attention", "sliding_attention"):
             config.fail(f"the layer type {kind!r} is not supported; supported are full_attention and sliding_attention")
         if kind == "sliding_attention" and window is None:
-            config.fail(
-                "`layer_types` names sliding_attention, but `use_sliding_window` and `sliding_window` do not give a window"
-            )
+            config.fail("`layer_types` names sliding_attention, but `use_sliding_window` is not set, or no window is")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -20,6 +20,8 @@ class Birth(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     log_level: str
     payload: bytes
+    runtime_dir: str
+    """Directory that belongs to the instance: an orphan removes it, since the parent no longer can."""
 
 
 def write_frame(sock: socket.socket, frame: bytes) -> None:

@@ -33,7 +33,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end)
     parent = Parent(sock)
-    parent.end_with_parent()
+    parent.end_with_parent(birth.runtime_dir)
     try:
         module, _, function = birth.target.partition(":")
         getattr(importlib.import_module(module), function)(birth.payload, parent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import socket
 import threading
@@ -37,16 +38,17 @@ class Parent:
         except OSError:
             pass
 
-    def end_with_parent(self) -> None:
-        """From now on this process ends when its parent does, however the parent ended."""
-        threading.Thread(target=self._watch, name="parent-watch", daemon=True).start()
+    def end_with_parent(self, runtime_dir: str) -> None:
+        """From now on this process ends when its parent does, however the parent ended, and tidies up after it."""
+        threading.Thread(target=self._watch, args=(runtime_dir,), name="parent-watch", daemon=True).start()
 
-    def _watch(self) -> None:
+    def _watch(self, runtime_dir: str) -> None:
         # The end of the stream tells at once; the parent's id tells even if some fork of the parent keeps its end open.
         parent = os.getppid()
         while os.getppid() == parent:
             if select.select([self._socket], [], [], POLL_SECONDS)[0] and read_frame(self._socket) is None:
                 break
+        shutil.rmtree(runtime_dir, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(ORPHAN_SECONDS)
         os._exit(1)  # the main thread is stuck in something that SIGTERM does not interrupt

@@ -33,6 +33,7 @@ class Child:
         label: str,
         payload: bytes,
         log_level: str,
+        runtime_dir: str,
         on_message: Callable[[ChildToParent], None],
         on_exit: Callable[[str], None],
         pass_fds: Sequence[int] = (),
@@ -48,7 +49,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
             )
         self._socket = ours
-        birth = Birth(target=target, label=label, log_level=log_level, payload=payload)
+        birth = Birth(target=target, label=label, log_level=log_level, payload=payload, runtime_dir=runtime_dir)
         with contextlib.suppress(OSError):  # it died already: the watcher is about to say so
             write_frame(ours, msgspec.msgpack.encode(birth))
         self._watcher = threading.Thread(target=self._watch, name=f"watch-{label}", daemon=True)

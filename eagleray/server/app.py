@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
@@ -39,21 +42,24 @@ def create_app(client: Client, config: Config) -> ASGIApp:
         *GenerateRoute(service).endpoints(),
         *TokenRoutes(service).endpoints(),
     ]
-    endpoints.append(_description(endpoints, service, needs_key=bool(config.serving.api_key)))
+    endpoints.append(_describing(endpoints, service, needs_key=bool(config.serving.api_key)))
     # An endpoint refuses what is not its method itself, so that the refusal looks like every other.
-    routes = [Route(endpoint.path, endpoint, methods=None) for endpoint in endpoints]
+    routes = [Route(endpoint.pattern, endpoint, methods=None) for endpoint in endpoints]
     router = Router(routes, redirect_slashes=False, default=_unknown_route)
     return Edge(router, endpoints, config.serving.api_key, service.metrics)
 
 
-def _description(endpoints: list[Endpoint], service: Service, *, needs_key: bool) -> Endpoint:
+def _describing(endpoints: list[Endpoint], service: Service, *, needs_key: bool) -> Endpoint:
     """/openapi.json, which is in the document too."""
 
+    @functools.cache
+    def document() -> dict[str, Any]:
+        return describe([*endpoints, itself], version=service.version, needs_key=needs_key)
+
     async def show(request: Request) -> Response:
-        return json_reply(document)
+        return json_reply(document())
 
     itself = Endpoint("/openapi.json", get=Operation(show, "This document."))
-    document = describe([*endpoints, itself], version=service.version, needs_key=needs_key)
     return itself
 
 

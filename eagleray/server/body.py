@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Generic, TypeVar
@@ -36,27 +37,20 @@ class BodyDecoder(Generic[T]):
     """Reads the bodies of one route: JSON objects that are a `kind`, a struct."""
 
     def __init__(self, kind: type[T], most_bytes: int) -> None:
+        self._kind = kind
         self._decoder = msgspec.json.Decoder(kind)
         self._most_bytes = most_bytes
-        _, components = msgspec.json.schema_components([kind])
-        properties = [item for part in components.values() for item in part.get("properties", {}).items()]
-        self._unsupported = {name for name, schema in properties if UNSUPPORTED in schema}
-        self._choices = {name: ", ".join(values) for name, schema in properties if (values := _choices(schema))}
 
     async def read(self, request: Request) -> T:
         """The request's body. Raises `InvalidRequest`, or `BodyTooLarge` as soon as it is known to be."""
-        too_large = BodyTooLarge(
-            f"the request's body is larger than {self._most_bytes} bytes, the most that this server accepts "
-            "(its option `max_request_bytes`); send less"
-        )
         announced = request.headers.get("content-length", "")
         if announced.isdigit() and int(announced) > self._most_bytes:
-            raise too_large
+            raise self._too_large()
         chunks, size = [], 0
         async for chunk in request.stream():
             size += len(chunk)
             if size > self._most_bytes:
-                raise too_large
+                raise self._too_large()
             chunks.append(chunk)
         return self.decode(b"".join(chunks))
 
@@ -72,6 +66,12 @@ class BodyDecoder(Generic[T]):
             raise InvalidRequest(f"the body is not valid JSON: {error}") from None
         except RecursionError:
             raise InvalidRequest("the body is nested too deeply") from None
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(
+            f"the request's body is larger than {self._most_bytes} bytes, the most that this server accepts "
+            "(its option `max_request_bytes`); send less"
+        )
 
     def _explain(self, message: str) -> InvalidRequest:
         """msgspec says "Expected `int`, got `str` - at `$.max_tokens`"; say it in the user's terms."""
@@ -89,13 +89,22 @@ class BodyDecoder(Generic[T]):
             return InvalidRequest(f"`{path}` is missing", param=path)
         if not path:
             return InvalidRequest(f"the body: {what[0].lower()}{what[1:]}")
+        unsupported, choices = self._hints
         name = path.split(".")[-1].split("[")[0]
-        if name in self._choices and what.startswith("Invalid"):
-            what = f"not a supported value; supported: {self._choices[name]}"
-        if name in self._unsupported:
+        if name in unsupported:
             return InvalidRequest(f"`{path}` is not supported; leave it out", param=path)
+        if name in choices and what.startswith("Invalid"):
+            what = f"not a supported value; supported: {choices[name]}"
         what = f"a key: {what}" if match and match["key"] else what
         return InvalidRequest(f"`{path}`: {what[0].lower()}{what[1:]}", param=path)
+
+    @functools.cached_property
+    def _hints(self) -> tuple[set[str], dict[str, str]]:
+        """Names of the fields that are not supported, and the values of those that admit only a few."""
+        _, components = msgspec.json.schema_components([self._kind])
+        properties = [item for part in components.values() for item in part.get("properties", {}).items()]
+        unsupported = {name for name, schema in properties if UNSUPPORTED in schema}
+        return unsupported, {name: ", ".join(values) for name, schema in properties if (values := _choices(schema))}
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ class Edge:
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
         # Every key is compared, in constant time: the time taken tells nothing about any of them.
-        matches = [hmac.compare_digest(key.encode(), known) for known in self._keys]
+        matches = [hmac.compare_digest(key.encode("latin-1"), known) for known in self._keys]
         if scheme.lower() != "bearer" or not any(matches):
             raise WrongApiKey("wrong or missing API key; send it as `Authorization: Bearer KEY`")
 

@@ -5,6 +5,7 @@ The table is the one source for routing, for the API key rule and for /openapi.j
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
@@ -34,8 +35,11 @@ class Operation(NamedTuple):
 class Endpoint:
     """A URL pattern and its operations, as an ASGI application. `is_open`: answers without an API key."""
 
-    def __init__(self, path: str, *, is_open: bool = False, **operations: Operation) -> None:
-        self.path = path
+    def __init__(self, pattern: str, *, is_open: bool = False, **operations: Operation) -> None:
+        self.pattern = pattern
+        """As the router reads it: `/models/{name:path}`."""
+        self.path = re.sub(r"\{(\w+):\w+\}", r"{\1}", pattern)
+        """As people and OpenAPI read it: `/models/{name}`."""
         self.is_open = is_open
         self.operations = {method.upper(): operation for method, operation in operations.items()}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import msgspec
 import uvicorn
 import uvloop
 
-from eagleray.client import open_client
+from eagleray.client import Client, open_client
 from eagleray.messages.lifecycle import ApiServerSpec, Bound
 from eagleray.process import Parent
 from eagleray.server.app import create_app
@@ -21,6 +21,9 @@ from eagleray.server.app import create_app
 __all__ = ["run"]
 
 KEEP_ALIVE_SECONDS = 60
+FLUSH_SECONDS = 2
+"""What connections get to take the last bytes of their answers when the server ends."""
+DRAIN_POLL_SECONDS = 0.02
 
 
 class _Server(uvicorn.Server):
@@ -46,6 +49,7 @@ async def _serve(spec: ApiServerSpec, parent: Parent) -> None:
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
     )
     server = _Server(config)
     parent.send(Bound(client.address))
@@ -54,9 +58,19 @@ async def _serve(spec: ApiServerSpec, parent: Parent) -> None:
         reading = asyncio.create_task(client.run())
         stopping = asyncio.create_task(client.stopping.wait())
         await asyncio.wait([serving, reading, stopping], return_when=asyncio.FIRST_COMPLETED)
-        config.timeout_graceful_shutdown = math.ceil(client.grace)
+        await _drain(client)
         server.should_exit = True
         await serving
         await client.close()
         stopping.cancel()
         await reading
+
+
+async def _drain(client: Client) -> None:
+    """Let running requests finish within the grace. Connections are still accepted: the app tells them 503.
+
+    Would the socket be closed now, new clients would hang in its backlog, which the supervisor keeps open.
+    """
+    deadline = time.monotonic() + client.grace
+    while client.num_in_flight and time.monotonic() < deadline:
+        await asyncio.sleep(DRAIN_POLL_SECONDS)

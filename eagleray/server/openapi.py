@@ -32,17 +32,12 @@ def describe(endpoints: list[Endpoint], *, version: str, needs_key: bool) -> dic
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "eagleray", "version": version},
-        "paths": {_plain(endpoint.path): _path_item(endpoint, schema_of, needs_key) for endpoint in endpoints},
+        "paths": {endpoint.path: _path_item(endpoint, schema_of, needs_key) for endpoint in endpoints},
         "components": {"schemas": components},
     }
     if needs_key:
         document["components"]["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
     return document
-
-
-def _plain(path: str) -> str:
-    """`/models/{id:path}` is `/models/{id}` in OpenAPI."""
-    return re.sub(r"\{(\w+):\w+\}", r"{\1}", path)
 
 
 def _path_item(endpoint: Endpoint, schema_of: dict[Any, Any], needs_key: bool) -> dict[str, Any]:

@@ -6,11 +6,12 @@ Made once by `app.create_app`; holds no state of any request.
 from __future__ import annotations
 
 import asyncio
+import functools
+import importlib.metadata
 import itertools
 import time
 from typing import Any
 
-from eagleray import __version__
 from eagleray.client import Client, Tokenizer, default_sampling
 from eagleray.config import Config
 from eagleray.config.resolve import checkpoint_dir, served_names
@@ -37,13 +38,17 @@ class Service:
         self.default_sampling: dict[str, Any] = default_sampling(config.model)
         self.metrics = Metrics(self.model_name, lambda: client.stats)
         self.created = int(time.time())
-        self.version = __version__
         self._serial = itertools.count()
 
     @property
     def model_name(self) -> str:
         """The name that answers show."""
         return self.model_names[0]
+
+    @functools.cached_property
+    def version(self) -> str:
+        """Of eagleray. Looked up when it is asked for: reading a distribution's metadata takes its time."""
+        return importlib.metadata.version("eagleray")
 
     @property
     def tokenizer(self) -> Tokenizer:

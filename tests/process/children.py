@@ -35,6 +35,7 @@ def have_a_child(payload: bytes, parent: Parent) -> None:
         label="grandchild",
         payload=b"",
         log_level="info",
+        runtime_dir=payload.decode(),
         on_message=parent.send,
         on_exit=lambda reason: None,
     )

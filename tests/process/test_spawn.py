@@ -26,6 +26,7 @@ def spawn(monkeypatch):
             label="test",
             payload=payload,
             log_level="info",
+            runtime_dir="/nonexistent",
             on_message=said.put,
             on_exit=said.put,
         )
@@ -72,14 +73,17 @@ def test_terminate_ends_a_child(spawn):
     assert said.get(timeout=DEADLINE) == "it ended with exit code 143"
 
 
-def test_a_child_whose_parent_is_killed_ends_too(spawn):
-    child, said = spawn("have_a_child")
+def test_a_child_whose_parent_is_killed_ends_too_and_tidies_up(spawn, tmp_path):
+    runtime_dir = tmp_path / "runtime"
+    runtime_dir.mkdir()
+    child, said = spawn("have_a_child", str(runtime_dir).encode())
     grandchild = int(said.get(timeout=DEADLINE).address)
     child.kill()
     deadline = time.monotonic() + DEADLINE
     while _is_running(grandchild):
         assert time.monotonic() < deadline, f"process {grandchild} has outlived its parent"
         time.sleep(0.05)
+    assert not runtime_dir.exists()
 
 
 def _is_running(pid: int) -> bool:

@@ -121,7 +121,7 @@ def _attend_continued(queries: Tensor, cache: Tensor, row: ContinuedRow, plan: A
 
 
 def _attend_row(queries: Tensor, keys_values: Tensor, mask: Tensor | None, out: Tensor) -> None:
-    """queries, out [n, num_heads, head_dim], keys_values [m, 2 * num_kv_heads, head_dim]; without a mask causal, n = m"""
+    """queries, out [n, num_heads, head_dim], keys_values [m, 2 * num_kv_heads, head_dim]; no mask: causal, n = m"""
     num_kv_heads = keys_values.shape[1] // 2
     grouped = queries.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
     shared = (-1, grouped.shape[1], -1, -1)  # the heads of a group see the same memory

@@ -1,9 +1,9 @@
 """Rotary position embedding: the angles of every position, in all the scalings that checkpoints ask for.
 
 Formulas as in transformers' modeling_rope_utils, so that checkpoints mean the same. One differs on purpose: with
-`dynamic` scaling transformers takes the frequencies of the longest position in the call at hand, and keys cached earlier
-keep theirs; so its results depend on how a prompt was cut. Here position p always takes the frequencies of a sequence
-that ends with it. Both agree for text generated token by token from a prompt within the original length.
+`dynamic` scaling transformers takes the frequencies of the longest position in the call at hand, and keys that were
+cached earlier keep theirs; so its results depend on how a prompt was cut. Here position p always takes the frequencies
+of a sequence that ends with it. Both agree for text generated token by token from a prompt within the original length.
 """
 
 from __future__ import annotations

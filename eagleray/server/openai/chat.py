@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from eagleray.client import CompletionDelta, CompletionOutput, Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
-from eagleray.server.body import BodyDecoder
+from eagleray.server.body import BodyDecoder, field_names
 from eagleray.server.conversation import render
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.fields import StreamOptions, sampling_params, stream_options
@@ -95,9 +95,12 @@ class ChatRoute:
         return Job(body, order, options, int(time.time()))
 
     def _params(self, body: ChatRequest) -> SamplingParams:
-        # Without a limit of the user's an answer may be as long as the model's length allows.
-        decided = {"logprobs": self._num_logprobs(body), "max_tokens": _max_tokens(body)}
-        return sampling_params(body, self._service.default_sampling, **decided)
+        max_tokens = _max_tokens(body)
+        if max_tokens is None:  # as the model's defaults say, or else as long as the model's length allows
+            max_tokens = self._service.default_sampling.get("max_tokens")
+        decided = {"logprobs": self._num_logprobs(body), "max_tokens": max_tokens}
+        with field_names({"max_tokens": "max_completion_tokens"} if body.max_tokens is None else {}):
+            return sampling_params(body, self._service.default_sampling, **decided)
 
     def _num_logprobs(self, body: ChatRequest) -> int | None:
         if body.top_logprobs is None:

@@ -32,7 +32,7 @@ def some_tokens(draw, tokenizer):
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_the_pieces_are_the_whole(kind, skip_special_tokens, data):
     tokenizer = TOKENIZERS[kind]
@@ -53,7 +53,7 @@ def test_the_pieces_are_the_whole(kind, skip_special_tokens, data):
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "unigram"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=st.text(CHARACTERS, max_size=30))
 @example(text="a👨‍👩‍👧b")
 def test_no_part_of_a_character_is_ever_seen(kind, text):

@@ -174,6 +174,10 @@ def test_damaged_files_are_named(tmp_path):
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": 5}))
     with pytest.raises(CheckpointError, match="chat_template must be"):
         Tokenizer.load(directory)
+    for wrong in ({"added_tokens_decoder": {"5": "x"}}, {"chat_template": [{}]}, {"added_tokens_decoder": [1]}):
+        (directory / "tokenizer_config.json").write_text(json.dumps(wrong))
+        with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: its tokens or chat templates"):
+            Tokenizer.load(directory)
     (directory / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer"):
         Tokenizer.load(directory)

@@ -89,7 +89,7 @@ def test_any_workers_exception_is_raised_with_its_name_and_traceback():
 def test_a_users_mistake_keeps_its_type():
     group = FakeGroup()
     group.replies.append(Reply(1, 0, failure("CheckpointError", is_user_error=True)))
-    with pytest.raises(CheckpointError, match="^it broke$"):
+    with pytest.raises(CheckpointError, match=r"^it broke$"):
         Executor(group).call(LoadModel(), MemoryMeasured, timeout=1)
 
 

@@ -1,0 +1,153 @@
+"""Small random checkpoints of every family, as transformers writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+
+CLASSES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+}
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,  # logits differ clearly, so that the best token is not a matter of rounding
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 64},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog. Hello world, hello there, how are you today?",
+    "def main():\n    for index in range(10):\n        print(index)\n    return None\n",
+    "Grüße aus Köln: süße Äpfel und größere Öfen. Café, naïve, déjà vu. 日本語のテキスト、東京。 👋🏽 🎉",
+)
+
+
+def make_checkpoint(
+    directory: Path,
+    family: str,
+    *,
+    dtype: str = "float32",
+    tokenizer: bool = True,
+    seed: int = 0,
+    max_shard_size: str = "1GB",
+    **config_overrides: Any,
+) -> Path:
+    """A checkpoint of random weights in `directory`, which is returned. The same arguments give the same one.
+
+    `config_overrides` are fields of transformers' configuration. Token ids 0 to 2 are special, 2 ends a turn (with
+    `tokenizer=False` nothing ends anything).
+    """
+    end = {"eos_token_id": SPECIAL_TOKENS.index("<|im_end|>")} if tokenizer else {}
+    config_class, model_class = CLASSES[family]
+    config = config_class(**{**COMMON, **SPECIAL[family], **end, **config_overrides})
+    with _seeded(seed):
+        model = model_class(config).eval()
+        _vary(model)
+    with _quiet():
+        model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
+    if tokenizer:
+        write_tokenizer(directory, vocab_size=config.vocab_size)
+    return directory
+
+
+def edit_config(directory: Path, *remove: str, **fields: Any) -> None:
+    """Change a checkpoint's config.json by hand: what transformers would not write."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    for name in remove:
+        del config[name]
+    path.write_text(json.dumps(config | fields))
+
+
+def write_tokenizer(directory: Path, *, vocab_size: int) -> None:
+    """A byte-level BPE tokenizer with a chat template, trained on a few sentences."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(TEXTS, trainer)
+    backend.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def _vary(model: torch.nn.Module) -> None:
+    """transformers starts norms at 1 and biases at 0, which would hide a norm or a bias that is left out."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bars and messages of transformers."""
+    logging = transformers.utils.logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        logging.enable_progress_bar()

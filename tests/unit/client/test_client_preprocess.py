@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from client_fakes import CLIENT, INFO
+from client_tokenizers import load
+
+from eagleray.client import Prompt
+from eagleray.client.preprocess import MAX_COMPLETIONS, Preprocessor
+from eagleray.errors import InvalidRequest, PromptTooLong
+from eagleray.messages.requests import Generate
+from eagleray.messages.sampling import Sampling, SamplingParams, Stopping
+
+PREPROCESSOR = Preprocessor(client=CLIENT, tokenizer=load("byte_level"), eos_token_ids=(2, 7, 10**6), max_logprobs=20)
+WITHOUT_TOKENIZER = Preprocessor(client=CLIENT, tokenizer=None, eos_token_ids=(2,), max_logprobs=20)
+
+
+def requests(params, token_ids=(5, 6, 7), *, seed=3, preprocessor=PREPROCESSOR, **options):
+    made = preprocessor.requests(list(token_ids), params, INFO, request_id="x", seed=seed, **options)
+    for request in made:  # it must survive the way to the engine
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Generate) == request
+    return made
+
+
+def request(params, **options):
+    (made,) = requests(params, **options)
+    return made
+
+
+def test_defaults():
+    assert request(SamplingParams()) == Generate(
+        request_id="x",
+        client=CLIENT,
+        prompt_token_ids=[5, 6, 7],
+        sampling=Sampling(seed=3),
+        stopping=Stopping(max_tokens=16, eos_token_ids=(2, 7)),
+    )
+
+
+def test_every_parameter_arrives():
+    params = SamplingParams(
+        temperature=1,
+        top_p=0.5,
+        top_k=4,
+        min_p=0.1,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repetition_penalty=1.5,
+        logit_bias={np.int64(5): np.float64(-100), 6: 2},
+        allowed_token_ids=[5, 6, 6],
+        stop_token_ids=[9, 9, 7],
+        min_tokens=2,
+        max_tokens=10,
+        logprobs=3,
+        logprob_token_ids=[8, 8, 1],
+        prompt_logprobs=0,
+    )
+    made = request(params, priority=-4, cache_salt="salt")
+    assert made.sampling == Sampling(
+        seed=3,
+        temperature=1.0,
+        top_p=0.5,
+        top_k=4,
+        min_p=0.1,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        repetition_penalty=1.5,
+        logit_bias={5: -100.0, 6: 2.0},
+        allowed_token_ids=(5, 6),
+        min_tokens=2,
+        suppressed_token_ids=(2, 7, 9),
+        logprobs=3,
+        logprob_token_ids=(8, 1),
+        prompt_logprobs=0,
+    )
+    assert made.stopping == Stopping(max_tokens=10, min_tokens=2, eos_token_ids=(2, 7), stop_token_ids=(9, 7))
+    assert (made.priority, made.cache_salt) == (-4, "salt")
+
+
+def test_all_tokens_are_the_same_as_no_limit():
+    assert request(SamplingParams(top_k=-1)).sampling.top_k == 0
+    assert request(SamplingParams(top_k=10**30)).sampling.top_k == INFO.vocab_size
+
+
+def test_ignore_eos_leaves_the_stop_tokens():
+    made = request(SamplingParams(ignore_eos=True, stop_token_ids=[9], min_tokens=1))
+    assert made.stopping.eos_token_ids == ()
+    assert made.sampling.suppressed_token_ids == made.stopping.stop_token_ids == (9,)
+
+
+def test_asking_for_ids_alone_reports_the_chosen_token_too():
+    assert request(SamplingParams(logprob_token_ids=[1])).sampling.logprobs == 0
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(None, 61), (10**30, 61), (61, 61), (60, 60)])
+def test_the_output_ends_at_the_models_length(max_tokens, expected):
+    assert request(SamplingParams(max_tokens=max_tokens)).stopping.max_tokens == expected
+
+
+def test_min_tokens_beyond_the_models_length_travels():
+    assert request(SamplingParams(max_tokens=None, min_tokens=10**30)).sampling.min_tokens == INFO.max_model_len
+
+
+def test_children_differ_in_name_and_seed_and_the_first_reports_the_prompt():
+    params = SamplingParams(n=3, prompt_logprobs=1)
+    made = requests(params)
+    assert [child.request_id for child in made] == ["x/0", "x/1", "x/2"]
+    assert len({child.sampling.seed for child in made} | {3}) == 4
+    assert [child.sampling.prompt_logprobs for child in made] == [1, None, None]
+    assert made == requests(params)
+    assert made != requests(params, seed=4)
+
+
+def test_bad_words_are_forbidden_at_the_beginning_and_after_a_space():
+    encode = PREPROCESSOR.tokenizer.encode
+    found = request(SamplingParams(bad_words=["hello", " again", " "])).sampling.bad_words
+    texts = ["hello", " hello", "again", " again", " "]
+    assert set(found) == {tuple(encode(text, add_special_tokens=False)) for text in texts}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (Prompt("hello"), PREPROCESSOR.tokenizer.encode("hello", add_special_tokens=True)),
+        (Prompt(token_ids=[5, 6]), [5, 6]),
+        (Prompt("shown", [5, 6]), [5, 6]),
+        (Prompt(token_ids=np.array([5, 6])), [5, 6]),
+    ],
+)
+def test_prompts(prompt, expected):
+    found = PREPROCESSOR.tokenize(prompt, INFO)
+    assert found == expected
+    assert all(type(token_id) is int for token_id in found)
+
+
+def test_a_text_gets_what_the_model_expects_around_it():
+    tokenizer = load("byte_fallback")
+    preprocessor = Preprocessor(client=CLIENT, tokenizer=tokenizer, eos_token_ids=(), max_logprobs=0)
+    assert preprocessor.tokenize(Prompt(""), INFO) == [1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (Prompt(), "needs a text or token ids"),
+        (Prompt(""), "empty"),
+        (Prompt(token_ids=[]), "empty"),
+        (Prompt(token_ids=[1, -1]), "token id -1 is out of range; the model has the ids 0 to 499"),
+        (Prompt(token_ids=[1, 500]), "token id 500 is out of range"),
+        (Prompt(token_ids=[10**30]), "out of range"),
+        (Prompt(token_ids=[1.5]), "must be integers"),
+        (Prompt(token_ids=5), "must be integers"),
+        (Prompt("\ud800"), "surrogate"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(prompt, expected):
+    with pytest.raises(InvalidRequest, match=expected) as raised:
+        PREPROCESSOR.tokenize(prompt, INFO)
+    assert raised.value.param == "prompt"
+
+
+def test_a_prompt_must_leave_room_for_a_token():
+    assert len(PREPROCESSOR.tokenize(Prompt(token_ids=[5] * 63), INFO)) == 63
+    with pytest.raises(PromptTooLong, match=r"64 tokens.*length is 64 tokens.*at most 63"):
+        PREPROCESSOR.tokenize(Prompt(token_ids=[5] * 64), INFO)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"logit_bias": {500: 1.0}}, "token id 500"),
+        ({"logit_bias": {"5": 1.0}}, "must be integers"),
+        ({"allowed_token_ids": [-1]}, "token id -1"),
+        ({"stop_token_ids": [500]}, "token id 500"),
+        ({"logprob_token_ids": [500]}, "token id 500"),
+        ({"logprob_token_ids": list(range(129))}, "at most 128 ids, but it has 129"),
+        ({"logprobs": 21}, "at most 20 .*max_logprobs.* it is 21"),
+        ({"prompt_logprobs": 21}, "at most 20"),
+        ({"n": MAX_COMPLETIONS + 1}, "at most 1024"),
+        ({"bad_words": ["\ud800"]}, "surrogate"),
+    ],
+)
+def test_what_the_model_cannot_follow_is_refused(fields, expected):
+    with pytest.raises(InvalidRequest, match=expected) as raised:
+        requests(SamplingParams(**fields))
+    assert raised.value.param == next(iter(fields))
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"priority": 2**63}, "priority"),
+        ({"priority": "high"}, "priority"),
+        ({"priority": math.inf}, "priority"),
+        ({"cache_salt": 5}, "cache_salt"),
+        ({"cache_salt": "\ud800"}, "cache_salt"),
+    ],
+)
+def test_what_cannot_travel_is_refused(options, param):
+    with pytest.raises(InvalidRequest) as raised:
+        requests(SamplingParams(), **options)
+    assert raised.value.param == param
+
+
+def test_without_a_tokenizer_there_are_only_token_ids():
+    assert WITHOUT_TOKENIZER.tokenize(Prompt("shown", [5]), INFO) == [5]
+    assert request(SamplingParams(), preprocessor=WITHOUT_TOKENIZER).stopping.eos_token_ids == (2,)
+    with pytest.raises(InvalidRequest, match=r"a text prompt needs the tokenizer.*skip_tokenizer_init.*token ids"):
+        WITHOUT_TOKENIZER.tokenize(Prompt("text"), INFO)
+    for fields in ({"stop": "x"}, {"bad_words": ["x"]}):
+        with pytest.raises(InvalidRequest, match="skip_tokenizer_init"):
+            requests(SamplingParams(**fields), preprocessor=WITHOUT_TOKENIZER)

@@ -1,0 +1,175 @@
+"""What a reader gets of a request, however slowly it reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from client_tokenizers import load
+
+from eagleray.client import Logprob
+from eagleray.client.request_state import RequestState
+from eagleray.errors import RequestFailed
+from eagleray.messages.outputs import Chunk, FinishReason, PromptLogprobs, TokenLogprobs
+from eagleray.messages.sampling import SamplingParams
+
+TOKENIZER = load("byte_level")
+HELLO, WORLD = (TOKENIZER.encode(text, add_special_tokens=False)[0] for text in ("hello", " world"))
+HE = TOKENIZER.token_to_text(HELLO)
+WO = TOKENIZER.token_to_text(WORLD)
+
+
+def state(*, tokenizer=TOKENIZER, prompt=(5, 6, 7), **params):
+    return RequestState(
+        "x", prompt=None, prompt_token_ids=list(prompt), params=SamplingParams(**params), tokenizer=tokenizer
+    )
+
+
+def chunk(*token_ids, **fields):
+    return Chunk(request_id="", token_ids=list(token_ids), **fields)
+
+
+def only(delta):
+    (output,) = delta.outputs
+    return output
+
+
+def test_a_slow_reader_gets_everything_at_once():
+    request = state()
+    assert request.take() is None
+    request.deliver(0, chunk(HELLO, num_cached_tokens=2))
+    request.deliver(0, chunk(WORLD))
+    delta = request.take()
+    assert (only(delta).text, only(delta).token_ids) == (HE + WO, [HELLO, WORLD])
+    assert (delta.finished, delta.num_cached_tokens, only(delta).finish_reason) == (False, 2, None)
+    assert request.take() is None
+    request.deliver(0, chunk(HELLO, finish_reason=FinishReason.LENGTH))
+    delta = request.take()
+    assert (only(delta).text, only(delta).token_ids, only(delta).finish_reason) == (HE, [HELLO], "length")
+    assert delta.finished
+    assert request.take() is None
+
+
+def test_the_whole_is_there_whether_read_or_not():
+    request = state()
+    request.deliver(0, chunk(HELLO))
+    request.take()
+    request.deliver(0, chunk(WORLD, finish_reason=FinishReason.LENGTH))
+    output = request.output()
+    assert output == request.output()
+    assert (output.outputs[0].text, output.outputs[0].token_ids) == (HE + WO, [HELLO, WORLD])
+    assert (output.finished, output.prompt, output.prompt_token_ids) == (True, None, [5, 6, 7])
+    assert only(request.take()).text == WO
+
+
+@pytest.mark.parametrize("stop", [None, "no such text"])
+def test_the_token_that_ends_it_has_no_text(stop):
+    for stop_token_id in (None, WORLD):
+        request = state(skip_special_tokens=False, stop=stop)
+        request.deliver(0, chunk(HELLO, WORLD, finish_reason=FinishReason.STOP, stop_token_id=stop_token_id))
+        (output,) = request.output().outputs
+        assert (output.text, output.token_ids) == (HE, [HELLO, WORLD])
+        assert (output.finish_reason, output.stop_reason) == ("stop", stop_token_id)
+    request = state(include_stop_str_in_output=True)
+    request.deliver(0, chunk(HELLO, WORLD, finish_reason=FinishReason.STOP, stop_token_id=WORLD))
+    assert request.output().outputs[0].text == HE + WO
+
+
+def test_a_stop_string_cuts_tokens_logprobs_and_text():
+    request = state(stop=[WO[:2]], logprobs=0)
+    logprobs = [TokenLogprobs([token_id], [-1.0], 1) for token_id in (HELLO, WORLD, HELLO)]
+    request.deliver(0, chunk(HELLO, WORLD, HELLO, logprobs=logprobs))
+    assert request.is_finished
+    (output,) = request.output().outputs
+    assert (output.text, output.token_ids, len(output.logprobs)) == (HE, [HELLO, WORLD], 2)
+    assert (output.finish_reason, output.stop_reason, output.cumulative_logprob) == ("stop", WO[:2], -2.0)
+    assert only(request.take()).stop_reason == WO[:2]
+
+
+def test_an_incomplete_character_is_flushed_at_the_end():
+    first_byte = next(index for index in range(256) if TOKENIZER.token_bytes(index) == b"\xe2")
+    request = state()
+    request.deliver(0, chunk(HELLO, first_byte))
+    assert only(request.take()).text == HE
+    request.deliver(0, chunk(first_byte, finish_reason=FinishReason.LENGTH))
+    assert only(request.take()).text == "\ufffd\ufffd"
+
+
+def test_logprobs_have_the_shape_that_users_know():
+    request = state(logprobs=2, logprob_token_ids=[WORLD, 9])
+    reported = TokenLogprobs([HELLO, WORLD, HELLO, WORLD, 9], [-2.0, -0.5, -2.0, -0.5, -7.0], 2)
+    request.deliver(0, chunk(HELLO, logprobs=[reported]))
+    (position,) = only(request.take()).logprobs
+    assert position == {
+        HELLO: Logprob(-2.0, 2, HE),
+        WORLD: Logprob(-0.5, 1, WO),
+        9: Logprob(-7.0, None, TOKENIZER.token_to_text(9)),
+    }
+    assert next(iter(position)) == HELLO
+    request.deliver(0, chunk(WORLD, logprobs=[TokenLogprobs([WORLD, WORLD, 9, WORLD, 9], [-1.0] * 5, 1)]))
+    assert len(only(request.take()).logprobs) == 1
+    assert request.output().outputs[0].cumulative_logprob == -3.0
+
+
+def test_nothing_that_was_not_asked_for():
+    request = state(detokenize=False)
+    request.deliver(0, chunk(HELLO))
+    delta = only(request.take())
+    assert (delta.text, delta.token_ids, delta.logprobs) == ("", [HELLO], None)
+    (output,) = request.output().outputs
+    assert (output.text, output.logprobs, output.cumulative_logprob) == ("", None, None)
+    assert request.output().prompt_logprobs is None
+    for silent in (state(detokenize=False, logprobs=0), state(tokenizer=None, logprobs=0)):
+        silent.deliver(0, chunk(HELLO, logprobs=[TokenLogprobs([HELLO], [-1.0], 1)]))
+        assert only(silent.take()).logprobs == [{HELLO: Logprob(-1.0, 1, None)}]
+
+
+def prompt_part(start, token_ids, logprobs, ranks):
+    return PromptLogprobs(
+        start=start,
+        token_ids=np.array(token_ids, dtype=np.int32),
+        logprobs=np.array(logprobs, dtype=np.float32),
+        ranks=np.array(ranks, dtype=np.int32),
+    )
+
+
+def test_prompt_logprobs_come_once_they_are_complete():
+    request = state(prompt=[5, HELLO, WORLD], prompt_logprobs=1)
+    request.deliver(0, chunk(prompt_logprobs=prompt_part(1, [[HELLO, 9]], [[-2.0, -1.0]], [3])))
+    assert request.take() is None
+    assert request.output().prompt_logprobs is None
+    request.deliver(0, chunk(prompt_logprobs=prompt_part(2, [[WORLD, WORLD]], [[-0.5, -0.5]], [1])))
+    delta = request.take()
+    expected = [None, {HELLO: Logprob(-2.0, 3, HE), 9: Logprob(-1.0, 1, TOKENIZER.token_to_text(9))}]
+    expected.append({WORLD: Logprob(-0.5, 1, WO)})
+    assert (delta.prompt_logprobs, delta.outputs, delta.finished) == (expected, [], False)
+    request.deliver(0, chunk(HELLO, finish_reason=FinishReason.LENGTH))
+    assert request.take().prompt_logprobs is None
+    assert request.output().prompt_logprobs == expected
+
+
+def test_the_prompt_logprobs_of_a_single_token():
+    assert state(prompt=[5], prompt_logprobs=1).take().prompt_logprobs == [None]
+
+
+def test_completions_go_their_own_ways():
+    request = state(n=2)
+    request.deliver(1, chunk(HELLO, num_cached_tokens=3))
+    delta = request.take()
+    assert (only(delta).index, delta.num_cached_tokens) == (1, 0)
+    request.deliver(1, chunk(WORLD, finish_reason=FinishReason.LENGTH))
+    request.deliver(0, chunk(HELLO, num_cached_tokens=2))
+    delta = request.take()
+    assert [(output.index, output.finish_reason) for output in delta.outputs] == [(0, None), (1, "length")]
+    assert (delta.finished, delta.num_cached_tokens) == (False, 2)
+    request.abort()
+    assert [output.finish_reason for output in request.output().outputs] == ["abort", "length"]
+    assert (only(request.take()).finish_reason, request.is_finished) == ("abort", True)
+
+
+def test_a_failure_keeps_what_came_before():
+    request = state()
+    request.deliver(0, chunk(HELLO))
+    request.deliver(0, chunk(finish_reason=FinishReason.ERROR, error="it broke"))
+    assert isinstance(request.failure, RequestFailed)
+    assert str(request.failure) == "it broke"
+    assert only(request.take()).text == HE

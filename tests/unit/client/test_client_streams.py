@@ -1,0 +1,420 @@
+"""The client with its engine's side played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from client_fakes import CLIENT, INFO, FakeEngine, Setup, attached
+from client_tokenizers import write_checkpoint
+
+from eagleray.client import Client, Prompt
+from eagleray.config import build_config
+from eagleray.errors import (
+    ChannelClosed,
+    CheckpointError,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    RequestFailed,
+    Unavailable,
+)
+from eagleray.identity import ClientId, EngineId
+from eagleray.messages.lifecycle import Attach, ClientStarted, Stop
+from eagleray.messages.membership import Joined, Left
+from eagleray.messages.outputs import EngineStats, FinishReason
+from eagleray.messages.sampling import SamplingParams
+
+PROMPT = Prompt(token_ids=[5, 6, 7])
+PARAMS = SamplingParams(temperature=0)
+LENGTH = FinishReason.LENGTH
+
+
+def asynchronous(test):
+    """Run the test in an event loop, in bounded time."""
+
+    def run():
+        asyncio.run(asyncio.wait_for(test(), 10))
+
+    run.__name__ = test.__name__
+    return run
+
+
+async def started(coroutine):
+    """The coroutine as a task that has got as far as it can."""
+    task = asyncio.create_task(coroutine)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return task
+
+
+def report(engine, num_running=0):
+    counts = dict.fromkeys(
+        [
+            *("num_waiting", "num_kv_blocks", "num_free_kv_blocks", "num_steps", "num_preemptions"),
+            *("num_prompt_tokens", "num_generation_tokens", "num_prefix_queries", "num_prefix_hits"),
+        ],
+        0,
+    )
+    return EngineStats(engine=engine.id, num_running=num_running, **counts)
+
+
+# Its place in the fleet.
+
+
+@asynchronous
+async def test_it_says_that_it_has_started_and_knows_who_is_there():
+    async with attached() as setup:
+        assert setup.network.mail["supervisor"] == [ClientStarted(CLIENT)]
+        assert setup.client.address == "client"
+        assert setup.client.engine_info == INFO
+        assert await setup.client.wait_until_ready(5) == INFO
+
+
+@asynchronous
+async def test_waiting_for_an_engine():
+    setup = Setup()
+    await setup.deliver(Attach("supervisor", []))
+    assert setup.client.engine_info is None
+    with pytest.raises(DeadlineExceeded, match="no engine was ready"):
+        await setup.client.wait_until_ready(0.01)
+    waiting = await started(setup.client.wait_until_ready(5))
+    await setup.deliver(Joined(ClientId("test", 1), "other client"))
+    assert not waiting.done()
+    await setup.deliver(setup.engine.joined())
+    assert await waiting == INFO
+    await setup.client.close()
+
+
+@asynchronous
+async def test_an_engine_that_fails_while_it_starts_is_the_cause():
+    setup = Setup()
+    waiting = await started(setup.client.wait_until_ready(5))
+    await setup.deliver(Left(setup.engine.id, "no memory"))
+    with pytest.raises(EngineFailed, match="engine-0 ended: no memory"):
+        await waiting
+    with pytest.raises(Unavailable, match="no engine is ready: engine-0 ended: no memory"):
+        setup.client.generate(PROMPT, PARAMS)
+    successor = FakeEngine(setup)
+    successor.id = EngineId("test", 0, incarnation=1)
+    await setup.deliver(successor.joined())
+    assert await setup.client.wait_until_ready(5) == INFO
+    await setup.client.close()
+
+
+@asynchronous
+async def test_the_newest_stats_of_an_engine_that_is_there():
+    async with attached() as setup:
+        assert setup.client.stats is None
+        await setup.deliver(report(setup.engine, 1), report(setup.engine, 2))
+        assert setup.client.stats.num_running == 2
+        await setup.engine.leave()
+        assert setup.client.stats is None
+
+
+@asynchronous
+async def test_a_request_goes_to_the_engine_with_the_fewest():
+    async with attached() as setup:
+        other = FakeEngine(setup, rank=1)
+        await setup.deliver(other.joined())
+        streams = [setup.client.generate(PROMPT, PARAMS) for _ in range(4)]
+        assert [len(engine.read().names) for engine in (setup.engine, other)] == [2, 2]
+        waiting = [await started(stream.result()) for stream in streams]
+        await other.leave()
+        assert [task.done() for task in waiting].count(True) == 2
+        await setup.engine.leave()
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(end, EngineFailed) for end in ends)
+
+
+@asynchronous
+async def test_stopping_takes_in_nothing_new_and_lets_the_rest_finish():
+    async with attached() as setup:
+        stream = setup.client.generate(PROMPT, PARAMS)
+        await setup.deliver(Stop(12.5))
+        assert setup.client.stopping.is_set()
+        assert setup.client.grace == 12.5
+        with pytest.raises(Unavailable, match="stopping"):
+            setup.client.generate(PROMPT, PARAMS)
+        await setup.engine.say((0, {"token_ids": [9], "finish_reason": LENGTH}))
+        assert (await stream.result()).finished
+
+
+@asynchronous
+async def test_closing_aborts_what_runs_and_ends_run():
+    async with attached() as setup:
+        stream = setup.client.generate(PROMPT, PARAMS)
+        await setup.client.close()
+        await setup.client.close()
+        await setup.running
+        assert (await stream.result()).outputs[0].finish_reason == "abort"
+        assert setup.engine.read().aborted == setup.engine.names
+        assert setup.outbox.is_closed
+        with pytest.raises(Unavailable):
+            setup.client.generate(PROMPT, PARAMS)
+
+
+@asynchronous
+async def test_an_inbox_that_fails_fails_what_waits_for_it():
+    setup = Setup()
+    await setup.deliver(setup.engine.joined())
+    stream = setup.client.generate(PROMPT, PARAMS)
+    setup.inbox.close()
+    with pytest.raises(ChannelClosed):
+        await setup.running
+    with pytest.raises(EngineFailed, match="no longer hears"):
+        await stream.result()
+    with pytest.raises(EngineFailed, match="no longer hears"):
+        await setup.client.wait_until_ready(5)
+
+
+# Requests.
+
+
+@asynchronous
+async def test_deltas_as_they_come():
+    async with attached() as setup:
+        ids = setup.ids("hello world")
+        stream = setup.client.generate(PROMPT, PARAMS, request_id="mine")
+        assert (stream.request_id, stream.prompt_token_ids) == ("mine", [5, 6, 7])
+        assert setup.client.num_in_flight == 1
+        deltas = stream.__aiter__()
+        reading = await started(anext(deltas))
+        assert not reading.done()
+        await setup.engine.say((0, {"token_ids": ids[:1]}))
+        first = await reading
+        await setup.engine.say((0, {"token_ids": ids[1:2]}))
+        await setup.engine.say((0, {"token_ids": ids[2:], "finish_reason": LENGTH}))
+        rest = [delta async for delta in deltas]
+        assert len(rest) == 1
+        assert first.outputs[0].text + rest[0].outputs[0].text == "hello world"
+        assert (first.finished, rest[0].finished) == (False, True)
+        assert setup.client.num_in_flight == 0
+        assert setup.engine.aborted == []
+        assert (await stream.result()).outputs[0].text == "hello world"
+
+
+@asynchronous
+async def test_the_result_alone():
+    async with attached() as setup:
+        stream = setup.client.generate(Prompt("hello"), SamplingParams(n=2))
+        waiting = await started(stream.result())
+        await setup.engine.say((0, {"token_ids": [9], "finish_reason": LENGTH}), (1, {"token_ids": [8]}))
+        assert not waiting.done()
+        await setup.engine.say((1, {"token_ids": [7], "finish_reason": LENGTH}))
+        output = await waiting
+        assert (output.prompt, output.prompt_token_ids) == (
+            "hello",
+            setup.engine.requests[setup.engine.names[0]].prompt_token_ids,
+        )
+        assert [choice.token_ids for choice in output.outputs] == [[9], [8, 7]]
+        assert setup.client.num_in_flight == 0
+
+
+@asynchronous
+async def test_a_stop_string_ends_the_request_here_and_there():
+    async with attached() as setup:
+        ids = setup.ids("hello world")
+        stream = setup.client.generate(PROMPT, SamplingParams(stop="lo w"))
+        await setup.engine.say((0, {"token_ids": ids}))
+        assert setup.engine.read().aborted == setup.engine.names
+        output = await stream.result()
+        assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("hel", "stop")
+        # What the engine said before it knew is dropped.
+        await setup.engine.say((0, {"token_ids": ids}))
+        await setup.engine.say((0, {"finish_reason": FinishReason.ABORT}))
+        assert await stream.result() == output
+
+
+@asynchronous
+async def test_an_engine_that_ends_with_the_stop_string_need_not_be_told():
+    async with attached() as setup:
+        stream = setup.client.generate(PROMPT, SamplingParams(stop="lo w"))
+        await setup.engine.say((0, {"token_ids": setup.ids("hello world"), "finish_reason": LENGTH}))
+        assert (await stream.result()).outputs[0].finish_reason == "stop"
+        assert setup.engine.read().aborted == []
+
+
+@asynchronous
+async def test_an_abort_keeps_what_came_and_tells_the_engine_once():
+    async with attached() as setup:
+        stream = setup.client.generate(PROMPT, SamplingParams(n=2))
+        await setup.engine.say((0, {"token_ids": [9], "finish_reason": LENGTH}), (1, {"token_ids": [8]}))
+        stream.abort()
+        stream.abort()
+        assert setup.engine.read().aborted == [setup.engine.names[1]]
+        output = await stream.result()
+        assert [choice.finish_reason for choice in output.outputs] == ["length", "abort"]
+        assert [choice.token_ids for choice in output.outputs] == [[9], [8]]
+        assert setup.client.num_in_flight == 0
+
+
+@asynchronous
+async def test_a_reader_learns_of_an_abort():
+    async with attached() as setup:
+        stream = setup.client.generate(PROMPT, PARAMS)
+        reading = await started(anext(stream.__aiter__()))
+        stream.abort()
+        delta = await reading
+        assert (delta.finished, delta.outputs[0].finish_reason) == (True, "abort")
+
+
+@asynchronous
+async def test_an_id_may_be_used_again_at_once_after_an_abort():
+    async with attached() as setup:
+        setup.client.generate(PROMPT, PARAMS, request_id="x").abort()
+        stream = setup.client.generate(PROMPT, PARAMS, request_id="x")
+        await setup.engine.say((0, {"token_ids": [1], "finish_reason": FinishReason.ABORT}))
+        await setup.engine.say((1, {"token_ids": [9], "finish_reason": LENGTH}))
+        assert (await stream.result()).outputs[0].token_ids == [9]
+
+
+@asynchronous
+async def test_an_iteration_that_is_left_aborts():
+    async with attached() as setup:
+        closed = setup.client.generate(PROMPT, PARAMS).__aiter__()
+        broken = setup.client.generate(PROMPT, PARAMS)
+        block = setup.client.generate(PROMPT, PARAMS)
+        await setup.engine.say(*((number, {"token_ids": [9]}) for number in range(3)))
+        await anext(closed)
+        await closed.aclose()
+        async for _ in broken:
+            break
+        await asyncio.sleep(0)
+        with pytest.raises(ZeroDivisionError):
+            async with block:
+                raise ZeroDivisionError
+        await asyncio.sleep(0)
+        assert setup.client.num_in_flight == 0
+        assert sorted(setup.engine.read().aborted) == sorted(setup.engine.names)
+
+
+@pytest.mark.parametrize("way", ["result", "deltas"])
+def test_a_task_that_is_cancelled_aborts(way):
+    async def scenario():
+        async with attached() as setup:
+            stream = setup.client.generate(PROMPT, PARAMS)
+            task = await started(stream.result() if way == "result" else anext(stream.__aiter__()))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert task.cancelled()
+            assert setup.engine.read().aborted == setup.engine.names
+            assert setup.client.num_in_flight == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+@asynchronous
+async def test_a_request_that_fails_fails_alone():
+    async with attached() as setup:
+        failing = setup.client.generate(PROMPT, SamplingParams(n=3))
+        other = setup.client.generate(PROMPT, PARAMS)
+        deltas = failing.__aiter__()
+        await setup.engine.say((0, {"token_ids": [9]}))
+        await setup.engine.say((1, {"finish_reason": FinishReason.ERROR, "error": "not a number"}))
+        assert (await anext(deltas)).outputs[0].token_ids == [9]
+        with pytest.raises(RequestFailed, match="not a number"):
+            await anext(deltas)
+        with pytest.raises(RequestFailed, match="not a number"):
+            await failing.result()
+        assert sorted(setup.engine.read().aborted) == [setup.engine.names[0], setup.engine.names[2]]
+        await setup.engine.say((3, {"token_ids": [9], "finish_reason": LENGTH}))
+        assert (await other.result()).finished
+
+
+@asynchronous
+async def test_an_engine_that_leaves_fails_its_requests_with_the_cause():
+    async with attached() as setup:
+        reader, waiter = (setup.client.generate(PROMPT, PARAMS) for _ in range(2))
+        reading, waiting = await started(anext(reader.__aiter__())), await started(waiter.result())
+        await setup.engine.leave()
+        for task in (reading, waiting):
+            with pytest.raises(EngineFailed, match="engine-0 ended: killed by SIGKILL"):
+                await task
+        assert setup.client.num_in_flight == 0
+        assert setup.client.engine_info is None
+        with pytest.raises(Unavailable, match="SIGKILL") as raised:
+            setup.client.generate(PROMPT, PARAMS)
+        assert raised.value.retry_after == 1
+
+
+@asynchronous
+async def test_mistakes_are_told_at_once_and_leave_nothing_behind():
+    async with attached() as setup:
+        setup.client.generate(PROMPT, PARAMS, request_id="x")
+        for options in ({"request_id": "x"}, {"request_id": 5}, {"priority": "high"}, {"cache_salt": None}):
+            with pytest.raises(InvalidRequest) as raised:
+                setup.client.generate(PROMPT, PARAMS, **options)
+            assert raised.value.param == next(iter(options))
+        with pytest.raises(InvalidRequest, match="logprobs"):
+            setup.client.generate(PROMPT, SamplingParams(logprobs=21))
+        with pytest.raises(InvalidRequest, match="empty"):
+            setup.client.generate(Prompt(""), PARAMS)
+        assert setup.client.num_in_flight == 1
+        assert len(setup.engine.read().names) == 1
+
+
+def seeds_of(*, seed, params=PARAMS):
+    async def scenario():
+        async with attached(seed=seed) as setup:
+            for _ in range(3):
+                setup.client.generate(PROMPT, params)
+            setup.engine.read()
+            return [request.sampling.seed for request in setup.engine.requests.values()]
+
+    return asyncio.run(scenario())
+
+
+def test_a_request_without_a_seed_is_given_one():
+    assert len({*seeds_of(seed=None), *seeds_of(seed=None)}) == 6
+    assert seeds_of(seed=5) == seeds_of(seed=5)
+    assert len({*seeds_of(seed=5), *seeds_of(seed=6)}) == 6
+    assert seeds_of(seed=5, params=SamplingParams(seed=-3)) == [-3, -3, -3]
+
+
+# How it is made.
+
+
+def made_from(directory, **options):
+    config = build_config(model=str(directory), **options)
+
+    async def scenario():
+        setup = Setup()
+        await setup.client.close()
+        await setup.running
+        return Client.create(CLIENT, config, inbox=setup.inbox, outbox=setup.outbox)
+
+    return asyncio.run(scenario())
+
+
+def test_it_reads_the_tokenizer_of_the_model(tmp_path):
+    directory = write_checkpoint(tmp_path / "model", generation_config={"eos_token_id": 7})
+    client = made_from(directory)
+    assert (
+        client.tokenizer.decode(client.tokenizer.encode("hi", add_special_tokens=True), skip_special_tokens=True)
+        == "hi"
+    )
+    assert client.tokenizer.eos_token_ids == (7,)
+
+
+def test_the_tokenizer_may_be_elsewhere_with_a_template_of_its_own(tmp_path):
+    write_checkpoint(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        made_from(tmp_path / "model")
+    other = write_checkpoint(tmp_path / "other", "unigram", config=None)
+    (tmp_path / "t.jinja").write_text("mine")
+    client = made_from(tmp_path / "model", tokenizer=str(other), chat_template=str(tmp_path / "t.jinja"))
+    assert client.tokenizer.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True) == "mine"
+    assert made_from(tmp_path / "model", skip_tokenizer_init=True).tokenizer is None
+
+
+@asynchronous
+async def test_without_a_tokenizer_there_are_tokens_but_no_texts():
+    async with attached(kind=None) as setup:
+        stream = setup.client.generate(PROMPT, SamplingParams(logprobs=0))
+        await setup.engine.say((0, {"token_ids": [9], "finish_reason": LENGTH}))
+        output = (await stream.result()).outputs[0]
+        assert (output.text, output.token_ids) == ("", [9])
+        with pytest.raises(InvalidRequest, match="skip_tokenizer_init"):
+            setup.client.generate(Prompt("hi"), PARAMS)

@@ -1,0 +1,149 @@
+"""What Prometheus reads."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from eagleray.identity import EngineId
+from eagleray.messages.outputs import EngineStats, FinishReason
+from eagleray.metrics import Metrics
+
+STATS = EngineStats(
+    engine=EngineId("test", 3),
+    num_running=4,
+    num_waiting=5,
+    num_kv_blocks=8,
+    num_free_kv_blocks=2,
+    num_steps=6,
+    num_preemptions=7,
+    num_prompt_tokens=100,
+    num_generation_tokens=200,
+    num_prefix_queries=130,
+    num_prefix_hits=30,
+)
+
+
+def families(metrics):
+    return {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
+
+
+def samples(metrics):
+    """Values by name and by the values of the labels but `model_name`."""
+    return {
+        (sample.name, *(value for key, value in sorted(sample.labels.items()) if key != "model_name")): sample.value
+        for family in families(metrics).values()
+        for sample in family.samples
+    }
+
+
+def begin(metrics, **changes):
+    request = {"arrival": time.perf_counter(), "num_prompt_tokens": 30, "n": 1, "max_tokens": 16}
+    return metrics.requests.begin(**request | changes)
+
+
+def test_an_engine():
+    metrics = Metrics("tiny", lambda: STATS)
+    assert families(metrics)["eagleray:num_requests_running"].samples[0].labels == {"model_name": "tiny", "engine": "3"}
+    values = samples(metrics)
+    expected = {
+        "num_requests_running": 4,
+        "num_requests_waiting": 5,
+        "kv_cache_usage_perc": 0.75,
+        "prefix_cache_queries_total": 130,
+        "prefix_cache_hits_total": 30,
+        "num_preemptions_total": 7,
+        "prompt_tokens_total": 130,
+        "generation_tokens_total": 200,
+        "engine_steps_total": 6,
+    }
+    assert {name: values[f"eagleray:{name}", "3"] for name in expected} == expected
+
+
+def test_the_newest_stats_are_reported_and_none_are_no_zeros():
+    newest = [None]
+    metrics = Metrics("tiny", lambda: newest[0])
+    assert not any(name.startswith("eagleray:num_requests") for name in families(metrics))
+    newest[0] = STATS
+    assert samples(metrics)["eagleray:num_requests_running", "3"] == 4
+
+
+def test_a_streamed_request():
+    metrics = Metrics("tiny", lambda: None)
+    timer = begin(metrics)
+    timer.tokens(0, 1)
+    timer.tokens(0, 0)
+    timer.tokens(0, 1)
+    timer.tokens(0, 3)
+    timer.finished(0, FinishReason.STOP, 5)
+    timer.ended(FinishReason.ABORT)
+    values = samples(metrics)
+    for name, count in [
+        ("time_to_first_token_seconds", 1),
+        ("inter_token_latency_seconds", 2),
+        ("request_time_per_output_token_seconds", 1),
+        ("e2e_request_latency_seconds", 1),
+    ]:
+        assert values[f"eagleray:{name}_count",] == count
+        assert values[f"eagleray:{name}_sum",] >= 0
+    for name, total in [
+        ("request_prompt_tokens", 30),
+        ("request_generation_tokens", 5),
+        ("request_params_n", 1),
+        ("request_params_max_tokens", 16),
+    ]:
+        assert (values[f"eagleray:{name}_count",], values[f"eagleray:{name}_sum",]) == (1, total)
+    success = {reason: values["eagleray:request_success_total", reason] for reason in FinishReason}
+    assert success == {"stop": 1, "length": 0, "abort": 0, "error": 0}
+
+
+def test_completions_that_did_not_finish_ended_with_their_request():
+    metrics = Metrics("tiny", lambda: None)
+    timer = begin(metrics, n=3, max_tokens=None)
+    timer.tokens(1, 2)
+    timer.finished(1, FinishReason.LENGTH, 2)
+    timer.tokens(2, 4)
+    timer.ended(FinishReason.ERROR)
+    timer.ended(FinishReason.ERROR)
+    values = samples(metrics)
+    assert values["eagleray:request_success_total", "length"] == 1
+    assert values["eagleray:request_success_total", "error"] == 2
+    assert values["eagleray:time_to_first_token_seconds_count",] == 1
+    assert values["eagleray:request_generation_tokens_sum",] == 6
+    assert values["eagleray:request_params_max_tokens_count",] == 0
+
+
+def test_http_requests():
+    metrics = Metrics("tiny", lambda: None)
+    metrics.http_answered("/live", "GET", 200)
+    metrics.http_answered("/live", "GET", 200)
+    metrics.http_answered("/live", "GET", 503)
+    values = samples(metrics)
+    assert values["eagleray:http_requests_total", "GET", "/live", "200"] == 2
+    assert values["eagleray:http_requests_total", "GET", "/live", "503"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [
+        ("time_to_first_token_seconds", [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0]),
+        ("inter_token_latency_seconds", [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0]),
+        ("e2e_request_latency_seconds", [0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0]),
+        ("request_prompt_tokens", [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]),
+        ("request_params_n", [1, 2, 5, 10, 20, math.inf]),
+    ],
+)
+def test_buckets_are_those_of_existing_dashboards(name, bounds):
+    family = families(Metrics("tiny", lambda: None))[f"eagleray:{name}"]
+    found = [float(sample.labels["le"]) for sample in family.samples if sample.name.endswith("_bucket")]
+    assert found[: len(bounds)] == bounds
+    assert found[-1] == math.inf
+
+
+def test_two_servers_in_one_process_do_not_meet():
+    one, two = Metrics("tiny", lambda: None), Metrics("tiny", lambda: None)
+    one.http_answered("/live", "GET", 200)
+    assert ("eagleray:http_requests_total", "GET", "/live", "200") not in samples(two)

@@ -1,0 +1,278 @@
+"""The application on the real client, whose engine is a script: what is sent to it is kept, what it says is decided
+by the test. No process, no socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from eagleray.client import Client
+from eagleray.config import Config, build_config
+from eagleray.errors import ChannelClosed
+from eagleray.identity import ClientId, EngineId
+from eagleray.messages.lifecycle import Stop
+from eagleray.messages.membership import EngineInfo, Joined, Left
+from eagleray.messages.outputs import Chunk, Chunks, EngineStats, FinishReason, PromptLogprobs, TokenLogprobs
+from eagleray.messages.requests import Abort, Generate
+from eagleray.server.app import create_app
+
+ENGINE = EngineId("test", 0)
+SPEECH = "hello world 😀 again"
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.name %}({{ message.name }}) {% endif %}{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ mood }}{% endif %}"
+)
+
+
+def write_checkpoint(directory: Path) -> Path:
+    """A directory with a byte-level tokenizer, a chat template, and sampling defaults."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(["hello world hello there again and again, and again"], trainer)
+    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    backend.save(str(directory / "tokenizer.json"))
+    files = {
+        "config": {"model_type": "qwen3", "eos_token_id": backend.token_to_id("<|endoftext|>")},
+        "tokenizer_config": {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE},
+        "generation_config": {"eos_token_id": backend.token_to_id("<|endoftext|>"), "temperature": 0.5, "top_k": 7},
+    }
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return directory
+
+
+class ScriptedEngine:
+    """Both ends of the client's transport. Answers each request with `speak` unless `speak` is None.
+
+    An answer is what the engine would say of the request, chunk by chunk.
+    """
+
+    address = "nowhere"
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.speak: Callable[[Generate], Iterator[Chunk]] | None = None
+        self._inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._speaking: set[asyncio.Task[None]] = set()
+
+    @property
+    def requests(self) -> list[Generate]:
+        return [message for message in self.sent if isinstance(message, Generate)]
+
+    @property
+    def aborted(self) -> list[str]:
+        return [name for message in self.sent if isinstance(message, Abort) for name in message.request_ids]
+
+    async def receive(self) -> Any:
+        message = await self._inbox.get()
+        if message is None:
+            raise ChannelClosed("closed")
+        return message
+
+    def close(self) -> None:
+        self._inbox.put_nowait(None)
+
+    def connect(self, peer: Any, address: str) -> None: ...
+
+    def disconnect(self, peer: Any) -> None: ...
+
+    def send(self, peer: Any, message: Any) -> None:
+        self.sent.append(message)
+        if isinstance(message, Generate) and self.speak is not None:
+            task = asyncio.create_task(self._say(self.speak(message)))
+            self._speaking.add(task)
+            task.add_done_callback(self._speaking.discard)
+
+    def say(self, *messages: Any) -> None:
+        """Put messages into the client's inbox; chunks as of one step."""
+        chunks = [message for message in messages if isinstance(message, Chunk)]
+        for message in [Chunks(ENGINE, chunks)] if chunks else messages:
+            self._inbox.put_nowait(message)
+
+    async def _say(self, chunks: Iterator[Chunk]) -> None:
+        for chunk in chunks:
+            self.say(chunk)
+            await settle()
+
+
+async def settle() -> None:
+    """Let everything happen that can without the world outside."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def logprobs_of(token_id: int, k: int, asked: Sequence[int] = ()) -> TokenLogprobs:
+    """The chosen token is the second likeliest; those that were asked for are far behind."""
+    likeliest = [token_id + 1, token_id, *range(token_id + 2, token_id + 9)][:k]
+    logprobs = [-1.5, *(-1.0 - 0.5 * place for place in range(k)), *[-20.0] * len(asked)]
+    return TokenLogprobs([token_id, *likeliest, *asked], logprobs, 2)
+
+
+def prompt_logprobs_of(prompt: list[int], k: int) -> PromptLogprobs:
+    rows = [logprobs_of(token_id, k) for token_id in prompt[1:]]
+    return PromptLogprobs(
+        start=1,
+        token_ids=np.array([row.token_ids for row in rows], np.int32).reshape(-1, 1 + k),
+        logprobs=np.array([row.logprobs for row in rows], np.float32).reshape(-1, 1 + k),
+        ranks=np.array([row.rank for row in rows], np.int32),
+    )
+
+
+class Api:
+    """The application as a test uses it: in an event loop of its own, by blocking calls."""
+
+    def __init__(self, config: Config, runner: asyncio.Runner) -> None:
+        self.config = config
+        self.engine = ScriptedEngine()
+        self._runner = runner
+        self._reading: asyncio.Task[None] | None = None
+        self.run(self._start())
+
+    async def _start(self) -> None:
+        self.client = Client.create(ClientId("test", 0), self.config, inbox=self.engine, outbox=self.engine)
+        self.app = create_app(self.client, self.config)
+        self._reading = asyncio.create_task(self.client.run())
+        if self.client.tokenizer is not None:
+            self.speech = self.client.tokenizer.encode(SPEECH, add_special_tokens=False)
+            self.eos = self.client.tokenizer.eos_token_ids[0]
+            self.engine.speak = self.recite
+
+    async def _close(self) -> None:
+        await self.client.close()
+        assert self._reading is not None
+        await self._reading
+
+    def close(self) -> None:
+        self.run(self._close())
+
+    def recite(self, request: Generate) -> Iterator[Chunk]:
+        """`SPEECH`, a token for each step, then the end-of-sequence token."""
+        tokens = [*self.speech, self.eos]
+        wanted = request.sampling.prompt_logprobs
+        for place, token_id in enumerate(tokens[: request.stopping.max_tokens]):
+            is_last = place == request.stopping.max_tokens - 1
+            reason = FinishReason.STOP if token_id == self.eos else FinishReason.LENGTH if is_last else None
+            k = request.sampling.logprobs
+            yield Chunk(
+                request_id=request.request_id,
+                token_ids=[token_id],
+                logprobs=[] if k is None else [logprobs_of(token_id, k, request.sampling.logprob_token_ids)],
+                prompt_logprobs=prompt_logprobs_of(request.prompt_token_ids, wanted)
+                if wanted is not None and place == 0
+                else None,
+                num_cached_tokens=1 if place == 0 else 0,
+                finish_reason=reason,
+            )
+
+    def run(self, work: Any) -> Any:
+        return self._runner.run(work)
+
+    def hear(self, *messages: Any) -> None:
+        """The client hears these from the engine or the supervisor."""
+
+        async def hear() -> None:
+            self.engine.say(*messages)
+            await settle()
+
+        self.run(hear())
+
+    def join(self, max_model_len: int = 64) -> None:
+        info = EngineInfo(
+            architecture="Tiny", vocab_size=320, max_model_len=max_model_len, block_size=4, num_kv_blocks=32
+        )
+        self.hear(Joined(ENGINE, "somewhere", info))
+
+    def leave(self, cause: str) -> None:
+        self.hear(Left(ENGINE, cause))
+
+    def stop(self) -> None:
+        self.hear(Stop(5.0))
+
+    def request(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        async def request() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+                return await http.request(method, path, **arguments)
+
+        return self.run(request())
+
+    def get(self, path: str, **arguments: Any) -> httpx.Response:
+        return self.request("GET", path, **arguments)
+
+    def post(self, path: str, body: Any = None, **arguments: Any) -> httpx.Response:
+        return self.request("POST", path, json=body, **arguments)
+
+    def events(self, path: str, body: dict[str, Any], **arguments: Any) -> list[Any]:
+        """The events of a stream, which must end as it should."""
+        response = self.post(path, {"stream": True, **body}, **arguments)
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        return parse_events(response.text)
+
+
+def parse_events(text: str) -> list[Any]:
+    blocks = text.split("\n\n")
+    assert blocks.pop() == ""
+    assert all(block.startswith("data: ") for block in blocks)
+    assert blocks.pop() == "data: [DONE]"
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+class Call:
+    """One HTTP request to an application, message by message: for streams that are read slowly or left."""
+
+    def __init__(self, app: Any, path: str, body: dict[str, Any]) -> None:
+        self.received: list[Any] = []
+        self.may_send = asyncio.Event()
+        self.may_send.set()
+        self._incoming: asyncio.Queue[Any] = asyncio.Queue()
+        self._incoming.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": [(b"x-request-id", b"mine")],
+            "query_string": b"",
+        }
+        self.task = asyncio.create_task(app(scope, self._incoming.get, self._send))
+
+    async def _send(self, message: Any) -> None:
+        await self.may_send.wait()
+        self.received.append(message)
+
+    def leave(self) -> None:
+        self._incoming.put_nowait({"type": "http.disconnect"})
+
+    @property
+    def text(self) -> str:
+        return b"".join(message.get("body", b"") for message in self.received).decode()
+
+
+@contextlib.contextmanager
+def serving(checkpoint: Path, **options: Any) -> Iterator[Api]:
+    """An application with an engine. `options`: as of the command line."""
+    with asyncio.Runner() as runner:
+        api = Api(build_config(**{"model": str(checkpoint), "served_model_name": ["tiny", "alias"], **options}), runner)
+        api.join()
+        try:
+            yield api
+        finally:
+            api.close()
+
+
+def stats(**numbers: int) -> EngineStats:
+    names = [name for name in EngineStats.__struct_fields__ if name != "engine"]
+    return EngineStats(engine=ENGINE, **{name: numbers.get(name, 0) for name in names})

@@ -1,0 +1,259 @@
+"""/v1/chat/completions, field by field."""
+
+from __future__ import annotations
+
+import pytest
+from server_fakes import SPEECH, serving
+
+PATH = "/v1/chat/completions"
+USER = {"role": "user", "content": "hello"}
+PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+
+def chat(api, *messages, **body):
+    response = api.post(PATH, {"messages": [*messages] or [USER], **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def prompt_of(api, *messages, **body):
+    """The prompt that reaches the engine."""
+    chat(api, *messages, max_tokens=1, **body)
+    return api.client.tokenizer.decode(api.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+
+
+def test_a_whole_answer(api):
+    answer = api.post(PATH, {"model": "tiny", "messages": [USER]}, headers={"X-Request-Id": "mine"}).json()
+    num_prompt = len(api.engine.requests[-1].prompt_token_ids)
+    assert answer.pop("created") > 0
+    assert answer == {
+        "id": "chatcmpl-mine",
+        "object": "chat.completion",
+        "model": "tiny",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": SPEECH, "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": len(api.speech) + 1,
+            "total_tokens": num_prompt + len(api.speech) + 1,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        },
+    }
+
+
+def test_the_events_of_a_stream(api):
+    body = {"messages": [USER], "max_completion_tokens": 2, "stream_options": {"include_usage": True}}
+    events = api.events(PATH, body, headers={"X-Request-Id": "mine"})
+    head = {
+        "id": "chatcmpl-mine",
+        "object": "chat.completion.chunk",
+        "created": events[0]["created"],
+        "model": "tiny",
+    }
+    choice = {"index": 0, "logprobs": None, "stop_reason": None}
+    first = choice | {"delta": {"role": "assistant", "content": "hello"}, "finish_reason": None}
+    second = choice | {"delta": {"content": " world"}, "finish_reason": "length"}
+    num_prompt = len(api.engine.requests[-1].prompt_token_ids)
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": 2,
+        "total_tokens": num_prompt + 2,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+    assert events == [
+        head | {"choices": [first], "usage": None},
+        head | {"choices": [second], "usage": None},
+        head | {"choices": [], "usage": usage},
+    ]
+
+
+def test_every_choice_of_a_stream_begins_with_its_role(api):
+    events = api.events(PATH, {"messages": [USER], "n": 2})
+    texts = {0: "", 1: ""}
+    roles = {0: [], 1: []}
+    for event in events:
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["delta"]["content"]
+        roles[choice["index"]].append(choice["delta"].get("role"))
+    assert texts == {0: SPEECH, 1: SPEECH}
+    for seen in roles.values():
+        assert seen[0] == "assistant"
+        assert not any(seen[1:])
+
+
+def test_continuous_usage(api):
+    body = {"messages": [USER], "max_tokens": 2, "stream_options": {"continuous_usage_stats": True}}
+    assert [event["usage"]["completion_tokens"] for event in api.events(PATH, body)] == [1, 2]
+
+
+def test_logprobs_with_bytes(api):
+    api.speech = api.client.tokenizer.encode("😀", add_special_tokens=False)
+    first = api.speech[0]
+    content = chat(api, logprobs=True, top_logprobs=2, max_tokens=4)["choices"][0]["logprobs"]["content"]
+    tokenizer = api.client.tokenizer
+
+    def entry(token_id, logprob):
+        return {
+            "token": tokenizer.token_to_text(token_id),
+            "logprob": logprob,
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
+
+    assert content[0] == entry(first, -1.5) | {"top_logprobs": [entry(first + 1, -1.0), entry(first, -1.5)]}
+    assert bytes(byte for one in content for byte in one["bytes"]).decode() == "😀"
+    assert chat(api, logprobs=True, max_tokens=1)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+    assert chat(api, logprobs=False, max_tokens=1)["choices"][0]["logprobs"] is None
+
+
+def test_logprobs_of_a_stream_are_those_of_the_whole(api):
+    body = {"logprobs": True, "top_logprobs": 1}
+    whole = chat(api, **body)["choices"][0]["logprobs"]["content"]
+    events = api.events(PATH, {"messages": [USER], **body})
+    assert [entry for event in events for entry in event["choices"][0]["logprobs"]["content"]] == whole
+
+
+def test_logprobs_of_token_ids_that_were_asked_for(api):
+    choice = chat(api, logprobs=True, top_logprobs=1, logprob_token_ids=[40], max_tokens=1)["choices"][0]
+    (entry,) = choice["logprobs"]["content"]
+    assert [top["logprob"] for top in entry["top_logprobs"]] == [-1.0, -20.0]
+    assert chat(api, logprob_token_ids=[40], max_tokens=1)["choices"][0]["logprobs"] is not None
+
+
+def test_token_ids_and_prompt_logprobs_are_given_on_request(api):
+    body = {"return_token_ids": True, "prompt_logprobs": 0, "max_tokens": 2}
+    answer = chat(api, **body)
+    prompt = api.engine.requests[-1].prompt_token_ids
+    assert answer["prompt_token_ids"] == prompt
+    assert answer["choices"][0]["token_ids"] == api.speech[:2]
+    assert len(answer["prompt_logprobs"]) == len(prompt)
+    assert answer["prompt_logprobs"][0] is None
+    assert list(answer["prompt_logprobs"][1]) == [str(prompt[1])]
+    first, second = api.events(PATH, {"messages": [USER], **body})
+    assert first["prompt_token_ids"] == prompt
+    assert first["prompt_logprobs"] == answer["prompt_logprobs"]
+    assert [event["choices"][0]["token_ids"] for event in (first, second)] == [[token] for token in api.speech[:2]]
+    assert not second.keys() & {"prompt_token_ids", "prompt_logprobs"}
+
+
+def test_messages_become_the_templates_prompt(api):
+    assert prompt_of(api) == PROMPT
+    parts = {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}
+    assert prompt_of(api, parts) == PROMPT
+    developer = {"role": "developer", "content": "be brief"}
+    assert prompt_of(api, developer, USER) == "<|im_start|>system\nbe brief<|im_end|>\n" + PROMPT
+    assert "(Ann) hello" in prompt_of(api, USER | {"name": "Ann"})
+    assert prompt_of(api, chat_template_kwargs={"mood": "happy"}) == PROMPT + "happy"
+    assert prompt_of(api, add_generation_prompt=False) == PROMPT.removesuffix("<|im_start|>assistant\n")
+
+
+def test_the_last_message_can_be_continued(api):
+    open_end = {"role": "assistant", "content": "I am"}
+    assert prompt_of(api, USER, open_end, continue_final_message=True) == PROMPT + "I am"
+
+
+def test_an_answer_can_be_sent_back(api):
+    message = chat(api)["choices"][0]["message"]
+    assert SPEECH in prompt_of(api, USER, message, USER)
+    more = {"tool_calls": None, "function_call": None, "audio": None, "annotations": []}
+    assert SPEECH in prompt_of(api, USER, message | more, USER)
+
+
+def test_an_answer_may_be_as_long_as_the_model_allows(api):
+    chat(api)
+    (request,) = api.engine.requests
+    assert request.stopping.max_tokens == 64 - len(request.prompt_token_ids)
+    chat(api, max_tokens=5)
+    chat(api, max_completion_tokens=5)
+    chat(api, max_tokens=5, max_completion_tokens=5)
+    assert [request.stopping.max_tokens for request in api.engine.requests[1:]] == [5, 5, 5]
+
+
+def test_a_long_conversation_is_tokenized_like_a_short_one(api):
+    api.join(max_model_len=100_000)
+    text = "hello there and again " * 400
+    assert text in prompt_of(api, USER | {"content": text})
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": ["hello"]}, "messages[0]"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [USER | {"weight": 1}]}, "messages[0].weight"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [USER | {"content": "hello " * 100}]}, "messages"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"parallel_tool_calls": True}, "parallel_tool_calls"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.type"),
+        ({"modalities": ["text", "audio"]}, "modalities[1]"),
+        ({"audio": {"voice": "alloy"}}, "audio"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"store": True}, "store"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 2}, "best_of"),
+        ({"frequency_penalty": 3}, "frequency_penalty"),
+    ],
+)
+def test_a_mistake_is_refused_by_the_name_of_the_field(api, body, param):
+    response = api.post(PATH, {"messages": [USER], **body})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert not api.engine.requests
+
+
+def test_what_is_not_supported_is_said_so(api):
+    for body in ({"tools": [{}]}, {"parallel_tool_calls": False}, {"messages": [USER | {"tool_calls": [{}]}]}):
+        message = api.post(PATH, {"messages": [USER], **body}).json()["error"]["message"]
+        assert "not supported" in message
+    message = api.post(PATH, {"messages": [{"role": "tool", "content": "x"}]}).json()["error"]["message"]
+    assert "assistant, developer, system, user" in message
+
+
+def test_values_that_ask_for_nothing_are_accepted(api):
+    nothing = ["tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "response_format", "stop"]
+    nothing += [
+        "modalities",
+        "audio",
+        "prediction",
+        "reasoning_effort",
+        "store",
+        "metadata",
+        "service_tier",
+        "logprobs",
+    ]
+    chat(api, **dict.fromkeys(nothing))
+    chat(api, tools=[], tool_choice="none", response_format={"type": "text"}, modalities=["text"], store=False)
+
+
+def test_a_model_without_a_template_says_so(checkpoint, tmp_path):
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    with serving(tmp_path) as api:
+        error = api.post(PATH, {"messages": [USER]}).json()["error"]
+    assert error["param"] == "messages"
+    assert "chat template" in error["message"]

@@ -1,0 +1,174 @@
+"""The small routes, and the document that describes all of them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from server_fakes import stats
+
+from eagleray import __version__
+
+
+def test_status(api):
+    for path in ("/live", "/health", "/ready", "/ping"):
+        response = api.get(path)
+        assert (response.status_code, response.json()) == (200, {"status": "ok"})
+    assert api.get("/version").json() == {"version": __version__}
+    assert api.get("/load").json() == {"server_load": 0}
+
+
+def test_models(api, checkpoint):
+    answer = api.get("/v1/models").json()
+    assert answer["object"] == "list"
+    assert [card["id"] for card in answer["data"]] == ["tiny", "alias"]
+    card = api.get("/v1/models/alias").json()
+    assert card.pop("created") > 0
+    assert card == {
+        "id": "alias",
+        "object": "model",
+        "owned_by": "eagleray",
+        "root": str(checkpoint),
+        "parent": None,
+        "max_model_len": 64,
+    }
+    response = api.get("/v1/models/some/other")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_tokenize_a_text(api):
+    tokens = api.client.tokenizer.encode("hello again", add_special_tokens=True)
+    answer = api.post("/tokenize", {"prompt": "hello again"}).json()
+    assert answer == {"count": len(tokens), "max_model_len": 64, "tokens": tokens, "token_strs": None}
+    texts = api.post("/tokenize", {"prompt": "hello again", "return_token_strs": True}).json()["token_strs"]
+    assert "".join(texts) == "hello again"
+    assert api.post("/tokenize", {"prompt": ""}).json()["count"] == 0
+
+
+def test_tokenize_a_conversation(api):
+    messages = [{"role": "user", "content": "hello"}]
+    tokens = api.post("/tokenize", {"messages": messages}).json()["tokens"]
+    api.post("/v1/chat/completions", {"messages": messages})
+    assert tokens == api.engine.requests[0].prompt_token_ids
+    shorter = api.post("/tokenize", {"messages": messages, "add_generation_prompt": False}).json()["tokens"]
+    assert shorter == tokens[: len(shorter)] != tokens
+
+
+def test_detokenize(api):
+    text = "hello <|im_end|> 😀" * 800
+    tokens = api.post("/tokenize", {"prompt": text}).json()["tokens"]
+    assert len(tokens) > 4096
+    assert api.post("/detokenize", {"tokens": tokens}).json() == {"prompt": text}
+    assert api.post("/detokenize", {"tokens": tokens[:1]}).json() == {"prompt": "hello"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/tokenize", {"prompt": "x", "text": "x"}, "text"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [320]}, "tokens"),
+    ],
+)
+def test_mistakes_in_tokenizing(api, path, body, param):
+    response = api.post(path, body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_metrics(api):
+    api.hear(stats(num_running=3))
+    api.post("/v1/completions", {"prompt": "hello", "max_tokens": 3})
+    api.events("/v1/completions", {"prompt": "hello", "max_tokens": 3})
+    api.get("/v1/models/alias")
+    api.get("/no/such/route")
+    response = api.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    values = {
+        (sample.name, *sorted(value for key, value in sample.labels.items() if key != "model_name")): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+    assert values["eagleray:num_requests_running", "0"] == 3
+    assert values["eagleray:request_success_total", "length"] == 2
+    assert values["eagleray:time_to_first_token_seconds_count",] == 2
+    assert values["eagleray:inter_token_latency_seconds_count",] == 2
+    assert values["eagleray:request_generation_tokens_sum",] == 6
+    assert values["eagleray:http_requests_total", "/v1/completions", "200", "POST"] == 2
+    assert values["eagleray:http_requests_total", "/v1/models/{model}", "200", "GET"] == 1
+    assert values["eagleray:http_requests_total", "404", "GET", "unknown"] == 1
+
+
+def document(api):
+    return api.get("/openapi.json").json()
+
+
+def references(value):
+    if isinstance(value, dict):
+        yield from (found for key, part in value.items() if key != "$ref" for found in references(part))
+        if "$ref" in value:
+            yield value["$ref"]
+    elif isinstance(value, list):
+        yield from (found for part in value for found in references(part))
+
+
+def test_the_document_lists_every_route(api):
+    paths = document(api)["paths"]
+    assert set(paths) == {
+        "/v1/models",
+        "/v1/models/{model}",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/inference/v1/generate",
+        "/tokenize",
+        "/detokenize",
+        "/health",
+        "/live",
+        "/ready",
+        "/ping",
+        "/version",
+        "/load",
+        "/metrics",
+        "/openapi.json",
+    }
+    for path, item in paths.items():
+        for method in item.keys() - {"parameters"}:
+            status = api.request(method.upper(), path.replace("{model}", "tiny")).status_code
+            assert status in (200, 400), path
+        names = re.findall(r"{(\w+)}", path)
+        assert [parameter["name"] for parameter in item.get("parameters", [])] == names
+
+
+def test_every_reference_in_the_document_resolves(api):
+    page = document(api)
+    assert page["openapi"].startswith("3.1")
+    assert page["info"]["version"] == __version__
+    found = set(references(page))
+    assert found == {f"#/components/schemas/{name}" for name in page["components"]["schemas"]}
+    ids = [
+        operation["operationId"]
+        for item in page["paths"].values()
+        for method, operation in item.items()
+        if method != "parameters"
+    ]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_document_says_what_the_requests_are_checked_against(api):
+    schema = document(api)["components"]["schemas"]["CompletionRequest"]
+    assert schema["additionalProperties"] is False
+    assert schema["required"] == ["prompt"]
+    for field, wrong in [("temperature", "x"), ("echo", 1), ("n", 1.5), ("stop", 3)]:
+        assert field in schema["properties"]
+        response = api.post("/v1/completions", {"prompt": "hello", field: wrong})
+        assert response.json()["error"]["param"] == field
+    assert "tools" not in schema["properties"]
+    operation = document(api)["paths"]["/v1/completions"]["post"]
+    assert set(operation["responses"]) == {"200", "400", "404", "413", "500", "503"}
+    assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}

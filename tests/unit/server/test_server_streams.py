@@ -1,0 +1,241 @@
+"""Requests that do not end as they should: clients that leave or read slowly, engines that fail, servers that stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from server_fakes import Call, Chunk, FinishReason, parse_events, serving, settle
+
+BODIES = {
+    "/v1/completions": {"prompt": ["hello", "again"], "n": 2, "temperature": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+    "/inference/v1/generate": {"token_ids": [5], "sampling_params": {}},
+}
+
+
+@pytest.fixture
+def silent(api):
+    """Its engine says what the test says."""
+    api.engine.speak = None
+    return api
+
+
+def first_token(api):
+    """What the engine says of every request after its first step."""
+    return [Chunk(request_id=request.request_id, token_ids=[api.speech[0]]) for request in api.engine.requests]
+
+
+def metric(api, name):
+    return [line for line in api.get("/metrics").text.splitlines() if line.startswith(f"eagleray:{name}")]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_client_that_leaves_ends_its_requests(silent, path, stream, begun):
+    async def leave():
+        call = Call(silent.app, path, BODIES[path] | {"stream": stream})
+        await settle()
+        assert not call.received
+        if begun:
+            silent.engine.say(*first_token(silent))
+            await settle()
+            assert bool(call.received) == stream
+        call.leave()
+        await asyncio.wait_for(call.task, 5)
+
+    silent.run(leave())
+    assert sorted(silent.engine.aborted) == sorted(request.request_id for request in silent.engine.requests)
+    assert silent.client.num_in_flight == 0
+    assert f'{path}",status="{200 if begun and stream else 499}"' in "".join(metric(silent, "http_requests_total"))
+    num = len(silent.engine.requests)
+    assert f'finished_reason="abort",model_name="tiny"}} {num}.0' in "".join(metric(silent, "request_success_total"))
+
+
+def test_a_client_that_leaves_while_it_sends_is_forgotten(api):
+    async def leave():
+        call = Call(api.app, "/v1/completions", {})
+        await call.task
+        gone: asyncio.Queue[dict] = asyncio.Queue()
+        gone.put_nowait({"type": "http.request", "body": b"{", "more_body": True})
+        gone.put_nowait({"type": "http.disconnect"})
+        sent = []
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+        await api.app(scope, gone.get, lambda message: sent.append(message))
+        assert not sent
+
+    api.run(leave())
+    assert not api.engine.requests
+
+
+def test_a_slow_reader_gets_everything_and_nothing_piles_up(api):
+    async def read_slowly():
+        api.engine.speak = None
+        call = Call(api.app, "/v1/completions", {"prompt": "hello", "stream": True, "return_token_ids": True})
+        await settle()
+        (request,) = api.engine.requests
+        call.may_send.clear()
+        for chunk in api.recite(request):
+            api.engine.say(chunk)
+            await settle()
+        assert not call.received
+        call.may_send.set()
+        await call.task
+        return parse_events(call.text)
+
+    events = api.run(read_slowly())
+    assert [token for event in events for token in event["choices"][0]["token_ids"]] == [*api.speech, api.eos]
+    assert len(events) == 2
+
+
+def failed_chunk(request_id):
+    return Chunk(request_id=request_id, finish_reason=FinishReason.ERROR, error="row 3: the logits are not finite")
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_fails_before_its_first_token_has_a_status(silent, path, stream):
+    async def fail():
+        call = Call(silent.app, path, BODIES[path] | {"stream": stream})
+        await settle()
+        silent.engine.say(failed_chunk(silent.engine.requests[0].request_id))
+        await asyncio.wait_for(call.task, 5)
+        return call
+
+    call = silent.run(fail())
+    assert call.received[0]["status"] == 500
+    assert '"code":"request_failed"' in call.text
+    assert "the logits are not finite" in call.text
+    assert silent.client.num_in_flight == 0
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_failure_within_a_stream_is_an_event(silent, path):
+    async def fail():
+        call = Call(silent.app, path, BODIES[path] | {"stream": True})
+        await settle()
+        silent.engine.say(*first_token(silent))
+        await settle()
+        silent.engine.say(failed_chunk(silent.engine.requests[0].request_id))
+        await asyncio.wait_for(call.task, 5)
+        return call
+
+    call = silent.run(fail())
+    assert call.received[0]["status"] == 200
+    *events, last = parse_events(call.text)
+    assert events
+    assert all("choices" in event for event in events)
+    assert last == {
+        "error": {
+            "message": "row 3: the logits are not finite",
+            "type": "server_error",
+            "param": None,
+            "code": "request_failed",
+        }
+    }
+    assert silent.client.num_in_flight == 0
+    assert 'finished_reason="error",model_name="tiny"} 0.0' not in "".join(metric(silent, "request_success_total"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_end_of_an_engine_is_told_with_its_cause(silent, stream):
+    async def fail():
+        call = Call(silent.app, "/v1/completions", {"prompt": "hello", "stream": stream})
+        await settle()
+        silent.engine.say(*first_token(silent))
+        await settle()
+        return call
+
+    async def finish(call):
+        await asyncio.wait_for(call.task, 5)
+
+    call = silent.run(fail())
+    silent.leave("worker tp0-pp0 raised MemoryError: no more")
+    silent.run(finish(call))
+    assert call.received[0]["status"] == (200 if stream else 500)
+    assert "MemoryError: no more" in call.text
+    assert '"code":"engine_failed"' in call.text
+
+
+def test_a_stopping_server_finishes_what_runs_and_takes_nothing_new(silent):
+    async def start():
+        call = Call(silent.app, "/v1/completions", {"prompt": "hello", "max_tokens": 1})
+        await settle()
+        return call
+
+    async def finish(call):
+        (request,) = silent.engine.requests
+        silent.engine.say(
+            Chunk(request_id=request.request_id, token_ids=[silent.speech[0]], finish_reason=FinishReason.LENGTH)
+        )
+        await asyncio.wait_for(call.task, 5)
+
+    call = silent.run(start())
+    assert silent.get("/load").json() == {"server_load": 1}
+    silent.stop()
+    for path, body in BODIES.items():
+        response = silent.post(path, body)
+        assert response.status_code == 503
+        assert int(response.headers["retry-after"]) >= 1
+        assert response.json()["error"]["type"] == "server_error"
+    assert silent.get("/ready").status_code == 503
+    assert silent.get("/health").status_code == silent.get("/live").status_code == 200
+    silent.run(finish(call))
+    assert call.received[0]["status"] == 200
+    assert '"text":"hello"' in call.text
+
+
+def test_without_an_engine_requests_are_refused_for_now(api):
+    api.leave("it was restarted")
+    for path, body in BODIES.items():
+        response = api.post(path, body)
+        assert response.status_code == 503
+        assert "retry-after" in response.headers
+    for path in ("/health", "/ready", "/ping"):
+        response = api.get(path)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+    assert api.get("/live").status_code == 200
+    assert api.get("/v1/models").json()["data"][0]["max_model_len"] is None
+    api.join()
+    assert api.get("/health").status_code == 200
+
+
+def test_an_unexpected_exception_is_logged_and_not_shown(api, caplog, monkeypatch):
+    caplog.set_level(logging.ERROR, logger="eagleray")
+    monkeypatch.setattr(logging.getLogger("eagleray"), "propagate", True)
+
+    def broken(*arguments, **options):
+        raise KeyError("a secret of ours")
+
+    monkeypatch.setattr(api.client, "generate", broken)
+    response = api.post("/v1/completions", {"prompt": "hello"}, headers={"X-Request-Id": "mine"})
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "internal_error")
+    assert "mine" in error["message"]
+    assert "a secret of ours" in caplog.text
+    assert "Traceback" in caplog.text
+    assert "mine" in caplog.text
+
+
+def test_requests_with_one_id_at_the_same_time_do_not_meet(checkpoint):
+    with serving(checkpoint) as api:
+        api.engine.speak = None
+
+        async def twice():
+            calls = [Call(api.app, "/v1/completions", {"prompt": "hello", "max_tokens": 1}) for _ in range(2)]
+            await settle()
+            for place, request in enumerate(api.engine.requests):
+                token = api.speech[place]
+                api.engine.say(
+                    Chunk(request_id=request.request_id, token_ids=[token], finish_reason=FinishReason.LENGTH)
+                )
+            await asyncio.gather(*(call.task for call in calls))
+            return calls
+
+        texts = [call.text for call in api.run(twice())]
+    assert all('"id":"cmpl-mine"' in text for text in texts)
+    assert ['"text":"hello"' in text for text in texts] == [True, False]
