@@ -18,7 +18,7 @@ from tqdm import tqdm
 from eagleray.client import Client, Prompt, RequestOutput, RequestStream, Tokenizer, default_sampling, open_client
 from eagleray.config import Config, ServingConfig, build_config
 from eagleray.config.resolve import checkpoint_dir
-from eagleray.errors import ConfigError, InvalidRequest
+from eagleray.errors import ConfigError, InvalidRequest, Unavailable
 from eagleray.fleet import Supervisor
 from eagleray.identity import ClientId
 from eagleray.log import setup_logging
@@ -153,7 +153,7 @@ class LLM:
         try:
             for prompt, one, rank in zip(prompts, all_params, priorities, strict=True):
                 parsed, cache_salt = _parse(prompt)
-                streams.append(self._fleet.client.generate(parsed, one, priority=rank, cache_salt=cache_salt))
+                streams.append(self._fleet.generate(parsed, one, priority=rank, cache_salt=cache_salt))
             with tqdm(total=len(streams), desc="prompts", disable=not use_tqdm) as bar:
 
                 async def finish(stream: RequestStream) -> RequestOutput:
@@ -188,6 +188,14 @@ class _Fleet:
             await fleet.guard(fleet.client.wait_until_ready(config.execution.startup_timeout))
             stack.pop_all()
             return fleet
+
+    def generate(self, prompt: Prompt, params: SamplingParams, *, priority: int, cache_salt: str) -> RequestStream:
+        try:
+            return self.client.generate(prompt, params, priority=priority, cache_salt=cache_salt)
+        except Unavailable:
+            if self.supervisor.failed.done():
+                self.supervisor.failed.result()  # there will be no engine any more, and this says why
+            raise
 
     async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`, unless the instance fails first: then the cause is raised."""

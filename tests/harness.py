@@ -38,7 +38,8 @@ class Answer:
 
 class LocalEngine:
     def __init__(self, checkpoint: Path | None, **options: Any) -> None:
-        config = build_config(model=None if checkpoint is None else str(checkpoint), **options)
+        model = None if checkpoint is None else str(checkpoint)
+        config = build_config(model=model, **{"num_threads": 1, **options})
         self.executor = choose_executor(EngineId("test", 0), config)
         started = start_engine(config, self.executor)
         self.core, self.info = started.core, started.info

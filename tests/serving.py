@@ -21,7 +21,8 @@ class ServerProcess:
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "eagleray.cli.main", "serve", *arguments, "--port", "0"],
+            # One thread: these models are tiny, and a machine that is busy makes threads wait for each other.
+            [sys.executable, "-m", "eagleray.cli.main", "serve", *arguments, "--port", "0", "--num-threads", "1"],
             stderr=subprocess.PIPE,
             text=True,
         )

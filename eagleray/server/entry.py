@@ -59,9 +59,9 @@ async def _serve(spec: ApiServerSpec, parent: Parent) -> None:
         stopping = asyncio.create_task(client.stopping.wait())
         await asyncio.wait([serving, reading, stopping], return_when=asyncio.FIRST_COMPLETED)
         await _drain(client)
+        await client.close()  # what still runs ends as aborted, and its connection properly
         server.should_exit = True
         await serving
-        await client.close()
         stopping.cancel()
         await reading
 

@@ -102,6 +102,16 @@ def test_a_second_signal_ends_it_at_once(checkpoint):
         server.wait()
 
 
+def test_after_the_grace_what_still_runs_ends_as_aborted(checkpoint):
+    with serve(checkpoint, *OPTIONS, "--shutdown-timeout", "0.2") as server, stream(server) as lines:
+        server.process.send_signal(signal.SIGTERM)
+        rest = list(lines)
+        assert '"finish_reason":"abort"' in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert server.wait() == 0
+        assert "Traceback" not in server.log
+
+
 def refusal(*arguments: str) -> str:
     """What `eagleray serve` says when it cannot start; it must be one sentence, not a traceback."""
     run = subprocess.run(
