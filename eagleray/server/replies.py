@@ -53,13 +53,15 @@ class EventStream:
     async def _write(self, send: Send) -> None:
         started = False
 
-        async def emit(event: msgspec.Struct) -> None:
+        async def put(data: bytes, *, more: bool) -> None:
             nonlocal started
             if not started:
                 started = True
                 await send({"type": "http.response.start", "status": 200, "headers": [*EVENT_HEADERS]})
-            data = b"data: " + ENCODER.encode(event) + b"\n\n"
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more})
+
+        async def emit(event: msgspec.Struct) -> None:
+            await put(ENCODER.encode(event), more=True)
 
         try:
             await self._produce(emit)
@@ -67,7 +69,7 @@ class EventStream:
             if not started:
                 raise
             await emit(explain(error, self._request_id).reply)
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        await put(b"[DONE]", more=False)
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -234,12 +234,13 @@ def parse_events(text: str) -> list[Any]:
 class Call:
     """One HTTP request to an application, message by message: for streams that are read slowly or left."""
 
-    def __init__(self, app: Any, path: str, body: dict[str, Any]) -> None:
+    def __init__(self, app: Any, path: str, body: dict[str, Any], *, is_whole: bool = True) -> None:
         self.received: list[Any] = []
         self.may_send = asyncio.Event()
         self.may_send.set()
         self._incoming: asyncio.Queue[Any] = asyncio.Queue()
-        self._incoming.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
+        message = {"type": "http.request", "body": json.dumps(body).encode(), "more_body": not is_whole}
+        self._incoming.put_nowait(message)
         scope = {
             "type": "http",
             "method": "POST",

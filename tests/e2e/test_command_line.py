@@ -1,0 +1,110 @@
+"""`eagleray generate | chat | complete`, options from a file, and what each process loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from serving import serve
+
+import eagleray
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama"))
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, tmp_path_factory):
+    options = tmp_path_factory.mktemp("options") / "serve.yaml"
+    options.write_text(f"model: {checkpoint}\nserved-model-name: from-file\nmax_model_len: 200\nlog-level: debug\n")
+    with serve("--config", str(options), "--max-model-len", "300") as server:
+        yield server
+
+
+def eagle(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "eagleray.cli.main", *arguments], input=stdin, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_generate_completes_prompts_without_a_server(checkpoint):
+    arguments = ("--max-tokens", "6", "--temperature", "0", "--log-level", "warning", "--num-threads", "1")
+    two = eagle("generate", checkpoint, "-p", "Hello", "-p", "def main", *arguments)
+    assert (two.returncode, two.stderr) == (0, "")
+    from_input = eagle("generate", checkpoint, *arguments, stdin="Hello")
+    assert from_input.stdout
+    assert two.stdout.startswith(from_input.stdout)
+
+
+def test_chat_and_complete_talk_to_a_server(server):
+    url = ("--url", server.url, "--max-tokens", "6", "--temperature", "0")
+    once = eagle("chat", *url, "-q", "Hello")
+    assert (once.returncode, once.stderr) == (0, "")
+    several = eagle("chat", *url, "--system-prompt", "Be brief.", stdin="Hello\n\nAnd you?\n")
+    assert several.returncode == 0
+    completed = eagle("complete", *url, "-q", "Hello")
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert eagle("complete", *url, stdin="Hello\n").stdout.removeprefix("> ").startswith(completed.stdout)
+
+
+def test_a_server_that_refuses_or_is_not_there_is_one_sentence(server):
+    refused = eagle("complete", "--url", server.url, "--model-name", "other", "-q", "x")
+    assert refused.returncode == 2
+    assert "the server refused (404)" in refused.stderr
+    absent = eagle("chat", "--url", "http://127.0.0.1:9/v1", "-q", "x")
+    assert absent.returncode == 1
+    assert "no server answers at http://127.0.0.1:9/v1" in absent.stderr
+    assert len(refused.stderr.splitlines()) == len(absent.stderr.splitlines()) == 1
+
+
+def test_options_come_from_a_file_and_flags_win(server):
+    import httpx
+
+    (model,) = httpx.get(server.url + "/models").json()["data"]
+    assert model["id"] == "from-file"
+    assert model["max_model_len"] == 300
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("[1, 2]", "expected a mapping"), ("a: [", "not valid YAML"), ("prot: 1", "`port`")]
+)
+def test_a_wrong_file_of_options_is_named(tmp_path, content, message):
+    (tmp_path / "options.yaml").write_text(content)
+    run = eagle("serve", "--config", str(tmp_path / "options.yaml"))
+    assert run.returncode == 2
+    assert message in run.stderr
+
+
+def test_a_command_that_does_not_exist():
+    run = eagle("sreve")
+    assert run.returncode == 2
+    assert "invalid choice: 'sreve'" in run.stderr
+
+
+def test_version():
+    assert eagle("--version").stdout.strip() == eagleray.__version__
+
+
+def test_the_api_server_and_the_supervisor_hold_no_torch(server):
+    def libraries(pid: int) -> str:
+        return Path(f"/proc/{pid}/maps").read_text()
+
+    assert "libtorch" in libraries(server.child("engine-0"))
+    assert "libtorch" not in libraries(server.child("client-0"))
+    assert "libtorch" not in libraries(server.process.pid)
+
+
+def test_help_loads_neither_torch_nor_sockets():
+    code = (
+        "import sys\nfrom eagleray.cli.main import main\n"
+        "try:\n    main(['serve', '--help'])\nexcept SystemExit:\n    pass\n"
+        "print(sorted({'torch', 'tokenizers', 'uvicorn', 'yaml'} & set(sys.modules)), file=sys.stderr)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stderr.strip() == "[]"
+    assert "--max-num-batched-tokens" in run.stdout
