@@ -68,8 +68,5 @@ class Model:
 
     def _context(self, batch: Batch, cache: KVCache) -> ForwardContext:
         cos, sin = self._rope.angles(batch.positions)
-        plans = {
-            window: self._kernels.plan_attention(batch, window=window, block_size=cache.block_size, dtype=self.dtype)
-            for window in self._windows
-        }
+        plans = {window: self._kernels.plan_attention(batch, cache.layers[0], window) for window in self._windows}
         return ForwardContext(cos=cos, sin=sin, slots=batch.slots, plans=plans)

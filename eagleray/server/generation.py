@@ -131,8 +131,7 @@ class Generation:
 
 
 class Generations:
-    """The generations of one order, in an `async with` block: started at its beginning; at its end, what still runs is
-    aborted."""
+    """The generations of one order, for an `async with` block: what still runs at its end is aborted."""
 
     def __init__(self, service: Service, order: Order) -> None:
         self._service = service
@@ -182,6 +181,8 @@ def _hide(part: CompletionDelta | CompletionOutput) -> None:
     part.text, part.token_ids = "", []
     if part.logprobs is not None:
         part.logprobs = []
+    if part.finish_reason is FinishReason.STOP:
+        part.finish_reason, part.stop_reason = FinishReason.LENGTH, None
 
 
 async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

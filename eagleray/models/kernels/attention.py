@@ -19,8 +19,11 @@ from eagleray.models.batch import Batch
 
 __all__ = ["AttentionPlan", "attend", "plan_attention"]
 
+GROUP_BYTES = 2 << 20
+"""Keys and values that are gathered at a time for rows with one query: what stays in a processor's cache."""
+
 SMALL_CONTEXT = 8
-"""Blocks; rows with no more than this are not worth a group of their own."""
+"""Blocks; rows with no more than this count as equally long."""
 
 MAX_QUERIES = 256
 """Queries of a long row that are computed together: bounds the mask, and skips keys that none of them may see."""
@@ -28,11 +31,10 @@ MAX_QUERIES = 256
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Rows with one query each, of similar length."""
+    """Rows with one query each, computed together: `start` to `end` in the plan's order."""
 
-    rows: Tensor | None
-    """int64 [group size] indices of the rows; None: all rows that have one query"""
-    size: int
+    start: int
+    end: int
     block_ids: Tensor
     """int64 [group size * blocks] what to read, the same number of blocks for each row"""
     num_keys: int
@@ -64,6 +66,8 @@ class ContinuedRow:
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     num_decodes: int
+    order: Tensor | None
+    """int64 [num_decodes] rows with one query by length, if they are of very different lengths"""
     decodes: list[DecodeGroup]
     prefills: list[FreshRow | ContinuedRow]
     window: int | None
@@ -72,42 +76,52 @@ class AttentionPlan:
     key. What a query may see depends on its distance from a key alone, so parts of this serve every row."""
 
 
-def plan_attention(batch: Batch, *, window: int | None, block_size: int, dtype: torch.dtype) -> AttentionPlan:
-    prefills = list(_plan_prefills(batch, window, block_size))
+def plan_attention(batch: Batch, cache: Tensor, window: int | None) -> AttentionPlan:
+    """As `Kernels.plan_attention`; `cache` is that of any layer."""
+    order, decodes = _plan_decodes(batch, cache, window)
+    prefills = list(_plan_prefills(batch, cache.shape[1], window))
     continued = [row for row in prefills if isinstance(row, ContinuedRow)]
     return AttentionPlan(
         num_decodes=batch.num_decodes,
-        decodes=_plan_decodes(batch, window, block_size, dtype),
+        order=order,
+        decodes=decodes,
         prefills=prefills,
         window=window,
-        mask=_shared_mask(continued, window, dtype, batch.block_table.device) if continued else None,
+        mask=_shared_mask(continued, cache, window) if continued else None,
     )
 
 
 def attend(queries: Tensor, keys_values: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
     """As `Kernels.attention`."""
     out = queries.new_empty(queries.shape)  # [num_tokens, num_heads, head_dim]
-    for group in plan.decodes:
-        if group.rows is None:
-            out[: plan.num_decodes] = _attend_group(queries[: plan.num_decodes], cache, group)
-        else:
-            out[group.rows] = _attend_group(queries[group.rows], cache, group)
+    if plan.num_decodes:
+        _attend_decodes(queries[: plan.num_decodes], cache, plan, out[: plan.num_decodes])
     for row in plan.prefills:
-        mine = queries[row.start : row.end]
+        mine, result = queries[row.start : row.end], out[row.start : row.end]
         if isinstance(row, FreshRow):
-            _attend_row(mine, keys_values[row.start : row.end], None, out[row.start : row.end])
+            _attend_row(mine, keys_values[row.start : row.end], None, result)
         else:
-            _attend_continued(mine, cache, row, plan, out[row.start : row.end])
+            _attend_continued(mine, cache, row, plan, result)
     return out.flatten(1)
+
+
+def _attend_decodes(queries: Tensor, cache: Tensor, plan: AttentionPlan, out: Tensor) -> None:
+    if plan.order is None:
+        for group in plan.decodes:
+            out[group.start : group.end] = _attend_group(queries[group.start : group.end], cache, group)
+    else:
+        queries = queries.index_select(0, plan.order)
+        results = [_attend_group(queries[group.start : group.end], cache, group) for group in plan.decodes]
+        out.index_copy_(0, plan.order, torch.cat(results))
 
 
 def _attend_group(queries: Tensor, cache: Tensor, group: DecodeGroup) -> Tensor:
     """[group size, num_heads, head_dim]"""
-    num_kv_heads, head_dim = cache.shape[2] // 2, cache.shape[3]
-    context = cache.index_select(0, group.block_ids).view(group.size, -1, 2, num_kv_heads, head_dim)
+    size, num_kv_heads, head_dim = len(queries), cache.shape[2] // 2, cache.shape[3]
+    context = cache.index_select(0, group.block_ids).view(size, -1, 2, num_kv_heads, head_dim)
     keys, values = context[:, : group.num_keys].permute(2, 0, 3, 1, 4)  # [size, num_kv_heads, num_keys, head_dim]
     # the heads that share a key are the queries of that key
-    folded = queries.reshape(group.size, num_kv_heads, -1, head_dim)
+    folded = queries.reshape(size, num_kv_heads, -1, head_dim)
     out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
     return out.reshape(queries.shape)
 
@@ -132,71 +146,64 @@ def _attend_row(queries: Tensor, keys_values: Tensor, mask: Tensor | None, out: 
     out.unflatten(1, (num_kv_heads, -1)).copy_(result.permute(2, 0, 1, 3))
 
 
-def _plan_decodes(batch: Batch, window: int | None, block_size: int, dtype: torch.dtype) -> list[DecodeGroup]:
-    """Groups in which no row is padded to more than twice its blocks, unless they are few."""
+def _plan_decodes(batch: Batch, cache: Tensor, window: int | None) -> tuple[Tensor | None, list[DecodeGroup]]:
+    """(order, groups), such that no row is padded to more than twice its blocks, unless they are few."""
     if batch.num_decodes == 0:
-        return []
+        return None, []
+    block_size, device = cache.shape[1], batch.block_table.device
     contexts = batch.context_lens[: batch.num_decodes]
-    starts = [_first_block(context - 1, window, block_size) for context in contexts]
-    num_keys = [context - start * block_size for context, start in zip(contexts, starts, strict=True)]
+    firsts = [_first_block(context - 1, window, block_size) for context in contexts]
+    num_keys = [context - first * block_size for context, first in zip(contexts, firsts, strict=True)]
     sizes = [max(-(-keys // block_size), SMALL_CONTEXT) for keys in num_keys]
-    if max(sizes) <= 2 * min(sizes):
-        return [_plan_group(batch, None, starts, num_keys, window, block_size, dtype)]
-    groups: list[list[int]] = []
-    for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
-        if groups and sizes[groups[-1][0]] <= 2 * sizes[row]:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return [_plan_group(batch, sorted(rows), starts, num_keys, window, block_size, dtype) for rows in groups]
+    table, order = batch.block_table[: batch.num_decodes], None
+    if max(sizes) > 2 * min(sizes):
+        rows = sorted(range(len(sizes)), key=lambda row: -sizes[row])
+        firsts, num_keys, sizes = ([values[row] for row in rows] for values in (firsts, num_keys, sizes))
+        order = torch.tensor(rows, device=device)
+        table = table.index_select(0, order)
+    max_blocks = GROUP_BYTES // cache[0].nbytes
+    groups = []
+    for start, end in _cut(sizes, max_blocks):
+        ids = _block_ids(table[start:end], firsts[start:end], max(num_keys[start:end]), block_size)
+        mask = _length_mask(num_keys[start:end], cache, window)
+        groups.append(DecodeGroup(start, end, ids, max(num_keys[start:end]), mask))
+    return order, groups
 
 
-def _plan_group(
-    batch: Batch,
-    rows: list[int] | None,
-    starts: list[int],
-    num_keys: list[int],
-    window: int | None,
-    block_size: int,
-    dtype: torch.dtype,
-) -> DecodeGroup:
-    device = batch.block_table.device
-    table = batch.block_table[: batch.num_decodes]
-    picked = None
-    if rows is not None:
-        picked = torch.tensor(rows, device=device)
-        table = table[picked]
-        starts, num_keys = [starts[row] for row in rows], [num_keys[row] for row in rows]
-    longest = max(num_keys)
-    num_blocks = -(-longest // block_size)
-    if any(starts):
-        columns = torch.tensor(starts, device=device)[:, None] + torch.arange(num_blocks, device=device)
-        block_ids = table.gather(1, columns.clamp_(max=table.shape[1] - 1))
-    else:
-        block_ids = table[:, :num_blocks]
-    return DecodeGroup(
-        rows=picked,
-        size=len(num_keys),
-        block_ids=block_ids.reshape(-1),
-        num_keys=longest,
-        mask=_length_mask(num_keys, window, dtype, device),
-    )
+def _cut(sizes: list[int], max_blocks: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that have at most twice the blocks of each other, and at most `max_blocks` with their padding."""
+    start = 0
+    for end in range(1, len(sizes) + 1):
+        longest = max(sizes[start : end + 1])
+        whole = (end + 1 - start) * longest > max_blocks
+        if end == len(sizes) or whole or longest > 2 * sizes[end]:
+            yield start, end
+            start = end
 
 
-def _length_mask(num_keys: list[int], window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def _block_ids(table: Tensor, firsts: list[int], num_keys: int, block_size: int) -> Tensor:
+    """[rows * blocks] of each row the blocks from its first one on, enough for `num_keys`."""
+    num_blocks = -(-num_keys // block_size)
+    if not any(firsts):
+        return table[:, :num_blocks].reshape(-1)
+    columns = torch.arange(num_blocks, device=table.device) + torch.tensor(firsts, device=table.device)[:, None]
+    return table.gather(1, columns.clamp_(max=table.shape[1] - 1)).view(-1)
+
+
+def _length_mask(num_keys: list[int], cache: Tensor, window: int | None) -> Tensor | None:
     """Row i sees the last `window` of its first `num_keys[i]` keys."""
     longest = max(num_keys)
     if min(num_keys) == longest and (window is None or longest <= window):
         return None
-    ends = torch.tensor(num_keys, device=device)[:, None]
-    keys = torch.arange(longest, device=device)
+    ends = torch.tensor(num_keys, device=cache.device)[:, None]
+    keys = torch.arange(longest, device=cache.device)
     hidden = keys >= ends
     if window is not None:
         hidden |= keys < ends - window
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)[:, None, None]
+    return _additive(hidden, cache)[:, None, None]
 
 
-def _plan_prefills(batch: Batch, window: int | None, block_size: int) -> Iterator[FreshRow | ContinuedRow]:
+def _plan_prefills(batch: Batch, block_size: int, window: int | None) -> Iterator[FreshRow | ContinuedRow]:
     start = batch.num_decodes
     for row in range(batch.num_decodes, len(batch.query_lens)):
         context, queries = batch.context_lens[row], batch.query_lens[row]
@@ -227,14 +234,19 @@ def _pieces(num_queries: int, num_keys: int, window: int | None) -> Iterator[tup
         yield first, last, low, high
 
 
-def _shared_mask(rows: list[ContinuedRow], window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _shared_mask(rows: list[ContinuedRow], cache: Tensor, window: int | None) -> Tensor:
     """Large enough for every piece of every row."""
     pieces = [piece for row in rows for piece in _pieces(row.end - row.start, row.num_keys, window)]
     num_queries = max(last - first for first, last, _, _ in pieces)
     num_keys = max(high - low for _, _, low, high in pieces)
-    queries_back = torch.arange(num_queries - 1, -1, -1, device=device)[:, None]
-    distance = torch.arange(num_keys - 1, -1, -1, device=device) - queries_back  # how far a key is before a query
+    queries_back = torch.arange(num_queries - 1, -1, -1, device=cache.device)[:, None]
+    distance = torch.arange(num_keys - 1, -1, -1, device=cache.device) - queries_back  # how far a key is before a query
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)
+    return _additive(hidden, cache)
+
+
+def _additive(hidden: Tensor, cache: Tensor) -> Tensor:
+    """0 where it can be seen, minus infinity where it is hidden."""
+    return cache.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)

@@ -66,9 +66,9 @@ class Kernels:
             keys_values = keys_values.nan_to_num()
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, keys_values)
 
-    def plan_attention(self, batch: Batch, *, window: int | None, block_size: int, dtype: torch.dtype) -> AttentionPlan:
-        """What all layers with this window share in one batch: which blocks to read, and masks."""
-        return plan_attention(batch, window=window, block_size=block_size, dtype=dtype)
+    def plan_attention(self, batch: Batch, cache: Tensor, window: int | None) -> AttentionPlan:
+        """What all layers with this window share in one batch; `cache` is that of any layer."""
+        return plan_attention(batch, cache, window)
 
     def attention(self, queries: Tensor, keys_values: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
         """Attention of queries [num_tokens, num_heads, head_dim] over their rows' cached context, to which

@@ -37,6 +37,7 @@ class Job(NamedTuple):
     order: Order
     options: StreamOptions
     model: str
+    tokenizer: Tokenizer
     created: int
 
     def answer(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> CompletionResponse:
@@ -83,7 +84,7 @@ class CompletionRoute:
             cache_salt=body.cache_salt,
             only_prompt=body.max_tokens == 0,
         )
-        return Job(body, order, options, self._service.model_name, int(time.time()))
+        return Job(body, order, options, self._service.model_name, self._service.tokenizer, int(time.time()))
 
     async def _prompts(self, body: CompletionRequest) -> list[Prompt]:
         parts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -108,7 +109,7 @@ class CompletionRoute:
             raise InvalidRequest(
                 "`add_special_tokens` is for texts: token ids are taken as they are", param="add_special_tokens"
             )
-        return Prompt(self._service.tokenizer.decode(part, skip_special_tokens=False) if body.echo else None, part)
+        return Prompt(token_ids=part)
 
     def _params(self, body: CompletionRequest) -> SamplingParams:
         decided: dict[str, int | None] = {"logprobs": body.logprobs}
@@ -124,7 +125,7 @@ class CompletionRoute:
         async with Generations(self._service, job.order) as generations:
             outputs = await all_of([generation.result() for generation in generations.each])
         choices = []
-        for writer, output in zip(self._writers(job, generations), outputs, strict=True):
+        for writer, output in zip(_writers(job, generations), outputs, strict=True):
             choices += [writer.choice(part) for part in output.outputs]
         return job.answer(choices, total_usage(generations.each))
 
@@ -138,29 +139,20 @@ class CompletionRoute:
                         if choice.says_something:
                             await emit(job.answer([choice], usage_so_far(job.options, generations.each)))
 
-            await all_of([tell(writer) for writer in self._writers(job, generations)])
+            await all_of([tell(writer) for writer in _writers(job, generations)])
         if job.options.include_usage:
             await emit(job.answer([], total_usage(generations.each)))
-
-    def _writers(self, job: Job, generations: Generations) -> list[Writer]:
-        tokenizer, n = self._service.tokenizer, job.order.params.n
-        return [
-            Writer(job, prompt, generation, first_index=place * n, tokenizer=tokenizer)
-            for place, (prompt, generation) in enumerate(zip(job.order.prompts, generations.each, strict=True))
-        ]
 
 
 class Writer:
     """The choices of one prompt, whole or in pieces. The first piece of each also tells what is asked of the prompt."""
 
-    def __init__(
-        self, job: Job, prompt: Prompt, generation: Generation, *, first_index: int, tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, job: Job, prompt: Prompt, generation: Generation, *, first_index: int) -> None:
         self.generation = generation
         self._body = job.body
         self._prompt = prompt
         self._first_index = first_index
-        self._tokenizer = tokenizer
+        self._tokenizer = job.tokenizer
         self._offsets: dict[int, int] = {}
         """Length of the text told so far of each completion, as its tokens' texts add up."""
 
@@ -182,11 +174,16 @@ class Writer:
 
     def _tell_prompt(self, choice: CompletionChoice) -> None:
         if self._body.echo:
-            choice.text = (self._prompt.text or "") + choice.text
+            choice.text = self._prompt_text() + choice.text
         if self._body.return_token_ids:
             choice.prompt_token_ids = self.generation.prompt_token_ids
         if self._body.prompt_logprobs is not None and self.generation.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(self.generation.prompt_logprobs, self._body.prompt_logprobs)
+
+    def _prompt_text(self) -> str:
+        if self._prompt.text is not None:
+            return self._prompt.text
+        return self._tokenizer.decode(self.generation.prompt_token_ids, skip_special_tokens=False)
 
     def _logprobs(self, part: CompletionDelta | CompletionOutput, begins: bool) -> CompletionLogprobs | None:
         offset = self._offsets.setdefault(part.index, 0)
@@ -200,3 +197,11 @@ class Writer:
         logprobs = completion_logprobs(token_ids, positions, self._body.logprobs or 0, offset, self._tokenizer)
         self._offsets[part.index] += sum(map(len, logprobs.tokens))
         return logprobs
+
+
+def _writers(job: Job, generations: Generations) -> list[Writer]:
+    pairs = zip(job.order.prompts, generations.each, strict=True)
+    return [
+        Writer(job, prompt, generation, first_index=place * job.order.params.n)
+        for place, (prompt, generation) in enumerate(pairs)
+    ]

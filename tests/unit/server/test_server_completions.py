@@ -144,7 +144,9 @@ def test_echo_alone(api):
     assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == ("hello there", "length", [])
     assert "".join(choice["logprobs"]["tokens"]) == "hello there"
     assert answer["usage"]["completion_tokens"] == 0
+    api.speech = []  # what would follow is the end
     (event,) = api.events(PATH, {"prompt": "hello there", "max_tokens": 0, "echo": True})
+    assert event["choices"][0]["finish_reason"] == "length"
     assert event["choices"][0]["text"] == "hello there"
 
 
@@ -266,6 +268,7 @@ def test_a_long_text_is_tokenized_like_a_short_one(checkpoint):
         ({"prompt": [1, "hello"]}, "prompt"),
         ({"prompt": [1, 2.5]}, "prompt[1]"),
         ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [-1], "echo": True}, "prompt"),
         ({"prompt": [320]}, "prompt"),
         ({"prompt": [[1], []]}, "prompt"),
         ({"prompt": "hello", "max_tokens": 0}, "max_tokens"),

@@ -80,6 +80,7 @@ def test_no_tokenizer_is_needed(checkpoint):
             response = api.post(path, body)
             assert response.status_code == 400, path
             assert "skip_tokenizer_init" in response.json()["error"]["message"]
+        assert len(api.engine.requests) == 1
 
 
 @pytest.mark.parametrize(
