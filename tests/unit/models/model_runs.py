@@ -1,0 +1,83 @@
+"""Drives a model over a paged cache the way a worker does, in small."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagleray.models.base import Model
+from eagleray.models.batch import Batch
+from eagleray.models.cache import KVCache
+from eagleray.models.registry import load_model
+
+
+def load(directory: Path, **options: Any) -> Model:
+    defaults = {"dtype": "auto", "load_format": "auto", "device": torch.device("cpu"), "seed": None}
+    return load_model(directory, **{**defaults, "on_progress": None, **options})
+
+
+class PagedRun:
+    """Sequences that share a cache. Their blocks are neither in order nor next to each other."""
+
+    def __init__(self, model: Model, *, block_size: int = 8, num_blocks: int = 400) -> None:
+        self.model = model
+        self.block_size = block_size
+        self.cache = KVCache.allocate(
+            model.spec, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device
+        )
+        self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
+        self._tokens: dict[str, list[int]] = {}
+        self._blocks: dict[str, list[int]] = {}
+        self._computed: dict[str, int] = {}
+
+    def add(self, name: str, tokens: Sequence[int]) -> None:
+        self._tokens[name] = list(tokens)
+        self._computed[name] = 0
+        self._blocks[name] = [self._free.pop() for _ in range(-(-len(tokens) // self.block_size))]
+
+    def step(self, counts: dict[str, int]) -> dict[str, Tensor]:
+        """Compute the next `counts[name]` tokens of each; logits [count, vocab_size] by name."""
+        names = sorted(counts, key=lambda name: counts[name] != 1)
+        logits = self.model.logits(self.model.forward(self._batch(names, counts), self.cache)).cpu()
+        for name in names:
+            self._computed[name] += counts[name]
+        return dict(zip(names, logits.split([counts[name] for name in names]), strict=True))
+
+    def run(self, name: str, chunk: int) -> Tensor:
+        """The rest of one sequence, `chunk` tokens at a time; logits [tokens, vocab_size]."""
+        pieces = []
+        while (left := len(self._tokens[name]) - self._computed[name]) > 0:
+            pieces.append(self.step({name: min(chunk, left)})[name])
+        return torch.cat(pieces)
+
+    def _batch(self, names: list[str], counts: dict[str, int]) -> Batch:
+        token_ids, positions, slots = [], [], []
+        contexts = [self._computed[name] + counts[name] for name in names]
+        for name, end in zip(names, contexts, strict=True):
+            span = range(self._computed[name], end)
+            token_ids += self._tokens[name][span.start : span.stop]
+            positions += span
+            slots += [self._blocks[name][p // self.block_size] * self.block_size + p % self.block_size for p in span]
+        width = -(-max(contexts) // self.block_size)
+        table = [(self._blocks[name] + [0] * width)[:width] for name in names]
+        device = self.model.device
+        return Batch(
+            token_ids=torch.tensor(token_ids, device=device),
+            positions=torch.tensor(positions, device=device),
+            slots=torch.tensor(slots, device=device),
+            block_table=torch.tensor(table, device=device),
+            context_lens=contexts,
+            query_lens=[counts[name] for name in names],
+            num_decodes=sum(counts[name] == 1 for name in names),
+        )
+
+
+def logits_in_chunks(model: Model, tokens: Sequence[int], chunk: int, **options: Any) -> Tensor:
+    """[tokens, vocab_size]"""
+    run = PagedRun(model, **options)
+    run.add("only", tokens)
+    return run.run("only", chunk)

@@ -1,0 +1,40 @@
+"""The same on a GPU: plain torch kernels, every family, the same logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoints import FAMILIES, make_checkpoint
+from harness import random_prompt
+from model_runs import PagedRun, load, logits_in_chunks
+from oracle import Oracle
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CUDA = torch.device("cuda")
+PROMPT = random_prompt(0, 90, 384)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(family, tmp_path):
+    checkpoint = make_checkpoint(tmp_path, family, tokenizer=False)
+    model, expected = load(checkpoint, device=CUDA), Oracle(checkpoint).logits(PROMPT)
+    for chunk in (90, 16, 1):
+        torch.testing.assert_close(logits_in_chunks(model, PROMPT, chunk), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_in_a_mixed_batch(family, dtype, tmp_path):
+    model = load(make_checkpoint(tmp_path, family, tokenizer=False), device=CUDA, dtype=dtype)
+    run = PagedRun(model)
+    run.add("decode", PROMPT)
+    run.add("prompt", PROMPT[:50])
+    run.step({"decode": 89})
+    assert all(logits.isfinite().all() for logits in run.step({"decode": 1, "prompt": 50}).values())
+
+
+def test_dummy_weights(tmp_path):
+    checkpoint = make_checkpoint(tmp_path, "qwen3_moe", tokenizer=False)
+    logits = [logits_in_chunks(load(checkpoint, device=d, load_format="dummy"), PROMPT, 90) for d in ("cpu", CUDA)]
+    torch.testing.assert_close(*logits, atol=1e-3, rtol=0)

@@ -1,0 +1,76 @@
+"""Number formats other than float32, and dummy weights."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from checkpoints import FAMILIES, make_checkpoint
+from harness import random_prompt
+from model_runs import load, logits_in_chunks
+from transformers import AutoModelForCausalLM
+
+PROMPT = random_prompt(0, 60, 384)
+
+
+def logprobs(model, chunk: int = 60):
+    return torch.log_softmax(logits_in_chunks(model, PROMPT, chunk), dim=-1)
+
+
+def error(wrong: torch.Tensor, right: torch.Tensor) -> float:
+    """Root mean square over all positions and tokens."""
+    return (wrong - right).pow(2).mean().sqrt().item()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_as_near_to_float32_as_transformers_is(family, dtype, tmp_path):
+    checkpoint = make_checkpoint(tmp_path, family, dtype=dtype, tokenizer=False)
+    model = load(checkpoint)
+    assert model.dtype == getattr(torch, dtype), "auto takes the checkpoint's"
+    exact = logprobs(load(checkpoint, dtype="float32"))
+    oracle = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    with torch.inference_mode():
+        theirs = torch.log_softmax(oracle(torch.tensor([PROMPT])).logits[0].float(), dim=-1)
+    for chunk in (60, 7, 1):
+        assert error(logprobs(model, chunk), exact) < 1.5 * error(theirs, exact) + 1e-3
+
+
+def test_dtype_overrides_the_checkpoints(tmp_path):
+    checkpoint = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    assert load(checkpoint).dtype == torch.float32
+    kinds = {"bfloat16": torch.bfloat16, "half": torch.float16, "float16": torch.float16, "float": torch.float32}
+    for name, kind in kinds.items():
+        model = load(checkpoint, dtype=name)
+        assert model.dtype == kind
+        assert logits_in_chunks(model, PROMPT[:4], 4).dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dummy_weights_need_no_files_and_compute(family, tmp_path):
+    checkpoint = make_checkpoint(tmp_path, family, tokenizer=False)
+    num_parameters = load(checkpoint).num_parameters
+    (checkpoint / "model.safetensors").unlink()
+    model = load(checkpoint, load_format="dummy")
+    assert model.num_parameters == num_parameters
+    logits = logits_in_chunks(model, PROMPT, 60)
+    assert logits.isfinite().all()
+    assert logits.std() > 0.01
+    assert torch.equal(logits, logits_in_chunks(load(checkpoint, load_format="dummy", seed=0), PROMPT, 60))
+    assert not torch.equal(logits, logits_in_chunks(load(checkpoint, load_format="dummy", seed=1), PROMPT, 60))
+
+
+def test_num_parameters_counts_a_tied_weight_once(tmp_path):
+    for tied in (True, False):
+        checkpoint = make_checkpoint(tmp_path / str(tied), "qwen2", tokenizer=False, tie_word_embeddings=tied)
+        assert load(checkpoint).num_parameters == AutoModelForCausalLM.from_pretrained(checkpoint).num_parameters()
+
+
+def test_large_dummy_tensors_are_filled_to_the_end(tmp_path):
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 20_000, "hidden_size": 64, "num_hidden_layers": 1,
+              "intermediate_size": 64, "num_attention_heads": 2}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    logits = logits_in_chunks(load(tmp_path, load_format="dummy"), [1, 2, 3], 3)
+    assert logits.shape == (3, 20_000)
+    assert (logits.abs() > 0).float().mean() > 0.99

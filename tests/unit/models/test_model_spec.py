@@ -1,0 +1,157 @@
+"""config.json: both styles, fields left out, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eagleray.errors import CheckpointError
+from eagleray.models.config_file import ConfigFile
+from eagleray.models.registry import FAMILIES
+from eagleray.models.rope_spec import DefaultRope, DynamicRope, LinearRope, Llama3Rope, YarnRope
+
+PATH = Path("/somewhere/config.json")
+
+
+def read(architecture: str = "LlamaForCausalLM", **fields):
+    return FAMILIES[architecture].read_spec(ConfigFile(PATH, fields))
+
+
+def refusal(architecture: str = "LlamaForCausalLM", **fields) -> str:
+    with pytest.raises(CheckpointError) as error:
+        read(architecture, **fields)
+    assert str(error.value).startswith(f"{PATH}: ")
+    return str(error.value)
+
+
+def test_fields_that_are_left_out_have_the_defaults_of_transformers():
+    llama, mistral, mixtral = (read(name) for name in list(FAMILIES)[:3])
+    assert (llama.num_layers, llama.num_kv_heads, llama.head_dim, llama.max_model_len) == (32, 32, 128, 2048)
+    assert llama.rope == DefaultRope(10_000.0)
+    assert (llama.norm_eps, llama.tie_embeddings, llama.dtype) == (1e-6, False, "float32")
+    assert not (llama.qkv_bias or llama.output_bias or llama.mlp_bias or llama.qk_norm)
+    assert (mistral.num_kv_heads, mistral.max_model_len, set(mistral.windows)) == (8, 131_072, {4096})
+    assert (mixtral.norm_eps, mixtral.rope, set(mixtral.windows)) == (1e-5, DefaultRope(1e6), {None})
+    assert (mixtral.moe.num_experts, mixtral.moe.top_k, mixtral.moe.intermediate_size) == (8, 2, 14336)
+    qwen3, qwen3_moe = read("Qwen3ForCausalLM"), read("Qwen3MoeForCausalLM")
+    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias, set(qwen3.windows)) == (128, True, False, {None})
+    assert (qwen3_moe.head_dim, qwen3_moe.moe.num_experts, qwen3_moe.moe.top_k) == (64, 128, 8)
+    assert not qwen3_moe.moe.renormalize
+    assert all(qwen3_moe.moe.layers)
+    qwen2 = read("Qwen2ForCausalLM")
+    assert (qwen2.qkv_bias, qwen2.output_bias) == (True, False)
+
+
+def test_null_key_heads_are_as_many_as_heads():
+    assert read("MistralForCausalLM", num_key_value_heads=None).num_kv_heads == 32
+
+
+def test_both_names_of_the_number_of_experts():
+    assert read("Qwen3MoeForCausalLM", num_experts=16).moe.num_experts == 16
+    assert read("Qwen3MoeForCausalLM", num_local_experts=16).moe.num_experts == 16
+
+
+def test_both_names_of_the_dtype():
+    assert read(dtype="bfloat16").dtype == read(torch_dtype="bfloat16").dtype == "bfloat16"
+    assert read(torch_dtype="torch.float16").dtype == "float16"
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize("kind_field", ["type", "rope_type"])
+def test_both_styles_of_rope_scaling(kind_field):
+    for kind, fields in (("linear", {"factor": 2.0}), ("dynamic", {"factor": 2.0}), ("llama3", LLAMA3), ("yarn", YARN)):
+        old = read(rope_theta=5e5, rope_scaling={kind_field: kind} | fields)
+        new = read(rope_parameters={"rope_theta": 5e5, "rope_type": kind} | fields)
+        assert old == new
+        assert old.rope.theta == 5e5
+    assert read(rope_theta=5e5, rope_scaling=None).rope == DefaultRope(5e5)
+    assert read(rope_theta=5e5, rope_scaling={kind_field: "default"}).rope == DefaultRope(5e5)
+
+
+def test_the_length_that_a_model_was_made_for():
+    positions = {"max_position_embeddings": 40960}
+    assert read(**positions).max_model_len == 40960
+    for kind in ("linear", "dynamic"):
+        assert read(**positions, rope_scaling={"type": kind, "factor": 2.5}).max_model_len == 102_400
+    assert read(**positions, rope_scaling={"rope_type": "llama3"} | LLAMA3).max_model_len == 40960
+    assert read(**positions, rope_scaling={"rope_type": "yarn"} | YARN).max_model_len == 131_072
+    assert read(**positions, rope_scaling={"rope_type": "yarn", "factor": 2.0}).max_model_len == 81_920
+
+
+def test_what_rope_types_are_read_as():
+    assert read(rope_scaling={"type": "linear", "factor": 2}).rope == LinearRope(1e4, 2.0)
+    assert read(rope_scaling={"type": "dynamic", "factor": 2}).rope == DynamicRope(1e4, 2.0, 2048)
+    assert read(rope_scaling={"type": "llama3"} | LLAMA3).rope == Llama3Rope(1e4, 8.0, 1.0, 4.0, 8192)
+    yarn = read(rope_scaling={"type": "yarn", "attention_factor": 1.5, "truncate": False} | YARN).rope
+    assert yarn == YarnRope(1e4, 4.0, 32768, 1.5, 32.0, 1.0, False)
+    # the field outside of the rope's own object has priority, and can stand for the factor
+    outside = read(
+        max_position_embeddings=4096, original_max_position_embeddings=1024, rope_scaling={"type": "yarn"} | YARN
+    )
+    assert outside.rope.original_max == 1024
+    alone = read(max_position_embeddings=4096, original_max_position_embeddings=1024, rope_scaling={"type": "yarn"})
+    assert alone.rope.factor == 4.0
+
+
+def test_windows():
+    assert read("MistralForCausalLM", num_hidden_layers=2, sliding_window=None).windows == (None, None)
+    assert read("MixtralForCausalLM", num_hidden_layers=2, sliding_window=7).windows == (7, 7)
+    sliding = {"num_hidden_layers": 3, "sliding_window": 7, "use_sliding_window": True}
+    for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        assert read(name, **sliding, max_window_layers=2).windows == (None, None, 7)
+        assert read(name, **sliding | {"use_sliding_window": False}, max_window_layers=0).windows == (None,) * 3
+        kinds = ["full_attention", "sliding_attention", "full_attention"]
+        assert read(name, **sliding, layer_types=kinds).windows == (None, 7, None)
+    assert read("Qwen3MoeForCausalLM", **sliding).windows == (7, 7, 7)
+
+
+def test_which_layers_have_experts():
+    layers = read("Qwen3MoeForCausalLM", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]).moe.layers
+    assert layers == (False, True, False, False, False, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"hidden_act": "gelu"}, "`hidden_act` 'gelu' is not supported; supported is silu"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints are not supported"),
+        ({"hidden_size": "64"}, "`hidden_size` must be an integer of at least 1, but it is '64'"),
+        ({"hidden_size": 0}, "`hidden_size` must be an integer of at least 1, but it is 0"),
+        ({"num_hidden_layers": True}, "`num_hidden_layers` must be an integer of at least 1, but it is True"),
+        ({"rms_norm_eps": -1.0}, "`rms_norm_eps` must be a positive number, but it is -1.0"),
+        ({"tie_word_embeddings": "yes"}, "`tie_word_embeddings` must be true or false, but it is 'yes'"),
+        ({"num_key_value_heads": 5}, "`num_attention_heads` 32 must be a multiple of `num_key_value_heads` 5"),
+        ({"head_dim": 63}, "the head size must be even, to be rotated, but it is 63"),
+        ({"dtype": "float8_e4m3fn"}, "`dtype` 'float8_e4m3fn' is not supported; supported are bfloat16"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2}},
+            "the rope type 'longrope' is not supported; supported are default, linear, dynamic, llama3 and yarn",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "`factor` must be a positive number, but it is None"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "`factor` must be a positive number, but it is '4'"),
+        ({"rope_scaling": "yarn"}, "`rope_scaling` must be an object, but it is 'yarn'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between kinds of layers"),
+        ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5"),
+    ],
+)
+def test_what_is_refused(fields, expected):
+    assert expected in refusal(**fields)
+
+
+def test_layer_types_that_are_refused():
+    name = "Qwen3ForCausalLM"
+    assert "`layer_types` must be a list of 2" in refusal(name, num_hidden_layers=2, layer_types=["full_attention"])
+    assert "the layer type 'linear_attention' is not supported" in refusal(
+        name, num_hidden_layers=1, layer_types=["linear_attention"]
+    )
+    assert "`use_sliding_window` is not set" in refusal(name, num_hidden_layers=1, layer_types=["sliding_attention"])
+
+
+def test_more_experts_for_a_token_than_there_are():
+    expected = "`num_experts_per_tok` must be at most 4, but it is 5"
+    assert expected in refusal("MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=5)
+    assert expected in refusal("Qwen3MoeForCausalLM", num_experts=4, num_experts_per_tok=5)
