@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from eagleray.config.environment import let_waiting_threads_sleep
 from eagleray.engine.loop import EngineInbox, EngineLoop, EngineOutbox
 from eagleray.engine.startup import start_engine
 from eagleray.errors import DeadlineExceeded
@@ -26,6 +27,7 @@ ATTACH_SECONDS = 30.0
 def run(payload: bytes, parent: Parent) -> None:
     """Be the engine that `payload`, an encoded `EngineSpec`, describes."""
     spec = msgspec.msgpack.decode(payload, type=EngineSpec)
+    let_waiting_threads_sleep()
     with ExitStack() as stack:
         inbox: EngineInbox = Inbox(Path(spec.runtime_dir), spec.engine.label, Codec(ENGINE_INBOX).decode)
         stack.callback(inbox.close)

@@ -130,7 +130,7 @@ def _attend_continued(queries: Tensor, cache: Tensor, row: ContinuedRow, plan: A
     assert plan.mask is not None
     context = cache.index_select(0, row.block_ids).flatten(0, 1)  # [keys, 2 * num_kv_heads, head_dim]
     for first, last, low, high in _pieces(row.end - row.start, row.num_keys, plan.window):
-        mask = plan.mask[first - last :, low - high :]
+        mask = plan.mask[first - last :, low - high :].contiguous()  # CUDA's kernels want it aligned
         _attend_row(queries[first:last], context[low:high], mask, out[first:last])
 
 
@@ -175,8 +175,8 @@ def _cut(sizes: list[int], max_blocks: int) -> Iterator[tuple[int, int]]:
     start = 0
     for end in range(1, len(sizes) + 1):
         longest = max(sizes[start : end + 1])
-        whole = (end + 1 - start) * longest > max_blocks
-        if end == len(sizes) or whole or longest > 2 * sizes[end]:
+        full = (end + 1 - start) * longest > max_blocks
+        if end == len(sizes) or full or longest > 2 * sizes[end]:
             yield start, end
             start = end
 

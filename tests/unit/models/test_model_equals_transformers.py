@@ -14,6 +14,14 @@ EXACT = 5e-5
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
+YARN_DETAILS = {
+    "rope_theta": 100.0,
+    "beta_fast": 3.0,
+    "beta_slow": 0.8,
+    "truncate": False,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.3,
+}
 SCALED = {"rope_theta": 10_000.0, "original_max_position_embeddings": 32}
 
 VARIANTS = {
@@ -24,11 +32,7 @@ VARIANTS = {
     "llama, linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e3}}),
     "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3 | SCALED}),
     "llama, yarn": ("llama", {"rope_parameters": YARN | SCALED}),
-    "llama, yarn in detail": (
-        "llama",
-        {"rope_parameters": YARN | SCALED | {"beta_fast": 8.0, "beta_slow": 2.0, "truncate": False, "mscale": 0.7,
-                                             "mscale_all_dim": 0.3}},
-    ),
+    "llama, yarn in detail": ("llama", {"rope_parameters": YARN | SCALED | YARN_DETAILS}),
     "qwen3, yarn with its factor": ("qwen3", {"rope_parameters": YARN | SCALED | {"attention_factor": 1.3}}),
     "mistral, window": ("mistral", {"sliding_window": 24}),
     "mistral, no window": ("mistral", {"sliding_window": None, "head_dim": 32}),

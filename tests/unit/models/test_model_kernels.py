@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eagleray.models.batch import Batch
-from eagleray.models.kernels import attention
+from eagleray.models.kernels import attention, cpu
 from eagleray.models.kernels.choose import kernels_for
 from eagleray.models.kernels.reference import Kernels
 
@@ -79,7 +79,7 @@ ROWS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     rows=st.lists(ROWS, min_size=1, max_size=6),
     window=st.sampled_from([None, 1, 5, 16, 100]),
@@ -88,6 +88,15 @@ ROWS = st.one_of(
     group=st.sampled_from([1, 3]),
     group_bytes=st.sampled_from([1, 4096, 1 << 20]),
     max_queries=st.sampled_from([4, 256]),
+)
+@example(
+    rows=[(2, 1), (60, 1), (30, 1)],
+    window=16,
+    block_size=1,
+    num_kv_heads=1,
+    group=1,
+    group_bytes=1,
+    max_queries=4,
 )
 def test_attention_of_any_batch(rows, window, block_size, num_kv_heads, group, group_bytes, max_queries):
     with pytest.MonkeyPatch.context() as patch:
@@ -141,6 +150,14 @@ def test_packed_products_are_the_plain_ones_for_every_number_of_rows(dtype, bias
         out = product(x[:rows])
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), expected[:rows], atol=4 * rounding, rtol=2 * rounding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_where_nothing_can_be_packed(dtype, monkeypatch):
+    monkeypatch.setattr(cpu, "_packs", lambda dtype: False)
+    weight, x = torch.randn(32, 16).to(dtype), torch.randn(3, 16).to(dtype)
+    out = kernels_for(torch.device("cpu")).linear(weight, None)(x)
+    torch.testing.assert_close(out, F.linear(x, weight))
 
 
 def naive_experts(x, ids, weights, gate_up, down):
