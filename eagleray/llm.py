@@ -132,7 +132,7 @@ class LLM:
         """Run in the loop's thread and wait; an interruption here cancels it there."""
         if not self._thread.is_alive():
             coroutine.close()
-            raise InvalidRequest("this LLM is closed")
+            raise InvalidRequest("this LLM is closed, or belongs to the process that this one was forked from")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -201,11 +201,13 @@ class _Fleet:
         """The result of `work`, unless the instance fails first: then the cause is raised."""
         task = asyncio.create_task(work)
         either: list[asyncio.Future[Any]] = [task, self.supervisor.failed]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self.supervisor.failed.result()
+            return await task
+        finally:
             task.cancel()
-            self.supervisor.failed.result()
-        return await task
 
     async def stop_client(self) -> None:
         await self.client.close()
@@ -217,15 +219,27 @@ class _Fleet:
 
 
 def _close(fleet: _Fleet, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    if not thread.is_alive():  # a fork: the engine is not ours to end
+        return
+    if thread is threading.current_thread():  # the last reference went there: the loop cannot wait for itself
+        threading.Thread(target=_close, args=(fleet, loop, thread), name="eagleray-llm-close").start()
+        return
     asyncio.run_coroutine_threadsafe(fleet.stop(), loop).result(CLOSE_SECONDS)
     _end_loop(loop, thread)
 
 
 def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result(CLOSE_SECONDS)
+    asyncio.run_coroutine_threadsafe(_finish_tasks(), loop).result(CLOSE_SECONDS)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(CLOSE_SECONDS)
     loop.close()
+
+
+async def _finish_tasks() -> None:
+    """Wait for what was interrupted and still tidies up: a start of which processes are left, for one."""
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
+    await asyncio.get_running_loop().shutdown_default_executor()
 
 
 async def _gather(work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

@@ -22,7 +22,8 @@ def setup_logging(label: str, level: str = "info") -> None:
     """Give this process its one log handler. `label` is the identity that prefixes every line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)-7s {label:<10} %(message)s", "%H:%M:%S"))
-    root = logging.getLogger("eagleray")
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())
-    root.propagate = False
+    for name, least in (("eagleray", level), ("uvicorn", "warning")):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.setLevel(least.upper())
+        logger.propagate = False

@@ -106,9 +106,10 @@ def _listen(host: str, port: int) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(BACKLOG)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a name that no host can have
+            reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror}; choose another with `--host` and `--port`, "
+                f"cannot listen on {host}:{port}: {reason}; choose another with `--host` and `--port`, "
                 "or `--port 0` for a free one"
             ) from None
         stack.pop_all()

@@ -161,10 +161,9 @@ class Client:
         state = RequestState(
             name, prompt=prompt.text, prompt_token_ids=token_ids, params=params, tokenizer=self.tokenizer
         )
-        stream = self._in_flight.add(state, engine, [message.request_id for message in messages])
-        for message in messages:
+        for message in messages:  # first: what cannot be sent is not in flight
             self._outbox.send(engine, message)
-        return stream
+        return self._in_flight.add(state, engine, [message.request_id for message in messages])
 
     async def close(self) -> None:
         """Abort what runs, and end `run`. Harmless when repeated."""

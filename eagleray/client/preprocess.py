@@ -94,8 +94,8 @@ class Preprocessor:
                 prompt_token_ids=token_ids,
                 sampling=sampling if params.n == 1 else _of_child(sampling, index),
                 stopping=stopping,
-                priority=priority,
-                cache_salt=cache_salt,
+                priority=int(priority),
+                cache_salt=str(cache_salt),
             )
             for index in range(params.n)
         ]
@@ -149,7 +149,7 @@ class Preprocessor:
 
     def _stopping(self, params: SamplingParams, engine: EngineInfo, *, room: int) -> Stopping:
         return Stopping(
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            max_tokens=room if params.max_tokens is None else int(min(params.max_tokens, room)),
             min_tokens=min(params.min_tokens, engine.max_model_len),
             eos_token_ids=self._eos(params, engine),
             stop_token_ids=_unique(params.stop_token_ids or ()),

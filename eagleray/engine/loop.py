@@ -66,11 +66,14 @@ class EngineLoop:
             case Generate():
                 self._add(message)
             case Abort(client, request_ids):
+                if kept := self._strangers.get(client):
+                    kept[:] = [request for request in kept if request.request_id not in request_ids]
                 self._publish(self._core.scheduler.abort(client, request_ids))
             case Joined():
                 self.join(message)
             case Left(ClientId() as client):
                 self._clients.discard(client)
+                self._strangers.pop(client, None)
                 self._outbox.disconnect(client)
                 self._core.scheduler.abort_client(client)
             case Stop():

@@ -114,8 +114,7 @@ class Supervisor:
         for timer in self._starting.values():  # of adopted clients
             timer.cancel()
         self._reader.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._reader
+        await asyncio.gather(self._reader, return_exceptions=True)
         self._inbox.close()
         self._outbox.close()
         if self.failed.done():
@@ -178,8 +177,10 @@ class Supervisor:
                         self._started(client, None)
 
     def _started(self, member: PeerId, info: EngineInfo | None) -> None:
-        if timer := self._starting.pop(member, None):
-            timer.cancel()
+        timer = self._starting.pop(member, None)
+        if timer is None:  # its end was heard before its start
+            return
+        timer.cancel()
         joined = Joined(member, self._addresses[member], info)
         self._tell(self._membership.join(joined), joined)
         if not self._starting:

@@ -107,9 +107,8 @@ def _check(params: SamplingParams) -> None:
         _require(params.min_tokens <= params.max_tokens, "min_tokens", params.min_tokens, "at most max_tokens")
     for token_id, bias in (params.logit_bias or {}).items():
         _require(math.isfinite(bias) and -100 <= bias <= 100, "logit_bias", {token_id: bias}, "between -100 and 100")
-    for name in ("allowed_token_ids", "bad_words"):
-        value = getattr(params, name)
-        _require(value is None or len(value) > 0, name, value, "non-empty when given")
+    allowed = params.allowed_token_ids
+    _require(allowed is None or len(allowed) > 0, "allowed_token_ids", allowed, "non-empty when given")
     for name, texts in (("stop", params.stop_strings), ("bad_words", params.bad_words or [])):
         _require(all(isinstance(text, str) and text for text in texts), name, texts, "non-empty strings")
     if params.stop_strings and not params.detokenize:

@@ -1,4 +1,4 @@
-"""`python -m eagleray.process.child FD`: the one entry of every process that eagleray spawns."""
+"""The one entry of every process that eagleray spawns: `spawn.Child` starts it with (file descriptor, label)."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ logger = get_logger(__name__)
 def main() -> int:
     """Become what the parent wants; say why to the parent if that ends by an exception."""
     sock = socket.socket(fileno=int(sys.argv[1]))
+    sock.set_inheritable(False)  # a program that we start and that outlives us must not hide our end
     frame = read_frame(sock)
     if frame is None:  # the parent died while it gave birth
         return 1
@@ -46,7 +47,3 @@ def main() -> int:
 
 def _end(signum: int, frame: FrameType | None) -> None:
     sys.exit(128 + signum)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

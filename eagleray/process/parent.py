@@ -45,8 +45,10 @@ class Parent:
     def _watch(self, runtime_dir: str) -> None:
         # The end of the stream tells at once; the parent's id tells even if some fork of the parent keeps its end open.
         parent = os.getppid()
+        news = select.poll()  # not `select`: the descriptor has the number that it has in the parent, of any size
+        news.register(self._socket, select.POLLIN)
         while os.getppid() == parent:
-            if select.select([self._socket], [], [], POLL_SECONDS)[0] and read_frame(self._socket) is None:
+            if news.poll(POLL_SECONDS * 1000) and read_frame(self._socket) is None:
                 break
         shutil.rmtree(runtime_dir, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGTERM)

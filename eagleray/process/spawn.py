@@ -44,7 +44,7 @@ class Child:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "eagleray.process.child", str(theirs.fileno())],
+                [sys.executable, "-P", "-c", _program(), str(theirs.fileno()), label],
                 pass_fds=(theirs.fileno(), *pass_fds),
                 stdin=subprocess.DEVNULL,
             )
@@ -81,9 +81,15 @@ class Child:
         self._on_exit(_explain(returncode))
 
 
+def _program() -> str:
+    """The child imports from where we do. `-m` would put the current directory first, and whatever lies there."""
+    return f"import sys; sys.path[:] = {sys.path!r}; from eagleray.process.child import main; sys.exit(main())"
+
+
 def _explain(returncode: int) -> str:
     if returncode >= 0:
         return f"it ended with exit code {returncode}"
-    name = signal.Signals(-returncode).name
+    known = -returncode in {number.value for number in signal.Signals}  # real-time signals have no names
+    name = signal.Signals(-returncode).name if known else f"signal {-returncode}"
     hint = " (perhaps the machine ran out of memory)" if returncode == -signal.SIGKILL else ""
     return f"it was killed by {name}{hint}"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from starlette.requests import Request
 
 from eagleray.client import CompletionDelta, CompletionOutput, Logprob, Prompt, RequestOutput, RequestStream
+from eagleray.errors import InvalidRequest
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
 from eagleray.metrics import RequestTimer
@@ -23,6 +24,9 @@ __all__ = ["Generation", "Generations", "Order", "all_of"]
 
 
 T = TypeVar("T")
+
+START_AT_ONCE = 64
+"""After this many prompts of one order, the event loop's others get their turn."""
 
 
 class Order(NamedTuple):
@@ -52,6 +56,7 @@ class Order(NamedTuple):
         only_prompt: bool = False,
         field_names: Mapping[str, str] = {},
     ) -> Order:
+        _check_rank(request)
         state = request.scope["state"]
         return cls(
             state["request_id"],
@@ -143,6 +148,8 @@ class Generations:
         try:
             for prompt in self._order.prompts:
                 self.each.append(self._start(prompt))
+                if len(self.each) % START_AT_ONCE == 0:
+                    await asyncio.sleep(0)
         except BaseException:
             await self._close(FinishReason.ABORT)
             raise
@@ -175,6 +182,16 @@ class Generations:
     async def _close(self, reason: FinishReason) -> None:
         for generation in self.each:
             await generation.close(reason)
+
+
+def _check_rank(request: Request) -> None:
+    """A caller that names an engine must not get another one."""
+    rank = request.headers.get("x-data-parallel-rank")
+    if rank is not None and rank != "0":
+        raise InvalidRequest(
+            f"header X-data-parallel-rank: there is no rank {rank!r} here; this server has one engine, of rank 0",
+            param="X-data-parallel-rank",
+        )
 
 
 def _hide(part: CompletionDelta | CompletionOutput) -> None:

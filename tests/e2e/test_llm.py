@@ -132,3 +132,85 @@ def test_a_script_without_a_main_guard_works_and_leaves_no_process(checkpoint):
     assert run.returncode == 0, run.stderr
     assert run.stdout.split()[0] == "3"
     assert run.stderr == ""
+
+
+def run_script(script: str) -> subprocess.CompletedProcess:
+    """Of a program that has made `LLM` known."""
+    text = "import gc, os, signal, sys, threading, time\nfrom eagleray import LLM, SamplingParams\n"
+    text += f"""
+def children():
+    path = f"/proc/{{os.getpid()}}/task"
+    return [pid for task in os.listdir(path) for pid in open(f"{{path}}/{{task}}/children").read().split()]
+
+
+def wait_for_no_children():
+    deadline = time.monotonic() + 20
+    while children():
+        assert time.monotonic() < deadline, "an engine was left running"
+        time.sleep(0.05)
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+{textwrap.dedent(script)}"""
+    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    return run
+
+
+def test_an_interrupted_start_leaves_no_process(checkpoint):
+    run = run_script(f"""
+        def interrupt_when_spawned():
+            while not children():
+                time.sleep(0.01)
+            time.sleep(0.5)
+            interrupt()
+
+        threading.Thread(target=interrupt_when_spawned).start()
+        try:
+            LLM({str(checkpoint)!r}, log_level="warning")
+        except KeyboardInterrupt:
+            assert not children(), "an engine was left running"
+            print("interrupted")
+    """)
+    assert run.stdout == "interrupted\n"
+    assert run.stderr == ""
+
+
+def test_the_last_reference_may_go_in_any_thread(checkpoint):
+    run_script(f"""
+        def collect():
+            gc.collect()
+            collected.set()
+
+        gc.disable()
+        collected = threading.Event()
+        cycle = [LLM({str(checkpoint)!r})]
+        cycle.append(cycle)
+        loop = cycle[0]._loop
+        del cycle
+        loop.call_soon_threadsafe(collect)
+        assert collected.wait(20)
+        wait_for_no_children()
+    """)
+
+
+def test_a_fork_ends_without_waiting_and_leaves_the_engine_alone(checkpoint):
+    run = run_script(f"""
+        llm = LLM({str(checkpoint)!r})
+        if fork := os.fork():
+            deadline = time.monotonic() + 20
+            while os.waitpid(fork, os.WNOHANG) == (0, 0):
+                assert time.monotonic() < deadline, "the fork does not end"
+                time.sleep(0.05)
+            print(llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)[0].outputs[0].finish_reason)
+        else:
+            try:
+                llm.generate("x")
+            except ValueError as error:
+                print(error, flush=True)
+    """)
+    refusal, answer = run.stdout.splitlines()
+    assert "forked" in refusal
+    assert answer == "length"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 from eagleray.errors import CheckpointError
@@ -20,6 +22,13 @@ def fail(payload: bytes, parent: Parent) -> None:
 
 
 def kill_yourself(payload: bytes, parent: Parent) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_a_program(payload: bytes, parent: Parent) -> None:
+    """End while a program that we started goes on."""
+    program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
+    parent.send(Bound(str(program.pid)))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -40,3 +49,9 @@ def have_a_child(payload: bytes, parent: Parent) -> None:
         on_exit=lambda reason: None,
     )
     time.sleep(600)
+
+
+def import_random(payload: bytes, parent: Parent) -> None:
+    import random
+
+    parent.send(Bound(random.__file__))

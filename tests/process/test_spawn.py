@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import queue
+import resource
+import signal
 import time
 from pathlib import Path
 
@@ -16,7 +18,7 @@ DEADLINE = 20.0
 @pytest.fixture
 def spawn(monkeypatch):
     """A function that spawns a child of `children.py`; its messages, then its exit reason, come out of a queue."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
     children = []
 
     def spawn(function: str, payload: bytes = b"") -> tuple[Child, queue.Queue]:
@@ -56,6 +58,13 @@ def test_an_exception_crosses_as_a_value_with_its_cause(spawn):
     assert said.get(timeout=DEADLINE) == "it ended with exit code 1"
 
 
+def test_a_child_imports_from_where_its_parent_does_and_not_from_the_current_directory(spawn, tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise RuntimeError('imported from the current directory')")
+    monkeypatch.chdir(tmp_path)
+    _, said = spawn("import_random")
+    assert "random.py" in said.get(timeout=DEADLINE).address
+
+
 def test_a_target_that_does_not_exist_is_reported(spawn):
     _, said = spawn("nothing_of_that_name")
     assert said.get(timeout=DEADLINE).cause.kind == "AttributeError"
@@ -64,6 +73,35 @@ def test_a_target_that_does_not_exist_is_reported(spawn):
 def test_a_killed_child_is_noticed_and_the_signal_named(spawn):
     _, said = spawn("kill_yourself")
     assert said.get(timeout=DEADLINE).startswith("it was killed by SIGKILL")
+
+
+def test_the_end_of_a_child_is_noticed_although_a_program_of_its_own_goes_on(spawn):
+    _, said = spawn("leave_a_program")
+    program = int(said.get(timeout=DEADLINE).address)
+    try:
+        assert said.get(timeout=DEADLINE).startswith("it was killed by SIGKILL")
+    finally:
+        os.kill(program, signal.SIGKILL)
+
+
+@pytest.fixture
+def many_open_files():
+    """The next file gets a number that `select` cannot take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    yield
+    for file in files:
+        os.close(file)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_child_of_a_process_with_many_open_files_watches_its_parent(spawn, many_open_files, capfd):
+    child, said = spawn("wait")
+    said.get(timeout=DEADLINE)
+    child._socket.shutdown(1)  # what the child would see of the parent's end
+    assert said.get(timeout=DEADLINE) == "it ended with exit code 143"
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_terminate_ends_a_child(spawn):

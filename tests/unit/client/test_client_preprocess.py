@@ -205,6 +205,19 @@ def test_what_cannot_travel_is_refused(options, param):
     assert raised.value.param == param
 
 
+def test_numbers_and_texts_of_derived_types_arrive_as_plain_ones():
+    class Number(int):
+        pass
+
+    (message,) = requests(SamplingParams(max_tokens=Number(9)), priority=True, cache_salt=np.str_("salt"))
+    assert (message.stopping.max_tokens, message.priority, message.cache_salt) == (9, 1, "salt")
+    assert [type(value) for value in (message.stopping.max_tokens, message.priority, message.cache_salt)] == [
+        int,
+        int,
+        str,
+    ]
+
+
 def test_without_a_tokenizer_there_are_only_token_ids():
     assert WITHOUT_TOKENIZER.tokenize(Prompt("shown", [5]), INFO) == [5]
     assert request(SamplingParams(), preprocessor=WITHOUT_TOKENIZER).stopping.eos_token_ids == (2,)

@@ -418,3 +418,16 @@ async def test_without_a_tokenizer_there_are_tokens_but_no_texts():
         assert (output.text, output.token_ids) == ("", [9])
         with pytest.raises(InvalidRequest, match="skip_tokenizer_init"):
             setup.client.generate(Prompt("hi"), PARAMS)
+
+
+@asynchronous
+async def test_what_cannot_be_sent_is_not_in_flight():
+    async with attached() as setup:
+
+        def refuse(peer, message):
+            raise TypeError("this cannot be part of a message")
+
+        setup.client._outbox.send = refuse
+        with pytest.raises(TypeError):
+            setup.client.generate(PROMPT, PARAMS)
+        assert setup.client.num_in_flight == 0

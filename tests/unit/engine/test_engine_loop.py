@@ -75,6 +75,11 @@ def test_a_request_that_overtakes_the_news_of_its_client_is_kept():
     assert tokens(outbox) == {"a": [5, 6, 7]}
 
 
+def test_a_request_that_waits_for_the_news_of_its_client_can_be_aborted():
+    outbox = run(generate("a"), generate("b"), Abort(CLIENT, ["a"]), Joined(CLIENT, "c"))
+    assert tokens(outbox) == {"b": [5, 6, 7]}
+
+
 def test_what_cannot_run_is_answered_with_the_reason_and_nobody_else_notices():
     outbox = run(Joined(CLIENT, "c"), generate("long", num_prompt=200), generate("a"), generate("a"))
     assert finishes(outbox)["long"] == "error"
