@@ -1,6 +1,6 @@
 """Offline speed in the rows of the peers' table: one request, a long prompt, 16 and 32 requests, start to ready.
 
-python benchmarks/offline.py [--models dense-0.6b ...] [--repeat 3] [--peer-python PATH]
+python benchmarks/offline.py [--models dense-0.6b ...] [--repeat 3] [--peer-python PATH] [--peer-preload LIB ...]
 
 With `--peer-python`, a Python that has vLLM, the two run in turn in every repetition; the last column is the ratio of
 the medians. Each measurement is a process of its own (`measure_offline.py`), the same program for both engines.
@@ -28,6 +28,7 @@ ROWS = {
 }
 HIGHER_IS_BETTER = {"prompt_tokens_per_s"}
 TIMEOUT = 1800
+PEER_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
 
 
 def main() -> None:
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()) / "eagleray-benchmarks")
     parser.add_argument("--peer-python", help="a Python that has vLLM")
+    parser.add_argument("--peer-preload", nargs="+", default=[], help="libraries that vLLM's documentation preloads")
     parser.add_argument("--json", type=Path, help="write every figure here")
     arguments = parser.parse_args()
 
@@ -48,25 +50,28 @@ def main() -> None:
         runs = figures[model] = {engine: [] for engine in engines}
         for _ in range(arguments.repeat):
             for engine, python in engines.items():
-                runs[engine].append(measure(engine, python, checkpoint))
+                runs[engine].append(measure(engine, python, checkpoint, arguments.peer_preload))
         show(model, runs)
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2))
 
 
-def measure(engine: str, python: str, checkpoint: Path) -> dict[str, float]:
+def measure(engine: str, python: str, checkpoint: Path, peer_preload: list[str]) -> dict[str, float]:
     """One run of `measure_offline.py` in the given Python."""
+    environment = dict(os.environ)
+    if engine == "vllm":
+        environment |= PEER_ENVIRONMENT | {"LD_PRELOAD": ":".join(peer_preload)}
     script = Path(__file__).with_name("measure_offline.py")
     run = subprocess.run(
         [python, str(script), engine, str(checkpoint)],
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        env=environment,
     )
     if run.returncode != 0:
         sys.exit(f"{engine} failed on {checkpoint}:\n{run.stderr[-3000:]}")
-    return json.loads(run.stdout.strip().splitlines()[-1])
+    return json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{")))
 
 
 def show(model: str, runs: dict[str, list[dict[str, float]]]) -> None:

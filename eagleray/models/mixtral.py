@@ -9,7 +9,7 @@ import torch
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.kernels.reference import Kernels
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
-from eagleray.models.moe.experts import Experts, MoeBlock
+from eagleray.models.moe.experts import MoeBlock, load_experts
 from eagleray.models.moe.router import Router
 from eagleray.models.spec import Defaults, ModelSpec, MoeSpec, read_common, uniform_windows
 from eagleray.models.weights import Weights
@@ -49,5 +49,5 @@ def load_layer(index: int, spec: ModelSpec, weights: Weights, kernels: Kernels) 
     name = f"model.layers.{index}.block_sparse_moe"
     moe, size = spec.moe, spec.hidden_size
     router = Router(f"{name}.gate", moe, size, weights, kernels, weights_dtype=torch.float32)
-    experts = Experts(f"{name}.experts", moe, size, weights, kernels, projections=("w1", "w3", "w2"))
+    experts = load_experts(f"{name}.experts", moe, size, weights, kernels, projections=("w1", "w3", "w2"))
     return load_decoder_layer(index, spec, weights, kernels, MoeBlock(router, experts))

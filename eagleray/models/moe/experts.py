@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -12,35 +12,69 @@ from eagleray.models.moe.router import Router
 from eagleray.models.spec import MoeSpec
 from eagleray.models.weights import Weights
 
-__all__ = ["Experts", "MoeBlock"]
+__all__ = ["Experts", "MoeBlock", "SmallExperts", "load_experts"]
+
+SMALL_LAYER = 2_000_000
+"""Expert weights of a layer. Up to this size, starting a product for each expert costs more than computing them all."""
+
+ComputeExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""x [num_tokens, hidden_size], expert ids and weights [num_tokens, top_k] -> [num_tokens, hidden_size]"""
+
+
+def load_experts(
+    name: str,
+    moe: MoeSpec,
+    hidden_size: int,
+    weights: Weights,
+    kernels: Kernels,
+    *,
+    projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+) -> ComputeExperts:
+    """`projections`: what the checkpoint calls an expert's gate, up and down projection."""
+    names = [[f"{name}.{expert}.{part}" for part in projections] for expert in range(moe.num_experts)]
+    is_small = 3 * moe.num_experts * moe.intermediate_size * hidden_size <= SMALL_LAYER
+    return (SmallExperts if is_small else Experts)(names, moe, hidden_size, weights, kernels)
+
+
+class SmallExperts:
+    """Every token goes through every expert, in two products; those that it did not choose weigh zero."""
+
+    def __init__(
+        self, names: list[list[str]], moe: MoeSpec, hidden_size: int, weights: Weights, kernels: Kernels
+    ) -> None:
+        self._num_experts, size = moe.num_experts, moe.intermediate_size
+        gates_then_ups = [gate for gate, _, _ in names] + [up for _, up, _ in names]
+        self._gate_up = load_linear(weights, kernels, gates_then_ups, [size] * len(gates_then_ups), hidden_size)
+        down = weights.take_rows([f"{down}.weight" for _, _, down in names], [(hidden_size, size)] * moe.num_experts)
+        # [experts, hidden_size, size] -> [hidden_size, experts * size]: the sum over experts is part of the product
+        side_by_side = down.view(moe.num_experts, hidden_size, size).transpose(0, 1).reshape(hidden_size, -1)
+        self._down = kernels.linear(side_by_side, None)
+        self._kernels = kernels
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        inner = self._kernels.silu_and_mul(self._gate_up(x))  # [num_tokens, num_experts * size]
+        share = expert_weights.new_zeros(len(x), self._num_experts).scatter_(1, expert_ids, expert_weights)
+        weighted = inner.view(len(x), self._num_experts, -1) * share[:, :, None]
+        return self._down(weighted.flatten(1).to(x.dtype))
 
 
 class Experts:
-    """`projections`: what the checkpoint calls an expert's gate, up and down projection."""
+    """Each token goes through the experts that it chose."""
 
     def __init__(
-        self,
-        name: str,
-        moe: MoeSpec,
-        hidden_size: int,
-        weights: Weights,
-        kernels: Kernels,
-        *,
-        projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+        self, names: list[list[str]], moe: MoeSpec, hidden_size: int, weights: Weights, kernels: Kernels
     ) -> None:
         size = moe.intermediate_size
-        names = [[f"{name}.{expert}.{part}" for part in projections] for expert in range(moe.num_experts)]
         self._gate_up = [load_linear(weights, kernels, [gate, up], [size, size], hidden_size) for gate, up, _ in names]
         self._down = [load_linear(weights, kernels, [down], [hidden_size], size) for _, _, down in names]
         self._kernels = kernels
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """x [num_tokens, hidden_size], ids and weights [num_tokens, top_k] -> [num_tokens, hidden_size]"""
         return self._kernels.experts(x, expert_ids, expert_weights, self._gate_up, self._down)
 
 
 class MoeBlock:
-    def __init__(self, router: Router, experts: Experts) -> None:
+    def __init__(self, router: Router, experts: ComputeExperts) -> None:
         self._router = router
         self._experts = experts
 

@@ -9,6 +9,9 @@ from harness import random_prompt
 from model_runs import PagedRun, load, logits_in_chunks
 from oracle import Oracle
 
+from eagleray.models.moe import experts
+from eagleray.models.moe.experts import Experts, SmallExperts
+
 EXACT = 5e-5
 """Logits are about 8 at most; they are computed in float32 in another order."""
 
@@ -76,6 +79,25 @@ def test_a_prompt_whole_in_chunks_and_token_by_token(checkpoint):
     model, expected = load(checkpoint), Oracle(checkpoint).logits(prompt(90))
     for chunk in (90, 16, 1):
         torch.testing.assert_close(logits_in_chunks(model, prompt(90), chunk), expected, atol=EXACT, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("kind", [Experts, SmallExperts])
+def test_experts_one_by_one_and_all_at_once(family, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(experts, "SMALL_LAYER", 0 if kind is Experts else 10**9)
+    asked = []
+    compute = kind.__call__
+
+    def spy(self, *arguments):
+        asked.append(self)
+        return compute(self, *arguments)
+
+    monkeypatch.setattr(kind, "__call__", spy)
+    checkpoint = make_checkpoint(tmp_path, family, tokenizer=False)
+    model, expected = load(checkpoint), Oracle(checkpoint).logits(prompt(90))
+    for chunk in (90, 16, 1):
+        torch.testing.assert_close(logits_in_chunks(model, prompt(90), chunk), expected, atol=EXACT, rtol=0)
+    assert asked, "the other kind of experts has computed this"
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
