@@ -431,7 +431,7 @@ def expert_use(router_logits: Tensor) -> tuple[Tensor, Tensor]:
 class Run:
     """A training run: everything that a checkpoint holds, and the loop that moves it forward."""
 
-    COUNTERS = ("step", "seconds", "tokens", "losses", "budgets")  # budgets: more than one if a run was prolonged
+    COUNTERS = ("step", "seconds", "tokens", "losses")
 
     def __init__(self, work_dir: Path, minutes: float, steps: int | None):
         torch.manual_seed(0)
@@ -452,11 +452,9 @@ class Run:
         others = [p for name, p in named.items() if "proj" not in name]  # embedding, norms, routers
         adamw = torch.optim.AdamW(others, PEAK_LR, betas=(0.9, 0.95), weight_decay=0.0)
         self.optimizers = [Muon(matrices, PEAK_LR), adamw]
-        self.step, self.seconds, self.tokens, self.losses, self.budgets = 0, 0.0, 0, {}, []
+        self.step, self.seconds, self.tokens, self.losses = 0, 0.0, 0, {}
         if self.checkpoint.exists():
             self.load()
-        budget = f"{steps} steps" if steps else f"{minutes:g} minutes"
-        self.budgets += [budget] if budget not in self.budgets else []
 
     @property
     def progress(self) -> float:
@@ -646,7 +644,6 @@ def samples(checkpoint: Path) -> list[tuple[str, str]]:
 def model_card(run: Run, pairs: list[tuple[str, str]]) -> str:
     num_parameters = sum(p.numel() for p in run.model.parameters())
     rows = "\n".join(f"| {kind} | {loss:.3f} | {bits:.3f} |" for kind, (loss, bits) in run.losses.items())
-    budgets = ", then again, from where that left it, on the way to ".join(run.budgets)
     shown = "\n\n".join(f"Prompt: `{prompt}`\n\n````text\n{text.strip()}\n````" for prompt, text in pairs)
     return f"""# eagleray's demo model
 
@@ -675,7 +672,7 @@ everything made from it.
 
 {run.step} steps, {run.tokens / 1e6:.1f} million tokens, {run.seconds / 60:.0f} minutes of wall time on two shared CPU
 cores. Muon for the matrices and AdamW for the rest, rows of {ROW_LEN} tokens, and of {LONG_ROW_LEN} for the last
-{1 - LONG_FROM:.0%} of the budget. The learning rate was annealed over {budgets}. Held-out loss at the end:
+{1 - LONG_FROM:.0%} of the budget. Held-out loss at the end:
 
 | text | nats per token | bits per byte |
 |---|---|---|
