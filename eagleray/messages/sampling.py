@@ -97,7 +97,8 @@ def _check(params: SamplingParams) -> None:
     for name, (low, high) in ranges.items():
         value = getattr(params, name)
         _require(isinstance(value, int | float) and math.isfinite(value), name, value, "a finite number")
-        _require(low <= value <= high, name, value, f"between {low:g} and {high:g}")
+        limits = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+        _require(low <= value <= high, name, value, limits)
     _require(params.top_p > 0, "top_p", params.top_p, "greater than 0")
     _require(params.repetition_penalty > 0, "repetition_penalty", params.repetition_penalty, "greater than 0")
     if params.seed is not None:
