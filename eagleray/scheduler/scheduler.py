@@ -108,13 +108,6 @@ class Scheduler:
             self._remove(request)
         return len(found)
 
-    def fail_all(self, message: str) -> list[Output]:
-        """The engine ends: every request fails with this message."""
-        found = list(self._requests.values())
-        for request in found:
-            self._remove(request)
-        return [request.answer(finish_reason=FinishReason.ERROR, error=message) for request in found]
-
     # One step.
 
     def plan(self) -> StepPlan | None:

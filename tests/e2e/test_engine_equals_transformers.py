@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, make_checkpoint
 from harness import LocalEngine, random_prompt
-from oracle import oracle
+from oracle import MARGIN, oracle
 
 NEW_TOKENS = 64
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 100, 333, 600)
@@ -40,13 +40,14 @@ def run(engine: LocalEngine, wanted: dict[str, list[int]], **sampling) -> None:
 
 
 def test_tokens_are_those_of_generate(checkpoint):
-    engine = LocalEngine(checkpoint)
-    engine.add("a", random_prompt(1, 40, VOCAB), max_tokens=NEW_TOKENS)
+    engine, prompt = LocalEngine(checkpoint), random_prompt(1, 40, VOCAB)
+    engine.add("a", prompt, max_tokens=NEW_TOKENS)
     tokens = engine.run()["a"].token_ids
-    expected = oracle(checkpoint).generate(random_prompt(1, 40, VOCAB), NEW_TOKENS)
-    differs = next((i for i, pair in enumerate(zip(tokens, expected, strict=True)) if pair[0] != pair[1]), NEW_TOKENS)
-    oracle(checkpoint).assert_greedy(random_prompt(1, 40, VOCAB), tokens)  # a tie may be broken either way
-    assert differs == NEW_TOKENS or expected[:differs] == tokens[:differs]
+    expected = oracle(checkpoint).generate(prompt, NEW_TOKENS)
+    if tokens != expected:  # allowed only where the two best logits are as good as equal
+        first = next(i for i in range(NEW_TOKENS) if tokens[i] != expected[i])
+        best, second = oracle(checkpoint).logits(prompt + expected[:first])[-1].topk(2).values.tolist()
+        assert best - second <= MARGIN, f"token {first} is {tokens[first]}, not {expected[first]}"
 
 
 def test_prompts_of_every_length(checkpoint):

@@ -172,17 +172,6 @@ def test_a_client_that_is_gone_is_forgotten_silently():
     engine.check_all_free()
 
 
-def test_when_the_engine_ends_every_request_hears_why():
-    engine = Engine(max_num_seqs=1)
-    engine.add(request("runs", [1, 2]), request("waits", [1], client=BOB))
-    engine.plan()
-    engine.take(engine.scheduler.fail_all("worker 0 died"))
-    for chunk in (engine.last("runs"), engine.last("waits", BOB)):
-        assert (chunk.finish_reason, chunk.error) == (FinishReason.ERROR, "worker 0 died")
-    assert engine.apply() == [] and not engine.scheduler.has_work
-    engine.check_all_free()
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_failed_row_fails_its_request_alone(depth):
     engine = Engine(depth=depth)
