@@ -4,6 +4,7 @@
     ├── UserError (ValueError)        what was asked for cannot be done; the message says what to do instead
     │   ├── ConfigError               an option, or options that do not fit together
     │   ├── CheckpointError           a file of the model: names the file, the tensor, expected and found
+    │   ├── ClusterError              Ray: not reachable, or it lacks what was asked for; says what there is
     │   ├── InvalidRequest            a request; `param` names the field
     │   │   └── PromptTooLong
     │   └── UnknownModel
@@ -11,6 +12,7 @@
     ├── RequestFailed                 this request alone failed while it ran
     ├── EngineFailed                  an engine ended; `cause` says why
     ├── WorkerFailed                  a worker raised; identity, type, message and traceback of the original
+    ├── WorkerLost                    a worker died, or was silent for too long; says which, and how it ended
     ├── DeadlineExceeded              a wait ended without what it waited for
     └── ChannelClosed                 the other side is gone, or we closed
 
@@ -22,6 +24,7 @@ from __future__ import annotations
 __all__ = [
     "ChannelClosed",
     "CheckpointError",
+    "ClusterError",
     "ConfigError",
     "DeadlineExceeded",
     "EagleRayError",
@@ -33,6 +36,7 @@ __all__ = [
     "UnknownModel",
     "UserError",
     "WorkerFailed",
+    "WorkerLost",
 ]
 
 
@@ -50,6 +54,10 @@ class ConfigError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint file is missing, damaged, or does not hold what its configuration says."""
+
+
+class ClusterError(UserError):
+    """The Ray cluster cannot be reached, or has not got what was asked for."""
 
 
 class InvalidRequest(UserError):
@@ -86,6 +94,10 @@ class EngineFailed(EagleRayError):
 
 class WorkerFailed(EagleRayError):
     """An exception on a worker, with the original's type, message and traceback in the message."""
+
+
+class WorkerLost(EagleRayError):
+    """A worker is gone, or was not heard of for too long."""
 
 
 class DeadlineExceeded(EagleRayError, TimeoutError):

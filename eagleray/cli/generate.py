@@ -10,7 +10,7 @@ from eagleray.llm import LLM
 
 __all__ = ["add_arguments", "run"]
 
-SECTIONS = ("model", "cache", "scheduling", "execution")
+SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "ray")
 SAMPLING_FLAGS = {
     "max_tokens": int,
     "temperature": float,

@@ -57,6 +57,8 @@ def _add_flag(group: argparse._ArgumentGroup, field: msgspec.structs.FieldInfo, 
         keywords["action"] = argparse.BooleanOptionalAction
     elif get_origin(kind) is list:
         keywords |= {"nargs": "+", "metavar": field.name.rpartition("_")[2].upper()}
+    elif get_origin(kind) is dict:
+        keywords["metavar"] = "JSON"
     elif get_origin(kind) is Literal:
         keywords["choices"] = get_args(kind)
     else:

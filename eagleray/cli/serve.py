@@ -21,7 +21,7 @@ __all__ = ["add_arguments", "run"]
 
 logger = get_logger(__name__)
 
-SECTIONS = ("model", "cache", "scheduling", "execution", "serving")
+SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "ray", "serving")
 BACKLOG = 2048
 FLUSH_SECONDS = 2.0
 """After a failure, what API servers get to tell their clients."""

@@ -10,6 +10,8 @@ from eagleray.config.sections import (
     Config,
     ExecutionConfig,
     ModelConfig,
+    ParallelConfig,
+    RayConfig,
     SchedulingConfig,
     ServingConfig,
 )
@@ -19,6 +21,8 @@ __all__ = [
     "Config",
     "ExecutionConfig",
     "ModelConfig",
+    "ParallelConfig",
+    "RayConfig",
     "SchedulingConfig",
     "ServingConfig",
     "build_config",

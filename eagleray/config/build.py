@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from eagleray.config.resolve import cache_bytes
+from eagleray.config.resolve import cache_bytes, check_executor
 from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
 
@@ -35,7 +35,7 @@ def build_config(**options: Any) -> Config:
             close = difflib.get_close_matches(name, owners, n=1)
             raise ConfigError(f"there is no option `{name}`" + (f"; did you mean `{close[0]}`?" if close else ""))
         if value is not None:
-            sections[owners[name]][name] = [value] if _wants_list(owners[name], name, value) else value
+            sections[owners[name]][name] = _shape(owners[name], name, value)
     built = {}
     for section in msgspec.structs.fields(Config):
         try:
@@ -44,14 +44,22 @@ def build_config(**options: Any) -> Config:
             raise ConfigError(_explain(error)) from None
     config = Config(**built)
     cache_bytes(config.cache)  # a size that cannot be read is an error now, not when the cache is allocated
+    check_executor(config)
     return config
 
 
-def _wants_list(section: str, name: str, value: Any) -> bool:
-    """`served_model_name="m"` is a list of one."""
+def _shape(section: str, name: str, value: Any) -> Any:
+    """`served_model_name="m"` is a list of one; a mapping may come as JSON."""
     kind = next(f.type for f in msgspec.structs.fields(Config) if f.name == section)
     default = next(f.default_factory for f in msgspec.structs.fields(kind) if f.name == name)
-    return default is list and isinstance(value, str)
+    if not isinstance(value, str):
+        return value
+    if default is dict:
+        try:
+            return msgspec.json.decode(value)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"option `{name}`: expected a JSON object, but {value!r} is none: {error}") from None
+    return [value] if default is list else value
 
 
 def _explain(error: msgspec.ValidationError) -> str:

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal
 
-from eagleray.config.sections import CacheConfig, ModelConfig
+import msgspec
+
+from eagleray.config.sections import CacheConfig, Config, ModelConfig, RayConfig
 from eagleray.errors import CheckpointError, ConfigError
 
-__all__ = ["DEMO_MODEL_DIR", "cache_bytes", "checkpoint_dir", "served_names", "tokenizer_dir"]
+__all__ = [
+    "DEMO_MODEL_DIR",
+    "ExecutorName",
+    "cache_bytes",
+    "check_executor",
+    "checkpoint_dir",
+    "executor_name",
+    "served_names",
+    "tokenizer_dir",
+]
+
+ExecutorName = Literal["in-process", "processes", "ray", "ray-graph"]
 
 DEMO_MODEL_DIR = Path(__file__).parent.parent / "demo_model"
 DEMO_MODEL_NAME = "eagleray-demo"
@@ -62,3 +76,44 @@ def cache_bytes(cache: CacheConfig) -> int | None:
             f"but it is {cache.kv_cache_memory!r}"
         )
     return int(float(match[1]) * UNITS[match[2]])
+
+
+def executor_name(config: Config, *, in_placement_group: bool) -> ExecutorName:
+    """The executor that is meant; `in_placement_group`: this program runs in a placement group of Ray."""
+    if config.execution.executor != "auto":
+        return config.execution.executor
+    if config.ray.placement_group is not None or in_placement_group:
+        return "ray"
+    return "in-process" if config.parallel.world_size == 1 else "processes"
+
+
+def check_executor(config: Config) -> None:
+    """Raises `ConfigError` for options of executor, parallelism and Ray that do not fit together."""
+    parallel, ray, executor = config.parallel, config.ray, config.execution.executor
+    if executor == "in-process" and parallel.world_size > 1:
+        raise ConfigError(
+            f"executor in-process has one worker, but tensor_parallel_size {parallel.tensor_parallel_size} x "
+            f"pipeline_parallel_size {parallel.pipeline_parallel_size} needs {parallel.world_size}: take processes"
+        )
+    if executor in ("in-process", "processes"):
+        given = [
+            f.name for f in msgspec.structs.fields(RayConfig) if getattr(ray, f.name) != getattr(RayConfig(), f.name)
+        ]
+        if given:
+            raise ConfigError(f"option `{given[0]}` is for executors ray and ray-graph, but executor is {executor}")
+    if ray.bundle_indices:
+        _check_bundle_indices(ray.bundle_indices, parallel.world_size)
+    for name, amount in ray.ray_worker_resources.items():
+        if amount <= 0 or (amount > 1 and amount != int(amount)):
+            raise ConfigError(
+                f"option `ray_worker_resources`: {name} must be a whole number or a fraction of one, but is {amount}"
+            )
+
+
+def _check_bundle_indices(indices: list[int], world_size: int) -> None:
+    if len(indices) != world_size:
+        raise ConfigError(
+            f"option `bundle_indices`: {len(indices)} were given, but there are {world_size} workers: give one for each"
+        )
+    if len(set(indices)) != len(indices) or min(indices) < 0:
+        raise ConfigError(f"option `bundle_indices`: must be different and not negative, but they are {indices}")

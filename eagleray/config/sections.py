@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-__all__ = ["CacheConfig", "Config", "ExecutionConfig", "ModelConfig", "SchedulingConfig", "ServingConfig"]
+__all__ = [
+    "CacheConfig",
+    "Config",
+    "ExecutionConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "RayConfig",
+    "SchedulingConfig",
+    "ServingConfig",
+]
 
 Positive = Annotated[int, Meta(ge=1)]
 
@@ -86,12 +95,31 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class ExecutionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the model runs."""
 
-    executor: Annotated[Literal["in-process"], Meta(description="How the engine reaches its workers.")] = "in-process"
+    executor: Annotated[
+        Literal["auto", "in-process", "processes", "ray", "ray-graph"],
+        Meta(
+            description="What a worker is: an object of the engine, a process, or a Ray actor that is reached by the "
+            "same queue (ray) or by a compiled graph (ray-graph). auto: ray inside a placement group, in-process for "
+            "one worker, else processes."
+        ),
+    ] = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Meta(description="auto: a GPU if torch sees one, else the CPU.")
     ] = "auto"
     num_threads: Annotated[
         Positive | None, Meta(description="Threads of a CPU worker. Default: the cores this process may use.")
+    ] = None
+    async_scheduling: Annotated[
+        bool | None,
+        Meta(description="Plan and send the next step while the current one runs. Default: where it helps."),
+    ] = None
+    heartbeat_timeout: Annotated[
+        float,
+        Meta(ge=1, description="Seconds of silence after which a worker counts as lost, and ends by itself."),
+    ] = 10.0
+    worker_extension_cls: Annotated[
+        str | None,
+        Meta(description="`module:Class` whose methods `LLM.collective_rpc` can call on every worker."),
     ] = None
     startup_timeout: Annotated[
         float, Meta(gt=0, description="Seconds an engine may take from its start until it can take requests.")
@@ -99,6 +127,69 @@ class ExecutionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe message that is logged.")
     ] = "info"
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many workers share one model."""
+
+    tensor_parallel_size: Annotated[
+        int, Meta(ge=1, description="Workers that share every layer, each with a part of its weights.")
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, Meta(ge=1, description="Stages that the layers are divided into, one after another.")
+    ] = 1
+
+    @property
+    def world_size(self) -> int:
+        """Workers of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Workers as Ray actors (executors ray and ray-graph)."""
+
+    ray_address: Annotated[
+        str | None,
+        Meta(
+            description="Ray cluster to join: host:port, or auto for the one running here; local starts one. Default: "
+            "the cluster that this program belongs to or that runs here, else a local one."
+        ),
+    ] = None
+    placement_group: Annotated[
+        str | None,
+        Meta(
+            description="Placement group to put the workers in, by its id in hex or its name. Default: the one that "
+            "this program runs in, else one of the engine's own."
+        ),
+    ] = None
+    bundle_indices: Annotated[
+        list[int],
+        Meta(description="Bundle of each worker, in order of rank. Default: the engine's node first, then by node."),
+    ] = []
+    ray_placement_strategy: Annotated[
+        Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
+        Meta(description="How the bundles of the engine's own placement group are spread over nodes."),
+    ] = "PACK"
+    ray_worker_resources: Annotated[
+        dict[str, float],
+        Meta(description='What one worker takes, as JSON: {"GPU": 0.5}. Default: a GPU, or on CPUs one CPU.'),
+    ] = {}
+    ray_placement_timeout: Annotated[
+        float, Meta(gt=0, description="Seconds to wait for resources that the cluster has, or may get.")
+    ] = 300.0
+    ray_runtime_env: Annotated[
+        dict[str, Any], Meta(description="runtime_env of the workers, as JSON, merged over the engine's environment.")
+    ] = {}
+    ray_env_exclude: Annotated[
+        list[str], Meta(description="Environment variables (patterns) of the engine that workers do not get.")
+    ] = []
+    ray_env_include: Annotated[
+        list[str],
+        Meta(description="Environment variables (patterns) that workers get although they look like secrets."),
+    ] = []
+    ray_graph_timeout: Annotated[
+        float, Meta(gt=0, description="Seconds that a step may take in the compiled graph of the executor ray-graph.")
+    ] = 600.0
 
 
 class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,6 +201,9 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_request_bytes: Annotated[int, Meta(ge=1, description="Largest request body that is accepted, in bytes.")] = (
         32 * 2**20
     )
+    enable_collective_rpc: Annotated[
+        bool, Meta(description="Serve /collective_rpc: whoever may send requests may call the worker extension.")
+    ] = False
     shutdown_timeout: Annotated[
         float, Meta(ge=0, description="Seconds that running requests get to finish when the server is told to stop.")
     ] = 30.0
@@ -122,4 +216,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     scheduling: SchedulingConfig = SchedulingConfig()
     execution: ExecutionConfig = ExecutionConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    ray: RayConfig = RayConfig()
     serving: ServingConfig = ServingConfig()

@@ -49,7 +49,7 @@ class Executor:
     def call(self, body: WorkerCall, reply: type[Body], *, timeout: float) -> list[Body]:
         """Send `body` to every worker and wait for all replies, in order of rank."""
         call_id = self._send(body)
-        return self._collect(call_id, reply, self._group.world_size, time.monotonic() + timeout)
+        return self._collect(call_id, reply, self._group.topology.world_size, time.monotonic() + timeout)
 
     def close(self) -> None:
         """End the workers."""

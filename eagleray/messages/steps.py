@@ -18,10 +18,17 @@ __all__ = [
     "AllocateCache",
     "CacheAllocated",
     "Call",
+    "CallExtension",
+    "ExtensionReturned",
+    "GroupsJoined",
+    "GroupsOpened",
+    "JoinGroups",
     "LoadModel",
+    "LoadNullModel",
     "MeasureMemory",
     "MemoryMeasured",
     "ModelLoaded",
+    "OpenGroups",
     "Reply",
     "RowFailure",
     "RowStart",
@@ -91,6 +98,29 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     failures: list[RowFailure] = []
 
 
+class OpenGroups(msgspec.Struct, frozen=True, tag=True):
+    """Choose the device, and open what other workers will join to compute together with this one."""
+
+
+class GroupsOpened(msgspec.Struct, frozen=True, tag=True):
+    """How others reach what this worker has opened; None for what it has not."""
+
+    store: str | None = None
+    """`host:port` of the rendezvous store of torch.distributed, bound by rank 0."""
+    segment: bytes | None = None
+    """Shared memory of a tensor-parallel group on one node, made by its first rank."""
+
+
+class JoinGroups(msgspec.Struct, frozen=True, tag=True):
+    """Join the groups that this worker belongs to. `opened` is indexed by rank."""
+
+    opened: list[GroupsOpened]
+
+
+class GroupsJoined(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
 class LoadModel(msgspec.Struct, frozen=True, tag=True):
     """Read the weights and make the model ready to compute."""
 
@@ -133,8 +163,37 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cause: Failure
 
 
-WorkerCall = StepPlan | LoadModel | MeasureMemory | AllocateCache
-WorkerReply = StepResult | ModelLoaded | MemoryMeasured | CacheAllocated | WorkerFailure
+class LoadNullModel(msgspec.Struct, frozen=True, tag=True):
+    """Compute nothing: every row that could sample answers token 0. What is left is the cost of the step's way."""
+
+
+class CallExtension(msgspec.Struct, frozen=True, tag=True):
+    """Call a method of the user's worker extension. `arguments`: see `messages.plain`."""
+
+    method: str
+    arguments: bytes
+
+
+class ExtensionReturned(msgspec.Struct, frozen=True, tag=True):
+    """What the method returned or raised; an exception of the user's method is not a failure of the worker."""
+
+    value: bytes | None = None
+    failure: Failure | None = None
+
+
+WorkerCall = (
+    StepPlan | OpenGroups | JoinGroups | LoadModel | LoadNullModel | MeasureMemory | AllocateCache | CallExtension
+)
+WorkerReply = (
+    StepResult
+    | GroupsOpened
+    | GroupsJoined
+    | ModelLoaded
+    | MemoryMeasured
+    | CacheAllocated
+    | ExtensionReturned
+    | WorkerFailure
+)
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -148,6 +207,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     """One worker's answer to the call of that number."""
 
     call_id: int
+    """0: an answer to no call, but news of a failure."""
     rank: int
     """Rank of the worker in its engine."""
     body: WorkerReply

@@ -71,6 +71,8 @@ class Worker:
                 return self._measure(max_num_batched_tokens)
             case AllocateCache(num_blocks):
                 return self._allocate(num_blocks)
+            case _:
+                raise NotImplementedError(type(call.body).__name__)
 
     def _load(self) -> ModelLoaded:
         config = self._config.model

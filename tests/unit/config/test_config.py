@@ -27,7 +27,14 @@ def test_option_names_are_unique_over_all_sections():
         ({"dtype": "int3"}, "option `dtype`: invalid enum value 'int3'"),
         ({"max_num_seqs": 0}, "option `max_num_seqs`: expected `int` >= 1"),
         ({"kv_cache_memory": "lots"}, "`kv_cache_memory` must be a number of bytes or a size"),
-        ({"executor": "ray"}, "option `executor`"),
+        ({"executor": "threads"}, "option `executor`"),
+        ({"executor": "in-process", "tensor_parallel_size": 2}, "needs 2: take processes"),
+        ({"executor": "processes", "placement_group": "ab"}, "`placement_group` is for executors ray and ray-graph"),
+        ({"bundle_indices": [0, 1]}, "2 were given, but there are 1 workers"),
+        ({"bundle_indices": [1, 1], "tensor_parallel_size": 2}, "must be different"),
+        ({"bundle_indices": [-1, 1], "tensor_parallel_size": 2}, "not negative"),
+        ({"ray_worker_resources": "GPU=1"}, "expected a JSON object"),
+        ({"ray_worker_resources": {"GPU": 1.5}}, "a whole number or a fraction of one"),
     ],
 )
 def test_a_wrong_option_is_named(options, message):

@@ -22,6 +22,7 @@ from eagleray.messages.steps import (
     WorkerFailure,
     WorkerReply,
 )
+from eagleray.messages.workers import Topology
 
 ENGINE = EngineId("i", 0)
 
@@ -29,7 +30,7 @@ ENGINE = EngineId("i", 0)
 class CountingGroup:
     """A worker whose model says the number of tokens a row knows: after a prompt of 5 it says 5, 6, 7, …"""
 
-    world_size = 1
+    topology = Topology(tensor_parallel_size=1, pipeline_parallel_size=1, nodes=["here"], addresses=["127.0.0.1"])
 
     def __init__(self, *, max_model_len: int = 100, available_bytes: int = 10_000) -> None:
         self.max_model_len = max_model_len

@@ -18,13 +18,19 @@ from eagleray.messages.steps import (
     StepResult,
     WorkerFailure,
 )
+from eagleray.messages.workers import Topology
 
 
 class FakeGroup:
     """Workers that answer what the test says, in the order that it says."""
 
     def __init__(self, world_size: int = 1) -> None:
-        self.world_size = world_size
+        self.topology = Topology(
+            tensor_parallel_size=world_size,
+            pipeline_parallel_size=1,
+            nodes=["n"] * world_size,
+            addresses=["127.0.0.1"] * world_size,
+        )
         self.sent: list[Call] = []
         self.replies: deque[Reply] = deque()
         self.closed = False

@@ -1,0 +1,47 @@
+"""What a worker is told at its birth, whichever executor brings it to life."""
+
+from __future__ import annotations
+
+import msgspec
+
+from eagleray.config import Config
+from eagleray.identity import EngineId, WorkerId
+
+__all__ = ["Topology", "WorkerSpec"]
+
+
+class Topology(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the workers of one engine are. Learned when they are placed."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    nodes: list[str]
+    """[world_size] the node of each rank; equal names are one node, with one shared memory"""
+    addresses: list[str]
+    """[world_size] the IP address of that node, for those on other nodes"""
+
+    @property
+    def world_size(self) -> int:
+        return len(self.nodes)
+
+    def local_ranks(self, rank: int) -> list[int]:
+        """The ranks on the node of `rank`, in order."""
+        return [other for other, node in enumerate(self.nodes) if node == self.nodes[rank]]
+
+    def worker_id(self, engine: EngineId, rank: int) -> WorkerId:
+        pp, tp = divmod(rank, self.tensor_parallel_size)
+        return WorkerId(engine, tp=tp, pp=pp)
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    worker: WorkerId
+    rank: int
+    """In its engine: pp x tensor_parallel_size + tp."""
+    config: Config
+    topology: Topology
+    device_index: int | None = None
+    """Which of the GPUs that torch sees here; None: the first, or none."""
+    queue: bytes
+    """Ticket for `transport.Listener`."""
+    pulse: bytes
+    """Ticket for `transport.Pulse`."""

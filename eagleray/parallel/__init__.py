@@ -1,0 +1,5 @@
+"""How workers compute one model together: who has which part, and the few operations between them."""
+
+from eagleray.parallel.mesh import Mesh
+
+__all__ = ["Mesh"]
