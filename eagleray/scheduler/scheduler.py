@@ -30,6 +30,9 @@ __all__ = ["Scheduler"]
 class Scheduler:
     """Continuous batching over one token budget: what runs goes on first, then what waits is started.
 
+    With pipeline stages, running requests take turns: as many steps as there are stages compute different ones, so that
+    every stage has something to do.
+
     Raises `ConfigError` if the cache cannot hold one sequence of `max_model_len` tokens.
     """
 
@@ -43,6 +46,7 @@ class Scheduler:
         num_blocks: int,
         enable_prefix_caching: bool,
         policy: Literal["fcfs", "priority"],
+        num_stages: int = 1,
     ) -> None:
         if num_blocks * block_size < max_model_len:
             raise ConfigError(
@@ -52,6 +56,7 @@ class Scheduler:
             )
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
+        self._num_stages = num_stages
         self._has_priorities = policy == "priority"
         self._cache = KVCache(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
         self._requests: dict[tuple[ClientId, str], Request] = {}
@@ -143,13 +148,25 @@ class Scheduler:
     # What plan() is made of.
 
     def _continue_running(self, draft: Draft) -> None:
+        turn = -(-len(self._running) // self._num_stages)
         for run in list(self._running):
+            if len(draft.num_tokens) == turn:
+                break
+            if self._is_between_stages(run):
+                continue
             num_tokens = min(run.num_uncomputed_tokens, draft.budget)
             if num_tokens > 0 and self._is_current(run) and self._reserve(run, num_tokens, draft):
                 draft.add(run, num_tokens)
         # Only now is it certain that none of them is preempted after all.
         for run, num_tokens in draft.num_tokens.items():
             self._advance(run, num_tokens)
+
+    def _is_between_stages(self, run: Run) -> bool:
+        """Its next token is being computed by a step that has not left the pipeline: to plan for it would only have the
+        first stage wait for the last one."""
+        if run.num_placeholders == 0 or not self._in_flight:
+            return False
+        return run.last_step >= max(self._in_flight[0].step, self._next_step - (self._num_stages - 1))
 
     def _reserve(self, run: Run, num_tokens: int, draft: Draft) -> bool:
         """Get the blocks for the next `num_tokens` tokens, at the expense of less urgent requests if need be."""

@@ -238,8 +238,10 @@ class Engine:
         num_blocks=32,
         enable_prefix_caching=True,
         policy="fcfs",
+        num_stages=1,
     ):
         self.depth = depth
+        self.num_stages = num_stages
         self.max_model_len = max_model_len
         self.scheduler = Scheduler(
             max_num_seqs=max_num_seqs,
@@ -249,6 +251,7 @@ class Engine:
             num_blocks=num_blocks,
             enable_prefix_caching=enable_prefix_caching,
             policy=policy,
+            num_stages=num_stages,
         )
         self.worker = FakeWorker(
             num_rows=max_num_seqs,
@@ -275,7 +278,7 @@ class Engine:
             assert not (has_preempted and plan.starts), "somebody starts in the blocks of the preempted"
             self.plans.append(plan)
             result = self.worker.execute(plan)
-            if not self.in_flight:
+            if not self.in_flight and self.num_stages == 1:
                 assert plan.rows == list(self.worker.rows), "a running request is left out"
             self.in_flight.append(result)
         return plan

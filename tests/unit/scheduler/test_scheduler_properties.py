@@ -27,6 +27,7 @@ def engines(draw):
         num_blocks=-(-max_model_len // block_size) + draw(st.integers(0, 8)),
         enable_prefix_caching=draw(st.booleans()),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
+        num_stages=draw(st.integers(1, 3)),
     )
 
 

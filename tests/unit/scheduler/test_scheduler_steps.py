@@ -224,3 +224,28 @@ def test_a_tiny_cache_preempts_again_and_again_and_changes_nothing(depth, cachin
     engine.run()
     assert engine.scheduler.stats().num_preemptions > 5
     check_all_as_undisturbed(engine)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_running_requests_take_turns_in_a_pipeline(depth):
+    """Two stages: every step computes one half of the requests, and no step waits for the token of the one before it."""
+    engine = Engine(depth=depth, num_stages=2, max_num_seqs=8, num_blocks=64)
+    engine.add(*(request(str(index), [index] * 2, max_tokens=20) for index in range(8)))
+    for step in range(24):
+        while len(engine.in_flight) < depth and (plan := engine.plan()) is not None:
+            if step > 8:
+                newest = engine.plans[-2]
+                assert len(plan.rows) == 4
+                assert not set(newest.rows) & set(plan.rows)
+        engine.apply()
+    engine.run()
+    check_all_as_undisturbed(engine)
+
+
+def test_one_request_alone_goes_through_a_pipeline():
+    engine = Engine(depth=3, num_stages=2)
+    engine.add(request("a", [1, 2, 3], max_tokens=6))
+    assert engine.plan() is not None
+    assert engine.plan() is None, "its token is not known to the first stage"
+    engine.run()
+    check_all_as_undisturbed(engine)
