@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from eagleray.engine.pipeline import Pipeline
 from eagleray.executor import Executor
 from eagleray.scheduler import Output, Scheduler
 
@@ -11,14 +12,15 @@ __all__ = ["EngineCore"]
 class EngineCore:
     """A scheduler that decides and an executor that carries it out."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, depth: int = 1) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self._pipeline = Pipeline(executor, depth=depth)
 
     def step(self) -> list[Output]:
-        """Plan, execute, apply: everything that one step tells the clients."""
-        plan = self.scheduler.plan()
-        if plan is None:
+        """Plan and send what fits into the pipeline, then apply the oldest step: what it tells the clients."""
+        while self._pipeline.has_room and (plan := self.scheduler.plan()) is not None:
+            self._pipeline.send(plan)
+        if not self._pipeline:
             return []
-        result = self.executor.step(plan).result()
-        return self.scheduler.apply(result)
+        return self.scheduler.apply(self._pipeline.oldest())

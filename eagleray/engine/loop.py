@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 
@@ -25,6 +26,9 @@ EngineOutbox = Outbox[PeerId | str, EngineToClient | MemberToSupervisor]
 STATS_SECONDS = 0.5
 """While it works, an engine reports its load this often; and always when it falls idle."""
 
+IDLE_SECONDS = 0.25
+"""While it waits for requests, an engine looks this often whether its workers are still there."""
+
 
 class EngineLoop:
     """Runs until `Stop` arrives or a step raises."""
@@ -38,6 +42,7 @@ class EngineLoop:
         self._strangers: dict[ClientId, list[Generate]] = defaultdict(list)
         self._stopping = False
         self._stats_due = 0.0
+        self._has_reported_idle = False
 
     def run(self) -> None:
         while not self._stopping:
@@ -55,8 +60,11 @@ class EngineLoop:
                 self._add(request)
 
     def _take(self) -> None:
-        """Handle every message that has arrived; without work, wait for one."""
-        message = self._inbox.receive(timeout=0 if self._core.scheduler.has_work else None)
+        """Handle every message that has arrived; without work, wait for one, with an eye on the workers."""
+        is_idle = not self._core.scheduler.has_work
+        message = self._inbox.receive(timeout=IDLE_SECONDS if is_idle else 0)
+        if is_idle:
+            self._core.executor.check()
         while message is not None:
             self._handle(message)
             message = self._inbox.receive(timeout=0)
@@ -101,9 +109,10 @@ class EngineLoop:
     def _report(self) -> None:
         """Tell every client the load: now and then, and when there is nothing left to do."""
         scheduler, now = self._core.scheduler, time.monotonic()
-        if scheduler.has_work and now < self._stats_due:
+        if now < self._stats_due and (scheduler.has_work or self._has_reported_idle):
             return
-        self._stats_due = now + STATS_SECONDS
+        self._stats_due = now + STATS_SECONDS if scheduler.has_work else math.inf
+        self._has_reported_idle = not scheduler.has_work
         stats = EngineStats(engine=self._engine, **msgspec.structs.asdict(scheduler.stats()))
         for client in self._clients:
             self._outbox.send(client, stats)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar, final
 
 from eagleray import errors
-from eagleray.errors import DeadlineExceeded, UserError, WorkerFailed
+from eagleray.errors import DeadlineExceeded, UserError, WorkerFailed, WorkerLost
 from eagleray.executor.group import WorkerGroup
-from eagleray.messages.steps import Call, StepPlan, StepResult, WorkerCall, WorkerFailure, WorkerReply
+from eagleray.messages.steps import Call, Reply, StepPlan, StepResult, WorkerCall, WorkerFailure, WorkerReply
 
 __all__ = ["Executor", "PendingStep"]
 
@@ -21,15 +21,18 @@ Body = TypeVar("Body", bound=WorkerReply)
 STEP_SECONDS = 600.0
 """A step that takes longer than this will not come back."""
 
+ROOT_CAUSE_SECONDS = 0.3
+"""When a worker dies, its partners fail too, and their news may be faster: how long to wait for the news of a death."""
+
 
 class PendingStep:
-    """A step that was sent. `result` waits for it."""
+    """A step that was sent. `result` waits for it; steps are waited for in the order in which they were sent."""
 
     def __init__(self, wait: Callable[[], StepResult]) -> None:
         self._wait = wait
 
     def result(self) -> StepResult:
-        """Raises `WorkerFailed` if a worker raised, `DeadlineExceeded` if none answered."""
+        """Raises `WorkerFailed` if a worker raised, `WorkerLost` if one is gone, `DeadlineExceeded` if none answered."""
         return self._wait()
 
 
@@ -40,16 +43,25 @@ class Executor:
         self._last_call_id = 0
         self._replies: dict[int, dict[int, WorkerReply]] = {}  # call id -> rank -> reply, of calls not yet collected
 
+    @property
+    def world_size(self) -> int:
+        return self._group.topology.world_size
+
     def step(self, plan: StepPlan) -> PendingStep:
-        """Send `plan` to every worker; the result is the reply of the rank that samples."""
+        """Send `plan` to every worker; the result is the reply of the rank that samples, the only one that answers."""
         call_id = self._send(plan)
-        deadline = time.monotonic() + STEP_SECONDS
-        return PendingStep(lambda: self._collect(call_id, StepResult, 1, deadline)[0])
+        return PendingStep(lambda: self._collect(call_id, StepResult, 1, STEP_SECONDS)[0])
 
     def call(self, body: WorkerCall, reply: type[Body], *, timeout: float) -> list[Body]:
         """Send `body` to every worker and wait for all replies, in order of rank."""
         call_id = self._send(body)
-        return self._collect(call_id, reply, self._group.topology.world_size, time.monotonic() + timeout)
+        return self._collect(call_id, reply, self.world_size, timeout)
+
+    def check(self) -> None:
+        """Raises `WorkerLost` or `WorkerFailed` if something has happened to a worker while nobody waited for it."""
+        self._group.check()
+        while (reply := self._group.receive(0)) is not None:
+            self._take(reply)
 
     def close(self) -> None:
         """End the workers."""
@@ -61,34 +73,47 @@ class Executor:
         self._group.send(Call(self._last_call_id, body))
         return self._last_call_id
 
-    def _collect(self, call_id: int, kind: type[Body], count: int, deadline: float) -> list[Body]:
+    def _collect(self, call_id: int, kind: type[Body], count: int, seconds: float) -> list[Body]:
         """The first `count` replies to the call, by rank. Replies to calls that nobody waits for are dropped."""
         replies = self._replies[call_id]
+        deadline = time.monotonic() + seconds
         try:
             while len(replies) < count:
-                self._pump(call_id, max(0.0, deadline - time.monotonic()))
+                reply = self._group.receive(max(0.0, deadline - time.monotonic()))
+                if reply is not None:
+                    self._take(reply)
+                elif time.monotonic() >= deadline:
+                    raise DeadlineExceeded(self._explain(call_id, kind, seconds))
         finally:
             del self._replies[call_id]
         return [_expect(kind, replies[rank]) for rank in sorted(replies)]
 
-    def _pump(self, call_id: int, timeout: float) -> None:
-        reply = self._group.receive(timeout)
-        if reply is None:
-            raise DeadlineExceeded(f"no worker answered call {call_id} before its deadline")
+    def _take(self, reply: Reply) -> None:
         if isinstance(reply.body, WorkerFailure):
-            _raise(reply.body)
+            self._fail(reply.body)
         if reply.call_id in self._replies:
             self._replies[reply.call_id][reply.rank] = reply.body
+
+    def _fail(self, failure: WorkerFailure) -> None:
+        """Raise the root cause: the death of another worker, if that is what made this one fail."""
+        cause = failure.cause
+        if cause.is_user_error:
+            error = getattr(errors, cause.kind, UserError)
+            raise error(cause.message)
+        try:
+            deadline = time.monotonic() + ROOT_CAUSE_SECONDS
+            while (left := deadline - time.monotonic()) > 0:
+                self._group.receive(left)
+        except WorkerLost as lost:
+            raise WorkerLost(f"{lost} ({failure.worker.label} noticed it: {cause})") from None
+        raise WorkerFailed(f"{failure.worker.label}: {cause}\n{cause.traceback}")
+
+    def _explain(self, call_id: int, kind: type[Body], seconds: float) -> str:
+        answered = self._replies[call_id]
+        silent = [rank for rank in range(self.world_size) if rank not in answered]
+        return f"no {kind.__name__} from rank {', '.join(map(str, silent))} within {seconds:.0f} s (call {call_id})"
 
 
 def _expect(kind: type[Body], body: Any) -> Body:
     assert isinstance(body, kind), f"a worker answered with {type(body).__name__}, not {kind.__name__}"
     return body
-
-
-def _raise(failure: WorkerFailure) -> None:
-    cause = failure.cause
-    if cause.is_user_error:
-        error = getattr(errors, cause.kind, UserError)
-        raise error(cause.message)
-    raise WorkerFailed(f"{failure.worker.label}: {cause}\n{cause.traceback}")

@@ -48,6 +48,9 @@ class CountingGroup:
     def receive(self, timeout: float) -> Reply | None:
         return self._replies.popleft() if self._replies else None
 
+    def check(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -99,7 +102,7 @@ class ListInbox:
     def receive(self, timeout: float | None) -> Any:
         if self.messages:
             return self.messages.popleft()
-        if timeout is None:
+        if timeout is None or timeout > 0:
             assert self.on_empty is not None, "the engine waits, but the test has nothing more to say"
             return self.on_empty()
         return None

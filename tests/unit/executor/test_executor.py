@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from eagleray.errors import CheckpointError, DeadlineExceeded, WorkerFailed
+from eagleray.errors import CheckpointError, DeadlineExceeded, WorkerFailed, WorkerLost
 from eagleray.executor import Executor
 from eagleray.identity import EngineId, WorkerId
 from eagleray.messages.failure import Failure
@@ -34,12 +34,20 @@ class FakeGroup:
         self.sent: list[Call] = []
         self.replies: deque[Reply] = deque()
         self.closed = False
+        self.lost = ""
 
     def send(self, call: Call) -> None:
         self.sent.append(call)
 
     def receive(self, timeout: float) -> Reply | None:
-        return self.replies.popleft() if self.replies else None
+        if self.replies:
+            return self.replies.popleft()
+        self.check()
+        return None
+
+    def check(self) -> None:
+        if self.lost:
+            raise WorkerLost(self.lost)
 
     def close(self) -> None:
         self.closed = True
@@ -72,7 +80,7 @@ def test_steps_in_flight_get_their_own_results():
 def test_a_late_reply_is_never_taken_for_another():
     group = FakeGroup()
     executor = Executor(group)
-    with pytest.raises(DeadlineExceeded, match="call 1"):
+    with pytest.raises(DeadlineExceeded, match=r"no MemoryMeasured from rank 0 within 0 s \(call 1\)"):
         executor.call(MeasureMemory(1), MemoryMeasured, timeout=0)
     group.replies += [Reply(1, 0, MemoryMeasured(1)), Reply(2, 0, MemoryMeasured(2))]
     assert executor.call(MeasureMemory(1), MemoryMeasured, timeout=1)[0].available_bytes == 2
@@ -90,6 +98,29 @@ def test_any_workers_exception_is_raised_with_its_name_and_traceback():
     group.replies.append(Reply(1, 1, failure("ZeroDivisionError", is_user_error=False)))
     with pytest.raises(WorkerFailed, match=r"engine-0/tp1-pp0: ZeroDivisionError: it broke\nTraceback: here"):
         pending.result()
+
+
+def test_a_death_is_the_cause_of_what_others_say_of_it():
+    group = FakeGroup(world_size=2)
+    executor = Executor(group)
+    pending = executor.step(plan(1))
+    group.replies.append(Reply(1, 1, failure("RuntimeError", is_user_error=False)))
+    group.lost = "engine-0/tp0-pp0 was killed by SIGKILL"
+    with pytest.raises(WorkerLost, match=r"tp0-pp0 was killed by SIGKILL \(engine-0/tp1-pp0 noticed it: RuntimeError"):
+        pending.result()
+
+
+def test_news_are_heard_while_nobody_waits():
+    group = FakeGroup(world_size=2)
+    executor = Executor(group)
+    executor.check()
+    group.lost = "gone"
+    with pytest.raises(WorkerLost, match="gone"):
+        executor.check()
+    group.lost = ""
+    group.replies.append(Reply(0, 1, failure("OSError", is_user_error=False)))
+    with pytest.raises(WorkerFailed, match="tp1-pp0: OSError"):
+        executor.check()
 
 
 def test_a_users_mistake_keeps_its_type():
