@@ -4,16 +4,22 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: serve test test-slow lint clean
+.PHONY: serve test test-slow test-all test-hosts lint clean
 
 serve: $(READY)  ## Serve a model (MODEL=path, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
 
 test: lint  ## Everything that must hold before a change lands.
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not grid and not hosts"
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+test-all: $(READY)  ## The whole grid: every executor with every parallelism.
+	$(BIN)/python -m pytest -m "not hosts"
+
+test-hosts: $(READY)  ## Several hosts, each a network namespace with a Ray node of its own; needs root.
+	$(BIN)/python -m pytest -m hosts
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -104,6 +104,24 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def collective_rpc(
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Call a method of the worker extension (option `worker_extension_cls`) on every worker.
+
+        Returns what each returned, in order of rank. Arguments and results are None, bool, int, float, str, bytes,
+        lists, tuples (which become lists), dicts, and numpy arrays, nested. `timeout`: seconds that the workers have;
+        None: ten minutes. No tokens are generated meanwhile.
+
+        Raises `InvalidRequest` for what cannot be called or sent, `RequestFailed` if the method raised on a rank (the
+        engine goes on), `DeadlineExceeded`, and `EngineFailed` if the engine ends.
+        """
+        return self._run(self._call_workers(method, args, kwargs, timeout))
+
     def get_tokenizer(self) -> Tokenizer:
         """Raises `InvalidRequest` under `skip_tokenizer_init`."""
         tokenizer = self._fleet.client.tokenizer
@@ -139,6 +157,13 @@ class LLM:
         except BaseException:
             future.cancel()
             raise
+
+    async def _call_workers(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float | None
+    ) -> list[Any]:
+        with self._fleet.naming_the_cause():
+            call = self._fleet.client.call_workers(method, args, kwargs, timeout=timeout)
+            return await self._fleet.guard(call)
 
     async def _complete(
         self,
@@ -190,11 +215,17 @@ class _Fleet:
             return fleet
 
     def generate(self, prompt: Prompt, params: SamplingParams, *, priority: int, cache_salt: str) -> RequestStream:
-        try:
+        with self.naming_the_cause():
             return self.client.generate(prompt, params, priority=priority, cache_salt=cache_salt)
+
+    @contextmanager
+    def naming_the_cause(self) -> Iterator[None]:
+        """Inside, "there is no engine" becomes the reason why there will be none any more, if that is so."""
+        try:
+            yield
         except Unavailable:
             if self.supervisor.failed.done():
-                self.supervisor.failed.result()  # there will be no engine any more, and this says why
+                self.supervisor.failed.result()
             raise
 
     async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:

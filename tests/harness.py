@@ -6,6 +6,7 @@ What runs is the engine's own start-up and step; only the client's side is repla
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 import numpy as np
 
 from eagleray.config import build_config
+from eagleray.config.resolve import steps_in_flight
 from eagleray.engine.startup import start_engine
-from eagleray.executor.choose import choose_executor
+from eagleray.executor.choose import open_executor
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 from eagleray.messages.requests import Abort, Generate
 from eagleray.messages.sampling import Sampling, Stopping
+from eagleray.transport import make_runtime_dir, remove_runtime_dir
 
 CLIENT = ClientId("test", 0)
 
@@ -40,10 +43,27 @@ class LocalEngine:
     def __init__(self, checkpoint: Path | None, **options: Any) -> None:
         model = None if checkpoint is None else str(checkpoint)
         config = build_config(model=model, **{"num_threads": 1, **options})
-        self.executor = choose_executor(EngineId("test", 0), config)
-        started = start_engine(config, self.executor)
+        self._ends = ExitStack()
+        self._ends.callback(remove_runtime_dir, runtime_dir := make_runtime_dir())
+        try:
+            self.executor = open_executor(EngineId("test", 0), config, runtime_dir=runtime_dir)
+            self._ends.callback(self.executor.close)
+            started = start_engine(config, self.executor, depth=steps_in_flight(config, in_placement_group=False))
+        except BaseException:
+            self._ends.close()
+            raise
         self.core, self.info = started.core, started.info
         self.answers: dict[str, Answer] = {}
+
+    def __enter__(self) -> LocalEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers; needed where they are processes."""
+        self._ends.close()
 
     def add(self, request_id: str, prompt: Sequence[int], *, max_tokens: int = 16, **kwargs: Any) -> None:
         """`kwargs`: fields of `Sampling`, of `Stopping`, and `priority`, `cache_salt`."""

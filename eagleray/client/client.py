@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 import secrets
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from eagleray.client.generation_config import eos_token_ids
 from eagleray.client.in_flight import InFlight, Request
@@ -21,20 +23,28 @@ from eagleray.client.preprocess import Preprocessor, Prompt, check_text
 from eagleray.client.request_state import RequestState
 from eagleray.client.stream import RequestStream
 from eagleray.client.tokenizer import Tokenizer
+from eagleray.client.worker_calls import WorkerCalls
 from eagleray.config import Config
 from eagleray.config.resolve import checkpoint_dir, tokenizer_dir
 from eagleray.errors import ChannelClosed, DeadlineExceeded, EngineFailed, InvalidRequest, Unavailable
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.lifecycle import Attach, ClientStarted, Stop, SupervisorToMember
 from eagleray.messages.membership import EngineInfo, Joined, Left
-from eagleray.messages.outputs import Chunks, EngineStats, EngineToClient
-from eagleray.messages.requests import Abort
+from eagleray.messages.outputs import Chunks, EngineStats, EngineToClient, WorkersReturned
+from eagleray.messages.plain import pack_arguments
+from eagleray.messages.requests import Abort, CallWorkers
 from eagleray.messages.sampling import SamplingParams
 
 __all__ = ["Client"]
 
 SUPERVISOR: Literal["supervisor"] = "supervisor"
 SEED_BITS = 63
+
+CALL_SECONDS = 600.0
+"""What a call of a worker extension gets if its caller does not say."""
+
+ANSWER_SECONDS = 2.0
+"""An engine that gives a call up says which ranks it waited for: how much longer to wait for that word."""
 
 
 class Client:
@@ -60,6 +70,7 @@ class Client:
         """Why there is no engine, if the last one has left."""
         self._engines_changed = asyncio.Event()
         self._in_flight = InFlight(on_abort=self._tell_abort)
+        self._worker_calls = WorkerCalls()
         self._is_closed = False
 
     @classmethod
@@ -95,8 +106,8 @@ class Client:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have not ended."""
-        return len(self._in_flight)
+        """Requests that have not ended, and calls of the worker extension."""
+        return len(self._in_flight) + len(self._worker_calls)
 
     async def run(self) -> None:
         """Read the inbox until `close`. Whatever else ends this ends all requests."""
@@ -165,11 +176,39 @@ class Client:
             self._outbox.send(engine, message)
         return self._in_flight.add(state, engine, [message.request_id for message in messages])
 
+    async def call_workers(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, timeout: float | None
+    ) -> list[Any]:
+        """Call a method of the worker extension on every worker -> what each returned, in order of rank.
+
+        Arguments and results: see `messages.plain`. `timeout`: seconds that the workers have, all together; None: ten
+        minutes. When it is over the caller goes on, but the method does not end on the workers.
+
+        Raises `InvalidRequest` for what cannot be called or sent, `RequestFailed` if the method raised on a rank,
+        `EngineFailed` if the engine ended, `DeadlineExceeded`, and `Unavailable` while no engine takes requests.
+        """
+        check_text(method, "method")
+        seconds = CALL_SECONDS if timeout is None else timeout
+        if not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
+            raise InvalidRequest(f"`timeout` is a number of seconds above 0, but this is {timeout!r}", param="timeout")
+        try:
+            arguments = pack_arguments(args, kwargs)
+        except TypeError as error:
+            raise InvalidRequest(str(error), param="args") from None
+        engine = self._choose_engine()
+        with self._worker_calls.open(engine, method) as call:
+            message = CallWorkers(
+                client=self._client_id, call_id=call.call_id, method=method, arguments=arguments, timeout=seconds
+            )
+            self._outbox.send(engine, message)
+            return await call.result(seconds + ANSWER_SECONDS)
+
     async def close(self) -> None:
         """Abort what runs, and end `run`. Harmless when repeated."""
         if self._is_closed:
             return
         self._is_closed = True
+        self._worker_calls.fail(Unavailable("this client was closed before the workers had answered"))
         for request in self._in_flight:
             self._in_flight.abort(request)
         self._inbox.close()
@@ -193,6 +232,8 @@ class Client:
                     self._outbox.send(engine, Abort(self._client_id, unwanted))
             case EngineStats(engine=engine):
                 self._stats[engine] = message
+            case WorkersReturned():
+                self._worker_calls.deliver(message)
             case Attach(supervisor, members):
                 self._outbox.connect(SUPERVISOR, supervisor)
                 for member in members:
@@ -227,6 +268,7 @@ class Client:
         for request in self._in_flight:
             if request.engine == engine:
                 self._in_flight.fail(request, EngineFailed(message))
+        self._worker_calls.fail(EngineFailed(message), engine=engine)
 
     def _tell_abort(self, request: Request) -> None:
         self._outbox.send(request.engine, Abort(self._client_id, sorted(request.running)))

@@ -18,7 +18,9 @@ __all__ = [
     "check_executor",
     "checkpoint_dir",
     "executor_name",
+    "is_asynchronous",
     "served_names",
+    "steps_in_flight",
     "tokenizer_dir",
 ]
 
@@ -85,6 +87,19 @@ def executor_name(config: Config, *, in_placement_group: bool) -> ExecutorName:
     if config.ray.placement_group is not None or in_placement_group:
         return "ray"
     return "in-process" if config.parallel.world_size == 1 else "processes"
+
+
+def is_asynchronous(config: Config, executor: ExecutorName) -> bool:
+    """Whether the next step is planned and sent while the current one runs."""
+    if config.execution.async_scheduling is not None:
+        return config.execution.async_scheduling
+    return executor != "in-process"
+
+
+def steps_in_flight(config: Config, *, in_placement_group: bool) -> int:
+    """How many steps the engine sends before it waits for the first: one for each pipeline stage, and one ahead."""
+    name = executor_name(config, in_placement_group=in_placement_group)
+    return config.parallel.pipeline_parallel_size + is_asynchronous(config, name)
 
 
 def check_executor(config: Config) -> None:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from eagleray.engine.pipeline import Pipeline
+from eagleray.errors import DeadlineExceeded
 from eagleray.executor import Executor
+from eagleray.messages.failure import Failure
+from eagleray.messages.outputs import WorkersReturned
+from eagleray.messages.requests import CallWorkers
+from eagleray.messages.steps import CallExtension, ExtensionReturned
 from eagleray.scheduler import Output, Scheduler
 
 __all__ = ["EngineCore"]
@@ -16,6 +21,18 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self._pipeline = Pipeline(executor, depth=depth)
+
+    def call_workers(self, call: CallWorkers) -> WorkersReturned:
+        """Call the worker extension on every worker: their values, or the first one's failure."""
+        body = CallExtension(call.method, call.arguments)
+        try:
+            returned = self.executor.call(body, ExtensionReturned, timeout=call.timeout)
+        except DeadlineExceeded as error:
+            return WorkersReturned(call_id=call.call_id, failure=Failure.of(error))
+        for rank, one in enumerate(returned):
+            if one.failure is not None:
+                return WorkersReturned(call_id=call.call_id, failure=one.failure, rank=rank)
+        return WorkersReturned(call_id=call.call_id, values=[one.value or b"" for one in returned])
 
     def step(self) -> list[Output]:
         """Plan and send what fits into the pipeline, then apply the oldest step: what it tells the clients."""

@@ -8,10 +8,11 @@ from pathlib import Path
 import msgspec
 
 from eagleray.config.environment import let_waiting_threads_sleep
+from eagleray.config.resolve import steps_in_flight
 from eagleray.engine.loop import EngineInbox, EngineLoop, EngineOutbox
 from eagleray.engine.startup import start_engine
 from eagleray.errors import DeadlineExceeded
-from eagleray.executor.choose import choose_executor
+from eagleray.executor.choose import open_executor
 from eagleray.messages.codec import Codec
 from eagleray.messages.lifecycle import Attach, Bound, EngineSpec, EngineStarted, MemberToSupervisor
 from eagleray.messages.outputs import EngineToClient
@@ -37,9 +38,12 @@ def run(payload: bytes, parent: Parent) -> None:
         attach = _wait_for_attach(inbox)
         outbox.connect("supervisor", attach.supervisor)
 
-        executor = choose_executor(spec.engine, spec.config)
+        executor = open_executor(spec.engine, spec.config, runtime_dir=Path(spec.runtime_dir), ray=spec.ray)
         stack.callback(executor.close)
-        started = start_engine(spec.config, executor)
+        in_placement_group = spec.ray is not None and spec.ray.placement_group is not None
+        started = start_engine(
+            spec.config, executor, depth=steps_in_flight(spec.config, in_placement_group=in_placement_group)
+        )
         loop = EngineLoop(spec.engine, started.core, inbox, outbox)
         for member in attach.members:
             loop.join(member)

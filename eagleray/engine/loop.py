@@ -14,7 +14,7 @@ from eagleray.identity import ClientId, EngineId, PeerId
 from eagleray.messages.lifecycle import Attach, MemberToSupervisor, Stop, SupervisorToMember
 from eagleray.messages.membership import Joined, Left
 from eagleray.messages.outputs import Chunk, Chunks, EngineStats, EngineToClient, FinishReason
-from eagleray.messages.requests import Abort, ClientToEngine, Generate
+from eagleray.messages.requests import Abort, CallWorkers, ClientToEngine, Generate
 from eagleray.scheduler import Output
 from eagleray.transport import Inbox, Outbox
 
@@ -39,7 +39,7 @@ class EngineLoop:
         self._inbox = inbox
         self._outbox = outbox
         self._clients: set[ClientId] = set()
-        self._strangers: dict[ClientId, list[Generate]] = defaultdict(list)
+        self._strangers: dict[ClientId, list[Generate | CallWorkers]] = defaultdict(list)
         self._stopping = False
         self._stats_due = 0.0
         self._has_reported_idle = False
@@ -57,7 +57,7 @@ class EngineLoop:
             self._outbox.connect(member.member, member.address)
             self._stats_due = 0.0
             for request in self._strangers.pop(member.member, []):
-                self._add(request)
+                self._handle(request)
 
     def _take(self) -> None:
         """Handle every message that has arrived; without work, wait for one, with an eye on the workers."""
@@ -71,11 +71,15 @@ class EngineLoop:
 
     def _handle(self, message: SupervisorToMember | ClientToEngine) -> None:
         match message:
+            case (Generate() | CallWorkers()) as request if request.client not in self._clients:
+                self._strangers[request.client].append(request)
             case Generate():
                 self._add(message)
+            case CallWorkers(client=client):
+                self._outbox.send(client, self._core.call_workers(message))
             case Abort(client, request_ids):
                 if kept := self._strangers.get(client):
-                    kept[:] = [request for request in kept if request.request_id not in request_ids]
+                    kept[:] = [one for one in kept if isinstance(one, CallWorkers) or one.request_id not in request_ids]
                 self._publish(self._core.scheduler.abort(client, request_ids))
             case Joined():
                 self.join(message)
@@ -90,9 +94,6 @@ class EngineLoop:
                 pass  # other engines are no concern of this one, and it is attached already
 
     def _add(self, request: Generate) -> None:
-        if request.client not in self._clients:
-            self._strangers[request.client].append(request)
-            return
         try:
             self._core.scheduler.add(request)
         except InvalidRequest as error:

@@ -14,10 +14,14 @@ from eagleray.messages.membership import EngineInfo
 from eagleray.messages.steps import (
     AllocateCache,
     CacheAllocated,
+    GroupsJoined,
+    GroupsOpened,
+    JoinGroups,
     LoadModel,
     MeasureMemory,
     MemoryMeasured,
     ModelLoaded,
+    OpenGroups,
 )
 from eagleray.scheduler import Scheduler
 
@@ -35,24 +39,33 @@ class StartedEngine:
     info: EngineInfo
 
 
-def start_engine(config: Config, executor: Executor) -> StartedEngine:
-    """Raises `CheckpointError` or `ConfigError` for what the user can mend, `WorkerFailed` for the rest."""
+def start_engine(config: Config, executor: Executor, *, depth: int) -> StartedEngine:
+    """`depth`: steps in flight.
+
+    Raises `CheckpointError` or `ConfigError` for what the user can mend, `WorkerFailed` or `WorkerLost` for the rest.
+    """
     timeout = config.execution.startup_timeout
-    model = executor.call(LoadModel(), ModelLoaded, timeout=timeout)[0]
+    opened = executor.call(OpenGroups(), GroupsOpened, timeout=timeout)
+    executor.call(JoinGroups(opened), GroupsJoined, timeout=timeout)
+    loaded = executor.call(LoadModel(), ModelLoaded, timeout=timeout)
+    model = loaded[0]
     budget = config.scheduling.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[model.device]
     num_blocks = config.cache.num_kv_blocks
     if num_blocks is None:
         available = cache_bytes(config.cache)
         if available is None:
             measured = executor.call(MeasureMemory(budget), MemoryMeasured, timeout=timeout)
-            available = min(reply.available_bytes for reply in measured)
-        num_blocks = _useful_blocks(config, model, available // model.bytes_per_block)
-    _check_cache(config, model, num_blocks)
+            room = [reply.available_bytes for reply in measured]
+        else:
+            room = [available] * len(loaded)
+        fits = min(size // worker.bytes_per_block for size, worker in zip(room, loaded, strict=True))
+        num_blocks = _useful_blocks(config, model, fits)
+    bytes_per_block = max(worker.bytes_per_block for worker in loaded)
+    _check_cache(config, model, num_blocks, bytes_per_block)
     executor.call(AllocateCache(num_blocks), CacheAllocated, timeout=timeout)
     block_size = config.cache.block_size
-    logger.info(
-        "cache: %d blocks of %d tokens, %.2f GiB", num_blocks, block_size, num_blocks * model.bytes_per_block / 2**30
-    )
+    size = num_blocks * bytes_per_block / 2**30
+    logger.info("cache: %d blocks of %d tokens, %.2f GiB on a worker", num_blocks, block_size, size)
     scheduler = Scheduler(
         max_num_seqs=config.scheduling.max_num_seqs,
         max_num_batched_tokens=budget,
@@ -61,6 +74,7 @@ def start_engine(config: Config, executor: Executor) -> StartedEngine:
         num_blocks=num_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         policy=config.scheduling.scheduling_policy,
+        num_stages=config.parallel.pipeline_parallel_size,
     )
     info = EngineInfo(
         architecture=model.architecture,
@@ -69,7 +83,7 @@ def start_engine(config: Config, executor: Executor) -> StartedEngine:
         block_size=block_size,
         num_kv_blocks=num_blocks,
     )
-    return StartedEngine(EngineCore(scheduler, executor), info)
+    return StartedEngine(EngineCore(scheduler, executor, depth=depth), info)
 
 
 def _useful_blocks(config: Config, model: ModelLoaded, num_blocks: int) -> int:
@@ -81,7 +95,7 @@ def _blocks_of_one_sequence(config: Config, model: ModelLoaded) -> int:
     return -(-model.max_model_len // config.cache.block_size)
 
 
-def _check_cache(config: Config, model: ModelLoaded, num_blocks: int) -> None:
+def _check_cache(config: Config, model: ModelLoaded, num_blocks: int, bytes_per_block: int) -> None:
     """Raises `ConfigError` unless one sequence of the greatest length fits; says what would."""
     needed = _blocks_of_one_sequence(config, model)
     if num_blocks < needed:
@@ -89,6 +103,6 @@ def _check_cache(config: Config, model: ModelLoaded, num_blocks: int) -> None:
         raise ConfigError(
             f"the cache has room for {num_blocks} blocks, {fits} tokens, but one sequence of "
             f"{model.max_model_len} tokens needs {needed} blocks: set `max_model_len` to at most {fits}, or give the "
-            f"cache more: `kv_cache_memory` of {-(-needed * model.bytes_per_block // 2**20)}MiB, or `num_kv_blocks` of "
+            f"cache more: `kv_cache_memory` of {-(-needed * bytes_per_block // 2**20)}MiB, or `num_kv_blocks` of "
             f"{needed}"
         )

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from eagleray.config import Config
-from eagleray.config.resolve import executor_name
-from eagleray.errors import ConfigError
+from eagleray.config.resolve import executor_name, is_asynchronous
 from eagleray.executor.executor import Executor
+from eagleray.executor.group import WorkerGroup
 from eagleray.identity import EngineId
+from eagleray.messages.workers import RayContext
 
-__all__ = ["choose_executor"]
+__all__ = ["open_executor"]
 
 
-def choose_executor(engine: EngineId, config: Config) -> Executor:
-    """The executor that `config` asks for, its workers running."""
-    match executor_name(config, in_placement_group=False):
+def open_executor(engine: EngineId, config: Config, *, runtime_dir: Path, ray: RayContext | None = None) -> Executor:
+    """The executor that `config` asks for, its workers running. Raises, and leaves nothing behind, if one does not.
+
+    `ray`: what this program is in, if it runs inside a Ray cluster.
+    """
+    return Executor(_open_group(engine, config, runtime_dir, ray))
+
+
+def _open_group(engine: EngineId, config: Config, runtime_dir: Path, ray: RayContext | None) -> WorkerGroup:
+    name = executor_name(config, in_placement_group=ray is not None and ray.placement_group is not None)
+    match name:
         case "in-process":
-            from eagleray.executor.in_process import InProcessGroup
+            from eagleray.executor.in_process import InProcessGroup, ThreadGroup
 
-            return Executor(InProcessGroup(engine, config))
-        case other:
-            raise ConfigError(f"executor {other} is not there yet")
+            return (ThreadGroup if is_asynchronous(config, name) else InProcessGroup)(engine, config)
+        case "processes":
+            from eagleray.executor.processes import start_processes
+
+            return start_processes(engine, config, runtime_dir=runtime_dir)
+        case "ray":
+            from eagleray.executor.ray_actors import start_ray_actors
+
+            return start_ray_actors(engine, config, runtime_dir=runtime_dir, context=ray)
+        case "ray-graph":
+            from eagleray.executor.ray_graph import start_ray_graph
+
+            return start_ray_graph(engine, config, runtime_dir=runtime_dir, context=ray)

@@ -32,7 +32,7 @@ class PendingStep:
         self._wait = wait
 
     def result(self) -> StepResult:
-        """Raises `WorkerFailed` if a worker raised, `WorkerLost` if one is gone, `DeadlineExceeded` if none answered."""
+        """Raises `WorkerFailed` if a worker raised, `WorkerLost` if one is gone, `DeadlineExceeded` if none answers."""
         return self._wait()
 
 

@@ -13,6 +13,7 @@ from eagleray.config import Config
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.failure import Failure
 from eagleray.messages.membership import EngineInfo, Joined, Left
+from eagleray.messages.workers import RayContext
 
 __all__ = [
     "ApiServerSpec",
@@ -36,6 +37,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     config: Config
     runtime_dir: str
     """Directory for the sockets of this instance."""
+    ray: RayContext | None = None
+    """Where the program is that asked for the engine, if it runs inside a Ray cluster."""
 
 
 class ApiServerSpec(msgspec.Struct, frozen=True):

@@ -8,8 +8,18 @@ import msgspec
 
 from eagleray.identity import EngineId
 from eagleray.messages.arrays import Array
+from eagleray.messages.failure import Failure
 
-__all__ = ["Chunk", "Chunks", "EngineStats", "EngineToClient", "FinishReason", "PromptLogprobs", "TokenLogprobs"]
+__all__ = [
+    "Chunk",
+    "Chunks",
+    "EngineStats",
+    "EngineToClient",
+    "FinishReason",
+    "PromptLogprobs",
+    "TokenLogprobs",
+    "WorkersReturned",
+]
 
 
 class FinishReason(enum.StrEnum):
@@ -93,4 +103,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Prompt tokens found there."""
 
 
-EngineToClient = Chunks | EngineStats
+class WorkersReturned(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What became of a `CallWorkers`: values of every worker, or a failure."""
+
+    call_id: int
+    values: list[bytes] = []
+    """Of `plain.pack`, in order of rank; empty with a failure."""
+    failure: Failure | None = None
+    """A user error: the call cannot be made. Any other: what the method raised, or what kept it from returning."""
+    rank: int | None = None
+    """The lowest rank on which the method raised; None if none did."""
+
+
+EngineToClient = Chunks | EngineStats | WorkersReturned

@@ -7,7 +7,7 @@ import msgspec
 from eagleray.identity import ClientId
 from eagleray.messages.sampling import Sampling, Stopping
 
-__all__ = ["Abort", "ClientToEngine", "Generate"]
+__all__ = ["Abort", "CallWorkers", "ClientToEngine", "Generate"]
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -32,4 +32,17 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_ids: list[str]
 
 
-ClientToEngine = Generate | Abort
+class CallWorkers(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Call a method of the worker extension on every worker. Answered by one `WorkersReturned`."""
+
+    client: ClientId
+    call_id: int
+    """Unique among the calls of its client."""
+    method: str
+    arguments: bytes
+    """Of `plain.pack_arguments`."""
+    timeout: float
+    """Seconds that the workers have, all together."""
+
+
+ClientToEngine = Generate | Abort | CallWorkers

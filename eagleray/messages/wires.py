@@ -38,8 +38,8 @@ WIRES = (
     Wire("report", "engine, client", "supervisor", MemberToSupervisor, "zmq into the supervisor's inbox"),
     Wire("requests", "client", "engine", ClientToEngine, "zmq into the engine's inbox"),
     Wire("outputs", "engine", "client", EngineToClient, "zmq into the client's inbox"),
-    Wire("calls", "engine", "worker", Call, "a call (in-process)"),
-    Wire("replies", "worker", "engine", Reply, "a call (in-process)"),
+    Wire("calls", "engine", "worker", Call, "by executor: a call; the queue; a Ray compiled graph and actor calls"),
+    Wire("replies", "worker", "engine", Reply, "the way back of the same"),
 )
 
 # One inbox takes several wires: what may arrive in it is the union of theirs.

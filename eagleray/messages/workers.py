@@ -7,7 +7,16 @@ import msgspec
 from eagleray.config import Config
 from eagleray.identity import EngineId, WorkerId
 
-__all__ = ["Topology", "WorkerSpec"]
+__all__ = ["RayContext", "Topology", "WorkerSpec"]
+
+
+class RayContext(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a program is that runs inside a Ray cluster."""
+
+    address: str
+    """Of the cluster, `host:port`."""
+    placement_group: str | None = None
+    """Id, in hex, of the placement group that the program runs in."""
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +50,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     topology: Topology
     device_index: int | None = None
     """Which of the GPUs that torch sees here; None: the first, or none."""
+    is_near: bool
+    """On the engine's node: they may share memory. Elsewhere they do not try, even if it would work."""
     queue: bytes
     """Ticket for `transport.Listener`."""
     pulse: bytes

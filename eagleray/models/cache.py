@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from eagleray.models.spec import ModelSpec
+__all__ = ["CacheShape", "KVCache"]
 
-__all__ = ["KVCache"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """What a cache holds of each token: this rank's key heads, in the layers of its stage."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
 
 
 class KVCache:
@@ -21,16 +30,16 @@ class KVCache:
 
     @classmethod
     def allocate(
-        cls, spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        cls, shape: CacheShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVCache:
         """A cache of zeros. On a CPU, memory is taken only by blocks that are written to."""
-        shape = (num_blocks, block_size, 2 * spec.num_kv_heads, spec.head_dim)
-        return cls([_zeros(shape, dtype, device) for _ in range(spec.num_layers)], block_size)
+        layer = (num_blocks, block_size, 2 * shape.num_kv_heads, shape.head_dim)
+        return cls([_zeros(layer, dtype, device) for _ in range(shape.num_layers)], block_size)
 
     @staticmethod
-    def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
+    def bytes_per_block(shape: CacheShape, block_size: int, dtype: torch.dtype) -> int:
         """Memory of one block over all layers."""
-        return spec.num_layers * block_size * 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        return shape.num_layers * block_size * 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eagleray.models.weights import Cut
+
 __all__ = ["DummyWeights"]
 
 BLOCK = 1 << 20
@@ -17,27 +19,47 @@ STANDARD_DEVIATION = 0.05
 
 
 class DummyWeights:
-    """See `weights.Weights`. The same seed gives the same weights, on any device."""
+    """See `weights.Weights`. The same seed gives the same weights, on any device, and however they are cut."""
 
     def __init__(self, *, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self.num_parameters = 0
         block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(seed)) * STANDARD_DEVIATION
         self._block = block.to(device=device, dtype=dtype)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        size = torch.Size(shape).numel()
-        self.num_parameters += size
+    def take(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+        cut = cut or Cut(0, range(shape[0]))
+        out = self._block.new_empty(cut.shape(shape))
+        self.num_parameters += out.numel()
         if name.endswith("norm.weight"):
-            return self._block.new_ones(shape)
-        out = self._block.new_empty(size)
-        start = zlib.crc32(name.encode()) % BLOCK  # so that no two layers are the same
+            return out.fill_(1)
+        start = zlib.crc32(name.encode())  # so that no two layers are the same
+        row_size = torch.Size(shape[1:]).numel()
+        if cut.dim == 0:
+            self._fill(out.view(-1), start + cut.span.start * row_size)
+        else:
+            self._fill_columns(out, start, row_size, cut.span)
+        return out
+
+    def take_rows(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
+    ) -> Tensor:
+        cuts = cuts or [None] * len(names)
+        return torch.cat([self.take(*wanted) for wanted in zip(names, shapes, cuts, strict=True)])
+
+    def _fill(self, out: Tensor, start: int) -> None:
+        """From the endless repetition of the block, what begins at `start`."""
+        start %= BLOCK
         filled = 0
-        while filled < size:
-            part = self._block[start : start + size - filled]
+        while filled < len(out):
+            part = self._block[start : start + len(out) - filled]
             out[filled : filled + len(part)] = part
             filled += len(part)
             start = 0
-        return out.view(shape)
 
-    def take_rows(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Tensor:
-        return torch.cat([self.take(name, shape) for name, shape in zip(names, shapes, strict=True)])
+    def _fill_columns(self, out: Tensor, start: int, row_size: int, columns: range) -> None:
+        at_once = max(1, BLOCK // row_size)
+        whole = out.new_empty(at_once, row_size)
+        for first in range(0, len(out), at_once):
+            rows = out[first : first + at_once]
+            self._fill(whole[: len(rows)].view(-1), start + first * row_size)
+            rows.copy_(whole[: len(rows), columns.start : columns.stop])

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eagleray.errors import CheckpointError
+from eagleray.models.weights import Cut
 
 __all__ = ["CheckpointWeights"]
 
@@ -30,7 +31,8 @@ BYTES_OF_DTYPE = {"F32": 4, "F16": 2, "BF16": 2}
 class CheckpointWeights:
     """The weights of one checkpoint, as a context manager. See `weights.Weights`.
 
-    `on_progress` is told bytes read and bytes in all, as they are in the files.
+    `is_elsewhere` says which tensors other pipeline stages have; of the others each of `num_sharing` ranks reads its
+    part. `on_progress` is told bytes read and bytes in all, as they are in the files: this rank's share of them.
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class CheckpointWeights:
         dtype: torch.dtype,
         device: torch.device,
         on_progress: Callable[[int, int], None] | None,
+        is_elsewhere: Callable[[str], bool] = lambda name: False,
+        num_sharing: int = 1,
     ) -> None:
         self._dtype = dtype
         self._device = device
@@ -50,8 +54,10 @@ class CheckpointWeights:
             self._paths = _weight_files(directory)
             self._files = [stack.enter_context(_open(path)) for path in self._paths]
             self._owners = {name: index for index, file in enumerate(self._files) for name in file.keys()}  # noqa: SIM118
-            self._total_bytes = sum(path.stat().st_size for path in self._paths)
-            self._left_over = set(self._owners)
+            self._left_over = {name for name in self._owners if not is_elsewhere(name)}
+            elsewhere = sum(map(self._num_bytes, self._owners.keys() - self._left_over))
+            self._num_sharing = num_sharing
+            self._total_bytes = (sum(path.stat().st_size for path in self._paths) - elsewhere) // num_sharing
             self._close = stack.pop_all().close
 
     def __enter__(self) -> CheckpointWeights:
@@ -62,14 +68,18 @@ class CheckpointWeights:
     ) -> None:
         self._close()
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self.take_rows([name], [shape])
+    def take(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+        return self.take_rows([name], [shape], [cut])
 
-    def take_rows(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Tensor:
-        num_rows = sum(shape[0] for shape in shapes)
-        out = torch.empty((num_rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
-        for name, shape, part in zip(names, shapes, out.split([shape[0] for shape in shapes]), strict=True):
-            self._read(name, shape, part)
+    def take_rows(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
+    ) -> Tensor:
+        cuts = cuts or [None] * len(names)
+        wanted = [shape if cut is None else cut.shape(shape) for shape, cut in zip(shapes, cuts, strict=True)]
+        num_rows = [shape[0] for shape in wanted]
+        out = torch.empty((sum(num_rows), *wanted[0][1:]), dtype=self._dtype, device=self._device)
+        for name, shape, cut, part in zip(names, shapes, cuts, out.split(num_rows), strict=True):
+            self._read(name, shape, cut, part)
         self.num_parameters += out.numel()
         return out
 
@@ -86,7 +96,7 @@ class CheckpointWeights:
         if self._on_progress is not None:
             self._on_progress(self._total_bytes, self._total_bytes)
 
-    def _read(self, name: str, shape: tuple[int, ...], out: Tensor) -> None:
+    def _read(self, name: str, shape: tuple[int, ...], cut: Cut | None, out: Tensor) -> None:
         if name not in self._owners:
             searched = ", ".join(map(str, self._paths))
             raise CheckpointError(f"tensor {name!r} of shape {list(shape)} is missing; searched in {searched}")
@@ -100,11 +110,21 @@ class CheckpointWeights:
             raise CheckpointError(
                 f"{path}: tensor {name!r} has the shape {list(found)}, but config.json implies {list(shape)}"
             )
-        out.copy_(self._files[index].get_tensor(name))
+        out.copy_(stored[:] if cut is None else _part(stored, cut))
         self._left_over.discard(name)
-        self._bytes_read += out.numel() * BYTES_OF_DTYPE[kind]
+        self._bytes_read += self._num_bytes(name)
         if self._on_progress is not None:
-            self._on_progress(self._bytes_read, self._total_bytes)
+            self._on_progress(self._bytes_read // self._num_sharing, self._total_bytes)
+
+    def _num_bytes(self, name: str) -> int:
+        stored = self._files[self._owners[name]].get_slice(name)
+        return torch.Size(stored.get_shape()).numel() * BYTES_OF_DTYPE.get(stored.get_dtype(), 0)
+
+
+def _part(stored: Any, cut: Cut) -> Tensor:
+    """No more than that is read."""
+    span = slice(cut.span.start, cut.span.stop)
+    return stored[span] if cut.dim == 0 else stored[:, span]
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -13,6 +13,7 @@ from eagleray.models.moe.experts import MoeBlock, load_experts
 from eagleray.models.moe.router import Router
 from eagleray.models.spec import Defaults, ModelSpec, MoeSpec, read_common, uniform_windows
 from eagleray.models.weights import Weights
+from eagleray.parallel import Group
 
 __all__ = ["load_layer", "read_mixtral"]
 
@@ -44,10 +45,10 @@ def read_mixtral(config: ConfigFile) -> ModelSpec:
     )
 
 
-def load_layer(index: int, spec: ModelSpec, weights: Weights, kernels: Kernels) -> DecoderLayer:
+def load_layer(index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group) -> DecoderLayer:
     assert spec.moe is not None
     name = f"model.layers.{index}.block_sparse_moe"
     moe, size = spec.moe, spec.hidden_size
     router = Router(f"{name}.gate", moe, size, weights, kernels, weights_dtype=torch.float32)
-    experts = load_experts(f"{name}.experts", moe, size, weights, kernels, projections=("w1", "w3", "w2"))
-    return load_decoder_layer(index, spec, weights, kernels, MoeBlock(router, experts))
+    experts = load_experts(f"{name}.experts", moe, size, weights, kernels, tp, projections=("w1", "w3", "w2"))
+    return load_decoder_layer(index, spec, weights, kernels, tp, MoeBlock(router, experts, tp))

@@ -11,6 +11,7 @@ from eagleray.models.moe.experts import MoeBlock, load_experts
 from eagleray.models.moe.router import Router
 from eagleray.models.spec import Defaults, ModelSpec, MoeSpec, read_common, uniform_windows
 from eagleray.models.weights import Weights
+from eagleray.parallel import Group
 
 __all__ = ["load_layer", "read_qwen3_moe"]
 
@@ -54,11 +55,11 @@ def _moe_layers(config: ConfigFile, num_layers: int) -> tuple[bool, ...]:
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
 
-def load_layer(index: int, spec: ModelSpec, weights: Weights, kernels: Kernels) -> DecoderLayer:
+def load_layer(index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group) -> DecoderLayer:
     assert spec.moe is not None
     if not spec.moe.layers[index]:
-        return load_dense_layer(index, spec, weights, kernels)
+        return load_dense_layer(index, spec, weights, kernels, tp)
     name = f"model.layers.{index}.mlp"
     router = Router(f"{name}.gate", spec.moe, spec.hidden_size, weights, kernels, weights_dtype=None)
-    experts = load_experts(f"{name}.experts", spec.moe, spec.hidden_size, weights, kernels)
-    return load_decoder_layer(index, spec, weights, kernels, MoeBlock(router, experts))
+    experts = load_experts(f"{name}.experts", spec.moe, spec.hidden_size, weights, kernels, tp)
+    return load_decoder_layer(index, spec, weights, kernels, tp, MoeBlock(router, experts, tp))

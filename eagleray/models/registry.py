@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,10 @@ from eagleray.models.qwen2 import read_qwen2
 from eagleray.models.qwen3 import read_qwen3
 from eagleray.models.qwen3_moe import load_layer as load_qwen3_moe_layer
 from eagleray.models.qwen3_moe import read_qwen3_moe
+from eagleray.models.shares import check_fits
 from eagleray.models.spec import ModelSpec
 from eagleray.models.weights import Weights
+from eagleray.parallel import Group, Groups, Mesh
 
 __all__ = ["FAMILIES", "Family", "load_model"]
 
@@ -34,7 +37,7 @@ __all__ = ["FAMILIES", "Family", "load_model"]
 @dataclass(frozen=True, slots=True)
 class Family:
     read_spec: Callable[[ConfigFile], ModelSpec]
-    load_layer: Callable[[int, ModelSpec, Weights, Kernels], DecoderLayer] = load_dense_layer
+    load_layer: Callable[[int, ModelSpec, Weights, Kernels, Group], DecoderLayer] = load_dense_layer
 
 
 FAMILIES = {
@@ -54,6 +57,10 @@ DTYPES = {
     "float": torch.float32,
 }
 
+ALONE = Groups.alone()
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
 
 def load_model(
     directory: Path,
@@ -63,20 +70,30 @@ def load_model(
     device: torch.device,
     seed: int | None,
     on_progress: Callable[[int, int], None] | None,
+    groups: Groups = ALONE,
 ) -> Model:
-    """The model of a checkpoint directory, ready to compute.
+    """The model of a checkpoint directory, or the part that `groups` leaves to this rank, ready to compute.
 
     `dtype` and `load_format` are those of `config.ModelConfig`; `seed` is that of dummy weights. `on_progress` is told
-    bytes read and bytes in all. Raises `CheckpointError`.
+    bytes read and bytes in all, of this rank's share. Raises `CheckpointError`, and `ConfigError` if the model cannot
+    be divided so.
     """
     config = ConfigFile.read(directory)
     family = _family(config)
     spec = family.read_spec(config)
+    check_fits(spec, groups.mesh)
     kind = DTYPES[spec.dtype if dtype == "auto" else dtype]
     if load_format == "dummy":
-        return _build(family, spec, DummyWeights(dtype=kind, device=device, seed=seed or 0), kind, device)
-    with CheckpointWeights(directory, dtype=kind, device=device, on_progress=on_progress) as weights:
-        model = _build(family, spec, weights, kind, device)
+        return _build(family, spec, DummyWeights(dtype=kind, device=device, seed=seed or 0), kind, device, groups)
+    with CheckpointWeights(
+        directory,
+        dtype=kind,
+        device=device,
+        on_progress=on_progress,
+        is_elsewhere=lambda name: _is_elsewhere(name, spec, groups.mesh),
+        num_sharing=groups.mesh.tp_size,
+    ) as weights:
+        model = _build(family, spec, weights, kind, device, groups)
         weights.finish(may_be_left=lambda name: _is_not_a_weight(name, spec))
     return model
 
@@ -91,21 +108,38 @@ def _family(config: ConfigFile) -> Family:
     return FAMILIES[names[0]]
 
 
-def _build(family: Family, spec: ModelSpec, weights: Weights, dtype: torch.dtype, device: torch.device) -> Model:
-    kernels = kernels_for(device)
-    embedding, head = load_embedding_and_head(spec, weights, kernels)
+def _build(
+    family: Family, spec: ModelSpec, weights: Weights, dtype: torch.dtype, device: torch.device, groups: Groups
+) -> Model:
+    kernels, mesh = kernels_for(device), groups.mesh
+    embedding, head = load_embedding_and_head(spec, weights, kernels, mesh, groups.tp)
+    layers = [family.load_layer(index, spec, weights, kernels, groups.tp) for index in mesh.layers(spec.num_layers)]
+    norm = None
+    if mesh.is_last_stage:
+        norm = RMSNorm(weights.take("model.norm.weight", (spec.hidden_size,)), spec.norm_eps, kernels)
     return Model(
         spec=spec,
+        groups=groups,
         dtype=dtype,
         device=device,
         kernels=kernels,
         embedding=embedding,
-        layers=[family.load_layer(index, spec, weights, kernels) for index in range(spec.num_layers)],
-        norm=RMSNorm(weights.take("model.norm.weight", (spec.hidden_size,)), spec.norm_eps, kernels),
+        layers=layers,
+        norm=norm,
         head=head,
         rope=Rope(spec.rope, spec.head_dim, dtype=dtype, device=device),
         num_parameters=weights.num_parameters,
     )
+
+
+def _is_elsewhere(name: str, spec: ModelSpec, mesh: Mesh) -> bool:
+    """Whether another stage has this tensor, and this one has not."""
+    if (match := LAYER.match(name)) is not None:
+        index = int(match[1])
+        return index < spec.num_layers and index not in mesh.layers(spec.num_layers)
+    if name == "model.embed_tokens.weight":
+        return not (mesh.is_first_stage or (mesh.is_last_stage and spec.tie_embeddings))
+    return name in ("model.norm.weight", "lm_head.weight") and not mesh.is_last_stage
 
 
 def _is_not_a_weight(name: str, spec: ModelSpec) -> bool:

@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["Weights"]
+__all__ = ["Cut", "Weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of a tensor that is wanted: along its dimension `dim` (0 or 1), the indices in `span`."""
+
+    dim: int
+    span: range
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """The part's shape."""
+        return (*whole[: self.dim], len(self.span), *whole[self.dim + 1 :])
 
 
 class Weights(Protocol):
-    """Tensors come in the model's dtype on its device, and the caller owns them. Each is taken once."""
+    """Tensors come in the model's dtype on its device, and the caller owns them. Each is taken once.
+
+    Shapes are those of whole tensors, whatever is cut out of them; only what is wanted is read.
+    """
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all tensors taken so far."""
+        """Elements of all that was taken so far."""
         ...
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
         """Raises `CheckpointError` if it is not there or has another shape."""
         ...
 
-    def take_rows(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Tensor:
-        """Several tensors, one under the other (along the first dimension)."""
+    def take_rows(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
+    ) -> Tensor:
+        """Several tensors, or a part of each, one under the other (along the first dimension)."""
         ...

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from eagleray.client import Client
 from eagleray.config import Config
+from eagleray.server.collective_rpc import CollectiveRpcRoute
 from eagleray.server.edge import Edge
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.failures import UnknownRoute
@@ -42,6 +43,8 @@ def create_app(client: Client, config: Config) -> ASGIApp:
         *GenerateRoute(service).endpoints(),
         *TokenRoutes(service).endpoints(),
     ]
+    if config.serving.enable_collective_rpc:
+        endpoints += CollectiveRpcRoute(service).endpoints()
     endpoints.append(_describing(endpoints, service, needs_key=bool(config.serving.api_key)))
     # An endpoint refuses what is not its method itself, so that the refusal looks like every other.
     routes = [Route(endpoint.pattern, endpoint, methods=None) for endpoint in endpoints]

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from eagleray.errors import (
+    DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
     PromptTooLong,
@@ -94,6 +95,7 @@ TABLE: dict[type[Exception], Rule] = {
     EngineFailed: Rule(500, "server_error", "engine_failed"),
     WorkerFailed: Rule(500, "server_error", "worker_failed"),
     Unavailable: Rule(503, "server_error", "unavailable"),
+    DeadlineExceeded: Rule(504, "server_error", "deadline_exceeded"),
     Exception: Rule(500, "server_error", "internal_error"),
 }
 

@@ -19,6 +19,7 @@ REASONS = {
     413: "The request's body is too large.",
     500: "The request failed.",
     503: "Not at present; try again after the seconds that the header Retry-After says.",
+    504: "It was not done within its timeout.",
 }
 
 

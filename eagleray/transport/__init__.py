@@ -1,6 +1,21 @@
 """Moves frames between processes. Knows no message: what to encode and decode with is handed in."""
 
+from eagleray.transport.broadcast import Broadcaster
 from eagleray.transport.endpoint import make_runtime_dir, remove_runtime_dir
+from eagleray.transport.listener import FAR_MEDIA, MEDIA, Listener
+from eagleray.transport.pulse import Pulse, PulseMonitor
 from eagleray.transport.socket import AsyncInbox, Inbox, Outbox
 
-__all__ = ["AsyncInbox", "Inbox", "Outbox", "make_runtime_dir", "remove_runtime_dir"]
+__all__ = [
+    "FAR_MEDIA",
+    "MEDIA",
+    "AsyncInbox",
+    "Broadcaster",
+    "Inbox",
+    "Listener",
+    "Outbox",
+    "Pulse",
+    "PulseMonitor",
+    "make_runtime_dir",
+    "remove_runtime_dir",
+]

@@ -7,12 +7,16 @@ from pathlib import Path
 import torch
 
 from eagleray.errors import ConfigError
+from eagleray.models.shares import num_kv_heads
 from eagleray.models.spec import ModelSpec
+from eagleray.parallel import Mesh
 
 __all__ = ["available_bytes", "step_bytes"]
 
 CPU_SHARE = 0.5
 """Part of the host's free memory that the cache may take: other programs live there too."""
+
+WHOLE_MODEL = Mesh()
 
 
 def available_bytes(device: torch.device, *, gpu_memory_utilization: float, step_bytes: int) -> int:
@@ -34,16 +38,23 @@ def available_bytes(device: torch.device, *, gpu_memory_utilization: float, step
     return int((_host_free() - step_bytes) * CPU_SHARE)
 
 
-def step_bytes(spec: ModelSpec, dtype: torch.dtype, *, num_tokens: int, num_logits: int) -> int:
-    """Upper estimate of what a step takes beside weights and cache.
+def step_bytes(
+    spec: ModelSpec, dtype: torch.dtype, *, num_tokens: int, num_logits: int, mesh: Mesh = WHOLE_MODEL
+) -> int:
+    """Upper estimate of what a step takes beside weights and cache, on the worker at this place of the mesh.
 
-    For each token, a few copies of its hidden state and of the widest activation of a layer; for each row that samples,
-    a few copies of its float32 logits.
+    For each token, a few copies of its hidden state and of the widest activation of a layer, of which the worker has
+    its share; in a pipeline, hidden states that the next stage has not fetched yet. For each row that samples, a few
+    copies of its float32 logits, where they come together.
     """
-    attention = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    tp = mesh.tp_size
+    attention = (spec.num_heads // tp + 2 * num_kv_heads(spec.num_kv_heads, tp)) * spec.head_dim
     experts = spec.moe.top_k * spec.moe.intermediate_size if spec.moe else 0
-    widest = max(attention, 2 * spec.intermediate_size, 2 * experts)
-    return num_tokens * (4 * spec.hidden_size + 3 * widest) * dtype.itemsize + num_logits * spec.vocab_size * 4 * 4
+    widest = max(attention, 2 * spec.intermediate_size // tp, 2 * experts // tp)
+    hidden_states = 4 if mesh.is_last_stage else 5 + mesh.pp_size
+    per_token = (hidden_states * spec.hidden_size + 3 * widest) * dtype.itemsize
+    vocab_size = spec.vocab_size if mesh.is_sampler else spec.vocab_size // tp if mesh.is_last_stage else 0
+    return num_tokens * per_token + num_logits * vocab_size * 4 * 4
 
 
 def _host_free() -> int:

@@ -30,11 +30,14 @@ class Rows:
         self.num_computed = np.zeros(num_rows, dtype=np.int64)
         """The first this many of them are in the cache."""
         self.num_prompt = np.zeros(num_rows, dtype=np.int64)
+        self.generation = np.zeros(num_rows, dtype=np.int64)
+        """How many requests have had the row: news for an earlier one must not reach the present one."""
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
 
     def start(self, start: RowStart) -> None:
         """A request takes the row; whatever was in it is overwritten."""
         row, count = start.row, len(start.token_ids)
+        self.generation[row] += 1
         self.token_ids[row, :count] = start.token_ids
         self.num_tokens[row] = count
         self.num_computed[row] = start.num_computed_tokens

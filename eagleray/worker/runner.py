@@ -1,6 +1,7 @@
 """Runs a step: from `StepPlan` to `StepResult`.
 
-Owns the rows, the sampling state and the cache; is driven by the worker.
+Owns the rows, the sampling state and the cache; is driven by the worker. Every rank of an engine runs every step: it
+keeps its own rows, computes its part of the model, and only the sampler has a result.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from eagleray.models.cache import KVCache
 from eagleray.worker.inputs import StepInputs, build_inputs
 from eagleray.worker.logprobs import prompt_logprobs
 from eagleray.worker.rows import Rows
-from eagleray.worker.sampler import Sampler
+from eagleray.worker.sampler import Sampled, Sampler
 from eagleray.worker.sampling_rows import SamplingRows
+from eagleray.worker.token_relay import TokenRelay
 
 __all__ = ["Runner"]
+
+PIECE = 256
+"""Prompt positions scored at once: 256 x 151,936 float32 logits are 156 MB."""
 
 
 class Runner:
@@ -28,42 +33,24 @@ class Runner:
         self._rows = rows
         self._sampling_rows = sampling_rows
         self._sampler = Sampler(sampling_rows)
+        self._relay = TokenRelay(model.groups, rows)
+        self._mesh = model.groups.mesh
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> (k, first position still wanted)
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> StepResult:
+    def step(self, plan: StepPlan) -> StepResult | None:
+        """The result on the rank that samples, None on the others."""
         self._update_rows(plan)
+        self._relay.catch_up(np.array(plan.rows, dtype=np.int64))
         inputs = build_inputs(plan, self._rows, self._model.device)
         hidden = self._model.forward(inputs.batch, self._cache)  # [num_tokens, hidden_size]
         prompt = self._score_prompts(inputs, hidden)
         self._rows.num_computed[inputs.rows] += inputs.num_tokens
-        return self._sample(plan.step, inputs, hidden, prompt)
-
-    def _update_rows(self, plan: StepPlan) -> None:
-        for row in plan.ends:
-            self._sampling_rows.end(row)
-            self._prompt_logprobs.pop(row, None)
-        for start in plan.starts:
-            self._rows.start(start)
-            self._sampling_rows.start(start.row, start.sampling, start.token_ids, start.num_prompt_tokens)
-            if start.sampling.prompt_logprobs is not None and start.prompt_logprobs_from < start.num_prompt_tokens:
-                self._prompt_logprobs[start.row] = (start.sampling.prompt_logprobs, start.prompt_logprobs_from)
-        for row, block_ids in plan.grown:
-            self._rows.grow(row, block_ids)
-
-    def _sample(
-        self, step: int, inputs: StepInputs, hidden: torch.Tensor, prompt: dict[int, PromptLogprobs]
-    ) -> StepResult:
-        if len(inputs.samples) == 0:
-            return StepResult(step=step, rows=[], token_ids=[], prompt_logprobs=prompt)
-        rows = inputs.rows[inputs.samples]
-        lines = torch.from_numpy(inputs.ends[inputs.samples] - 1).to(hidden.device)
-        logits = self._model.logits(hidden[lines])  # float32 [num_samples, vocab_size]
-        sampled = self._sampler.sample(logits, rows.tolist(), self._rows.num_tokens[rows].tolist())
-        self._rows.append(np.array(sampled.rows, dtype=np.int64), np.array(sampled.token_ids, dtype=np.int64))
-        self._sampling_rows.append(sampled.rows, sampled.token_ids)
+        sampled = self._sample(inputs, hidden)
+        if not self._mesh.is_sampler:
+            return None
         return StepResult(
-            step=step,
+            step=plan.step,
             rows=sampled.rows,
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
@@ -71,10 +58,43 @@ class Runner:
             failures=sampled.failures,
         )
 
+    def _update_rows(self, plan: StepPlan) -> None:
+        for row in plan.ends:
+            self._sampling_rows.end(row)
+            self._prompt_logprobs.pop(row, None)
+        for start in plan.starts:
+            self._rows.start(start)
+            if self._mesh.is_sampler:
+                self._sampling_rows.start(start.row, start.sampling, start.token_ids, start.num_prompt_tokens)
+            if start.sampling.prompt_logprobs is not None and start.prompt_logprobs_from < start.num_prompt_tokens:
+                self._prompt_logprobs[start.row] = (start.sampling.prompt_logprobs, start.prompt_logprobs_from)
+        for row, block_ids in plan.grown:
+            self._rows.grow(row, block_ids)
+
+    def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> Sampled:
+        """The next token of every row whose last known one was computed."""
+        if len(inputs.samples) == 0:
+            return Sampled([], [], {}, [])
+        rows = inputs.rows[inputs.samples]
+        if not self._mesh.is_last_stage:
+            self._relay.share(rows, None)
+            return Sampled([], [], {}, [])
+        lines = torch.from_numpy(inputs.ends[inputs.samples] - 1).to(hidden.device)
+        logits = self._model.logits(hidden[lines])  # float32 [num_samples, vocab_size] on the sampler
+        if logits is None:
+            self._relay.share(rows, None)
+            return Sampled([], [], {}, [])
+        sampled = self._sampler.sample(logits, rows.tolist(), self._rows.num_tokens[rows].tolist())
+        self._relay.share(rows, _token_of_each(rows.tolist(), sampled))
+        self._sampling_rows.append(sampled.rows, sampled.token_ids)
+        return sampled
+
     def _score_prompts(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, PromptLogprobs]:
         """Log-probabilities of the prompt positions that this step's hidden states predict, for rows that want them."""
         scored: dict[int, PromptLogprobs] = {}
-        for line in np.flatnonzero(np.isin(inputs.rows, list(self._prompt_logprobs))) if self._prompt_logprobs else ():
+        if not self._prompt_logprobs or not self._mesh.is_last_stage:
+            return scored
+        for line in np.flatnonzero(np.isin(inputs.rows, list(self._prompt_logprobs))):
             row = int(inputs.rows[line])
             k, wanted_from = self._prompt_logprobs[row]
             first = int(self._rows.num_computed[row]) + 1  # hidden state i predicts position i + 1
@@ -84,25 +104,36 @@ class Runner:
                 continue
             offset = int(inputs.ends[line] - inputs.num_tokens[line]) - first
             targets = torch.from_numpy(self._rows.token_ids[row, begin:end].astype(np.int64)).to(hidden.device)
-            scored[row] = self._score(hidden[offset + begin : offset + end], targets, k, begin)
+            pieces = self._score(hidden[offset + begin : offset + end], targets, k, begin)
+            if pieces:
+                scored[row] = _join(pieces)
             self._prompt_logprobs[row] = (k, end)
         return scored
 
-    def _score(self, hidden: torch.Tensor, targets: torch.Tensor, k: int, start: int) -> PromptLogprobs:
-        """In pieces, so that the logits of a long prompt over a large vocabulary never exist at once."""
-        pieces = [
-            prompt_logprobs(self._model.logits(hidden[i : i + PIECE]), targets[i : i + PIECE], k, start + i)
-            for i in range(0, len(hidden), PIECE)
-        ]
-        if len(pieces) == 1:
-            return pieces[0]
-        return PromptLogprobs(
-            start=start,
-            token_ids=np.concatenate([piece.token_ids for piece in pieces]),
-            logprobs=np.concatenate([piece.logprobs for piece in pieces]),
-            ranks=np.concatenate([piece.ranks for piece in pieces]),
-        )
+    def _score(self, hidden: torch.Tensor, targets: torch.Tensor, k: int, start: int) -> list[PromptLogprobs]:
+        """In pieces, so that the logits of a long prompt over a large vocabulary never exist at once. Nothing on ranks
+        that only help to compute the logits."""
+        pieces = []
+        for i in range(0, len(hidden), PIECE):
+            logits = self._model.logits(hidden[i : i + PIECE])
+            if logits is not None:
+                pieces.append(prompt_logprobs(logits, targets[i : i + PIECE], k, start + i))
+        return pieces
 
 
-PIECE = 256
-"""Prompt positions scored at once: 256 x 151,936 float32 logits are 156 MB."""
+def _token_of_each(rows: list[int], sampled: Sampled) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """[num_rows] in the order of `rows`. A row that failed goes on with token 0 until it is ended: steps that compute
+    it may be on their way."""
+    token_of = dict(zip(sampled.rows, sampled.token_ids, strict=True))
+    return np.array([token_of.get(row, 0) for row in rows], dtype=np.int64)
+
+
+def _join(pieces: list[PromptLogprobs]) -> PromptLogprobs:
+    if len(pieces) == 1:
+        return pieces[0]
+    return PromptLogprobs(
+        start=pieces[0].start,
+        token_ids=np.concatenate([piece.token_ids for piece in pieces]),
+        logprobs=np.concatenate([piece.logprobs for piece in pieces]),
+        ranks=np.concatenate([piece.ranks for piece in pieces]),
+    )

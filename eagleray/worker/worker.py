@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import sys
 
+import torch
 from tqdm import tqdm
 
 from eagleray.config import Config
 from eagleray.config.resolve import checkpoint_dir
-from eagleray.errors import ConfigError
+from eagleray.errors import ConfigError, InvalidRequest
 from eagleray.identity import WorkerId
 from eagleray.log import get_logger
 from eagleray.messages.failure import Failure
@@ -19,20 +20,31 @@ from eagleray.messages.steps import (
     AllocateCache,
     CacheAllocated,
     Call,
+    CallExtension,
+    ExtensionReturned,
+    GroupsJoined,
+    GroupsOpened,
+    JoinGroups,
     LoadModel,
+    LoadNullModel,
     MeasureMemory,
     MemoryMeasured,
     ModelLoaded,
+    OpenGroups,
     Reply,
     StepPlan,
     WorkerFailure,
     WorkerReply,
 )
+from eagleray.messages.workers import Topology
 from eagleray.models.base import Model
 from eagleray.models.cache import KVCache
 from eagleray.models.registry import load_model
+from eagleray.parallel import Groups, Mesh, OpenedGroups
 from eagleray.worker.device import choose_device, set_threads
+from eagleray.worker.extension import Extension
 from eagleray.worker.memory import available_bytes, step_bytes
+from eagleray.worker.null import NullRunner
 from eagleray.worker.rows import Rows
 from eagleray.worker.runner import Runner
 from eagleray.worker.sampling_rows import SamplingRows
@@ -43,72 +55,120 @@ logger = get_logger(__name__)
 
 
 class Worker:
-    """`rank` is the worker's number in its engine."""
+    """`rank` is the worker's number in its engine; `mesh` is its place; `device` and `model` are there once opened and
+    loaded. A worker extension may use these four."""
 
-    def __init__(self, worker: WorkerId, rank: int, config: Config) -> None:
+    device: torch.device
+    model: Model
+
+    def __init__(
+        self, worker: WorkerId, rank: int, config: Config, topology: Topology, *, device_index: int | None = None
+    ) -> None:
+        self.rank = rank
+        self.mesh = Mesh(rank=rank, tp_size=topology.tensor_parallel_size, pp_size=topology.pipeline_parallel_size)
         self._id = worker
-        self._rank = rank
         self._config = config
-        self._model: Model | None = None
-        self._runner: Runner | None = None
+        self._topology = topology
+        self._device_index = device_index
+        self._opened: OpenedGroups | None = None
+        self._groups: Groups | None = None
+        self._runner: Runner | NullRunner | None = None
+        self._extension: Extension | None = None
+        self._has_failed = False
 
-    def handle(self, call: Call) -> Reply:
-        """Do what the call asks. The worker must not be used again after a `WorkerFailure`."""
+    def handle(self, call: Call) -> Reply | None:
+        """Do what the call asks. None: the step's result is another rank's to tell, or this worker has failed before
+        and does nothing any more."""
+        if self._has_failed:
+            return None
         try:
             body = self._do(call)
         except Exception as error:
+            self._has_failed = True
             body = WorkerFailure(worker=self._id, cause=Failure.of(error))
-        return Reply(call.call_id, self._rank, body)
+        return None if body is None else Reply(call.call_id, self.rank, body)
 
-    def _do(self, call: Call) -> WorkerReply:
+    def close(self) -> None:
+        """Leave the groups."""
+        for holder in (self._groups, self._opened):
+            if holder is not None:
+                holder.close()
+
+    def _do(self, call: Call) -> WorkerReply | None:
         match call.body:
             case StepPlan() as plan:
                 assert self._runner is not None, "a step before the cache was allocated"
                 return self._runner.step(plan)
+            case OpenGroups():
+                return self._open()
+            case JoinGroups(opened):
+                return self._join(opened)
             case LoadModel():
                 return self._load()
+            case LoadNullModel():
+                return self._load_null()
             case MeasureMemory(max_num_batched_tokens):
                 return self._measure(max_num_batched_tokens)
             case AllocateCache(num_blocks):
                 return self._allocate(num_blocks)
-            case _:
-                raise NotImplementedError(type(call.body).__name__)
+            case CallExtension(method, arguments):
+                return self._call_extension(method, arguments)
+
+    def _open(self) -> GroupsOpened:
+        execution = self._config.execution
+        self.device = choose_device(execution.device, self._device_index)
+        threads = set_threads(execution.num_threads, num_workers=len(self._topology.local_ranks(self.rank)))
+        logger.debug("computes on %s with %d threads", self.device, threads)
+        self._opened = OpenedGroups.open(mesh=self.mesh, topology=self._topology, device=self.device)
+        return self._opened.opened
+
+    def _join(self, opened: list[GroupsOpened]) -> GroupsJoined:
+        assert self._opened is not None, "groups are joined after they were opened"
+        self._groups = self._opened.join(opened, timeout=self._config.execution.startup_timeout)
+        return GroupsJoined()
 
     def _load(self) -> ModelLoaded:
+        assert self._groups is not None, "the model is loaded after the groups were joined"
         config = self._config.model
-        device = choose_device(self._config.execution.device)
-        threads = set_threads(self._config.execution.num_threads)
-        with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
+        is_shown = self.rank == 0 and sys.stderr.isatty()
+        with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=not is_shown) as bar:
 
             def show(done: int, total: int) -> None:
                 bar.total = total
                 bar.update(done - bar.n)
 
-            model = load_model(
+            self.model = load_model(
                 checkpoint_dir(config),
                 dtype=config.dtype,
                 load_format=config.load_format,
-                device=device,
+                device=self.device,
                 seed=config.seed,
                 on_progress=show,
+                groups=self._groups,
             )
-        self._model = model
+        model = self.model
         logger.info(
             "loaded %s, %.1f M parameters in %s, on %s with %d threads",
             model.spec.architecture,
             model.num_parameters / 1e6,
             str(model.dtype).removeprefix("torch."),
-            device,
-            threads,
+            self.device,
+            torch.get_num_threads(),
         )
+        if self._config.execution.worker_extension_cls is not None:
+            self._extension = Extension.load(self._config.execution.worker_extension_cls, self)
         return ModelLoaded(
             architecture=model.spec.architecture,
             num_parameters=model.num_parameters,
             vocab_size=model.spec.vocab_size,
             max_model_len=self._max_model_len(model),
-            bytes_per_block=KVCache.bytes_per_block(model.spec, self._config.cache.block_size, model.dtype),
-            device=device.type,
+            bytes_per_block=KVCache.bytes_per_block(model.cache_shape, self._config.cache.block_size, model.dtype),
+            device=self.device.type,
         )
+
+    def _load_null(self) -> CacheAllocated:
+        self._runner = NullRunner(is_sampler=self.mesh.is_sampler)
+        return CacheAllocated()
 
     def _max_model_len(self, model: Model) -> int:
         wanted = self._config.model.max_model_len
@@ -120,8 +180,7 @@ class Worker:
         return wanted or model.spec.max_model_len
 
     def _measure(self, max_num_batched_tokens: int) -> MemoryMeasured:
-        assert self._model is not None, "memory is measured after loading"
-        model, config = self._model, self._config
+        model, config = self.model, self._config
         largest_step = step_bytes(
             model.spec,
             model.dtype,
@@ -130,18 +189,25 @@ class Worker:
         )
         utilization = config.cache.gpu_memory_utilization
         available = available_bytes(model.device, gpu_memory_utilization=utilization, step_bytes=largest_step)
+        if self.device.type == "cpu":  # a memory that all workers of the node share
+            available //= len(self._topology.local_ranks(self.rank))
         return MemoryMeasured(available)
 
     def _allocate(self, num_blocks: int) -> CacheAllocated:
-        assert self._model is not None, "the cache is allocated after loading"
-        model, block_size = self._model, self._config.cache.block_size
+        model, block_size = self.model, self._config.cache.block_size
         num_rows = self._config.scheduling.max_num_seqs
         self._runner = Runner(
             model,
             KVCache.allocate(
-                model.spec, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device
+                model.cache_shape, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device
             ),
             Rows(num_rows=num_rows, max_model_len=self._max_model_len(model), block_size=block_size),
             SamplingRows(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device),
         )
         return CacheAllocated()
+
+    def _call_extension(self, method: str, arguments: bytes) -> ExtensionReturned:
+        if self._extension is None:
+            message = "no worker extension: set the option `worker_extension_cls` to `module:Class`"
+            return ExtensionReturned(failure=Failure.of(InvalidRequest(message)))
+        return self._extension.call(method, arguments)

@@ -6,28 +6,35 @@ from torch import Tensor
 
 from eagleray.models.context import ForwardContext
 from eagleray.models.kernels.reference import Kernels
-from eagleray.models.layers.linear import load_linear
+from eagleray.models.layers.linear import load_linear, load_summed_linear
+from eagleray.models.shares import equal_share, features, kv_heads
 from eagleray.models.spec import ModelSpec
 from eagleray.models.weights import Weights
+from eagleray.parallel import Group
 
 __all__ = ["Attention"]
 
 
 class Attention:
-    """`window`: this layer's, see `ModelSpec.windows`."""
+    """`window`: this layer's, see `ModelSpec.windows`. Of the heads, this rank's share of `tp`."""
 
-    def __init__(self, name: str, spec: ModelSpec, window: int | None, weights: Weights, kernels: Kernels) -> None:
-        self._num_heads, self._head_dim = spec.num_heads, spec.head_dim
-        self._num_rotated = spec.num_heads + spec.num_kv_heads
+    def __init__(
+        self, name: str, spec: ModelSpec, window: int | None, weights: Weights, kernels: Kernels, tp: Group
+    ) -> None:
+        heads, kv = equal_share(spec.num_heads, tp), kv_heads(spec.num_kv_heads, tp)
+        self._num_heads, self._head_dim = len(heads), spec.head_dim
+        self._num_rotated = len(heads) + len(kv)
         self._window = window
         self._kernels = kernels
         sizes = [count * spec.head_dim for count in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+        outputs = [features(part, spec.head_dim) for part in (heads, kv, kv)]
         names = [f"{name}.{part}_proj" for part in "qkv"]
-        self._qkv = load_linear(weights, kernels, names, sizes, spec.hidden_size, bias=spec.qkv_bias)
-        self._output = load_linear(
-            weights, kernels, [f"{name}.o_proj"], [spec.hidden_size], sizes[0], bias=spec.output_bias
+        hidden = spec.hidden_size
+        self._qkv = load_linear(weights, kernels, names, sizes, hidden, outputs=outputs, bias=spec.qkv_bias)
+        self._output = load_summed_linear(
+            weights, kernels, f"{name}.o_proj", hidden, sizes[0], inputs=outputs[0], tp=tp, bias=spec.output_bias
         )
-        self._qk_norm = _load_qk_norm(name, spec, weights) if spec.qk_norm else None
+        self._qk_norm = _load_qk_norm(name, spec.head_dim, len(heads), len(kv), weights) if spec.qk_norm else None
         self._norm_eps = spec.norm_eps
 
     def __call__(self, x: Tensor, cache: Tensor, context: ForwardContext) -> Tensor:
@@ -43,10 +50,10 @@ class Attention:
         return self._output(self._kernels.attention(queries, keys_values, cache, context.plans[self._window]))
 
 
-def _load_qk_norm(name: str, spec: ModelSpec, weights: Weights) -> Tensor:
+def _load_qk_norm(name: str, head_dim: int, num_heads: int, num_kv_heads: int, weights: Weights) -> Tensor:
     """[num_heads + num_kv_heads, head_dim]: one weight for all query heads, one for all key heads."""
-    queries = weights.take(f"{name}.q_norm.weight", (spec.head_dim,))
-    keys = weights.take(f"{name}.k_norm.weight", (spec.head_dim,))
-    heads = queries.new_empty(spec.num_heads + spec.num_kv_heads, spec.head_dim)
-    heads[: spec.num_heads], heads[spec.num_heads :] = queries, keys
+    queries = weights.take(f"{name}.q_norm.weight", (head_dim,))
+    keys = weights.take(f"{name}.k_norm.weight", (head_dim,))
+    heads = queries.new_empty(num_heads + num_kv_heads, head_dim)
+    heads[:num_heads], heads[num_heads:] = queries, keys
     return heads

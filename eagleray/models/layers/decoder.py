@@ -13,6 +13,7 @@ from eagleray.models.layers.mlp import MLP
 from eagleray.models.layers.norm import RMSNorm
 from eagleray.models.spec import ModelSpec
 from eagleray.models.weights import Weights
+from eagleray.parallel import Group
 
 __all__ = ["DecoderLayer", "load_decoder_layer", "load_dense_layer"]
 
@@ -35,7 +36,7 @@ class DecoderLayer:
 
 
 def load_decoder_layer(
-    index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, feed_forward: FeedForward
+    index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group, feed_forward: FeedForward
 ) -> DecoderLayer:
     name = f"model.layers.{index}"
 
@@ -44,12 +45,12 @@ def load_decoder_layer(
 
     return DecoderLayer(
         attention_norm=norm("input_layernorm"),
-        attention=Attention(f"{name}.self_attn", spec, spec.windows[index], weights, kernels),
+        attention=Attention(f"{name}.self_attn", spec, spec.windows[index], weights, kernels, tp),
         feed_forward_norm=norm("post_attention_layernorm"),
         feed_forward=feed_forward,
     )
 
 
-def load_dense_layer(index: int, spec: ModelSpec, weights: Weights, kernels: Kernels) -> DecoderLayer:
-    mlp = MLP(f"model.layers.{index}.mlp", spec, weights, kernels)
-    return load_decoder_layer(index, spec, weights, kernels, mlp)
+def load_dense_layer(index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group) -> DecoderLayer:
+    mlp = MLP(f"model.layers.{index}.mlp", spec, weights, kernels, tp)
+    return load_decoder_layer(index, spec, weights, kernels, tp, mlp)

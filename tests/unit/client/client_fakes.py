@@ -19,7 +19,7 @@ from eagleray.messages.codec import Codec
 from eagleray.messages.lifecycle import Attach
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.outputs import Chunk, Chunks
-from eagleray.messages.requests import Abort, Generate
+from eagleray.messages.requests import Abort, CallWorkers, Generate
 from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX
 
 CLIENT = ClientId("test", 0)
@@ -86,6 +86,8 @@ class FakeEngine:
         self.names = []
         """Of the requests it was sent, in order."""
         self.requests = {}
+        self.calls = []
+        """Of the worker extension, in order."""
 
     @property
     def address(self):
@@ -105,6 +107,8 @@ class FakeEngine:
                 case Abort(client, request_ids):
                     assert client == CLIENT
                     self.aborted += request_ids
+                case CallWorkers():
+                    self.calls.append(message)
         self._num_read = len(mail)
         return self
 

@@ -12,10 +12,14 @@ from eagleray.messages.steps import (
     AllocateCache,
     CacheAllocated,
     Call,
+    GroupsJoined,
+    GroupsOpened,
+    JoinGroups,
     LoadModel,
     MeasureMemory,
     MemoryMeasured,
     ModelLoaded,
+    OpenGroups,
     Reply,
     StepPlan,
     StepResult,
@@ -56,6 +60,10 @@ class CountingGroup:
 
     def _answer(self, body: Any) -> WorkerReply:
         match body:
+            case OpenGroups():
+                return GroupsOpened()
+            case JoinGroups():
+                return GroupsJoined()
             case LoadModel():
                 return ModelLoaded(
                     architecture="Counting",

@@ -27,7 +27,7 @@ class PagedRun:
         self.model = model
         self.block_size = block_size
         self.cache = KVCache.allocate(
-            model.spec, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device
+            model.cache_shape, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device
         )
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self._tokens: dict[str, list[int]] = {}

@@ -21,8 +21,16 @@ from eagleray.errors import ChannelClosed
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.lifecycle import Stop
 from eagleray.messages.membership import EngineInfo, Joined, Left
-from eagleray.messages.outputs import Chunk, Chunks, EngineStats, FinishReason, PromptLogprobs, TokenLogprobs
-from eagleray.messages.requests import Abort, Generate
+from eagleray.messages.outputs import (
+    Chunk,
+    Chunks,
+    EngineStats,
+    FinishReason,
+    PromptLogprobs,
+    TokenLogprobs,
+    WorkersReturned,
+)
+from eagleray.messages.requests import Abort, CallWorkers, Generate
 from eagleray.server.app import create_app
 
 ENGINE = EngineId("test", 0)
@@ -65,6 +73,8 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.speak: Callable[[Generate], Iterator[Chunk]] | None = None
+        self.call_workers: Callable[[CallWorkers], WorkersReturned] | None = None
+        """Answers calls of the worker extension; None: they are not answered."""
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._speaking: set[asyncio.Task[None]] = set()
 
@@ -95,6 +105,8 @@ class ScriptedEngine:
             task = asyncio.create_task(self._say(self.speak(message)))
             self._speaking.add(task)
             task.add_done_callback(self._speaking.discard)
+        if isinstance(message, CallWorkers) and self.call_workers is not None:
+            self.say(self.call_workers(message))
 
     def say(self, *messages: Any) -> None:
         """Put messages into the client's inbox; chunks as of one step."""

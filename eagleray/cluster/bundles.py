@@ -1,0 +1,126 @@
+"""Which worker goes into which bundle of a placement group. Pure: values in, values out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from eagleray.errors import ClusterError, ConfigError
+
+__all__ = ["Bundle", "BundlesBusy", "Resources", "assign", "fitting", "in_rank_order", "show", "worker_resources"]
+
+Resources = Mapping[str, float]
+
+PRECISION = 1e-4
+"""Ray counts resources in units of this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    index: int
+    node_id: str
+    total: Resources
+    free: Resources
+    """What no other actor holds of it."""
+
+
+class BundlesBusy(ClusterError):
+    """The bundles are large enough, but somebody else holds them. May pass."""
+
+
+def worker_resources(asked: Resources, device: str, offered: Iterable[Resources]) -> dict[str, float]:
+    """What one worker takes: what was `asked` for; else a GPU where GPUs are offered or wanted; else a CPU."""
+    if asked:
+        return dict(asked)
+    if device == "cuda" or (device == "auto" and any(has.get("GPU", 0) > 0 for has in offered)):
+        return {"GPU": 1.0}
+    return {"CPU": 1.0}
+
+
+def fitting(room: Resources, worker: Resources) -> int:
+    """How many workers fit into `room`."""
+    return min(int((room.get(name, 0.0) + PRECISION / 2) / amount) for name, amount in worker.items())
+
+
+def in_rank_order(bundles: Iterable[Bundle], engine_node: str) -> list[Bundle]:
+    """The engine's node first, then node by node (in order of their first bundle), then by index.
+
+    So neighbours in rank are neighbours in the cluster, and rank 0 is near the engine if it can be.
+    """
+    bundles = sorted(bundles, key=lambda bundle: bundle.index)
+    first: dict[str, int] = {}
+    for bundle in bundles:
+        first.setdefault(bundle.node_id, bundle.index)
+    return sorted(bundles, key=lambda b: (b.node_id != engine_node, first[b.node_id], b.index))
+
+
+def assign(
+    bundles: Sequence[Bundle], *, worker: Resources, world_size: int, engine_node: str, indices: Sequence[int] = ()
+) -> list[Bundle]:
+    """The bundle of each rank. A bundle takes as many workers as fit into it; `indices`, if given, are taken exactly.
+
+    Raises `ConfigError` for indices that make no sense, `BundlesBusy` if others hold what is needed, `ClusterError` if
+    the bundles are too few, too small or of the wrong kind.
+    """
+    if indices:
+        return _assign_exactly({bundle.index: bundle for bundle in bundles}, worker, world_size, indices)
+    order = in_rank_order(bundles, engine_node)
+    room = sum(fitting(bundle.total, worker) for bundle in order)
+    if room < world_size:
+        raise ClusterError(_explain_room(order, worker, world_size, room))
+    slots = [bundle for bundle in order for _ in range(fitting(bundle.free, worker))]
+    if len(slots) < world_size:
+        held = ", ".join(f"{b.index} ({show(b.free)} free of {show(b.total)})" for b in order)
+        raise BundlesBusy(
+            f"the placement group has room for {room} workers of {show(worker)}, but others hold a part of it: "
+            f"{len(slots)} of the {world_size} workers fit now; its bundles are {held}"
+        )
+    return slots[:world_size]
+
+
+def _assign_exactly(
+    bundles: Mapping[int, Bundle], worker: Resources, world_size: int, indices: Sequence[int]
+) -> list[Bundle]:
+    if len(indices) != world_size:
+        raise ConfigError(
+            f"option `bundle_indices`: {len(indices)} were given, but there are {world_size} workers: give one for each"
+        )
+    if len(set(indices)) != len(indices):
+        raise ConfigError(f"option `bundle_indices`: must be different, but they are {list(indices)}")
+    for index in indices:
+        if index not in bundles:
+            raise ConfigError(
+                f"option `bundle_indices`: there is no bundle {index}; the placement group has {len(bundles)}, counted "
+                "from 0"
+            )
+        if fitting(bundles[index].total, worker) < 1:
+            raise ClusterError(
+                f"bundle {index} of the placement group holds {show(bundles[index].total)}, but a worker takes "
+                f"{show(worker)}: name another bundle, or set `ray_worker_resources`"
+            )
+    for index in indices:
+        if fitting(bundles[index].free, worker) < 1:
+            raise BundlesBusy(
+                f"bundle {index} of the placement group has {show(bundles[index].free)} free of "
+                f"{show(bundles[index].total)}, but a worker takes {show(worker)}: somebody else holds it"
+            )
+    return [bundles[index] for index in indices]
+
+
+def _explain_room(order: Sequence[Bundle], worker: Resources, world_size: int, room: int) -> str:
+    bundles = ", ".join(f"{bundle.index}: {show(bundle.total)}" for bundle in sorted(order, key=lambda b: b.index))
+    missing = [name for name in worker if not any(bundle.total.get(name, 0) > 0 for bundle in order)]
+    if missing:
+        return (
+            f"no bundle of the placement group holds {missing[0]}, and a worker takes {show(worker)}: set "
+            f"`ray_worker_resources` to what the bundles hold ({bundles})"
+        )
+    return (
+        f"the placement group is too small: it has room for {room} of {world_size} workers of {show(worker)}; its "
+        f"bundles are {bundles}"
+    )
+
+
+def show(resources: Resources) -> str:
+    """For people: {CPU: 2, GPU: 0.5}."""
+    return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in sorted(resources.items())) + "}"

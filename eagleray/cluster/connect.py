@@ -1,0 +1,125 @@
+"""Joining a Ray cluster, or starting one here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ray
+from ray._private import services
+
+from eagleray.cluster.preflight import check_cluster, check_reachable, use_token_if_there_is_one
+from eagleray.errors import ClusterError
+from eagleray.log import get_logger
+
+__all__ = ["Connection", "connect"]
+
+logger = get_logger(__name__)
+
+OBJECT_STORE_BYTES = 256 * 2**20
+"""Of a local cluster. Nothing large goes through it."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """This process is a driver of the cluster."""
+
+    address: str
+    node_id: str
+    """The node that this process is on."""
+    _disconnect: Callable[[], object]
+
+    def close(self) -> None:
+        """Disconnect; a local cluster that we started ends."""
+        self._disconnect()
+
+
+def connect(ray_address: str | None, *, namespace: str) -> Connection:
+    """Become a driver of a Ray cluster.
+
+    `ray_address`: host:port; `auto` for one that runs here (or `RAY_ADDRESS`); `local` for a new one on this host; None
+    for what `auto` finds, else a new one. A process that is a driver already stays what it is, and `close` leaves
+    it so. Raises `ClusterError`.
+    """
+    if ray.is_initialized():
+        return _stay(ray_address)
+    use_token_if_there_is_one()
+    address = _resolve(ray_address)
+    if address is None:
+        logger.info("starting a local Ray cluster")
+        _init(address="local", namespace=namespace, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES)
+    else:
+        check_cluster(address)
+        _init(address=address, namespace=namespace)
+    return _connection(ray.shutdown)
+
+
+def _stay(ray_address: str | None) -> Connection:
+    connection = _connection(lambda: None)
+    if ray_address not in (None, "auto", connection.address):
+        raise ClusterError(
+            f"option `ray_address` is {ray_address}, but this process is connected to Ray at {connection.address}"
+        )
+    return connection
+
+
+def _resolve(ray_address: str | None) -> str | None:
+    """host:port of a cluster that was found to listen; None if one is to be started."""
+    if ray_address == "local":
+        return None
+    if ray_address is not None and ray_address != "auto":
+        _refuse_client(ray_address)
+        check_reachable(ray_address)  # before Ray resolves the name, and logs a stack trace if it cannot
+        found = services.canonicalize_bootstrap_address(ray_address)
+    else:
+        _refuse_client(os.environ.get("RAY_ADDRESS", ""))
+        try:
+            found = services.canonicalize_bootstrap_address(ray_address)  # type: ignore[arg-type]
+        except (ConnectionError, ValueError) as error:
+            raise ClusterError(
+                f"option `ray_address` is {ray_address}, but no Ray cluster was found here ({error}): start one by "
+                "`ray start --head`, give host:port of another, or local"
+            ) from None
+    if found is None:
+        return None
+    try:
+        check_reachable(found)
+    except ClusterError as error:
+        if ray_address is not None or os.environ.get("RAY_ADDRESS"):
+            raise
+        logger.info("a Ray cluster that ran here is gone (%s)", error)
+        return None
+    return str(found)
+
+
+def _refuse_client(address: str) -> None:
+    if "://" in address:
+        raise ClusterError(
+            f"Ray address {address}: Ray Client is not supported, an engine must run on a node of the cluster: give "
+            "host:port of its control store"
+        )
+
+
+def _init(**options: object) -> None:
+    """`ray.init` without what it does to others: its log lines and its handling of SIGTERM."""
+    # Our own lines say what is waited for; Ray's would be a second opinion in another format.
+    os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(log_to_driver=True, logging_level=logging.ERROR, **options)  # type: ignore[arg-type]
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        ray.shutdown()
+        raise ClusterError(f"Ray at {options['address']}: {' '.join(str(error).split())}") from error
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def _connection(disconnect: Callable[[], object]) -> Connection:
+    context = ray.get_runtime_context()
+    return Connection(address=context.gcs_address, node_id=context.get_node_id(), _disconnect=disconnect)

@@ -1,0 +1,148 @@
+"""Workers as the nodes of a Ray compiled graph: every step goes to all of them, and all of their answers come back.
+
+The graph is flat. Stages and tensor-parallel ranks exchange tensors by themselves; what travels here is a plan, and
+what the sampler has to say. A message travels as a list of its header, bytes, and its large arrays: Ray moves those
+through shared memory without copying. What comes out is detached from that memory before anybody else sees it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import ray
+from ray.dag import InputNode, MultiOutputNode
+from ray.exceptions import RayChannelTimeoutError
+
+from eagleray.cluster.detach import detach
+from eagleray.cluster.host import Host
+from eagleray.cluster.loss import shorten
+from eagleray.cluster.waiting import Wait
+
+__all__ = ["Frames", "Graph", "GraphHost", "call_hosts", "end_hosts", "explain", "lend", "wait_until_alive"]
+
+Frames = list[Any]
+"""The first is bytes, the others are uint8 arrays."""
+
+ALIVE_SECONDS = 600.0
+LOOK_SECONDS = 0.2
+BUFFER_BYTES = 1 << 20
+"""Of a channel's slot; larger messages make Ray allocate another."""
+
+
+class Edge(Protocol):
+    def handle(self, frames: list[Any]) -> list[Any]: ...
+
+    def close(self) -> None: ...
+
+
+class GraphHost(Host):
+    """`run` makes the worker, and is its sentinel; meanwhile `handle` is called by the graph's thread, or by an actor
+    call while no step is under way. An actor of two threads."""
+
+    def __init__(self, label: str, log_level: str, environment: dict[str, str]) -> None:
+        super().__init__(label, log_level, environment)
+        self._edge: Edge | None = None
+        self._is_alive = threading.Event()
+        self._is_ending = threading.Event()
+
+    def run(self, target: str, payload: bytes) -> None:
+        """`target`, `module:function`, makes an object with `handle(frames)` and `close()` of `payload`."""
+        module, _, function = target.partition(":")
+        self._edge = getattr(importlib.import_module(module), function)(payload)
+        self._is_alive.set()
+        self._is_ending.wait()
+        self._edge.close()
+
+    def wait_until_alive(self) -> None:
+        """Returns once the worker is made; if that raises, `run` tells."""
+        self._is_alive.wait(ALIVE_SECONDS)
+
+    def handle(self, frames: Frames) -> Frames:
+        assert self._edge is not None, "a call before the worker was made"
+        return lend(self._edge.handle(detach(frames)))
+
+    def end(self) -> None:
+        """Let `run` return."""
+        self._is_ending.set()
+
+
+class Graph:
+    """The compiled graph over some `GraphHost`s. Its results are in the order of the hosts."""
+
+    def __init__(self, hosts: Sequence[Any], *, max_steps: int, timeout: float) -> None:
+        logging.getLogger("ray.dag.compiled_dag_node").setLevel(logging.CRITICAL)  # our own errors name the cause
+        with InputNode() as frames:
+            graph = MultiOutputNode([host.handle.bind(frames) for host in hosts])
+        self._timeout = timeout
+        self._compiled = graph.experimental_compile(
+            _submit_timeout=timeout, _buffer_size_bytes=BUFFER_BYTES, _max_inflight_executions=max_steps
+        )
+
+    def execute(self, frames: Frames) -> Any:
+        """Send a message to every host; a reference for `results`."""
+        return self._compiled.execute(frames)
+
+    def results(self, reference: Any, edge: Callable[[Any], Any] = detach) -> list[Frames]:
+        """What each host has answered, in memory of our own. To be asked once, in the order of `execute`.
+
+        Raises `ray.exceptions.RayChannelTimeoutError` after the timeout, `RayActorError` when a host dies.
+        """
+        answers: list[Frames] = edge(ray.get(reference, timeout=self._timeout))
+        return answers
+
+    def close(self) -> None:
+        """Take the graph apart. Quick if the hosts are idle or dead."""
+        self._compiled.teardown()
+        # Ray's own helper of the graph; after a failure, what still refers to the graph would keep it alive
+        ray.kill(self._compiled._proxy_actor)
+
+
+def wait_until_alive(hosts: Sequence[Any], wait: Wait, check: Callable[[], None]) -> None:
+    """Until every host, told to `run`, has made its worker. `check` is called again and again and may raise."""
+    waiting = [host.wait_until_alive.remote() for host in hosts]
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=LOOK_SECONDS)
+        check()
+        ray.get(ready)
+        if waiting:
+            wait.note(partial(_not_made, len(waiting), len(hosts)))
+
+
+def _not_made(count: int, of: int) -> str:
+    return f"{count} of {of} workers are not made yet"
+
+
+def call_hosts(hosts: Sequence[Any], frames: Frames) -> Iterator[Frames]:
+    """Call every host beside the graph, which must be idle: what they say, as they say it, in memory of our own.
+
+    Raises what Ray raises when one of them dies.
+    """
+    waiting = [host.handle.remote(frames) for host in hosts]
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1)
+        for reference in ready:
+            yield detach(ray.get(reference))
+
+
+def end_hosts(hosts: Sequence[Any]) -> None:
+    """Let every host's `run` return."""
+    for host in hosts:
+        host.end.remote()
+
+
+def explain(error: Exception) -> str:
+    """What broke the graph, in a line."""
+    if isinstance(error, RayChannelTimeoutError):
+        return "no result within the time that `ray_graph_timeout` allows: a worker hangs, or the step takes longer"
+    return f"{type(error).__name__}: {shorten(str(error))}"
+
+
+def lend(frames: Sequence[Any]) -> Frames:
+    """Frames as Ray takes them without copying: the header as bytes, the others as arrays over their memory."""
+    return [bytes(frame) if index == 0 else np.frombuffer(frame, np.uint8) for index, frame in enumerate(frames)]

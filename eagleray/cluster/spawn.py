@@ -1,0 +1,147 @@
+"""Workers as Ray actors: bring them to life in their bundles, ask where they are, let them run, end them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+from ray._private.state import actors as actor_table
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RuntimeEnvSetupError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from eagleray.cluster import groups
+from eagleray.cluster.environment import WorkerEnvironment
+from eagleray.cluster.host import Host, HostInfo
+from eagleray.cluster.loss import shorten
+from eagleray.cluster.placement import Placement
+from eagleray.cluster.waiting import Wait
+from eagleray.errors import ClusterError, EagleRayError, WorkerLost
+from eagleray.log import get_logger
+
+__all__ = ["Actor", "Actors", "Sentinel", "spawn"]
+
+logger = get_logger(__name__)
+
+LOOK_SECONDS = 0.5
+KILL_SECONDS = 5.0
+
+Sentinel = Any
+"""A reference that Ray makes ready when the worker has ended, however it ended."""
+
+
+@dataclass(frozen=True)
+class Actor:
+    label: str
+    node_id: str
+    handle: Any
+
+
+class Actors:
+    """The actors of one engine, by rank. They exist when Ray has been asked for them; `where` waits until they do."""
+
+    def __init__(self, actors: Sequence[Actor]) -> None:
+        self.actors = actors
+        self._sentinels: list[Sentinel] = []
+
+    def where(self, wait: Wait) -> list[HostInfo]:
+        """What each says of itself. Raises `ClusterError` if it cannot be brought to life, `WorkerLost` if it died."""
+        refs = {actor.handle.where.remote(): actor for actor in self.actors}
+        found: dict[str, HostInfo] = {}
+        waiting = list(refs)
+        while waiting:
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=min(LOOK_SECONDS, wait.left))
+            for ref in ready:
+                found[refs[ref].label] = _said(refs[ref], ref)
+            if not ready:
+                wait.note(partial(_silence, [refs[ref].label for ref in waiting]))
+        return [found[actor.label] for actor in self.actors]
+
+    def run(self, target: str, payloads: Sequence[bytes]) -> list[Sentinel]:
+        """Let each be what `target`, `module:function`, makes of its payload. The sentinels, by rank."""
+        self._sentinels = [
+            actor.handle.run.remote(target, payload) for actor, payload in zip(self.actors, payloads, strict=True)
+        ]
+        return self._sentinels
+
+    def wait_until_ended(self, seconds: float) -> None:
+        """Wait for those that run to end by themselves; who has not, by then, is in the log."""
+        _, late = ray.wait(self._sentinels, num_returns=len(self._sentinels), timeout=seconds)
+        for actor, sentinel in zip(self.actors, self._sentinels, strict=True):
+            if sentinel in late:
+                logger.warning("%s did not end within %.0f s: it is killed", actor.label, seconds)
+
+    def kill(self) -> None:
+        """Kill all that are left, and wait until Ray says that they are gone. Harmless when repeated."""
+        for actor in self.actors:
+            ray.kill(actor.handle)
+        deadline = time.monotonic() + KILL_SECONDS
+        while left := [actor.label for actor in self.actors if not _is_dead(actor)]:
+            if time.monotonic() >= deadline:
+                raise EagleRayError(f"Ray has not ended the actors of {', '.join(left)} within {KILL_SECONDS:.0f} s")
+            time.sleep(0.01)
+
+
+def spawn(
+    placement: Placement,
+    *,
+    namespace: str,
+    labels: Sequence[str],
+    environment: WorkerEnvironment,
+    log_level: str,
+    kind: type[Host],
+    max_concurrency: int,
+) -> Actors:
+    """Ask Ray for one actor per rank, in the bundles of `placement`. Named `<namespace>/<label>`."""
+    resources = dict(placement.worker)
+    options = {
+        "num_cpus": resources.pop("CPU", 0),
+        "num_gpus": resources.pop("GPU", 0),
+        "memory": resources.pop("memory", None),
+        "resources": resources,
+        "namespace": namespace,
+        "max_concurrency": max_concurrency,
+        "max_restarts": 0,
+        "runtime_env": environment.runtime_env,
+    }
+    group = groups.handle(placement.group_id)
+    actor_class = ray.remote(kind)
+    made: list[Actor] = []
+    try:
+        for label, bundle in zip(labels, placement.bundles, strict=True):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle.index)
+            handle = actor_class.options(name=f"{namespace}/{label}", scheduling_strategy=strategy, **options).remote(
+                label, log_level, environment.literal
+            )
+            made.append(Actor(label, bundle.node_id, handle))
+    except Exception as error:
+        Actors(made).kill()
+        raise ClusterError(f"Ray does not take the actor of {label}: {shorten(str(error))}") from error
+    return Actors(made)
+
+
+def _said(actor: Actor, ref: Any) -> HostInfo:
+    try:
+        info: HostInfo = ray.get(ref)
+    except RuntimeEnvSetupError as error:
+        raise ClusterError(f"{actor.label}: Ray could not set up its runtime_env: {shorten(str(error))}") from None
+    except ActorDiedError as error:
+        reason = shorten(str(error))
+        if "No module named 'eagleray" in str(error):
+            reason += "; eagleray must be installed on every node"
+        raise ClusterError(f"{actor.label} did not come to life: {reason}") from None
+    except (RayActorError, RayError) as error:
+        raise WorkerLost(f"worker {actor.label}: {shorten(str(error))}") from None
+    return info
+
+
+def _silence(labels: Sequence[str]) -> str:
+    return f"no sign of life from the Ray actors of {', '.join(labels)}"
+
+
+def _is_dead(actor: Actor) -> bool:
+    entry = actor_table(actor.handle._actor_id.hex())
+    return not entry or entry["State"] == "DEAD"

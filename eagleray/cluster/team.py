@@ -1,0 +1,158 @@
+"""The actors of one engine: connected, placed, alive, asked where they are. What each will do is not decided here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from eagleray.cluster.connect import connect
+from eagleray.cluster.devices import device_index
+from eagleray.cluster.environment import worker_environment
+from eagleray.cluster.host import Host, HostInfo, own_versions
+from eagleray.cluster.nodes import snapshot
+from eagleray.cluster.placement import Placement, place
+from eagleray.cluster.spawn import Actors, spawn
+from eagleray.cluster.waiting import Wait
+from eagleray.config import Config
+from eagleray.errors import ClusterError
+from eagleray.identity import EngineId, WorkerId
+from eagleray.log import get_logger
+from eagleray.messages.workers import RayContext, Topology
+
+__all__ = ["Team", "lay_out", "open_team"]
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Team:
+    actors: Actors
+    labels: Sequence[str]
+    """[world_size] of the workers, by rank"""
+    topology: Topology
+    devices: Sequence[int | None]
+    """[world_size] which of the GPUs that its process sees each worker uses, by rank"""
+    engine_node: str
+    host: str | None
+    """Address at which the workers on other nodes reach the engine; None if there are none."""
+    _ends: ExitStack
+
+    def close(self) -> None:
+        """Kill the actors, remove the placement group if it is the engine's own, disconnect. Harmless when repeated."""
+        self._ends.close()
+
+
+def open_team(
+    engine: EngineId,
+    config: Config,
+    *,
+    context: RayContext | None,
+    wait: Wait,
+    kind: type[Host] = Host,
+    max_concurrency: int = 1,
+) -> Team:
+    """Bring the actors of `engine` to life. `context`: the cluster and placement group that the asking program is in.
+
+    `kind`: the actors' class; `max_concurrency`: the threads that their methods run in (1: the process's main thread).
+    Raises `ClusterError`, `ConfigError` or `WorkerLost`, and leaves nothing behind then.
+    """
+    with ExitStack() as ends:
+        connection = connect(
+            config.ray.ray_address or (None if context is None else context.address), namespace=engine.instance
+        )
+        ends.callback(connection.close)
+        is_same_cluster = context is not None and context.address == connection.address
+        placement = place(
+            engine,
+            config,
+            engine_node=connection.node_id,
+            current_group=context.placement_group if context is not None and is_same_cluster else None,
+        )
+        ends.callback(placement.close)
+        labels = _labels(engine, config)
+        actors = _spawn(engine, config, placement, labels, kind, max_concurrency)
+        ends.callback(actors.kill)
+        infos = actors.where(wait)
+        _check(labels, infos)
+        addresses = {node.node_id: node.ip for node in snapshot()}
+        topology, devices = lay_out(config, infos, addresses)
+        has_others = any(node != connection.node_id for node in topology.nodes)
+        return Team(
+            actors=actors,
+            labels=labels,
+            topology=topology,
+            devices=devices,
+            engine_node=connection.node_id,
+            host=addresses[connection.node_id] if has_others else None,
+            _ends=ends.pop_all(),
+        )
+
+
+def lay_out(
+    config: Config, infos: Sequence[HostInfo], addresses: Mapping[str, str]
+) -> tuple[Topology, list[int | None]]:
+    """Who is where, and which GPU each worker uses. `infos` by rank; `addresses`: node id to IP. Pure."""
+    topology = Topology(
+        tensor_parallel_size=config.parallel.tensor_parallel_size,
+        pipeline_parallel_size=config.parallel.pipeline_parallel_size,
+        nodes=[info.node_id for info in infos],
+        addresses=[addresses[info.node_id] for info in infos],
+    )
+    devices = [device_index(info.accelerator_ids, info.visible_devices) for info in infos]
+    if config.execution.device == "cuda":
+        # a custom resource stands for the GPUs: Ray has assigned none, so the workers of a node take one each
+        devices = [
+            topology.local_ranks(rank).index(rank) if index is None else index for rank, index in enumerate(devices)
+        ]
+    return topology, devices
+
+
+def _labels(engine: EngineId, config: Config) -> list[str]:
+    tensor = config.parallel.tensor_parallel_size
+    return [WorkerId(engine, tp=rank % tensor, pp=rank // tensor).label for rank in range(config.parallel.world_size)]
+
+
+def _spawn(
+    engine: EngineId,
+    config: Config,
+    placement: Placement,
+    labels: Sequence[str],
+    kind: type[Host],
+    max_concurrency: int,
+) -> Actors:
+    environment = worker_environment(
+        os.environ,
+        runtime_env=config.ray.ray_runtime_env,
+        exclude=config.ray.ray_env_exclude,
+        include=config.ray.ray_env_include,
+    )
+    return spawn(
+        placement,
+        namespace=engine.instance,
+        labels=labels,
+        environment=environment,
+        log_level=config.execution.log_level,
+        kind=kind,
+        max_concurrency=max_concurrency,
+    )
+
+
+def _check(labels: Sequence[str], infos: Sequence[HostInfo]) -> None:
+    """Raises `ClusterError` unless every node runs what we run."""
+    for label, info in zip(labels, infos, strict=True):
+        logger.info("%s: node %s (%s), process %d", label, info.hostname, info.node_id[:8], info.pid)
+        for what, ours in own_versions().items():
+            if info.versions[what] != ours:
+                raise ClusterError(
+                    f"{label} on node {info.hostname} runs {what} {info.versions[what]}, but the engine {ours}: "
+                    "every node needs the same"
+                )
+    slow = sorted({info.hostname for info in infos if info.niceness > 0})
+    if slow:
+        logger.warning(
+            "Ray runs workers at low priority, and they may not raise it, on %s: start Ray there with "
+            "RAY_worker_niceness=0, or steps will wait for whatever else runs",
+            ", ".join(slow),
+        )

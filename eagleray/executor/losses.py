@@ -1,0 +1,55 @@
+"""What those who watch workers report: from any thread, about any worker; the first report is the cause."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from eagleray import errors
+from eagleray.errors import UserError, WorkerLost
+from eagleray.messages.failure import Failure
+
+__all__ = ["Losses"]
+
+
+class Losses:
+    """`wake` is called on the first report: whoever waits for the workers shall look again."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._is_reported = threading.Event()
+        self._error: Exception | None = None
+        self._are_expected = False
+
+    def report(self, label: str, reason: str | Failure) -> None:
+        """The worker `label` is gone; a `Failure` is what it has said of that itself."""
+        match reason:
+            case str():
+                self._take(WorkerLost(f"worker {label}: {reason}"))
+            case Failure(is_user_error=True, kind=kind, message=message):
+                self._take(getattr(errors, kind, UserError)(message))
+            case _:
+                self._take(WorkerLost(f"worker {label} ended: {reason}\n{reason.traceback}"))
+
+    def expect(self) -> None:
+        """From now on workers end because they were told to."""
+        with self._lock:
+            self._are_expected = True
+
+    def check(self) -> None:
+        """Raises the first report, every time."""
+        if self._error is not None:
+            raise self._error
+
+    def wait(self, seconds: float) -> bool:
+        """Whether there is a report within so many seconds."""
+        return self._is_reported.wait(seconds)
+
+    def _take(self, error: Exception) -> None:
+        with self._lock:
+            if self._error is not None or self._are_expected:
+                return
+            self._error = error
+        self._is_reported.set()
+        self._wake()

@@ -1,0 +1,100 @@
+"""Workers as processes of this host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from eagleray.config import Config
+from eagleray.executor.losses import Losses
+from eagleray.executor.queue_group import QueueGroup
+from eagleray.identity import EngineId
+from eagleray.log import get_logger
+from eagleray.messages.lifecycle import ChildToParent, Failed
+from eagleray.messages.workers import Topology, WorkerSpec
+from eagleray.process import Child
+from eagleray.transport import Broadcaster, PulseMonitor
+
+__all__ = ["start_processes"]
+
+logger = get_logger(__name__)
+
+END_SECONDS = 3.0
+"""How long workers may take to end after the queue was closed, and again after SIGTERM."""
+
+
+def start_processes(engine: EngineId, config: Config, *, runtime_dir: Path) -> QueueGroup:
+    """The workers of `engine`, every one attached to the queue. Raises `WorkerLost` or `DeadlineExceeded`."""
+    topology = _topology(config)
+    labels = [topology.worker_id(engine, rank).label for rank in range(topology.world_size)]
+    with ExitStack() as stack:
+        broadcaster = Broadcaster.open(num_peers=topology.world_size, runtime_dir=runtime_dir)
+        stack.callback(broadcaster.close)
+        losses = Losses(broadcaster.wake)
+        pulse = PulseMonitor.open(
+            num_peers=topology.world_size,
+            runtime_dir=runtime_dir,
+            host=None,
+            limit=config.execution.heartbeat_timeout,
+            on_silent=lambda rank, seconds: losses.report(labels[rank], f"it was silent for {seconds:.0f} s"),
+        )
+        stack.callback(pulse.close)
+        children: list[Child] = []
+        stack.callback(_end, children, broadcaster.close)
+        stack.callback(losses.expect)
+        for rank, label in enumerate(labels):
+            spec = WorkerSpec(
+                worker=topology.worker_id(engine, rank),
+                rank=rank,
+                config=config,
+                topology=topology,
+                device_index=rank,
+                is_near=True,
+                queue=broadcaster.ticket(rank),
+                pulse=pulse.ticket(rank),
+            )
+            children.append(_spawn(spec, label, config, losses))
+        broadcaster.wait_for_peers(config.execution.startup_timeout, losses.check)
+        return QueueGroup(topology=topology, broadcaster=broadcaster, losses=losses, ends=stack.pop_all())
+
+
+def _topology(config: Config) -> Topology:
+    return Topology(
+        tensor_parallel_size=config.parallel.tensor_parallel_size,
+        pipeline_parallel_size=config.parallel.pipeline_parallel_size,
+        nodes=["localhost"] * config.parallel.world_size,
+        addresses=["127.0.0.1"] * config.parallel.world_size,
+    )
+
+
+def _spawn(spec: WorkerSpec, label: str, config: Config, losses: Losses) -> Child:
+    def heard(message: ChildToParent) -> None:
+        if isinstance(message, Failed):
+            losses.report(label, message.cause)
+
+    return Child(
+        target="eagleray.worker.entry:run",
+        label=label,
+        payload=msgspec.msgpack.encode(spec),
+        log_level=config.execution.log_level,
+        runtime_dir="",  # the instance's directory is not the workers' to remove
+        on_message=heard,
+        on_exit=lambda reason: losses.report(label, reason),
+    )
+
+
+def _end(children: list[Child], close_queue: Callable[[], None]) -> None:
+    """Workers end when the queue closes; those that do not are told by SIGTERM, then killed."""
+    close_queue()
+    for stronger in (Child.terminate, Child.kill):
+        deadline = time.monotonic() + END_SECONDS
+        late = [child for child in children if not child.wait(max(0.0, deadline - time.monotonic()))]
+        for child in late:
+            logger.warning("%s did not end within %.0f s: %s", child.label, END_SECONDS, stronger.__name__)
+            stronger(child)
+    for child in children:
+        child.wait(END_SECONDS)

@@ -1,0 +1,63 @@
+"""The worker group whose calls and replies go over a queue. Who brings the workers to life, and ends them, is another's
+concern: `processes` and `ray_actors` each make one of these."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from eagleray.errors import ChannelClosed, WorkerLost
+from eagleray.executor.losses import Losses
+from eagleray.messages.codec import Codec
+from eagleray.messages.steps import Call, Reply
+from eagleray.messages.workers import Topology
+from eagleray.transport import Broadcaster
+
+__all__ = ["QueueGroup"]
+
+WATCH_SECONDS = 0.5
+"""The connection of a worker that died may break before its sentinel trips."""
+
+SEND_SECONDS = 60.0
+"""A worker that takes no call for so long, though it is alive, will not come back."""
+
+
+class QueueGroup:
+    """See `group.WorkerGroup`. `ends` ends the workers, and whatever else belongs to the group, when it is closed."""
+
+    def __init__(self, *, topology: Topology, broadcaster: Broadcaster, losses: Losses, ends: ExitStack) -> None:
+        self.topology = topology
+        self._broadcaster = broadcaster
+        self._losses = losses
+        self._ends = ends
+        self._calls: Codec[Call] = Codec(Call)
+        self._replies: Codec[Reply] = Codec(Reply)
+
+    def send(self, call: Call) -> None:
+        self._losses.check()
+        try:
+            self._broadcaster.send(self._calls.encode(call), SEND_SECONDS, self._losses.check)
+        except ChannelClosed as error:
+            raise self._cause(error) from error
+
+    def receive(self, timeout: float) -> Reply | None:
+        try:
+            received = self._broadcaster.receive(timeout)
+        except ChannelClosed as error:
+            raise self._cause(error) from error
+        if received is not None:
+            return self._replies.decode(received[1])
+        self._losses.check()
+        return None
+
+    def check(self) -> None:
+        self._losses.check()
+
+    def close(self) -> None:
+        self._losses.expect()
+        self._ends.close()
+
+    def _cause(self, error: ChannelClosed) -> Exception:
+        """Why a worker's end of the queue is closed: those who watch the workers know in a moment."""
+        self._losses.wait(WATCH_SECONDS)
+        self._losses.check()
+        return WorkerLost(f"a worker has left the queue: {error}")

@@ -1,0 +1,70 @@
+"""What part of a layer a tensor-parallel rank has. Pure: numbers in, ranges out.
+
+Weights are cut so that one sum over the ranks ends an attention, and one a feed-forward layer: heads and inner
+features are dealt out in equal shares, and what reads them back into the hidden state has the matching columns.
+"""
+
+from __future__ import annotations
+
+from eagleray.errors import ConfigError
+from eagleray.models.spec import ModelSpec
+from eagleray.parallel import Group, Mesh
+
+__all__ = ["check_fits", "equal_share", "features", "kv_heads", "num_kv_heads", "padded_share"]
+
+
+def equal_share(count: int, tp: Group) -> range:
+    """This rank's part of `count`, which the ranks divide."""
+    share = count // tp.size
+    return range(tp.rank * share, (tp.rank + 1) * share)
+
+
+def padded_share(count: int, tp: Group) -> range:
+    """This rank's part of `count`, as if it were padded to a multiple of the ranks; it may end behind `count`."""
+    return equal_share(-(-count // tp.size) * tp.size, tp)
+
+
+def kv_heads(total: int, tp: Group) -> range:
+    """This rank's key heads of `total`. Where there are fewer than ranks, several ranks have the same one."""
+    if total >= tp.size:
+        return equal_share(total, tp)
+    head = tp.rank * total // tp.size
+    return range(head, head + 1)
+
+
+def num_kv_heads(total: int, tp_size: int) -> int:
+    """How many key heads each rank has."""
+    return max(total // tp_size, 1)
+
+
+def features(heads: range, head_dim: int) -> range:
+    """The features of these heads."""
+    return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+def check_fits(spec: ModelSpec, mesh: Mesh) -> None:
+    """Raises `ConfigError` if the model cannot be divided so."""
+    tp, pp = mesh.tp_size, mesh.pp_size
+    if pp > spec.num_layers:
+        raise ConfigError(
+            f"option `pipeline_parallel_size`: {pp} stages are more than the model's {spec.num_layers} layers; at most "
+            f"{spec.num_layers} fit"
+        )
+    for what in _misfits(spec, tp):
+        fits = ", ".join(str(size) for size in range(1, spec.num_heads + 1) if not _misfits(spec, size))
+        raise ConfigError(f"option `tensor_parallel_size`: {tp} does not fit the model's {what}; what fits is {fits}")
+
+
+def _misfits(spec: ModelSpec, tp_size: int) -> list[str]:
+    """What of the model cannot be divided by so many ranks."""
+    kv, misfits = spec.num_kv_heads, []
+    if spec.num_heads % tp_size != 0:
+        misfits.append(f"{spec.num_heads} attention heads, which it must divide")
+    if kv % tp_size != 0 and tp_size % kv != 0:
+        misfits.append(f"{kv} key-value heads, of which it must be a divisor or a multiple")
+    has_dense = spec.moe is None or not all(spec.moe.layers)
+    if has_dense and spec.intermediate_size % tp_size != 0:
+        misfits.append(f"intermediate size {spec.intermediate_size}, which it must divide")
+    if spec.moe is not None and any(spec.moe.layers) and spec.moe.intermediate_size % tp_size != 0:
+        misfits.append(f"expert intermediate size {spec.moe.intermediate_size}, which it must divide")
+    return misfits

@@ -1,0 +1,146 @@
+"""All that a worker has of its neighbours: opened first, joined when the addresses of all are known.
+
+A tensor-parallel group whose ranks compute on CPUs of one node is shared memory, any other is torch.distributed;
+between stages it is always torch.distributed. Every rank comes to the same conclusions by itself, from the topology.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from eagleray.messages.steps import GroupsOpened
+from eagleray.messages.workers import Topology
+from eagleray.parallel.distributed import Connections, TorchGroup
+from eagleray.parallel.group import Alone, Group
+from eagleray.parallel.mesh import Mesh
+from eagleray.parallel.rendezvous import bind_store, reach_store
+from eagleray.parallel.shared_memory import Segment
+from eagleray.parallel.stages import OneStage, Stages, TorchStages
+from eagleray.transport.shared import is_possible
+
+__all__ = ["Groups", "OpenedGroups"]
+
+LOOPBACK = "127.0.0.1"
+
+
+class Groups:
+    """`tp`: the ranks that share every layer with this one; `stages`: the ways to the other stages."""
+
+    def __init__(self, mesh: Mesh, tp: Group, stages: Stages) -> None:
+        self.mesh = mesh
+        self.tp = tp
+        self.stages = stages
+
+    @classmethod
+    def alone(cls) -> Groups:
+        """Of a worker that has the whole model."""
+        return cls(Mesh(), Alone(), OneStage())
+
+    def close(self) -> None:
+        """Leave them; harmless when repeated."""
+        self.tp.close()
+        self.stages.close()
+
+
+class OpenedGroups:
+    """A rank's own part of what it shares with others, before it knows theirs. Keep it open as long as the groups:
+    the store is in it."""
+
+    def __init__(
+        self,
+        *,
+        mesh: Mesh,
+        topology: Topology,
+        device: torch.device,
+        store: TCPStore | None,
+        segment: Segment | None,
+        opened: GroupsOpened,
+    ) -> None:
+        self._mesh, self._topology, self._device = mesh, topology, device
+        self._store = store
+        self._segment = segment
+        self.opened = opened
+        """What the other ranks must know."""
+
+    @classmethod
+    def open(cls, *, mesh: Mesh, topology: Topology, device: torch.device) -> OpenedGroups:
+        """Raises `ConfigError` for an address that is not this machine's, and for too little shared memory."""
+        shares = _shares_memory(mesh.tp_ranks, topology, device)
+        with ExitStack() as stack:
+            segment = None
+            if shares and mesh.tp_rank == 0:
+                segment = Segment.create(mesh.tp_size)
+                stack.callback(segment.close)
+            store, address = None, None
+            if mesh.rank == 0 and _needs_store(mesh, topology, device):
+                store, address = bind_store(_host(mesh.rank, topology))
+            stack.pop_all()
+        return cls(
+            mesh=mesh,
+            topology=topology,
+            device=device,
+            store=store,
+            segment=segment,
+            opened=GroupsOpened(store=address, segment=None if segment is None else segment.ticket),
+        )
+
+    def join(self, opened: Sequence[GroupsOpened], *, timeout: float) -> Groups:
+        """`opened`: what every rank has opened, by rank. All ranks must call this; where connections are made, it
+        returns when they are. Raises `DeadlineExceeded` after `timeout` seconds."""
+        mesh = self._mesh
+        if self._store is None and (address := opened[0].store) is not None:
+            self._store = reach_store(address, timeout=timeout)
+        with ExitStack() as stack:
+            tp = self._join_tp(opened, timeout)
+            stack.callback(tp.close)
+            stages: Stages = OneStage()
+            if mesh.pp_size > 1:
+                assert self._store is not None
+                name = f"pipeline of tensor-parallel rank {mesh.tp_rank}"
+                stages = TorchStages(mesh, self._connect(name, mesh.pp_rank, mesh.pp_size, timeout), self._store)
+            stack.pop_all()
+        return Groups(mesh, tp, stages)
+
+    def close(self) -> None:
+        """Give back what was opened; harmless when repeated. Close the groups first."""
+        if self._segment is not None:
+            self._segment.close()
+        self._store = None
+
+    def _join_tp(self, opened: Sequence[GroupsOpened], timeout: float) -> Group:
+        mesh = self._mesh
+        if mesh.tp_size == 1:
+            return Alone()
+        if not _shares_memory(mesh.tp_ranks, self._topology, self._device):
+            name = f"tensor-parallel group of stage {mesh.pp_rank}"
+            return TorchGroup(self._connect(name, mesh.tp_rank, mesh.tp_size, timeout))
+        if self._segment is not None:
+            return self._segment.join()
+        ticket = opened[mesh.tp_ranks[0]].segment
+        assert ticket is not None, "the first rank of a group on one node makes its memory"
+        return Segment.attach(ticket, rank=mesh.tp_rank, num_ranks=mesh.tp_size)
+
+    def _connect(self, name: str, rank: int, size: int, timeout: float) -> Connections:
+        assert self._store is not None, "rank 0 binds the store"
+        host = _host(self._mesh.rank, self._topology)
+        return Connections(self._store, name, rank=rank, size=size, host=host, device=self._device, timeout=timeout)
+
+
+def _shares_memory(ranks: Sequence[int], topology: Topology, device: torch.device) -> bool:
+    on_one_node = len({topology.nodes[rank] for rank in ranks}) == 1
+    return len(ranks) > 1 and on_one_node and device.type == "cpu" and is_possible()
+
+
+def _needs_store(mesh: Mesh, topology: Topology, device: torch.device) -> bool:
+    stages = [Mesh(rank=pp * mesh.tp_size, tp_size=mesh.tp_size, pp_size=mesh.pp_size) for pp in range(mesh.pp_size)]
+    shares = all(_shares_memory(stage.tp_ranks, topology, device) for stage in stages)
+    return mesh.pp_size > 1 or (mesh.tp_size > 1 and not shares)
+
+
+def _host(rank: int, topology: Topology) -> str:
+    """What this rank listens on: nothing that others can reach, if there are no other nodes."""
+    return LOOPBACK if len(set(topology.nodes)) == 1 else topology.addresses[rank]

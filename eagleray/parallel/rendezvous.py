@@ -1,0 +1,53 @@
+"""Where ranks meet that are to have connections of torch.distributed: one store, in the process of rank 0.
+
+Rank 0 binds it to a free port of one address and says which; nobody guesses ports.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from eagleray.errors import ConfigError, DeadlineExceeded
+
+__all__ = ["bind_store", "reach_store"]
+
+LOCAL_SECONDS = 30.0
+"""For rank 0 to connect to its own store."""
+
+
+def bind_store(host: str) -> tuple[TCPStore, str]:
+    """The store, and its address `host:port`. Raises `ConfigError` if `host` is not an address of this machine."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listening:
+        try:
+            listening.bind((host, 0))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host} for the other workers ({error}): it must be an address of this machine that "
+                "the nodes of the other workers can reach"
+            ) from error
+        listening.listen()
+        port = listening.getsockname()[1]
+        store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=LOCAL_SECONDS),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+    return store, f"{host}:{port}"
+
+
+def reach_store(address: str, *, timeout: float) -> TCPStore:
+    """Raises `DeadlineExceeded` if rank 0 is not reached in time."""
+    host, _, port = address.rpartition(":")
+    try:
+        return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise DeadlineExceeded(
+            f"rank 0 of the engine was not reached at {address} within {timeout:g} s: {error}"
+        ) from error

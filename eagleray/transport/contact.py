@@ -1,0 +1,132 @@
+"""How processes find each other that do not share memory: where one listens, how another connects, who may.
+
+On one host a Unix socket in the instance's directory, whose mode is the authentication. Between hosts TCP with CURVE:
+only who knows the server's public key, which travels in tickets and nowhere else, can speak to it at all, and what is
+said is encrypted. A socket that has a TCP port uses CURVE on its Unix socket too: it is an option of the whole socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket as sockets
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from eagleray.errors import ChannelClosed, ConfigError
+from eagleray.transport.endpoint import local_address
+
+__all__ = ["SECRET_BYTES", "Contact", "dial", "end", "has_mail", "listen"]
+
+SECRET_BYTES = 32
+
+LINGER_MS = 1000
+"""How long a closed socket still tries to hand over what it took."""
+
+KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 4}
+"""A host that vanished without a word is noticed after half a minute."""
+
+
+class Contact(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a process listens. Secret: who has it can connect."""
+
+    directory: str
+    name: str
+    """of the Unix socket in the directory"""
+    tcp: str | None
+    """`tcp://host:port`; None if it listens on this host alone"""
+    server_key: bytes | None
+    """With `tcp`: the public key."""
+
+
+def listen(*, runtime_dir: Path, name: str, host: str | None) -> tuple[zmq.Socket[bytes], Contact]:
+    """A ROUTER socket, bound in `runtime_dir` and, with `host`, to a free port of that address.
+
+    Raises `ConfigError` if the address is not one of this host's.
+    """
+    socket = _make(zmq.ROUTER)
+    try:
+        socket.router_mandatory = 1
+        server_key = None
+        if host is not None:
+            server_key, socket.curve_secretkey = zmq.curve_keypair()
+            socket.curve_server = True
+        name = f"{name}-{secrets.token_hex(4)}"
+        socket.bind(local_address(runtime_dir, name))
+        tcp = None if host is None else _bind_port(socket, host)
+    except BaseException:
+        socket.close(linger=0)
+        raise
+    return socket, Contact(directory=str(runtime_dir), name=name, tcp=tcp, server_key=server_key)
+
+
+def end(socket: zmq.Socket[bytes], contact: Contact) -> None:
+    """Stop listening. What was sent still goes out, for at most a second."""
+    (Path(contact.directory) / contact.name).unlink(missing_ok=True)  # zmq leaves it
+    socket.close()
+
+
+def dial(
+    contact: Contact, *, runtime_dir: Path | None = None, media: Collection[str] = ("ipc", "tcp")
+) -> tuple[zmq.Socket[bytes], str]:
+    """A DEALER socket that connects to `contact`, and the medium: "ipc" if the Unix socket is there, else "tcp".
+
+    `runtime_dir` is where the directory is to be found here, if not under its own name. Raises `ChannelClosed` if
+    there is no way.
+    """
+    directory = Path(contact.directory) if runtime_dir is None else runtime_dir
+    if "ipc" in media and _is_listening(directory / contact.name):
+        medium, address = "ipc", local_address(directory, contact.name)
+    elif "tcp" in media and contact.tcp is not None:
+        medium, address = "tcp", contact.tcp
+    else:
+        raise ChannelClosed(
+            f"the engine cannot be reached from here: nobody listens at {directory / contact.name}, and "
+            f"{'it has bound no TCP port' if contact.tcp is None else 'TCP is not to be used'}"
+        )
+    socket = _make(zmq.DEALER)
+    if contact.server_key is not None:
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.curve_serverkey = contact.server_key
+    socket.ipv6 = "[" in address
+    socket.connect(address)
+    return socket, medium
+
+
+def has_mail(socket: zmq.Socket[bytes]) -> bool:
+    """Whether something can be received without waiting."""
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def _make(kind: int) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    socket.sndhwm = socket.rcvhwm = 0  # bounded by credits, or one beat a second
+    socket.linger = LINGER_MS
+    for option, value in KEEPALIVE.items():
+        socket.setsockopt(option, value)
+    return socket
+
+
+def _bind_port(socket: zmq.Socket[bytes], host: str) -> str:
+    socket.ipv6 = ":" in host
+    address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+    try:
+        socket.bind(f"{address}:0")
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"cannot listen on {host} for workers of other nodes ({error}): it must be an address of this host that "
+            "the other nodes can reach"
+        ) from error
+    port = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").rpartition(b":")[2].decode()
+    return f"{address}:{port}"
+
+
+def _is_listening(path: Path) -> bool:
+    """zmq would try for ever. A connection that says nothing is no harm to the other side."""
+    with contextlib.suppress(OSError), sockets.socket(sockets.AF_UNIX) as probe:
+        probe.connect(str(path))
+        return True
+    return False

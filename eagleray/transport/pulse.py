@@ -1,0 +1,228 @@
+"""Heartbeats between an engine and its workers, in both directions, from a thread on either side: one a second, or
+four in the limit if that is shorter.
+
+A process that is stopped, or cut off from the network, does not end, and no sentinel of it trips: it falls silent.
+Time in which the listening process did not run itself (it was stopped too, or the machine was) is not held against the
+other: when its own loop comes late, its clocks start again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import math
+import secrets
+import threading
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from time import monotonic
+from typing import Generic, TypeVar
+
+import msgspec
+import zmq
+
+from eagleray.transport.contact import SECRET_BYTES, Contact, dial, end, has_mail, listen
+from eagleray.transport.doorbell import Doorbell
+
+__all__ = ["Clocks", "Pulse", "PulseMonitor"]
+
+BEAT_SECONDS = 1.0
+
+LATE_SECONDS = 1.0
+"""A loop that comes later than this did not run."""
+
+CLOSE_SECONDS = 5.0
+
+BEAT = b""
+
+Who = TypeVar("Who", bound=Hashable)
+
+
+class Clocks(Generic[Who]):
+    """Who was heard when. Pure: the time is handed in."""
+
+    def __init__(self, *, limit: float, tick: float, now: float) -> None:
+        self._limit = limit
+        self._tick = tick
+        self._ran = now
+        self._heard: dict[Who, float] = {}
+        self._lost: set[Who] = set()
+
+    def hear(self, who: Who, now: float) -> None:
+        if who not in self._lost:
+            self._heard[who] = now
+
+    def silent(self, now: float) -> list[tuple[Who, float]]:
+        """Who was heard once and not for the limit, and for how many seconds; each once. Ask every `tick` seconds."""
+        if now - self._ran > self._tick + LATE_SECONDS:
+            self._heard = dict.fromkeys(self._heard, now)
+        self._ran = now
+        silent = [(who, now - heard) for who, heard in self._heard.items() if now - heard > self._limit]
+        for who, _ in silent:
+            self._lost.add(who)
+            del self._heard[who]
+        return silent
+
+
+class PulseTicket(msgspec.Struct, frozen=True, kw_only=True):
+    contact: Contact
+    secret: bytes
+    limit: float
+
+
+class PulseMonitor:
+    """The engine's end. Its thread calls `on_silent(peer, seconds)` once for a peer that was heard and then, for
+    `limit` seconds, was not; never for one that was not heard yet."""
+
+    def __init__(
+        self,
+        *,
+        socket: zmq.Socket[bytes],
+        contact: Contact,
+        tickets: list[PulseTicket],
+        limit: float,
+        on_silent: Callable[[int, float], None],
+    ) -> None:
+        self._socket = socket
+        self._tickets = tickets
+        self._on_silent = on_silent
+        self._clocks: Clocks[int] = Clocks(limit=limit, tick=_tick(limit), now=monotonic())
+        self._heard: dict[int, bytes] = {}  # peer -> zmq's identity of its connection
+        self._thread = _Thread(
+            tick=_tick(limit),
+            socket=socket,
+            on_mail=self._hear,
+            on_tick=self._beat,
+            on_end=lambda: end(socket, contact),
+        )
+
+    @classmethod
+    def open(
+        cls,
+        *,
+        num_peers: int,
+        runtime_dir: Path,
+        host: str | None,
+        limit: float,
+        on_silent: Callable[[int, float], None],
+    ) -> PulseMonitor:
+        """`host` is the address at which peers of other hosts reach this one; None if there are none. Raises
+        `ConfigError` if it is not an address of this host."""
+        socket, contact = listen(runtime_dir=runtime_dir, name="pulse", host=host)
+        tickets = [
+            PulseTicket(contact=contact, secret=secrets.token_bytes(SECRET_BYTES), limit=limit)
+            for _ in range(num_peers)
+        ]
+        return cls(socket=socket, contact=contact, tickets=tickets, limit=limit, on_silent=on_silent)
+
+    def ticket(self, peer: int) -> bytes:
+        """What `Pulse.start` needs. Secret: who has it can be that peer."""
+        return msgspec.msgpack.encode(self._tickets[peer])
+
+    def close(self) -> None:
+        """Nobody is called any more."""
+        self._thread.close()
+
+    def _hear(self, parts: list[bytes]) -> None:
+        identity, secret = parts[0], parts[-1]
+        for peer, ticket in enumerate(self._tickets):
+            if hmac.compare_digest(ticket.secret, secret):
+                self._clocks.hear(peer, monotonic())
+                self._heard[peer] = identity
+
+    def _beat(self) -> None:
+        for identity in self._heard.values():
+            with contextlib.suppress(zmq.ZMQError):  # its connection is gone: it will be missed soon
+                self._socket.send_multipart([identity, BEAT], zmq.DONTWAIT)
+        for peer, seconds in self._clocks.silent(monotonic()):
+            self._on_silent(peer, seconds)
+
+
+class Pulse:
+    """A worker's end. Its thread calls `on_silent(seconds)` once when the engine was not heard for the limit."""
+
+    def __init__(
+        self, *, socket: zmq.Socket[bytes], secret: bytes, limit: float, on_silent: Callable[[float], None]
+    ) -> None:
+        self._socket = socket
+        self._secret = secret
+        self._on_silent = on_silent
+        now = monotonic()
+        self._clocks: Clocks[None] = Clocks(limit=limit, tick=_tick(limit), now=now)
+        self._clocks.hear(None, now)
+        self._thread = _Thread(
+            tick=_tick(limit),
+            socket=socket,
+            on_mail=self._hear,
+            on_tick=self._beat,
+            on_end=socket.close,
+        )
+
+    @classmethod
+    def start(cls, ticket: bytes, *, on_silent: Callable[[float], None]) -> Pulse:
+        """Be heard from now on. Raises `ChannelClosed` if there is no way to the engine."""
+        said = msgspec.msgpack.decode(ticket, type=PulseTicket)
+        socket, _ = dial(said.contact)
+        return cls(socket=socket, secret=said.secret, limit=said.limit, on_silent=on_silent)
+
+    def close(self) -> None:
+        """Fall silent, and call nobody any more."""
+        self._thread.close()
+
+    def _hear(self, parts: list[bytes]) -> None:
+        self._clocks.hear(None, monotonic())
+
+    def _beat(self) -> None:
+        self._socket.send(self._secret, zmq.DONTWAIT)
+        for _, seconds in self._clocks.silent(monotonic()):
+            self._on_silent(seconds)
+
+
+class _Thread:
+    """Calls `on_mail` for each message, `on_tick` every `tick` seconds, `on_end` at the end.
+
+    Nobody else touches the socket any more.
+    """
+
+    def __init__(
+        self,
+        *,
+        tick: float,
+        socket: zmq.Socket[bytes],
+        on_mail: Callable[[list[bytes]], None],
+        on_tick: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._socket = socket
+        self._tick = tick
+        self._on_mail = on_mail
+        self._on_tick = on_tick
+        self._on_end = on_end
+        self._bell = Doorbell.make()
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """From any thread, this one too; harmless when repeated."""
+        self._bell.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._bell.read_end, zmq.POLLIN)
+        due = monotonic()
+        while not self._bell.stopped:
+            poller.poll(math.ceil(max(0.0, due - monotonic()) * 1000))
+            while has_mail(self._socket):
+                self._on_mail(self._socket.recv_multipart(zmq.DONTWAIT))
+            if monotonic() >= due and not self._bell.stopped:
+                self._on_tick()
+                due = monotonic() + self._tick
+        self._on_end()
+        self._bell.close()
+
+
+def _tick(limit: float) -> float:
+    return min(BEAT_SECONDS, limit / 4)

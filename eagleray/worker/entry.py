@@ -1,0 +1,45 @@
+"""The worker's process, from its birth to its end: attach to the queue, be heard, serve."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+
+import msgspec
+
+from eagleray.config.environment import let_waiting_threads_sleep
+from eagleray.log import get_logger
+from eagleray.messages.workers import WorkerSpec
+from eagleray.process import Parent
+from eagleray.transport import FAR_MEDIA, MEDIA, Listener, Pulse
+
+__all__ = ["run"]
+
+logger = get_logger(__name__)
+
+ATTACH_SECONDS = 60.0
+
+
+def run(payload: bytes, parent: Parent | None = None) -> None:
+    """Be the worker that `payload`, an encoded `WorkerSpec`, describes. Returns when the engine closes the queue."""
+    spec = msgspec.msgpack.decode(payload, type=WorkerSpec)
+    let_waiting_threads_sleep()
+    with ExitStack() as stack:
+        pulse = Pulse.start(spec.pulse, on_silent=_end)
+        stack.callback(pulse.close)
+        media = MEDIA if spec.is_near else FAR_MEDIA
+        listener = Listener.open(spec.queue, timeout=ATTACH_SECONDS, media=media)
+        stack.callback(listener.close)
+        # torch is imported only now: the engine knows already that this worker is alive
+        from eagleray.worker.loop import serve
+        from eagleray.worker.worker import Worker
+
+        worker = Worker(spec.worker, spec.rank, spec.config, spec.topology, device_index=spec.device_index)
+        stack.callback(worker.close)
+        serve(worker, listener)
+
+
+def _end(seconds: float) -> None:
+    """Cut off from the engine, which has given us up by now: it must not be possible that both go on."""
+    logger.error("the engine was silent for %.0f s: ending", seconds)
+    os._exit(1)

@@ -1,0 +1,31 @@
+"""A worker's loop, in a process or Ray actor of its own: one queue in, one queue out."""
+
+from __future__ import annotations
+
+from eagleray.errors import ChannelClosed
+from eagleray.messages.codec import Codec
+from eagleray.messages.steps import Call, Reply
+from eagleray.transport import Listener
+from eagleray.worker.worker import Worker
+
+__all__ = ["serve"]
+
+LOOK_SECONDS = 60.0
+SEND_SECONDS = 60.0
+"""The engine takes replies all the time; one that does not for so long will not come back."""
+
+
+def serve(worker: Worker, listener: Listener) -> None:
+    """Answer calls until the engine closes the queue."""
+    calls: Codec[Call] = Codec(Call)
+    replies: Codec[Reply] = Codec(Reply)
+    try:
+        while True:
+            frames = listener.receive(LOOK_SECONDS)
+            if frames is None:
+                continue
+            reply = worker.handle(calls.decode(frames))
+            if reply is not None:
+                listener.send(replies.encode(reply), SEND_SECONDS)
+    except ChannelClosed:
+        return

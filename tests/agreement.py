@@ -1,0 +1,43 @@
+"""What every executor must agree on: the same requests, through any number of workers, give the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import Answer, LocalEngine, random_prompt
+
+VOCAB_SIZE = 384
+LENGTHS = (1, 7, 33, 60, 21, 90)
+OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 5, "num_kv_blocks": 64, "block_size": 16}
+
+
+def answers(checkpoint: Path, **options: Any) -> dict[str, Answer]:
+    """Greedy and seeded requests with log-probabilities, more than there are rows, with prompts longer than a step."""
+    with LocalEngine(checkpoint, **OPTIONS, **options) as engine:
+        for index, length in enumerate(LENGTHS):
+            kwargs: dict[str, Any] = {"logprobs": 3}
+            if index % 3 == 1:
+                kwargs |= {"temperature": 0.8, "seed": index, "presence_penalty": 0.5}
+            if index % 3 == 2:
+                kwargs |= {"prompt_logprobs": 2}
+            engine.add(str(index), random_prompt(index, length, VOCAB_SIZE), max_tokens=9 + index, **kwargs)
+        return engine.run()
+
+
+def assert_agree(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
+    """Equal tokens; log-probabilities within 1e-4 (sums over ranks are added in another order)."""
+    assert found.keys() == expected.keys()
+    for name, answer in expected.items():
+        assert found[name].error is None
+        assert found[name].token_ids == answer.token_ids, f"request {name}"
+        assert found[name].finish_reason == answer.finish_reason
+        for one, other in zip(found[name].logprobs, answer.logprobs, strict=True):
+            assert one.rank == other.rank
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(_prompt(found[name]), _prompt(answer), atol=1e-4, rtol=0)
+
+
+def _prompt(answer: Answer) -> np.ndarray:
+    return np.concatenate([part.logprobs for part in answer.prompt_logprobs] or [np.empty((0, 3))])

@@ -1,0 +1,64 @@
+"""Equal tokens and log-probabilities, whatever a worker is and however many there are."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+from agreement import answers, assert_agree
+from checkpoints import make_checkpoint
+
+# (family, tensor parallel, pipeline parallel, asynchronous): each pair of values at least once
+PAIRS = [
+    ("qwen3", 2, 1, True),
+    ("qwen3", 1, 2, False),
+    ("qwen3_moe", 2, 2, True),
+    ("qwen3_moe", 2, 1, False),
+    ("llama", 1, 2, True),
+]
+GRID = [
+    (family, tp, pp, ahead)
+    for family in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+    for tp in (1, 2)
+    for pp in (1, 2)
+    for ahead in (False, True)
+    if (family, tp, pp, ahead) not in PAIRS
+]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """By family: the checkpoint, and what one worker in this process says, one step at a time."""
+
+    @functools.cache
+    def find(family: str):
+        checkpoint = make_checkpoint(tmp_path_factory.mktemp(family), family)
+        return checkpoint, answers(checkpoint, executor="in-process", async_scheduling=False)
+
+    return find
+
+
+def check(expected, family: str, tp: int, pp: int, ahead: bool) -> None:
+    checkpoint: Path
+    checkpoint, answer = expected(family)
+    found = answers(
+        checkpoint, executor="processes", tensor_parallel_size=tp, pipeline_parallel_size=pp, async_scheduling=ahead
+    )
+    assert_agree(found, answer)
+
+
+@pytest.mark.parametrize(("family", "tp", "pp", "ahead"), PAIRS)
+def test_processes(expected, family, tp, pp, ahead):
+    check(expected, family, tp, pp, ahead)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("family", "tp", "pp", "ahead"), GRID)
+def test_processes_in_every_combination(expected, family, tp, pp, ahead):
+    check(expected, family, tp, pp, ahead)
+
+
+def test_one_step_ahead_in_the_same_process(expected):
+    checkpoint, answer = expected("qwen3_moe")
+    assert_agree(answers(checkpoint, executor="in-process", async_scheduling=True), answer)

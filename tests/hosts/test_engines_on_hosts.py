@@ -1,0 +1,148 @@
+"""Engines whose workers are on several hosts: they compute what one worker does, and each is where it should be."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agreement import answers, assert_agree
+from harness import Answer
+from programs import wait_until
+from ray_hosts import Driver, Failure, RayHosts, workers
+from simulated_hosts import Host
+
+pytestmark = pytest.mark.hosts
+
+EXECUTORS = ("ray", "ray-graph")
+END_SECONDS = 5.0
+ANYWHERE = ("0.0.0.0", "::")
+
+
+@pytest.fixture(scope="module")
+def steady(cluster: RayHosts) -> Iterator[Driver]:
+    """One driver for all tests of this file: none of them harms it."""
+    made = cluster.driver()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> dict[str, Answer]:
+    return answers(checkpoint, executor="in-process", async_scheduling=False)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(cluster: RayHosts, steady: Driver) -> Iterator[None]:
+    """No actor, placement group, process, socket or shared memory outlives an engine, on any host."""
+    yield
+    steady.do("close")
+    assert_nothing_is_left(cluster.hosts)
+    found = steady.do("cluster", address=cluster.address)
+    assert found["actors"] == found["groups"] == []
+
+
+def assert_nothing_is_left(hosts: list[Host]) -> None:
+    for host in hosts:
+        wait_until(lambda host=host: not workers(host), f"no worker is left on {host.name}", END_SECONDS)
+        assert not list(host.path("/tmp").glob("eagleray-*"))
+        assert not list(host.path("/dev/shm").glob("*eagleray*"))
+
+
+def options(cluster: RayHosts, executor: str, resource: str, **more: Any) -> dict[str, Any]:
+    return {
+        "executor": executor,
+        "ray_address": cluster.address,
+        "ray_worker_resources": {resource: 1},
+        "ray_placement_strategy": "STRICT_SPREAD",
+        "heartbeat_timeout": 30,
+        **more,
+    }
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(("tp", "pp", "strategy"), [(2, 1, "STRICT_SPREAD"), (1, 2, "STRICT_SPREAD"), (2, 2, "SPREAD")])
+def test_two_hosts_answer_as_one_worker_does(cluster, steady, checkpoint, expected, executor, tp, pp, strategy):
+    path = cluster.network.directory / f"answers-{executor}-{tp}-{pp}"
+    given = options(
+        cluster,
+        executor,
+        "duo",
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        ray_placement_strategy=strategy,
+    )
+    steady.do("answers", checkpoint=checkpoint, path=path, options=given)
+    assert_agree(pickle.loads(path.read_bytes()), expected)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_the_engines_host_has_the_first_rank(cluster, steady, checkpoint, executor):
+    given = options(cluster, executor, "trio", pipeline_parallel_size=3)
+    opened = steady.do("open", checkpoint=checkpoint, options=given)
+    assert opened["addresses"][0] == cluster.head.ip
+    assert sorted(opened["addresses"]) == sorted(host.ip for host in cluster.hosts)
+    assert len(steady.do("step")) == 8
+    steady.do("close")
+    nodes = steady.do("cluster", address=cluster.address)["nodes"]
+    assert [nodes[node] for node in opened["nodes"]] == opened["addresses"]
+
+
+def test_workers_of_other_hosts_come_by_tcp_and_only_they(cluster, steady, checkpoint):
+    steady.do("open", checkpoint=checkpoint, options=options(cluster, "ray", "duo", tensor_parallel_size=2))
+    own = {
+        s.local for s in cluster.head.sockets(steady.pid) if s.state == "listening" and s.local[0] == cluster.head.ip
+    }
+    assert own
+    near, far = ([s.remote for pid in workers(host) for s in host.sockets(pid)] for host in cluster.hosts[:2])
+    assert own <= set(far)
+    assert not own & set(near)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_nobody_listens_on_every_address_but_ray(cluster, steady, checkpoint, executor):
+    plain = cluster.driver()
+    plain.do("join", address=cluster.address)
+    rays_own = len(listening_anywhere(cluster.head, plain.pid))
+    plain.close()
+    steady.do("open", checkpoint=checkpoint, options=options(cluster, executor, "duo", tensor_parallel_size=2))
+    processes = [(cluster.head, steady.pid)] + [(host, pid) for host in cluster.hosts[:2] for pid in workers(host)]
+    assert len(processes) == 3
+    assert {pid: len(listening_anywhere(host, pid)) for host, pid in processes} == {
+        pid: rays_own for _, pid in processes
+    }
+
+
+def listening_anywhere(host: Host, pid: int) -> list[int]:
+    """Ports."""
+    return [s.local[1] for s in host.sockets(pid) if s.state == "listening" and s.local[0] in ANYWHERE]
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        ({}, "wants an authentication token, but this program shows none"),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, "does not accept the authentication token"),
+    ],
+    ids=["none", "wrong"],
+)
+def test_without_the_clusters_token_the_error_says_so(cluster, checkpoint, token, message):
+    stranger = cluster.driver(env=token)
+    with pytest.raises(Failure, match=f"ClusterError.*{message}"):
+        stranger.do("open", checkpoint=checkpoint, options=options(cluster, "ray", "duo", tensor_parallel_size=2))
+    stranger.close()
+
+
+def test_a_node_with_another_version_is_named(cluster, steady, checkpoint, tmp_path_factory):
+    packages = cluster.network.directory / "other-version"
+    (packages / "eagleray-99.0.dist-info").mkdir(parents=True)
+    (packages / "eagleray-99.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: eagleray\nVersion: 99.0\n"
+    )
+    host, resource = cluster.spare(env={"PYTHONPATH": str(packages)})
+    with pytest.raises(Failure, match=rf"ClusterError: .*tp1-pp0 on node {host.name} runs eagleray 99\.0,"):
+        steady.do("open", checkpoint=checkpoint, options=options(cluster, "ray", resource, tensor_parallel_size=2))
+    assert_nothing_is_left([host])
+    host.kill()

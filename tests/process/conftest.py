@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+import queue
+from pathlib import Path
+
+import pytest
+
+from eagleray.process import Child
+from eagleray.transport import make_runtime_dir, remove_runtime_dir
+
+SECONDS = 30.0
+
+
+@pytest.fixture
+def runtime_dir():
+    path = make_runtime_dir()
+    yield path
+    remove_runtime_dir(path)
+
+
+@pytest.fixture
+def spawn_queue_child(monkeypatch):
+    """A function that starts a process of `queue_children.py`; what it reports comes out of a queue."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    children = []
+
+    def spawn(function: str, **said) -> tuple[Child, queue.Queue]:
+        reports: queue.Queue = queue.Queue()
+        child = Child(
+            target=f"queue_children:{function}",
+            label="test",
+            payload=json.dumps(said).encode(),
+            log_level="info",
+            runtime_dir="/nonexistent",
+            on_message=lambda message: reports.put(getattr(message, "address", message)),
+            on_exit=reports.put,
+        )
+        children.append(child)
+        return child, reports
+
+    yield spawn
+    for child in children:
+        child.kill()
+        assert child.wait(SECONDS)

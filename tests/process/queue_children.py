@@ -1,0 +1,118 @@
+"""What the processes of `test_message_queue.py` and `test_pulse.py` do.
+
+The payload is JSON: the ticket in hex, and whatever else there is to know.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from eagleray.errors import ChannelClosed
+from eagleray.messages.lifecycle import Bound
+from eagleray.process import Parent
+from eagleray.transport import Broadcaster, Listener, Pulse, PulseMonitor
+
+SECONDS = 60.0
+
+
+def small(number: int) -> list[bytes]:
+    """Message `number` of a stream: 64 bytes."""
+    return [b"%064d" % number]
+
+
+def large(number: int, size: int) -> list[bytes]:
+    """Message `number` of a stream: its number and an array that depends on it."""
+    return [b"%d" % number, bytes([number % 251]) * (size // 2) + bytes([(number + 1) % 251]) * (size - size // 2)]
+
+
+def stream(num_small: int, num_large: int, size: int):
+    for number in range(num_small):
+        yield small(number)
+    for number in range(num_large):
+        yield large(number, size)
+
+
+def listen(said: dict, parent: Parent) -> Listener:
+    options = {"media": said["media"]} if "media" in said else {}
+    listener = Listener.open(bytes.fromhex(said["ticket"]), timeout=SECONDS, **options)
+    parent.send(Bound(listener.medium))
+    return listener
+
+
+def echo(payload: bytes, parent: Parent) -> None:
+    """Send back what comes, until the engine closes; report why that was."""
+    listener = listen(json.loads(payload), parent)
+    try:
+        while True:
+            if (frames := listener.receive(SECONDS)) is not None:
+                listener.send(frames, SECONDS)
+    except ChannelClosed as error:
+        parent.send(Bound(str(error)))
+    finally:
+        listener.close()
+
+
+def compare(payload: bytes, parent: Parent) -> None:
+    """Take a stream, report whether it is the one that is expected, send it back."""
+    said = json.loads(payload)
+    listener = listen(said, parent)
+    expected = (said["num_small"], said["num_large"], said["size"])
+    for frames in stream(*expected):
+        if (received := listener.receive(SECONDS)) != frames:
+            parent.send(Bound(f"{frames[0]!r} was expected, {received and received[0]!r} came"))
+            return
+    parent.send(Bound("equal"))
+    for frames in stream(*expected):
+        listener.send(frames, SECONDS)
+    listener.receive(SECONDS)  # stay until the engine has everything
+    listener.close()
+
+
+def count(payload: bytes, parent: Parent) -> None:
+    """Take numbers until "end"; report how many came, if they came in order."""
+    listener = listen(json.loads(payload), parent)
+    number = 0
+    while (frames := listener.receive(SECONDS)) is not None and frames[0] != b"end":
+        if int(bytes(frames[0])) != number:
+            parent.send(Bound(f"{number} was expected, {bytes(frames[0])!r} came"))
+            return
+        number += 1
+    parent.send(Bound(str(number)))
+    listener.close()
+
+
+def be_engine(payload: bytes, parent: Parent) -> None:
+    """Open a queue, report its ticket, and do nothing any more once its peer is there."""
+    queue = Broadcaster.open(num_peers=1, runtime_dir=Path(json.loads(payload)["runtime_dir"]), host="127.0.0.1")
+    parent.send(Bound(queue.ticket(0).hex()))
+    queue.wait_for_peers(SECONDS, lambda: None)
+    time.sleep(SECONDS)
+
+
+def monitor(payload: bytes, parent: Parent) -> None:
+    """Be the engine's end of a pulse; report its ticket, when its peer is first heard, and when it is silent."""
+    said = json.loads(payload)
+    pulse = PulseMonitor.open(
+        num_peers=1,
+        runtime_dir=Path(said["runtime_dir"]),
+        host=None,
+        limit=said["limit"],
+        on_silent=lambda peer, seconds: parent.send(Bound(f"peer {peer} is silent")),
+    )
+    parent.send(Bound(pulse.ticket(0).hex()))
+    while not pulse._heard:
+        time.sleep(0.01)
+    parent.send(Bound("heard"))
+    time.sleep(SECONDS)
+    pulse.close()
+
+
+def beat(payload: bytes, parent: Parent) -> None:
+    """Be heard; report when the engine is not."""
+    ticket = bytes.fromhex(json.loads(payload)["ticket"])
+    pulse = Pulse.start(ticket, on_silent=lambda seconds: parent.send(Bound("silent")))
+    parent.send(Bound("started"))
+    time.sleep(SECONDS)
+    pulse.close()

@@ -1,0 +1,104 @@
+"""Heartbeats between processes that are stopped, killed, or well."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+
+import msgspec
+import pytest
+
+from eagleray.transport import Pulse, PulseMonitor
+
+SECONDS = 30.0
+LIMIT = 1.0
+
+
+@pytest.fixture
+def open_monitor(runtime_dir):
+    """A function: a monitor of so many peers, and the queue of who was found silent, and for how long."""
+    with contextlib.ExitStack() as stack:
+
+        def open_monitor(num_peers: int, host: str | None = None, limit: float = LIMIT):
+            silent: queue.Queue = queue.Queue()
+            monitor = PulseMonitor.open(
+                num_peers=num_peers,
+                runtime_dir=runtime_dir,
+                host=host,
+                limit=limit,
+                on_silent=lambda peer, seconds: silent.put((peer, seconds)),
+            )
+            stack.callback(monitor.close)
+            return monitor, silent
+
+        yield open_monitor
+
+
+def without_directory(ticket: bytes) -> bytes:
+    """As it is on another host: the Unix socket is not there."""
+    return ticket.replace(b"eagleray-", b"elsewhere")
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_stopped_peer_is_found_silent_once_and_the_others_are_not(spawn_queue_child, open_monitor, elsewhere):
+    monitor, silent = open_monitor(3, "127.0.0.1" if elsewhere else None)
+    tickets = [monitor.ticket(peer) for peer in range(2)]  # the third is never heard
+    if elsewhere:
+        tickets = list(map(without_directory, tickets))
+    peers = [spawn_queue_child("beat", ticket=ticket.hex()) for ticket in tickets]
+    for _, reports in peers:
+        assert reports.get(timeout=SECONDS) == "started"
+    with pytest.raises(queue.Empty):
+        silent.get(timeout=2 * LIMIT)
+    os.kill(peers[1][0].pid, signal.SIGSTOP)
+    peer, seconds = silent.get(timeout=SECONDS)
+    assert peer == 1
+    assert seconds > LIMIT
+    with pytest.raises(queue.Empty):
+        silent.get(timeout=2 * LIMIT)
+    monitor.close()
+    assert peers[0][1].get(timeout=SECONDS) == "silent"
+
+
+def test_a_peer_whose_engine_is_killed_notices(spawn_queue_child, runtime_dir):
+    engine, reports = spawn_queue_child("monitor", runtime_dir=str(runtime_dir), limit=LIMIT)
+    heard: queue.Queue = queue.Queue()
+    pulse = Pulse.start(bytes.fromhex(reports.get(timeout=SECONDS)), on_silent=heard.put)
+    with pytest.raises(queue.Empty):
+        heard.get(timeout=2 * LIMIT)
+    engine.kill()
+    assert heard.get(timeout=SECONDS) > LIMIT
+    pulse.close()
+    pulse.close()
+
+
+def test_a_pause_of_the_listener_itself_is_nobodys_silence(spawn_queue_child, runtime_dir):
+    """Both are stopped, as by a debugger or a suspended machine, and go on: the engine first, its peer later."""
+    engine, of_engine = spawn_queue_child("monitor", runtime_dir=str(runtime_dir), limit=LIMIT)
+    ticket = of_engine.get(timeout=SECONDS)
+    peer, of_peer = spawn_queue_child("beat", ticket=ticket)
+    assert of_peer.get(timeout=SECONDS) == "started"
+    assert of_engine.get(timeout=SECONDS) == "heard"
+    for process in (peer, engine):
+        os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(queue.Empty):
+        of_engine.get(timeout=3 * LIMIT)  # the time for which they are stopped
+    for process in (engine, peer):
+        os.kill(process.pid, signal.SIGCONT)
+    for reports in (of_engine, of_peer):
+        with pytest.raises(queue.Empty):
+            reports.get(timeout=2 * LIMIT)
+    os.kill(peer.pid, signal.SIGSTOP)
+    assert of_engine.get(timeout=SECONDS) == "peer 0 is silent"
+
+
+def test_a_stranger_is_not_heard(open_monitor):
+    monitor, silent = open_monitor(1)
+    fields = msgspec.msgpack.decode(monitor.ticket(0)) | {"secret": bytes(32)}
+    heard: queue.Queue = queue.Queue()
+    pulse = Pulse.start(msgspec.msgpack.encode(fields), on_silent=heard.put)
+    assert heard.get(timeout=SECONDS) > LIMIT  # it gets no answer
+    pulse.close()
+    assert silent.empty()

@@ -1,0 +1,70 @@
+"""Several ranks of an engine, each in a thread of the test's process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from eagleray.messages.steps import GroupsOpened
+from eagleray.messages.workers import Topology
+from eagleray.parallel import Groups, Mesh, OpenedGroups
+
+DEADLINE = 60.0
+
+
+def topology(*, tp: int = 1, pp: int = 1, nodes: Sequence[str] | None = None) -> Topology:
+    """By default on one node."""
+    nodes = list(nodes or ["node"] * (tp * pp))
+    addresses = ["127.0.0.1"] * len(nodes)
+    return Topology(tensor_parallel_size=tp, pipeline_parallel_size=pp, nodes=nodes, addresses=addresses)
+
+
+def together(functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each returns, all at the same time. The first exception is raised at once; its peers may wait for ever."""
+    done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+
+    def run(number: int) -> None:
+        try:
+            done.put((number, functions[number](), None))
+        except BaseException as error:
+            done.put((number, None, error))
+
+    for number in range(len(functions)):
+        threading.Thread(target=run, args=(number,), daemon=True).start()
+    results = [None] * len(functions)
+    for _ in functions:
+        number, results[number], error = done.get(timeout=DEADLINE)
+        if error is not None:
+            raise error
+    return results
+
+
+def open_all(where: Topology) -> list[OpenedGroups]:
+    sizes = {"tp_size": where.tensor_parallel_size, "pp_size": where.pipeline_parallel_size}
+    return [
+        OpenedGroups.open(mesh=Mesh(rank=rank, **sizes), topology=where, device=torch.device("cpu"))
+        for rank in range(where.world_size)
+    ]
+
+
+def run_ranks(function: Callable[[Groups], Any], where: Topology) -> list[Any]:
+    """What `function` returns on each rank, given the groups of that rank."""
+    opened = open_all(where)
+    said: list[GroupsOpened] = [one.opened for one in opened]
+
+    def run(one: OpenedGroups) -> Any:
+        groups = one.join(said, timeout=DEADLINE)
+        try:
+            return function(groups)
+        finally:
+            groups.close()
+
+    try:
+        return together([lambda one=one: run(one) for one in opened])
+    finally:
+        for one in opened:
+            one.close()

@@ -1,0 +1,133 @@
+"""One Ray cluster of four nodes for all tests of this folder; what a test leaves in it is an error of that test.
+
+The nodes are processes of this machine with addresses of their own. "acc" is what a test engine's workers take; the
+head, where the tests and thus the engines run, has it too; "far" is on the other nodes alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray_cluster
+from ray.util.placement_group import placement_group
+
+from eagleray.cluster.connect import connect
+from eagleray.transport import make_runtime_dir, remove_runtime_dir
+
+LEFT_SECONDS = 3.0
+made_clusters: dict[str, Any] = {}
+OBJECT_STORE_BYTES = 80 << 20
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[str]:
+    """Address of the cluster. This process is a driver of it, and the engines that it starts stay with that."""
+    root = Path(tempfile.mkdtemp(prefix="er-"))  # short: the path of a Unix socket has at most 107 characters
+    (root / "ray").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        # A cluster of its own in every respect: address file, logs, authentication.
+        patch.setenv("RAY_TMPDIR", str(root))
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_health_check_period_ms", "500")
+        patch.setenv("RAY_health_check_timeout_ms", "1000")
+        patch.setenv("RAY_health_check_failure_threshold", "3")
+        patch.delenv("RAY_ADDRESS", raising=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from ray.cluster_utils import Cluster
+
+            made = Cluster(initialize_head=True, head_node_args=_node(num_cpus=4, acc=2, is_head=True))
+            made.add_node(**_node(num_cpus=2, num_gpus=2, acc=2, far=2, address="127.0.0.2"))
+            made.add_node(**_node(num_cpus=1, num_gpus=1, acc=2, far=2, address="127.0.0.3"))
+            made.add_node(**_node(num_cpus=1, acc=1, address="127.0.0.4"))
+        connection = connect(made.address, namespace="tests")
+        made_clusters[connection.address] = made
+        try:
+            yield connection.address
+        finally:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                connection.close()
+                made.shutdown()
+            shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(cluster: str) -> Iterator[None]:
+    """No actor and no placement group outlives the test that made it; the next one finds everything free."""
+    yield
+    ray_cluster.wait_until(lambda: not ray_cluster.actors_and_groups(), LEFT_SECONDS)
+    left = ray_cluster.actors_and_groups()
+    ray_cluster.clear()
+    assert not left
+    assert ray_cluster.wait_until(ray_cluster.is_all_free, LEFT_SECONDS)
+
+
+@pytest.fixture
+def add_node(cluster: str) -> Iterator[ray_cluster.AddNode]:
+    """Nodes for this test alone."""
+    made = made_clusters[cluster]
+    added: list[Any] = []
+
+    def add(**options: Any) -> Callable[[], None]:
+        node = made.add_node(num_cpus=0, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **options)
+        added.append(node)
+
+        def remove() -> None:
+            added.remove(node)
+            made.remove_node(node)
+
+        return remove
+
+    yield add
+    for node in added:
+        made.remove_node(node)
+
+
+@pytest.fixture
+def runtime_dir() -> Iterator[Path]:
+    """For sockets; empty again at the end of the test."""
+    path = make_runtime_dir()
+    yield path
+    left = sorted(path.iterdir())
+    remove_runtime_dir(path)
+    assert not left
+
+
+@pytest.fixture
+def make_group() -> Iterator[ray_cluster.MakeGroup]:
+    """Makes placement groups as a user does, who removes them in the end."""
+    made: list[str] = []
+
+    def make(*bundles: dict[str, float], strategy: str = "PACK", name: str = "", **options: Any) -> str:
+        group = placement_group(list(bundles), strategy=strategy, name=name, **options)
+        assert group.wait(10)
+        made.append(group.id.hex())
+        return made[-1]
+
+    yield make
+    for group_id in made:
+        ray_cluster.remove(group_id)
+
+
+def _node(
+    *, num_cpus: int, acc: int, num_gpus: int = 0, far: int = 0, address: str | None = None, is_head: bool = False
+) -> dict[str, object]:
+    options: dict[str, object] = {
+        "num_cpus": num_cpus,
+        "num_gpus": num_gpus,
+        "resources": {"acc": acc, **({"far": far} if far else {})},
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+    }
+    if is_head:
+        options["_system_config"] = {"prestart_worker_first_driver": False}
+    if address is not None:
+        options["node_ip_address"] = address
+    return options

@@ -1,0 +1,59 @@
+"""A program of its own that starts an engine's workers, and one in an actor that starts such a program.
+
+Its arguments: the Ray context, as JSON, and a directory for sockets.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from eagleray.cluster.context import current
+from eagleray.messages.workers import RayContext
+
+__all__ = ["Caller"]
+
+HERE = str(Path(__file__).parent)
+
+
+class Caller:
+    """An actor that starts an engine as its child process, as `LLM` does."""
+
+    def start_engine(self) -> str:
+        """The placement group that the program took, and how many workers it has."""
+        context = current()
+        assert context is not None
+        with tempfile.TemporaryDirectory(prefix="er-") as runtime_dir:
+            command = [sys.executable, __file__, msgspec.json.encode(context).decode(), runtime_dir]
+            return subprocess.run(command, input="", capture_output=True, text=True, timeout=50, check=True).stdout
+
+
+def main() -> None:
+    from ray_cluster import FAR, config, new_engine
+    from ray_workers import Facts
+
+    from eagleray.executor.executor import Executor
+    from eagleray.executor.ray_actors import start_ray_actors
+    from eagleray.messages.steps import GroupsOpened, OpenGroups
+
+    context = msgspec.json.decode(sys.argv[1], type=RayContext)
+    group = start_ray_actors(
+        new_engine(),
+        config(tp=2, resources=FAR, ray_runtime_env={"env_vars": {"PYTHONPATH": HERE}}),
+        runtime_dir=Path(sys.argv[2]),
+        context=context,
+        worker="ray_workers:echo",
+    )
+    replies = Executor(group).call(OpenGroups(), GroupsOpened, timeout=20)
+    pids = [msgspec.json.decode(reply.store or "", type=Facts).pid for reply in replies]
+    print(context.placement_group, *pids, flush=True)
+    sys.stdin.read()
+    group.close()
+
+
+if __name__ == "__main__":
+    main()

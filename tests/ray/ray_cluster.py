@@ -1,0 +1,115 @@
+"""What the tests ask of the cluster, and how they say what they want."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray._private.state import actors
+from ray.util.placement_group import placement_group_table, remove_placement_group
+
+from eagleray.cluster import groups
+from eagleray.cluster.nodes import snapshot
+from eagleray.config import Config
+from eagleray.config.build import build_config
+from eagleray.identity import EngineId, new_instance_name
+
+__all__ = [
+    "ACC",
+    "FAR",
+    "AddNode",
+    "MakeGroup",
+    "actors_and_groups",
+    "clear",
+    "config",
+    "here",
+    "is_all_free",
+    "new_engine",
+    "node_ips",
+    "pid_of",
+    "remove",
+    "wait_until",
+]
+
+MakeGroup = Callable[..., str]
+"""Makes a placement group of these bundles; its id."""
+
+AddNode = Callable[..., Callable[[], None]]
+"""Adds a node to the cluster; what removes it again."""
+
+ACC = {"acc": 1.0}
+FAR = {"far": 1.0}
+
+PREFIX = new_instance_name()
+numbers = itertools.count()
+
+
+def new_engine() -> EngineId:
+    return EngineId(f"{PREFIX}-{next(numbers)}", 0)
+
+
+def config(tp: int = 1, pp: int = 1, *, resources: dict[str, float] | None = None, **options: Any) -> Config:
+    """Of an engine whose workers take an "acc" each."""
+    return build_config(
+        executor="ray",
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        ray_worker_resources=ACC if resources is None else resources,
+        **{"ray_placement_timeout": 20.0, "startup_timeout": 60.0, "device": "cpu", **options},
+    )
+
+
+def node_ips() -> dict[str, str]:
+    return {node.node_id: node.ip for node in snapshot()}
+
+
+def here() -> str:
+    node_id: str = ray.get_runtime_context().get_node_id()
+    return node_id
+
+
+def pid_of(name: str) -> int:
+    """Process of the living actor of that name."""
+    (pid,) = [entry["Pid"] for entry in actors().values() if entry["Name"] == name and entry["State"] == "ALIVE"]
+    return int(pid)
+
+
+def actors_and_groups() -> list[str]:
+    """Every actor that is not dead and every placement group that is not removed."""
+    living = [entry["Name"] for entry in actors().values() if entry["State"] != "DEAD"]
+    there = [f"group {e['name'] or i}" for i, e in placement_group_table().items() if e["state"] != "REMOVED"]
+    return living + there
+
+
+def clear() -> None:
+    """Remove what a failed test has left."""
+    for group_id, entry in placement_group_table().items():
+        if entry["state"] != "REMOVED":
+            remove(group_id)
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
+
+
+def is_all_free() -> bool:
+    return all(
+        node.free.get(name, 0) == node.total.get(name, 0)
+        for node in snapshot()
+        if node.is_alive
+        for name in ("CPU", "GPU", "acc", "far")
+    )
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def remove(group_id: str) -> None:
+    remove_placement_group(groups.handle(group_id))

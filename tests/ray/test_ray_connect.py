@@ -1,0 +1,174 @@
+"""Joining a cluster, from programs of their own; and what is said when that cannot be."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray_cluster
+from ray._common.usage import usage_lib
+
+from eagleray.cluster.connect import connect
+from eagleray.cluster.context import current
+from eagleray.cluster.preflight import check_cluster, check_reachable
+from eagleray.errors import ClusterError
+
+HERE = Path(__file__).parent
+TOKEN = "a1b2c3d4" * 8
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A short path: Unix sockets of a cluster are below it."""
+    with tempfile.TemporaryDirectory(prefix="er-") as name:
+        (Path(name) / "ray").mkdir()
+        yield Path(name)
+
+
+def environment(home: Path, **variables: str) -> dict[str, str]:
+    """As in a fresh login: nothing of the tests' cluster, no token."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {**plain, "HOME": str(home), "RAY_TMPDIR": str(home), **variables}
+
+
+def join(address: str, env: dict[str, str]) -> str:
+    """What a program that joins `address` says: the address it has, or why not."""
+    command = [sys.executable, str(HERE / "connect_program.py"), address]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_an_address_is_joined(cluster: str, home: Path) -> None:
+    assert join(cluster, environment(home)) == cluster
+    assert join("none", environment(home, RAY_ADDRESS=cluster)) == cluster
+
+
+def test_without_an_address_a_cluster_is_started_and_ends_with_the_connection(home: Path) -> None:
+    (home / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")  # of one that crashed
+    env = environment(home)
+    address = join("none", env)
+    assert address.rpartition(":")[2].isdigit()
+    with pytest.raises(ClusterError):
+        check_reachable(address)
+    assert ray_cluster.wait_until(lambda: not processes_below(home), 10)
+
+
+def processes_below(path: Path) -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if f"{path}/" in command:
+            found.append(command)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("127.0.0.1:1", "Ray cluster 127.0.0.1:1: cannot be reached (Connection refused)"),
+        ("nosuchhost.invalid:6379", "Ray cluster nosuchhost.invalid:6379: cannot be reached"),
+        ("nonsense", "Ray address 'nonsense' is not host:port, auto or local"),
+        ("ray://127.0.0.1:10001", "Ray Client is not supported"),
+    ],
+)
+def test_an_address_where_nothing_is(home: Path, address: str, said: str) -> None:
+    answer = join(address, environment(home))
+    assert answer.startswith("ClusterError: ")
+    assert said in answer
+
+
+def answering(handle: Callable[[socket.socket], None]) -> tuple[str, socket.socket]:
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        try:
+            while True:
+                handle(server.accept()[0])
+        except OSError:
+            return
+
+    threading.Thread(target=serve, daemon=True).start()
+    return f"127.0.0.1:{server.getsockname()[1]}", server
+
+
+def test_something_that_is_no_ray_cluster() -> None:
+    def refuse(connection: socket.socket) -> None:
+        with connection:
+            connection.recv(100)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    address, server = answering(refuse)
+    with server, pytest.raises(ClusterError, match="what listens there is not Ray's control store"):
+        check_reachable(address)
+
+
+def test_something_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagleray.cluster.preflight.REACH_SECONDS", 0.3)
+    kept: list[socket.socket] = []
+    address, server = answering(kept.append)
+    with server, pytest.raises(ClusterError, match="no answer within"):
+        check_reachable(address)
+    for connection in kept:
+        connection.close()
+
+
+def test_a_cluster_that_wants_a_token(home: Path) -> None:
+    program = subprocess.Popen(
+        [sys.executable, str(HERE / "token_program.py")],
+        env=environment(home, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with program:
+        assert program.stdout is not None
+        address = program.stdout.readline().strip()
+        env = environment(home)
+        assert "wants an authentication token, but this program shows none" in join(address, env)
+        assert "does not accept the authentication token from RAY_AUTH_TOKEN" in join(
+            address, {**env, "RAY_AUTH_TOKEN": "f" * 64}
+        )
+        token_file = home / ".ray" / "auth_token"
+        token_file.parent.mkdir()
+        token_file.write_text(TOKEN)
+        assert join(address, env) == address  # found without RAY_AUTH_MODE
+        assert "shows none" in join(address, {**env, "RAY_AUTH_MODE": "disabled"})
+
+
+def test_a_cluster_of_other_versions(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_cluster(cluster)
+    monkeypatch.setattr(
+        usage_lib, "get_cluster_metadata", lambda client: {"ray_version": "2.50.0", "python_version": "3.9.1"}
+    )
+    with pytest.raises(ClusterError, match=rf"Ray cluster {cluster}: .*Ray: 2\.50\.0 Python: 3\.9\.1"):
+        check_cluster(cluster)
+
+
+def test_a_program_that_is_connected_stays_so(cluster: str) -> None:
+    for address in (None, "auto", cluster):
+        connection = connect(address, namespace="another")
+        assert connection.address == cluster
+        assert connection.node_id == ray_cluster.here()
+        connection.close()
+    with pytest.raises(ClusterError, match="but this process is connected to Ray at"):
+        connect("127.0.0.1:1", namespace="another")
+
+
+def test_a_program_knows_its_cluster(cluster: str) -> None:
+    context = current()
+    assert context is not None
+    assert context.address == cluster
+    assert context.placement_group is None

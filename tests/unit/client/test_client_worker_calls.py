@@ -1,0 +1,186 @@
+"""Calls of the worker extension, with the engine's side played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from client_fakes import CLIENT, Setup, attached
+
+from eagleray.client import client as client_module
+from eagleray.errors import DeadlineExceeded, EngineFailed, InvalidRequest, RequestFailed, Unavailable
+from eagleray.messages.failure import Failure
+from eagleray.messages.lifecycle import Stop
+from eagleray.messages.outputs import WorkersReturned
+from eagleray.messages.plain import pack, unpack_arguments
+
+
+def asynchronous(test):
+    """Run the test in an event loop, in bounded time."""
+
+    def run():
+        asyncio.run(asyncio.wait_for(test(), 10))
+
+    run.__name__ = test.__name__
+    return run
+
+
+async def begin(setup, method="weigh", *args, timeout=None, **kwargs):
+    """A call that was sent, as a task."""
+    task = asyncio.create_task(setup.client.call_workers(method, args, kwargs, timeout=timeout))
+    await setup.deliver()
+    setup.engine.read()
+    return task
+
+
+def answer(setup, number=-1, **fields):
+    return setup.deliver(WorkersReturned(call_id=setup.engine.calls[number].call_id, **fields))
+
+
+def failed(error):
+    try:
+        raise error
+    except Exception as raised:
+        return Failure.of(raised)
+
+
+@asynchronous
+async def test_a_call_reaches_the_engine_and_the_results_come_back_by_rank():
+    async with attached() as setup:
+        task = await begin(setup, "weigh", 1, np.arange(3), timeout=5, name="x")
+        (call,) = setup.engine.calls
+        assert (call.client, call.method, call.timeout) == (CLIENT, "weigh", 5)
+        args, kwargs = unpack_arguments(call.arguments)
+        assert (args[0], args[1].tolist(), kwargs) == (1, [0, 1, 2], {"name": "x"})
+        assert setup.client.num_in_flight == 1
+        await answer(setup, values=[pack({"rank": 0}), pack(np.float32([1.5]))])
+        first, second = await task
+        assert first == {"rank": 0}
+        assert (second.dtype, second.tolist()) == (np.float32, [1.5])
+        assert setup.client.num_in_flight == 0
+
+
+@asynchronous
+async def test_answers_find_their_calls():
+    async with attached() as setup:
+        tasks = [await begin(setup, f"method{number}") for number in range(3)]
+        for number in (1, 2, 0):
+            await answer(setup, number, values=[pack(number)])
+        assert await asyncio.gather(*tasks) == [[0], [1], [2]]
+
+
+@asynchronous
+async def test_what_a_method_raised_names_rank_type_and_message():
+    async with attached() as setup:
+        task = await begin(setup)
+        await answer(setup, failure=failed(KeyError("w")), rank=2)
+        with pytest.raises(RequestFailed) as caught:
+            await task
+        assert str(caught.value) == "`weigh` raised on rank 2: KeyError: 'w'"
+        (note,) = caught.value.__notes__
+        assert "Traceback" in note
+        assert "rank 2" in note
+
+
+@asynchronous
+async def test_other_failures_are_told_as_what_they_are():
+    async with attached() as setup:
+        for error, kind, message in (
+            (InvalidRequest("no such method"), InvalidRequest, "^no such method$"),
+            (
+                DeadlineExceeded("no reply from rank 1"),
+                DeadlineExceeded,
+                "`weigh` on the workers: no reply from rank 1",
+            ),
+            (RuntimeError("odd"), RequestFailed, "`weigh` on the workers: odd"),
+        ):
+            task = await begin(setup)
+            await answer(setup, failure=failed(error))
+            with pytest.raises(kind, match=message):
+                await task
+
+
+@asynchronous
+async def test_an_engine_that_ends_fails_its_calls_with_the_cause():
+    async with attached() as setup:
+        tasks = [await begin(setup), await begin(setup)]
+        await setup.engine.leave("killed by SIGKILL")
+        for task in tasks:
+            with pytest.raises(EngineFailed, match="killed by SIGKILL"):
+                await task
+        with pytest.raises(Unavailable, match="SIGKILL"):
+            await setup.client.call_workers("weigh", timeout=None)
+
+
+@asynchronous
+async def test_closing_the_client_ends_its_calls():
+    async with attached() as setup:
+        task = await begin(setup)
+        await setup.client.close()
+        with pytest.raises(Unavailable, match="closed before the workers had answered"):
+            await task
+        with pytest.raises(Unavailable):
+            await setup.client.call_workers("weigh", timeout=None)
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """A client that does not wait for what the engine says about a timeout."""
+    monkeypatch.setattr(client_module, "ANSWER_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("hasty")
+@asynchronous
+async def test_a_call_without_an_answer_says_what_it_waited_for():
+    async with attached() as setup:
+        with pytest.raises(DeadlineExceeded, match=r"`weigh` on the workers: no answer from .* within 0\.05 s"):
+            await setup.client.call_workers("weigh", timeout=0.05)
+        setup.engine.read()
+        await answer(setup, values=[pack(1)])  # too late: nobody's
+        assert setup.client.num_in_flight == 0
+        task = await begin(setup)
+        await answer(setup, values=[pack(2)])
+        assert await task == [2]
+
+
+@asynchronous
+async def test_a_caller_that_is_cancelled_leaves_nothing_behind():
+    async with attached() as setup:
+        task = await begin(setup)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert setup.client.num_in_flight == 0
+        await answer(setup, values=[pack(1)])
+        await setup.engine.leave()
+
+
+@asynchronous
+async def test_what_cannot_be_called_is_refused_before_it_is_sent():
+    async with attached() as setup:
+        call = setup.client.call_workers
+        for work, message in (
+            (call(print, timeout=None), "`method` must be a text, but it is a builtin_function"),
+            (call("weigh", [{"a": {1}}], timeout=None), r"args\[0\]\['a'\]: a value of type builtins.set"),
+            (call("weigh", kwargs={"a": object()}, timeout=None), r"kwargs\['a'\]: a value of type builtins.object"),
+            (call("weigh", "abc", timeout=None), "args: a list or a tuple is expected"),
+            (call("weigh", timeout=0), "`timeout` is a number of seconds above 0, but this is 0"),
+            (call("weigh", timeout=float("inf")), "but this is inf"),
+            (call("weigh", timeout="5"), "but this is '5'"),
+        ):
+            with pytest.raises(InvalidRequest, match=message):
+                await work
+        assert setup.engine.read().calls == []
+
+
+@asynchronous
+async def test_a_client_that_is_stopping_or_has_no_engine_takes_no_calls():
+    setup = Setup()
+    with pytest.raises(Unavailable, match="no engine is ready"):
+        await setup.client.call_workers("weigh", timeout=None)
+    await setup.deliver(setup.engine.joined(), Stop(1.0))
+    with pytest.raises(Unavailable, match="stopping"):
+        await setup.client.call_workers("weigh", timeout=None)
+    await setup.client.close()
+    await setup.running

@@ -1,0 +1,69 @@
+"""Which rank is where, and which GPU it uses."""
+
+from __future__ import annotations
+
+import pytest
+
+from eagleray.cluster.devices import device_index
+from eagleray.cluster.host import HostInfo
+from eagleray.cluster.team import lay_out
+from eagleray.config import Config
+from eagleray.config.sections import ExecutionConfig, ParallelConfig
+from eagleray.errors import ClusterError
+
+
+def info(node: str, gpus: list[str], visible: str | None = None) -> HostInfo:
+    return HostInfo(
+        node_id=node,
+        hostname=node,
+        pid=1,
+        num_cores=4,
+        accelerator_ids=gpus,
+        visible_devices=visible,
+        niceness=0,
+        versions={},
+    )
+
+
+@pytest.mark.parametrize(
+    ("assigned", "visible", "index"),
+    [
+        ([], None, None),
+        ([], "0,1", None),
+        (["2"], None, 2),
+        (["3", "1"], None, 3),
+        (["5"], "4,5", 1),  # the raylet itself was given two of eight
+        (["GPU-b"], "GPU-a, GPU-b", 1),
+    ],
+)
+def test_the_position_of_the_assigned_gpu_among_those_that_are_seen(
+    assigned: list[str], visible: str | None, index: int | None
+) -> None:
+    assert device_index(assigned, visible) == index
+
+
+@pytest.mark.parametrize("visible", ["0,1", ""])
+def test_a_gpu_that_the_process_does_not_see_is_refused(visible: str) -> None:
+    with pytest.raises(ClusterError, match="Ray assigned GPU 2 to a worker"):
+        device_index(["2"], visible)
+
+
+def test_ranks_keep_the_order_of_the_actors() -> None:
+    config = Config(parallel=ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2))
+    infos = [info("b", ["1"]), info("b", ["0"]), info("a", ["0"]), info("c", ["7"])]
+    topology, devices = lay_out(config, infos, {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"})
+    assert topology.nodes == ["b", "b", "a", "c"]
+    assert topology.addresses == ["10.0.0.2", "10.0.0.2", "10.0.0.1", "10.0.0.3"]
+    assert devices == [1, 0, 0, 7]
+
+
+def test_nodes_of_one_address_are_still_two() -> None:
+    config = Config(parallel=ParallelConfig(tensor_parallel_size=2))
+    topology, _ = lay_out(config, [info("a", []), info("b", [])], {"a": "10.0.0.1", "b": "10.0.0.1"})
+    assert topology.local_ranks(0) == [0]
+
+
+def test_where_a_custom_resource_stands_for_gpus_the_workers_of_a_node_take_one_each() -> None:
+    config = Config(parallel=ParallelConfig(tensor_parallel_size=3), execution=ExecutionConfig(device="cuda"))
+    infos = [info("a", []), info("a", []), info("b", [])]
+    assert lay_out(config, infos, {"a": "1", "b": "2"})[1] == [0, 1, 0]

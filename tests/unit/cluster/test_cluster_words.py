@@ -1,0 +1,75 @@
+"""What Ray says, in one line; what an autoscaler's report tells; what a program is in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from eagleray.cluster.autoscaler import manages_nodes
+from eagleray.cluster.loss import shorten
+
+HEAD = """The actor died unexpectedly before finishing this task.
+\tclass_name: Host
+\tactor_id: 15046edd8613daff92a17dd001000000
+\tpid: 10002
+\tname: x/y
+\tnamespace: n
+\tip: 192.0.2.2
+"""
+CAUSE = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+ADVICE = " Some common causes include: (1) the process was killed by the OOM killer, (2) something else."
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            f"{HEAD}{CAUSE}Worker unexpectedly exits with a connection error code 2. End of file.{ADVICE}",
+            "its process died (killed, crashed, or out of memory)",
+        ),
+        (
+            f"{HEAD}{CAUSE}Worker exits unexpectedly. Worker exits with an exit code 3.",
+            "Worker exits unexpectedly. Worker exits with an exit code 3",
+        ),
+        (f"{HEAD}The actor is dead because it was killed by `ray.kill`.", "it was killed by `ray.kill`"),
+        (
+            f"{HEAD}{CAUSE}Destroying worker since its placement group was removed. Placement group id: d76b, "
+            "bundle index: 0, lease id: 0a, actor id: 34e5, worker id: 31e1",
+            "Destroying worker since its placement group was removed. Placement group id: d76b",
+        ),
+        (
+            "The actor died because of an error raised in its creation task, ray::B.__init__() (pid=1)\n"
+            "  File \"a.py\", line 1, in f\n    import nosuch\nModuleNotFoundError: No module named 'nosuch'",
+            "ModuleNotFoundError: No module named 'nosuch'",
+        ),
+        ("Get timed out: some object(s) not ready.", "Get timed out: some object(s) not ready"),
+        ("", ""),
+    ],
+)
+def test_rays_words_become_one_line(text: str, line: str) -> None:
+    assert shorten(text) == line
+
+
+WATCHES = {"active_nodes": {"node_a1": 1, "node_b2": 1}, "node_type_mapping": {"a1": "node_a1", "b2": "node_b2"}}
+
+
+@pytest.mark.parametrize(
+    ("report", "manages"),
+    [
+        ({}, False),
+        (WATCHES, False),
+        ({"active_nodes": {"ray.head.default": 1}, "node_type_mapping": {"10.0.0.1": "ray.head.default"}}, True),
+        ({**WATCHES, "pending_nodes": [["10.0.0.9", "gpu", "waiting"]]}, True),
+        ({**WATCHES, "pending_launches": {"gpu": 2}}, True),
+    ],
+)
+def test_a_report_tells_an_autoscaler_from_one_that_only_watches(report: dict[str, object], manages: bool) -> None:
+    assert manages_nodes(report) is manages
+
+
+def test_asking_for_the_context_does_not_import_ray() -> None:
+    program = "import sys; from eagleray.cluster.context import current; print(current(), 'ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "None False"

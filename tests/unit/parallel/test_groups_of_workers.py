@@ -1,0 +1,165 @@
+"""Opened, told to each other, joined: which groups workers get from where they are, and what stages send."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import open_all, run_ranks, together, topology
+
+from eagleray.errors import DeadlineExceeded
+from eagleray.parallel import Groups, Mesh, OpenedGroups
+from eagleray.parallel.distributed import TorchGroup
+from eagleray.parallel.group import Alone
+from eagleray.parallel.shared_memory import SharedMemoryGroup
+from eagleray.parallel.stages import OneStage, TorchStages
+
+CPU = torch.device("cpu")
+
+
+def kinds(groups: Groups) -> tuple[type, type]:
+    return type(groups.tp), type(groups.stages)
+
+
+def test_groups_of_one_worker_open_nothing():
+    (opened,) = open_all(topology())
+    assert (opened.opened.store, opened.opened.segment) == (None, None)
+    assert kinds(opened.join([opened.opened], timeout=1)) == kinds(Groups.alone()) == (Alone, OneStage)
+
+
+@pytest.mark.parametrize(
+    ("where", "expected", "stores", "segments"),
+    [
+        (topology(tp=2), [(SharedMemoryGroup, OneStage)] * 2, [], [0]),
+        (topology(pp=2), [(Alone, TorchStages)] * 2, [0], []),
+        (topology(tp=2, pp=2), [(SharedMemoryGroup, TorchStages)] * 4, [0], [0, 2]),
+        (topology(tp=2, nodes="ab"), [(TorchGroup, OneStage)] * 2, [0], []),
+        (topology(tp=2, pp=2, nodes="aabb"), [(SharedMemoryGroup, TorchStages)] * 4, [0], [0, 2]),
+        (
+            topology(tp=2, pp=2, nodes="aaab"),
+            [(SharedMemoryGroup, TorchStages)] * 2 + [(TorchGroup, TorchStages)] * 2,
+            [0],
+            [0],
+        ),
+    ],
+    ids=["tp", "pp", "both", "tp over nodes", "a stage on each node", "one stage over nodes"],
+)
+def test_shared_memory_within_a_node_and_connections_elsewhere(where, expected, stores, segments):
+    opened = open_all(where)
+    said = [one.opened for one in opened]
+    assert [rank for rank, one in enumerate(said) if one.store is not None] == stores
+    assert [rank for rank, one in enumerate(said) if one.segment is not None] == segments
+    joined = together([lambda one=one: one.join(said, timeout=20) for one in opened])
+    assert [kinds(groups) for groups in joined] == expected
+    for holder in [*joined, *opened, *joined, *opened]:
+        holder.close()
+
+
+def test_a_gpu_needs_connections():
+    opened = OpenedGroups.open(
+        mesh=Mesh(rank=0, tp_size=2), topology=topology(tp=2), device=torch.device("cuda", 0)
+    ).opened
+    assert opened.store is not None
+    assert opened.segment is None
+
+
+def test_all_ranks_sum_within_their_stage():
+    def work(groups: Groups) -> list[float]:
+        return groups.tp.all_reduce(torch.tensor([float(groups.mesh.rank)])).tolist()
+
+    assert run_ranks(work, topology(tp=2, pp=2)) == [[1.0], [1.0], [5.0], [5.0]]
+
+
+def test_hidden_states_go_from_stage_to_stage_in_order():
+    def work(groups: Groups) -> list[float]:
+        mesh, stages, seen = groups.mesh, groups.stages, []
+        for step in range(20):
+            shape = (step + 1, 64)
+            if mesh.is_first_stage:
+                hidden = torch.full(shape, float(step + 100 * mesh.tp_rank), dtype=torch.bfloat16)
+            else:
+                hidden = stages.receive_hidden(shape, torch.bfloat16, CPU) + 1
+            if not mesh.is_last_stage:
+                stages.send_hidden(hidden)
+            seen.append(hidden.unique().item())
+        return seen
+
+    results = run_ranks(work, topology(tp=2, pp=3))
+    for tp_rank in range(2):
+        numbers = torch.arange(20) + 100 * tp_rank
+        assert results[4 + tp_rank] == (numbers + 2).to(torch.bfloat16).tolist()
+
+
+def test_nobody_waits_for_a_receiver():
+    """In one thread: everything is sent before anything is received, in both directions."""
+    opened = open_all(topology(pp=2))
+    said = [one.opened for one in opened]
+    first, last = together([lambda one=one: one.join(said, timeout=20) for one in opened])
+    for step in range(3):
+        first.stages.send_hidden(torch.full((512, 256), float(step)))
+        last.stages.send_tokens(torch.arange(step + 1))
+    for step in range(500):
+        last.stages.send_tokens(torch.full((64,), step))
+    for step in range(3):
+        assert first.stages.receive_tokens(step + 1).tolist() == list(range(step + 1))
+        assert (last.stages.receive_hidden((512, 256), torch.float32, CPU) == step).all()
+    for step in range(500):
+        tokens = first.stages.receive_tokens(64)
+        assert tokens.dtype == torch.int64
+        assert (tokens == step).all()
+    for holder in (first, last, *opened):
+        holder.close()
+
+
+@pytest.mark.parametrize("what", ["hidden", "tokens"])
+def test_a_stage_that_sends_nothing(what):
+    opened = open_all(topology(pp=2))
+    said = [one.opened for one in opened]
+    first, last = together([lambda one=one: one.join(said, timeout=20) for one in opened])
+    first, last = (
+        TorchStages(groups.mesh, groups.stages._connections, groups.stages._store, timeout=0.3)
+        for groups in (first, last)
+    )
+    with pytest.raises(DeadlineExceeded, match=r"0\.3 s"):
+        if what == "hidden":
+            last.receive_hidden((2, 3), torch.float32, CPU)
+        else:
+            first.receive_tokens(3)
+    for holder in (first, last, *opened):
+        holder.close()
+
+
+def test_a_worker_that_does_not_join():
+    opened = open_all(topology(pp=2))
+    said = [one.opened for one in opened]
+    with pytest.raises(DeadlineExceeded, match=r"the 2 ranks of pipeline of .* were not connected within 0\.3 s"):
+        opened[0].join(said, timeout=0.3)
+    for one in opened:
+        one.close()
+
+
+def test_on_one_node_nothing_listens_to_other_machines():
+    def listening() -> set[str]:
+        own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd_exists(fd)}
+        lines = [
+            line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()
+        ]
+        return {line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in own}
+
+    def fd_exists(fd: str) -> bool:
+        return os.path.lexists(f"/proc/self/fd/{fd}")
+
+    opened = open_all(topology(tp=2, pp=2))
+    said = [one.opened for one in opened]
+    joined = together([lambda one=one: one.join(said, timeout=20) for one in opened])
+    assert listening() == {"0100007F"}  # 127.0.0.1
+    for holder in [*joined, *opened]:
+        holder.close()
+
+
+def test_nothing_has_a_name_in_shared_memory():
+    before = set(os.listdir("/dev/shm"))
+    during = run_ranks(lambda groups: set(os.listdir("/dev/shm")), topology(tp=2, pp=2))
+    assert all(names <= before for names in during)

@@ -1,0 +1,413 @@
+"""Both ends of the queue in one process: what does not need a second one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from eagleray.errors import ChannelClosed, ConfigError, DeadlineExceeded
+from eagleray.transport import Broadcaster, Listener, make_runtime_dir, remove_runtime_dir
+
+SECONDS = 20.0
+MEDIA = ("shared memory", "ipc", "tcp")
+
+
+@pytest.fixture
+def runtime_dir():
+    path = make_runtime_dir()
+    yield path
+    remove_runtime_dir(path)
+
+
+@pytest.fixture
+def connect(runtime_dir):
+    """A function: an open queue and its listeners, one for each medium that it is given."""
+    with contextlib.ExitStack() as stack:
+
+        def connect(*media: str, **options) -> tuple[Broadcaster, list[Listener]]:
+            queue = Broadcaster.open(num_peers=len(media), runtime_dir=runtime_dir, host="127.0.0.1", **options)
+            stack.callback(queue.close)
+            with aside(queue.wait_for_peers, SECONDS, lambda: None) as attached:
+                listeners = [
+                    Listener.open(queue.ticket(peer), media=[medium], timeout=SECONDS)
+                    for peer, medium in enumerate(media)
+                ]
+            for listener in listeners:
+                stack.callback(listener.close)
+            assert attached == [dict(enumerate(media))]
+            return queue, listeners
+
+        yield connect
+
+
+@contextlib.contextmanager
+def aside(call, *arguments):
+    """Run `call` in another thread; its result, or its error, is in the list once the block has ended."""
+    outcome = []
+
+    def run():
+        try:
+            outcome.append(call(*arguments))
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield outcome
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("media", [("shared memory",), ("ipc",), ("tcp",), MEDIA, ("tcp", "shared memory", "tcp")])
+def test_everybody_gets_the_message_and_can_answer(connect, media):
+    queue, listeners = connect(*media)
+    for frames in ([b"small"], [b"", bytes(range(256)) * 32], [b"m", b"", b"x" * 3_000_000, b"y" * 100_001]):
+        queue.send(frames, SECONDS)
+        for listener in listeners:
+            received = listener.receive(SECONDS)
+            assert received == frames
+            listener.send(received, SECONDS)
+        answers = [queue.receive(SECONDS) for _ in media]
+        assert sorted(answers) == [(peer, frames) for peer in range(len(media))]
+    assert queue.receive(0) is None
+    assert listeners[0].receive(0.05) is None
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_what_is_received_outlives_the_queue_and_is_nobody_elses(connect, medium):
+    queue, (listener,) = connect(medium, capacity=1 << 16)
+    arrays = [bytes([i]) * size for i, size in enumerate((100, 5_000, 70_000, 300_000))]
+    received = []
+    with aside(lambda: [received.append(listener.receive(SECONDS)) for _ in arrays]):
+        for array in arrays:
+            queue.send([b"m", array], SECONDS)
+    with aside(lambda: [listener.receive(SECONDS) for _ in range(200)]):
+        for _ in range(200):  # the ring is written again from end to end
+            queue.send([bytes(5_000)], SECONDS)
+    listener.close()
+    queue.close()
+    assert received == [[b"m", array] for array in arrays]
+    for _, array in received:
+        assert not memoryview(array).readonly
+        memoryview(array)[0] = 1
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_the_sender_may_change_its_array_at_once(connect, medium):
+    queue, (listener,) = connect(medium)
+    array = bytearray(b"a" * 1_000_000)
+    queue.send([b"m", memoryview(array)], SECONDS)
+    array[:] = b"b" * len(array)
+    assert listener.receive(SECONDS) == [b"m", b"a" * len(array)]
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_both_sides_may_send_much_at_the_same_time(connect, medium):
+    queue, (listener,) = connect(medium, capacity=1 << 16, window=1 << 16)
+    much = [b"m", bytes(200_000)]
+
+    def work():
+        for _ in range(5):
+            listener.send(much, SECONDS)
+        return [listener.receive(SECONDS) for _ in range(5)]
+
+    with aside(work) as outcome:
+        for _ in range(5):
+            queue.send(much, SECONDS)
+        assert [queue.receive(SECONDS) for _ in range(5)] == [(0, much)] * 5
+    assert outcome == [[much] * 5]
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_a_send_that_times_out_names_the_peer_and_nothing_is_lost(connect, medium):
+    queue, (quick, slow) = connect("shared memory", medium, capacity=1 << 16, window=1 << 16)
+    sent = 0
+    with pytest.raises(DeadlineExceeded, match="peer 1 "):
+        while True:
+            queue.send([b"%d" % sent, bytes(1000)], 0.1)
+            assert quick.receive(SECONDS)[0] == b"%d" % sent
+            sent += 1
+    if medium == "shared memory":  # the message is on its way to nobody: the next one may follow
+        assert [slow.receive(SECONDS)[0] for _ in range(sent)] == [b"%d" % number for number in range(sent)]
+        queue.send([b"next"], SECONDS)
+        assert slow.receive(SECONDS) == [b"next"]
+    else:  # the quick one has it, the slow one has not
+        with pytest.raises(ChannelClosed):
+            queue.send([b"next"], SECONDS)
+
+
+def test_a_message_that_was_cut_off_is_the_last(connect):
+    queue, (listener,) = connect("shared memory", capacity=1 << 16)
+    queue.send([b"before"], SECONDS)
+    with pytest.raises(DeadlineExceeded, match="peer 0 "):
+        queue.send([bytes(1 << 17)], 0.1)
+    with pytest.raises(ChannelClosed, match="cut off"):
+        queue.send([b"after"], SECONDS)
+    assert listener.receive(SECONDS) == [b"before"]
+    with pytest.raises(ChannelClosed, match="broken off"):
+        listener.receive(SECONDS)
+
+
+def test_an_answer_that_was_cut_off_is_noticed(connect):
+    queue, (listener,) = connect("shared memory", capacity=1 << 16)
+    with pytest.raises(DeadlineExceeded):
+        listener.send([bytes(1 << 17)], 0.1)
+    with pytest.raises(ChannelClosed, match="peer 0 has broken off"):
+        queue.receive(SECONDS)
+    with pytest.raises(ChannelClosed, match="cut off"):
+        listener.send([b"after"], SECONDS)
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_what_was_sent_before_closing_still_arrives(connect, medium):
+    queue, (listener,) = connect(medium)
+    queue.send([b"last"], SECONDS)
+    queue.close()
+    assert listener.receive(SECONDS) == [b"last"]
+    with pytest.raises(ChannelClosed, match="the engine has closed"):
+        listener.receive(SECONDS)
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_an_answer_arrives_although_its_sender_has_closed(connect, medium):
+    queue, (listener,) = connect(medium)
+    listener.send([b"last"], SECONDS)
+    listener.close()
+    assert queue.receive(SECONDS) == (0, [b"last"])
+    assert queue.receive(0.05) is None
+    with pytest.raises(ChannelClosed, match="peer 0"):
+        for _ in range(10):
+            queue.send([bytes(5 << 20)], SECONDS)
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_closing_ends_what_waits(connect, medium):
+    queue, (listener,) = connect(medium, capacity=1 << 16, window=1 << 16)
+    for end in (queue, listener):
+        with aside(end.receive, SECONDS) as outcome:
+            time.sleep(0.01)  # most often it sleeps by now; it must not matter
+            end.close()
+        assert isinstance(outcome[0], ChannelClosed)
+        end.close()
+        end.wake()
+        with pytest.raises(ChannelClosed):
+            end.send([b"m"], SECONDS)
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_closing_ends_a_send_that_waits(connect, medium):
+    queue, (listener,) = connect(medium, capacity=1 << 16, window=1 << 16)
+    for end in (listener, queue):
+
+        def send_for_ever(end=end):
+            while True:
+                end.send([bytes(10_000)], SECONDS)
+
+        with aside(send_for_ever) as outcome:
+            time.sleep(0.05)  # most often it waits by now; it must not matter
+            end.close()
+        assert isinstance(outcome[0], ChannelClosed)
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_a_wake_ends_the_wait_and_no_message_is_lost(connect, medium):
+    queue, (listener,) = connect(medium)
+    for end in (queue, listener):
+        with aside(end.receive, SECONDS) as outcome:
+            end.wake()
+        assert outcome == [None]
+    queue.wake()
+    listener.send([b"m"], SECONDS)
+    assert queue.receive(SECONDS) in (None, (0, [b"m"]))
+    queue.send([b"m"], SECONDS)
+    assert listener.receive(SECONDS) == [b"m"]
+
+
+def test_a_send_that_waits_asks_whether_it_should(connect):
+    queue, _ = connect("shared memory", capacity=1 << 16)
+
+    def check():
+        raise LookupError("a worker has died")
+
+    with pytest.raises(LookupError):
+        queue.send([bytes(1 << 17)], SECONDS, check)
+
+
+def test_the_missing_peers_are_named(runtime_dir):
+    queue = Broadcaster.open(num_peers=3, runtime_dir=runtime_dir)
+    listener = Listener.open(queue.ticket(1), timeout=SECONDS)
+    with pytest.raises(DeadlineExceeded, match="peer 0, 2 did not attach"):
+        queue.wait_for_peers(0.2, lambda: None)
+    listener.close()
+    queue.close()
+
+
+def test_waiting_for_peers_ends_when_asked_to(runtime_dir):
+    queue = Broadcaster.open(num_peers=1, runtime_dir=runtime_dir)
+
+    def check():
+        raise LookupError("a worker has died")
+
+    with pytest.raises(LookupError):
+        queue.wait_for_peers(SECONDS, check)
+    with aside(queue.wait_for_peers, SECONDS, lambda: None) as outcome:
+        queue.close()
+    assert isinstance(outcome[0], ChannelClosed)
+
+
+def altered(ticket: bytes, **changes) -> bytes:
+    fields = msgspec.msgpack.decode(ticket)
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        if field:
+            fields[part][field] = value
+        else:
+            fields[part] = value
+    return msgspec.msgpack.encode(fields)
+
+
+def test_a_peer_that_sees_other_memory_connects(runtime_dir):
+    """As in another container: the process of that number is not the engine, or its descriptor is something else."""
+    queue = Broadcaster.open(num_peers=4, runtime_dir=runtime_dir)
+    read_end, write_end = os.pipe()
+    with aside(queue.wait_for_peers, SECONDS, lambda: None) as outcome:
+        listeners = [
+            Listener.open(altered(queue.ticket(peer), **changes), timeout=SECONDS)
+            for peer, changes in enumerate(
+                [
+                    {},
+                    {"shared__nonce": bytes(16)},
+                    {"shared__pid": 2**22 + 1},
+                    {"shared__memory": read_end},
+                ]
+            )
+        ]
+    assert outcome == [{0: "shared memory", 1: "ipc", 2: "ipc", 3: "ipc"}]
+    queue.send([b"m"], SECONDS)
+    assert [listener.receive(SECONDS) for listener in listeners] == [[b"m"]] * 4
+    for end in (*listeners, queue):
+        end.close()
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_a_ticket_is_for_one_use(connect, runtime_dir):
+    queue, (listener,) = connect("shared memory")
+    with pytest.raises(ChannelClosed, match="peer 0 has attached to the queue already"):
+        Listener.open(queue.ticket(0), timeout=SECONDS)
+    queue.send([b"m"], SECONDS)
+    assert listener.receive(SECONDS) == [b"m"]
+
+
+def test_a_peer_for_whom_the_directory_has_another_name_finds_it(runtime_dir, tmp_path):
+    queue = Broadcaster.open(num_peers=1, runtime_dir=runtime_dir)
+    other = tmp_path / "r"
+    other.symlink_to(runtime_dir)
+    ticket = altered(queue.ticket(0), contact__directory="/nonexistent")
+    with aside(queue.wait_for_peers, SECONDS, lambda: None) as outcome:
+        listener = Listener.open(ticket, runtime_dir=other, media=["ipc"], timeout=SECONDS)
+    assert outcome == [{0: "ipc"}]
+    listener.close()
+    queue.close()
+
+
+def test_without_a_way_to_the_engine_the_error_says_so(runtime_dir):
+    queue = Broadcaster.open(num_peers=1, runtime_dir=runtime_dir)
+    with pytest.raises(ChannelClosed, match="no TCP port"):
+        Listener.open(queue.ticket(0), media=["tcp"], timeout=SECONDS)
+    with pytest.raises(DeadlineExceeded, match="has not answered over ipc"):
+        Listener.open(queue.ticket(0), media=["ipc"], timeout=0.1)
+    queue.close()
+
+
+def test_an_address_of_another_host_is_refused(runtime_dir):
+    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.7"):
+        Broadcaster.open(num_peers=1, runtime_dir=runtime_dir, host="203.0.113.7")
+
+
+def test_too_little_memory_is_the_users_error_and_says_how_much_is_needed(runtime_dir):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"needs 8\d{6} bytes of shared memory"):
+            Broadcaster.open(num_peers=1, runtime_dir=runtime_dir, capacity=4 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(runtime_dir.iterdir())
+
+
+def test_a_stranger_gets_nothing_and_disturbs_nothing(runtime_dir):
+    queue = Broadcaster.open(num_peers=1, runtime_dir=runtime_dir, host="127.0.0.1")
+    ticket = msgspec.msgpack.decode(queue.ticket(0))
+    address = ticket["contact"]["tcp"]
+    host, port = address.removeprefix("tcp://").split(":")
+    context = zmq.Context.instance()
+    with contextlib.ExitStack() as stack:
+        noise = stack.enter_context(socket.create_connection((host, int(port))))
+        noise.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        strangers = []
+        for server_key in (None, zmq.curve_keypair()[0], ticket["contact"]["server_key"]):
+            stranger = context.socket(zmq.DEALER)
+            stack.callback(stranger.close, linger=0)
+            if server_key is not None:
+                stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+                stranger.curve_serverkey = server_key
+            stranger.connect(address)
+            for frames in ([b""], [b"x" * 17, b"y" * 32, b"tcp"], [b"x"] * 5):
+                stranger.send_multipart(frames)
+            strangers.append(stranger)
+        with aside(queue.wait_for_peers, SECONDS, lambda: None) as outcome:
+            with pytest.raises((ChannelClosed, DeadlineExceeded)):
+                wrong = altered(queue.ticket(0), contact__server_key=zmq.curve_keypair()[0])
+                Listener.open(wrong, media=["tcp"], timeout=0.5)
+            with pytest.raises(DeadlineExceeded):
+                Listener.open(altered(queue.ticket(0), secret=bytes(32)), media=["tcp"], timeout=0.5)
+            listener = stack.enter_context(
+                contextlib.closing(Listener.open(queue.ticket(0), media=["tcp"], timeout=SECONDS))
+            )
+        assert outcome == [{0: "tcp"}]
+        with pytest.raises(DeadlineExceeded):  # that peer is here already
+            Listener.open(queue.ticket(0), media=["tcp"], timeout=0.2)
+        for number in range(100):
+            queue.send([b"%d" % number], SECONDS)
+            assert listener.receive(SECONDS) == [b"%d" % number]
+            listener.send([b"%d" % number], SECONDS)
+            assert queue.receive(SECONDS) == (0, [b"%d" % number])
+            strangers[-1].send_multipart([b"x" * 17, b"y" * 32, b"tcp"])
+        assert not any(stranger.poll(0) for stranger in strangers)
+        queue.close()
+
+
+def test_nothing_is_left_behind(connect, runtime_dir):
+    def use() -> None:
+        queue, listeners = connect(*MEDIA)
+        queue.send([b"m", bytes(1_000_000)], SECONDS)
+        for listener in listeners:
+            assert listener.receive(SECONDS)
+            listener.close()
+        queue.close()
+
+    use()  # zmq's own threads and files come with the first use
+    descriptors, files = len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")
+    for _ in range(3):
+        use()
+    assert not list(runtime_dir.iterdir())
+    until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)  # zmq closes in a thread
+    assert os.listdir("/dev/shm") == files
+    assert "memfd:eagleray" not in Path("/proc/self/maps").read_text()
