@@ -168,7 +168,7 @@ class SharedMemoryGroup:
                 self._wait("gather", other, self._round)
                 part = out[first : first + piece.shape[0], other, left : left + piece.shape[1]]
                 part.copy_(slots[other].view(piece.shape))
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], self.size * x.shape[-1])
 
     def broadcast(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1)

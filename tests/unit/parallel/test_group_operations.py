@@ -157,7 +157,7 @@ def test_a_peer_that_left():
 def test_a_peer_that_never_connects():
     store, _ = bind_store("127.0.0.1")
     options = {"host": "127.0.0.1", "device": torch.device("cpu"), "timeout": 0.3}
-    with pytest.raises(DeadlineExceeded, match="the 2 ranks of some group were not connected within 0.3 s"):
+    with pytest.raises(DeadlineExceeded, match=r"the 2 ranks of some group were not connected within 0\.3 s"):
         Connections(store, "some group", rank=0, size=2, **options)
 
 

@@ -1,0 +1,70 @@
+"""Equal tokens and log-probabilities on Ray: by the queue and by a compiled graph, near and far."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+from agreement import answers, assert_agree
+from checkpoints import make_checkpoint
+from ray_cluster import ACC, FAR
+
+# (executor, family, tensor parallel, pipeline parallel, asynchronous, resource): each pair of values at least once.
+# "far" are workers on two other nodes, reached by TCP; tensors between them go by gloo.
+PAIRS = [
+    ("ray", "qwen3", 2, 1, True, ACC),
+    ("ray", "qwen3_moe", 1, 2, False, FAR),
+    ("ray", "qwen3", 2, 2, True, FAR),
+    ("ray-graph", "qwen3_moe", 2, 1, False, FAR),
+    ("ray-graph", "qwen3", 1, 2, True, ACC),
+    ("ray-graph", "qwen3_moe", 1, 1, True, ACC),
+]
+GRID = [
+    (executor, family, tp, pp, ahead, resource)
+    for executor in ("ray", "ray-graph")
+    for family in ("qwen3", "qwen3_moe")
+    for tp in (1, 2)
+    for pp in (1, 2)
+    for ahead in (False, True)
+    for resource in (ACC, FAR)
+    if (executor, family, tp, pp, ahead, resource) not in PAIRS
+]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """By family: the checkpoint, and what one worker in this process says, one step at a time."""
+
+    @functools.cache
+    def find(family: str):
+        checkpoint = make_checkpoint(tmp_path_factory.mktemp(family), family)
+        return checkpoint, answers(checkpoint, executor="in-process", async_scheduling=False)
+
+    return find
+
+
+def check(expected, executor: str, family: str, tp: int, pp: int, ahead: bool, resource: dict[str, float]) -> None:
+    checkpoint: Path
+    checkpoint, answer = expected(family)
+    found = answers(
+        checkpoint,
+        executor=executor,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        async_scheduling=ahead,
+        ray_worker_resources=resource,
+        ray_placement_timeout=20,
+    )
+    assert_agree(found, answer)
+
+
+@pytest.mark.parametrize(("executor", "family", "tp", "pp", "ahead", "resource"), PAIRS)
+def test_on_ray(cluster, expected, executor, family, tp, pp, ahead, resource):
+    check(expected, executor, family, tp, pp, ahead, resource)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("executor", "family", "tp", "pp", "ahead", "resource"), GRID)
+def test_on_ray_in_every_combination(cluster, expected, executor, family, tp, pp, ahead, resource):
+    check(expected, executor, family, tp, pp, ahead, resource)
