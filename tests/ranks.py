@@ -55,16 +55,8 @@ def run_ranks(function: Callable[[Groups], Any], where: Topology) -> list[Any]:
     """What `function` returns on each rank, given the groups of that rank."""
     opened = open_all(where)
     said: list[GroupsOpened] = [one.opened for one in opened]
-
-    def run(one: OpenedGroups) -> Any:
-        groups = one.join(said, timeout=DEADLINE)
-        try:
-            return function(groups)
-        finally:
-            groups.close()
-
-    try:
-        return together([lambda one=one: run(one) for one in opened])
-    finally:
-        for one in opened:
-            one.close()
+    groups = together([lambda one=one: one.join(said, timeout=DEADLINE) for one in opened])
+    results = together([lambda one=one: function(one) for one in groups])
+    for holder in [*groups, *opened]:  # not if a rank has failed: others may still be in an operation
+        holder.close()
+    return results

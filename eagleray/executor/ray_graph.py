@@ -150,7 +150,7 @@ class RayGraphGroup:
         self._losses.expect()
         self._sent.put(None)
         self._thread.join(END_SECONDS)
-        if self._thread.is_alive():  # a step or call does not end: neither would the graph
+        if self._thread.is_alive() or self._losses.wait(0):  # what waits for a worker that hangs would hang too
             self._actors.kill()
             self._thread.join(END_SECONDS)
             self._graph.close()

@@ -28,12 +28,14 @@ LOOPBACK = "127.0.0.1"
 
 
 class Groups:
-    """`tp`: the ranks that share every layer with this one; `stages`: the ways to the other stages."""
+    """`tp`: the ranks that share every layer with this one; `stages`: the ways to the other stages. `store`: what they
+    need, if they do; in rank 0's process it serves the others too."""
 
-    def __init__(self, mesh: Mesh, tp: Group, stages: Stages) -> None:
+    def __init__(self, mesh: Mesh, tp: Group, stages: Stages, store: TCPStore | None = None) -> None:
         self.mesh = mesh
         self.tp = tp
         self.stages = stages
+        self._store = store
 
     @classmethod
     def alone(cls) -> Groups:
@@ -44,11 +46,11 @@ class Groups:
         """Leave them; harmless when repeated."""
         self.tp.close()
         self.stages.close()
+        self._store = None
 
 
 class OpenedGroups:
-    """A rank's own part of what it shares with others, before it knows theirs. Keep it open as long as the groups:
-    the store is in it."""
+    """A rank's own part of what it shares with others, before it knows theirs."""
 
     def __init__(
         self,
@@ -90,7 +92,8 @@ class OpenedGroups:
 
     def join(self, opened: Sequence[GroupsOpened], *, timeout: float) -> Groups:
         """`opened`: what every rank has opened, by rank. All ranks must call this; where connections are made, it
-        returns when they are. Raises `DeadlineExceeded` after `timeout` seconds."""
+        returns when they are. What was opened belongs to the groups then. Raises `DeadlineExceeded` after `timeout`
+        seconds."""
         mesh = self._mesh
         if self._store is None and (address := opened[0].store) is not None:
             self._store = reach_store(address, timeout=timeout)
@@ -103,10 +106,11 @@ class OpenedGroups:
                 name = f"pipeline of tensor-parallel rank {mesh.tp_rank}"
                 stages = TorchStages(mesh, self._connect(name, mesh.pp_rank, mesh.pp_size, timeout), self._store)
             stack.pop_all()
-        return Groups(mesh, tp, stages)
+        store, self._store, self._segment = self._store, None, None
+        return Groups(mesh, tp, stages, store)
 
     def close(self) -> None:
-        """Give back what was opened; harmless when repeated. Close the groups first."""
+        """Give back what was opened, unless it belongs to groups; harmless when repeated."""
         if self._segment is not None:
             self._segment.close()
         self._store = None

@@ -26,7 +26,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from eagleray.errors import ConfigError, DeadlineExceeded
+from eagleray.errors import ChannelClosed, ConfigError, DeadlineExceeded
 from eagleray.parallel.group import OPERATION_SECONDS
 from eagleray.transport.memory import Region
 
@@ -129,7 +129,7 @@ class Segment:
 
 class SharedMemoryGroup:
     """See `group.Group`; tensors of the CPU only. Sums of bfloat16 and float16 are computed in float32 and rounded
-    once. After `close` every operation raises `ValueError`."""
+    once."""
 
     def __init__(self, region: Region, layout: Layout, *, rank: int, timeout: float) -> None:
         self.rank = rank
@@ -143,6 +143,7 @@ class SharedMemoryGroup:
         self._others = [other for other in range(self.size) if other != rank]
         self._seen = [0] * self.size  # the last number that was seen of each rank
         self._round = 0
+        self._is_closed = False
         self._views: dict[tuple[int, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -152,18 +153,18 @@ class SharedMemoryGroup:
             for other in self._others:
                 self._wait("all_reduce", other, self._round)
             _sum(slots, out=piece)
-        return flat.view(x.shape)
+        return x if x.is_contiguous() else flat.view(x.shape)
 
     def gather(self, x: Tensor) -> Tensor | None:
         rows = x.reshape(-1, x.shape[-1])
         if self.rank != 0:
             for _, _, piece in self._blocks(rows):
-                self._write("gather", piece)
+                self._write("gather", piece.reshape(-1))
             return None
         out = rows.new_empty(len(rows), self.size, rows.shape[1])
         out[:, 0] = rows
         for first, left, piece in self._blocks(rows):
-            slots = self._listen(piece)
+            slots = self._listen("gather", piece)
             for other in self._others:
                 self._wait("gather", other, self._round)
                 part = out[first : first + piece.shape[0], other, left : left + piece.shape[1]]
@@ -176,12 +177,13 @@ class SharedMemoryGroup:
             if self.rank == 0:
                 self._write("broadcast", piece)
             else:
-                slots = self._listen(piece)
+                slots = self._listen("broadcast", piece)
                 self._wait("broadcast", 0, self._round)
                 piece.copy_(slots[0])
         return flat.view(x.shape)
 
     def close(self) -> None:
+        self._is_closed = True
         self._views.clear()  # they are addresses of memory that is about to go
         self._region.close()
 
@@ -202,20 +204,26 @@ class SharedMemoryGroup:
                 yield first, left, rows[first : first + height, left : left + width]
 
     def _write(self, operation: str, piece: Tensor) -> list[Tensor]:
-        """Begin a round with something to say -> all slots of the round, [numel] each."""
+        """Begin a round with something to say, `piece` [numel] -> all slots of the round, [numel] each."""
+        self._check_open(operation)
         number = self._round + 1
         for other in self._others:
             if self._seen[other] < number - 1:
                 self._wait(operation, other, number - 1)
         slots = self._slots(number, piece)
-        slots[self.rank].view(piece.shape).copy_(piece)
+        slots[self.rank].copy_(piece)
         self._words[self._own] = self._round = number
         return slots
 
-    def _listen(self, piece: Tensor) -> list[Tensor]:
+    def _listen(self, operation: str, piece: Tensor) -> list[Tensor]:
         """Begin a round with nothing to say -> all slots of the round, [numel] each."""
+        self._check_open(operation)
         self._words[self._own] = self._round = self._round + 1
         return self._slots(self._round, piece)
+
+    def _check_open(self, operation: str) -> None:
+        if self._is_closed:
+            raise ChannelClosed(f"{operation}: the group was closed")
 
     def _wait(self, operation: str, other: int, number: int) -> None:
         """Until rank `other` has come to round `number`."""

@@ -16,9 +16,9 @@ from simulated_hosts import Host, HostNetwork
 __all__ = ["Driver", "Failure", "RayHosts", "workers"]
 
 PORT = 6379
-SPARES = 8
+SPARES = 16
 NODE_SECONDS = 60.0
-RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::DAGDriverProxyActor")
 DRIVER_SECONDS = 60.0
 
 

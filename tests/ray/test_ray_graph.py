@@ -55,15 +55,18 @@ def graph(*, hosts: int = 1, timeout: float = 20.0, **options: Any) -> Iterator[
         handles = [actor.handle for actor in team.actors.actors]
         wait_until_alive(handles, wait, lambda: None)
         made = Graph(handles, max_steps=MAX_STEPS, timeout=timeout)
-        yield made, handles
-        made.close()
+        try:
+            yield made, handles
+        finally:
+            made.close()
     finally:
         team.close()
 
 
 def test_a_codec_that_lends_memory_stalls_the_graph(cluster):
     """What `detach` is for: a result that is held blocks the channel when it comes round to the same buffer."""
-    with graph(timeout=1.5) as (made, _):
+    with graph(timeout=5) as (made, _):
+        made.results(made.execute([b"x"]))
         held = []
         with pytest.raises(RayChannelTimeoutError):
             for _ in range(3 * MAX_STEPS):

@@ -40,19 +40,24 @@ class PagedRun:
         self._blocks[name] = [self._free.pop() for _ in range(-(-len(tokens) // self.block_size))]
 
     def step(self, counts: dict[str, int]) -> dict[str, Tensor]:
-        """Compute the next `counts[name]` tokens of each; logits [count, vocab_size] by name."""
+        """Compute the next `counts[name]` tokens of each; logits [count, vocab_size] by name, or nothing on a rank that
+        has none."""
         names = sorted(counts, key=lambda name: counts[name] != 1)
-        logits = self.model.logits(self.model.forward(self._batch(names, counts), self.cache)).cpu()
+        hidden = self.model.forward(self._batch(names, counts), self.cache)
+        logits = self.model.logits(hidden) if self.model.groups.mesh.is_last_stage else None
         for name in names:
             self._computed[name] += counts[name]
+        if logits is None:
+            return {}
+        logits = logits.cpu()
         return dict(zip(names, logits.split([counts[name] for name in names]), strict=True))
 
     def run(self, name: str, chunk: int) -> Tensor:
-        """The rest of one sequence, `chunk` tokens at a time; logits [tokens, vocab_size]."""
+        """The rest of one sequence, `chunk` tokens at a time; logits [tokens, vocab_size] (see `step`)."""
         pieces = []
         while (left := len(self._tokens[name]) - self._computed[name]) > 0:
-            pieces.append(self.step({name: min(chunk, left)})[name])
-        return torch.cat(pieces)
+            pieces += self.step({name: min(chunk, left)}).values()
+        return torch.cat(pieces) if pieces else torch.empty(0)
 
     def _batch(self, names: list[str], counts: dict[str, int]) -> Batch:
         token_ids, positions, slots = [], [], []

@@ -1,0 +1,56 @@
+"""What the processes of `test_groups.py` do: each is a rank, told what to do over a pipe."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+
+import torch
+
+from eagleray.messages.workers import Topology
+from eagleray.parallel import Groups, Mesh, OpenedGroups
+
+DEADLINE = 60.0
+
+
+def member(rank: int, where: Topology, told: Connection) -> None:
+    """Open, join with what we are told, then do what `told` names until it ends."""
+    torch.set_num_threads(1)
+    mesh = Mesh(rank=rank, tp_size=where.tensor_parallel_size, pp_size=where.pipeline_parallel_size)
+    opened = OpenedGroups.open(mesh=mesh, topology=where, device=torch.device("cpu"))
+    told.send(opened.opened)
+    try:
+        groups = opened.join(told.recv(), timeout=DEADLINE)
+        told.send("joined")
+        while (work := told.recv()) is not None:
+            told.send(WORK[work](groups))
+        groups.close()
+    except Exception as error:
+        told.send(error)
+
+
+def sums(groups: Groups) -> list[float]:
+    """Many, of sizes below and above a slot, each checked."""
+    expected = sum(rank + 1 for rank in range(groups.tp.size))
+    for size in [1, 5, 1024, 700_000] + [64] * 300:
+        x = torch.full((size,), groups.tp.rank + 1.0)
+        assert (groups.tp.all_reduce(x) == expected).all()
+        gathered = groups.tp.gather(torch.full((2, 3), groups.tp.rank + 1.0))
+        assert gathered is None or gathered[1].tolist() == [r + 1.0 for r in range(groups.tp.size) for _ in range(3)]
+        assert groups.tp.broadcast(torch.full((size,), groups.tp.rank)).eq(0).all()
+    return groups.tp.all_reduce(torch.tensor([float(groups.mesh.rank)])).tolist()
+
+
+def relay(groups: Groups) -> list[int]:
+    """Hidden states go to the last stage, tokens come back to the first rank."""
+    mesh, stages = groups.mesh, groups.stages
+    hidden = torch.full((3, 8), float(mesh.tp_rank))
+    if not mesh.is_first_stage:
+        hidden = stages.receive_hidden((3, 8), torch.float32, torch.device("cpu"))
+    if not mesh.is_last_stage:
+        stages.send_hidden(hidden + 1)
+    elif mesh.is_sampler:
+        stages.send_tokens(torch.tensor([7, int(hidden[0, 0])]))
+    return stages.receive_tokens(2).tolist() if mesh.rank == 0 else hidden[0].int().unique().tolist()
+
+
+WORK = {"sums": sums, "relay": relay}
