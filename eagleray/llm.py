@@ -16,6 +16,7 @@ import msgspec
 from tqdm import tqdm
 
 from eagleray.client import Client, Prompt, RequestOutput, RequestStream, Tokenizer, default_sampling, open_client
+from eagleray.cluster import context
 from eagleray.config import Config, ServingConfig, build_config
 from eagleray.config.resolve import checkpoint_dir
 from eagleray.errors import ConfigError, InvalidRequest, Unavailable
@@ -37,6 +38,9 @@ class LLM:
     """A model, ready to generate.
 
     `options` are the flags of `eagleray serve` by their names (`max_model_len=2048`), but for those of the HTTP server.
+    In a Ray actor, the engine joins the actor's cluster, and its placement group if there is one. `placement_group` may
+    be Ray's object, its id or its name.
+
     Close it, or use it as a context manager, or let the program end: its processes end with it.
 
     Raises `ConfigError` or `CheckpointError` (ValueErrors) for what the caller can mend.
@@ -46,6 +50,7 @@ class LLM:
         for field in msgspec.structs.fields(ServingConfig):
             if field.name in options:
                 raise ConfigError(f"option `{field.name}` is for the HTTP server: `LLM` does not take it")
+        options["placement_group"] = _placement_group_id(options.get("placement_group"))
         self.config = build_config(model=model, **options)
         checkpoint_dir(self.config.model)
         setup_logging("llm", self.config.execution.log_level)
@@ -192,6 +197,11 @@ class LLM:
                 stream.abort()
 
 
+def _placement_group_id(given: Any) -> Any:
+    """Ray's own object may be given in place of its id. Told by its shape: programs without Ray do not import it."""
+    return given.id.hex() if hasattr(given, "bundle_specs") else given
+
+
 class _Fleet:
     """What lives in the loop's thread: the supervisor, and the client that reads its inbox."""
 
@@ -203,7 +213,7 @@ class _Fleet:
     @classmethod
     async def start(cls, config: Config) -> _Fleet:
         async with AsyncExitStack() as stack:
-            supervisor = Supervisor(config)
+            supervisor = Supervisor(config, ray=context.current())
             stack.push_async_callback(supervisor.stop, 0.0)
             supervisor.spawn_engine()
             client_id = ClientId(supervisor.instance, index=0)

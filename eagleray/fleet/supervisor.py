@@ -38,6 +38,7 @@ from eagleray.messages.lifecycle import (
 )
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.wires import SUPERVISOR_INBOX, SUPERVISOR_OUTBOX
+from eagleray.messages.workers import RayContext
 from eagleray.process import Child
 from eagleray.transport import AsyncInbox, Outbox, make_runtime_dir, remove_runtime_dir
 
@@ -45,8 +46,9 @@ __all__ = ["Supervisor"]
 
 logger = get_logger(__name__)
 
-END_SECONDS = 5.0
-"""How long a process may take to end after `Stop`, and again after SIGTERM, before the next stronger means."""
+END_SECONDS = 15.0
+"""How long a process may take to end after `Stop`, and again after SIGTERM, before the next stronger means. An engine
+has workers to end first."""
 
 
 @dataclass
@@ -60,11 +62,15 @@ class _Process:
 
 
 class Supervisor:
-    """Owns the processes and the membership. Lives in the event loop that it is made in; `stop` must be called."""
+    """Owns the processes and the membership. Lives in the event loop that it is made in; `stop` must be called.
 
-    def __init__(self, config: Config) -> None:
+    `ray`: where this program is in a Ray cluster, if it is in one; engines go there too.
+    """
+
+    def __init__(self, config: Config, *, ray: RayContext | None = None) -> None:
         self.instance = new_instance_name()
         self._config = config
+        self._ray = ray
         self._loop = asyncio.get_running_loop()
         self._runtime_dir = make_runtime_dir()
         self._inbox: AsyncInbox[MemberToSupervisor] = AsyncInbox(
@@ -90,7 +96,7 @@ class Supervisor:
     def spawn_engine(self) -> EngineId:
         """Start the engine."""
         engine = EngineId(self.instance, rank=0)
-        spec = EngineSpec(engine, self._config, str(self._runtime_dir))
+        spec = EngineSpec(engine, self._config, str(self._runtime_dir), self._ray)
         self._spawn(engine, "eagleray.engine.entry:run", spec)
         return engine
 

@@ -27,6 +27,7 @@ __all__ = [
     "config",
     "here",
     "is_all_free",
+    "living_actors",
     "new_engine",
     "node_ips",
     "pid_of",
@@ -75,6 +76,10 @@ def pid_of(name: str) -> int:
     """Process of the living actor of that name."""
     (pid,) = [entry["Pid"] for entry in actors().values() if entry["Name"] == name and entry["State"] == "ALIVE"]
     return int(pid)
+
+
+def living_actors() -> list[dict[str, Any]]:
+    return [entry for entry in actors().values() if entry["State"] == "ALIVE"]
 
 
 def actors_and_groups() -> list[str]:

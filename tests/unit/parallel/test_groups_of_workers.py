@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -141,22 +142,28 @@ def test_a_worker_that_does_not_join():
 
 
 def test_on_one_node_nothing_listens_to_other_machines():
-    def listening() -> set[str]:
-        own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd_exists(fd)}
-        lines = [
-            line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()
-        ]
-        return {line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in own}
-
-    def fd_exists(fd: str) -> bool:
-        return os.path.lexists(f"/proc/self/fd/{fd}")
-
+    before = listening()
     opened = open_all(topology(tp=2, pp=2))
     said = [one.opened for one in opened]
     joined = together([lambda one=one: one.join(said, timeout=20) for one in opened])
-    assert listening() == {"0100007F"}  # 127.0.0.1
+    assert {address for address, _ in listening() - before} == {"0100007F"}  # 127.0.0.1
     for holder in [*joined, *opened]:
         holder.close()
+
+
+def listening() -> set[tuple[str, str]]:
+    """(address, number) of the sockets on which this process listens."""
+    own = set()
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one of listdir itself
+            own.add(os.readlink(f"/proc/self/fd/{entry}"))
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    state, number = 3, 9
+    return {
+        (line[1].split(":")[0], line[number])
+        for line in lines
+        if line[state] == "0A" and f"socket:[{line[number]}]" in own
+    }
 
 
 def test_nothing_has_a_name_in_shared_memory():

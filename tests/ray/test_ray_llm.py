@@ -1,0 +1,102 @@
+"""`LLM` on Ray, as a program uses it: in a driver, in an actor, in a placement group of the user's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+import ray_cluster
+from checkpoints import make_checkpoint
+from ray.util.placement_group import placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray_cluster import ACC
+
+from eagleray import LLM, SamplingParams
+from eagleray.cluster import groups
+from eagleray.errors import ClusterError, EngineFailed
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PROMPTS = ["The quick brown fox", "Hello there"]
+OPTIONS = {"num_threads": 1, "num_kv_blocks": 128, "max_num_seqs": 8}
+ON_RAY = {**OPTIONS, "ray_placement_timeout": 20}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(make_checkpoint(tmp_path_factory.mktemp("llm"), "qwen3"))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    with LLM(checkpoint, executor="in-process", **OPTIONS) as llm:
+        return texts(llm)
+
+
+def texts(llm: LLM) -> list[str]:
+    return [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def num_groups() -> int:
+    return sum(entry["state"] != "REMOVED" for entry in placement_group_table().values())
+
+
+def test_in_a_driver(cluster, checkpoint, expected):
+    with LLM(checkpoint, executor="ray", tensor_parallel_size=2, ray_worker_resources=ACC, **ON_RAY) as llm:
+        assert texts(llm) == expected
+        assert num_groups() == 1
+
+
+def test_in_the_users_placement_group(cluster, checkpoint, expected, make_group):
+    group = groups.handle(make_group({"acc": 1}, {"acc": 1}, {"acc": 1}))
+    with LLM(
+        checkpoint,
+        placement_group=group,
+        bundle_indices=[2, 0],
+        pipeline_parallel_size=2,
+        ray_worker_resources=ACC,
+        **ON_RAY,
+    ) as llm:
+        assert texts(llm) == expected
+        assert num_groups() == 1
+
+
+class Program:
+    """A user's actor."""
+
+    def generate(self, checkpoint: str) -> list[str]:
+        with LLM(checkpoint, tensor_parallel_size=2, ray_worker_resources=ACC, **ON_RAY) as llm:
+            assert num_groups() == 1
+            return texts(llm)
+
+
+def test_in_an_actor_of_a_placement_group(cluster, checkpoint, expected, make_group):
+    """It takes the actor's group, and makes no second one."""
+    group = groups.handle(make_group({"CPU": 1, "acc": 1}, {"acc": 1}))
+    here = os.path.dirname(__file__)
+    env_vars = {"PYTHONPATH": f"{here}:{os.path.dirname(here)}"}
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    program = ray.remote(Program).options(num_cpus=1, scheduling_strategy=strategy, runtime_env={"env_vars": env_vars})
+    actor = program.remote()
+    try:
+        assert ray.get(actor.generate.remote(checkpoint), timeout=90) == expected
+    finally:
+        ray.kill(actor)
+
+
+def test_a_killed_worker_is_in_the_users_error_within_a_second(cluster, checkpoint):
+    with LLM(checkpoint, executor="ray", tensor_parallel_size=2, ray_worker_resources=ACC, **ON_RAY) as llm:
+        texts(llm)
+        (name,) = [e["Name"] for e in ray_cluster.living_actors() if e["Name"].endswith("/tp1-pp0")]
+        os.kill(ray_cluster.pid_of(name), signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(EngineFailed, match=r"worker engine-0/tp1-pp0: "):
+            while time.monotonic() < began + 30:
+                texts(llm)
+
+
+def test_resources_that_no_node_has(cluster, checkpoint):
+    with pytest.raises(ClusterError, match="unobtainium"):
+        LLM(checkpoint, executor="ray", ray_worker_resources={"unobtainium": 1}, **ON_RAY)
