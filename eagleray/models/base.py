@@ -67,6 +67,7 @@ class Model:
 
     @property
     def cache_shape(self) -> CacheShape:
+        """Of the cache that `forward` wants."""
         return CacheShape(
             num_layers=self.num_local_layers, num_kv_heads=self.num_local_kv_heads, head_dim=self.spec.head_dim
         )
