@@ -48,6 +48,8 @@ class TokenRelay:
             positions = self._rows.num_tokens[rows].copy()
             if mesh.is_first_stage:
                 self._on_the_way.append(_OnTheWay(rows, positions, self._rows.generation[rows].copy()))
+                if len(self._on_the_way) > 2 * mesh.pp_size:  # long sampled, and nobody asks: requests of one token
+                    self._arrive(self._on_the_way.popleft())
             self._rows.num_tokens[rows] = positions + 1
 
     def catch_up(self, rows: IntArray) -> None:

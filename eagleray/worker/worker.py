@@ -186,6 +186,7 @@ class Worker:
             model.dtype,
             num_tokens=max_num_batched_tokens,
             num_logits=min(config.scheduling.max_num_seqs, max_num_batched_tokens),
+            mesh=self.mesh,
         )
         utilization = config.cache.gpu_memory_utilization
         available = available_bytes(model.device, gpu_memory_utilization=utilization, step_bytes=largest_step)

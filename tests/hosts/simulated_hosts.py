@@ -131,7 +131,10 @@ class Host:
         ]
 
     def kill(self) -> None:
-        """The power fails: every process is gone at once, and nobody says goodbye. Harmless when repeated."""
+        """Kill every process at once. The kernel still closes their connections: `cut` it first for a power failure.
+
+        Harmless when repeated.
+        """
         self._boot.close()
         wait_until(lambda: not self.processes(), f"the end of {self.name}", SECONDS)
         for program in self._programs:

@@ -228,7 +228,7 @@ def test_a_tiny_cache_preempts_again_and_again_and_changes_nothing(depth, cachin
 
 @pytest.mark.parametrize("depth", [2, 3])
 def test_running_requests_take_turns_in_a_pipeline(depth):
-    """Two stages: every step computes one half of the requests, and no step waits for the token of the one before it."""
+    """Two stages: every step computes one half of the requests; none waits for a token of the step before it."""
     engine = Engine(depth=depth, num_stages=2, max_num_seqs=8, num_blocks=64)
     engine.add(*(request(str(index), [index] * 2, max_tokens=20) for index in range(8)))
     for step in range(24):

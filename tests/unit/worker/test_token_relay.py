@@ -126,6 +126,16 @@ def test_the_other_ranks_of_the_first_stage_hear_it_from_its_first(rows):
     assert known(rows, 0) == [0, 1, 9]
 
 
+def test_tokens_that_nobody_asks_for_do_not_pile_up(rows):
+    groups = FakeGroups(rank=0, pp_size=2)
+    relay = TokenRelay(groups, rows)
+    for step in range(20):
+        start(rows, 0, [1, 2])
+        relay.share(array(0), None)
+        groups.stages.sent.append([step])
+    assert len(groups.stages.sent) <= 4
+
+
 def test_a_middle_stage_only_counts(rows):
     groups = FakeGroups(rank=1, pp_size=3)
     relay = TokenRelay(groups, rows)
