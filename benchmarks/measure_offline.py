@@ -1,6 +1,6 @@
 """One engine, one checkpoint, one process: prints the figures of `offline.py` as a line of JSON.
 
-python benchmarks/measure_offline.py eagleray|vllm CHECKPOINT
+python benchmarks/measure_offline.py eagleray|vllm CHECKPOINT [JSON object with more options of LLM]
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def main(engine: str, checkpoint: str) -> None:
+def main(engine: str, checkpoint: str, options: str = "{}") -> None:
     began = time.perf_counter()
     package = import_module(engine)
-    llm = package.LLM(checkpoint, **OPTIONS[engine])
+    llm = package.LLM(checkpoint, **OPTIONS[engine], **json.loads(options))
     figures = {"ready_s": time.perf_counter() - began}
     rng = random.Random(0)
 
@@ -43,6 +43,8 @@ def main(engine: str, checkpoint: str) -> None:
     figures["batch16_s"] = seconds(16, 32, 64)
     figures["batch32_s"] = seconds(32, 128, 64)
     print(json.dumps(figures))
+    if engine == "eagleray":
+        llm.close()
 
 
 if __name__ == "__main__":

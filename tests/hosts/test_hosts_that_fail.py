@@ -22,7 +22,7 @@ EXECUTORS = ("ray", "ray-graph")
 LIMIT = 3.0
 """`heartbeat_timeout` where silence is what is to be noticed."""
 
-SLACK = 3.0
+SLACK = 6.0
 """For what happens after the silence was long enough: a beat, a look, and the news on its way to the client."""
 
 RAY_SECONDS = 4.0

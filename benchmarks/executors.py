@@ -1,0 +1,44 @@
+"""The same work by several executors, or with other options, in turn: medians, and ratios to the first.
+
+python benchmarks/executors.py '{"executor": "processes", "tensor_parallel_size": 2}' \\
+                               '{"executor": "ray", "tensor_parallel_size": 2}' [--model dense-tiny] [--repeat 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from offline import ROWS, measure
+from shapes import SHAPES, make
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("variants", nargs="+", type=json.loads, help="options of LLM, as JSON")
+    parser.add_argument("--model", default="dense-tiny", choices=list(SHAPES))
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()) / "eagleray-benchmarks")
+    arguments = parser.parse_args()
+    checkpoint = make(arguments.model, arguments.directory)
+    runs = [
+        [measure("eagleray", sys.executable, checkpoint, variant) for variant in arguments.variants]
+        for _ in range(arguments.repeat)
+    ]
+    print(f"{arguments.model}, {arguments.repeat} runs in turn: median (lowest to highest); ratio of the medians")
+    for index, variant in enumerate(arguments.variants):
+        print(json.dumps(variant))
+        for key, title in ROWS.items():
+            figures = [run[index][key] for run in runs]
+            ratio = statistics.median(figures) / statistics.median(run[0][key] for run in runs)
+            print(
+                f"  {title:<34}{statistics.median(figures):>10.2f} ({min(figures):.2f} to {max(figures):.2f}) {ratio:.3f}"
+            )
+
+
+if __name__ == "__main__":
+    main()
