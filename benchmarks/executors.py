@@ -35,9 +35,8 @@ def main() -> None:
         for key, title in ROWS.items():
             figures = [run[index][key] for run in runs]
             ratio = statistics.median(figures) / statistics.median(run[0][key] for run in runs)
-            print(
-                f"  {title:<34}{statistics.median(figures):>10.2f} ({min(figures):.2f} to {max(figures):.2f}) {ratio:.3f}"
-            )
+            spread = f"({min(figures):.2f} to {max(figures):.2f})"
+            print(f"  {title:<34}{statistics.median(figures):>10.2f} {spread:<22}{ratio:.3f}")
 
 
 if __name__ == "__main__":

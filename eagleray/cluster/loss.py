@@ -17,6 +17,8 @@ def shorten(text: str) -> str:
     """The cause that `text`, the message of a Ray error, names: without ids, tables, tracebacks and general advice."""
     if "end of file" in text.lower() and "connection error code 2" in text.lower():
         return "its process died (killed, crashed, or out of memory)"
+    if "is unavailable" in text:
+        return "its node does not answer"
     text = ADVICE.sub("", text)
     for pattern in (DETAIL, DEATH):
         if match := pattern.search(text):

@@ -37,11 +37,17 @@ class Team:
     engine_node: str
     host: str | None
     """Address at which the workers on other nodes reach the engine; None if there are none."""
+    _placement: Placement
     _ends: ExitStack
 
     def close(self) -> None:
         """Kill the actors, remove the placement group if it is the engine's own, disconnect. Harmless when repeated."""
         self._ends.close()
+
+    def kill(self) -> None:
+        """Kill the actors. Harmless when repeated."""
+        self._placement.close()  # first: it ends a stopped process, which a kill of the actor alone does not
+        self.actors.kill()
 
 
 def open_team(
@@ -74,6 +80,7 @@ def open_team(
         labels = _labels(engine, config)
         actors = _spawn(engine, config, placement, labels, kind, max_concurrency)
         ends.callback(actors.kill)
+        ends.callback(placement.close)
         infos = actors.where(wait)
         _check(labels, infos)
         addresses = {node.node_id: node.ip for node in snapshot()}
@@ -86,6 +93,7 @@ def open_team(
             devices=devices,
             engine_node=connection.node_id,
             host=addresses[connection.node_id] if has_others else None,
+            _placement=placement,
             _ends=ends.pop_all(),
         )
 

@@ -41,14 +41,14 @@ def run(payload: bytes, parent: Parent) -> None:
         executor = open_executor(spec.engine, spec.config, runtime_dir=Path(spec.runtime_dir), ray=spec.ray)
         stack.callback(executor.close)
         in_placement_group = spec.ray is not None and spec.ray.placement_group is not None
-        started = start_engine(
-            spec.config, executor, depth=steps_in_flight(spec.config, in_placement_group=in_placement_group)
-        )
-        loop = EngineLoop(spec.engine, started.core, inbox, outbox)
-        for member in attach.members:
-            loop.join(member)
-        outbox.send("supervisor", EngineStarted(spec.engine, started.info))
-        loop.run()
+        depth = steps_in_flight(spec.config, in_placement_group=in_placement_group)
+        with parent.telling():
+            started = start_engine(spec.config, executor, depth=depth)
+            loop = EngineLoop(spec.engine, started.core, inbox, outbox)
+            for member in attach.members:
+                loop.join(member)
+            outbox.send("supervisor", EngineStarted(spec.engine, started.info))
+            loop.run()
 
 
 def _wait_for_attach(inbox: EngineInbox) -> Attach:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, final
 
 from eagleray import errors
-from eagleray.errors import DeadlineExceeded, UserError, WorkerFailed, WorkerLost
+from eagleray.errors import ChannelClosed, DeadlineExceeded, UserError, WorkerFailed, WorkerLost
 from eagleray.executor.group import WorkerGroup
 from eagleray.messages.steps import Call, Reply, StepPlan, StepResult, WorkerCall, WorkerFailure, WorkerReply
 
@@ -23,6 +23,9 @@ STEP_SECONDS = 600.0
 
 ROOT_CAUSE_SECONDS = 0.3
 """When a worker dies, its partners fail too, and their news may be faster: how long to wait for the news of a death."""
+
+PARTNER_SECONDS = 3.0
+"""The same, when a worker says that its partner is gone: Ray takes 2 s to notice that a whole host is."""
 
 
 class PendingStep:
@@ -101,12 +104,13 @@ class Executor:
             error = getattr(errors, cause.kind, UserError)
             raise error(cause.message)
         try:
-            deadline = time.monotonic() + ROOT_CAUSE_SECONDS
+            is_partner_gone = cause.kind == ChannelClosed.__name__
+            deadline = time.monotonic() + (PARTNER_SECONDS if is_partner_gone else ROOT_CAUSE_SECONDS)
             while (left := deadline - time.monotonic()) > 0:
                 self._group.receive(left)
         except WorkerLost as lost:
             raise WorkerLost(f"{lost} ({failure.worker.label} noticed it: {cause})") from None
-        raise WorkerFailed(f"{failure.worker.label}: {cause}\n{cause.traceback}")
+        raise WorkerFailed(f"{failure.worker.label}: {cause}\n{cause.traceback}".rstrip())
 
     def _explain(self, call_id: int, kind: type[Body], seconds: float) -> str:
         answered = self._replies[call_id]

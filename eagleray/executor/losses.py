@@ -30,7 +30,7 @@ class Losses:
             case Failure(is_user_error=True, kind=kind, message=message):
                 self._take(getattr(errors, kind, UserError)(message))
             case _:
-                self._take(WorkerLost(f"worker {label} ended: {reason}\n{reason.traceback}"))
+                self._take(WorkerLost(f"worker {label} ended: {reason}\n{reason.traceback}".rstrip()))
 
     def expect(self) -> None:
         """From now on workers end because they were told to."""

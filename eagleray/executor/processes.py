@@ -44,7 +44,7 @@ def start_processes(engine: EngineId, config: Config, *, runtime_dir: Path) -> Q
         )
         stack.callback(pulse.close)
         children: list[Child] = []
-        stack.callback(_end, children, broadcaster.close)
+        stack.callback(_end, children, broadcaster.close, losses)
         stack.callback(losses.expect)
         for rank, label in enumerate(labels):
             spec = WorkerSpec(
@@ -87,9 +87,13 @@ def _spawn(spec: WorkerSpec, label: str, config: Config, losses: Losses) -> Chil
     )
 
 
-def _end(children: list[Child], close_queue: Callable[[], None]) -> None:
-    """Workers end when the queue closes; those that do not are told by SIGTERM, then killed."""
+def _end(children: list[Child], close_queue: Callable[[], None], losses: Losses) -> None:
+    """Workers end when the queue closes; those that do not are told by SIGTERM, then killed. When one is lost all are
+    killed at once: the others wait for it, and would not hear."""
     close_queue()
+    if losses.wait(0):
+        for child in children:
+            child.kill()
     for stronger in (Child.terminate, Child.kill):
         deadline = time.monotonic() + END_SECONDS
         late = [child for child in children if not child.wait(max(0.0, deadline - time.monotonic()))]

@@ -68,11 +68,13 @@ def start_ray_actors(
         watch = Watch(sentinels, topology.nodes, lambda rank, reason: losses.report(labels[rank], reason))
         stack.callback(watch.close)
         broadcaster.wait_for_peers(wait.left, losses.check)
-        stack.callback(_end, broadcaster, team.actors)
+        stack.callback(_end, broadcaster, team.actors, losses)
         return QueueGroup(topology=topology, broadcaster=broadcaster, losses=losses, ends=stack.pop_all())
 
 
-def _end(broadcaster: Broadcaster, actors: Actors) -> None:
-    """Workers end when the queue closes; what is left is killed with the team."""
+def _end(broadcaster: Broadcaster, actors: Actors, losses: Losses) -> None:
+    """Workers end when the queue closes; what is left is killed with the team. When one is lost all are killed at once:
+    the others wait for it, and would not hear."""
     broadcaster.close()
-    actors.wait_until_ended(END_SECONDS)
+    if not losses.wait(0):
+        actors.wait_until_ended(END_SECONDS)

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from eagleray.cluster.graph import Frames, Graph, GraphHost, call_hosts, end_hosts, explain, lend, wait_until_alive
-from eagleray.cluster.spawn import Actors
 from eagleray.cluster.team import Team, open_team
 from eagleray.cluster.waiting import Wait
 from eagleray.cluster.watch import Watch
@@ -25,7 +24,7 @@ from eagleray.executor.losses import Losses
 from eagleray.identity import EngineId
 from eagleray.messages.codec import Codec
 from eagleray.messages.steps import Call, Reply, StepPlan
-from eagleray.messages.workers import RayContext, Topology, WorkerSpec
+from eagleray.messages.workers import RayContext, WorkerSpec
 from eagleray.transport import PulseMonitor
 
 __all__ = ["RayGraphGroup", "start_ray_graph"]
@@ -71,9 +70,7 @@ def start_ray_graph(
             max_steps=config.parallel.pipeline_parallel_size + SPARE_STEPS,
             timeout=config.ray.ray_graph_timeout,
         )
-        return RayGraphGroup(
-            topology=topology, actors=team.actors, graph=graph, replies=replies, losses=losses, ends=stack.pop_all()
-        )
+        return RayGraphGroup(team=team, graph=graph, replies=replies, losses=losses, ends=stack.pop_all())
 
 
 def _spec(rank: int, engine: EngineId, config: Config, team: Team, pulse: PulseMonitor) -> WorkerSpec:
@@ -108,12 +105,10 @@ Replies = queue.SimpleQueue[Reply | None]
 class RayGraphGroup:
     """See `group.WorkerGroup`."""
 
-    def __init__(
-        self, *, topology: Topology, actors: Actors, graph: Graph, replies: Replies, losses: Losses, ends: ExitStack
-    ) -> None:
-        self.topology = topology
-        self._actors = actors
-        self._hosts = [actor.handle for actor in actors.actors]
+    def __init__(self, *, team: Team, graph: Graph, replies: Replies, losses: Losses, ends: ExitStack) -> None:
+        self.topology = team.topology
+        self._team = team
+        self._hosts = [actor.handle for actor in team.actors.actors]
         self._graph = graph
         self._replies = replies
         self._losses = losses
@@ -149,15 +144,16 @@ class RayGraphGroup:
         self._is_closed = True
         self._losses.expect()
         self._sent.put(None)
-        self._thread.join(END_SECONDS)
-        if self._thread.is_alive() or self._losses.wait(0):  # what waits for a worker that hangs would hang too
-            self._actors.kill()
+        is_lost = self._losses.wait(0)
+        self._thread.join(0 if is_lost else END_SECONDS)
+        if is_lost or self._thread.is_alive():  # what waits for a worker that hangs would hang too
+            self._team.kill()
             self._thread.join(END_SECONDS)
             self._graph.close()
         else:
             self._graph.close()
             end_hosts(self._hosts)
-            self._actors.wait_until_ended(END_SECONDS)
+            self._team.actors.wait_until_ended(END_SECONDS)
         self._ends.close()
 
     def _take_answers(self) -> None:

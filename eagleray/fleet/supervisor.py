@@ -167,6 +167,7 @@ class Supervisor:
                 self._attach(member, address)
             case Failed(cause):
                 self._processes[member].failure = cause
+                self._lost(member, cause, str(cause))  # its end may take a while: everybody shall know now
 
     def _attach(self, member: PeerId, address: str) -> None:
         self._addresses[member] = address
@@ -195,14 +196,17 @@ class Supervisor:
     def _exited(self, member: PeerId, reason: str) -> None:
         process = self._processes.pop(member)
         process.ended.set()
+        self._outbox.disconnect(member)
+        if process.failure is None:
+            self._lost(member, None, reason)
+
+    def _lost(self, member: PeerId, failure: Failure | None, reason: str) -> None:
         if timer := self._starting.pop(member, None):
             timer.cancel()
-        cause = str(process.failure) if process.failure else reason
-        left = Left(member, cause)
-        self._outbox.disconnect(member)
+        left = Left(member, reason)
         self._tell(self._membership.leave(left), left)
         if not self._stopping:
-            self._fail(_as_exception(member, process.failure, reason))
+            self._fail(_as_exception(member, failure, reason))
 
     def _tell(self, members: Iterable[PeerId], message: Joined | Left) -> None:
         for member in members:
@@ -248,4 +252,4 @@ def _as_exception(member: PeerId, failure: Failure | None, reason: str) -> Eagle
     if failure.is_user_error:
         error: EagleRayError = getattr(errors, failure.kind, UserError)(failure.message)
         return error
-    return EngineFailed(f"{member.label} failed: {failure}\n{failure.traceback}")
+    return EngineFailed(f"{member.label} failed: {failure}\n{failure.traceback}".rstrip())

@@ -6,7 +6,7 @@ import traceback
 
 import msgspec
 
-from eagleray.errors import UserError
+from eagleray.errors import EagleRayError, UserError
 
 __all__ = ["Failure"]
 
@@ -26,7 +26,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             kind=type(error).__name__,
             message=str(error),
-            traceback="".join(traceback.format_exception(error)),
+            # what we raise on purpose says all in its message
+            traceback="" if isinstance(error, EagleRayError) else "".join(traceback.format_exception(error)),
             is_user_error=isinstance(error, UserError),
         )
 

@@ -11,8 +11,6 @@ from types import FrameType
 import msgspec
 
 from eagleray.log import get_logger, setup_logging
-from eagleray.messages.failure import Failure
-from eagleray.messages.lifecycle import Failed
 from eagleray.process.birth import Birth, read_frame
 from eagleray.process.parent import Parent
 
@@ -40,7 +38,7 @@ def main() -> int:
         getattr(importlib.import_module(module), function)(birth.payload, parent)
     except Exception as error:
         logger.debug("ended by an exception", exc_info=True)
-        parent.send(Failed(Failure.of(error)))
+        parent.tell(error)
         return 1
     return 0
 

@@ -8,9 +8,12 @@ import shutil
 import signal
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from eagleray.messages.codec import Codec
-from eagleray.messages.lifecycle import ChildToParent
+from eagleray.messages.failure import Failure
+from eagleray.messages.lifecycle import ChildToParent, Failed
 from eagleray.process.birth import read_frame, write_frame
 
 __all__ = ["Parent"]
@@ -28,6 +31,22 @@ class Parent:
         self._socket = sock
         self._codec: Codec[ChildToParent] = Codec(ChildToParent)
         self._lock = threading.Lock()
+        self._has_told = False
+
+    def tell(self, error: Exception) -> None:
+        """This is what we end because of. To be said before the end, which may take its time; only the first counts."""
+        if not self._has_told:
+            self._has_told = True
+            self.send(Failed(Failure.of(error)))
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """An exception that leaves this block is told at once; what it passes on its way is closed after that."""
+        try:
+            yield
+        except Exception as error:
+            self.tell(error)
+            raise
 
     def send(self, message: ChildToParent) -> None:
         """Report to the parent; nothing happens if it is gone, because then we are ending anyway."""

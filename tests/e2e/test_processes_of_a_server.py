@@ -153,4 +153,9 @@ def test_memory_for_less_than_one_sequence(checkpoint):
 
 
 def test_an_option_that_does_not_exist(checkpoint):
-    assert "--tensor-parallel-size" in refusal(checkpoint, "--tensor-parallel-size", "2")
+    assert "--expert-parallel-size" in refusal(checkpoint, "--expert-parallel-size", "2")
+
+
+def test_parallel_sizes_that_do_not_fit(checkpoint):
+    assert "tensor_parallel_size" in refusal(checkpoint, "--port", "0", "--tensor-parallel-size", "3")
+    assert "pipeline_parallel_size" in refusal(checkpoint, "--port", "0", "--pipeline-parallel-size", "9")

@@ -22,7 +22,7 @@ EXECUTORS = ("ray", "ray-graph")
 LIMIT = 3.0
 """`heartbeat_timeout` where silence is what is to be noticed."""
 
-SLACK = 6.0
+SLACK = 3.0
 """For what happens after the silence was long enough: a beat, a look, and the news on its way to the client."""
 
 RAY_SECONDS = 4.0
@@ -67,7 +67,7 @@ def assert_closes(driver: Driver, cluster: RayHosts) -> None:
     driver.do("close", timeout=30)
     wait_until(lambda: not workers(cluster.head), "no worker is left on the head", END_SECONDS)
     found = driver.do("cluster", address=cluster.address)
-    assert found["groups"] == []
+    assert found["actors"] == found["groups"] == []
 
 
 def test_a_host_that_dies(cluster, driver, checkpoint, executor):
@@ -75,7 +75,6 @@ def test_a_host_that_dies(cluster, driver, checkpoint, executor):
     killed = time.monotonic()
     host.kill()
     told = failure(driver)
-    print(f"{executor}: told {told.when - killed:.2f} s after the host died: {told}")
     assert "tp1-pp0" in str(told)
     assert host.ip in str(told)
     assert told.when - killed < RAY_SECONDS
@@ -86,12 +85,10 @@ def test_a_host_that_is_cut_off(cluster, driver, checkpoint, executor):
     host = open_llm(driver, cluster, checkpoint, executor, limit=LIMIT)
     cut = time.monotonic()
     cluster.network.cut(host)
+    wait_until(lambda: not workers(host), "the worker ends itself", LIMIT + SLACK)
     told = failure(driver)
-    print(f"{executor}: told {told.when - cut:.2f} s after the cut: {told}")
     assert "tp1-pp0" in str(told) and "silent" in str(told)
     assert told.when - cut < LIMIT + SLACK
-    wait_until(lambda: not workers(host), "the worker ends itself", max(0.0, cut + LIMIT + SLACK - time.monotonic()))
-    print(f"{executor}: the worker has ended {time.monotonic() - cut:.2f} s after the cut")
     assert_closes(driver, cluster)
     host.kill()
 
@@ -102,7 +99,6 @@ def test_a_worker_that_hangs(cluster, driver, checkpoint, executor):
     (worker,) = workers(host)
     os.kill(worker, signal.SIGSTOP)
     told = failure(driver)
-    print(f"{executor}: told {told.when - stopped:.2f} s after the stop: {told}")
     assert "tp1-pp0" in str(told) and "silent" in str(told)
     assert told.when - stopped < LIMIT + SLACK
     assert_closes(driver, cluster)

@@ -21,6 +21,11 @@ def fail(payload: bytes, parent: Parent) -> None:
     raise CheckpointError("the file is broken")
 
 
+def crash(payload: bytes, parent: Parent) -> None:
+    with parent.telling():
+        raise ZeroDivisionError("there is a bug")
+
+
 def kill_yourself(payload: bytes, parent: Parent) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

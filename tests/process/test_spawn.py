@@ -54,6 +54,15 @@ def test_an_exception_crosses_as_a_value_with_its_cause(spawn):
     assert isinstance(failed, Failed)
     assert (failed.cause.kind, failed.cause.message) == ("CheckpointError", "the file is broken")
     assert failed.cause.is_user_error
+    assert not failed.cause.traceback, "the message says all"
+    assert said.get(timeout=DEADLINE) == "it ended with exit code 1"
+
+
+def test_a_bug_brings_its_traceback_and_is_told_once(spawn):
+    _, said = spawn("crash")
+    failed = said.get(timeout=DEADLINE)
+    assert isinstance(failed, Failed)
+    assert (failed.cause.kind, failed.cause.is_user_error) == ("ZeroDivisionError", False)
     assert "children.py" in failed.cause.traceback
     assert said.get(timeout=DEADLINE) == "it ended with exit code 1"
 
