@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import ray
 from ray._private import services
 
-from eagleray.cluster.preflight import check_cluster, check_reachable, use_token_if_there_is_one
+from eagleray.cluster.preflight import check_in, check_reachable
 from eagleray.errors import ClusterError
 from eagleray.log import get_logger
 
@@ -47,13 +47,12 @@ def connect(ray_address: str | None, *, namespace: str) -> Connection:
     """
     if ray.is_initialized():
         return _stay(ray_address)
-    use_token_if_there_is_one()
     address = _resolve(ray_address)
     if address is None:
         logger.info("starting a local Ray cluster")
         _init(address="local", namespace=namespace, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES)
     else:
-        check_cluster(address)
+        check_in(address)
         _init(address=address, namespace=namespace)
     return _connection(ray.shutdown)
 

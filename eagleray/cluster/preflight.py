@@ -14,7 +14,7 @@ from ray.exceptions import AuthenticationError
 
 from eagleray.errors import ClusterError
 
-__all__ = ["check_cluster", "check_reachable", "token_source", "use_token_if_there_is_one"]
+__all__ = ["check_cluster", "check_in", "check_reachable", "token_source"]
 
 REACH_SECONDS = 5.0
 
@@ -34,11 +34,28 @@ def token_source() -> str | None:
     return str(default) if default.is_file() else None
 
 
-def use_token_if_there_is_one() -> None:
-    """Ray shows its token to explicit addresses only if told to; a cluster without authentication ignores it."""
-    if "RAY_AUTH_MODE" not in os.environ and token_source() is not None:
-        os.environ["RAY_AUTH_MODE"] = "token"
-        Config.initialize("")  # Ray read its configuration when it was imported
+def check_in(address: str) -> None:
+    """Be authenticated as the cluster wants it, unless `RAY_AUTH_MODE` says how; then `check_cluster`.
+
+    A token is shown only to a cluster that wants one: a program that has one and expects others to show it too would be
+    taken for dead by a cluster without authentication, and its actors ended as soon as they begin.
+    """
+    if "RAY_AUTH_MODE" in os.environ:
+        check_cluster(address)
+        return
+    _set_mode("disabled")
+    try:
+        check_cluster(address)
+    except _TokenWanted:
+        if token_source() is None:
+            raise
+        _set_mode("token")
+        check_cluster(address)
+
+
+def _set_mode(mode: str) -> None:
+    os.environ["RAY_AUTH_MODE"] = mode
+    Config.initialize("")  # Ray read its configuration when it was imported
 
 
 def check_reachable(address: str) -> None:
@@ -65,12 +82,16 @@ def check_reachable(address: str) -> None:
         raise ClusterError(f"Ray cluster {address}: what listens there is not Ray's control store; is the port right?")
 
 
+class _TokenWanted(ClusterError):
+    """The cluster does not let us in without a token, or with this one."""
+
+
 def check_cluster(address: str) -> None:
     """Raises `ClusterError` unless the cluster lets us in and runs the same versions of Ray and Python."""
     try:
         metadata = usage_lib.get_cluster_metadata(GcsClient(address=address))
     except AuthenticationError:
-        raise ClusterError(_explain_token(address)) from None
+        raise _TokenWanted(_explain_token(address)) from None
     except Exception as error:
         # which errors Ray's client raises differs between its versions: what it says is all there is to know
         raise ClusterError(f"Ray cluster {address}: its control store does not answer: {_first_line(error)}") from error

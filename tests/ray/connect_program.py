@@ -1,11 +1,21 @@
-"""A program that joins the Ray cluster of the address it is given, says which that is, and leaves it."""
+"""A program that joins the Ray cluster of the address it is given, says which that is, and leaves it.
+
+With a second argument, `run`, it runs an actor there before.
+"""
 
 from __future__ import annotations
 
 import sys
 
+import ray
+
 from eagleray.cluster.connect import connect
 from eagleray.errors import ClusterError
+
+
+class Actor:
+    def say(self) -> None:
+        pass
 
 
 def main() -> None:
@@ -14,6 +24,8 @@ def main() -> None:
     except ClusterError as error:
         print(f"ClusterError: {error}")
         return
+    if "run" in sys.argv[2:]:
+        ray.get(ray.remote(num_cpus=1)(Actor).remote().say.remote(), timeout=30)
     print(connection.address)
     connection.close()
 

@@ -38,9 +38,9 @@ def environment(home: Path, **variables: str) -> dict[str, str]:
     return {**plain, "HOME": str(home), "RAY_TMPDIR": str(home), **variables}
 
 
-def join(address: str, env: dict[str, str]) -> str:
+def join(address: str, env: dict[str, str], *more: str) -> str:
     """What a program that joins `address` says: the address it has, or why not."""
-    command = [sys.executable, str(HERE / "connect_program.py"), address]
+    command = [sys.executable, str(HERE / "connect_program.py"), address, *more]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert "Traceback" not in done.stderr
     assert done.returncode == 0, done.stderr
@@ -146,6 +146,14 @@ def test_a_cluster_that_wants_a_token(home: Path) -> None:
         token_file.write_text(TOKEN)
         assert join(address, env) == address  # found without RAY_AUTH_MODE
         assert "shows none" in join(address, {**env, "RAY_AUTH_MODE": "disabled"})
+
+
+def test_a_token_is_not_shown_to_a_cluster_that_wants_none(cluster: str, home: Path) -> None:
+    """Ray's own program that has a token finds its actors dead before they begin there."""
+    token_file = home / ".ray" / "auth_token"
+    token_file.parent.mkdir()
+    token_file.write_text(TOKEN)
+    assert join(cluster, environment(home), "run") == cluster
 
 
 def test_a_cluster_of_other_versions(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
