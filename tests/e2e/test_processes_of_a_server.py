@@ -66,6 +66,43 @@ def test_a_killed_supervisor_takes_its_processes_along(checkpoint):
         wait_until_gone(pids, END_SECONDS)
 
 
+WORKERS = ("--tensor-parallel-size", "2")
+
+
+def workers_of(server) -> list[int]:
+    engine = server.child("engine-0")
+    tasks = Path(f"/proc/{engine}/task").iterdir()
+    return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+
+
+def test_a_killed_worker_is_named_to_the_clients(checkpoint):
+    with serve(checkpoint, *OPTIONS, *WORKERS) as server, stream(server) as lines:
+        pids = server.children + workers_of(server)
+        os.kill(workers_of(server)[1], signal.SIGKILL)
+        rest = list(lines)
+        assert "worker engine-0/tp1-pp0: it was killed by SIGKILL" in rest[-2]
+        assert server.wait() == 1
+        assert "worker engine-0/tp1-pp0: it was killed by SIGKILL" in server.log
+        wait_until_gone(pids, END_SECONDS)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_their_server(checkpoint, how):
+    with serve(checkpoint, *OPTIONS, *WORKERS) as server:
+        pids = server.children + workers_of(server)
+        assert len(pids) == 4
+        server.end(how)
+        wait_until_gone(pids, END_SECONDS)
+
+
+def test_a_killed_engine_takes_its_workers_along(checkpoint):
+    with serve(checkpoint, *OPTIONS, *WORKERS) as server:
+        pids = server.children + workers_of(server)
+        os.kill(server.child("engine-0"), signal.SIGKILL)
+        assert server.wait() == 1
+        wait_until_gone(pids, END_SECONDS)
+
+
 def test_a_killed_api_server_ends_the_instance_with_its_cause(checkpoint):
     with serve(checkpoint, *OPTIONS) as server:
         pids = server.children
