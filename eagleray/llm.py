@@ -220,7 +220,8 @@ class _Fleet:
             fleet = cls(supervisor, open_client(client_id, config, supervisor.runtime_dir))
             stack.push_async_callback(fleet.stop_client)
             supervisor.adopt(client_id, fleet.client.address)
-            await fleet.guard(fleet.client.wait_until_ready(config.execution.startup_timeout))
+            # the supervisor gives up first, and knows why
+            await fleet.guard(fleet.client.wait_until_ready(config.execution.startup_timeout + 60))
             stack.pop_all()
             return fleet
 
@@ -265,7 +266,7 @@ def _close(fleet: _Fleet, loop: asyncio.AbstractEventLoop, thread: threading.Thr
     if thread is threading.current_thread():  # the last reference went there: the loop cannot wait for itself
         threading.Thread(target=_close, args=(fleet, loop, thread), name="eagleray-llm-close").start()
         return
-    asyncio.run_coroutine_threadsafe(fleet.stop(), loop).result(CLOSE_SECONDS)
+    asyncio.run_coroutine_threadsafe(fleet.stop(), loop).result(Supervisor.stop_seconds(0.0))
     _end_loop(loop, thread)
 
 

@@ -5,6 +5,7 @@ What runs is the engine's own start-up and step; only the client's side is repla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -48,7 +49,8 @@ class LocalEngine:
         try:
             self.executor = open_executor(EngineId("test", 0), config, runtime_dir=runtime_dir)
             self._ends.callback(self.executor.close)
-            started = start_engine(config, self.executor, depth=steps_in_flight(config, in_placement_group=False))
+            depth = steps_in_flight(config, in_placement_group=False)
+            started = start_engine(config, self.executor, depth=depth, deadline=math.inf)
         except BaseException:
             self._ends.close()
             raise

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 from ray.dag import InputNode, MultiOutputNode
-from ray.exceptions import RayChannelTimeoutError
+from ray.exceptions import RayChannelTimeoutError, RayTaskError
 
 from eagleray.cluster.detach import detach
 from eagleray.cluster.host import Host
@@ -91,9 +91,13 @@ class Graph:
     def results(self, reference: Any, edge: Callable[[Any], Any] = detach) -> list[Frames]:
         """What each host has answered, in memory of our own. To be asked once, in the order of `execute`.
 
-        Raises `ray.exceptions.RayChannelTimeoutError` after the timeout, `RayActorError` when a host dies.
+        Raises what a host raises, as soon as one does; `ray.exceptions.RayChannelTimeoutError` after the timeout;
+        `RayActorError` when a host dies.
         """
-        answers: list[Frames] = edge(ray.get(reference, timeout=self._timeout))
+        try:
+            answers: list[Frames] = edge(ray.get(reference, timeout=self._timeout))
+        except RayTaskError as error:
+            raise error.cause from None
         return answers
 
     def close(self) -> None:
@@ -121,13 +125,16 @@ def _not_made(count: int, of: int) -> str:
 def call_hosts(hosts: Sequence[Any], frames: Frames) -> Iterator[Frames]:
     """Call every host beside the graph, which must be idle: what they say, as they say it, in memory of our own.
 
-    Raises what Ray raises when one of them dies.
+    Raises what a host raises, and what Ray raises when one of them dies.
     """
     waiting = [host.handle.remote(frames) for host in hosts]
     while waiting:
         ready, waiting = ray.wait(waiting, num_returns=1)
         for reference in ready:
-            yield detach(ray.get(reference))
+            try:
+                yield detach(ray.get(reference))
+            except RayTaskError as error:
+                raise error.cause from None
 
 
 def end_hosts(hosts: Sequence[Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 from ray._private.state import actors as actor_table
-from ray.exceptions import ActorDiedError, RayActorError, RayError, RuntimeEnvSetupError
+from ray.exceptions import ActorDiedError, RayError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from eagleray.cluster import groups
@@ -133,7 +133,7 @@ def _said(actor: Actor, ref: Any) -> HostInfo:
         if "No module named 'eagleray" in str(error):
             reason += "; eagleray must be installed on every node"
         raise ClusterError(f"{actor.label} did not come to life: {reason}") from None
-    except (RayActorError, RayError) as error:
+    except RayError as error:
         raise WorkerLost(f"worker {actor.label}: {shorten(str(error))}") from None
     return info
 

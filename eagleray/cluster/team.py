@@ -40,14 +40,20 @@ class Team:
     _placement: Placement
     _ends: ExitStack
 
+    @property
+    def near(self) -> list[bool]:
+        """[world_size] whether the worker is on the engine's node, by rank"""
+        return [node == self.engine_node for node in self.topology.nodes]
+
     def close(self) -> None:
         """Kill the actors, remove the placement group if it is the engine's own, disconnect. Harmless when repeated."""
         self._ends.close()
 
     def kill(self) -> None:
         """Kill the actors. Harmless when repeated."""
-        self._placement.close()  # first: it ends a stopped process, which a kill of the actor alone does not
-        self.actors.kill()
+        with ExitStack() as both:
+            both.callback(self.actors.kill)
+            both.callback(self._placement.close)  # first: it ends a stopped process, which a kill of the actor does not
 
 
 def open_team(
@@ -109,12 +115,10 @@ def lay_out(
         addresses=[addresses[info.node_id] for info in infos],
     )
     devices = [device_index(info.accelerator_ids, info.visible_devices) for info in infos]
-    if config.execution.device == "cuda":
-        # a custom resource stands for the GPUs: Ray has assigned none, so the workers of a node take one each
-        devices = [
-            topology.local_ranks(rank).index(rank) if index is None else index for rank, index in enumerate(devices)
-        ]
-    return topology, devices
+    # Where Ray has assigned none (a custom resource stands for the GPUs), the workers of a node take one each, if there
+    # are any.
+    own = [topology.local_ranks(rank).index(rank) for rank in range(topology.world_size)]
+    return topology, [place if index is None else index for index, place in zip(devices, own, strict=True)]
 
 
 def _labels(engine: EngineId, config: Config) -> list[str]:

@@ -16,6 +16,7 @@ from eagleray.messages.failure import Failure
 
 __all__ = ["Watch"]
 
+CLOSE_SECONDS = 5.0
 LOOK_SECONDS = 0.2
 """How often the thread looks whether it is to end. Ray wakes it at once when a worker does."""
 
@@ -44,7 +45,7 @@ class Watch:
     def close(self) -> None:
         """Stop watching; what happens from now on is not reported."""
         self._is_closing.set()
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         try:
@@ -68,7 +69,11 @@ class Watch:
             self._on_loss(rank, "it has ended")
 
     def _node_state(self, rank: int) -> str:
-        node = next((node for node in snapshot() if node.node_id == self._nodes[rank]), None)
+        try:
+            nodes = snapshot()
+        except Exception:  # the control store may be gone too: the loss is to be told all the same
+            return ""
+        node = next((node for node in nodes if node.node_id == self._nodes[rank]), None)
         return "" if node is None else f", on node {node.label}{_death(node)}"
 
 

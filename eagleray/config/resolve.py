@@ -84,7 +84,7 @@ def executor_name(config: Config, *, in_placement_group: bool) -> ExecutorName:
     """The executor that is meant; `in_placement_group`: this program runs in a placement group of Ray."""
     if config.execution.executor != "auto":
         return config.execution.executor
-    if config.ray.placement_group is not None or in_placement_group:
+    if in_placement_group or _ray_options(config.ray):
         return "ray"
     return "in-process" if config.parallel.world_size == 1 else "processes"
 
@@ -110,12 +110,12 @@ def check_executor(config: Config) -> None:
             f"executor in-process has one worker, but tensor_parallel_size {parallel.tensor_parallel_size} x "
             f"pipeline_parallel_size {parallel.pipeline_parallel_size} needs {parallel.world_size}: take processes"
         )
-    if executor in ("in-process", "processes"):
-        given = [
-            f.name for f in msgspec.structs.fields(RayConfig) if getattr(ray, f.name) != getattr(RayConfig(), f.name)
-        ]
-        if given:
-            raise ConfigError(f"option `{given[0]}` is for executors ray and ray-graph, but executor is {executor}")
+    if executor in ("in-process", "processes") and (given := _ray_options(ray)):
+        raise ConfigError(f"option `{given[0]}` is for executors ray and ray-graph, but executor is {executor}")
+    if ray.placement_group is not None and "ray_placement_strategy" in _ray_options(ray):
+        raise ConfigError("option `ray_placement_strategy` is for a group of the engine's own: drop `placement_group`")
+    if executor == "ray" and "ray_graph_timeout" in _ray_options(ray):
+        raise ConfigError("option `ray_graph_timeout` is for executor ray-graph, but executor is ray")
     if ray.bundle_indices:
         _check_bundle_indices(ray.bundle_indices, parallel.world_size)
     for name, amount in ray.ray_worker_resources.items():
@@ -123,6 +123,11 @@ def check_executor(config: Config) -> None:
             raise ConfigError(
                 f"option `ray_worker_resources`: {name} must be a whole number or a fraction of one, but is {amount}"
             )
+
+
+def _ray_options(ray: RayConfig) -> list[str]:
+    """Those that were given."""
+    return [f.name for f in msgspec.structs.fields(RayConfig) if getattr(ray, f.name) != getattr(RayConfig(), f.name)]
 
 
 def _check_bundle_indices(indices: list[int], world_size: int) -> None:

@@ -26,13 +26,13 @@ class EngineCore:
         """Call the worker extension on every worker: their values, or the first one's failure."""
         body = CallExtension(call.method, call.arguments)
         try:
-            returned = self.executor.call(body, ExtensionReturned, timeout=call.timeout)
+            returned = self.executor.gather(body, ExtensionReturned, timeout=call.timeout, until=_has_failed)
         except DeadlineExceeded as error:
             return WorkersReturned(call_id=call.call_id, failure=Failure.of(error))
-        for rank, one in enumerate(returned):
+        for rank, one in returned.items():
             if one.failure is not None:
                 return WorkersReturned(call_id=call.call_id, failure=one.failure, rank=rank)
-        return WorkersReturned(call_id=call.call_id, values=[one.value or b"" for one in returned])
+        return WorkersReturned(call_id=call.call_id, values=[one.value or b"" for one in returned.values()])
 
     def step(self) -> list[Output]:
         """Plan and send what fits into the pipeline, then apply the oldest step: what it tells the clients."""
@@ -41,3 +41,8 @@ class EngineCore:
         if not self._pipeline:
             return []
         return self.scheduler.apply(self._pipeline.oldest())
+
+
+def _has_failed(returned: ExtensionReturned) -> bool:
+    """The others may be waiting for the rank that has failed, and never answer."""
+    return returned.failure is not None

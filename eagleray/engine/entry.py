@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -38,12 +39,13 @@ def run(payload: bytes, parent: Parent) -> None:
         attach = _wait_for_attach(inbox)
         outbox.connect("supervisor", attach.supervisor)
 
+        deadline = time.monotonic() + spec.config.execution.startup_timeout
         executor = open_executor(spec.engine, spec.config, runtime_dir=Path(spec.runtime_dir), ray=spec.ray)
         stack.callback(executor.close)
         in_placement_group = spec.ray is not None and spec.ray.placement_group is not None
         depth = steps_in_flight(spec.config, in_placement_group=in_placement_group)
         with parent.telling():
-            started = start_engine(spec.config, executor, depth=depth)
+            started = start_engine(spec.config, executor, depth=depth, deadline=deadline)
             loop = EngineLoop(spec.engine, started.core, inbox, outbox)
             for member in attach.members:
                 loop.join(member)

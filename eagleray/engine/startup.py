@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from typing import TypeVar
 
 from eagleray.config import Config
 from eagleray.config.resolve import cache_bytes
@@ -22,12 +24,16 @@ from eagleray.messages.steps import (
     MemoryMeasured,
     ModelLoaded,
     OpenGroups,
+    WorkerCall,
+    WorkerReply,
 )
 from eagleray.scheduler import Scheduler
 
 __all__ = ["StartedEngine", "start_engine"]
 
 logger = get_logger(__name__)
+
+Body = TypeVar("Body", bound=WorkerReply)
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 """On a CPU a step of 512 tokens already runs at the speed of the matrix products, and running requests wait for it."""
@@ -39,22 +45,25 @@ class StartedEngine:
     info: EngineInfo
 
 
-def start_engine(config: Config, executor: Executor, *, depth: int) -> StartedEngine:
-    """`depth`: steps in flight.
+def start_engine(config: Config, executor: Executor, *, depth: int, deadline: float) -> StartedEngine:
+    """`depth`: steps in flight. `deadline`: on the monotonic clock.
 
     Raises `CheckpointError` or `ConfigError` for what the user can mend, `WorkerFailed` or `WorkerLost` for the rest.
     """
-    timeout = config.execution.startup_timeout
-    opened = executor.call(OpenGroups(), GroupsOpened, timeout=timeout)
-    executor.call(JoinGroups(opened), GroupsJoined, timeout=timeout)
-    loaded = executor.call(LoadModel(), ModelLoaded, timeout=timeout)
+
+    def call(body: WorkerCall, reply: type[Body]) -> list[Body]:
+        return executor.call(body, reply, timeout=max(0.0, deadline - time.monotonic()))
+
+    opened = call(OpenGroups(), GroupsOpened)
+    call(JoinGroups(opened), GroupsJoined)
+    loaded = call(LoadModel(), ModelLoaded)
     model = loaded[0]
     budget = config.scheduling.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[model.device]
     num_blocks = config.cache.num_kv_blocks
     if num_blocks is None:
         available = cache_bytes(config.cache)
         if available is None:
-            measured = executor.call(MeasureMemory(budget), MemoryMeasured, timeout=timeout)
+            measured = call(MeasureMemory(budget), MemoryMeasured)
             room = [reply.available_bytes for reply in measured]
         else:
             room = [available] * len(loaded)
@@ -62,7 +71,7 @@ def start_engine(config: Config, executor: Executor, *, depth: int) -> StartedEn
         num_blocks = _useful_blocks(config, model, fits)
     bytes_per_block = max(worker.bytes_per_block for worker in loaded)
     _check_cache(config, model, num_blocks, bytes_per_block)
-    executor.call(AllocateCache(num_blocks), CacheAllocated, timeout=timeout)
+    call(AllocateCache(num_blocks), CacheAllocated)
     block_size = config.cache.block_size
     size = num_blocks * bytes_per_block / 2**30
     logger.info("cache: %d blocks of %d tokens, %.2f GiB on a worker", num_blocks, block_size, size)

@@ -6,12 +6,13 @@ Final: what differs between backends is the `WorkerGroup` it is given. Used from
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, final
 
 from eagleray import errors
 from eagleray.errors import ChannelClosed, DeadlineExceeded, UserError, WorkerFailed, WorkerLost
 from eagleray.executor.group import WorkerGroup
+from eagleray.executor.losses import PARTNER_SECONDS
 from eagleray.messages.steps import Call, Reply, StepPlan, StepResult, WorkerCall, WorkerFailure, WorkerReply
 
 __all__ = ["Executor", "PendingStep"]
@@ -23,9 +24,6 @@ STEP_SECONDS = 600.0
 
 ROOT_CAUSE_SECONDS = 0.3
 """When a worker dies, its partners fail too, and their news may be faster: how long to wait for the news of a death."""
-
-PARTNER_SECONDS = 3.0
-"""The same, when a worker says that its partner is gone: Ray takes 2 s to notice that a whole host is."""
 
 
 class PendingStep:
@@ -53,12 +51,19 @@ class Executor:
     def step(self, plan: StepPlan) -> PendingStep:
         """Send `plan` to every worker; the result is the reply of the rank that samples, the only one that answers."""
         call_id = self._send(plan)
-        return PendingStep(lambda: self._collect(call_id, StepResult, 1, STEP_SECONDS)[0])
+        sampler = self._group.topology.sampler_rank
+        return PendingStep(lambda: self._collect(call_id, StepResult, [sampler], STEP_SECONDS)[sampler])
 
     def call(self, body: WorkerCall, reply: type[Body], *, timeout: float) -> list[Body]:
         """Send `body` to every worker and wait for all replies, in order of rank."""
+        return list(self.gather(body, reply, timeout=timeout).values())
+
+    def gather(
+        self, body: WorkerCall, reply: type[Body], *, timeout: float, until: Callable[[Body], bool] | None = None
+    ) -> dict[int, Body]:
+        """As `call`, by rank; with `until`, a reply of which that is true ends the wait for the others."""
         call_id = self._send(body)
-        return self._collect(call_id, reply, self.world_size, timeout)
+        return self._collect(call_id, reply, range(self.world_size), timeout, until)
 
     def check(self) -> None:
         """Raises `WorkerLost` or `WorkerFailed` if something has happened to a worker while nobody waited for it."""
@@ -76,20 +81,29 @@ class Executor:
         self._group.send(Call(self._last_call_id, body))
         return self._last_call_id
 
-    def _collect(self, call_id: int, kind: type[Body], count: int, seconds: float) -> list[Body]:
-        """The first `count` replies to the call, by rank. Replies to calls that nobody waits for are dropped."""
+    def _collect(
+        self,
+        call_id: int,
+        kind: type[Body],
+        ranks: Sequence[int],
+        seconds: float,
+        until: Callable[[Body], bool] | None = None,
+    ) -> dict[int, Body]:
+        """The replies of `ranks` to the call, in order of rank. Replies to calls that nobody waits for are dropped."""
         replies = self._replies[call_id]
         deadline = time.monotonic() + seconds
         try:
-            while len(replies) < count:
+            while len(replies) < len(ranks):
+                if until is not None and any(until(_expect(kind, body)) for body in replies.values()):
+                    break
                 reply = self._group.receive(max(0.0, deadline - time.monotonic()))
                 if reply is not None:
                     self._take(reply)
                 elif time.monotonic() >= deadline:
-                    raise DeadlineExceeded(self._explain(call_id, kind, seconds))
+                    raise DeadlineExceeded(self._explain(call_id, kind, ranks, seconds))
         finally:
             del self._replies[call_id]
-        return [_expect(kind, replies[rank]) for rank in sorted(replies)]
+        return {rank: _expect(kind, replies[rank]) for rank in sorted(replies)}
 
     def _take(self, reply: Reply) -> None:
         if isinstance(reply.body, WorkerFailure):
@@ -112,9 +126,9 @@ class Executor:
             raise WorkerLost(f"{lost} ({failure.worker.label} noticed it: {cause})") from None
         raise WorkerFailed(f"{failure.worker.label}: {cause}\n{cause.traceback}".rstrip())
 
-    def _explain(self, call_id: int, kind: type[Body], seconds: float) -> str:
+    def _explain(self, call_id: int, kind: type[Body], ranks: Sequence[int], seconds: float) -> str:
         answered = self._replies[call_id]
-        silent = [rank for rank in range(self.world_size) if rank not in answered]
+        silent = [rank for rank in ranks if rank not in answered]
         return f"no {kind.__name__} from rank {', '.join(map(str, silent))} within {seconds:.0f} s (call {call_id})"
 
 

@@ -9,7 +9,11 @@ from eagleray import errors
 from eagleray.errors import UserError, WorkerLost
 from eagleray.messages.failure import Failure
 
-__all__ = ["Losses"]
+__all__ = ["PARTNER_SECONDS", "Losses"]
+
+PARTNER_SECONDS = 3.0
+"""When one that had to do with a worker says that it is gone: how long to wait for who knows why. Ray takes 2 s to
+notice that a whole host is."""
 
 
 class Losses:

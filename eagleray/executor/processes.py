@@ -7,17 +7,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
-
 from eagleray.config import Config
+from eagleray.executor.births import labels_of, listen_for_silence, payloads
 from eagleray.executor.losses import Losses
 from eagleray.executor.queue_group import QueueGroup
 from eagleray.identity import EngineId
 from eagleray.log import get_logger
 from eagleray.messages.lifecycle import ChildToParent, Failed
-from eagleray.messages.workers import Topology, WorkerSpec
+from eagleray.messages.workers import Topology
 from eagleray.process import Child
-from eagleray.transport import Broadcaster, PulseMonitor
+from eagleray.transport import Broadcaster
 
 __all__ = ["start_processes"]
 
@@ -30,34 +29,27 @@ END_SECONDS = 3.0
 def start_processes(engine: EngineId, config: Config, *, runtime_dir: Path) -> QueueGroup:
     """The workers of `engine`, every one attached to the queue. Raises `WorkerLost` or `DeadlineExceeded`."""
     topology = _topology(config)
-    labels = [topology.worker_id(engine, rank).label for rank in range(topology.world_size)]
+    labels = labels_of(engine, topology)
     with ExitStack() as stack:
         broadcaster = Broadcaster.open(num_peers=topology.world_size, runtime_dir=runtime_dir)
         stack.callback(broadcaster.close)
         losses = Losses(broadcaster.wake)
-        pulse = PulseMonitor.open(
-            num_peers=topology.world_size,
-            runtime_dir=runtime_dir,
-            host=None,
-            limit=config.execution.heartbeat_timeout,
-            on_silent=lambda rank, seconds: losses.report(labels[rank], f"it was silent for {seconds:.0f} s"),
-        )
+        pulse = listen_for_silence(labels, losses, config=config, runtime_dir=runtime_dir, host=None)
         stack.callback(pulse.close)
         children: list[Child] = []
         stack.callback(_end, children, broadcaster.close, losses)
         stack.callback(losses.expect)
-        for rank, label in enumerate(labels):
-            spec = WorkerSpec(
-                worker=topology.worker_id(engine, rank),
-                rank=rank,
-                config=config,
-                topology=topology,
-                device_index=rank,
-                is_near=True,
-                queue=broadcaster.ticket(rank),
-                pulse=pulse.ticket(rank),
-            )
-            children.append(_spawn(spec, label, config, losses))
+        specs = payloads(
+            engine,
+            config,
+            topology,
+            devices=range(topology.world_size),
+            near=[True] * topology.world_size,
+            queue=broadcaster.ticket,
+            pulse=pulse,
+        )
+        for label, payload in zip(labels, specs, strict=True):
+            children.append(_spawn(payload, label, config, losses))
         broadcaster.wait_for_peers(config.execution.startup_timeout, losses.check)
         return QueueGroup(topology=topology, broadcaster=broadcaster, losses=losses, ends=stack.pop_all())
 
@@ -71,7 +63,7 @@ def _topology(config: Config) -> Topology:
     )
 
 
-def _spawn(spec: WorkerSpec, label: str, config: Config, losses: Losses) -> Child:
+def _spawn(payload: bytes, label: str, config: Config, losses: Losses) -> Child:
     def heard(message: ChildToParent) -> None:
         if isinstance(message, Failed):
             losses.report(label, message.cause)
@@ -79,7 +71,7 @@ def _spawn(spec: WorkerSpec, label: str, config: Config, losses: Losses) -> Chil
     return Child(
         target="eagleray.worker.entry:run",
         label=label,
-        payload=msgspec.msgpack.encode(spec),
+        payload=payload,
         log_level=config.execution.log_level,
         runtime_dir="",  # the instance's directory is not the workers' to remove
         on_message=heard,

@@ -6,16 +6,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from eagleray.errors import ChannelClosed, WorkerLost
-from eagleray.executor.losses import Losses
+from eagleray.executor.losses import PARTNER_SECONDS, Losses
 from eagleray.messages.codec import Codec
 from eagleray.messages.steps import Call, Reply
 from eagleray.messages.workers import Topology
 from eagleray.transport import Broadcaster
 
 __all__ = ["QueueGroup"]
-
-WATCH_SECONDS = 0.5
-"""The connection of a worker that died may break before its sentinel trips."""
 
 SEND_SECONDS = 60.0
 """A worker that takes no call for so long, though it is alive, will not come back."""
@@ -58,6 +55,6 @@ class QueueGroup:
 
     def _cause(self, error: ChannelClosed) -> Exception:
         """Why a worker's end of the queue is closed: those who watch the workers know in a moment."""
-        self._losses.wait(WATCH_SECONDS)
+        self._losses.wait(PARTNER_SECONDS)
         self._losses.check()
         return WorkerLost(f"a worker has left the queue: {error}")

@@ -5,18 +5,17 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
-
 from eagleray.cluster.spawn import Actors
 from eagleray.cluster.team import open_team
 from eagleray.cluster.waiting import Wait
 from eagleray.cluster.watch import Watch
 from eagleray.config import Config
+from eagleray.executor.births import listen_for_silence, payloads
 from eagleray.executor.losses import Losses
 from eagleray.executor.queue_group import QueueGroup
 from eagleray.identity import EngineId
-from eagleray.messages.workers import RayContext, WorkerSpec
-from eagleray.transport import Broadcaster, PulseMonitor
+from eagleray.messages.workers import RayContext
+from eagleray.transport import Broadcaster
 
 __all__ = ["start_ray_actors"]
 
@@ -43,28 +42,12 @@ def start_ray_actors(
         broadcaster = Broadcaster.open(num_peers=topology.world_size, runtime_dir=runtime_dir, host=team.host)
         stack.callback(broadcaster.close)
         losses = Losses(broadcaster.wake)
-        pulse = PulseMonitor.open(
-            num_peers=topology.world_size,
-            runtime_dir=runtime_dir,
-            host=team.host,
-            limit=config.execution.heartbeat_timeout,
-            on_silent=lambda rank, seconds: losses.report(labels[rank], f"it was silent for {seconds:.0f} s"),
-        )
+        pulse = listen_for_silence(labels, losses, config=config, runtime_dir=runtime_dir, host=team.host)
         stack.callback(pulse.close)
-        specs = [
-            WorkerSpec(
-                worker=topology.worker_id(engine, rank),
-                rank=rank,
-                config=config,
-                topology=topology,
-                device_index=team.devices[rank],
-                is_near=topology.nodes[rank] == team.engine_node,
-                queue=broadcaster.ticket(rank),
-                pulse=pulse.ticket(rank),
-            )
-            for rank in range(topology.world_size)
-        ]
-        sentinels = team.actors.run(worker, [msgspec.msgpack.encode(spec) for spec in specs])
+        specs = payloads(
+            engine, config, topology, devices=team.devices, near=team.near, queue=broadcaster.ticket, pulse=pulse
+        )
+        sentinels = team.actors.run(worker, specs)
         watch = Watch(sentinels, topology.nodes, lambda rank, reason: losses.report(labels[rank], reason))
         stack.callback(watch.close)
         broadcaster.wait_for_peers(wait.left, losses.check)

@@ -13,19 +13,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from eagleray.cluster.graph import Frames, Graph, GraphHost, call_hosts, end_hosts, explain, lend, wait_until_alive
 from eagleray.cluster.team import Team, open_team
 from eagleray.cluster.waiting import Wait
 from eagleray.cluster.watch import Watch
 from eagleray.config import Config
-from eagleray.executor.losses import Losses
+from eagleray.executor.births import listen_for_silence, payloads
+from eagleray.executor.losses import PARTNER_SECONDS, Losses
 from eagleray.identity import EngineId
 from eagleray.messages.codec import Codec
 from eagleray.messages.steps import Call, Reply, StepPlan
-from eagleray.messages.workers import RayContext, WorkerSpec
-from eagleray.transport import PulseMonitor
+from eagleray.messages.workers import RayContext
+from eagleray.worker.edge import FailedCall
 
 __all__ = ["RayGraphGroup", "start_ray_graph"]
 
@@ -35,9 +34,6 @@ SPARE_STEPS = 2
 """Steps that the graph takes beyond those that the engine has in flight."""
 
 END_SECONDS = 3.0
-
-WATCH_SECONDS = 0.5
-"""When the graph breaks because a worker died, the watch knows which one, and why, a little later."""
 
 
 def start_ray_graph(
@@ -51,16 +47,12 @@ def start_ray_graph(
         labels, topology = team.labels, team.topology
         replies: Replies = queue.SimpleQueue()
         losses = Losses(lambda: replies.put(None))
-        pulse = PulseMonitor.open(
-            num_peers=topology.world_size,
-            runtime_dir=runtime_dir,
-            host=team.host,
-            limit=config.execution.heartbeat_timeout,
-            on_silent=lambda rank, seconds: losses.report(labels[rank], f"it was silent for {seconds:.0f} s"),
-        )
+        pulse = listen_for_silence(labels, losses, config=config, runtime_dir=runtime_dir, host=team.host)
         stack.callback(pulse.close)
-        payloads = [msgspec.msgpack.encode(_spec(rank, engine, config, team, pulse)) for rank in range(len(labels))]
-        sentinels = team.actors.run(worker, payloads)
+        specs = payloads(
+            engine, config, topology, devices=team.devices, near=team.near, queue=lambda rank: b"", pulse=pulse
+        )
+        sentinels = team.actors.run(worker, specs)
         watch = Watch(sentinels, topology.nodes, lambda rank, reason: losses.report(labels[rank], reason))
         stack.callback(watch.close)
         hosts = [actor.handle for actor in team.actors.actors]
@@ -73,19 +65,6 @@ def start_ray_graph(
         return RayGraphGroup(team=team, graph=graph, replies=replies, losses=losses, ends=stack.pop_all())
 
 
-def _spec(rank: int, engine: EngineId, config: Config, team: Team, pulse: PulseMonitor) -> WorkerSpec:
-    return WorkerSpec(
-        worker=team.topology.worker_id(engine, rank),
-        rank=rank,
-        config=config,
-        topology=team.topology,
-        device_index=team.devices[rank],
-        is_near=team.topology.nodes[rank] == team.engine_node,
-        queue=b"",
-        pulse=pulse.ticket(rank),
-    )
-
-
 class _Step(NamedTuple):
     """A step that was sent into the graph."""
 
@@ -94,6 +73,12 @@ class _Step(NamedTuple):
 
 class _Call(NamedTuple):
     """Another call, to be made when the steps before it have come out of the graph."""
+
+    frames: Frames
+
+
+class _LateStep(NamedTuple):
+    """A step behind a call that is not answered yet: it is sent when that is done, so that all ranks keep the order."""
 
     frames: Frames
 
@@ -116,15 +101,20 @@ class RayGraphGroup:
         self._is_closed = False
         self._calls: Codec[Call] = Codec(Call)
         self._answers: Codec[Reply] = Codec(Reply)
-        self._sent: queue.SimpleQueue[_Step | _Call | None] = queue.SimpleQueue()
+        self._sent: queue.SimpleQueue[_Step | _Call | _LateStep | None] = queue.SimpleQueue()
+        self._num_kept = 0  # calls and late steps, counted by who sends
+        self._num_done = 0  # and by the thread that makes them
         self._thread = threading.Thread(target=self._take_answers, name="ray-graph-answers", daemon=True)
         self._thread.start()
 
     def send(self, call: Call) -> None:
         self._losses.check()
         frames = lend(self._calls.encode(call))
-        is_step = isinstance(call.body, StepPlan)
-        self._sent.put(_Step(self._graph.execute(frames)) if is_step else _Call(frames))
+        if isinstance(call.body, StepPlan) and self._num_kept == self._num_done:
+            self._sent.put(_Step(self._graph.execute(frames)))
+            return
+        self._num_kept += 1
+        self._sent.put(_LateStep(frames) if isinstance(call.body, StepPlan) else _Call(frames))
 
     def receive(self, timeout: float) -> Reply | None:
         try:
@@ -146,30 +136,38 @@ class RayGraphGroup:
         self._sent.put(None)
         is_lost = self._losses.wait(0)
         self._thread.join(0 if is_lost else END_SECONDS)
-        if is_lost or self._thread.is_alive():  # what waits for a worker that hangs would hang too
-            self._team.kill()
-            self._thread.join(END_SECONDS)
-            self._graph.close()
-        else:
-            self._graph.close()
-            end_hosts(self._hosts)
-            self._team.actors.wait_until_ended(END_SECONDS)
-        self._ends.close()
+        with self._ends:
+            if is_lost or self._thread.is_alive():  # what waits for a worker that hangs would hang too
+                self._team.kill()
+                self._thread.join(END_SECONDS)
+                self._graph.close()
+            else:
+                self._graph.close()
+                end_hosts(self._hosts)
+                self._team.actors.wait_until_ended(END_SECONDS)
 
     def _take_answers(self) -> None:
         """Ends with the group, or with the graph: what breaks that is a loss."""
         try:
             while (sent := self._sent.get()) is not None:
-                for answer in self._answers_to(sent):
-                    if answer:
-                        self._replies.put(self._answers.decode(answer))
+                try:
+                    for answer in self._answers_to(sent):
+                        if answer:
+                            self._replies.put(self._answers.decode(answer))
+                except FailedCall as failed:
+                    self._replies.put(self._answers.decode([failed.reply]))
+                if not isinstance(sent, _Step):
+                    self._num_done += 1
         except Exception as error:
-            if not self._losses.wait(WATCH_SECONDS):
+            # When it broke because a worker died, the watch knows which one, and why, a little later.
+            if not self._losses.wait(PARTNER_SECONDS):
                 self._losses.report("in the compiled graph", explain(error))
 
-    def _answers_to(self, sent: _Step | _Call) -> Iterable[Frames]:
+    def _answers_to(self, sent: _Step | _Call | _LateStep) -> Iterable[Frames]:
         match sent:
             case _Step(reference):
                 return self._graph.results(reference)
+            case _LateStep(frames):
+                return self._graph.results(self._graph.execute(frames))
             case _Call(frames):
                 return call_hosts(self._hosts, frames)

@@ -46,6 +46,9 @@ __all__ = ["Supervisor"]
 
 logger = get_logger(__name__)
 
+START_MARGIN_SECONDS = 15.0
+"""Beyond `startup_timeout`, by which a process ends its own waits, and says what it has waited for."""
+
 END_SECONDS = 15.0
 """How long a process may take to end after `Stop`, and again after SIGTERM, before the next stronger means. An engine
 has workers to end first."""
@@ -127,6 +130,11 @@ class Supervisor:
             self.failed.exception()  # whoever stops us has seen it or does not care
         remove_runtime_dir(self._runtime_dir)
 
+    @staticmethod
+    def stop_seconds(grace: float) -> float:
+        """The longest that `stop` may take."""
+        return 2 * (grace + 4 * END_SECONDS)
+
     def kill(self) -> None:
         """End every process at once. `stop` is still needed, and quick then."""
         for process in self._processes.values():
@@ -154,7 +162,7 @@ class Supervisor:
             self._loop.call_soon_threadsafe(function, *args)
 
     def _expect_start(self, member: PeerId) -> None:
-        seconds = self._config.execution.startup_timeout
+        seconds = self._config.execution.startup_timeout + START_MARGIN_SECONDS
         self._starting[member] = self._loop.call_later(seconds, self._start_is_late, member, seconds)
         self.serving.clear()
 

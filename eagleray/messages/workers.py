@@ -33,6 +33,11 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     def world_size(self) -> int:
         return len(self.nodes)
 
+    @property
+    def sampler_rank(self) -> int:
+        """The rank that samples and answers steps, see `parallel.Mesh`."""
+        return self.world_size - self.tensor_parallel_size
+
     def local_ranks(self, rank: int) -> list[int]:
         """The ranks on the node of `rank`, in order."""
         return [other for other, node in enumerate(self.nodes) if node == self.nodes[rank]]

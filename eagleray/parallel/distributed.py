@@ -38,9 +38,12 @@ class Connections:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=timeout)
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]  # by default it listens on any address
+        began = time.monotonic()
         try:
             self._host = ProcessGroupGloo(PrefixStore(f"{name}/gloo", store), rank, size, options)
         except RuntimeError as error:
+            if time.monotonic() - began < timeout:
+                raise ChannelClosed(f"a rank of {name} is gone while they connect: {error}") from error
             raise DeadlineExceeded(
                 f"the {size} ranks of {name} were not connected within {timeout:g} s: {error}"
             ) from error

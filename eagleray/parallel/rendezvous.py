@@ -6,11 +6,12 @@ Rank 0 binds it to a free port of one address and says which; nobody guesses por
 from __future__ import annotations
 
 import socket
+import time
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from eagleray.errors import ConfigError, DeadlineExceeded
+from eagleray.errors import ChannelClosed, ConfigError, DeadlineExceeded
 
 __all__ = ["bind_store", "reach_store"]
 
@@ -45,9 +46,12 @@ def bind_store(host: str) -> tuple[TCPStore, str]:
 def reach_store(address: str, *, timeout: float) -> TCPStore:
     """Raises `DeadlineExceeded` if rank 0 is not reached in time."""
     host, _, port = address.rpartition(":")
+    began = time.monotonic()
     try:
         return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
+        if time.monotonic() - began < timeout:
+            raise ChannelClosed(f"rank 0 of the engine cannot be reached at {address}: {error}") from error
         raise DeadlineExceeded(
             f"rank 0 of the engine was not reached at {address} within {timeout:g} s: {error}"
         ) from error

@@ -115,6 +115,11 @@ class Segment:
         try:
             region = Region.attach(pid=made.pid, descriptor=made.descriptor, size=layout.size, nonce=made.nonce)
         except OSError as error:
+            if not os.path.exists(f"/proc/{made.pid}"):
+                raise ChannelClosed(
+                    f"rank 0 of the group, process {made.pid} of this node, is gone, or in another container: workers of "
+                    "one node must share its process ids"
+                ) from error
             raise ConfigError(
                 f"tensor-parallel rank {rank} cannot open the shared memory of rank 0, which is said to be process "
                 f"{made.pid} of the same node ({error}): workers of one node must share its process ids, so start "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import signal
 import socket
 import subprocess
@@ -49,6 +51,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
             )
         self._socket = ours
+        self._pidfd = _open_pidfd(self._process.pid)
         birth = Birth(target=target, label=label, log_level=log_level, payload=payload, runtime_dir=runtime_dir)
         with contextlib.suppress(OSError):  # it died already: the watcher is about to say so
             write_frame(ours, msgspec.msgpack.encode(birth))
@@ -72,13 +75,33 @@ class Child:
         self._watcher.join(timeout)
         return not self._watcher.is_alive()
 
+    def _has_news(self) -> bool:
+        """Wait for a message, or its end. A fork of the process (of a library that it uses) may keep the socket open
+        beyond its death: so its death is watched, too. Whether there may be a message."""
+        if self._pidfd is None:
+            return True
+        news = select.poll()
+        news.register(self._socket, select.POLLIN)
+        news.register(self._pidfd, select.POLLIN)
+        return any(descriptor == self._socket.fileno() for descriptor, _ in news.poll())
+
     def _watch(self) -> None:
         codec: Codec[ChildToParent] = Codec(ChildToParent)
-        while (frame := read_frame(self._socket)) is not None:
+        while self._has_news() and (frame := read_frame(self._socket)) is not None:
             self._on_message(codec.decode([frame]))
         returncode = self._process.wait()
         self._socket.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
         self._on_exit(_explain(returncode))
+
+
+def _open_pidfd(pid: int) -> int | None:
+    """A descriptor that can be read when the process has ended; None where the system has no such thing."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
 
 
 def _program() -> str:

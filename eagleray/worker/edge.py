@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import ExitStack
 
 import msgspec
 
 from eagleray.config.environment import let_waiting_threads_sleep
-from eagleray.log import get_logger
 from eagleray.messages.arrays import Frame
 from eagleray.messages.codec import Codec
-from eagleray.messages.steps import Call, Reply
+from eagleray.messages.steps import Call, Reply, WorkerFailure
 from eagleray.messages.workers import WorkerSpec
 from eagleray.transport import Pulse
+from eagleray.worker.entry import end_cut_off
 
-__all__ = ["WorkerEdge", "open_edge"]
+__all__ = ["FailedCall", "WorkerEdge", "open_edge"]
 
-logger = get_logger(__name__)
+
+class FailedCall(Exception):
+    """A call has failed on this rank. Raised, not returned: a graph hands out what hosts return only when all of them
+    have, and the partners of a rank that has failed wait for it."""
+
+    def __init__(self, reply: bytes) -> None:
+        super().__init__(reply)
+        self.reply = reply
+        """The encoded `Reply`, with its `WorkerFailure`."""
 
 
 def open_edge(payload: bytes) -> WorkerEdge:
@@ -34,7 +41,7 @@ class WorkerEdge:
         from eagleray.worker.worker import Worker  # torch reads its environment when it is imported
 
         self._ends = ExitStack()
-        self._ends.callback(Pulse.start(spec.pulse, on_silent=_end).close)
+        self._ends.callback(Pulse.start(spec.pulse, on_silent=end_cut_off).close)
         self._worker = Worker(spec.worker, spec.rank, spec.config, spec.topology, device_index=spec.device_index)
         self._ends.callback(self._worker.close)
         self._calls: Codec[Call] = Codec(Call)
@@ -42,15 +49,15 @@ class WorkerEdge:
         self._lock = threading.Lock()
 
     def handle(self, frames: list[Frame]) -> list[Frame]:
-        """The reply to a call; no frames if this rank has nothing to say."""
+        """The reply to a call; no frames if this rank has nothing to say. Raises `FailedCall`."""
         with self._lock:
             reply = self._worker.handle(self._calls.decode(frames))
-            return [] if reply is None else self._replies.encode(reply)
+            if reply is None:
+                return []
+            answer = self._replies.encode(reply)
+            if isinstance(reply.body, WorkerFailure):
+                raise FailedCall(bytes(answer[0]))
+            return answer
 
     def close(self) -> None:
         self._ends.close()
-
-
-def _end(seconds: float) -> None:
-    logger.error("the engine was silent for %.0f s: ending", seconds)
-    os._exit(1)

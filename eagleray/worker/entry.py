@@ -13,7 +13,7 @@ from eagleray.messages.workers import WorkerSpec
 from eagleray.process import Parent
 from eagleray.transport import FAR_MEDIA, MEDIA, Listener, Pulse
 
-__all__ = ["run"]
+__all__ = ["end_cut_off", "run"]
 
 logger = get_logger(__name__)
 
@@ -25,21 +25,22 @@ def run(payload: bytes, parent: Parent | None = None) -> None:
     spec = msgspec.msgpack.decode(payload, type=WorkerSpec)
     let_waiting_threads_sleep()
     with ExitStack() as stack:
-        pulse = Pulse.start(spec.pulse, on_silent=_end)
-        stack.callback(pulse.close)
         media = MEDIA if spec.is_near else FAR_MEDIA
         listener = Listener.open(spec.queue, timeout=ATTACH_SECONDS, media=media)
         stack.callback(listener.close)
-        # torch is imported only now: the engine knows already that this worker is alive
+        # Only now: the engine knows already that this worker is there. And before the first heartbeat: while libraries
+        # are loaded no thread runs, and a slow disk would be taken for a worker that hangs.
         from eagleray.worker.loop import serve
         from eagleray.worker.worker import Worker
 
+        pulse = Pulse.start(spec.pulse, on_silent=end_cut_off)
+        stack.callback(pulse.close)
         worker = Worker(spec.worker, spec.rank, spec.config, spec.topology, device_index=spec.device_index)
         stack.callback(worker.close)
         serve(worker, listener)
 
 
-def _end(seconds: float) -> None:
+def end_cut_off(seconds: float) -> None:
     """Cut off from the engine, which has given us up by now: it must not be possible that both go on."""
     logger.error("the engine was silent for %.0f s: ending", seconds)
     os._exit(1)

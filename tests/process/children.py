@@ -26,6 +26,14 @@ def crash(payload: bytes, parent: Parent) -> None:
         raise ZeroDivisionError("there is a bug")
 
 
+def leave_a_fork(payload: bytes, parent: Parent) -> None:
+    """A fork holds this process's end of the socket pair beyond its death."""
+    if os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def kill_yourself(payload: bytes, parent: Parent) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -179,6 +179,7 @@ def test_which_executor_is_meant():
     assert executor_name(build_config(), in_placement_group=True) == "ray"
     assert executor_name(build_config(tensor_parallel_size=2), in_placement_group=False) == "processes"
     assert executor_name(build_config(placement_group="ab"), in_placement_group=False) == "ray"
+    assert executor_name(build_config(ray_address="auto"), in_placement_group=False) == "ray"
     assert executor_name(build_config(executor="processes"), in_placement_group=True) == "processes"
     with pytest.raises(ConfigError, match="needs 2"):
         build_config(executor="in-process", pipeline_parallel_size=2)

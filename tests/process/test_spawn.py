@@ -58,6 +58,12 @@ def test_an_exception_crosses_as_a_value_with_its_cause(spawn):
     assert said.get(timeout=DEADLINE) == "it ended with exit code 1"
 
 
+def test_a_death_is_noticed_though_a_fork_lives(spawn):
+    child, said = spawn("leave_a_fork")
+    assert "it was killed by SIGKILL" in said.get(timeout=DEADLINE)
+    assert child.wait(DEADLINE)
+
+
 def test_a_bug_brings_its_traceback_and_is_told_once(spawn):
     _, said = spawn("crash")
     failed = said.get(timeout=DEADLINE)

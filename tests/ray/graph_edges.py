@@ -5,9 +5,18 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 
-__all__ = ["Edge", "make", "make_none"]
+from eagleray.messages.codec import Codec
+from eagleray.messages.failure import Failure
+from eagleray.messages.steps import Call, Reply, WorkerFailure
+from eagleray.messages.workers import WorkerSpec
+from eagleray.worker.edge import FailedCall
+
+__all__ = ["Edge", "make", "make_none", "make_one_that_fails"]
+
+LONG_SECONDS = 60.0
 
 
 class Edge:
@@ -31,3 +40,24 @@ def make(payload: bytes) -> Edge:
 
 def make_none(payload: bytes) -> Edge:
     raise RuntimeError("it cannot be made")
+
+
+class Half:
+    """Of two ranks, the second one fails, and the first one waits for it."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+
+    def handle(self, frames: list[Any]) -> list[Any]:
+        if self._spec.rank == 0:
+            time.sleep(LONG_SECONDS)
+        call = Codec[Call](Call).decode(frames)
+        failure = WorkerFailure(worker=self._spec.worker, cause=Failure.of(ZeroDivisionError("there is a bug")))
+        raise FailedCall(bytes(Codec[Reply](Reply).encode(Reply(call.call_id, self._spec.rank, failure))[0]))
+
+    def close(self) -> None:
+        pass
+
+
+def make_one_that_fails(payload: bytes) -> Half:
+    return Half(msgspec.msgpack.decode(payload, type=WorkerSpec))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import ray
 import ray_cluster
+from graph_edges import LONG_SECONDS
 from ray.exceptions import RayChannelTimeoutError
 from ray_cluster import FAR, config, new_engine
 
@@ -170,3 +172,22 @@ def test_a_worker_that_cannot_be_made_leaves_nothing(cluster, runtime_dir):
     with pytest.raises(WorkerLost, match="it cannot be made"):
         start_ray_graph(new_engine(), asked, runtime_dir=runtime_dir, context=None, worker="graph_edges:make_none")
     assert ray.is_initialized()
+
+
+@pytest.mark.parametrize("is_step", [True, False])
+def test_one_rank_that_fails_is_heard_while_the_other_waits_for_it(cluster, runtime_dir, is_step):
+    asked = with_our_modules(config(2))
+    group = start_ray_graph(
+        new_engine(), asked, runtime_dir=runtime_dir, context=None, worker="graph_edges:make_one_that_fails"
+    )
+    opened = Executor(group)
+    try:
+        began = time.monotonic()
+        with pytest.raises(WorkerFailed, match=r"engine-0/tp1-pp0: ZeroDivisionError: there is a bug"):
+            if is_step:
+                opened.step(plan(0)).result()
+            else:
+                opened.call(OpenGroups(), GroupsOpened, timeout=30)
+        assert time.monotonic() - began < LONG_SECONDS / 2
+    finally:
+        opened.close()

@@ -33,6 +33,8 @@ def test_option_names_are_unique_over_all_sections():
         ({"bundle_indices": [0, 1]}, "2 were given, but there are 1 workers"),
         ({"bundle_indices": [1, 1], "tensor_parallel_size": 2}, "must be different"),
         ({"bundle_indices": [-1, 1], "tensor_parallel_size": 2}, "not negative"),
+        ({"placement_group": "ab", "ray_placement_strategy": "SPREAD"}, "is for a group of the engine's own"),
+        ({"executor": "ray", "ray_graph_timeout": 5}, "is for executor ray-graph"),
         ({"ray_worker_resources": "GPU=1"}, "expected a JSON object"),
         ({"ray_worker_resources": {"GPU": 1.5}}, "a whole number or a fraction of one"),
     ],

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from engine_fakes import ENGINE, CountingGroup, ListInbox, ListOutbox
 
@@ -31,7 +33,7 @@ def generate(request_id: str, *, client: ClientId = CLIENT, num_prompt: int = 5,
 def run(*messages, group: CountingGroup | None = None, depth: int = 1) -> ListOutbox:
     """Run a loop that receives these messages, and `Stop` once it has nothing left to do."""
     group = group or CountingGroup()
-    core = start_engine(build_config(enable_prefix_caching=False), Executor(group), depth=depth).core
+    core = start_engine(build_config(enable_prefix_caching=False), Executor(group), depth=depth, deadline=math.inf).core
     inbox, outbox = ListInbox(*messages), ListOutbox()
     inbox.on_empty = lambda: Stop(0.0)
     EngineLoop(ENGINE, core, inbox, outbox).run()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from engine_fakes import CountingGroup
 
@@ -12,7 +14,7 @@ from eagleray.messages.steps import AllocateCache, MeasureMemory
 
 def start(group: CountingGroup, **options) -> int:
     """The number of cache blocks that the engine got."""
-    return start_engine(build_config(**options), Executor(group), depth=1).info.num_kv_blocks
+    return start_engine(build_config(**options), Executor(group), depth=1, deadline=math.inf).info.num_kv_blocks
 
 
 def test_the_cache_takes_the_memory_that_there_is():

@@ -86,6 +86,13 @@ def test_a_late_reply_is_never_taken_for_another():
     assert executor.call(MeasureMemory(1), MemoryMeasured, timeout=1)[0].available_bytes == 2
 
 
+def test_a_reply_that_settles_it_ends_the_wait_for_the_others():
+    group = FakeGroup(world_size=3)
+    group.replies += [Reply(1, 1, MemoryMeasured(5))]
+    replies = Executor(group).gather(MeasureMemory(1), MemoryMeasured, timeout=5, until=lambda r: r.available_bytes < 9)
+    assert replies == {1: MemoryMeasured(5)}
+
+
 def failure(kind: str, *, is_user_error: bool) -> WorkerFailure:
     cause = Failure(kind=kind, message="it broke", traceback="Traceback: here", is_user_error=is_user_error)
     return WorkerFailure(worker=WorkerId(EngineId("i", 0), tp=1, pp=0), cause=cause)

@@ -182,10 +182,12 @@ def test_memory_of_somebody_else():
         Ticket(pid, segment._region.descriptor, bytes(16), SLOT_BYTES),
         Ticket(pid, segment._region.descriptor, segment._region.nonce, 2 * SLOT_BYTES),
         Ticket(pid, descriptor, segment._region.nonce, SLOT_BYTES),
-        Ticket(2**22 + 1, 3, segment._region.nonce, SLOT_BYTES),
     ):
         with pytest.raises(ConfigError, match="tensor-parallel rank 1 cannot open the shared memory of rank 0"):
             Segment.attach(msgspec.msgpack.encode(wrong), rank=1, num_ranks=2)
+    gone = Ticket(2**22 + 1, 3, segment._region.nonce, SLOT_BYTES)
+    with pytest.raises(ChannelClosed, match="is gone, or in another container"):
+        Segment.attach(msgspec.msgpack.encode(gone), rank=1, num_ranks=2)
     os.close(descriptor)
     segment.close()
     segment.close()

@@ -1,0 +1,61 @@
+"""What every executor tells its workers at their birth, and how it listens for their heartbeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from eagleray.config import Config
+from eagleray.executor.losses import Losses
+from eagleray.identity import EngineId
+from eagleray.messages.workers import Topology, WorkerSpec
+from eagleray.transport import PulseMonitor
+
+__all__ = ["labels_of", "listen_for_silence", "payloads"]
+
+
+def labels_of(engine: EngineId, topology: Topology) -> list[str]:
+    """Names of the workers, by rank."""
+    return [topology.worker_id(engine, rank).label for rank in range(topology.world_size)]
+
+
+def listen_for_silence(
+    labels: Sequence[str], losses: Losses, *, config: Config, runtime_dir: Path, host: str | None
+) -> PulseMonitor:
+    """A worker that is heard and then falls silent is a loss. `host`: where workers of other nodes reach the engine."""
+    return PulseMonitor.open(
+        num_peers=len(labels),
+        runtime_dir=runtime_dir,
+        host=host,
+        limit=config.execution.heartbeat_timeout,
+        on_silent=lambda rank, seconds: losses.report(labels[rank], f"it was silent for {seconds:.0f} s"),
+    )
+
+
+def payloads(
+    engine: EngineId,
+    config: Config,
+    topology: Topology,
+    *,
+    devices: Sequence[int | None],
+    near: Sequence[bool],
+    queue: Callable[[int], bytes],
+    pulse: PulseMonitor,
+) -> list[bytes]:
+    """An encoded `WorkerSpec` for each rank. `devices`, `near`: by rank; `queue`: the ticket of a rank."""
+    specs = [
+        WorkerSpec(
+            worker=topology.worker_id(engine, rank),
+            rank=rank,
+            config=config,
+            topology=topology,
+            device_index=devices[rank],
+            is_near=near[rank],
+            queue=queue(rank),
+            pulse=pulse.ticket(rank),
+        )
+        for rank in range(topology.world_size)
+    ]
+    return [msgspec.msgpack.encode(spec) for spec in specs]
