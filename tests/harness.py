@@ -5,7 +5,7 @@ What runs is the engine's own start-up and step; only the client's side is repla
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from eagleray.messages.requests import Abort, Generate
 from eagleray.messages.sampling import Sampling, Stopping
 from eagleray.transport import make_runtime_dir, remove_runtime_dir
 
+START_SECONDS = 120.0
 CLIENT = ClientId("test", 0)
 
 
@@ -50,7 +51,7 @@ class LocalEngine:
             self.executor = open_executor(EngineId("test", 0), config, runtime_dir=runtime_dir)
             self._ends.callback(self.executor.close)
             depth = steps_in_flight(config, in_placement_group=False)
-            started = start_engine(config, self.executor, depth=depth, deadline=math.inf)
+            started = start_engine(config, self.executor, depth=depth, deadline=time.monotonic() + START_SECONDS)
         except BaseException:
             self._ends.close()
             raise

@@ -25,6 +25,7 @@ class Losses:
         self._is_reported = threading.Event()
         self._error: Exception | None = None
         self._are_expected = False
+        self._has_failed = False
 
     def report(self, label: str, reason: str | Failure) -> None:
         """The worker `label` is gone; a `Failure` is what it has said of that itself."""
@@ -40,6 +41,15 @@ class Losses:
         """From now on workers end because they were told to."""
         with self._lock:
             self._are_expected = True
+
+    def note_failure(self) -> None:
+        """A worker has failed in a call: the others may wait for it, and will not hear that they are to end."""
+        self._has_failed = True
+
+    @property
+    def is_broken(self) -> bool:
+        """The workers are no longer able to end by themselves."""
+        return self._has_failed or self._error is not None
 
     def check(self) -> None:
         """Raises the first report, every time."""

@@ -83,7 +83,7 @@ def _end(children: list[Child], close_queue: Callable[[], None], losses: Losses)
     """Workers end when the queue closes; those that do not are told by SIGTERM, then killed. When one is lost all are
     killed at once: the others wait for it, and would not hear."""
     close_queue()
-    if losses.wait(0):
+    if losses.is_broken:
         for child in children:
             child.kill()
     for stronger in (Child.terminate, Child.kill):

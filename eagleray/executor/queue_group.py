@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from eagleray.errors import ChannelClosed, WorkerLost
 from eagleray.executor.losses import PARTNER_SECONDS, Losses
 from eagleray.messages.codec import Codec
-from eagleray.messages.steps import Call, Reply
+from eagleray.messages.steps import Call, Reply, WorkerFailure
 from eagleray.messages.workers import Topology
 from eagleray.transport import Broadcaster
 
@@ -42,7 +42,10 @@ class QueueGroup:
         except ChannelClosed as error:
             raise self._cause(error) from error
         if received is not None:
-            return self._replies.decode(received[1])
+            reply = self._replies.decode(received[1])
+            if isinstance(reply.body, WorkerFailure):
+                self._losses.note_failure()
+            return reply
         self._losses.check()
         return None
 

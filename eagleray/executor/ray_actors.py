@@ -59,5 +59,5 @@ def _end(broadcaster: Broadcaster, actors: Actors, losses: Losses) -> None:
     """Workers end when the queue closes; what is left is killed with the team. When one is lost all are killed at once:
     the others wait for it, and would not hear."""
     broadcaster.close()
-    if not losses.wait(0):
+    if not losses.is_broken:
         actors.wait_until_ended(END_SECONDS)

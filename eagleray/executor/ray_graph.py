@@ -134,7 +134,7 @@ class RayGraphGroup:
         self._is_closed = True
         self._losses.expect()
         self._sent.put(None)
-        is_lost = self._losses.wait(0)
+        is_lost = self._losses.is_broken
         self._thread.join(0 if is_lost else END_SECONDS)
         with self._ends:
             if is_lost or self._thread.is_alive():  # what waits for a worker that hangs would hang too
@@ -155,6 +155,7 @@ class RayGraphGroup:
                         if answer:
                             self._replies.put(self._answers.decode(answer))
                 except FailedCall as failed:
+                    self._losses.note_failure()
                     self._replies.put(self._answers.decode([failed.reply]))
                 if not isinstance(sent, _Step):
                     self._num_done += 1

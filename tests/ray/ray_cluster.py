@@ -55,11 +55,10 @@ def new_engine() -> EngineId:
 def config(tp: int = 1, pp: int = 1, *, resources: dict[str, float] | None = None, **options: Any) -> Config:
     """Of an engine whose workers take an "acc" each."""
     return build_config(
-        executor="ray",
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
         ray_worker_resources=ACC if resources is None else resources,
-        **{"ray_placement_timeout": 20.0, "startup_timeout": 60.0, "device": "cpu", **options},
+        **{"executor": "ray", "ray_placement_timeout": 20.0, "startup_timeout": 60.0, "device": "cpu", **options},
     )
 
 

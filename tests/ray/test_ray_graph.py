@@ -101,7 +101,9 @@ def test_frames_are_lent_without_copying():
 @contextmanager
 def executor(runtime_dir: Path, workers: int = 2, **options: Any) -> Iterator[tuple[Executor, EngineId]]:
     engine = new_engine()
-    opened = Executor(start_ray_graph(engine, config(workers, **options), runtime_dir=runtime_dir, context=None))
+    opened = Executor(
+        start_ray_graph(engine, config(workers, executor="ray-graph", **options), runtime_dir=runtime_dir, context=None)
+    )
     try:
         yield opened, engine
     finally:

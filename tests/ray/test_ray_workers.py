@@ -106,7 +106,7 @@ def test_workers_beside_the_engine(start: Start, monkeypatch: pytest.MonkeyPatch
     assert [one.label for one in said] == ["engine-0/tp0-pp0", "engine-0/tp1-pp0"]
     assert said[0].nodes == [ray_cluster.here()] * 2
     assert {one.medium for one in said} == {"shared memory"}
-    assert [one.device_index for one in said] == [None, None]
+    assert [one.device_index for one in said] == [0, 1], "no GPUs are assigned: a GPU each, where there are any"
     if os.geteuid() == 0:
         assert [one.niceness for one in said] == [0, 0]  # Ray's is 15
     for one in said:
@@ -239,7 +239,7 @@ def test_a_failure_after_any_stage_leaves_nothing(start: Start, monkeypatch: pyt
         "eagleray.cluster.spawn.Actors.where",
         "eagleray.cluster.team.lay_out",
         "eagleray.executor.ray_actors.Broadcaster.open",
-        "eagleray.executor.ray_actors.PulseMonitor.open",
+        "eagleray.executor.births.PulseMonitor.open",
         "eagleray.cluster.spawn.Actors.run",
         "eagleray.executor.ray_actors.Watch",
         "eagleray.executor.ray_actors.Broadcaster.wait_for_peers",
