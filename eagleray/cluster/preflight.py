@@ -40,17 +40,27 @@ def check_in(address: str) -> None:
     A token is shown only to a cluster that wants one: a program that has one and expects others to show it too would be
     taken for dead by a cluster without authentication, and its actors ended as soon as they begin.
     """
-    if "RAY_AUTH_MODE" in os.environ:
-        check_cluster(address)
-        return
-    _set_mode("disabled")
+    if "RAY_AUTH_MODE" not in os.environ and token_source() is not None:
+        _set_mode("disabled")
+        if _wants_token(address):
+            _set_mode("token")
+    check_cluster(address)
+
+
+def _wants_token(address: str) -> bool:
     try:
-        check_cluster(address)
-    except _TokenWanted:
-        if token_source() is None:
-            raise
-        _set_mode("token")
-        check_cluster(address)
+        _ask(address)
+    except AuthenticationError:
+        return True
+    except Exception:  # `check_cluster` asks again, and says what is wrong
+        return False
+    return False
+
+
+def _ask(address: str) -> dict[str, str]:
+    """The cluster's versions."""
+    metadata: dict[str, str] = usage_lib.get_cluster_metadata(GcsClient(address=address))
+    return metadata
 
 
 def _set_mode(mode: str) -> None:
@@ -82,16 +92,12 @@ def check_reachable(address: str) -> None:
         raise ClusterError(f"Ray cluster {address}: what listens there is not Ray's control store; is the port right?")
 
 
-class _TokenWanted(ClusterError):
-    """The cluster does not let us in without a token, or with this one."""
-
-
 def check_cluster(address: str) -> None:
     """Raises `ClusterError` unless the cluster lets us in and runs the same versions of Ray and Python."""
     try:
-        metadata = usage_lib.get_cluster_metadata(GcsClient(address=address))
+        metadata = _ask(address)
     except AuthenticationError:
-        raise _TokenWanted(_explain_token(address)) from None
+        raise ClusterError(_explain_token(address)) from None
     except Exception as error:
         # which errors Ray's client raises differs between its versions: what it says is all there is to know
         raise ClusterError(f"Ray cluster {address}: its control store does not answer: {_first_line(error)}") from error

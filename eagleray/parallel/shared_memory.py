@@ -117,8 +117,8 @@ class Segment:
         except OSError as error:
             if not os.path.exists(f"/proc/{made.pid}"):
                 raise ChannelClosed(
-                    f"rank 0 of the group, process {made.pid} of this node, is gone, or in another container: the workers "
-                    "of a node must share its process ids"
+                    f"rank 0 of the group, process {made.pid} of this node, is gone, or in another container: workers "
+                    "of one node must share its process ids"
                 ) from error
             raise ConfigError(
                 f"tensor-parallel rank {rank} cannot open the shared memory of rank 0, which is said to be process "
