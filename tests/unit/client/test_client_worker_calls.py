@@ -161,7 +161,7 @@ async def test_what_cannot_be_called_is_refused_before_it_is_sent():
     async with attached() as setup:
         call = setup.client.call_workers
         for work, message in (
-            (call(print, timeout=None), "`method` must be a text, but it is a builtin_function"),
+            (call(len, timeout=None), "`method` must be a text, but it is a builtin_function"),
             (call("weigh", [{"a": {1}}], timeout=None), r"args\[0\]\['a'\]: a value of type builtins.set"),
             (call("weigh", kwargs={"a": object()}, timeout=None), r"kwargs\['a'\]: a value of type builtins.object"),
             (call("weigh", "abc", timeout=None), "args: a list or a tuple is expected"),
