@@ -3,6 +3,11 @@
 The graph is flat. Stages and tensor-parallel ranks exchange tensors by themselves; what travels here is a plan, and
 what the sampler has to say. A message travels as a list of its header, bytes, and its large arrays: Ray moves those
 through shared memory without copying. What comes out is detached from that memory before anybody else sees it.
+
+Between nodes a channel has room for one message, and the raylet that receives another waits in its main thread, where
+nothing wakes it: it hears of nothing else meanwhile, not even of the message that its reader is waiting for. If the
+channel is closed then, it aborts. So nothing may be sent to another node before the step ahead of it is answered by
+all, and nothing may be taken apart while a message is on its way.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -33,6 +39,8 @@ ALIVE_SECONDS = 600.0
 LOOK_SECONDS = 0.2
 BUFFER_BYTES = 1 << 20
 """Of a channel's slot; larger messages make Ray allocate another."""
+QUIET_SECONDS = 0.3
+"""After the death of a host, for what it had sent to arrive."""
 
 
 class Edge(Protocol):
@@ -73,16 +81,24 @@ class GraphHost(Host):
 
 
 class Graph:
-    """The compiled graph over some `GraphHost`s. Its results are in the order of the hosts."""
+    """The compiled graph over some `GraphHost`s. Its results are in the order of the hosts.
+
+    If any of them is on another node, a step may be sent only when the one before it has been answered.
+    """
 
     def __init__(self, hosts: Sequence[Any], *, max_steps: int, timeout: float) -> None:
         logging.getLogger("ray.dag.compiled_dag_node").setLevel(logging.CRITICAL)  # our own errors name the cause
         with InputNode() as frames:
             graph = MultiOutputNode([host.handle.bind(frames) for host in hosts])
         self._timeout = timeout
-        self._compiled = graph.experimental_compile(
+        self._compiled: Any = graph.experimental_compile(
             _submit_timeout=timeout, _buffer_size_bytes=BUFFER_BYTES, _max_inflight_executions=max_steps
         )
+        # When a host dies, Ray would at once take the graph apart, while the others are sending. We do it, in `close`.
+        self._compiled._monitor._teardown_done = True
+        # Closing registers what was not read yet, and that aborts this process if the memory went with a dead host.
+        for channel in self._compiled.dag_output_channels:
+            channel.ensure_registered_as_reader()
 
     def execute(self, frames: Frames) -> Any:
         """Send a message to every host; a reference for `results`."""
@@ -91,8 +107,8 @@ class Graph:
     def results(self, reference: Any, edge: Callable[[Any], Any] = detach) -> list[Frames]:
         """What each host has answered, in memory of our own. To be asked once, in the order of `execute`.
 
-        Raises what a host raises, as soon as one does; `ray.exceptions.RayChannelTimeoutError` after the timeout;
-        `RayActorError` when a host dies.
+        Raises what a host raises, as soon as one does, and `ray.exceptions.RayChannelTimeoutError` after the timeout,
+        also when a host is dead; `RayChannelError` when the graph is closed meanwhile.
         """
         try:
             answers: list[Frames] = edge(ray.get(reference, timeout=self._timeout))
@@ -100,8 +116,11 @@ class Graph:
             raise error.cause from None
         return answers
 
-    def close(self) -> None:
-        """Take the graph apart. Quick if the hosts are idle or dead."""
+    def close(self, *, are_hosts_dead: bool = False) -> None:
+        """Take the graph apart. The hosts are idle, all steps being answered, or else they are dead."""
+        if are_hosts_dead:
+            time.sleep(QUIET_SECONDS)
+        self._compiled._monitor._teardown_done = False
         self._compiled.teardown()
         # Ray's own helper of the graph; after a failure, what still refers to the graph would keep it alive
         ray.kill(self._compiled._proxy_actor)

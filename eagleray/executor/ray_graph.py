@@ -78,7 +78,8 @@ class _Call(NamedTuple):
 
 
 class _LateStep(NamedTuple):
-    """A step behind a call that is not answered yet: it is sent when that is done, so that all ranks keep the order."""
+    """A step that is sent when everything before it is answered: behind a call, so that all ranks keep the order, and
+    between nodes, as `cluster.graph` explains."""
 
     frames: Frames
 
@@ -98,6 +99,7 @@ class RayGraphGroup:
         self._replies = replies
         self._losses = losses
         self._ends = ends
+        self._is_one_by_one = not all(team.near)
         self._is_closed = False
         self._calls: Codec[Call] = Codec(Call)
         self._answers: Codec[Reply] = Codec(Reply)
@@ -110,11 +112,12 @@ class RayGraphGroup:
     def send(self, call: Call) -> None:
         self._losses.check()
         frames = lend(self._calls.encode(call))
-        if isinstance(call.body, StepPlan) and self._num_kept == self._num_done:
+        is_step = isinstance(call.body, StepPlan)
+        if is_step and not self._is_one_by_one and self._num_kept == self._num_done:
             self._sent.put(_Step(self._graph.execute(frames)))
             return
         self._num_kept += 1
-        self._sent.put(_LateStep(frames) if isinstance(call.body, StepPlan) else _Call(frames))
+        self._sent.put(_LateStep(frames) if is_step else _Call(frames))
 
     def receive(self, timeout: float) -> Reply | None:
         try:
@@ -139,8 +142,8 @@ class RayGraphGroup:
         with self._ends:
             if is_lost or self._thread.is_alive():  # what waits for a worker that hangs would hang too
                 self._team.kill()
+                self._graph.close(are_hosts_dead=True)  # ends the thread's wait
                 self._thread.join(END_SECONDS)
-                self._graph.close()
             else:
                 self._graph.close()
                 end_hosts(self._hosts)

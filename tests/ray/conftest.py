@@ -21,6 +21,7 @@ from eagleray.cluster.connect import connect
 from eagleray.transport import make_runtime_dir, remove_runtime_dir
 
 LEFT_SECONDS = 3.0
+NUM_NODES = 4
 made_clusters: dict[str, Any] = {}
 OBJECT_STORE_BYTES = 80 << 20
 
@@ -67,6 +68,7 @@ def nothing_is_left(cluster: str) -> Iterator[None]:
     ray_cluster.clear()
     assert not left
     assert ray_cluster.wait_until(ray_cluster.is_all_free, LEFT_SECONDS)
+    assert ray_cluster.num_living_nodes() >= NUM_NODES
 
 
 @pytest.fixture

@@ -10,13 +10,14 @@ import numpy as np
 
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Failure
-from eagleray.messages.steps import Call, Reply, WorkerFailure
+from eagleray.messages.steps import Call, Reply, StepPlan, StepResult, WorkerFailure
 from eagleray.messages.workers import WorkerSpec
 from eagleray.worker.edge import FailedCall
 
-__all__ = ["Edge", "make", "make_none", "make_one_that_fails"]
+__all__ = ["Edge", "make", "make_none", "make_one_that_fails", "make_one_that_lags"]
 
 LONG_SECONDS = 60.0
+LAG_SECONDS = 0.1
 
 
 class Edge:
@@ -61,3 +62,28 @@ class Half:
 
 def make_one_that_fails(payload: bytes) -> Half:
     return Half(msgspec.msgpack.decode(payload, type=WorkerSpec))
+
+
+class Lagging:
+    """The rank that samples takes its time; the others have nothing to say, and say so at once."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._rank = spec.rank
+        self._is_sampler = spec.rank == spec.topology.sampler_rank
+
+    def handle(self, frames: list[Any]) -> list[Any]:
+        if not self._is_sampler:
+            return []
+        time.sleep(LAG_SECONDS)
+        call = Codec[Call](Call).decode(frames)
+        assert isinstance(call.body, StepPlan)
+        return Codec[Reply](Reply).encode(
+            Reply(call.call_id, self._rank, StepResult(step=call.body.step, rows=[0], token_ids=[call.body.step]))
+        )
+
+    def close(self) -> None:
+        pass
+
+
+def make_one_that_lags(payload: bytes) -> Lagging:
+    return Lagging(msgspec.msgpack.decode(payload, type=WorkerSpec))

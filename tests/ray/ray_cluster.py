@@ -30,6 +30,7 @@ __all__ = [
     "living_actors",
     "new_engine",
     "node_ips",
+    "num_living_nodes",
     "pid_of",
     "remove",
     "wait_until",
@@ -95,6 +96,10 @@ def clear() -> None:
             remove(group_id)
     for actor in ray.util.list_named_actors(all_namespaces=True):
         ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
+
+
+def num_living_nodes() -> int:
+    return sum(node.is_alive for node in snapshot())
 
 
 def is_all_free() -> bool:

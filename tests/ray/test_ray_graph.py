@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,14 +145,32 @@ def test_a_worker_that_raises_is_named(cluster, runtime_dir):
             opened.step(plan(1)).result()
 
 
-def test_a_killed_worker_is_named(cluster, runtime_dir):
-    with executor(runtime_dir) as (opened, engine):
+@pytest.mark.parametrize("resources", [None, FAR])
+def test_a_killed_worker_is_named(cluster, runtime_dir, resources):
+    with executor(runtime_dir, resources=resources) as (opened, engine):
         opened.call(LoadNullModel(), CacheAllocated, timeout=30)
         pid = pid_of(engine, "tp1-pp0")
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerLost, match="engine-0/tp1-pp0"):
             for step in range(1000):
                 opened.step(plan(step)).result()
+
+
+@pytest.mark.parametrize("resources", [None, FAR])
+def test_ranks_may_be_ahead_of_the_one_that_samples(cluster, runtime_dir, resources):
+    """Between nodes, Ray's receiving side would block, and nothing would get past the answer that nobody takes yet."""
+    asked = with_our_modules(config(2, 2, resources=resources))
+    group = start_ray_graph(
+        new_engine(), asked, runtime_dir=runtime_dir, context=None, worker="graph_edges:make_one_that_lags"
+    )
+    opened = Executor(group)
+    try:
+        pending = deque(opened.step(plan(step)) for step in range(3))
+        for step in range(3, 12):
+            pending.append(opened.step(plan(step)))
+            assert pending.popleft().result().token_ids == [step - 3]
+    finally:
+        opened.close()
 
 
 def test_a_worker_that_hangs_is_missed_by_the_channels_timeout(cluster, runtime_dir):
