@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import socket
-import sys
 from importlib.metadata import version
 
 import msgspec
@@ -24,8 +23,6 @@ class HostInfo(msgspec.Struct, frozen=True, kw_only=True):
     node_id: str
     hostname: str
     pid: int
-    num_cores: int
-    """Of the node, as far as this process may use them."""
     accelerator_ids: list[str]
     """GPUs that Ray assigned, by the names they have in CUDA_VISIBLE_DEVICES."""
     visible_devices: str | None
@@ -61,7 +58,6 @@ class Host:
             node_id=context.get_node_id(),
             hostname=socket.gethostname(),
             pid=os.getpid(),
-            num_cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
             accelerator_ids=[str(name) for name in context.get_accelerator_ids().get("GPU", [])],
             visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
             niceness=os.nice(0),

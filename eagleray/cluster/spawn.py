@@ -36,7 +36,6 @@ Sentinel = Any
 @dataclass(frozen=True)
 class Actor:
     label: str
-    node_id: str
     handle: Any
 
 
@@ -116,7 +115,7 @@ def spawn(
             handle = actor_class.options(name=f"{namespace}/{label}", scheduling_strategy=strategy, **options).remote(
                 label, log_level, environment.literal
             )
-            made.append(Actor(label, bundle.node_id, handle))
+            made.append(Actor(label, handle))
     except Exception as error:
         Actors(made).kill()
         raise ClusterError(f"Ray does not take the actor of {label}: {shorten(str(error))}") from error

@@ -60,7 +60,7 @@ class Listener:
         )
 
     def receive(self, timeout: float) -> list[Frame] | None:
-        """The engine's next message; None after `timeout` seconds, or when woken.
+        """The engine's next message; None after `timeout` seconds.
 
         Raises `ChannelClosed` when the engine has closed its end and everything was received.
         """
@@ -70,7 +70,7 @@ class Listener:
             if frames is not None or timeout <= 0:
                 return frames
             deadline = monotonic() + timeout
-            while not self._bell.take_wake():
+            while True:
                 if gone := self._peer.gone():
                     if (frames := self._peer.take()) is not None:  # sent before it went
                         return frames
@@ -79,8 +79,7 @@ class Listener:
                 if (frames := self._peer.take()) is not None:
                     return frames
                 if monotonic() >= deadline:
-                    break
-            return None
+                    return None
 
     def send(self, frames: Sequence[Frame], timeout: float) -> None:
         """Answer the engine; waits while the window is full, raises as `Broadcaster.send` does."""
@@ -105,10 +104,6 @@ class Listener:
                 if begun:
                     self._peer.mark_broken()
                 raise
-
-    def wake(self) -> None:
-        """A call that waits looks again; `receive`, this one or the next one that waits, returns None."""
-        self._bell.wake()
 
     def close(self) -> None:
         """Calls that wait in other threads end with `ChannelClosed`. What was sent, the engine can still receive."""

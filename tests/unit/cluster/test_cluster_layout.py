@@ -17,7 +17,6 @@ def info(node: str, gpus: list[str], visible: str | None = None) -> HostInfo:
         node_id=node,
         hostname=node,
         pid=1,
-        num_cores=4,
         accelerator_ids=gpus,
         visible_devices=visible,
         niceness=0,

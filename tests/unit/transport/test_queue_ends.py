@@ -205,7 +205,6 @@ def test_closing_ends_what_waits(connect, medium):
             end.close()
         assert isinstance(outcome[0], ChannelClosed)
         end.close()
-        end.wake()
         with pytest.raises(ChannelClosed):
             end.send([b"m"], SECONDS)
 
@@ -228,15 +227,12 @@ def test_closing_ends_a_send_that_waits(connect, medium):
 @pytest.mark.parametrize("medium", MEDIA)
 def test_a_wake_ends_the_wait_and_no_message_is_lost(connect, medium):
     queue, (listener,) = connect(medium)
-    for end in (queue, listener):
-        with aside(end.receive, SECONDS) as outcome:
-            end.wake()
-        assert outcome == [None]
+    with aside(queue.receive, SECONDS) as outcome:
+        queue.wake()
+    assert outcome == [None]
     queue.wake()
     listener.send([b"m"], SECONDS)
     assert queue.receive(SECONDS) in (None, (0, [b"m"]))
-    queue.send([b"m"], SECONDS)
-    assert listener.receive(SECONDS) == [b"m"]
 
 
 def test_a_send_that_waits_asks_whether_it_should(connect):
