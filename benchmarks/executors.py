@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
-from offline import ROWS, measure
+from peer_engines import Engine
+from peer_jobs import measure
+from peer_rows import OFFLINE
 from shapes import SHAPES, make
 
 
@@ -26,13 +27,13 @@ def main() -> None:
     arguments = parser.parse_args()
     checkpoint = make(arguments.model, arguments.directory)
     runs = [
-        [measure("eagleray", sys.executable, checkpoint, variant) for variant in arguments.variants]
+        [measure(Engine("eagleray"), checkpoint, variant) for variant in arguments.variants]
         for _ in range(arguments.repeat)
     ]
     print(f"{arguments.model}, {arguments.repeat} runs in turn: median (lowest to highest); ratio of the medians")
     for index, variant in enumerate(arguments.variants):
         print(json.dumps(variant))
-        for key, title in ROWS.items():
+        for key, title in OFFLINE.values():
             figures = [run[index][key] for run in runs]
             ratio = statistics.median(figures) / statistics.median(run[0][key] for run in runs)
             spread = f"({min(figures):.2f} to {max(figures):.2f})"

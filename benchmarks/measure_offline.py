@@ -1,6 +1,6 @@
-"""One engine, one checkpoint, one process: prints the figures of `offline.py` as a line of JSON.
+"""One engine, one checkpoint, one process: prints figures as a line of JSON. Run by `peers.py` in the engine's Python.
 
-python benchmarks/measure_offline.py eagleray|vllm CHECKPOINT [JSON object with more options of LLM]
+python benchmarks/measure_offline.py eagleray|vllm|llama.cpp CHECKPOINT [JSON with more options of LLM [FIGURE …]]
 """
 
 from __future__ import annotations
@@ -10,50 +10,109 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 PROMPT_TOKENS = 1024
 DECODE_TOKENS = 128
+LONG_PROMPT_TOKENS = 8192
+LONG_DECODE_TOKENS = 64
 ROW_SECONDS = 3.0
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagleray": {"max_model_len": 2048, "log_level": "warning"},
     "vllm": {"max_model_len": 2048, "disable_log_stats": True},
 }
+USUAL = ["token_ms", "prompt_tokens_per_s", "batch16_s", "batch32_s"]
 
 
-def main(engine: str, checkpoint: str, options: str = "{}") -> None:
-    began = time.perf_counter()
-    package = import_module(engine)
-    llm = package.LLM(checkpoint, **OPTIONS[engine], **json.loads(options))
-    figures = {"ready_s": time.perf_counter() - began}
-    rng = random.Random(0)
+class PackageEngine:
+    """The class `LLM` of eagleray or vLLM."""
 
-    def seconds(num_requests: int, num_in: int, num_out: int) -> float:
-        """Median of the runs that fit into `ROW_SECONDS`, at least one. Never the same prompt twice: the prefix cache
-        shall not help."""
-        runs = [once(num_requests, num_in, num_out)]
+    def __init__(self, engine: str, checkpoint: str, options: dict[str, Any]) -> None:
+        self._package = import_module(engine)
+        self._llm = self._package.LLM(checkpoint, **(OPTIONS[engine] | options))
+
+    def generate(self, prompts: list[list[int]], num_out: int) -> list[int]:
+        """Greedy; how many tokens each of `prompts` got."""
+        params = self._package.SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True, detokenize=False)
+        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return [len(output.outputs[0].token_ids) for output in outputs]
+
+    def close(self) -> None:
+        if hasattr(self._llm, "close"):
+            self._llm.close()
+
+
+class Bench:
+    """Times of an engine."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._rng = random.Random(0)
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        """Never the same twice: the prefix cache shall not help."""
+        return [[self._rng.randrange(10, 7000) for _ in range(length)] for _ in range(count)]
+
+    def once(self, prompts: list[list[int]], num_out: int) -> float:
+        start = time.perf_counter()
+        lengths = self._engine.generate(prompts, num_out)
+        seconds = time.perf_counter() - start
+        assert lengths == [num_out] * len(prompts), lengths
+        return seconds
+
+    def seconds(self, count: int, num_in: int, num_out: int) -> float:
+        """Median of the runs that fit into `ROW_SECONDS`, at least one."""
+        runs: list[float] = []
         while sum(runs) < ROW_SECONDS:
-            runs.append(once(num_requests, num_in, num_out))
+            runs.append(self.once(self.prompts(count, num_in), num_out))
         return statistics.median(runs)
 
-    def once(num_requests: int, num_in: int, num_out: int) -> float:
-        prompts = [{"prompt_token_ids": [rng.randrange(10, 7000) for _ in range(num_in)]} for _ in range(num_requests)]
-        params = package.SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True, detokenize=False)
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert all(len(output.outputs[0].token_ids) == num_out for output in outputs)
-        return time.perf_counter() - start
+    def warm_up(self, num_in: int) -> None:
+        """Threads, allocations and lazy compilation."""
+        self.seconds(2, 32, 8)
+        self.seconds(1, num_in, 1)
 
-    seconds(2, 32, 8)  # threads, allocations and lazy compilation
-    seconds(1, PROMPT_TOKENS, 1)
-    figures["token_ms"] = 1000 * (seconds(1, 32, 1 + DECODE_TOKENS) - seconds(1, 32, 1)) / DECODE_TOKENS
-    figures["prompt_tokens_per_s"] = PROMPT_TOKENS / seconds(1, PROMPT_TOKENS, 1)
-    figures["batch16_s"] = seconds(16, 32, 64)
-    figures["batch32_s"] = seconds(32, 128, 64)
+    def token_ms(self) -> float:
+        return 1000 * (self.seconds(1, 32, 1 + DECODE_TOKENS) - self.seconds(1, 32, 1)) / DECODE_TOKENS
+
+    def long_token_ms(self) -> float:
+        """The same prompt every time, so that, but for the first time, its end alone is computed."""
+        prompt = self.prompts(1, LONG_PROMPT_TOKENS)
+        self.once(prompt, 1)
+        first = statistics.median(self.once(prompt, 1) for _ in range(3))
+        whole = statistics.median(self.once(prompt, 1 + LONG_DECODE_TOKENS) for _ in range(3))
+        return 1000 * (whole - first) / LONG_DECODE_TOKENS
+
+
+FIGURES: dict[str, Callable[[Bench], float]] = {
+    "token_ms": Bench.token_ms,
+    "prompt_tokens_per_s": lambda bench: PROMPT_TOKENS / bench.seconds(1, PROMPT_TOKENS, 1),
+    "batch16_s": lambda bench: bench.seconds(16, 32, 64),
+    "batch32_s": lambda bench: bench.seconds(32, 128, 64),
+    "long_prompt_tokens_per_s": lambda bench: LONG_PROMPT_TOKENS / bench.seconds(1, LONG_PROMPT_TOKENS, 1),
+    "long_token_ms": Bench.long_token_ms,
+}
+
+
+def main(engine: str, checkpoint: str, options: str = "{}", *wanted: str) -> None:
+    began = time.perf_counter()
+    if engine == "llama.cpp":
+        from measure_llama import LlamaEngine  # only its Python has what that needs
+
+        opened: Any = LlamaEngine(checkpoint, json.loads(options))
+    else:
+        opened = PackageEngine(engine, checkpoint, json.loads(options))
+    figures = {"ready_s": time.perf_counter() - began}
+    bench = Bench(opened)
+    names = [name for name in wanted or USUAL if name != "ready_s"]
+    if names:
+        bench.warm_up(PROMPT_TOKENS)
+    for name in names:
+        figures[name] = FIGURES[name](bench)
     print(json.dumps(figures))
-    if engine == "eagleray":
-        llm.close()
+    opened.close()
 
 
 if __name__ == "__main__":

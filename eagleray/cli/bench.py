@@ -1,4 +1,4 @@
-"""`eagleray bench`: how fast the parts are on this machine."""
+"""`eagleray bench`: how fast a server, a model or a part is on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ import importlib
 
 __all__ = ["add_arguments", "run"]
 
-BENCHMARKS = {"rpc": "round trip of an engine's step to its workers and back, with a model that computes nothing"}
+BENCHMARKS = {
+    "serve": "load a server with OpenAI's API: throughput, time to first token, time per token",
+    "throughput": "tokens a second of a model without a server, all requests at once",
+    "latency": "time to first token and time per token of a single request or batch, without a server",
+    "startup": "from the start of a program or a server to its first answer",
+    "scheduler": "cost of planning and applying a step, without a model",
+    "rpc": "round trip of an engine's step to its workers and back, with a model that computes nothing",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,5 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.set_defaults(run_benchmark=module.run)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    arguments.run_benchmark(arguments)
+def run(arguments: argparse.Namespace) -> int | None:
+    """The exit code: 1 if nothing that was measured succeeded."""
+    code: int | None = arguments.run_benchmark(arguments)
+    return code

@@ -17,7 +17,7 @@ COMMANDS = {
     "generate": "complete prompts with a model, without a server",
     "chat": "talk to a model of a running server",
     "complete": "complete texts with a model of a running server",
-    "bench": "measure the parts on this machine",
+    "bench": "measure a server, a model or a part",
 }
 
 

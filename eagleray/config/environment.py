@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["let_waiting_threads_sleep"]
+__all__ = ["BuildSettings", "build_settings", "let_waiting_threads_sleep"]
 
 SPINS = "1000"
 """About ten microseconds: enough to bridge two products of a layer, too little to keep a core from others."""
@@ -20,3 +22,26 @@ def let_waiting_threads_sleep() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """What the user's environment says about compiling."""
+
+    cache_directory: Path | None
+    """Where to keep what was compiled; None if the user has no home."""
+    compiler: str | None
+    """The C++ compiler to use, with its arguments; None: one that is found."""
+
+
+def build_settings() -> BuildSettings:
+    """EAGLERAY_CACHE_DIR, else the user's cache directory as the XDG specification has it; and CXX."""
+    chosen, shared = os.environ.get("EAGLERAY_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
+    if chosen:
+        cache_directory: Path | None = Path(chosen).expanduser().absolute()
+    elif os.path.isabs(shared):  # the specification: a relative one is to be ignored
+        cache_directory = Path(shared, "eagleray")
+    else:
+        home = Path(os.path.expanduser("~"))
+        cache_directory = home / ".cache" / "eagleray" if home.is_absolute() else None
+    return BuildSettings(cache_directory=cache_directory, compiler=os.environ.get("CXX", "").strip() or None)

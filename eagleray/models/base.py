@@ -13,11 +13,9 @@ from torch import Tensor
 
 from eagleray.models.batch import Batch
 from eagleray.models.cache import CacheShape, KVCache
-from eagleray.models.context import ForwardContext
-from eagleray.models.kernels.reference import Kernels
+from eagleray.models.kernels.reference import Context, Kernels, Operation, Rows
 from eagleray.models.layers.decoder import DecoderLayer
-from eagleray.models.layers.embedding import Embedding, Head
-from eagleray.models.layers.norm import RMSNorm
+from eagleray.models.layers.embedding import Head
 from eagleray.models.layers.rope import Rope
 from eagleray.models.shares import kv_heads
 from eagleray.models.spec import ModelSpec
@@ -40,9 +38,9 @@ class Model:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
-        embedding: Embedding | None,
+        embedding: Operation | None,
         layers: Sequence[DecoderLayer],
-        norm: RMSNorm | None,
+        norm: Operation | None,
         head: Head | None,
         rope: Rope,
         num_parameters: int,
@@ -56,50 +54,47 @@ class Model:
         """Of this rank."""
         self.num_local_layers = len(layers)
         self.num_local_kv_heads = len(kv_heads(spec.num_kv_heads, groups.tp))
-        self._kernels = kernels
+        self._hidden_dtype = kernels.hidden_dtype(dtype)
+        self._cache_block = kernels.cache_block
         self._embedding = embedding
         self._layers = layers
         self._norm = norm
         self._head = head
-        self._rope = rope
         own = groups.mesh.layers(spec.num_layers)
-        self._windows = frozenset(spec.windows[own.start : own.stop])
+        windows = frozenset(spec.windows[own.start : own.stop])
+        self._run = kernels.compile(self._compute, rope=rope, windows=windows, device=device)
 
-    @property
-    def cache_shape(self) -> CacheShape:
-        """Of the cache that `forward` wants."""
-        return CacheShape(
-            num_layers=self.num_local_layers, num_kv_heads=self.num_local_kv_heads, head_dim=self.spec.head_dim
-        )
+    def cache_shape(self, block_size: int) -> CacheShape:
+        """Of the cache that `forward` wants, with blocks of so many tokens."""
+        block = self._cache_block(block_size, self.num_local_kv_heads, self.spec.head_dim)
+        return CacheShape(num_layers=self.num_local_layers, block_size=block_size, block=block)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Compute the batch's tokens and cache their keys and values -> hidden states [num_tokens, hidden_size].
 
         A stage after the first takes its input from the one before; one before the last sends its output to the next
-        one, which need not be ready.
+        one, which need not be ready. What is returned may be overwritten by the next call.
         """
-        context = self._context(batch, cache)
-        hidden = self._receive(batch) if self._embedding is None else self._embedding(batch.token_ids)
-        for layer, layer_cache in zip(self._layers, cache.layers, strict=True):
-            hidden = layer(hidden, layer_cache, context)
-        if self._norm is not None:
-            return self._norm(hidden)
-        self.groups.stages.send_hidden(hidden)
+        hidden = self._run(self._receive(batch) if self._embedding is None else batch.token_ids, batch, cache)
+        if self._norm is None:
+            self.groups.stages.send_hidden(hidden.clone())  # it may still be under way when it is overwritten
         return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor | None:
         """On the last stage alone: hidden states [n, hidden_size] -> float32 [n, vocab_size] on its first rank. None
-        on its other ranks, which must make the call too."""
+        on its other ranks, which must make the call too. They may be overwritten by the next call."""
         assert self._head is not None, "only the last stage has logits"
         return self._head(hidden)
 
-    def _receive(self, batch: Batch) -> Tensor:
-        shape = (len(batch.token_ids), self.spec.hidden_size)
-        return self.groups.stages.receive_hidden(shape, self.dtype, self.device)
+    def _compute(self, x: Rows, caches: Sequence[Tensor], context: Context) -> Rows:
+        """From token ids, or what the stage before has sent, to what this stage sends or the head takes."""
+        hidden = x if self._embedding is None else self._embedding(x)
+        for layer, cache in zip(self._layers, caches, strict=True):
+            hidden = layer(hidden, cache, context)
+        return hidden if self._norm is None else self._norm(hidden)
 
-    def _context(self, batch: Batch, cache: KVCache) -> ForwardContext:
-        cos, sin = self._rope.angles(batch.positions)
-        plans = {window: self._kernels.plan_attention(batch, cache.layers[0], window) for window in self._windows}
-        return ForwardContext(cos=cos, sin=sin, slots=batch.slots, plans=plans)
+    def _receive(self, batch: Batch) -> Tensor:
+        shape = (batch.num_tokens, self.spec.hidden_size)
+        return self.groups.stages.receive_hidden(shape, self._hidden_dtype, self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,33 +14,32 @@ __all__ = ["CacheShape", "KVCache"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """What a cache holds of each token: this rank's key heads, in the layers of its stage."""
+    """Of a cache: the layers of the rank's stage, and the shape of a block in each."""
 
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    block_size: int
+    """Tokens."""
+    block: tuple[int, ...]
+    """As the kernels that write and read it want it, see `Kernels.cache_block`."""
 
 
 class KVCache:
-    """Keys and values of a token lie side by side, so that one copy writes both and one gather reads both."""
-
     def __init__(self, layers: list[Tensor], block_size: int) -> None:
         self.layers = layers
-        """Each [num_blocks, block_size, 2 * num_kv_heads, head_dim]: keys of all heads, then values of all heads."""
+        """Each [num_blocks, *block]."""
         self.block_size = block_size
 
     @classmethod
-    def allocate(
-        cls, shape: CacheShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> KVCache:
+    def allocate(cls, shape: CacheShape, *, num_blocks: int, dtype: torch.dtype, device: torch.device) -> KVCache:
         """A cache of zeros. On a CPU, memory is taken only by blocks that are written to."""
-        layer = (num_blocks, block_size, 2 * shape.num_kv_heads, shape.head_dim)
-        return cls([_zeros(layer, dtype, device) for _ in range(shape.num_layers)], block_size)
+        return cls(
+            [_zeros((num_blocks, *shape.block), dtype, device) for _ in range(shape.num_layers)], shape.block_size
+        )
 
     @staticmethod
-    def bytes_per_block(shape: CacheShape, block_size: int, dtype: torch.dtype) -> int:
+    def bytes_per_block(shape: CacheShape, dtype: torch.dtype) -> int:
         """Memory of one block over all layers."""
-        return shape.num_layers * block_size * 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+        return shape.num_layers * math.prod(shape.block) * dtype.itemsize
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

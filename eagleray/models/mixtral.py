@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.kernels.reference import Kernels
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
-from eagleray.models.moe.experts import MoeBlock, load_experts
-from eagleray.models.moe.router import Router
+from eagleray.models.moe.experts import MoeBlock
 from eagleray.models.spec import Defaults, ModelSpec, MoeSpec, read_common, uniform_windows
 from eagleray.models.weights import Weights
 from eagleray.parallel import Group
@@ -47,8 +44,14 @@ def read_mixtral(config: ConfigFile) -> ModelSpec:
 
 def load_layer(index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group) -> DecoderLayer:
     assert spec.moe is not None
-    name = f"model.layers.{index}.block_sparse_moe"
-    moe, size = spec.moe, spec.hidden_size
-    router = Router(f"{name}.gate", moe, size, weights, kernels, weights_dtype=torch.float32)
-    experts = load_experts(f"{name}.experts", moe, size, weights, kernels, tp, projections=("w1", "w3", "w2"))
-    return load_decoder_layer(index, spec, weights, kernels, tp, MoeBlock(router, experts, tp))
+    moe = MoeBlock(
+        f"model.layers.{index}.block_sparse_moe",
+        spec.moe,
+        spec.hidden_size,
+        weights,
+        kernels,
+        tp,
+        projections=("w1", "w3", "w2"),
+        round_weights=False,
+    )
+    return load_decoder_layer(index, spec, weights, kernels, tp, moe)

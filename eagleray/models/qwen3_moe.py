@@ -7,8 +7,7 @@ from dataclasses import replace
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.kernels.reference import Kernels
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer, load_dense_layer
-from eagleray.models.moe.experts import MoeBlock, load_experts
-from eagleray.models.moe.router import Router
+from eagleray.models.moe.experts import MoeBlock
 from eagleray.models.spec import Defaults, ModelSpec, MoeSpec, read_common, uniform_windows
 from eagleray.models.weights import Weights
 from eagleray.parallel import Group
@@ -59,7 +58,5 @@ def load_layer(index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, 
     assert spec.moe is not None
     if not spec.moe.layers[index]:
         return load_dense_layer(index, spec, weights, kernels, tp)
-    name = f"model.layers.{index}.mlp"
-    router = Router(f"{name}.gate", spec.moe, spec.hidden_size, weights, kernels, weights_dtype=None)
-    experts = load_experts(f"{name}.experts", spec.moe, spec.hidden_size, weights, kernels, tp)
-    return load_decoder_layer(index, spec, weights, kernels, tp, MoeBlock(router, experts, tp))
+    moe = MoeBlock(f"model.layers.{index}.mlp", spec.moe, spec.hidden_size, weights, kernels, tp)
+    return load_decoder_layer(index, spec, weights, kernels, tp, moe)

@@ -16,7 +16,6 @@ from eagleray.models.kernels.choose import kernels_for
 from eagleray.models.kernels.reference import Kernels
 from eagleray.models.layers.decoder import DecoderLayer, load_dense_layer
 from eagleray.models.layers.embedding import load_embedding_and_head
-from eagleray.models.layers.norm import RMSNorm
 from eagleray.models.layers.rope import Rope
 from eagleray.models.llama import read_llama, read_mistral
 from eagleray.models.loading import CheckpointWeights
@@ -111,12 +110,12 @@ def _family(config: ConfigFile) -> Family:
 def _build(
     family: Family, spec: ModelSpec, weights: Weights, dtype: torch.dtype, device: torch.device, groups: Groups
 ) -> Model:
-    kernels, mesh = kernels_for(device), groups.mesh
+    kernels, mesh = kernels_for(device, dtype, spec), groups.mesh
     embedding, head = load_embedding_and_head(spec, weights, kernels, mesh, groups.tp)
     layers = [family.load_layer(index, spec, weights, kernels, groups.tp) for index in mesh.layers(spec.num_layers)]
     norm = None
     if mesh.is_last_stage:
-        norm = RMSNorm(weights.take("model.norm.weight", (spec.hidden_size,)), spec.norm_eps, kernels)
+        norm = kernels.norm(weights.take("model.norm.weight", (spec.hidden_size,)), spec.norm_eps)
     return Model(
         spec=spec,
         groups=groups,

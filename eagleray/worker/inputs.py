@@ -1,11 +1,10 @@
-"""From a plan and the rows to the tensors of one forward pass."""
+"""From a plan and the rows to the arrays of one forward pass."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from eagleray.messages.steps import StepPlan
 from eagleray.models.batch import Batch
@@ -29,33 +28,34 @@ class StepInputs:
     """Indices into `rows` of those whose last known token is computed in this step."""
 
 
-def build_inputs(plan: StepPlan, rows: Rows, device: torch.device) -> StepInputs:
+def build_inputs(plan: StepPlan, rows: Rows) -> StepInputs:
     """The inputs of `plan`. Reads the rows, changes nothing."""
     row_ids = np.array(plan.rows, dtype=np.int64)
     counts = np.array(plan.num_tokens, dtype=np.int64)
-    order = np.argsort(counts != 1, kind="stable")
-    row_ids, counts = row_ids[order], counts[order]
-    starts = rows.num_computed[row_ids]
-    contexts = starts + counts
+    num_decodes = int(np.count_nonzero(counts == 1))
+    if num_decodes != len(row_ids):
+        order = np.argsort(counts != 1, kind="stable")
+        row_ids, counts = row_ids[order], counts[order]
+    first = rows.num_computed[row_ids]
+    contexts = first + counts
     ends = np.cumsum(counts)
+    token_rows, positions = row_ids, first
+    if num_decodes != len(row_ids):
+        token_rows = np.repeat(row_ids, counts)
+        positions = np.arange(ends[-1]) + np.repeat(contexts - ends, counts)
 
-    owner = np.repeat(np.arange(len(row_ids)), counts)  # [num_tokens] line of the batch that each token belongs to
-    positions = np.arange(ends[-1]) - np.repeat(ends - counts, counts) + starts[owner]
-    token_rows = row_ids[owner]
-    blocks = rows.block_table[token_rows, positions // rows.block_size].astype(np.int64)
+    block, offset = np.divmod(positions, rows.block_size)
     max_blocks = -(-int(contexts.max()) // rows.block_size)
-
-    def tensor(array: IntArray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
-
+    starts = np.zeros(len(row_ids) + 1, dtype=np.int32)
+    starts[1:] = ends
     batch = Batch(
-        token_ids=tensor(rows.token_ids[token_rows, positions]),
-        positions=tensor(positions),
-        slots=tensor(blocks * rows.block_size + positions % rows.block_size),
-        block_table=tensor(rows.block_table[row_ids, :max_blocks]),
-        context_lens=contexts.tolist(),
-        query_lens=counts.tolist(),
-        num_decodes=int((counts == 1).sum()),
+        token_ids=rows.token_ids[token_rows, positions],
+        positions=positions.astype(np.int32),
+        slots=(rows.block_table[token_rows, block] * rows.block_size + offset).astype(np.int32),
+        block_table=rows.block_table[row_ids, :max_blocks],
+        context_lens=contexts.astype(np.int32),
+        starts=starts,
+        num_decodes=num_decodes,
     )
     samples = np.flatnonzero(contexts == rows.num_tokens[row_ids])
     return StepInputs(batch=batch, rows=row_ids, num_tokens=counts, ends=ends, samples=samples)

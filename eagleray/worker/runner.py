@@ -42,7 +42,7 @@ class Runner:
         """The result on the rank that samples, None on the others."""
         self._update_rows(plan)
         self._relay.catch_up(np.array(plan.rows, dtype=np.int64))
-        inputs = build_inputs(plan, self._rows, self._model.device)
+        inputs = build_inputs(plan, self._rows)
         hidden = self._model.forward(inputs.batch, self._cache)  # [num_tokens, hidden_size]
         prompt = self._score_prompts(inputs, hidden)
         self._rows.num_computed[inputs.rows] += inputs.num_tokens

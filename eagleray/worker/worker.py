@@ -162,7 +162,7 @@ class Worker:
             num_parameters=model.num_parameters,
             vocab_size=model.spec.vocab_size,
             max_model_len=self._max_model_len(model),
-            bytes_per_block=KVCache.bytes_per_block(model.cache_shape, self._config.cache.block_size, model.dtype),
+            bytes_per_block=KVCache.bytes_per_block(model.cache_shape(self._config.cache.block_size), model.dtype),
             device=self.device.type,
         )
 
@@ -200,7 +200,7 @@ class Worker:
         self._runner = Runner(
             model,
             KVCache.allocate(
-                model.cache_shape, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device
+                model.cache_shape(block_size), num_blocks=num_blocks, dtype=model.dtype, device=model.device
             ),
             Rows(num_rows=num_rows, max_model_len=self._max_model_len(model), block_size=block_size),
             SamplingRows(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device),

@@ -174,8 +174,7 @@ def test_an_interrupted_start_leaves_no_process(checkpoint):
             assert not children(), "an engine was left running"
             print("interrupted")
     """)
-    assert run.stdout == "interrupted\n"
-    assert run.stderr == ""
+    assert (run.stdout, run.stderr) == ("interrupted\n", "")
 
 
 def test_the_last_reference_may_go_in_any_thread(checkpoint):

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagleray.models.batch import Batch
+from eagleray.models.batch import Batch, Int32Array
 
-__all__ = ["AttentionPlan", "attend", "plan_attention"]
+__all__ = ["AttentionPlan", "TensorBatch", "attend", "plan_attention"]
 
 GROUP_BYTES = 2 << 20
 """Keys and values that are gathered at a time for rows with one query: what stays in a processor's cache."""
@@ -27,6 +27,35 @@ SMALL_CONTEXT = 8
 
 MAX_QUERIES = 256
 """Queries of a long row that are computed together: bounds the mask, and skips keys that none of them may see."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBatch:
+    """A batch on its device. As `Batch`, but for the types: int64 tensors, and lists of what is planned with."""
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    block_table: Tensor
+    context_lens: list[int]
+    query_lens: list[int]
+    """[num_rows] tokens of the row computed in this step"""
+    num_decodes: int
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> TensorBatch:
+        def tensor(array: Int32Array) -> Tensor:
+            return torch.from_numpy(array).to(device, torch.int64)
+
+        return cls(
+            token_ids=tensor(batch.token_ids),
+            positions=tensor(batch.positions),
+            slots=tensor(batch.slots),
+            block_table=tensor(batch.block_table),
+            context_lens=batch.context_lens.tolist(),
+            query_lens=(batch.starts[1:] - batch.starts[:-1]).tolist(),
+            num_decodes=batch.num_decodes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +105,7 @@ class AttentionPlan:
     key. What a query may see depends on its distance from a key alone, so parts of this serve every row."""
 
 
-def plan_attention(batch: Batch, cache: Tensor, window: int | None) -> AttentionPlan:
+def plan_attention(batch: TensorBatch, cache: Tensor, window: int | None) -> AttentionPlan:
     """As `Kernels.plan_attention`; `cache` is that of any layer."""
     order, decodes = _plan_decodes(batch, cache, window)
     prefills = list(_plan_prefills(batch, cache.shape[1], window))
@@ -146,7 +175,7 @@ def _attend_row(queries: Tensor, keys_values: Tensor, mask: Tensor | None, out: 
     out.unflatten(1, (num_kv_heads, -1)).copy_(result.permute(2, 0, 1, 3))
 
 
-def _plan_decodes(batch: Batch, cache: Tensor, window: int | None) -> tuple[Tensor | None, list[DecodeGroup]]:
+def _plan_decodes(batch: TensorBatch, cache: Tensor, window: int | None) -> tuple[Tensor | None, list[DecodeGroup]]:
     """(order, groups), such that no row is padded to more than twice its blocks, unless they are few."""
     if batch.num_decodes == 0:
         return None, []
@@ -203,7 +232,7 @@ def _length_mask(num_keys: list[int], cache: Tensor, window: int | None) -> Tens
     return _additive(hidden, cache)[:, None, None]
 
 
-def _plan_prefills(batch: Batch, block_size: int, window: int | None) -> Iterator[FreshRow | ContinuedRow]:
+def _plan_prefills(batch: TensorBatch, block_size: int, window: int | None) -> Iterator[FreshRow | ContinuedRow]:
     start = batch.num_decodes
     for row in range(batch.num_decodes, len(batch.query_lens)):
         context, queries = batch.context_lens[row], batch.query_lens[row]

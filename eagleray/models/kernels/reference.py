@@ -1,29 +1,75 @@
 """The operations of the layers in plain torch. They define what every faster kernel must compute.
 
+A layer asks for its operations when it is made, handing over its weights, and applies them to rows: [num_tokens,
+features], tensors here. Other kernels may record what is applied and compute all of it at once (`native.py`), so layers
+do nothing to rows but apply operations.
+
 Run on tensors of any device. Numbers: bfloat16 and float16 are rounded where transformers rounds them, or less often.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagleray.models.batch import Batch
-from eagleray.models.kernels.attention import AttentionPlan, attend, plan_attention
+from eagleray.models.batch import Batch, Int32Array
+from eagleray.models.cache import KVCache
+from eagleray.models.kernels.attention import AttentionPlan, TensorBatch, attend, plan_attention
+from eagleray.models.kernels.context import ForwardContext
 from eagleray.models.kernels.experts import compute_experts
+from eagleray.models.layers.rope import Rope
+from eagleray.parallel import Group
 
-__all__ = ["Kernels", "LinearKernel", "PlainLinear"]
+__all__ = ["Compute", "Context", "Forward", "Heads", "Kernels", "Mixture", "Operation", "PlainLinear", "Rows"]
+
+Rows = Any
+"""[num_tokens, features]: a tensor, or what stands for one while a forward pass is recorded."""
+
+Operation = Callable[[Rows], Rows]
+
+Context = Any
+"""What the operations need to know of a batch."""
+
+Compute = Callable[[Rows, Sequence[Tensor], Context], Rows]
+"""The part of the model that a rank has: token ids or rows, the cache of each layer, context -> rows."""
 
 
-class LinearKernel(Protocol):
-    """A weight (and bias) made ready for products."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """The attention of a layer, of this rank's heads."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[num_rows, in_features] -> [num_rows, out_features]"""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    """A position sees this many, itself included."""
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    """[head_dim] weights of the norm of each query's and each key's heads, if there is one."""
+    norm_eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """How the experts of a layer are mixed."""
+
+    top_k: int
+    renormalize: bool
+    """Divide the weights of a token's experts by their sum."""
+    round_weights: bool
+    """To the model's dtype, before the outputs are summed up."""
+
+
+class Forward(Protocol):
+    """The compiled form of a `Compute`."""
+
+    def __call__(self, x: Int32Array | Tensor, batch: Batch, cache: KVCache) -> Tensor:
+        """x: token ids [num_tokens], or the rows that the stage before has sent."""
         ...
 
 
@@ -37,11 +83,79 @@ class PlainLinear:
 
 
 class Kernels:
-    """Chosen once for a device when a model is loaded; a device's own class overrides what it does better."""
+    """Chosen once for a device when a model is loaded; a device's own class overrides what it does better.
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
-        """Takes over a weight [out_features, in_features]; it may be kept in another layout, and only in that one."""
+    Methods that make an operation take over the weights: they may be kept in another layout, and only in that one.
+    """
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Operation:
+        """Products with a weight [out_features, in_features]."""
         return PlainLinear(weight, bias)
+
+    def gated_linear(self, weight: Tensor, bias: Tensor | None) -> Operation:
+        """silu of the first half of the products with a weight [2 * size, in_features], times the second half."""
+        product = self.linear(weight, bias)
+        return lambda x: self.silu_and_mul(product(x))
+
+    def norm(self, weight: Tensor, eps: float) -> Operation:
+        """RMS norm of each row."""
+        return lambda x: self.rms_norm(x, weight, eps)
+
+    def embedding(self, weight: Tensor, first: int) -> Operation:
+        """Token ids to rows of `weight` [num_own, size], which are those of the tokens from number `first` on; zeros
+        for other tokens."""
+        return lambda token_ids: _embed(token_ids, weight, first)
+
+    def tied_embedding(self, weight: Tensor, first: int) -> tuple[Operation, Operation]:
+        """`embedding` and `linear` with the same weight."""
+        return self.embedding(weight, first), self.linear(weight, None)
+
+    def self_attention(self, heads: Heads) -> Callable[[Rows, Tensor, Context], Rows]:
+        """The products of a layer's queries, keys and values [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim],
+        the layer's cache, context -> what each query sees [num_tokens, num_heads * head_dim]. Caches keys and values.
+        """
+        return _SelfAttention(heads, self)
+
+    def experts(
+        self, mixture: Mixture, gate_up: Sequence[Operation], down: Sequence[Operation]
+    ) -> Callable[[Rows, Rows], Rows]:
+        """Rows and the router's scores [num_tokens, num_experts] -> the weighted sum of what each row's experts
+        compute; `gate_up` (gated) and `down` are indexed by expert."""
+
+        def compute(x: Tensor, scores: Tensor) -> Tensor:
+            ids, weights = self.route(scores, mixture)
+            return compute_experts(x, ids, weights, gate_up, down)
+
+        return compute
+
+    def add(self, a: Rows, b: Rows) -> Rows:
+        """The sum; `a` is not to be used any more."""
+        return a + b
+
+    def all_reduce(self, x: Rows, group: Group) -> Rows:
+        """The sum over the ranks; `x` is not to be used any more."""
+        return group.all_reduce(x)
+
+    def compile(self, compute: Compute, *, rope: Rope, windows: frozenset[int | None], device: torch.device) -> Forward:
+        """Make a forward pass of `compute`. What it returns may be overwritten by the next pass."""
+
+        def forward(x: Int32Array | Tensor, batch: Batch, cache: KVCache) -> Tensor:
+            tensors = TensorBatch.of(batch, device)
+            cos, sin = rope.angles(tensors.positions)
+            plans = {window: self.plan_attention(tensors, cache.layers[0], window) for window in windows}
+            context = ForwardContext(cos=cos, sin=sin, slots=tensors.slots, plans=plans)
+            rows: Tensor = compute(x if isinstance(x, Tensor) else tensors.token_ids, cache.layers, context)
+            return rows
+
+        return forward
+
+    def hidden_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of the rows that go from stage to stage, in a model of that dtype."""
+        return dtype
+
+    def cache_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """Shape of a block in the cache of a layer."""
+        return block_size, 2 * num_kv_heads, head_dim
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) over the last dimension, in float32, times `weight` (broadcast from the right)."""
@@ -66,7 +180,7 @@ class Kernels:
             keys_values = keys_values.nan_to_num()
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, keys_values)
 
-    def plan_attention(self, batch: Batch, cache: Tensor, window: int | None) -> AttentionPlan:
+    def plan_attention(self, batch: TensorBatch, cache: Tensor, window: int | None) -> AttentionPlan:
         """What all layers with this window share in one batch; `cache` is that of any layer."""
         return plan_attention(batch, cache, window)
 
@@ -75,14 +189,38 @@ class Kernels:
         `keys_values` (as in `write_cache`) have been written already -> [num_tokens, num_heads * head_dim]."""
         return attend(queries, keys_values, cache, plan)
 
-    def experts(
-        self,
-        x: Tensor,
-        expert_ids: Tensor,
-        expert_weights: Tensor,
-        gate_up: Sequence[LinearKernel],
-        down: Sequence[LinearKernel],
-    ) -> Tensor:
-        """Weighted sum of what each token's experts compute: x [num_tokens, hidden_size], expert_ids and
-        expert_weights [num_tokens, top_k] -> [num_tokens, hidden_size]; `gate_up` and `down` are indexed by expert."""
-        return compute_experts(x, expert_ids, expert_weights, gate_up, down, self.silu_and_mul)
+    def route(self, scores: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
+        """[num_tokens, num_experts] -> ids and weights of the experts of each token, [num_tokens, top_k] each."""
+        probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32)
+        weights, ids = torch.topk(probabilities, mixture.top_k, dim=-1)
+        if mixture.renormalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return ids, weights.to(scores.dtype) if mixture.round_weights else weights
+
+
+class _SelfAttention:
+    def __init__(self, heads: Heads, kernels: Kernels) -> None:
+        self._heads = heads
+        self._kernels = kernels
+        self._qk_norm = None
+        if heads.q_norm is not None and heads.k_norm is not None:
+            weights = [heads.q_norm] * heads.num_heads + [heads.k_norm] * heads.num_kv_heads
+            self._qk_norm = torch.stack(weights)  # [heads of queries and keys, head_dim]
+
+    def __call__(self, qkv: Tensor, cache: Tensor, context: ForwardContext) -> Tensor:
+        heads = self._heads
+        split = qkv.unflatten(1, (-1, heads.head_dim))  # [num_tokens, heads of q, k and v, head_dim]
+        queries_keys = split[:, : heads.num_heads + heads.num_kv_heads]
+        normed = queries_keys
+        if self._qk_norm is not None:
+            normed = self._kernels.rms_norm(queries_keys, self._qk_norm, heads.norm_eps)
+        self._kernels.rotate(normed, context.cos, context.sin, out=queries_keys)
+        queries, keys_values = split[:, : heads.num_heads], split[:, heads.num_heads :]
+        self._kernels.write_cache(keys_values, cache, context.slots)
+        return self._kernels.attention(queries, keys_values, cache, context.plans[heads.window])
+
+
+def _embed(token_ids: Tensor, weight: Tensor, first: int) -> Tensor:
+    own = token_ids - first
+    is_others = (own < 0) | (own >= len(weight))
+    return F.embedding(own.masked_fill_(is_others, 0), weight).masked_fill_(is_others[:, None], 0)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from eagleray.models.kernels.reference import Kernels, LinearKernel
+from eagleray.models.kernels.reference import Kernels, Operation
 from eagleray.models.weights import Cut, Weights
 from eagleray.parallel import Group
 
@@ -26,18 +24,20 @@ def load_linear(
     *,
     outputs: Sequence[range] | None = None,
     bias: bool = False,
-) -> LinearKernel:
+    gated: bool = False,
+) -> Operation:
     """The layers `names`, each with its number of outputs, one after another in the output.
 
-    `outputs`: of each layer the outputs that are wanted; all by default.
+    `outputs`: of each layer the outputs that are wanted; all by default. `gated`: the first of two layers is the gate
+    of the second (see `Kernels.gated_linear`).
     """
     cuts = None if outputs is None else [Cut(0, span) for span in outputs]
     shapes = [(size, in_features) for size in out_features]
     weight = weights.take_rows([f"{name}.weight" for name in names], shapes, cuts)
-    if not bias:
-        return kernels.linear(weight, None)
-    biases = [f"{name}.bias" for name in names]
-    return kernels.linear(weight, weights.take_rows(biases, [(size,) for size in out_features], cuts))
+    offset = None
+    if bias:
+        offset = weights.take_rows([f"{name}.bias" for name in names], [(size,) for size in out_features], cuts)
+    return kernels.gated_linear(weight, offset) if gated else kernels.linear(weight, offset)
 
 
 def load_summed_linear(
@@ -50,18 +50,9 @@ def load_summed_linear(
     inputs: range,
     tp: Group,
     bias: bool = False,
-) -> LinearKernel:
+) -> Operation:
     """A layer that takes only `inputs` here, the rest on the other ranks of `tp`."""
     weight = weights.take(f"{name}.weight", (out_features, in_features), Cut(1, inputs))
     offset = weights.take(f"{name}.bias", (out_features,)) if bias else None
     product = kernels.linear(weight, offset if tp.rank == 0 else None)  # added once, not by every rank
-    return product if tp.size == 1 else SummedLinear(product, tp)
-
-
-class SummedLinear:
-    def __init__(self, product: LinearKernel, tp: Group) -> None:
-        self._product = product
-        self._tp = tp
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._tp.all_reduce(self._product(x))
+    return product if tp.size == 1 else lambda x: kernels.all_reduce(product(x), tp)

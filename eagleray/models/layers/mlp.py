@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from eagleray.models.kernels.reference import Kernels
+from eagleray.models.kernels.reference import Kernels, Rows
 from eagleray.models.layers.linear import load_linear, load_summed_linear
 from eagleray.models.shares import equal_share
 from eagleray.models.spec import ModelSpec
@@ -20,13 +18,20 @@ class MLP:
     def __init__(self, name: str, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group) -> None:
         size, hidden, bias = spec.intermediate_size, spec.hidden_size, spec.mlp_bias
         inner = equal_share(size, tp)
-        gate_up = [f"{name}.gate_proj", f"{name}.up_proj"]
-        self._gate_up = load_linear(weights, kernels, gate_up, [size, size], hidden, outputs=[inner, inner], bias=bias)
+        self._gate_up = load_linear(
+            weights,
+            kernels,
+            [f"{name}.gate_proj", f"{name}.up_proj"],
+            [size, size],
+            hidden,
+            outputs=[inner, inner],
+            bias=bias,
+            gated=True,
+        )
         self._down = load_summed_linear(
             weights, kernels, f"{name}.down_proj", hidden, size, inputs=inner, tp=tp, bias=bias
         )
-        self._kernels = kernels
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Rows) -> Rows:
         """[num_tokens, hidden_size], in and out"""
-        return self._down(self._kernels.silu_and_mul(self._gate_up(x)))
+        return self._down(self._gate_up(x))

@@ -29,13 +29,15 @@ class Rope:
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [num_tokens, 1, head_dim] of the positions [num_tokens], as `Kernels.rotate` wants them."""
+        cos, sin = (part.to(self._dtype) for part in self.table(positions))
+        return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+
+    def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 [num_tokens, head_dim / 2], of the positions [num_tokens]."""
         frequencies = self._frequencies if self._dynamic is None else self._at(self._dynamic, positions)
         angles = positions[:, None].float() * frequencies
         cos, sin = angles.cos(), angles.sin()
-        if self._scale != 1.0:
-            cos, sin = cos * self._scale, sin * self._scale
-        cos, sin = cos.to(self._dtype), sin.to(self._dtype)
-        return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+        return (cos, sin) if self._scale == 1.0 else (cos * self._scale, sin * self._scale)
 
     def _at(self, spec: DynamicRope, positions: Tensor) -> Tensor:
         """[num_tokens, head_dim / 2]: each position as the last one of its sequence."""

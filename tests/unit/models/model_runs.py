@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ class PagedRun:
         self.model = model
         self.block_size = block_size
         self.cache = KVCache.allocate(
-            model.cache_shape, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device
+            model.cache_shape(block_size), num_blocks=num_blocks, dtype=model.dtype, device=model.device
         )
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self._tokens: dict[str, list[int]] = {}
@@ -49,7 +50,7 @@ class PagedRun:
             self._computed[name] += counts[name]
         if logits is None:
             return {}
-        logits = logits.cpu()
+        logits = logits.cpu().clone()
         return dict(zip(names, logits.split([counts[name] for name in names]), strict=True))
 
     def run(self, name: str, chunk: int) -> Tensor:
@@ -69,14 +70,13 @@ class PagedRun:
             slots += [self._blocks[name][p // self.block_size] * self.block_size + p % self.block_size for p in span]
         width = -(-max(contexts) // self.block_size)
         table = [(self._blocks[name] + [0] * width)[:width] for name in names]
-        device = self.model.device
         return Batch(
-            token_ids=torch.tensor(token_ids, device=device),
-            positions=torch.tensor(positions, device=device),
-            slots=torch.tensor(slots, device=device),
-            block_table=torch.tensor(table, device=device),
-            context_lens=contexts,
-            query_lens=[counts[name] for name in names],
+            token_ids=np.array(token_ids, np.int32),
+            positions=np.array(positions, np.int32),
+            slots=np.array(slots, np.int32),
+            block_table=np.array(table, np.int32),
+            context_lens=np.array(contexts, np.int32),
+            starts=np.cumsum([0, *(counts[name] for name in names)], dtype=np.int32),
             num_decodes=sum(counts[name] == 1 for name in names),
         )
 

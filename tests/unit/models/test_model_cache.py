@@ -6,14 +6,14 @@ import torch
 
 from eagleray.models.cache import CacheShape, KVCache
 
-SHAPE = CacheShape(num_layers=3, num_kv_heads=2, head_dim=64)
+SHAPE = CacheShape(num_layers=3, block_size=16, block=(16, 4, 64))
 
 
 def test_its_size_is_what_bytes_per_block_says():
     for dtype in (torch.bfloat16, torch.float32):
-        cache = KVCache.allocate(SHAPE, num_blocks=5, block_size=16, dtype=dtype, device=torch.device("cpu"))
+        cache = KVCache.allocate(SHAPE, num_blocks=5, dtype=dtype, device=torch.device("cpu"))
         assert len(cache.layers) == 3
-        assert sum(layer.nbytes for layer in cache.layers) == 5 * KVCache.bytes_per_block(SHAPE, 16, dtype)
+        assert sum(layer.nbytes for layer in cache.layers) == 5 * KVCache.bytes_per_block(SHAPE, dtype)
         assert all(layer.dtype == dtype and not layer.any() for layer in cache.layers)
 
 
@@ -23,6 +23,6 @@ def test_a_large_cache_takes_memory_only_when_it_is_used():
             return int(file.read().split()[1]) * 4096
 
     before = resident()
-    cache = KVCache.allocate(SHAPE, num_blocks=40_000, block_size=16, dtype=torch.float32, device=torch.device("cpu"))
+    cache = KVCache.allocate(SHAPE, num_blocks=40_000, dtype=torch.float32, device=torch.device("cpu"))
     assert sum(layer.nbytes for layer in cache.layers) > 1 << 30
     assert resident() - before < 64 << 20

@@ -9,8 +9,9 @@ from harness import random_prompt
 from model_runs import PagedRun, load, logits_in_chunks
 from oracle import Oracle
 
-from eagleray.models.moe import experts
-from eagleray.models.moe.experts import Experts, SmallExperts
+from eagleray.models import registry
+from eagleray.models.kernels.native import NativeKernels
+from eagleray.models.kernels.packed import PackedKernels
 
 EXACT = 5e-5
 """Logits are about 8 at most; they are computed in float32 in another order."""
@@ -71,6 +72,19 @@ def checkpoint(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), family, tokenizer=False, **overrides)
 
 
+@pytest.fixture(params=["native", "plain"], autouse=True)
+def kernels(request, monkeypatch):
+    """With our own kernels, and without."""
+    choose = registry.kernels_for
+
+    def made(*arguments):
+        chosen = choose(*arguments)
+        assert isinstance(chosen, NativeKernels)
+        return chosen if request.param == "native" else PackedKernels()
+
+    monkeypatch.setattr(registry, "kernels_for", made)
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     return random_prompt(seed, length, 384)
 
@@ -79,25 +93,6 @@ def test_a_prompt_whole_in_chunks_and_token_by_token(checkpoint):
     model, expected = load(checkpoint), Oracle(checkpoint).logits(prompt(90))
     for chunk in (90, 16, 1):
         torch.testing.assert_close(logits_in_chunks(model, prompt(90), chunk), expected, atol=EXACT, rtol=0)
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-@pytest.mark.parametrize("kind", [Experts, SmallExperts])
-def test_experts_one_by_one_and_all_at_once(family, kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(experts, "SMALL_LAYER", 0 if kind is Experts else 10**9)
-    asked = []
-    compute = kind.__call__
-
-    def spy(self, *arguments):
-        asked.append(self)
-        return compute(self, *arguments)
-
-    monkeypatch.setattr(kind, "__call__", spy)
-    checkpoint = make_checkpoint(tmp_path, family, tokenizer=False)
-    model, expected = load(checkpoint), Oracle(checkpoint).logits(prompt(90))
-    for chunk in (90, 16, 1):
-        torch.testing.assert_close(logits_in_chunks(model, prompt(90), chunk), expected, atol=EXACT, rtol=0)
-    assert asked, "the other kind of experts has computed this"
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

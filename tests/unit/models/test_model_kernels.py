@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eagleray.models.batch import Batch
-from eagleray.models.kernels import attention, cpu
-from eagleray.models.kernels.choose import kernels_for
-from eagleray.models.kernels.reference import Kernels
+from eagleray.models.kernels import attention, packed
+from eagleray.models.kernels.attention import TensorBatch
+from eagleray.models.kernels.packed import PackedKernels
+from eagleray.models.kernels.reference import Kernels, Mixture
 
 HEAD_DIM = 8
 
 
-def random_batch(rows: list[tuple[int, int]], block_size: int) -> Batch:
+def random_batch(rows: list[tuple[int, int]], block_size: int) -> TensorBatch:
     """Rows of (cached tokens, tokens to compute), with shuffled blocks."""
     rows = sorted(rows, key=lambda row: row[1] != 1)
     contexts = [cached + queries for cached, queries in rows]
@@ -29,7 +29,7 @@ def random_batch(rows: list[tuple[int, int]], block_size: int) -> Batch:
         table[row, :size] = torch.tensor([blocks.pop() for _ in range(size)])
     positions = [torch.arange(context - queries, context) for context, (_, queries) in zip(contexts, rows, strict=True)]
     slots = [table[row, p // block_size] * block_size + p % block_size for row, p in enumerate(positions)]
-    return Batch(
+    return TensorBatch(
         token_ids=torch.cat(positions),
         positions=torch.cat(positions),
         slots=torch.cat(slots),
@@ -40,7 +40,7 @@ def random_batch(rows: list[tuple[int, int]], block_size: int) -> Batch:
     )
 
 
-def naive_attention(queries: torch.Tensor, cache: torch.Tensor, batch: Batch, window: int | None) -> torch.Tensor:
+def naive_attention(queries: torch.Tensor, cache: torch.Tensor, batch: TensorBatch, window: int | None) -> torch.Tensor:
     """One query and one head at a time, in float64."""
     num_kv_heads, block_size = cache.shape[2] // 2, cache.shape[1]
     group = queries.shape[1] // num_kv_heads
@@ -129,7 +129,7 @@ def test_an_overflow_in_float16_stays_with_its_request():
     kernels.write_cache(torch.full((4, 2, HEAD_DIM), torch.inf, dtype=torch.float16), cache, torch.arange(4))
     batch = random_batch([(7, 1), (0, 1)], 4)
     table = torch.tensor([[2, 3], [1, 0]])
-    batch = Batch(**{name: getattr(batch, name) for name in Batch.__slots__} | {"block_table": table})
+    batch = TensorBatch(**{name: getattr(batch, name) for name in TensorBatch.__slots__} | {"block_table": table})
     queries = torch.ones(2, 1, HEAD_DIM, dtype=torch.float16)
     out = kernels.attention(queries, queries, cache, kernels.plan_attention(batch, cache, None))
     assert out.isfinite().all()
@@ -142,7 +142,7 @@ def test_packed_products_are_the_plain_ones_for_every_number_of_rows(dtype, bias
     weight = torch.randn(out_features, in_features) * 0.1
     offset = torch.randn(out_features) if bias else None
     weight, offset = weight.to(dtype), None if offset is None else offset.to(dtype)
-    product = kernels_for(torch.device("cpu")).linear(weight.clone(), offset)
+    product = PackedKernels().linear(weight.clone(), offset)
     x = torch.randn(300, 2 * in_features).to(dtype)[:, :in_features]
     expected = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
     rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
@@ -154,9 +154,9 @@ def test_packed_products_are_the_plain_ones_for_every_number_of_rows(dtype, bias
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_products_where_nothing_can_be_packed(dtype, monkeypatch):
-    monkeypatch.setattr(cpu, "_packs", lambda dtype: False)
+    monkeypatch.setattr(packed, "_packs", lambda dtype: False)
     weight, x = torch.randn(32, 16).to(dtype), torch.randn(3, 16).to(dtype)
-    out = kernels_for(torch.device("cpu")).linear(weight, None)(x)
+    out = PackedKernels().linear(weight, None)(x)
     torch.testing.assert_close(out, F.linear(x, weight))
 
 
@@ -175,11 +175,12 @@ def test_experts_of_each_token(num_tokens):
     gate_up = torch.randn(num_experts, 2 * size, hidden)
     down = torch.randn(num_experts, hidden, size)
     x = torch.randn(num_tokens, hidden)
-    weights, ids = torch.topk(torch.rand(num_tokens, num_experts), top_k)
-    kernels = kernels_for(torch.device("cpu"))
-    out = kernels.experts(
-        x, ids, weights, [kernels.linear(w, None) for w in gate_up], [kernels.linear(w, None) for w in down]
-    )
+    scores = torch.randn(num_tokens, num_experts)
+    weights, ids = torch.topk(scores.softmax(dim=1), top_k)
+    kernels = PackedKernels()
+    gated = [kernels.gated_linear(w, None) for w in gate_up]
+    mixture = Mixture(top_k=top_k, renormalize=False, round_weights=True)
+    out = kernels.experts(mixture, gated, [kernels.linear(w, None) for w in down])(x, scores)
     torch.testing.assert_close(out, naive_experts(x, ids, weights, gate_up, down), atol=1e-4, rtol=1e-4)
 
 

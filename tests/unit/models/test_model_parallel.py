@@ -11,7 +11,6 @@ from harness import random_prompt
 from model_runs import PagedRun, load, logits_in_chunks
 from ranks import run_ranks, topology
 
-from eagleray.models.moe import experts
 from eagleray.parallel import Groups
 
 ROUNDING = 1e-4
@@ -80,15 +79,6 @@ def test_in_chunks_and_token_by_token(case, tmp_path):
         assert logits.is_contiguous()
         torch.testing.assert_close(logits, expected, atol=ROUNDING, rtol=0)
     assert all(not logits.numel() for rank, given in enumerate(results) for logits in given if rank != sampler)
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_experts_one_by_one(family, tmp_path, monkeypatch):
-    monkeypatch.setattr(experts, "SMALL_LAYER", 0)
-    checkpoint = make_checkpoint(tmp_path, family, tokenizer=False)
-    expected = logits_in_chunks(load(checkpoint), PROMPT, 50)
-    for logits in logits_of_ranks(checkpoint, topology(tp=2))[0]:
-        torch.testing.assert_close(logits, expected, atol=ROUNDING, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

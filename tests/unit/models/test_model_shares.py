@@ -109,8 +109,8 @@ def test_ranks_have_all_weights_between_them(tmp_path):
     assert [part.num_local_layers for part in parts] == [2, 2, 1, 1]
     assert {part.num_local_kv_heads for part in parts} == {whole.spec.num_kv_heads // 2}
     assert all(part.spec == whole.spec for part in parts)
-    shape = parts[0].cache_shape
-    assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (2, 1, whole.spec.head_dim)
+    shape = parts[0].cache_shape(16)
+    assert (shape.num_layers, shape.block) == (2, (1, 2, 16 * whole.spec.head_dim))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""What a CPU does better than plain torch: products with weights that were packed once by oneDNN.
+"""What a CPU does better than plain torch where our own kernels are not to be had: products with weights that were
+packed once by oneDNN.
 
 On two cores of a Zen 5 a packed bfloat16 weight is read about twice as fast as a plain one for one row, and products
 of 16 and 32 rows are 1.4 to 1.7 times as fast; one layout serves every number of rows.
@@ -9,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagleray.models.kernels.reference import Kernels, LinearKernel, PlainLinear
+from eagleray.models.kernels.reference import Kernels, Operation, PlainLinear
 
-__all__ = ["CpuKernels", "PackedLinear"]
+__all__ = ["PackedKernels", "PackedLinear"]
 
 
 class PackedLinear:
@@ -27,19 +28,19 @@ class PackedLinear:
 class WideLinear:
     """A float16 product in float32, which holds every float16 exactly. Most CPUs have no float16 products."""
 
-    def __init__(self, wide: LinearKernel) -> None:
+    def __init__(self, wide: Operation) -> None:
         self._wide = wide
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._wide(x.float()).half()
 
 
-class CpuKernels(Kernels):
+class PackedKernels(Kernels):
     def __init__(self) -> None:
         candidates = (torch.float32, torch.bfloat16, torch.float16)
         self._packed_dtypes = frozenset(dtype for dtype in candidates if _packs(dtype))
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Operation:
         if weight.dtype in self._packed_dtypes:
             return PackedLinear(weight, bias)
         if weight.dtype == torch.float16:

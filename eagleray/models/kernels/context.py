@@ -1,4 +1,4 @@
-"""What the layers of a model share in one forward pass, computed once for all of them."""
+"""What the layers of a model share in one forward pass in plain torch, computed once for all of them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,139 @@
+"""eagleray and its peers in one run, in turn: medians, and the ratios to each peer.
+
+python benchmarks/peers.py [--rows 'dense-tiny/*' …] [--repeat 3] [--json FILE] [--list]
+                           [--peer-python VLLM/bin/python [--peer-preload LIB …]] [--llama-python LLAMA/bin/python]
+
+`--peer-python` is a Python that has vLLM, `--llama-python` one that has llama-cpp-python. Without `--rows` it is the
+list of `peer_rows.USUAL`, which takes hours with the large models. Every measurement is a process of its own; in each
+repetition the engines run one after the other, job by job. A job that fails leaves its rows empty and says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from peer_engines import Engine
+from peer_jobs import JobFailed, run
+from peer_rows import USUAL, Job, Row, all_rows, choose
+
+Figures = dict[tuple[str, str], list[float]]
+"""Of every repetition, by row and engine."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", default=USUAL, metavar="PATTERN", help="rows by name, with * and ?")
+    parser.add_argument("--list", action="store_true", help="show the names of all rows and end")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()) / "eagleray-benchmarks")
+    parser.add_argument("--peer-python", help="a Python that has vLLM")
+    parser.add_argument("--peer-preload", nargs="+", default=[], help="libraries that vLLM's documentation preloads")
+    parser.add_argument("--llama-python", help="a Python that has llama-cpp-python")
+    parser.add_argument("--json", type=Path, help="write every figure here")
+    arguments = parser.parse_args()
+    if arguments.list:
+        usual = {row.name for row in choose(USUAL)}
+        for row in all_rows():
+            print(f"{'*' if row.name in usual else ' '} {row.name:<32} {row.title}")
+        return
+    if arguments.repeat < 1:
+        sys.exit("--repeat must be at least 1")
+    engines = [Engine("eagleray")]
+    if arguments.peer_python:
+        engines.append(Engine("vllm", arguments.peer_python, arguments.peer_preload))
+    if arguments.llama_python:
+        engines.append(Engine("llama.cpp", arguments.llama_python))
+    rows = choose(arguments.rows)
+    figures, failures = measure_all(rows, engines, arguments.repeat, arguments.directory)
+    print(table(rows, engines, figures))
+    for failure in failures:
+        print(f"\n{failure}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(as_json(rows, engines, figures, failures), indent=1) + "\n")
+
+
+def measure_all(
+    rows: Sequence[Row], engines: Sequence[Engine], repeat: int, directory: Path
+) -> tuple[Figures, list[str]]:
+    """Every job by every engine, so many times; what failed is not tried again."""
+    figures: Figures = {}
+    failures: dict[tuple[Job, str], str] = {}
+    jobs: dict[Job, list[Row]] = {}
+    for row in rows:
+        jobs.setdefault(row.job, []).append(row)
+    for turn in range(repeat):
+        for job, of_job in jobs.items():
+            for engine in engines:
+                if not engine.can(job) or (job, engine.name) in failures:
+                    continue
+                print(f"{turn + 1}/{repeat} {engine.name}: {_name(job)}", file=sys.stderr, flush=True)
+                checkpoint = engine.checkpoint(job.model, directory)
+                try:
+                    found = run(job, engine, checkpoint, [row.figure for row in of_job], seed=turn + 1)
+                except JobFailed as error:
+                    failures[job, engine.name] = f"{engine.name} failed at {_name(job)}: {error}"
+                    continue
+                for row in of_job:
+                    figures.setdefault((row.name, engine.name), []).append(found[row.figure])
+    return figures, list(failures.values())
+
+
+def table(rows: Sequence[Row], engines: Sequence[Engine], figures: Figures) -> str:
+    """In Markdown: medians, and eagleray's over each peer's."""
+    peers = [engine.name for engine in engines[1:]]
+    headings = ["row", "what", *(engine.name for engine in engines), *(f"eagleray / {peer}" for peer in peers)]
+    lines = ["| " + " | ".join(headings) + " |", "|---" * len(headings) + "|"]
+    for row in rows:
+        medians = _medians(row, engines, figures)
+        cells = [row.name, row.title + (" (higher is better)" if row.is_higher_better else "")]
+        cells += ["–" if (median := medians.get(engine.name)) is None else f"{median:,.2f}" for engine in engines]
+        ratios = _ratios(medians)
+        cells += ["–" if peer not in ratios else f"{ratios[peer]:.2f}" for peer in peers]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def as_json(
+    rows: Sequence[Row], engines: Sequence[Engine], figures: Figures, failures: Sequence[str]
+) -> dict[str, object]:
+    return {
+        "machine": {"cores": len(os.sched_getaffinity(0)), "load_average": os.getloadavg()[0]},
+        "rows": {
+            row.name: {
+                "what": row.title,
+                "higher_is_better": row.is_higher_better,
+                "figures": {engine.name: figures.get((row.name, engine.name), []) for engine in engines},
+                "medians": (medians := _medians(row, engines, figures)),
+                "ratios": _ratios(medians),
+            }
+            for row in rows
+        },
+        "failures": list(failures),
+    }
+
+
+def _medians(row: Row, engines: Sequence[Engine], figures: Figures) -> dict[str, float]:
+    found = {engine.name: figures.get((row.name, engine.name)) for engine in engines}
+    return {name: statistics.median(values) for name, values in found.items() if values}
+
+
+def _ratios(medians: Mapping[str, float]) -> dict[str, float]:
+    """eagleray's over the peer's; below 1 eagleray is better, unless higher is."""
+    ours = medians.get("eagleray")
+    return {peer: ours / theirs for peer, theirs in medians.items() if peer != "eagleray" and ours is not None}
+
+
+def _name(job: Job) -> str:
+    kind = "http" if job.is_http else job.parallel or ("long" if job.is_long else "offline")
+    return f"{job.model}, {kind}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""`eagleray bench scheduler`: what the scheduler takes for a step, without a model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from eagleray.bench.report import table, write_json
+from eagleray.bench.scheduling import KINDS, SchedulingFigures, measure_scheduling
+from eagleray.cli.bench_flags import add_result_flags, check_result_files, options_of
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--requests",
+        nargs="+",
+        type=int,
+        default=[1, 32, 256],
+        metavar="N",
+        help="running requests (default: 1 32 256)",
+    )
+    parser.add_argument("--steps", type=int, default=2000, metavar="N", help="steps measured (default: 2000)")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        default=list(KINDS),
+        help="decode: a token for each request. mixed: and a chunk of a long prompt (default: both)",
+    )
+    add_result_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    check_result_files(arguments)
+    figures = list(measure_scheduling(num_requests=arguments.requests, steps=arguments.steps, kinds=arguments.kinds))
+    print(_describe(figures))
+    if arguments.json:
+        write_json(Path(arguments.json), "scheduler", options_of(arguments), figures)
+
+
+def _describe(figures: list[SchedulingFigures]) -> str:
+    headings = ["µs", "requests", "plan p50", "p99", "apply p50", "p99", "both p50", "p99"]
+    rows = []
+    for one in figures:
+        parts = (one.plan_us, one.apply_us, one.both_us)
+        numbers = [f"{number:.1f}" for part in parts for number in (part.p50, part.p99)]
+        rows.append([one.kind, str(one.num_requests), *numbers])
+    return table(headings, rows)

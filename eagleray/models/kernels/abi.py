@@ -1,0 +1,176 @@
+"""The C interface of `native/`: its structs, field by field, and the types of its functions.
+
+Integers are int64 unless said otherwise, rows are named by the number of their buffer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+
+__all__ = [
+    "ADD",
+    "ATTEND",
+    "CLEAR",
+    "CONVERT",
+    "EMBED",
+    "ENDING_ADD",
+    "ENDING_SILU",
+    "ENDING_STORE",
+    "MIX",
+    "MULTIPLY",
+    "NORMALIZE",
+    "Attend",
+    "AttentionShape",
+    "CBatch",
+    "Embed",
+    "Mix",
+    "Multiply",
+    "Normalize",
+    "Product",
+    "RowBuffer",
+    "RowsToRows",
+    "Step",
+    "declare",
+]
+
+EMBED, NORMALIZE, MULTIPLY, ATTEND, MIX, ADD, CLEAR, CONVERT = range(8)
+ENDING_STORE, ENDING_ADD, ENDING_SILU = range(3)
+
+
+class AttentionShape(Structure):
+    _fields_ = (
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("block_size", c_int64),
+        ("window", c_int64),
+        ("scale", c_float),
+    )
+
+
+class Embed(Structure):
+    _fields_ = (
+        ("out", c_int64),
+        ("values", c_void_p),
+        ("is_packed", c_int64),
+        ("size", c_int64),
+        ("first", c_int64),
+        ("num_own", c_int64),
+    )
+
+
+class Normalize(Structure):
+    _fields_ = (
+        ("x", c_int64),
+        ("out", c_int64),
+        ("size", c_int64),
+        ("weight", c_void_p),
+        ("eps", c_float),
+    )
+
+
+class Multiply(Structure):
+    _fields_ = (
+        ("x", c_int64),
+        ("out", c_int64),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("ending", c_int64),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class Attend(Structure):
+    _fields_ = (
+        ("qkv", c_int64),
+        ("queries", c_int64),
+        ("out", c_int64),
+        ("shape", AttentionShape),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("eps", c_float),
+        ("cache", c_void_p),
+    )
+
+
+class Mix(Structure):
+    _fields_ = (
+        ("x", c_int64),
+        ("scores", c_int64),
+        ("hidden", c_int64),
+        ("num_experts", c_int64),
+        ("top_k", c_int64),
+        ("size", c_int64),
+        ("inner", c_int64),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("renormalize", c_int64),
+        ("round_weights", c_int64),
+        ("counts", c_void_p),
+    )
+
+
+class Product(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("x_rows", c_void_p),
+        ("num_rows", c_int64),
+        ("weight", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("bias", c_void_p),
+        ("ending", c_int32),
+        ("y", c_void_p),
+        ("y_stride", c_int64),
+    )
+
+
+class RowsToRows(Structure):
+    _fields_ = (("x", c_int64), ("out", c_int64), ("size", c_int64))
+
+
+class Step(Structure):
+    _fields_ = (("operation", c_int64), ("what", c_void_p))
+
+
+class RowBuffer(Structure):
+    _fields_ = (("memory", c_void_p), ("stride", c_int64))
+
+
+class CBatch(Structure):
+    _fields_ = (
+        ("num_rows", c_int64),
+        ("num_tokens", c_int64),
+        ("starts", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_table", c_void_p),
+        ("table_stride", c_int64),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("token_ids", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("attention_scratch", c_void_p),
+        ("expert_scratch", c_void_p),
+        ("expert_tokens", c_int64),
+        ("expert_ids", c_void_p),
+    )
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Give the library's functions their types. Harmless when repeated."""
+    functions = {
+        "er_packed_size": (c_int64, [c_int64, c_int64, c_int]),
+        "er_pack": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int, c_int]),
+        "er_pack_gate_up": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int, c_int]),
+        "er_multiply": (None, [POINTER(Product), c_int64, c_int, c_int]),
+        "er_run": (None, [c_int, POINTER(Step), c_int64, POINTER(RowBuffer), POINTER(CBatch), c_int]),
+        "er_attention_scratch": (c_int64, [POINTER(AttentionShape), c_int64, c_int]),
+        "er_expert_scratch": (c_int64, [c_int, POINTER(Mix), c_int64]),
+    }
+    for name, (result, arguments) in functions.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments

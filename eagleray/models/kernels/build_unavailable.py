@@ -1,0 +1,11 @@
+"""Why there are no compiled kernels."""
+
+from __future__ import annotations
+
+from eagleray.errors import EagleRayError
+
+__all__ = ["NativeUnavailable"]
+
+
+class NativeUnavailable(EagleRayError):
+    """The kernels cannot be compiled or loaded here; the message says why and what to do. Plain torch can compute."""

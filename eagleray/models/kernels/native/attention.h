@@ -1,0 +1,64 @@
+// Attention over the paged cache.
+//
+// A layer's cache is [blocks][kv heads][keys, then values]. In both, the tokens of a block are lanes; there are
+// round_up(block_size, 16) of them. With PAIR numbers to a word (2 of bfloat16, 1 of float):
+//
+//   keys    [head_dim / PAIR][lanes][PAIR]   16 tokens in a register: their scores grow by dot(query pair, keys)
+//   values  [lanes / PAIR][head_dim][PAIR]   16 features in a register: they grow by dot(probability pair, values)
+//
+// The cache begins as zeros. Lanes behind block_size are never written. Lanes behind the end of a row's context hold what
+// another request left there, perhaps NaN: nothing of it reaches a result.
+#pragma once
+
+#include "base.h"
+
+namespace eagleray {
+
+constexpr int MAX_HEAD_DIM = 256;
+
+struct AttentionShape {
+  int64_t num_heads, num_kv_heads;  // the first is a multiple of the second
+  int64_t head_dim;                 // even
+  int64_t block_size;               // tokens
+  int64_t window;                   // 0: none; else a query at position p sees the positions > p - window
+  float scale;                      // of the scores; positive
+};
+
+// What is computed in one step; the same for all layers.
+struct Rows {
+  int64_t num_rows, num_tokens;
+  const int32_t* starts;        // [num_rows + 1] first token of each row in the batch
+  const int32_t* context_lens;  // [num_rows] tokens of the row in the cache, this step's included: they are its last ones
+  const int32_t* block_table;   // [num_rows, table_stride] blocks of each row in order of position
+  int64_t table_stride;
+  const int32_t* positions;     // [num_tokens]
+  const int32_t* slots;         // [num_tokens] block * block_size + offset; no slot twice
+};
+
+inline int64_t lanes_of_block(const AttentionShape& shape) { return round_up(shape.block_size, LANES); }
+
+// Numbers of one block in the cache of a layer.
+inline int64_t block_elements(const AttentionShape& shape) {
+  return shape.num_kv_heads * 2 * lanes_of_block(shape) * shape.head_dim;
+}
+
+// Split the products [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] into queries, keys and values. Queries and
+// keys are normed (where there are weights [head_dim]) and rotated by their position (tables
+// [positions, head_dim / 2]); queries go to [num_tokens, num_heads * head_dim], keys and values to their slots.
+template <class T>
+void prepare(const Team& team, const AttentionShape& shape, const Rows& rows, const float* qkv, const float* q_norm,
+             const float* k_norm, float eps, const float* cos, const float* sin, T* queries, T* cache);
+
+// Floats that `attend` needs as scratch, shared by the team, for contexts up to `max_context`.
+int64_t attend_scratch(const AttentionShape& shape, int64_t max_context, int num_threads);
+
+// Attention of all queries over their rows' contexts -> out [num_tokens, num_heads * head_dim]. The team waits inside.
+//
+// The keys of a context are cut at fixed places into chunks. Each chunk has its own softmax, and the chunks' results are
+// merged in their order. So a query's result is the same number alone and beside others, and however the work is
+// divided; threads may compute the chunks of one query.
+template <class T>
+void attend(const Team& team, const AttentionShape& shape, const Rows& rows, const T* queries, const T* cache, T* out,
+            float* scratch);
+
+}  // namespace eagleray

@@ -1,0 +1,194 @@
+// The forward pass of a model: a list of steps that one team of threads runs from front to back, meeting after each.
+//
+// Steps name the rows that they read and write by number: row buffers, of which the caller says for each run where they
+// are. What depends on the batch comes with each run too; all else is in the steps. `program.py` mirrors these structs.
+#include "attention.h"
+#include "experts.h"
+#include "product.h"
+#include "rows.h"
+
+namespace eagleray {
+
+enum class Operation : int64_t { embed, normalize, multiply, attend, mix, add, clear, convert };
+
+struct Step {
+  Operation operation;
+  const void* what;  // the struct of that name
+};
+
+struct Rowbuffer {
+  void* memory;
+  int64_t stride;  // elements
+};
+
+struct Embed {
+  int64_t out;  // float
+  const void* values;
+  int64_t is_packed, size, first, num_own;
+};
+
+struct Normalize {
+  int64_t x, out;  // float -> T, or float where a stage ends
+  int64_t size;
+  const float* weight;
+  float eps;
+};
+
+struct Multiply {
+  int64_t x, out;
+  int64_t n, k, ending;
+  const void* weight;
+  const float* bias;
+};
+
+struct Attend {
+  int64_t qkv, queries, out;  // float, T, T
+  AttentionShape shape;
+  const float *q_norm, *k_norm;
+  float eps;
+  void* cache;
+};
+
+struct Mix {
+  int64_t x, scores, hidden;  // T, float, float
+  int64_t num_experts, top_k, size, inner;
+  const void *gate_up, *down;  // [num_experts] packed weights
+  int64_t renormalize, round_weights;
+  int64_t* counts;
+};
+
+struct RowsToRows {  // add, clear, convert
+  int64_t x, out, size;
+};
+
+struct Batch {
+  Rows rows;
+  const int32_t* token_ids;
+  const float *cos, *sin;  // [positions, head_dim / 2]
+  void* attention_scratch;
+  void* expert_scratch;
+  int64_t expert_tokens;  // for how many it is enough
+  int32_t* expert_ids;    // [num_tokens, top_k]
+};
+
+namespace {
+
+template <class T>
+class Run {
+ public:
+  Run(const Team& team, const Rowbuffer* buffers, const Batch& batch)
+      : team_(team), buffers_(buffers), batch_(batch), num_tokens_(batch.rows.num_tokens) {}
+
+  void step(const Step& step) const {
+    switch (step.operation) {
+      case Operation::embed: return embed(*static_cast<const Embed*>(step.what));
+      case Operation::normalize: return normalize(*static_cast<const Normalize*>(step.what));
+      case Operation::multiply: return multiply(*static_cast<const Multiply*>(step.what));
+      case Operation::attend: return attend(*static_cast<const Attend*>(step.what));
+      case Operation::mix: return mix(*static_cast<const Mix*>(step.what));
+      case Operation::add: return add(*static_cast<const RowsToRows*>(step.what));
+      case Operation::clear: return clear(*static_cast<const RowsToRows*>(step.what));
+      case Operation::convert: return convert(*static_cast<const RowsToRows*>(step.what));
+    }
+  }
+
+ private:
+  template <class Number>
+  Number* rows(int64_t buffer) const { return static_cast<Number*>(buffers_[buffer].memory); }
+  int64_t stride(int64_t buffer) const { return buffers_[buffer].stride; }
+
+  void embed(const Embed& what) const {
+    Table<T> table{static_cast<const T*>(what.values), what.is_packed ? Layout::packed : Layout::plain, what.size,
+                   what.first, what.num_own};
+    eagleray::embed(team_, table, batch_.token_ids, num_tokens_, rows<float>(what.out));
+  }
+
+  void normalize(const Normalize& what) const {
+    eagleray::normalize(team_, rows<float>(what.x), stride(what.x), num_tokens_, what.size, what.weight, what.eps,
+                        rows<T>(what.out), stride(what.out));
+  }
+
+  void multiply(const Multiply& what) const {
+    Product<T> product{rows<T>(what.x), stride(what.x), nullptr, num_tokens_, static_cast<const T*>(what.weight), what.n,
+                       what.k, what.bias, Ending(what.ending), rows<void>(what.out), stride(what.out)};
+    eagleray::multiply(team_, product);
+  }
+
+  void attend(const Attend& what) const {
+    T* cache = static_cast<T*>(what.cache);
+    T* queries = rows<T>(what.queries);
+    prepare(team_, what.shape, batch_.rows, rows<float>(what.qkv), what.q_norm, what.k_norm, what.eps, batch_.cos,
+            batch_.sin, queries, cache);
+    team_.wait();
+    eagleray::attend(team_, what.shape, batch_.rows, queries, cache, rows<T>(what.out),
+                     static_cast<float*>(batch_.attention_scratch));
+  }
+
+  void mix(const Mix& what) const {
+    Experts<T> experts{what.num_experts, what.top_k, what.size, what.inner, static_cast<const T* const*>(what.gate_up),
+                       static_cast<const T* const*>(what.down), what.renormalize != 0, what.round_weights != 0};
+    ExpertTokens<T> tokens{num_tokens_, rows<T>(what.x), stride(what.x), rows<float>(what.scores), stride(what.scores),
+                           rows<float>(what.hidden), stride(what.hidden), batch_.expert_ids};
+    compute_experts(team_, experts, tokens, what.counts, {batch_.expert_scratch, batch_.expert_tokens});
+  }
+
+  void add(const RowsToRows& what) const {
+    eagleray::add(team_, rows<float>(what.x), stride(what.x), num_tokens_, what.size, rows<float>(what.out),
+                  stride(what.out));
+  }
+
+  void clear(const RowsToRows& what) const {
+    Span mine = share(team_, num_tokens_);
+    float* out = rows<float>(what.out) + mine.begin * stride(what.out);
+    std::memset(out, 0, size_t((mine.end - mine.begin) * stride(what.out)) * sizeof(float));
+  }
+
+  void convert(const RowsToRows& what) const {
+    eagleray::convert(team_, rows<float>(what.x), stride(what.x), num_tokens_, what.size, rows<T>(what.out),
+                      stride(what.out));
+  }
+
+  const Team& team_;
+  const Rowbuffer* buffers_;
+  const Batch& batch_;
+  int64_t num_tokens_;
+};
+
+template <class T>
+void run(const Step* steps, int64_t count, const Rowbuffer* buffers, const Batch& batch, int num_threads) {
+  run_team(num_threads, [&](const Team& team) {
+    Run<T> one(team, buffers, batch);
+    for (int64_t i = 0; i < count; i++) {
+      one.step(steps[i]);
+      team.wait();
+    }
+  });
+}
+
+template <class T>
+int64_t expert_scratch(const Mix& what, int64_t num_tokens) {
+  Experts<T> experts{what.num_experts, what.top_k, what.size, what.inner, nullptr, nullptr, false, false};
+  return experts_scratch_size(experts, num_tokens);
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// dtype: 0 is float32, 1 bfloat16.
+EXPORT void er_run(int dtype, const Step* steps, int64_t count, const Rowbuffer* buffers, const Batch* batch,
+                   int num_threads) {
+  (dtype ? run<Bf16> : run<float>)(steps, count, buffers, *batch, num_threads);
+}
+
+// Bytes.
+EXPORT int64_t er_attention_scratch(const AttentionShape* shape, int64_t max_context, int num_threads) {
+  return attend_scratch(*shape, max_context, num_threads) * int64_t(sizeof(float));
+}
+
+// Bytes.
+EXPORT int64_t er_expert_scratch(int dtype, const Mix* what, int64_t num_tokens) {
+  return (dtype ? expert_scratch<Bf16> : expert_scratch<float>)(*what, num_tokens);
+}
+
+}  // namespace eagleray

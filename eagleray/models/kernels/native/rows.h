@@ -1,0 +1,71 @@
+// Operations on rows of hidden states, [num_rows, size] floats of which row i begins at i * stride.
+//
+// The threads divide the rows. What they write is complete only after the caller's next `team.wait()`.
+#pragma once
+
+#include "base.h"
+
+namespace eagleray {
+
+// out = x / sqrt(mean(x^2) + eps) * weight, rounded once. `out` may be `x`.
+template <class T>
+void normalize(const Team& team, const float* x, int64_t stride, int64_t num_rows, int64_t size, const float* weight,
+               float eps, T* out, int64_t out_stride);
+
+// How the rows of an embedding lie in memory.
+enum class Layout {
+  plain,   // [num_own, size]
+  packed,  // as the weight of a product: that of the head, where the two are tied
+};
+
+// The rows of the tokens first, first + 1, ... of the vocabulary: all of it, or a tensor-parallel share.
+template <class T>
+struct Table {
+  const T* values;
+  Layout layout;
+  int64_t size;  // of a row
+  int64_t first, num_own;
+};
+
+// out [num_rows, size]: the rows of the tokens, zeros for those that the table does not have.
+template <class T>
+void embed(const Team& team, const Table<T>& table, const int32_t* token_ids, int64_t num_rows, float* out);
+
+// out = x, rounded.
+template <class T>
+void convert(const Team& team, const float* x, int64_t stride, int64_t num_rows, int64_t size, T* out,
+             int64_t out_stride);
+
+// out += x
+void add(const Team& team, const float* x, int64_t stride, int64_t num_rows, int64_t size, float* out,
+         int64_t out_stride);
+
+// Row i of out = row rows[i] of x.
+void gather(const Team& team, const float* x, int64_t stride, const int32_t* rows, int64_t num_rows, int64_t size,
+            float* out, int64_t out_stride);
+
+// ---- what is left of a row behind its last whole vector: fewer than 16 numbers
+
+inline Floats load_some(const float* from, int64_t count) {  // the other lanes are 0
+  Floats x{};
+  std::memcpy(&x, from, size_t(count) * sizeof(float));
+  return x;
+}
+
+template <class T>
+inline void store_some(T* to, Floats x, int64_t count) {
+  T lanes[LANES];
+  store(lanes, x);
+  std::memcpy(to, lanes, size_t(count) * sizeof(T));
+}
+
+// step(i, count) for each vector of a row: 16 numbers from i on, or the `count` that are left. 16 is a type of its own,
+// so that whole vectors are loaded and stored without a look at the count.
+template <class Step>
+inline void for_vectors(int64_t size, Step&& step) {
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) step(i, std::integral_constant<int64_t, LANES>{});
+  if (i < size) step(i, size - i);
+}
+
+}  // namespace eagleray

@@ -1,0 +1,159 @@
+"""A recorded forward pass, ready to run: its steps in C's form, the buffers between them, and the tables they read."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagleray.models.batch import Batch
+from eagleray.models.kernels.abi import ATTEND, MIX, CBatch, RowBuffer, Step
+from eagleray.models.kernels.recording import HostStep, NativeStep, Recording, Value
+from eagleray.models.layers.rope import Rope
+
+__all__ = ["Program"]
+
+MIN_ROWS = 64
+EXPERT_TOKENS = 512
+"""Tokens that go through the experts together: what is between their products stays in the processor's cache."""
+
+
+@dataclass
+class _Segment:
+    """Native steps one after another, or one step of the host."""
+
+    steps: Any
+    count: int
+    host: HostStep | None
+
+
+class Program:
+    """Runs in one thread, which brings `num_threads` to life for each run of native steps."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        recording: Recording,
+        *,
+        source: Value | None,
+        result: Value,
+        dtype: torch.dtype,
+        rope: Rope,
+        num_threads: int,
+    ) -> None:
+        """`source`: the rows that a run brings along, if it does not bring token ids."""
+        recording.finish(result)
+        self._library = library
+        self._dtype = dtype
+        self._rope = rope
+        self._num_threads = num_threads
+        self._source = source
+        self._result = result
+        self._recording = recording  # keeps what the steps point to
+        self._segments = _segments(recording)
+        self._sizes = recording.buffers
+        self._rows: list[Tensor] = []
+        self._buffers = (RowBuffer * len(self._sizes))()
+        self._capacity = 0
+        self._shapes = [step.what.shape for step in _native(recording) if step.operation == ATTEND]
+        self._mixes = [step.what for step in _native(recording) if step.operation == MIX]
+        self._batch = CBatch()
+        self._tables = (torch.empty(0), torch.empty(0))
+        self._max_context = 0
+        self._scratch: list[Tensor] = []
+
+    def run(self, x: Tensor | None, batch: Batch) -> Tensor:
+        """[num_tokens, features], overwritten by the next run."""
+        num_tokens = batch.num_tokens
+        if num_tokens > self._capacity:
+            self._grow(num_tokens)
+        max_context = int(batch.context_lens.max())
+        if max_context > self._max_context:
+            self._reach(max_context)
+        if x is not None:
+            assert self._source is not None
+            self._rows[self._source.buffer][:num_tokens].copy_(x)
+        self._describe(batch)
+        run, kind, threads = self._library.er_run, int(self._dtype == torch.bfloat16), self._num_threads
+        for segment in self._segments:
+            if segment.host is None:
+                run(kind, segment.steps, segment.count, self._buffers, self._batch, threads)
+            else:
+                segment.host.apply(self._rows[segment.host.rows.buffer][:num_tokens])
+        return self._rows[self._result.buffer][:num_tokens]
+
+    def _describe(self, batch: Batch) -> None:
+        c = self._batch
+        c.num_rows, c.num_tokens = len(batch.context_lens), batch.num_tokens
+        c.starts = batch.starts.ctypes.data
+        c.context_lens = batch.context_lens.ctypes.data
+        c.block_table = batch.block_table.ctypes.data
+        c.table_stride = batch.block_table.shape[1]
+        c.positions = batch.positions.ctypes.data
+        c.slots = batch.slots.ctypes.data
+        c.token_ids = batch.token_ids.ctypes.data
+
+    def _grow(self, num_tokens: int) -> None:
+        """Make room for so many tokens."""
+        self._capacity = max(MIN_ROWS, 1 << (num_tokens - 1).bit_length())
+        self._rows = [
+            torch.zeros((self._capacity, size), dtype=torch.float32 if is_float else self._dtype)
+            for size, is_float in self._sizes
+        ]
+        for buffer, rows in zip(self._buffers, self._rows, strict=True):
+            buffer.memory, buffer.stride = rows.data_ptr(), rows.shape[1]
+        self._make_scratch()
+
+    def _reach(self, max_context: int) -> None:
+        """Make room for contexts of so many tokens."""
+        self._max_context = max(MIN_ROWS, 1 << (max_context - 1).bit_length())
+        cos, sin = self._rope.table(torch.arange(self._max_context))
+        self._tables = cos.contiguous(), sin.contiguous()
+        self._batch.cos, self._batch.sin = (table.data_ptr() for table in self._tables)
+        self._make_scratch()
+
+    def _make_scratch(self) -> None:
+        library, kind = self._library, int(self._dtype == torch.bfloat16)
+        attention = [
+            library.er_attention_scratch(shape, self._max_context, self._num_threads) for shape in self._shapes
+        ]
+        tokens = min(EXPERT_TOKENS, self._capacity)
+        experts = [library.er_expert_scratch(kind, mix, tokens) for mix in self._mixes]
+        top_k = max((mix.top_k for mix in self._mixes), default=0)
+        sizes = [max(attention, default=0), max(experts, default=0), 4 * self._capacity * top_k]
+        self._scratch = [torch.zeros(-(-size // 8) + 8, dtype=torch.int64) for size in sizes]
+        batch = self._batch
+        batch.attention_scratch, batch.expert_scratch, batch.expert_ids = map(_aligned, self._scratch)
+        batch.expert_tokens = tokens
+
+
+def _native(recording: Recording) -> list[NativeStep]:
+    return [step for step in recording.steps if isinstance(step, NativeStep)]
+
+
+def _segments(recording: Recording) -> list[_Segment]:
+    segments: list[_Segment] = []
+    pending: list[NativeStep] = []
+
+    def close() -> None:
+        if pending:
+            entries = [Step(step.operation, ctypes.addressof(step.what)) for step in pending]
+            segments.append(_Segment((Step * len(entries))(*entries), len(entries), None))
+            pending.clear()
+
+    for step in recording.steps:
+        if isinstance(step, NativeStep):
+            pending.append(step)
+        else:
+            close()
+            segments.append(_Segment(None, 0, step))
+    close()
+    return segments
+
+
+def _aligned(memory: Tensor) -> int:
+    """The first multiple of 64 in it."""
+    return -(-memory.data_ptr() // 64) * 64

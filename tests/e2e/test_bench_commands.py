@@ -1,0 +1,142 @@
+"""`eagleray bench`: each benchmark does its work on a small checkpoint and says what it found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from checkpoints import make_checkpoint
+from serving import serve
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3"))
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with serve(checkpoint, "--served-model-name", "small", "--max-model-len", "200") as server:
+        yield server
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "eagleray.cli.main", "bench", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def figures(path: Path, *arguments: str) -> Any:
+    """What the benchmark wrote as JSON."""
+    run = bench(*arguments, "--json", str(path))
+    assert run.returncode == 0, run.stderr
+    return json.loads(path.read_text())["figures"]
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
+def test_a_server_under_load(server, tmp_path, endpoint):
+    plot = tmp_path / "plot.svg"
+    arguments = ("--num-prompts", "6", "--random-input-len", "60", "--random-output-len", "5", "--plot", str(plot))
+    found = figures(tmp_path / "f.json", "serve", "--base-url", server.url, "--endpoint", endpoint, *arguments)
+    assert (found["num_completed"], found["failures"], found["num_short"]) == (6, [], 0)
+    assert found["num_output_tokens"] == 30
+    if endpoint == "/v1/completions":  # of a chat only the server knows how long it gets
+        assert found["num_input_tokens"] == 360
+        assert 0 < found["itl_ms"]["count"] <= 6 * 4, "tokens without a text of their own have no event"
+    else:
+        assert found["num_input_tokens"] == pytest.approx(360, rel=0.25)
+    assert 0 < found["ttft_ms"]["p50"] <= found["e2e_ms"]["p50"]
+    assert found["tpot_ms"]["count"] == 6
+    assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+
+
+def test_repeated_prefixes_are_found_in_the_cache(server, tmp_path):
+    arguments = ("--dataset", "prefix-repetition", "--num-prefixes", "1", "--prefix-uses", "3", "--prefix-len", "64")
+    lengths = ("--random-input-len", "4", "--random-output-len", "2", "--max-concurrency", "1", "--seed", "5")
+    found = figures(tmp_path / "f.json", "serve", "--base-url", server.url, *arguments, *lengths)
+    assert found["num_cached_tokens"] == 2 * 64
+    assert found["peak_concurrency"] == 1
+
+
+def test_requests_that_fail_are_no_successes(server, tmp_path):
+    """Some of the prompts are too long for the model."""
+    lengths = ("--random-input-len", "190", "--random-range-ratio", "0.5", "--random-output-len", "2")
+    some = figures(
+        tmp_path / "f.json", "serve", "--base-url", server.url, *lengths, "--num-warmups", "0", "--num-prompts", "12"
+    )
+    (failure,) = some["failures"]
+    assert failure["kind"] == "HTTP 400"
+    assert "the model's length is 200 tokens" in failure["example"]
+    assert some["num_completed"] + failure["count"] == 12 and some["num_completed"] > 0
+    none = bench("serve", "--base-url", server.url, "--random-input-len", "300", "--num-warmups", "0")
+    assert none.returncode == 1
+    assert "0 completed, 100 failed" in none.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["serve", "--base-url", "http://127.0.0.1:9"], 1, "no server answers at http://127.0.0.1:9"),
+        (["serve", "--model", "big"], 2, "--model big: not served at"),
+        (["serve", "--request-rate", "-1"], 2, "--request-rate must be greater than 0"),
+        (["serve", "--dataset", "other"], 2, "--dataset other: there is none of this name"),
+        (["serve", "--plot", "a.png"], 2, "only .svg is supported"),
+        (["serve", "--json", "/no/such/directory/a.json"], 2, "no file can be written there"),
+        (["serve", "--random-input-len", "500"], 1, "the first request to"),
+        (["throughput", "/no/such/model"], 2, "there is no such directory"),
+        (["throughput", "--num-prompts", "0"], 2, "--num-prompts must be at least 1"),
+        (["latency", "--output-len", "1"], 2, "--output-len must be at least 2"),
+        (["startup", "--repeat", "0"], 2, "--repeat must be at least 1"),
+        (["startup", "/no/such/model"], 2, "there is no such directory"),
+        (["scheduler", "--steps", "0"], 2, "--steps and --requests must be at least 1"),
+    ],
+)
+def test_a_mistake_is_one_sentence(server, arguments, code, message):
+    if arguments[0] == "serve" and "--base-url" not in arguments:
+        arguments = [*arguments, "--base-url", server.url]
+    run = bench(*arguments)
+    assert run.returncode == code
+    assert message in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_throughput(checkpoint, tmp_path):
+    lengths = ("--num-prompts", "4", "--random-input-len", "10", "--random-output-len", "3", "--num-threads", "1")
+    found = figures(tmp_path / "f.json", "throughput", checkpoint, *lengths)
+    assert (found["num_requests"], found["num_input_tokens"], found["num_output_tokens"]) == (4, 40, 12)
+    assert found["output_tokens_per_s"] == pytest.approx(12 / found["duration_s"])
+    assert found["total_tokens_per_s"] == pytest.approx(52 / found["duration_s"])
+
+
+def test_latency(checkpoint, tmp_path):
+    plot = tmp_path / "plot.svg"
+    lengths = ("--batch-size", "2", "--input-len", "6", "--output-len", "4", "--iterations", "3", "--warm-up", "1")
+    options = ("--num-threads", "1", "--plot", str(plot))
+    found = figures(tmp_path / "f.json", "latency", checkpoint, *lengths, *options)
+    assert [found[name]["count"] for name in ("ttft_ms", "tpot_ms", "e2e_ms")] == [3, 3, 3]
+    assert found["ttft_ms"]["lowest"] > 0
+    assert plot.exists()
+    too_long = bench("latency", checkpoint, "--max-model-len", "16", "--input-len", "10", "--output-len", "10")
+    assert too_long.returncode == 2
+    assert "10 tokens in and 10 out do not fit into the model's length" in too_long.stderr
+
+
+def test_startup(checkpoint, tmp_path):
+    program, server = figures(tmp_path / "f.json", "startup", checkpoint, "--repeat", "1", "--num-threads", "1")
+    assert (program["kind"], server["kind"]) == ("program", "server")
+    for start in (program, server):
+        assert 0 < start["ready_s"]["p50"] < start["answered_s"]["p50"]
+    failed = bench("startup", checkpoint, "--what", "server", "--repeat", "1", "--max-model-len", "999999")
+    assert failed.returncode == 1
+    assert "`max_model_len`: 999999 is longer than" in failed.stderr
+
+
+def test_scheduler(tmp_path):
+    found = figures(tmp_path / "f.json", "scheduler", "--requests", "1", "4", "--steps", "30", "--kinds", "mixed")
+    assert [(one["kind"], one["num_requests"]) for one in found] == [("mixed", 1), ("mixed", 4)]
+    assert all(one["both_us"]["count"] == 30 for one in found)

@@ -1,0 +1,174 @@
+"""Processes that want the same kernels at once, that die while they make them, and that have another OpenMP runtime."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+SECONDS = 120.0
+
+BUILD = """
+import sys
+from pathlib import Path
+from eagleray.models.kernels.build import build, load
+
+print("ready", flush=True)
+sys.stdin.readline()
+print(load(build([Path(sys.argv[1])])).answer(), flush=True)
+"""
+
+LOAD = """
+import sys
+from pathlib import Path
+from eagleray.models.kernels.build import NativeUnavailable, load
+
+try:
+    load(Path(sys.argv[1]))
+except NativeUnavailable as error:
+    print(error)
+"""
+
+RUNTIMES = """
+import sys
+from pathlib import Path
+from eagleray.models.kernels.build import build, load
+from eagleray.models.kernels.build_openmp import mapped_runtimes, openmp_runtime
+
+load(build([Path(sys.argv[1])])).answer()
+print(openmp_runtime().path.name, len(mapped_runtimes()))
+"""
+
+COMPILER = """#!/bin/sh
+# Logs each run. If there is a file `hold`, the first run hangs, and says who called it.
+here=$(dirname "$0")
+case "$*" in *" -c "*)
+    echo "$*" >> $here/runs
+    if mv $here/hold $here/held 2> /dev/null; then
+        echo "$PPID $$" > $here/holder.new
+        mv $here/holder.new $here/holder
+        exec sleep 600
+    fi
+esac
+exec g++ "$@"
+"""
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """Asks for a thread of OpenMP's, too."""
+    path = tmp_path / "answer.cpp"
+    path.write_text("""extern "C" __attribute__((visibility("default"))) int answer() {
+      int answer = 0;
+    #pragma omp parallel reduction(+ : answer) num_threads(1)
+      answer += 42;
+      return answer;
+    }""")
+    return path
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A function that starts a program in a process of its own, with a compiler that logs what it does."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    own = {"CXX": str(compiler), "EAGLERAY_CACHE_DIR": str(tmp_path / "cache")}
+    processes = []
+
+    def start(program: str, argument: Path, **environment: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(argument)],
+            env={**os.environ, **own, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def start_together(start, source: Path) -> list[subprocess.Popen[str]]:
+    """Four that begin to build when all have imported what they need."""
+    processes = [start(BUILD, source) for _ in range(4)]
+    for process in processes:
+        assert select.select([process.stdout], [], [], SECONDS)[0], "a process did not get ready"
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    return processes
+
+
+def libraries(cache: Path) -> list[str]:
+    return [path.suffix for path in (cache / "kernels").iterdir() if path.suffix != ".lock"]
+
+
+def test_four_processes_compile_once(start, source, tmp_path):
+    for process in start_together(start, source):
+        assert process.communicate(timeout=SECONDS) == ("42\n", "")
+    assert len((tmp_path / "runs").read_text().splitlines()) == 1
+    assert libraries(tmp_path / "cache") == [".so"]
+
+
+def test_when_the_one_that_compiles_is_killed_another_does_it(start, source, tmp_path):
+    (tmp_path / "hold").touch()
+    processes = start_together(start, source)
+    deadline = time.monotonic() + SECONDS
+    while not (tmp_path / "holder").exists():
+        assert time.monotonic() < deadline, "nobody began to compile"
+        time.sleep(0.02)
+    builder, compiler = map(int, (tmp_path / "holder").read_text().split())
+    try:
+        (killed,) = [process for process in processes if process.pid == builder]
+        killed.kill()
+        for process in processes:
+            if process is not killed:
+                assert process.communicate(timeout=SECONDS) == ("42\n", "")
+    finally:
+        os.kill(compiler, signal.SIGKILL)
+    assert len((tmp_path / "runs").read_text().splitlines()) == 2
+    assert libraries(tmp_path / "cache") == [".so"]
+
+
+def make_library(directory: Path, name: str, text: str, *arguments: str) -> Path:
+    source = directory / f"{name}.cpp"
+    source.write_text(text)
+    path = directory / name
+    command = ["g++", "-shared", "-fPIC", str(source), f"-Wl,-soname,{name}", *arguments, "-o", str(path)]
+    subprocess.run(command, check=True, timeout=SECONDS)
+    return path
+
+
+def test_a_library_that_brings_a_second_openmp_runtime_is_refused(start, tmp_path):
+    runtime = make_library(tmp_path, "libomp-other.so", 'extern "C" int omp_get_level() { return 0; }')
+    text = 'extern "C" int omp_get_level(); extern "C" int level() { return omp_get_level(); }'
+    library = make_library(tmp_path, "level.so", text, str(runtime), f"-Wl,-rpath,{tmp_path}")
+    said, errors = start(LOAD, library).communicate(timeout=SECONDS)
+    assert errors == ""
+    assert "brought a second OpenMP runtime" in said
+    assert str(runtime) in said
+
+
+def test_a_runtime_that_the_user_put_before_torchs_is_the_one(start, source, tmp_path):
+    """As Intel's is: it answers to the names of GNU's. Torch's own is mapped, too, but nothing leads there."""
+    text = """extern "C" void GOMP_parallel(void (*work)(void*), void* data, unsigned, unsigned) { work(data); }
+              extern "C" void __kmpc_fork_call() {}"""
+    runtime = make_library(tmp_path, "libiomp5.so", text)
+    said, errors = start(RUNTIMES, source, LD_PRELOAD=str(runtime)).communicate(timeout=SECONDS)
+    assert (said, errors) == ("libiomp5.so 2\n", "")

@@ -1,0 +1,113 @@
+"""What `benchmarks/peers.py` is made of, without its engines: rows, jobs, memory, tables."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a module of benchmarks/."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def test_every_row_has_a_name_of_its_own_and_its_job_gives_its_figure(load):
+    rows = list(load("peer_rows").all_rows())
+    offline = {*load("measure_offline").FIGURES, "ready_s", "peak_anonymous_mib"}
+    assert len({row.name for row in rows}) == len(rows)
+    for row in rows:
+        if row.job.is_http:
+            streams, _, what = row.figure.partition("/")
+            assert int(streams) in load("peer_jobs").NUM_PROMPTS
+            assert what in load("peer_rows").HTTP
+        else:
+            assert row.figure in offline
+
+
+def test_rows_are_chosen_by_name_or_pattern(load):
+    choose = load("peer_rows").choose
+    assert [row.name for row in choose(["moe-tiny/ep2/token", "dense-tiny/tp2/*32"])] == [
+        "dense-tiny/tp2/batch32",
+        "moe-tiny/ep2/token",
+    ]
+    usual = {row.name for row in choose(load("peer_rows").USUAL)}
+    assert {"dense-0.6b/token", "dense-0.6b/long-token", "dense-tiny/memory", "dense-tiny/http32/tpot-p99"} <= usual
+    with pytest.raises(SystemExit, match="--rows dense-tiny/ep2/token: no row has such a name"):
+        choose(["dense-tiny/ep2/token"])
+
+
+def test_llama_is_not_asked_for_what_it_cannot(load):
+    engine, job = load("peer_engines").Engine, load("peer_rows").Job
+    assert not engine("llama.cpp").can(job("dense-tiny", is_http=True))
+    assert not engine("llama.cpp").can(job("dense-tiny", parallel="tp2"))
+    assert engine("llama.cpp").can(job("dense-tiny", is_long=True))
+    assert engine("vllm").can(job("dense-tiny", is_http=True))
+
+
+def test_each_engine_gets_its_own_options_and_environment(load):
+    options = load("peer_rows").Job("moe-tiny", parallel="ep2").options
+    vllm = load("peer_engines").Engine("vllm", preload=["a.so", "b.so"])
+    assert vllm.options(options) == options | {"distributed_executor_backend": "mp"}
+    assert vllm.environment(options)["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
+    assert vllm.environment({})["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    assert vllm.environment({})["LD_PRELOAD"] == "a.so:b.so"
+    eagleray = load("peer_engines").Engine("eagleray")
+    assert eagleray.options(options) == options
+    assert eagleray.environment(options) == dict(os.environ)
+
+
+def test_a_table_has_medians_ratios_and_gaps(load):
+    (token, prompt) = load("peer_rows").choose(["dense-tiny/token", "dense-tiny/prompt"])
+    engine = load("peer_engines").Engine
+    figures = {(token.name, "eagleray"): [1.0, 9.0, 2.0], (token.name, "vllm"): [4.0]}
+    peers = load("peers")
+    lines = peers.table([token, prompt], [engine("eagleray"), engine("vllm")], figures).splitlines()
+    assert lines[2] == "| dense-tiny/token | 1 request, ms per token | 2.00 | 4.00 | 0.50 |"
+    assert lines[3] == "| dense-tiny/prompt | prompt of 1,024, tokens/s (higher is better) | – | – | – |"
+    content = peers.as_json([token], [engine("eagleray"), engine("vllm")], figures, ["why"])
+    assert json.loads(json.dumps(content))["rows"][token.name]["ratios"] == {"vllm": 0.5}
+
+
+def test_a_job_that_fails_says_why_and_is_not_tried_again(load, tmp_path, monkeypatch):
+    peers = load("peers")
+    tried = []
+
+    def fail(job, engine, checkpoint, figures, *, seed):
+        tried.append(job)
+        raise load("peer_jobs").JobFailed("it did not start")
+
+    monkeypatch.setattr(peers, "run", fail)
+    monkeypatch.setattr(load("peer_engines"), "make", lambda model, directory: directory / model)
+    rows = load("peer_rows").choose(["dense-tiny/token", "dense-tiny/prompt"])
+    figures, failures = peers.measure_all(rows, [load("peer_engines").Engine("eagleray")], 3, tmp_path)
+    assert (figures, failures) == ({}, ["eagleray failed at dense-tiny, offline: it did not start"])
+    assert len(tried) == 1
+
+
+def test_memory_is_that_of_a_process_and_its_descendants(load):
+    code = (
+        "import subprocess, sys\n"
+        "held = bytearray(50_000_000); held[::4096] = b'x' * len(held[::4096])\n"
+        "grandchild = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdin=subprocess.PIPE)\n"
+        "print(grandchild.pid, flush=True); sys.stdin.read()\n"
+    )
+    wait = "import sys; sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, wait], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        memory = load("process_memory")
+        grandchild = int(child.stdout.readline())
+        assert memory.tree(child.pid) == [child.pid, grandchild]
+        assert memory.anonymous_bytes(child.pid) > 50_000_000 > memory.anonymous_bytes(grandchild)
+        child.stdin.close()
+    assert memory.anonymous_bytes(child.pid) == 0

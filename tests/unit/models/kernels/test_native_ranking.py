@@ -1,0 +1,147 @@
+"""The highest logits of rows, as plain torch ranks them, and the sums of their exponentials against float64."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from collections.abc import Callable
+from ctypes import c_int, c_int64, c_void_p
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagleray.models.kernels.build import NATIVE, build, load, native_library
+from eagleray.worker.ranking import top_tokens
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+ROWS = (c_void_p, c_int64, c_int64, c_int64)  # logits, stride, num_rows, size
+LEVELS = {"DEFAULT": ["x86-64"], "AVX2": ["x86-64", "x86-64-v3"], "AVX512": ["x86-64", "x86-64-v3", "x86-64-v4"]}
+
+KINDS: dict[str, Callable[[int], Tensor]] = {
+    "random": lambda size: torch.randn(size) * 5,
+    "ties": lambda size: torch.randint(-2, 3, (size,)).float(),
+    "equal": lambda size: torch.full((size,), -3.5),
+    "ascending": lambda size: torch.arange(size) / 7 - 100,
+    "descending": lambda size: -torch.arange(size) / 7,
+    "zeros": lambda size: torch.where(torch.randn(size) > 0, 0.0, -0.0),
+    "infinite": lambda size: torch.randn(size).masked_fill_(torch.rand(size) < 0.5, -torch.inf),
+    "forbidden": lambda size: torch.full((size,), -torch.inf),
+    "overflow": lambda size: torch.randn(size).masked_fill_(torch.rand(size) < 0.2, torch.inf),
+    "broken": lambda size: torch.randn(size).masked_fill_(torch.rand(size) < 0.2, torch.nan),
+    "negative nan": lambda size: torch.randn(size).index_fill_(0, torch.tensor([size // 2]), -torch.nan),
+    "tiny": lambda size: torch.randn(size) * 1e-41,
+}
+
+
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.er_ranking_scratch_size.argtypes = (c_int64, c_int64)
+    library.er_ranking_scratch_size.restype = c_int64
+    library.er_argmax.argtypes = (*ROWS, c_void_p, c_void_p, c_void_p, c_int)
+    library.er_top_k.argtypes = (*ROWS, c_int64, c_void_p, c_void_p, c_void_p, c_int)
+    library.er_log_sum_exp.argtypes = (*ROWS, c_void_p, c_void_p, c_int)
+    return library
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    return declare(native_library())
+
+
+@pytest.fixture(scope="module", params=["x86-64-v4", "x86-64-v3", "x86-64"])
+def other_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if request.param not in LEVELS.get(torch.backends.cpu.get_cpu_capability(), []):
+        pytest.skip(f"this machine is not {request.param}")
+    directory = tmp_path_factory.mktemp("ranking")
+    return declare(load(build([NATIVE / "ranking.cpp"], march=request.param, directory=directory)))
+
+
+def rows_of(logits: Tensor) -> tuple[int, int, int, int]:
+    return logits.data_ptr(), logits.stride(0), *logits.shape
+
+
+def scratch_for(library: ctypes.CDLL, logits: Tensor) -> Tensor:
+    return torch.empty(library.er_ranking_scratch_size(*logits.shape), dtype=torch.uint8)
+
+
+def argmax(library: ctypes.CDLL, logits: Tensor, threads: int = 1) -> tuple[Tensor, Tensor]:
+    scratch = scratch_for(library, logits)
+    ids, values = torch.empty(len(logits), dtype=torch.int32), torch.empty(len(logits))
+    library.er_argmax(*rows_of(logits), ids.data_ptr(), values.data_ptr(), scratch.data_ptr(), threads)
+    return ids.long(), values
+
+
+def top_k(library: ctypes.CDLL, logits: Tensor, k: int, threads: int = 1) -> tuple[Tensor, Tensor]:
+    scratch = scratch_for(library, logits)
+    ids, values = torch.empty(len(logits), k, dtype=torch.int32), torch.empty(len(logits), k)
+    library.er_top_k(*rows_of(logits), k, ids.data_ptr(), values.data_ptr(), scratch.data_ptr(), threads)
+    return ids.long(), values
+
+
+def log_sum_exp(library: ctypes.CDLL, logits: Tensor, threads: int = 1) -> Tensor:
+    scratch = scratch_for(library, logits)
+    sums = torch.empty(len(logits), dtype=torch.float64)
+    library.er_log_sum_exp(*rows_of(logits), sums.data_ptr(), scratch.data_ptr(), threads)
+    return sums
+
+
+def bits(x: Tensor) -> Tensor:
+    """Equal where x is, whether a number or not."""
+    return x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
+
+
+def logits_of_all_kinds(size: int) -> Tensor:
+    """[kinds, size], not side by side"""
+    torch.manual_seed(size)
+    return torch.stack([torch.cat([kind(size), torch.zeros(3)]) for kind in KINDS.values()])[:, :size]
+
+
+def check(library: ctypes.CDLL, size: int) -> None:
+    logits = logits_of_all_kinds(size)
+    for threads in (1, 2, 3):
+        ids, values = argmax(library, logits, threads)
+        assert torch.equal(ids, logits.argmax(dim=1))
+        assert torch.equal(bits(values), bits(logits.gather(1, ids[:, None])[:, 0]))
+        for k in {min(k, size) for k in (1, 5, 64, 256)}:
+            ids, values = top_k(library, logits, k, threads)
+            assert torch.equal(ids, top_tokens(logits, k))
+            assert torch.equal(bits(values), bits(logits.gather(1, ids)))
+    check_sums(library, logits)
+
+
+def check_sums(library: ctypes.CDLL, logits: Tensor) -> None:
+    sums = log_sum_exp(library, logits)
+    torch.testing.assert_close(sums, logits.double().logsumexp(dim=1), rtol=0, atol=1e-6, equal_nan=True)
+    for threads in (2, 3):
+        assert torch.equal(bits(log_sum_exp(library, logits, threads)), bits(sums))
+    for row in range(len(logits)):
+        for threads in (1, 2, 3):
+            assert torch.equal(bits(log_sum_exp(library, logits[row : row + 1], threads)), bits(sums[row : row + 1]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 15, 37, 63, 64, 65, 1000, 4096, 4097, 10007, 32000])
+def test_all_kinds_of_rows(library: ctypes.CDLL, size: int) -> None:
+    check(library, size)
+
+
+def test_all_kinds_of_rows_on_another_processor(other_library: ctypes.CDLL) -> None:
+    for size in (37, 1000, 4097):
+        check(other_library, size)
+
+
+def test_a_large_vocabulary(library: ctypes.CDLL) -> None:
+    logits = torch.randn(2, 151936, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(argmax(library, logits, 2)[0], logits.argmax(dim=1))
+    assert torch.equal(top_k(library, logits, 256, 2)[0], top_tokens(logits, 256))
+    torch.testing.assert_close(log_sum_exp(library, logits, 2), logits.double().logsumexp(dim=1), rtol=0, atol=1e-6)
+
+
+def test_logits_far_from_zero(library: ctypes.CDLL) -> None:
+    logits = torch.tensor([[3e38, -3e38, 3e38], [-3e38, -3e38, -3.1e38], [0.0, -1000.0, 1000.0]])
+    torch.testing.assert_close(log_sum_exp(library, logits), logits.double().logsumexp(dim=1), rtol=1e-12, atol=0)
+
+
+def test_no_rows(library: ctypes.CDLL) -> None:
+    assert top_k(library, torch.empty(0, 100), 5, 2)[0].shape == (0, 5)
+    assert argmax(library, torch.empty(0, 100), 2)[0].shape == (0,)

@@ -1,0 +1,177 @@
+"""Operations on rows of hidden states, against float64, and each row alone against the row in any company."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from ctypes import c_float, c_int, c_int64, c_void_p
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagleray.models.kernels.build import NATIVE, build, load, native_library
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+ROW = (c_void_p, c_int64, c_int64, c_int64)  # x, stride, num_rows, size
+SIGNATURES = {
+    "er_normalize": (*ROW, c_void_p, c_float, c_void_p, c_int64, c_int, c_int),
+    "er_embed": (c_void_p, c_int, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int, c_int),
+    "er_convert": (*ROW, c_void_p, c_int64, c_int, c_int),
+    "er_add": (*ROW, c_void_p, c_int64, c_int),
+    "er_gather": (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int),
+    "er_pack": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int, c_int),
+}
+DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
+EPS = 1e-6
+LEVELS = {"DEFAULT": ["x86-64"], "AVX2": ["x86-64", "x86-64-v3"], "AVX512": ["x86-64", "x86-64-v3", "x86-64-v4"]}
+
+
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    for name, signature in SIGNATURES.items():
+        getattr(library, name).argtypes = signature
+    library.er_packed_size.argtypes = (c_int64, c_int64, c_int)
+    library.er_packed_size.restype = c_int64
+    return library
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    return declare(native_library())
+
+
+@pytest.fixture(scope="module", params=["x86-64-v4", "x86-64-v3", "x86-64"])
+def other_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if request.param not in LEVELS.get(torch.backends.cpu.get_cpu_capability(), []):
+        pytest.skip(f"this machine is not {request.param}")
+    sources = [NATIVE / "rows.cpp", NATIVE / "product.cpp"]
+    return declare(load(build(sources, march=request.param, directory=tmp_path_factory.mktemp("rows"))))
+
+
+def normalize(library: ctypes.CDLL, x: Tensor, weight: Tensor, dtype: torch.dtype, threads: int = 1) -> Tensor:
+    n, size = x.shape
+    out = torch.full((n, size + 3), 7.0, dtype=dtype)
+    arguments = x.data_ptr(), x.stride(0), n, size, weight.data_ptr(), EPS, out.data_ptr(), size + 3
+    library.er_normalize(*arguments, DTYPES.index(dtype), threads)
+    assert (out[:, size:] == 7).all()
+    return out[:, :size]
+
+
+def check_normalize(library: ctypes.CDLL, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    x = (torch.randn(9, size + 5) * torch.logspace(-3, 3, 9)[:, None])[:, :size]
+    weight = torch.randn(size)
+    out = normalize(library, x, weight, dtype)
+    wide = x.double()
+    truth = wide / (wide.square().mean(dim=1, keepdim=True) + EPS).sqrt() * weight.double()
+    # once rounded: half a unit in the last place of bfloat16
+    torch.testing.assert_close(out.double(), truth, rtol=1e-6 if dtype == torch.float32 else 2**-8 * 1.001, atol=0)
+    for threads in (2, 3):
+        assert torch.equal(normalize(library, x, weight, dtype, threads), out)
+    for row in range(len(x)):
+        assert torch.equal(normalize(library, x[row : row + 1], weight, dtype, 2)[0], out[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 16, 37, 64, 100, 128, 1030, 2048])
+def test_normalize(library: ctypes.CDLL, size: int, dtype: torch.dtype) -> None:
+    check_normalize(library, size, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_normalize_on_another_processor(other_library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    for size in (37, 256):
+        check_normalize(other_library, size, dtype)
+
+
+def test_normalize_in_place(library: ctypes.CDLL) -> None:
+    x, weight = torch.randn(4, 100), torch.randn(100)
+    expected = normalize(library, x, weight, torch.float32)
+    library.er_normalize(x.data_ptr(), 100, 4, 100, weight.data_ptr(), EPS, x.data_ptr(), 100, 0, 2)
+    assert torch.equal(x, expected)
+
+
+def test_a_broken_row_is_no_other_rows_business(library: ctypes.CDLL) -> None:
+    x, weight = torch.randn(3, 50), torch.randn(50)
+    expected = normalize(library, x, weight, torch.bfloat16)
+    x[1, 7] = torch.nan
+    out = normalize(library, x, weight, torch.bfloat16)
+    assert torch.equal(out[::2], expected[::2])
+    assert out[1].isnan().all()
+
+
+def check_embed(library: ctypes.CDLL, vocab_size: int, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    table = torch.randn(vocab_size, size).to(dtype)
+    token_ids = torch.randint(vocab_size, (11,), dtype=torch.int32)
+    token_ids[:2] = torch.tensor([0, vocab_size - 1])
+    expected = table[token_ids.long()].float()
+    number = DTYPES.index(dtype)
+    packed = torch.empty(library.er_packed_size(vocab_size, size, number), dtype=dtype)
+    library.er_pack(table.data_ptr(), size, vocab_size, size, packed.data_ptr(), number, 1)
+    for layout, values in enumerate((table, packed)):
+        for threads in (1, 2, 3):
+            out = torch.full((len(token_ids), size), 7.0)
+            ids, share = (token_ids.data_ptr(), len(token_ids)), (size, 0, vocab_size)
+            library.er_embed(values.data_ptr(), layout, *share, *ids, out.data_ptr(), number, threads)
+            assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab_size", "size"), [(37, 21), (100, 64), (32, 1)])
+def test_embed(library: ctypes.CDLL, vocab_size: int, size: int, dtype: torch.dtype) -> None:
+    check_embed(library, vocab_size, size, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embed_on_another_processor(other_library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    check_embed(other_library, 37, 21, dtype)
+
+
+def test_shares_of_a_vocabulary_sum_up_to_all_of_it(library: ctypes.CDLL) -> None:
+    table = torch.randn(37, 24)
+    token_ids = torch.arange(-1, 40, dtype=torch.int32)
+    total = torch.zeros(len(token_ids), 24)
+    for first, stop in ((0, 20), (20, 37)):
+        part, out = table[first:stop].contiguous(), torch.empty(len(token_ids), 24)
+        ids = token_ids.data_ptr(), len(token_ids)
+        library.er_embed(part.data_ptr(), 0, 24, first, stop - first, *ids, out.data_ptr(), 0, 2)
+        total += out
+    assert torch.equal(total[1:38], table)
+    assert (total[[0, 38, 39, 40]] == 0).all()
+
+
+def check_convert(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    x = (torch.randn(5, 45) * 100)[:, :41]
+    x[0, :5] = torch.tensor([torch.inf, -torch.inf, -0.0, 3.4e38, 1 + 2**-8])  # the last one lies between two bfloat16
+    x[1, 1] = x[2, 40] = torch.nan
+    for threads in (1, 2, 3):
+        out = torch.full((5, 43), 7.0, dtype=dtype)
+        library.er_convert(x.data_ptr(), 45, 5, 41, out.data_ptr(), 43, DTYPES.index(dtype), threads)
+        torch.testing.assert_close(out[:, :41], x.to(dtype), rtol=0, atol=0, equal_nan=True)
+        assert (out[:, 41:] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_convert(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    check_convert(library, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_convert_on_another_processor(other_library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    check_convert(other_library, dtype)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_add_and_gather(library: ctypes.CDLL, threads: int) -> None:
+    x, out = torch.randn(5, 45), torch.randn(5, 50)
+    expected = out.clone()
+    expected[:, :37] += x[:, :37]
+    library.er_add(x.data_ptr(), 45, 5, 37, out.data_ptr(), 50, threads)
+    assert torch.equal(out, expected)
+    rows = torch.tensor([4, 0, 4, 2], dtype=torch.int32)
+    gathered = torch.full((4, 40), 7.0)
+    library.er_gather(x.data_ptr(), 45, rows.data_ptr(), 4, 37, gathered.data_ptr(), 40, threads)
+    assert torch.equal(gathered[:, :37], x[rows.long(), :37])
+    assert (gathered[:, 37:] == 7).all()
