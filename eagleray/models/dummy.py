@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Sequence
 
@@ -23,13 +24,15 @@ class DummyWeights:
 
     def __init__(self, *, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self.num_parameters = 0
+        self._lock = threading.Lock()
         block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(seed)) * STANDARD_DEVIATION
         self._block = block.to(device=device, dtype=dtype)
 
     def take(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
         cut = cut or Cut(0, range(shape[0]))
         out = self._block.new_empty(cut.shape(shape))
-        self.num_parameters += out.numel()
+        with self._lock:
+            self.num_parameters += out.numel()
         if name.endswith("norm.weight"):
             return out.fill_(1)
         start = zlib.crc32(name.encode())  # so that no two layers are the same

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,8 +112,18 @@ def _build(
     family: Family, spec: ModelSpec, weights: Weights, dtype: torch.dtype, device: torch.device, groups: Groups
 ) -> Model:
     kernels, mesh = kernels_for(device, dtype, spec), groups.mesh
-    embedding, head = load_embedding_and_head(spec, weights, kernels, mesh, groups.tp)
-    layers = [family.load_layer(index, spec, weights, kernels, groups.tp) for index in mesh.layers(spec.num_layers)]
+
+    def load_layer(index: int) -> DecoderLayer:
+        return family.load_layer(index, spec, weights, kernels, groups.tp)
+
+    # reading and packing go on in one thread for each core
+    pool = ThreadPoolExecutor(torch.get_num_threads() if device.type == "cpu" else 1, "load")
+    try:
+        ends = pool.submit(load_embedding_and_head, spec, weights, kernels, mesh, groups.tp)
+        layers = list(pool.map(load_layer, mesh.layers(spec.num_layers)))
+        embedding, head = ends.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
     norm = None
     if mesh.is_last_stage:
         norm = kernels.norm(weights.take("model.norm.weight", (spec.hidden_size,)), spec.norm_eps)

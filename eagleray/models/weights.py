@@ -24,7 +24,7 @@ class Cut:
 
 
 class Weights(Protocol):
-    """Tensors come in the model's dtype on its device, and the caller owns them. Each is taken once.
+    """Tensors come in the model's dtype on its device, and the caller owns them. Each is taken once, from any thread.
 
     Shapes are those of whole tensors, whatever is cut out of them; only what is wanted is read.
     """

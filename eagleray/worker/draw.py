@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eagleray.worker.ranking import rank_tokens, top_tokens
+from eagleray.models.kernels.ranking import Ranking, rank_tokens
 from eagleray.worker.token_table import IntArray
 
 __all__ = ["DrawSettings", "Drawer"]
@@ -63,7 +63,8 @@ class DrawSettings:
 class Drawer:
     """Owns the memory to draw in, which is made when first needed."""
 
-    def __init__(self, *, max_lines: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, *, max_lines: int, vocab_size: int, device: torch.device, ranking: Ranking) -> None:
+        self._ranking = ranking
         self._vocab_size = vocab_size
         self._device = device
         self._num_lines = min(max_lines, max(1, CHUNK_ELEMENTS[device.type] // vocab_size))
@@ -83,7 +84,7 @@ class Drawer:
         highest: [n] the highest logit of each line, which must be finite.
         """
         if self._workspace is None:
-            self._workspace = _Workspace(self._num_lines, self._vocab_size, self._device)
+            self._workspace = _Workspace(self._num_lines, self._vocab_size, self._device, self._ranking)
         for group, draw in self._groups(settings):
             for part in np.split(group, range(self._num_lines, len(group), self._num_lines)):
                 at = torch.from_numpy(lines[part]).to(self._device)
@@ -101,7 +102,8 @@ class Drawer:
 class _Workspace:
     """Made once: fresh memory for each step costs more than the work that is done in it."""
 
-    def __init__(self, num_lines: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_lines: int, vocab_size: int, device: torch.device, ranking: Ranking) -> None:
+        self.ranking = ranking
         self.logits = torch.empty((num_lines, vocab_size), dtype=torch.float32, device=device)
         self.distances = torch.empty_like(self.logits)
         self.buckets = torch.empty_like(self.logits, dtype=torch.int32)
@@ -120,7 +122,7 @@ def _draw_from_all(logits: Tensor, highest: Tensor, settings: DrawSettings, work
 
 def _draw_from_few(logits: Tensor, highest: Tensor, settings: DrawSettings, workspace: _Workspace) -> Tensor:
     """Every top_k is small."""
-    ids = top_tokens(logits, int(settings.top_k.max()))
+    ids = workspace.ranking.top(logits, int(settings.top_k.max()))
     distances = _distances(logits.gather(1, ids), highest, settings)
     weights = _weigh(distances, settings, torch.empty_like(ids))
     columns = torch.arange(ids.shape[1], device=ids.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
-from eagleray.worker.ranking import top_tokens
+from eagleray.models.kernels.ranking import Ranking
 from eagleray.worker.token_table import Entries, IntArray
 
 __all__ = ["prompt_logprobs", "sample_logprobs"]
@@ -18,12 +18,12 @@ CHUNK_ELEMENTS = 2**20
 """Logits worked on at once, to bound the memory."""
 
 
-def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, k: int, start: int) -> PromptLogprobs:
+def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, k: int, start: int, ranking: Ranking) -> PromptLogprobs:
     """The log-probabilities of prompt positions `start`, `start + 1`, … and of the `k` likeliest tokens there.
 
     logits: float32 [n, vocab_size], of the positions before them; next_token_ids: int64 [n], the prompt's own tokens.
     """
-    token_ids, logprobs, ranks = _score(logits, next_token_ids[:, None], k)
+    token_ids, logprobs, ranks = _score(logits, next_token_ids[:, None], k, ranking)
     return PromptLogprobs(
         start=start,
         token_ids=token_ids.to(torch.int32).cpu().numpy(),
@@ -32,7 +32,9 @@ def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, k: int, start: int) 
     )
 
 
-def sample_logprobs(logits: Tensor, chosen: Tensor, num_top: Sequence[int], asked: Entries) -> list[TokenLogprobs]:
+def sample_logprobs(
+    logits: Tensor, chosen: Tensor, num_top: Sequence[int], asked: Entries, ranking: Ranking
+) -> list[TokenLogprobs]:
     """What to report for each line of the raw logits [n, vocab_size].
 
     chosen: int64 [n], the sampled tokens; num_top: [n], how many of the likeliest to report; asked: the token ids that
@@ -40,7 +42,7 @@ def sample_logprobs(logits: Tensor, chosen: Tensor, num_top: Sequence[int], aske
     """
     num_asked = np.bincount(asked.owners, minlength=len(chosen))
     k = min(max(num_top), logits.shape[1])
-    token_ids, logprobs, ranks = _score(logits, _given(chosen, asked, num_asked), k)
+    token_ids, logprobs, ranks = _score(logits, _given(chosen, asked, num_asked), k, ranking)
     columns = [
         (slice(1 + min(top, k)), slice(1 + k, 1 + k + extra))
         for top, extra in zip(num_top, num_asked.tolist(), strict=True)
@@ -64,19 +66,19 @@ def _given(chosen: Tensor, asked: Entries, num_asked: IntArray) -> Tensor:
     return given
 
 
-def _score(logits: Tensor, given: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _score(logits: Tensor, given: Tensor, k: int, ranking: Ranking) -> tuple[Tensor, Tensor, Tensor]:
     """Token ids [n, k + g] and their log-probabilities, and the ranks [n] of the first given ones, for ids [n, g].
 
     Columns: the first given token, the k likeliest, the other given ones.
     """
     size = max(1, CHUNK_ELEMENTS // logits.shape[1])
-    parts = [_score_part(*part, k) for part in zip(logits.split(size), given.split(size), strict=True)]
+    parts = [_score_part(*part, k, ranking) for part in zip(logits.split(size), given.split(size), strict=True)]
     token_ids, logprobs, ranks = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return token_ids, logprobs, ranks
 
 
-def _score_part(logits: Tensor, given: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    token_ids = torch.cat([given[:, :1], top_tokens(logits, k), given[:, 1:]], dim=1)
+def _score_part(logits: Tensor, given: Tensor, k: int, ranking: Ranking) -> tuple[Tensor, Tensor, Tensor]:
+    token_ids = torch.cat([given[:, :1], ranking.top(logits, k), given[:, 1:]], dim=1)
     logprobs = torch.log_softmax(logits, dim=-1).gather(1, token_ids)
     ranks = 1 + (logits > logits.gather(1, given[:, :1])).sum(dim=1)
     return token_ids, logprobs, ranks

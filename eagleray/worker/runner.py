@@ -32,7 +32,7 @@ class Runner:
         self._cache = cache
         self._rows = rows
         self._sampling_rows = sampling_rows
-        self._sampler = Sampler(sampling_rows)
+        self._sampler = Sampler(sampling_rows, model.ranking)
         self._relay = TokenRelay(model.groups, rows)
         self._mesh = model.groups.mesh
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> (k, first position still wanted)
@@ -117,7 +117,7 @@ class Runner:
         for i in range(0, len(hidden), PIECE):
             logits = self._model.logits(hidden[i : i + PIECE])
             if logits is not None:
-                pieces.append(prompt_logprobs(logits, targets[i : i + PIECE], k, start + i))
+                pieces.append(prompt_logprobs(logits, targets[i : i + PIECE], k, start + i, self._model.ranking))
         return pieces
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from eagleray.messages.outputs import TokenLogprobs
 from eagleray.messages.steps import RowFailure
+from eagleray.models.kernels.ranking import Ranking
 from eagleray.worker.draw import Drawer, DrawSettings
 from eagleray.worker.logprobs import sample_logprobs
 from eagleray.worker.sampling_rows import SamplingRows, Use
@@ -62,10 +63,11 @@ class _Step:
 class Sampler:
     """Reads the sampling rows, and changes nothing in them."""
 
-    def __init__(self, rows: SamplingRows) -> None:
+    def __init__(self, rows: SamplingRows, ranking: Ranking) -> None:
         self._rows = rows
+        self._ranking = ranking
         self._device = rows.device
-        self._drawer = Drawer(max_lines=len(rows.use), vocab_size=rows.vocab_size, device=rows.device)
+        self._drawer = Drawer(max_lines=len(rows.use), vocab_size=rows.vocab_size, device=rows.device, ranking=ranking)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: list[int], positions: list[int]) -> Sampled:
@@ -75,13 +77,13 @@ class Sampler:
         position that the token will have, which is the number of tokens known.
         """
         step = self._look_up(rows, positions)
-        chosen, highest = _argmax(logits)
+        chosen, highest = self._ranking.first(logits)
         failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOT_FINITE)
         reported = step.lines(Use.LOGPROBS)
         raw = self._raw(logits, reported, step)
         if step.used & Use.ADJUSTED:
             self._adjust(logits, step)
-            chosen, highest = _argmax(logits)
+            chosen, highest = self._ranking.first(logits)
             failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOTHING_LEFT) | failed
         if step.used & Use.RANDOM:
             lines = step.lines(Use.RANDOM)
@@ -135,6 +137,7 @@ class Sampler:
             chosen[self._tensor(reported)],
             self._rows.num_logprobs[rows].tolist(),
             self._rows.reported.select(self._rows.line_of(rows)),
+            self._ranking,
         )
         return dict(zip(rows.tolist(), reports, strict=True))
 
@@ -143,12 +146,6 @@ class Sampler:
 
     def _tensors(self, *arrays: npt.NDArray[Any]) -> list[Tensor]:
         return [self._tensor(array) for array in arrays]
-
-
-def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """[n] the id of the highest logit (of equal ones the lowest id), and [n] the logit; NaN counts as the highest."""
-    token_ids = logits.argmax(dim=-1)
-    return token_ids, logits.gather(1, token_ids[:, None])[:, 0]
 
 
 def _clear_broken(logits: Tensor, chosen: Tensor, highest: Tensor) -> list[int]:

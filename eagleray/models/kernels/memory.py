@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from contextlib import suppress
 
 import torch
@@ -16,19 +17,21 @@ LINE = 64
 
 
 class WeightMemory:
-    """Hands out pieces of large chunks. A chunk is given back when nothing refers to its pieces any more."""
+    """Hands out pieces of large chunks, to any thread. A chunk is given back when nothing refers to its pieces."""
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._used = 0
+        self._lock = threading.Lock()
 
     def take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """[num_elements] zeros, from a multiple of 64 bytes on."""
         size = -(-num_elements * dtype.itemsize // LINE) * LINE
-        if self._used + size > len(self._chunk):
-            self._chunk, self._used = _map(max(size, CHUNK_BYTES)), 0
-        piece = self._chunk[self._used : self._used + num_elements * dtype.itemsize]
-        self._used += size
+        with self._lock:
+            if self._used + size > len(self._chunk):
+                self._chunk, self._used = _map(max(size, CHUNK_BYTES)), 0
+            piece = self._chunk[self._used : self._used + num_elements * dtype.itemsize]
+            self._used += size
         return piece.view(dtype)
 
 

@@ -15,7 +15,8 @@ from eagleray.models.batch import Batch, Int32Array
 from eagleray.models.cache import KVCache
 from eagleray.models.kernels import abi
 from eagleray.models.kernels.memory import WeightMemory
-from eagleray.models.kernels.program import Program
+from eagleray.models.kernels.program import Program, threads_for
+from eagleray.models.kernels.ranking import NativeRanking, Ranking
 from eagleray.models.kernels.recording import Recording, Value
 from eagleray.models.kernels.reference import Compute, Context, Forward, Heads, Kernels, Mixture, Operation, Rows
 from eagleray.models.layers.rope import Rope
@@ -54,7 +55,7 @@ class NativeKernels(Kernels):
         n, k = weight.shape
         packed = self._memory.take(self.library.er_packed_size(n, k, self._kind), self.dtype)
         weight = weight.contiguous()
-        self.library.er_pack(weight.data_ptr(), k, n, k, packed.data_ptr(), self._kind, self.num_threads)
+        self.library.er_pack(weight.data_ptr(), k, n, k, packed.data_ptr(), self._kind, 1)
         return NativeLinear(self, packed, bias, n=n, k=k, is_gated=False)
 
     def gated_linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
@@ -62,13 +63,12 @@ class NativeKernels(Kernels):
         padded = -(-inner // PAD) * PAD
         packed = self._memory.take(self.library.er_packed_size(2 * padded, k, self._kind), self.dtype)
         gate, up = weight.contiguous().chunk(2)
-        self.library.er_pack_gate_up(
-            gate.data_ptr(), up.data_ptr(), k, inner, k, packed.data_ptr(), self._kind, self.num_threads
-        )
+        self.library.er_pack_gate_up(gate.data_ptr(), up.data_ptr(), k, inner, k, packed.data_ptr(), self._kind, 1)
         return NativeLinear(self, packed, bias, n=2 * inner, k=k, is_gated=True)
 
     def multiply(self, product: abi.Product) -> None:
-        self.library.er_multiply(product, 1, self._kind, self.num_threads)
+        threads = threads_for(product.n * product.k, self.dtype, product.num_rows, self.num_threads)
+        self.library.er_multiply(product, 1, self._kind, threads)
 
     def norm(self, weight: Tensor, eps: float) -> Operation:
         kept = weight.float()
@@ -143,6 +143,10 @@ class NativeKernels(Kernels):
 
     def compile(self, compute: Compute, *, rope: Rope, windows: frozenset[int | None], device: torch.device) -> Forward:
         return _NativeForward(self, compute, rope)
+
+    @property
+    def ranking(self) -> Ranking:
+        return NativeRanking(self.library, num_threads=self.num_threads)
 
     def hidden_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32

@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 
 from eagleray.models.batch import Batch
-from eagleray.models.kernels.abi import ATTEND, MIX, CBatch, RowBuffer, Step
+from eagleray.models.kernels.abi import ATTEND, MIX, MULTIPLY, CBatch, RowBuffer, Step
 from eagleray.models.kernels.recording import HostStep, NativeStep, Recording, Value
 from eagleray.models.layers.rope import Rope
 
-__all__ = ["Program"]
+__all__ = ["Program", "threads_for"]
 
 MIN_ROWS = 64
+ALONE_SECONDS = 150e-6
+"""What takes one thread less than this is not worth waking another."""
+BYTES_PER_SECOND = 60e9
+OPERATIONS_PER_SECOND = 400e9
+"""Of one thread, roughly."""
 EXPERT_TOKENS = 512
 """Tokens that go through the experts together: what is between their products stays in the processor's cache."""
 
@@ -60,6 +65,9 @@ class Program:
         self._capacity = 0
         self._shapes = [step.what.shape for step in _native(recording) if step.operation == ATTEND]
         self._mixes = [step.what for step in _native(recording) if step.operation == MIX]
+        products = [step.what for step in _native(recording) if step.operation == MULTIPLY]
+        self._num_weights = sum(product.n * product.k for product in products)
+        self._num_weights += sum(3 * mix.top_k * mix.size * mix.inner for mix in self._mixes)
         self._batch = CBatch()
         self._tables = (torch.empty(0), torch.empty(0))
         self._max_context = 0
@@ -77,7 +85,8 @@ class Program:
             assert self._source is not None
             self._rows[self._source.buffer][:num_tokens].copy_(x)
         self._describe(batch)
-        run, kind, threads = self._library.er_run, int(self._dtype == torch.bfloat16), self._num_threads
+        run, kind = self._library.er_run, int(self._dtype == torch.bfloat16)
+        threads = threads_for(self._num_weights, self._dtype, num_tokens, self._num_threads)
         for segment in self._segments:
             if segment.host is None:
                 run(kind, segment.steps, segment.count, self._buffers, self._batch, threads)
@@ -128,6 +137,12 @@ class Program:
         batch = self._batch
         batch.attention_scratch, batch.expert_scratch, batch.expert_ids = map(_aligned, self._scratch)
         batch.expert_tokens = tokens
+
+
+def threads_for(num_weights: int, dtype: torch.dtype, num_rows: int, num_threads: int) -> int:
+    """How many of the threads shall multiply so many rows with so many weights."""
+    seconds = num_weights * max(dtype.itemsize / BYTES_PER_SECOND, 2 * num_rows / OPERATIONS_PER_SECOND)
+    return 1 if seconds < ALONE_SECONDS else num_threads
 
 
 def _native(recording: Recording) -> list[NativeStep]:

@@ -22,6 +22,7 @@ from eagleray.models.cache import KVCache
 from eagleray.models.kernels.attention import AttentionPlan, TensorBatch, attend, plan_attention
 from eagleray.models.kernels.context import ForwardContext
 from eagleray.models.kernels.experts import compute_experts
+from eagleray.models.kernels.ranking import Ranking
 from eagleray.models.layers.rope import Rope
 from eagleray.parallel import Group
 
@@ -148,6 +149,11 @@ class Kernels:
             return rows
 
         return forward
+
+    @property
+    def ranking(self) -> Ranking:
+        """What finds the highest logits."""
+        return Ranking()
 
     def hidden_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Of the rows that go from stage to stage, in a model of that dtype."""

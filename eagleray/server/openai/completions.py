@@ -135,8 +135,9 @@ class CompletionRoute:
             async def tell(writer: Writer) -> None:
                 async for news in writer.generation:
                     for part in news:
+                        begins = not writer.has_begun(part.index)  # told at once, even without a text yet
                         choice = writer.choice(part)
-                        if choice.says_something:
+                        if begins or choice.says_something:
                             await emit(job.answer([choice], usage_so_far(job.options, generations.each)))
 
             await all_of([tell(writer) for writer in _writers(job, generations)])
@@ -156,9 +157,13 @@ class Writer:
         self._offsets: dict[int, int] = {}
         """Length of the text told so far of each completion, as its tokens' texts add up."""
 
+    def has_begun(self, index: int) -> bool:
+        """Whether something was told of that completion."""
+        return index in self._offsets
+
     def choice(self, part: CompletionDelta | CompletionOutput) -> CompletionChoice:
         """What to tell of this part of a completion."""
-        begins = part.index not in self._offsets
+        begins = not self.has_begun(part.index)
         choice = CompletionChoice(
             index=self._first_index + part.index,
             text=part.text,

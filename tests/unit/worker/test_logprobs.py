@@ -6,6 +6,7 @@ import torch
 
 from eagleray.messages.outputs import TokenLogprobs
 from eagleray.messages.sampling import Sampling
+from eagleray.models.kernels.ranking import Ranking
 from eagleray.worker import logprobs as module
 from eagleray.worker.logprobs import prompt_logprobs
 from eagleray.worker.sampler import Sampled, Sampler
@@ -17,7 +18,7 @@ def sample(logits: torch.Tensor, samplings: list[Sampling], generated: tuple[int
     order = list(range(len(samplings)))
     for row in reversed(order):
         rows.start(row, samplings[row], [0, *generated], 1)
-    return Sampler(rows).sample(logits.clone(), order, [1 + len(generated)] * len(order))
+    return Sampler(rows, Ranking()).sample(logits.clone(), order, [1 + len(generated)] * len(order))
 
 
 def ranked(logits: torch.Tensor) -> list[int]:
@@ -101,7 +102,7 @@ def test_prompt_logprobs_equal_log_softmax(k: int, monkeypatch: pytest.MonkeyPat
     torch.manual_seed(3)
     logits = torch.randn(23, 300) * 3
     tokens = torch.randint(0, 300, (23,))
-    scored = prompt_logprobs(logits, tokens, k, start=5)
+    scored = prompt_logprobs(logits, tokens, k, start=5, ranking=Ranking())
     assert scored.start == 5
     assert (scored.token_ids.dtype, scored.logprobs.dtype, scored.ranks.dtype) == (np.int32, np.float32, np.int32)
     assert scored.token_ids.shape == scored.logprobs.shape == (23, 1 + k)
@@ -117,6 +118,6 @@ def test_prompt_logprobs_equal_log_softmax(k: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_prompt_logprobs_of_a_broken_model_are_nan_and_no_exception() -> None:
-    scored = prompt_logprobs(torch.full((2, 10), torch.nan), torch.tensor([1, 2]), 3, start=1)
+    scored = prompt_logprobs(torch.full((2, 10), torch.nan), torch.tensor([1, 2]), 3, start=1, ranking=Ranking())
     assert scored.token_ids.tolist() == [[1, 0, 1, 2], [2, 0, 1, 2]]
     assert np.isnan(scored.logprobs).all()

@@ -6,6 +6,7 @@ import torch
 from sampling_oracle import Request, choose
 
 from eagleray.messages.sampling import Sampling
+from eagleray.models.kernels.ranking import Ranking
 from eagleray.worker import draw
 from eagleray.worker.sampler import Sampled, Sampler
 from eagleray.worker.sampling_rows import SamplingRows
@@ -18,7 +19,7 @@ class Bench:
 
     def __init__(self, vocab_size: int, num_rows: int = 16) -> None:
         self.rows = SamplingRows(num_rows=num_rows, vocab_size=vocab_size, device=CPU)
-        self.sampler = Sampler(self.rows)
+        self.sampler = Sampler(self.rows, Ranking())
         self.requests: dict[int, Request] = {}
 
     def start(self, row: int, request: Request) -> None:

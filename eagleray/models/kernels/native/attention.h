@@ -8,13 +8,17 @@
 //
 // The cache begins as zeros. Lanes behind block_size are never written. Lanes behind the end of a row's context hold what
 // another request left there, perhaps NaN: nothing of it reaches a result.
+//
+// The keys of a context are cut at fixed places into chunks. Each chunk has its own softmax, and the results of the
+// chunks are merged in their order. So a query's result is the same number alone and beside others, at the end of a
+// prompt or after it, and however the work is divided.
 #pragma once
 
 #include "base.h"
 
 namespace eagleray {
 
-constexpr int MAX_HEAD_DIM = 256;
+constexpr int64_t MAX_HEAD_DIM = 256;
 
 struct AttentionShape {
   int64_t num_heads, num_kv_heads;  // the first is a multiple of the second
@@ -43,20 +47,18 @@ inline int64_t block_elements(const AttentionShape& shape) {
 }
 
 // Split the products [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] into queries, keys and values. Queries and
-// keys are normed (where there are weights [head_dim]) and rotated by their position (tables
-// [positions, head_dim / 2]); queries go to [num_tokens, num_heads * head_dim], keys and values to their slots.
+// keys are normed, where there are weights [head_dim], and rotated by their position, with tables
+// [positions, head_dim / 2]. Queries go to [num_tokens, num_heads * head_dim], keys and values to their slots.
 template <class T>
 void prepare(const Team& team, const AttentionShape& shape, const Rows& rows, const float* qkv, const float* q_norm,
              const float* k_norm, float eps, const float* cos, const float* sin, T* queries, T* cache);
 
-// Floats that `attend` needs as scratch, shared by the team, for contexts up to `max_context`.
+// Floats that a team of a crew of so many threads needs as scratch, for contexts up to `max_context`. The scratch
+// begins as zeros, and is used by one phase at a time.
 int64_t attend_scratch(const AttentionShape& shape, int64_t max_context, int num_threads);
 
-// Attention of all queries over their rows' contexts -> out [num_tokens, num_heads * head_dim]. The team waits inside.
-//
-// The keys of a context are cut at fixed places into chunks. Each chunk has its own softmax, and the chunks' results are
-// merged in their order. So a query's result is the same number alone and beside others, and however the work is
-// divided; threads may compute the chunks of one query.
+// Attention of all queries over their rows' contexts -> out [num_tokens, num_heads * head_dim]. All that the queries
+// see has been prepared. A token that overflowed may spoil those of its own row that are computed with it.
 template <class T>
 void attend(const Team& team, const AttentionShape& shape, const Rows& rows, const T* queries, const T* cache, T* out,
             float* scratch);

@@ -213,50 +213,91 @@ inline void relax() {
 #endif
 }
 
-// Threads that run the same code meet at `Team::wait`. Waiting is looking, then yielding the core: steps are short,
-// and whoever else wants the core gets it.
-struct Barrier {
-  alignas(64) std::atomic<int> arrived{0};
-  alignas(64) std::atomic<int> round{0};
-};
-
+// One share of the work of a phase: number `rank` of `size`.
 struct Team {
   int rank;
   int size;
-  Barrier* barrier;
+};
 
-  void wait() const {
-    if (size == 1) return;
-    int round = barrier->round.load(std::memory_order_relaxed);
-    if (barrier->arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
-      barrier->arrived.store(0, std::memory_order_relaxed);
-      barrier->round.store(round + 1, std::memory_order_release);
-      return;
+// The threads of a crew run the same code and divide its phases between them. A thread takes a share when it comes for
+// one: whoever comes late, because something else has its core, finds the work done by the others, and the phases that
+// are over it passes by. A phase is over when all its shares are done; who waits for that looks, then yields its core.
+class Crew {
+ public:
+  struct State {
+    alignas(64) std::atomic<uint64_t> ticket{0};  // phase << 32 | the next share of it
+    alignas(64) std::atomic<int> done{0};         // shares of the phase
+  };
+
+  Crew(State* state, int num_threads) : state_(state), shares_(num_threads == 1 ? 1 : SHARES * num_threads) {}
+
+  // work(team) for every share of the phase. All threads call, in the same order.
+  template <class Work>
+  void each(Work&& work) {
+    if (shares_ == 1) return work(Team{0, 1});
+    uint64_t phase = phase_++;
+    uint64_t ticket = state_->ticket.load(std::memory_order_acquire);
+    while (ticket >> 32 == phase) {
+      int share = int(ticket);
+      if (share == shares_) break;
+      if (!state_->ticket.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
+      work(Team{share, shares_});
+      if (state_->done.fetch_add(1, std::memory_order_acq_rel) == shares_ - 1) {
+        state_->done.store(0, std::memory_order_relaxed);
+        state_->ticket.store((phase + 1) << 32, std::memory_order_release);
+        return;
+      }
+      ticket = state_->ticket.load(std::memory_order_acquire);
     }
-    for (int look = 0; barrier->round.load(std::memory_order_acquire) == round; look++) {
-      if (look < 4000) relax();
+    for (int look = 0; state_->ticket.load(std::memory_order_acquire) >> 32 == phase; look++) {
+      if (look < LOOKS) relax();
       else sched_yield();
     }
   }
+
+  // work() by one of the threads.
+  template <class Work>
+  void one(Work&& work) {
+    each([&](Team team) {
+      if (team.rank == 0) work();
+    });
+  }
+
+ private:
+  static constexpr int SHARES = 2;  // for each thread
+  static constexpr int LOOKS = 2000;
+
+  State* state_;
+  int shares_;
+  uint64_t phase_ = 0;
 };
 
 struct Span {
   int64_t begin, end;
 };
 
-// This thread's share of `count` things, in multiples of `grain` (but for the last).
+// This share of `count` things, in multiples of `grain` (but for the last).
 inline Span share(const Team& team, int64_t count, int64_t grain = 1) {
   int64_t grains = (count + grain - 1) / grain;
   int64_t begin = grains * team.rank / team.size * grain, end = grains * (team.rank + 1) / team.size * grain;
   return {begin < count ? begin : count, end < count ? end : count};
 }
 
-// Run `work(team)` on this many threads, or as many as there are.
+// Run `work(crew)` on this many threads, or as many as there are.
+template <class Work>
+void run_crew(int num_threads, Work&& work) {
+  Crew::State state;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+  {
+    Crew crew(&state, omp_get_num_threads());
+    work(crew);
+  }
+}
+
+// Run the one phase `work(team)` on this many threads, or as many as there are.
 template <class Work>
 void run_team(int num_threads, Work&& work) {
-  Barrier barrier;
-#pragma omp parallel num_threads(num_threads)
-  work(Team{omp_get_thread_num(), omp_get_num_threads(), &barrier});
+  run_crew(num_threads, [&](Crew& crew) { crew.each(work); });
 }
 
 inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }

@@ -149,23 +149,21 @@ void prepare_products(const Experts<T>& experts, const ExpertTokens<T>& tokens, 
 
 // As many tokens as there is memory for.
 template <class T>
-void compute_part(const Team& team, const Experts<T>& experts, const ExpertTokens<T>& tokens, int64_t* counts,
+void compute_part(Crew& crew, const Experts<T>& experts, const ExpertTokens<T>& tokens, int64_t* counts,
                   const Workspace<T>& workspace) {
-  if (tokens.count > FEW_TOKENS) {
-    route_tokens(team, experts, tokens, workspace.weights);
-    team.wait();
-  } else if (team.rank == 0) {
-    route_tokens(Team{0, 1, nullptr}, experts, tokens, workspace.weights);
-  }
-  if (team.rank == 0) prepare_products(experts, tokens, workspace, counts);
-  team.wait();
-  int64_t num_active = count_active(workspace.groups.offsets, experts.num_experts);
-  multiply_all(team, workspace.products, num_active);
-  team.wait();
-  multiply_all(team, workspace.products + num_active, num_active);
-  team.wait();
-  combine(team, workspace.outputs, workspace.groups.places, workspace.weights, tokens.count, experts.top_k,
-          experts.hidden, tokens.hidden, tokens.hidden_stride);
+  bool are_few = tokens.count <= FEW_TOKENS;
+  if (!are_few) crew.each([&](Team team) { route_tokens(team, experts, tokens, workspace.weights); });
+  crew.one([&] {
+    if (are_few) route_tokens(Team{0, 1}, experts, tokens, workspace.weights);
+    prepare_products(experts, tokens, workspace, counts);
+  });
+  auto num_active = [&] { return count_active(workspace.groups.offsets, experts.num_experts); };
+  crew.each([&](Team team) { multiply_all(team, workspace.products, num_active()); });
+  crew.each([&](Team team) { multiply_all(team, workspace.products + num_active(), num_active()); });
+  crew.each([&](Team team) {
+    combine(team, workspace.outputs, workspace.groups.places, workspace.weights, tokens.count, experts.top_k,
+            experts.hidden, tokens.hidden, tokens.hidden_stride);
+  });
 }
 
 // The `count` tokens from number `begin` on.
@@ -230,14 +228,13 @@ int64_t experts_scratch_size(const Experts<T>& experts, int64_t max_tokens) {
 }
 
 template <class T>
-void compute_experts(const Team& team, const Experts<T>& experts, const ExpertTokens<T>& tokens, int64_t* counts,
+void compute_experts(Crew& crew, const Experts<T>& experts, const ExpertTokens<T>& tokens, int64_t* counts,
                      const ExpertScratch& scratch) {
   Workspace<T> workspace(experts, scratch);
   int64_t num_parts = (tokens.count + scratch.max_tokens - 1) / scratch.max_tokens;
   for (int64_t part = 0; part < num_parts; part++) {
     int64_t begin = tokens.count * part / num_parts, end = tokens.count * (part + 1) / num_parts;
-    if (part > 0) team.wait();  // until the memory is free
-    compute_part(team, experts, part_of(tokens, begin, end - begin, experts.top_k), counts, workspace);
+    compute_part(crew, experts, part_of(tokens, begin, end - begin, experts.top_k), counts, workspace);
   }
 }
 
@@ -245,9 +242,9 @@ template void route<float>(const Team&, const float*, int64_t, int64_t, int64_t,
 template void route<Bf16>(const Team&, const float*, int64_t, int64_t, int64_t, int64_t, bool, int32_t*, float*);
 template int64_t experts_scratch_size(const Experts<float>&, int64_t);
 template int64_t experts_scratch_size(const Experts<Bf16>&, int64_t);
-template void compute_experts(const Team&, const Experts<float>&, const ExpertTokens<float>&, int64_t*,
+template void compute_experts(Crew&, const Experts<float>&, const ExpertTokens<float>&, int64_t*,
                               const ExpertScratch&);
-template void compute_experts(const Team&, const Experts<Bf16>&, const ExpertTokens<Bf16>&, int64_t*,
+template void compute_experts(Crew&, const Experts<Bf16>&, const ExpertTokens<Bf16>&, int64_t*,
                               const ExpertScratch&);
 
 }  // namespace eagleray
@@ -310,8 +307,8 @@ void er_compute_experts(const void* x, int64_t num_tokens, const float* scores, 
         experts_of<T>(gate_up, down, num_experts, top_k, hidden_size, inner, renormalize, round_weights);
     ExpertTokens<T> tokens{num_tokens,  static_cast<const T*>(x), round_up(hidden_size, 2), scores,
                            num_experts, hidden,                   hidden_size,              ids};
-    run_team(num_threads, [&](Team team) {
-      compute_experts(team, experts, tokens, counts, ExpertScratch{scratch, max_tokens});
+    run_crew(num_threads, [&](Crew& crew) {
+      compute_experts(crew, experts, tokens, counts, ExpertScratch{scratch, max_tokens});
     });
   };
   if (dtype == 0) compute(float{});

@@ -66,10 +66,9 @@ struct ExpertTokens {
   int32_t* ids;         // [count, top_k], to which the chosen experts are written
 };
 
-// counts: [num_experts], to which the number of tokens of each is added; or null. All threads of the team call, and
-// meet inside. Until the caller's next `team.wait()` what they write is not complete, and the scratch is in use.
+// counts: [num_experts], to which the number of tokens of each is added; or null. All threads of the crew call.
 template <class T>
-void compute_experts(const Team& team, const Experts<T>& experts, const ExpertTokens<T>& tokens, int64_t* counts,
+void compute_experts(Crew& crew, const Experts<T>& experts, const ExpertTokens<T>& tokens, int64_t* counts,
                      const ExpertScratch& scratch);
 
 }  // namespace eagleray

@@ -1,4 +1,4 @@
-// The forward pass of a model: a list of steps that one team of threads runs from front to back, meeting after each.
+// The forward pass of a model: a list of steps that one crew of threads runs from front to back.
 //
 // Steps name the rows that they read and write by number: row buffers, of which the caller says for each run where they
 // are. What depends on the batch comes with each run too; all else is in the steps. `program.py` mirrors these structs.
@@ -76,8 +76,8 @@ namespace {
 template <class T>
 class Run {
  public:
-  Run(const Team& team, const Rowbuffer* buffers, const Batch& batch)
-      : team_(team), buffers_(buffers), batch_(batch), num_tokens_(batch.rows.num_tokens) {}
+  Run(Crew& crew, const Rowbuffer* buffers, const Batch& batch)
+      : crew_(crew), buffers_(buffers), batch_(batch), num_tokens_(batch.rows.num_tokens) {}
 
   void step(const Step& step) const {
     switch (step.operation) {
@@ -100,28 +100,33 @@ class Run {
   void embed(const Embed& what) const {
     Table<T> table{static_cast<const T*>(what.values), what.is_packed ? Layout::packed : Layout::plain, what.size,
                    what.first, what.num_own};
-    eagleray::embed(team_, table, batch_.token_ids, num_tokens_, rows<float>(what.out));
+    crew_.each([&](Team team) { eagleray::embed(team, table, batch_.token_ids, num_tokens_, rows<float>(what.out)); });
   }
 
   void normalize(const Normalize& what) const {
-    eagleray::normalize(team_, rows<float>(what.x), stride(what.x), num_tokens_, what.size, what.weight, what.eps,
-                        rows<T>(what.out), stride(what.out));
+    crew_.each([&](Team team) {
+      eagleray::normalize(team, rows<float>(what.x), stride(what.x), num_tokens_, what.size, what.weight, what.eps,
+                          rows<T>(what.out), stride(what.out));
+    });
   }
 
   void multiply(const Multiply& what) const {
     Product<T> product{rows<T>(what.x), stride(what.x), nullptr, num_tokens_, static_cast<const T*>(what.weight), what.n,
                        what.k, what.bias, Ending(what.ending), rows<void>(what.out), stride(what.out)};
-    eagleray::multiply(team_, product);
+    crew_.each([&](Team team) { eagleray::multiply(team, product); });
   }
 
   void attend(const Attend& what) const {
     T* cache = static_cast<T*>(what.cache);
     T* queries = rows<T>(what.queries);
-    prepare(team_, what.shape, batch_.rows, rows<float>(what.qkv), what.q_norm, what.k_norm, what.eps, batch_.cos,
-            batch_.sin, queries, cache);
-    team_.wait();
-    eagleray::attend(team_, what.shape, batch_.rows, queries, cache, rows<T>(what.out),
-                     static_cast<float*>(batch_.attention_scratch));
+    crew_.each([&](Team team) {
+      prepare(team, what.shape, batch_.rows, rows<float>(what.qkv), what.q_norm, what.k_norm, what.eps, batch_.cos,
+              batch_.sin, queries, cache);
+    });
+    crew_.each([&](Team team) {
+      eagleray::attend(team, what.shape, batch_.rows, queries, cache, rows<T>(what.out),
+                       static_cast<float*>(batch_.attention_scratch));
+    });
   }
 
   void mix(const Mix& what) const {
@@ -129,26 +134,32 @@ class Run {
                        static_cast<const T* const*>(what.down), what.renormalize != 0, what.round_weights != 0};
     ExpertTokens<T> tokens{num_tokens_, rows<T>(what.x), stride(what.x), rows<float>(what.scores), stride(what.scores),
                            rows<float>(what.hidden), stride(what.hidden), batch_.expert_ids};
-    compute_experts(team_, experts, tokens, what.counts, {batch_.expert_scratch, batch_.expert_tokens});
+    compute_experts(crew_, experts, tokens, what.counts, {batch_.expert_scratch, batch_.expert_tokens});
   }
 
   void add(const RowsToRows& what) const {
-    eagleray::add(team_, rows<float>(what.x), stride(what.x), num_tokens_, what.size, rows<float>(what.out),
-                  stride(what.out));
+    crew_.each([&](Team team) {
+      eagleray::add(team, rows<float>(what.x), stride(what.x), num_tokens_, what.size, rows<float>(what.out),
+                    stride(what.out));
+    });
   }
 
   void clear(const RowsToRows& what) const {
-    Span mine = share(team_, num_tokens_);
-    float* out = rows<float>(what.out) + mine.begin * stride(what.out);
-    std::memset(out, 0, size_t((mine.end - mine.begin) * stride(what.out)) * sizeof(float));
+    crew_.each([&](Team team) {
+      Span own = share(team, num_tokens_);
+      float* out = rows<float>(what.out) + own.begin * stride(what.out);
+      std::memset(out, 0, size_t((own.end - own.begin) * stride(what.out)) * sizeof(float));
+    });
   }
 
   void convert(const RowsToRows& what) const {
-    eagleray::convert(team_, rows<float>(what.x), stride(what.x), num_tokens_, what.size, rows<T>(what.out),
-                      stride(what.out));
+    crew_.each([&](Team team) {
+      eagleray::convert(team, rows<float>(what.x), stride(what.x), num_tokens_, what.size, rows<T>(what.out),
+                        stride(what.out));
+    });
   }
 
-  const Team& team_;
+  Crew& crew_;
   const Rowbuffer* buffers_;
   const Batch& batch_;
   int64_t num_tokens_;
@@ -156,12 +167,9 @@ class Run {
 
 template <class T>
 void run(const Step* steps, int64_t count, const Rowbuffer* buffers, const Batch& batch, int num_threads) {
-  run_team(num_threads, [&](const Team& team) {
-    Run<T> one(team, buffers, batch);
-    for (int64_t i = 0; i < count; i++) {
-      one.step(steps[i]);
-      team.wait();
-    }
+  run_crew(num_threads, [&](Crew& crew) {
+    Run<T> one(crew, buffers, batch);
+    for (int64_t i = 0; i < count; i++) one.step(steps[i]);
   });
 }
 

@@ -22,15 +22,26 @@ struct Piece {
   int64_t row, begin, size;
 };
 
-// visit(index, piece) for this thread's pieces of all rows.
+// visit(index, piece) for the pieces of all rows.
 template <class Visit>
-void for_pieces(const Team& team, int64_t num_rows, int64_t size, Visit&& visit) {
+void for_pieces(Crew& crew, int64_t num_rows, int64_t size, Visit&& visit) {
   int64_t per_row = count_of(size, PIECE);
-  Span own = share(team, num_rows * per_row);
-  for (int64_t index = own.begin; index < own.end; index++) {
-    int64_t begin = index % per_row * PIECE;
-    visit(index, Piece{index / per_row, begin, std::min(PIECE, size - begin)});
-  }
+  crew.each([&](Team team) {
+    Span own = share(team, num_rows * per_row);
+    for (int64_t index = own.begin; index < own.end; index++) {
+      int64_t begin = index % per_row * PIECE;
+      visit(index, Piece{index / per_row, begin, std::min(PIECE, size - begin)});
+    }
+  });
+}
+
+// visit(row)
+template <class Visit>
+void for_rows(Crew& crew, int64_t num_rows, Visit&& visit) {
+  crew.each([&](Team team) {
+    Span own = share(team, num_rows);
+    for (int64_t row = own.begin; row < own.end; row++) visit(row);
+  });
 }
 
 Ints higher(Ints a, Ints b) { return a > b ? a : b; }
@@ -167,51 +178,46 @@ int64_t ranking_scratch_size(int64_t num_rows, int64_t size) {
   return num_rows * std::max(for_blocks, for_pieces);
 }
 
-void argmax(const Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int32_t* ids,
+void argmax(Crew& crew, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int32_t* ids,
             float* values, void* scratch) {
   int32_t* highest = static_cast<int32_t*>(scratch);  // [num_rows, pieces]
-  for_pieces(team, num_rows, size, [&](int64_t index, Piece piece) {
+  for_pieces(crew, num_rows, size, [&](int64_t index, Piece piece) {
     highest[index] = highest_order(logits + piece.row * stride + piece.begin, piece.size);
   });
-  team.wait();
   int64_t num_pieces = count_of(size, PIECE);
-  Span own = share(team, num_rows);
-  for (int64_t row = own.begin; row < own.end; row++) {
+  for_rows(crew, num_rows, [&](int64_t row) {
     const int32_t* orders = highest + row * num_pieces;
     int64_t piece = std::max_element(orders, orders + num_pieces) - orders, begin = piece * PIECE;
     const float* x = logits + row * stride;
     ids[row] = int32_t(begin + find(x + begin, std::min(PIECE, size - begin), orders[piece]));
     values[row] = x[ids[row]];
-  }
+  });
 }
 
-void top_k(const Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k,
+void top_k(Crew& crew, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k,
            int32_t* ids, float* values, void* scratch) {
   int32_t* highest = static_cast<int32_t*>(scratch);  // [num_rows, blocks]
   int64_t num_blocks = count_of(size, BLOCK);
-  for_pieces(team, num_rows, size, [&](int64_t, Piece piece) {
+  for_pieces(crew, num_rows, size, [&](int64_t, Piece piece) {
     const float* x = logits + piece.row * stride + piece.begin;
     int32_t* to = highest + piece.row * num_blocks + piece.begin / BLOCK;
     int64_t i = 0;
     for (; i + BLOCK <= piece.size; i += BLOCK) *to++ = highest_order(x + i, BLOCK);
     if (i < piece.size) *to = highest_order(x + i, piece.size - i);
   });
-  team.wait();
-  Span own = share(team, num_rows);
-  for (int64_t row = own.begin; row < own.end; row++)
+  for_rows(crew, num_rows, [&](int64_t row) {
     first_of_row(logits + row * stride, size, highest + row * num_blocks, k, ids + row * k, values + row * k);
+  });
 }
 
-void log_sum_exp(const Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, double* sums,
+void log_sum_exp(Crew& crew, const float* logits, int64_t stride, int64_t num_rows, int64_t size, double* sums,
                  void* scratch) {
   PieceSum* pieces = static_cast<PieceSum*>(scratch);  // [num_rows, pieces]
-  for_pieces(team, num_rows, size, [&](int64_t index, Piece piece) {
+  for_pieces(crew, num_rows, size, [&](int64_t index, Piece piece) {
     pieces[index] = sum_piece(logits + piece.row * stride + piece.begin, piece.size);
   });
-  team.wait();
   int64_t num_pieces = count_of(size, PIECE);
-  Span own = share(team, num_rows);
-  for (int64_t row = own.begin; row < own.end; row++) sums[row] = log_sum(pieces + row * num_pieces, num_pieces);
+  for_rows(crew, num_rows, [&](int64_t row) { sums[row] = log_sum(pieces + row * num_pieces, num_pieces); });
 }
 
 }  // namespace eagleray
@@ -227,17 +233,17 @@ int64_t er_ranking_scratch_size(int64_t num_rows, int64_t size) { return ranking
 
 void er_argmax(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int32_t* ids, float* values,
                void* scratch, int num_threads) {
-  run_team(num_threads, [&](Team team) { argmax(team, logits, stride, num_rows, size, ids, values, scratch); });
+  run_crew(num_threads, [&](Crew& crew) { argmax(crew, logits, stride, num_rows, size, ids, values, scratch); });
 }
 
 void er_top_k(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k, int32_t* ids,
               float* values, void* scratch, int num_threads) {
-  run_team(num_threads, [&](Team team) { top_k(team, logits, stride, num_rows, size, k, ids, values, scratch); });
+  run_crew(num_threads, [&](Crew& crew) { top_k(crew, logits, stride, num_rows, size, k, ids, values, scratch); });
 }
 
 void er_log_sum_exp(const float* logits, int64_t stride, int64_t num_rows, int64_t size, double* sums, void* scratch,
                     int num_threads) {
-  run_team(num_threads, [&](Team team) { log_sum_exp(team, logits, stride, num_rows, size, sums, scratch); });
+  run_crew(num_threads, [&](Crew& crew) { log_sum_exp(crew, logits, stride, num_rows, size, sums, scratch); });
 }
 
 }  // extern "C"

@@ -3,8 +3,7 @@
 // The order is total: higher logits first, equal ones by id, -0 equals 0, and NaN is above all (as in torch), so that
 // whoever looks at the highest sees it. No row is sorted.
 //
-// The threads divide pieces of rows, then rows: all threads of the team call, and meet inside. Until the caller's next
-// `team.wait()` what they write is not complete, and the scratch is in use.
+// The threads divide pieces of rows, then rows: all threads of the crew call.
 #pragma once
 
 #include "base.h"
@@ -17,15 +16,15 @@ constexpr int64_t MAX_TOP_K = 256;
 int64_t ranking_scratch_size(int64_t num_rows, int64_t size);
 
 // ids, values [num_rows]: the first of each row.
-void argmax(const Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int32_t* ids,
+void argmax(Crew& crew, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int32_t* ids,
             float* values, void* scratch);
 
 // ids, values [num_rows, k]: the first k of each row, k at most MAX_TOP_K and the row's size.
-void top_k(const Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k,
+void top_k(Crew& crew, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k,
            int32_t* ids, float* values, void* scratch);
 
 // sums [num_rows]: log(sum(exp(logits))) of each row. NaN if a logit is NaN.
-void log_sum_exp(const Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, double* sums,
+void log_sum_exp(Crew& crew, const float* logits, int64_t stride, int64_t num_rows, int64_t size, double* sums,
                  void* scratch);
 
 // ---- order as integers

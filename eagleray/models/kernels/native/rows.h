@@ -1,6 +1,6 @@
 // Operations on rows of hidden states, [num_rows, size] floats of which row i begins at i * stride.
 //
-// The threads divide the rows. What they write is complete only after the caller's next `team.wait()`.
+// The teams divide the rows.
 #pragma once
 
 #include "base.h"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagleray.models.kernels.build import NATIVE, build, load, native_library
-from eagleray.worker.ranking import top_tokens
+from eagleray.models.kernels.ranking import Ranking
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -105,7 +105,7 @@ def check(library: ctypes.CDLL, size: int) -> None:
         assert torch.equal(bits(values), bits(logits.gather(1, ids[:, None])[:, 0]))
         for k in {min(k, size) for k in (1, 5, 64, 256)}:
             ids, values = top_k(library, logits, k, threads)
-            assert torch.equal(ids, top_tokens(logits, k))
+            assert torch.equal(ids, Ranking().top(logits, k))
             assert torch.equal(bits(values), bits(logits.gather(1, ids)))
     check_sums(library, logits)
 
@@ -133,7 +133,7 @@ def test_all_kinds_of_rows_on_another_processor(other_library: ctypes.CDLL) -> N
 def test_a_large_vocabulary(library: ctypes.CDLL) -> None:
     logits = torch.randn(2, 151936, generator=torch.Generator().manual_seed(0))
     assert torch.equal(argmax(library, logits, 2)[0], logits.argmax(dim=1))
-    assert torch.equal(top_k(library, logits, 256, 2)[0], top_tokens(logits, 256))
+    assert torch.equal(top_k(library, logits, 256, 2)[0], Ranking().top(logits, 256))
     torch.testing.assert_close(log_sum_exp(library, logits, 2), logits.double().logsumexp(dim=1), rtol=0, atol=1e-6)
 
 

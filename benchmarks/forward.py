@@ -1,0 +1,123 @@
+"""Where a forward pass spends its time: each of its native steps run alone, summed up by what it does.
+
+python benchmarks/forward.py CHECKPOINT [--tokens N] [--rows N] [--context N] [--threads N]
+
+`--tokens` new tokens for each of `--rows` rows that have `--context` cached ones. Steps that run alone start with a
+team that is woken anew, so their sum is above the whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from eagleray.models.batch import Batch
+from eagleray.models.cache import KVCache
+from eagleray.models.kernels import abi
+from eagleray.models.kernels.recording import NativeStep
+from eagleray.models.registry import load_model
+
+BLOCK = 16
+NAMES = {
+    abi.EMBED: "embed",
+    abi.NORMALIZE: "normalize",
+    abi.MULTIPLY: "multiply",
+    abi.ATTEND: "attend",
+    abi.MIX: "experts",
+    abi.ADD: "add",
+    abi.CLEAR: "clear",
+    abi.CONVERT: "convert",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--tokens", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    model = load_model(
+        arguments.checkpoint,
+        dtype="auto",
+        load_format="auto",
+        device=torch.device("cpu"),
+        seed=None,
+        on_progress=None,
+    )
+    batch = _batch(arguments.rows, arguments.tokens, arguments.context)
+    num_blocks = int(batch.block_table.max()) + 1
+    cache = KVCache.allocate(
+        model.cache_shape(BLOCK), num_blocks=num_blocks, dtype=model.dtype, device=torch.device("cpu")
+    )
+    whole = _best(lambda: model.forward(batch, cache), arguments.repeat)
+    hidden = model.forward(batch, cache)[batch.starts[1:] - 1]
+    head = _best(lambda: model.logits(hidden), arguments.repeat)
+    print(f"forward {1e3 * whole:.3f} ms, head {1e3 * head:.3f} ms ({batch.num_tokens} tokens, {arguments.rows} rows)")
+
+    program: Any = model._run._program  # type: ignore[attr-defined]
+    totals: dict[str, float] = defaultdict(float)
+    work: dict[str, float] = defaultdict(float)
+    steps = [step for step in program._recording.steps if isinstance(step, NativeStep)]
+    for step in steps:
+        one = (abi.Step * 1)(abi.Step(step.operation, abi.ctypes.addressof(step.what)))
+        seconds = _best(
+            lambda one=one: program._library.er_run(
+                int(model.dtype == torch.bfloat16), one, 1, program._buffers, program._batch, arguments.threads
+            ),
+            arguments.repeat,
+        )
+        name = NAMES[step.operation]
+        if step.operation == abi.MULTIPLY:
+            name += f" {step.what.n} x {step.what.k}"
+            work[name] += 2 * step.what.n * step.what.k * batch.num_tokens
+        totals[name] += seconds
+    for name, seconds in sorted(totals.items(), key=lambda item: -item[1]):
+        rate = ""
+        if name in work:
+            rate = (
+                f"{work[name] / seconds / 1e9:9.0f} GFLOP/s {work[name] / batch.num_tokens / seconds / 1e9:7.1f} GB/s"
+            )
+        print(f"{name:<24}{1e3 * seconds:10.3f} ms {rate}")
+
+
+def _batch(rows: int, tokens: int, context: int) -> Batch:
+    lengths = context + tokens
+    blocks = -(-lengths // BLOCK)
+    table = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
+    positions = np.tile(np.arange(context, lengths, dtype=np.int32), rows)
+    owner = np.repeat(np.arange(rows), tokens)
+    return Batch(
+        token_ids=np.random.default_rng(0).integers(10, 7000, rows * tokens, dtype=np.int32),
+        positions=positions,
+        slots=table[owner, positions // BLOCK] * BLOCK + positions % BLOCK,
+        block_table=table,
+        context_lens=np.full(rows, lengths, dtype=np.int32),
+        starts=np.arange(rows + 1, dtype=np.int32) * tokens,
+        num_decodes=rows if tokens == 1 else 0,
+    )
+
+
+def _best(work: Callable[[], object], repeat: int) -> float:
+    """Seconds of the fastest run, after one that is not counted."""
+    work()
+    seconds = []
+    for _ in range(repeat):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+if __name__ == "__main__":
+    main()

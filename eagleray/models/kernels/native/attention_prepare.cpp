@@ -1,0 +1,88 @@
+// From a layer's products to queries and cached keys and values.
+#include "attention.h"
+#include "rows.h"
+
+namespace eagleray {
+namespace {
+
+// x / rms(x) * weight, if there is one, then rotated. One body, so that every head gets the same instructions.
+template <class T>
+__attribute__((noinline)) void norm_and_rotate(const float* x, int64_t half, const float* weight, float eps,
+                                               const float* cos, const float* sin, T* out) {
+  Floats scale = splat(1.0f);
+  if (weight) {
+    Floats squares = {};
+    for_vectors(2 * half, [&](int64_t i, auto count) {
+      Floats part = load_some(x + i, count);
+      squares += part * part;
+    });
+    scale = splat(1.0f / std::sqrt(sum(squares) / float(2 * half) + eps));
+  }
+  for_vectors(half, [&](int64_t i, auto count) {
+    Floats first = load_some(x + i, count), second = load_some(x + half + i, count);
+    if (weight) {
+      first = first * scale * load_some(weight + i, count);
+      second = second * scale * load_some(weight + half + i, count);
+    }
+    Floats c = load_some(cos + i, count), s = load_some(sin + i, count);
+    store_some(out + i, first * c - second * s, count);
+    store_some(out + half + i, second * c + first * s, count);
+  });
+}
+
+template <class T>
+void write_key(const T* key, int64_t size, int64_t lanes, int64_t lane, T* keys) {
+  for (int64_t i = 0; i < size; i += PAIR<T>)
+    std::memcpy((void*)(keys + i * lanes + lane * PAIR<T>), key + i, PAIR<T> * sizeof(T));
+}
+
+template <class T>
+void write_value(const T* value, int64_t size, int64_t lane, T* values) {
+  T* to = values + lane / PAIR<T> * size * PAIR<T> + lane % PAIR<T>;
+  for (int64_t i = 0; i < size; i++) to[i * PAIR<T>] = value[i];
+}
+
+}  // namespace
+
+template <class T>
+void prepare(const Team& team, const AttentionShape& shape, const Rows& rows, const float* qkv, const float* q_norm,
+             const float* k_norm, float eps, const float* cos, const float* sin, T* queries, T* cache) {
+  const int64_t heads = shape.num_heads, kv_heads = shape.num_kv_heads, group = heads / kv_heads;
+  const int64_t size = shape.head_dim, half = size / 2, lanes = lanes_of_block(shape);
+  alignas(64) T key[MAX_HEAD_DIM], value[MAX_HEAD_DIM];
+  const Span own = share(team, rows.num_tokens * kv_heads);
+  for (int64_t item = own.begin; item < own.end; item++) {
+    const int64_t token = item / kv_heads, kv_head = item % kv_heads;
+    const float* from = qkv + token * (heads + 2 * kv_heads) * size;
+    const int64_t turn = rows.positions[token] * half;
+    auto rotate = [&](int64_t head, const float* norm, T* out) {
+      norm_and_rotate(from + head * size, half, norm, eps, cos + turn, sin + turn, out);
+    };
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
+      rotate(head, q_norm, queries + (token * heads + head) * size);
+    rotate(heads + kv_head, k_norm, key);
+    const float* v = from + (heads + kv_heads + kv_head) * size;
+    for_vectors(size, [&](int64_t i, auto count) { store_some(value + i, load_some(v + i, count), count); });
+    const int64_t block = rows.slots[token] / shape.block_size, lane = rows.slots[token] % shape.block_size;
+    T* keys = cache + (block * kv_heads + kv_head) * 2 * lanes * size;
+    write_key(key, size, lanes, lane, keys);
+    write_value(value, size, lane, keys + lanes * size);
+  }
+}
+
+template void prepare(const Team&, const AttentionShape&, const Rows&, const float*, const float*, const float*, float,
+                      const float*, const float*, float*, float*);
+template void prepare(const Team&, const AttentionShape&, const Rows&, const float*, const float*, const float*, float,
+                      const float*, const float*, Bf16*, Bf16*);
+
+// dtype: 0 is float32, 1 bfloat16.
+extern "C" __attribute__((visibility("default"))) void er_prepare(
+    const AttentionShape* shape, const Rows* rows, const float* qkv, const float* q_norm, const float* k_norm, float eps,
+    const float* cos, const float* sin, void* queries, void* cache, int dtype, int num_threads) {
+  run_team(num_threads, [&](const Team& team) {
+    if (dtype) prepare(team, *shape, *rows, qkv, q_norm, k_norm, eps, cos, sin, (Bf16*)queries, (Bf16*)cache);
+    else prepare(team, *shape, *rows, qkv, q_norm, k_norm, eps, cos, sin, (float*)queries, (float*)cache);
+  });
+}
+
+}  // namespace eagleray
