@@ -6,8 +6,8 @@
 //   keys    [head_dim / PAIR][lanes][PAIR]   16 tokens in a register: their scores grow by dot(query pair, keys)
 //   values  [lanes / PAIR][head_dim][PAIR]   16 features in a register: they grow by dot(probability pair, values)
 //
-// The cache begins as zeros. Lanes behind block_size are never written. Lanes behind the end of a row's context hold what
-// another request left there, perhaps NaN: nothing of it reaches a result.
+// The cache begins as zeros. Lanes behind block_size are never written. Lanes behind the end of a row's context hold
+// what another request left there, perhaps NaN: nothing of it reaches a result.
 //
 // The keys of a context are cut at fixed places into chunks. Each chunk has its own softmax, and the results of the
 // chunks are merged in their order. So a query's result is the same number alone and beside others, at the end of a
@@ -32,7 +32,7 @@ struct AttentionShape {
 struct Rows {
   int64_t num_rows, num_tokens;
   const int32_t* starts;        // [num_rows + 1] first token of each row in the batch
-  const int32_t* context_lens;  // [num_rows] tokens of the row in the cache, this step's included: they are its last ones
+  const int32_t* context_lens;  // [num_rows] tokens of the row in the cache; this step's are the last of them
   const int32_t* block_table;   // [num_rows, table_stride] blocks of each row in order of position
   int64_t table_stride;
   const int32_t* positions;     // [num_tokens]
@@ -53,8 +53,8 @@ template <class T>
 void prepare(const Team& team, const AttentionShape& shape, const Rows& rows, const float* qkv, const float* q_norm,
              const float* k_norm, float eps, const float* cos, const float* sin, T* queries, T* cache);
 
-// Floats that a team of a crew of so many threads needs as scratch, for contexts up to `max_context`. The scratch
-// begins as zeros, and is used by one phase at a time.
+// Floats that a crew of so many threads needs as scratch for contexts up to `max_context`. The scratch begins as zeros
+// and serves one phase at a time.
 int64_t attend_scratch(const AttentionShape& shape, int64_t max_context, int num_threads);
 
 // Attention of all queries over their rows' contexts -> out [num_tokens, num_heads * head_dim]. All that the queries

@@ -77,8 +77,8 @@ template void prepare(const Team&, const AttentionShape&, const Rows&, const flo
 
 // dtype: 0 is float32, 1 bfloat16.
 extern "C" __attribute__((visibility("default"))) void er_prepare(
-    const AttentionShape* shape, const Rows* rows, const float* qkv, const float* q_norm, const float* k_norm, float eps,
-    const float* cos, const float* sin, void* queries, void* cache, int dtype, int num_threads) {
+    const AttentionShape* shape, const Rows* rows, const float* qkv, const float* q_norm, const float* k_norm,
+    float eps, const float* cos, const float* sin, void* queries, void* cache, int dtype, int num_threads) {
   run_team(num_threads, [&](const Team& team) {
     if (dtype) prepare(team, *shape, *rows, qkv, q_norm, k_norm, eps, cos, sin, (Bf16*)queries, (Bf16*)cache);
     else prepare(team, *shape, *rows, qkv, q_norm, k_norm, eps, cos, sin, (float*)queries, (float*)cache);

@@ -66,8 +66,8 @@ struct Totals {
 
 // scores[M][N slices] = queries[M] . keys[N]; a step leads from a pair of features to the next one.
 template <class T, int M, int N>
-__attribute__((noinline)) void multiply_keys(const T* queries, const T* const* keys, const T* const* later, int64_t step,
-                                             int64_t size, float* scores) {
+__attribute__((noinline)) void multiply_keys(const T* queries, const T* const* keys, const T* const* later,
+                                             int64_t step, int64_t size, float* scores) {
   Totals<T, M, N> totals;
   const T *from[N], *fetch[N];
   for (int n = 0; n < N; n++) from[n] = keys[n], fetch[n] = later[n];

@@ -120,7 +120,8 @@ class Layer:
         return [[shuffled.pop() for _ in range(count)] for count in counts]
 
     def new_requests(self, sizes: list[int], scale: float = 1.0) -> list[Request]:
-        return [Request(torch.randn(n, self.width) * scale, blocks) for n, blocks in zip(sizes, self.new_blocks(sizes))]
+        blocks = self.new_blocks(sizes)
+        return [Request(torch.randn(n, self.width) * scale, mine) for n, mine in zip(sizes, blocks, strict=True)]
 
     def views(self) -> tuple[Tensor, Tensor]:
         """keys, values [blocks, kv heads, lanes, head_dim] of the cache"""
@@ -142,13 +143,13 @@ class Layer:
         """The next so many tokens of these requests -> their results."""
         block_size = self.shape.block_size
         contexts = [request.done + count for request, count in work]
-        spans = [range(request.done, context) for (request, _), context in zip(work, contexts)]
+        spans = [range(request.done, context) for (request, _), context in zip(work, contexts, strict=True)]
         table = torch.zeros(len(work), max(len(request.blocks) for request, _ in work), dtype=torch.int32)
         for row, (request, _) in enumerate(work):
             table[row, : len(request.blocks)] = torch.tensor(request.blocks)
         slots = [
             request.blocks[p // block_size] * block_size + p % block_size
-            for (request, _), span in zip(work, spans)
+            for (request, _), span in zip(work, spans, strict=True)
             for p in span
         ]
         counts = [count for _, count in work]
@@ -156,7 +157,7 @@ class Layer:
         integers = [starts, *(torch.tensor(x).int() for x in (contexts, [p for span in spans for p in span], slots))]
         rows = CRows(len(work), len(slots), *(x.data_ptr() for x in (*integers[:2], table)), table.shape[1])
         rows.positions, rows.slots = integers[2].data_ptr(), integers[3].data_ptr()
-        qkv = torch.cat([request.qkv[span.start : span.stop] for (request, _), span in zip(work, spans)])
+        qkv = torch.cat([request.qkv[span.start : span.stop] for (request, _), span in zip(work, spans, strict=True)])
         self.queries = torch.empty(len(slots), self.shape.num_heads * self.shape.head_dim, dtype=self.dtype)
         out = torch.full_like(self.queries, 7)
         norms = [None if norm is None else norm.data_ptr() for norm in self.norms]
@@ -314,25 +315,27 @@ def test_on_another_processor(other_library: ctypes.CDLL, dtype: torch.dtype) ->
 
 
 def mixed_work(requests: list[Request], counts: list[int]) -> list[tuple[Request, int]]:
-    for request, count in zip(requests, counts):
+    for request, count in zip(requests, counts, strict=True):
         request.done = len(request.qkv) - count
-    return list(zip(requests, counts))
+    return list(zip(requests, counts, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_row_does_not_depend_on_its_company(library: ctypes.CDLL, dtype: torch.dtype, window: int, threads: int) -> None:
+def test_a_row_does_not_depend_on_its_company(
+    library: ctypes.CDLL, dtype: torch.dtype, window: int, threads: int
+) -> None:
     torch.manual_seed(0)
     sizes, counts = [1, 17, 300, 900, 2000, 40, 31, 700], [1, 1, 1, 1, 1, 40, 30, 150]
     layer = Layer(library, dtype, head_dim=64, window=window, threads=threads)
     requests = layer.new_requests(sizes)
-    for request, count in zip(requests, counts):
+    for request, count in zip(requests, counts, strict=True):
         if request.done < len(request.qkv) - count:
             layer.step((request, len(request.qkv) - count))
     together = layer.step(*mixed_work(requests, counts))
     layer.threads = 1
-    for work, result in zip(mixed_work(requests, counts), together):
+    for work, result in zip(mixed_work(requests, counts), together, strict=True):
         assert torch.equal(layer.step(work)[0], result)
         queries = layer.queries
         torch.testing.assert_close(result.double(), layer.truth(work[0], queries), atol=0.02, rtol=0.02)
@@ -369,7 +372,7 @@ def test_nothing_remains_of_other_requests(
     counts = [1, 33, 1, 60]
 
     def compute() -> list[Tensor]:
-        for request, count in zip(requests, counts):
+        for request, count in zip(requests, counts, strict=True):
             request.done = 0
             if count < len(request.qkv):
                 layer.step((request, len(request.qkv) - count))
