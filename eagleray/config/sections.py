@@ -52,6 +52,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     chat_template: Annotated[
         str | None, Meta(description="File with a Jinja chat template to use in place of the model's.")
     ] = None
+    deterministic: Annotated[
+        bool,
+        Meta(
+            description="Promise that a request gets the same tokens alone, in any batch and after an interruption; "
+            "refuse to start where the kernels cannot keep that."
+        ),
+    ] = False
     max_logprobs: Annotated[int, Meta(ge=0, description="Most log-probabilities a request may ask for.")] = 20
     seed: Annotated[
         int | None,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from eagleray.errors import ConfigError
 from eagleray.models.base import Model
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.dummy import DummyWeights
@@ -71,20 +72,25 @@ def load_model(
     seed: int | None,
     on_progress: Callable[[int, int], None] | None,
     groups: Groups = ALONE,
+    deterministic: bool = False,
 ) -> Model:
     """The model of a checkpoint directory, or the part that `groups` leaves to this rank, ready to compute.
 
-    `dtype` and `load_format` are those of `config.ModelConfig`; `seed` is that of dummy weights. `on_progress` is told
-    bytes read and bytes in all, of this rank's share. Raises `CheckpointError`, and `ConfigError` if the model cannot
-    be divided so.
+    `dtype`, `load_format` and `deterministic` are those of `config.ModelConfig`; `seed` is that of dummy weights.
+    `on_progress` is told bytes read and bytes in all, of this rank's share. Raises `CheckpointError`, and `ConfigError`
+    if the model cannot be divided so, or `deterministic` not be kept.
     """
     config = ConfigFile.read(directory)
     family = _family(config)
     spec = family.read_spec(config)
     check_fits(spec, groups.mesh)
     kind = DTYPES[spec.dtype if dtype == "auto" else dtype]
+    kernels = kernels_for(device, kind, spec)
+    if deterministic:
+        _check_invariant(kernels, kind, device, groups)
     if load_format == "dummy":
-        return _build(family, spec, DummyWeights(dtype=kind, device=device, seed=seed or 0), kind, device, groups)
+        dummies = DummyWeights(dtype=kind, device=device, seed=seed or 0)
+        return _build(family, spec, dummies, kernels, kind, device, groups)
     with CheckpointWeights(
         directory,
         dtype=kind,
@@ -93,7 +99,7 @@ def load_model(
         is_elsewhere=lambda name: _is_elsewhere(name, spec, groups.mesh),
         num_sharing=groups.mesh.tp_size,
     ) as weights:
-        model = _build(family, spec, weights, kind, device, groups)
+        model = _build(family, spec, weights, kernels, kind, device, groups)
         weights.finish(may_be_left=lambda name: _is_not_a_weight(name, spec))
     return model
 
@@ -108,10 +114,30 @@ def _family(config: ConfigFile) -> Family:
     return FAMILIES[names[0]]
 
 
+def _check_invariant(kernels: Kernels, dtype: torch.dtype, device: torch.device, groups: Groups) -> None:
+    """Raises `ConfigError` if a request's numbers could depend on its company."""
+    if not kernels.is_invariant:
+        raise ConfigError(
+            f"option `deterministic`: what computes {str(dtype).removeprefix('torch.')} on {device.type} here cannot "
+            "promise it; take bfloat16 or float32 on a CPU, with a C++ compiler"
+        )
+    if not groups.tp.is_ordered:
+        raise ConfigError(
+            f"option `deterministic`: sums over {groups.tp.size} tensor-parallel ranks of several hosts are added up "
+            "in varying order; keep the ranks on one host, or take 2"
+        )
+
+
 def _build(
-    family: Family, spec: ModelSpec, weights: Weights, dtype: torch.dtype, device: torch.device, groups: Groups
+    family: Family,
+    spec: ModelSpec,
+    weights: Weights,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    groups: Groups,
 ) -> Model:
-    kernels, mesh = kernels_for(device, dtype, spec), groups.mesh
+    mesh = groups.mesh
 
     def load_layer(index: int) -> DecoderLayer:
         return family.load_layer(index, spec, weights, kernels, groups.tp)

@@ -91,6 +91,10 @@ class TorchGroup:
         self._connections: Connections | None = connections
         self._timeout = timeout
 
+    @property
+    def is_ordered(self) -> bool:
+        return self.size <= 2  # of two there is but one order
+
     def all_reduce(self, x: Tensor) -> Tensor:
         wide = (x if x.is_cuda or x.itemsize >= 4 else x.float()).contiguous()
         limit = timedelta(seconds=self._timeout)

@@ -23,6 +23,11 @@ class Group(Protocol):
     rank: int
     size: int
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether every sum is added up in the same order, whatever the shape."""
+        ...
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, the same bits on every rank; may be computed in `x` itself."""
         ...
@@ -45,6 +50,7 @@ class Alone:
 
     rank = 0
     size = 1
+    is_ordered = True
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

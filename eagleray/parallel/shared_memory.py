@@ -136,6 +136,8 @@ class SharedMemoryGroup:
     """See `group.Group`; tensors of the CPU only. Sums of bfloat16 and float16 are computed in float32 and rounded
     once."""
 
+    is_ordered = True
+
     def __init__(self, region: Region, layout: Layout, *, rank: int, timeout: float) -> None:
         self.rank = rank
         self.size = layout.num_ranks

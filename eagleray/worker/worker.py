@@ -145,6 +145,7 @@ class Worker:
                 seed=config.seed,
                 on_progress=show,
                 groups=self._groups,
+                deterministic=config.deterministic,
             )
         model = self.model
         logger.info(

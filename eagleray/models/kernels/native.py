@@ -34,6 +34,8 @@ PAD = 16
 class NativeKernels(Kernels):
     """`library`: of `build.native_library`."""
 
+    is_invariant = True
+
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, *, num_threads: int) -> None:
         abi.declare(library)
         self.library = library

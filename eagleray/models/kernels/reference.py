@@ -86,8 +86,12 @@ class PlainLinear:
 class Kernels:
     """Chosen once for a device when a model is loaded; a device's own class overrides what it does better.
 
+    `is_invariant`: no number of a row depends on the other rows of a batch, or on how many threads there are.
+
     Methods that make an operation take over the weights: they may be kept in another layout, and only in that one.
     """
+
+    is_invariant = False
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Operation:
         """Products with a weight [out_features, in_features]."""

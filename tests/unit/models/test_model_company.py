@@ -9,6 +9,9 @@ from checkpoints import make_checkpoint
 from harness import random_prompt
 from model_runs import PagedRun, load, logits_in_chunks
 
+from eagleray.errors import ConfigError
+from eagleray.parallel import Groups
+
 FAMILIES = ["qwen3", "mistral", "qwen3_moe", "mixtral"]
 DTYPES = ["bfloat16", "float32"]
 
@@ -56,3 +59,20 @@ def test_by_one_thread_and_by_several(checkpoint, dtype, threads, monkeypatch):
         threads(count)
         found.append(logits_in_chunks(load(checkpoint, dtype=dtype), random_prompt(0, 90, 384), 40))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_promise_that_is_kept(checkpoint, dtype):
+    assert load(checkpoint, dtype=dtype, deterministic=True).dtype == getattr(torch, dtype)
+
+
+def test_a_promise_that_could_not_be_kept_is_not_made(checkpoint):
+    with pytest.raises(ConfigError, match="`deterministic`: what computes float16 on cpu here cannot promise it"):
+        load(checkpoint, dtype="float16", deterministic=True)
+
+
+def test_nor_is_it_for_sums_in_varying_order(checkpoint, monkeypatch):
+    groups = Groups.alone()
+    monkeypatch.setattr(type(groups.tp), "is_ordered", False)
+    with pytest.raises(ConfigError, match="`deterministic`: sums over 1 tensor-parallel ranks of several hosts"):
+        load(checkpoint, deterministic=True, groups=groups)
