@@ -29,11 +29,14 @@ from eagleray.messages.steps import (
 )
 from eagleray.scheduler import Scheduler
 
-__all__ = ["StartedEngine", "start_engine"]
+__all__ = ["StartedEngine", "check_kernels", "start_engine"]
 
 logger = get_logger(__name__)
 
 Body = TypeVar("Body", bound=WorkerReply)
+
+MAX_SLOTS = 2**31 - 1
+"""Places of a cache: blocks x tokens of a block. Kernels count them in 32 bits."""
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 """On a CPU a step of 512 tokens already runs at the speed of the matrix products, and running requests wait for it."""
@@ -57,6 +60,7 @@ def start_engine(config: Config, executor: Executor, *, depth: int, deadline: fl
     opened = call(OpenGroups(), GroupsOpened)
     call(JoinGroups(opened), GroupsJoined)
     loaded = call(LoadModel(), ModelLoaded)
+    check_kernels(loaded)
     model = loaded[0]
     budget = config.scheduling.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[model.device]
     num_blocks = config.cache.num_kv_blocks
@@ -104,8 +108,26 @@ def _blocks_of_one_sequence(config: Config, model: ModelLoaded) -> int:
     return -(-model.max_model_len // config.cache.block_size)
 
 
+def check_kernels(loaded: list[ModelLoaded]) -> None:
+    """Raises `ConfigError` unless all workers compute with the same kernels: what they exchange would not fit."""
+    kinds = {worker.kernels for worker in loaded}
+    if len(kinds) > 1:
+        ranks = "; ".join(
+            f"{kind}: rank {', '.join(str(rank) for rank, worker in enumerate(loaded) if worker.kernels == kind)}"
+            for kind in sorted(kinds)
+        )
+        raise ConfigError(
+            f"the workers compute with different kernels ({ranks}): install the same C++ compiler on every node"
+        )
+
+
 def _check_cache(config: Config, model: ModelLoaded, num_blocks: int, bytes_per_block: int) -> None:
     """Raises `ConfigError` unless one sequence of the greatest length fits; says what would."""
+    if num_blocks * config.cache.block_size > MAX_SLOTS:
+        raise ConfigError(
+            f"a cache of {num_blocks} blocks of {config.cache.block_size} tokens has more than {MAX_SLOTS:,} places: "
+            "lower `num_kv_blocks` or `kv_cache_memory`"
+        )
     needed = _blocks_of_one_sequence(config, model)
     if num_blocks < needed:
         fits = num_blocks * config.cache.block_size

@@ -135,6 +135,8 @@ class ModelLoaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Memory of one cache block over all layers of this worker."""
     device: str
     """`cpu` or `cuda`."""
+    kernels: str
+    """The name of the kernels that compute, the same on all workers."""
 
 
 class MeasureMemory(msgspec.Struct, frozen=True, tag=True):

@@ -54,6 +54,7 @@ class Model:
         """Of this rank."""
         self.num_local_layers = len(layers)
         self.num_local_kv_heads = len(kv_heads(spec.num_kv_heads, groups.tp))
+        self.kernels_name = type(kernels).__name__
         self.ranking = kernels.ranking
         """Of the logits."""
         self._hidden_dtype = kernels.hidden_dtype(dtype)

@@ -23,6 +23,10 @@ class CacheShape:
     """As the kernels that write and read it want it, see `Kernels.cache_block`."""
 
 
+LINE = 64
+"""Bytes of a processor's cache line; kernels read whole ones."""
+
+
 class KVCache:
     def __init__(self, layers: list[Tensor], block_size: int) -> None:
         self.layers = layers
@@ -47,6 +51,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # numpy's zeros are pages that the system hands out when they are first written to; torch.zeros writes to all
-    return (
-        torch.from_numpy(np.zeros(torch.Size(shape).numel() * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
-    )
+    size = torch.Size(shape).numel() * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(size + LINE, dtype=np.uint8))
+    offset = -memory.data_ptr() % LINE
+    return memory[offset : offset + size].view(dtype).view(shape)

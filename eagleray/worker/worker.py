@@ -165,6 +165,7 @@ class Worker:
             max_model_len=self._max_model_len(model),
             bytes_per_block=KVCache.bytes_per_block(model.cache_shape(self._config.cache.block_size), model.dtype),
             device=self.device.type,
+            kernels=self.model.kernels_name,
         )
 
     def _load_null(self) -> CacheAllocated:

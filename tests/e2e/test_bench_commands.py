@@ -48,7 +48,7 @@ def test_a_server_under_load(server, tmp_path, endpoint):
     if endpoint == "/v1/completions":  # of a chat only the server knows how long it gets
         assert found["num_input_tokens"] == 360
         gaps = found["itl_ms"]
-    assert gaps is None or gaps["count"] <= 6 * 4, "tokens without a text of their own have no event but the first"
+        assert gaps is None or gaps["count"] <= 6 * 4, "tokens without a text of their own have no event but the first"
     else:
         assert found["num_input_tokens"] == pytest.approx(360, rel=0.25)
     assert 0 < found["ttft_ms"]["p50"] <= found["e2e_ms"]["p50"]

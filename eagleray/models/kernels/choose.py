@@ -6,7 +6,7 @@ import torch
 
 from eagleray.log import get_logger
 from eagleray.models.kernels.build import NativeUnavailable, native_library
-from eagleray.models.kernels.native import NativeKernels
+from eagleray.models.kernels.native import MAX_HEAD_DIM, NativeKernels
 from eagleray.models.kernels.packed import PackedKernels
 from eagleray.models.kernels.reference import Kernels
 from eagleray.models.spec import ModelSpec
@@ -21,6 +21,11 @@ def kernels_for(device: torch.device, dtype: torch.dtype, spec: ModelSpec) -> Ke
     if device.type != "cpu":
         return Kernels()
     if not NativeKernels.serves(dtype, spec):
+        logger.warning(
+            "computing with plain torch, which is slower: the kernels for this processor serve bfloat16 and float32, "
+            "even sizes, and heads of up to %d features",
+            MAX_HEAD_DIM,
+        )
         return PackedKernels()
     try:
         return NativeKernels(native_library(), dtype, num_threads=torch.get_num_threads())

@@ -38,7 +38,7 @@ class WeightMemory:
 def _map(size: int) -> Tensor:
     """[size or more] uint8 from a huge page's boundary on."""
     size = -(-size // HUGE_PAGE) * HUGE_PAGE
-    memory = mmap.mmap(-1, size + HUGE_PAGE)
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)

@@ -23,7 +23,7 @@ from eagleray.models.layers.rope import Rope
 from eagleray.models.spec import ModelSpec
 from eagleray.parallel import Group
 
-__all__ = ["NativeKernels"]
+__all__ = ["MAX_HEAD_DIM", "NativeKernels"]
 
 LANES = 16
 MAX_HEAD_DIM = 256
@@ -94,14 +94,14 @@ class NativeKernels(Kernels):
         norms = [None if weight is None else weight.float() for weight in (heads.q_norm, heads.k_norm)]
         size = heads.num_heads * heads.head_dim
 
-        def apply(qkv: Value, cache: Tensor, context: int) -> Value:
+        def apply(qkv: Value, cache: Tensor, block_size: int) -> Value:
             recording = qkv.recording
             queries, out = recording.value(size, is_float=False), recording.value(size, is_float=False)
             shape = abi.AttentionShape(
                 num_heads=heads.num_heads,
                 num_kv_heads=heads.num_kv_heads,
                 head_dim=heads.head_dim,
-                block_size=context,
+                block_size=block_size,
                 window=heads.window or 0,
                 scale=heads.head_dim**-0.5,
             )
@@ -167,6 +167,7 @@ class NativeLinear:
         self.packed = packed
         self.n, self.k = n, k
         self._bias = None if bias is None else bias.float()
+        self.has_bias = bias is not None
         self._is_gated = is_gated
         self._size = n // 2 if is_gated else n
         self._ending = abi.ENDING_SILU if is_gated else abi.ENDING_STORE
@@ -244,5 +245,5 @@ def _embedding(values: Tensor, size: int, num_own: int, first: int, *, is_packed
 
 
 def _weights(operations: Sequence[Operation]) -> list[NativeLinear]:
-    assert all(isinstance(operation, NativeLinear) for operation in operations)
+    assert all(isinstance(operation, NativeLinear) and not operation.has_bias for operation in operations)
     return [operation for operation in operations if isinstance(operation, NativeLinear)]

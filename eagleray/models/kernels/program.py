@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,7 +84,7 @@ class Program:
             self._reach(max_context)
         if x is not None:
             assert self._source is not None
-            self._rows[self._source.buffer][:num_tokens].copy_(x)
+            self._rows[self._source.buffer][:num_tokens, : x.shape[1]].copy_(x)
         self._describe(batch)
         run, kind = self._library.er_run, int(self._dtype == torch.bfloat16)
         threads = threads_for(self._num_weights, self._dtype, num_tokens, self._num_threads)
@@ -91,10 +92,16 @@ class Program:
             if segment.host is None:
                 run(kind, segment.steps, segment.count, self._buffers, self._batch, threads)
             else:
-                segment.host.apply(self._rows[segment.host.rows.buffer][:num_tokens])
-        return self._rows[self._result.buffer][:num_tokens]
+                segment.host.apply(self._view(segment.host.rows, num_tokens))
+        return self._view(self._result, num_tokens)
+
+    def _view(self, value: Value, num_tokens: int) -> Tensor:
+        """[num_tokens, features] of the buffer."""
+        return self._rows[value.buffer][:num_tokens, : value.size]
 
     def _describe(self, batch: Batch) -> None:
+        arrays = (batch.starts, batch.context_lens, batch.block_table, batch.positions, batch.slots, batch.token_ids)
+        assert all(array.flags.c_contiguous and array.dtype == np.int32 for array in arrays)
         c = self._batch
         c.num_rows, c.num_tokens = len(batch.context_lens), batch.num_tokens
         c.starts = batch.starts.ctypes.data
@@ -108,8 +115,10 @@ class Program:
     def _grow(self, num_tokens: int) -> None:
         """Make room for so many tokens."""
         self._capacity = max(MIN_ROWS, 1 << (num_tokens - 1).bit_length())
+        self._rows = []  # given back before others are taken
         self._rows = [
-            torch.zeros((self._capacity, size), dtype=torch.float32 if is_float else self._dtype)
+            # even, so that what is read in pairs ends with a zero
+            torch.zeros((self._capacity, size + size % 2), dtype=torch.float32 if is_float else self._dtype)
             for size, is_float in self._sizes
         ]
         for buffer, rows in zip(self._buffers, self._rows, strict=True):

@@ -15,7 +15,7 @@ __all__ = ["NativeRanking", "Ranking", "rank_tokens"]
 MAX_TOP = 256
 """What `native/ranking.h` takes."""
 FEW_ROWS = 4
-"""Of so many one thread has found the highest before another is awake."""
+"""Up to so many, one thread is done before another one wakes."""
 
 
 class Ranking:
@@ -45,6 +45,8 @@ class NativeRanking(Ranking):
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def first(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if not logits.is_contiguous():
+            return super().first(logits)
         n, size = logits.shape
         ids, values = torch.empty(n, dtype=torch.int32), torch.empty(n, dtype=torch.float32)
         self._library.er_argmax(

@@ -33,7 +33,7 @@ class Value:
 
 @dataclass(eq=False)
 class NativeStep:
-    """`fields`: of `what`, a struct of `abi`; those that name rows are in `reads` and `writes`."""
+    """`what`: a struct of `abi`. Its fields that name rows are in `reads` and `writes`."""
 
     operation: int
     what: Any
@@ -70,7 +70,8 @@ class Recording:
             last.writes = {"out": total}
             last.reads["total"] = total
         elif isinstance(last, NativeStep) and last.operation == MIX and last.writes.get("hidden") is x:
-            self.steps.pop(-2)  # that cleared x
+            cleared = self.steps.pop(-2)
+            assert isinstance(cleared, NativeStep) and cleared.writes.get("out") is x
             last.writes = {"hidden": total}
             last.reads["total"] = total
         else:

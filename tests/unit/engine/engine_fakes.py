@@ -72,6 +72,7 @@ class CountingGroup:
                     max_model_len=self.max_model_len,
                     bytes_per_block=100,
                     device="cpu",
+                    kernels="Kernels",
                 )
             case MeasureMemory():
                 return MemoryMeasured(self.available_bytes)

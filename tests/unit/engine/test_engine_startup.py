@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from engine_fakes import CountingGroup
 
 from eagleray.config import build_config
-from eagleray.engine.startup import start_engine
+from eagleray.engine.startup import check_kernels, start_engine
 from eagleray.errors import ConfigError
 from eagleray.executor import Executor
-from eagleray.messages.steps import AllocateCache, MeasureMemory
+from eagleray.messages.steps import AllocateCache, MeasureMemory, ModelLoaded
 
 
 def start(group: CountingGroup, **options) -> int:
@@ -40,3 +41,23 @@ def test_a_cache_too_small_for_one_sequence_says_what_would_fit():
     assert "3 blocks, 48 tokens" in message
     assert "`max_model_len` to at most 48" in message
     assert "`num_kv_blocks` of 7" in message
+
+
+def test_a_cache_has_no_more_places_than_kernels_can_count():
+    with pytest.raises(ConfigError, match="has more than 2,147,483,647 places"):
+        start(CountingGroup(), num_kv_blocks=2**27)
+
+
+def test_workers_with_different_kernels_do_not_work_together():
+    one = ModelLoaded(
+        architecture="",
+        num_parameters=1,
+        vocab_size=2,
+        max_model_len=3,
+        bytes_per_block=4,
+        device="cpu",
+        kernels="NativeKernels",
+    )
+    check_kernels([one, one])
+    with pytest.raises(ConfigError, match=r"NativeKernels: rank 0, 2; PackedKernels: rank 1"):
+        check_kernels([one, msgspec.structs.replace(one, kernels="PackedKernels"), one])

@@ -158,7 +158,7 @@ inline Floats exp2(Floats x) {
   word += exponent;
   Floats result;
   std::memcpy(&result, &word, sizeof result);
-  return select_below(x, lowest, splat(0.0f), result);
+  return select_below(x, lowest, splat(0.0f), result + (x - x));  // NaN of NaN, whatever its bits
 }
 inline Floats exp(Floats x) { return exp2(x * 1.44269504088896341f); }
 inline Floats silu(Floats x) { return x / (1.0f + exp(-max(x, splat(-87.0f)))); }
@@ -287,6 +287,7 @@ inline Span share(const Team& team, int64_t count, int64_t grain = 1) {
 template <class Work>
 void run_crew(int num_threads, Work&& work) {
   Crew::State state;
+  omp_set_dynamic(0);  // as many as are asked for: what is kept between calls may depend on it
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
     Crew crew(&state, omp_get_num_threads());

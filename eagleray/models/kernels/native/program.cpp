@@ -1,7 +1,7 @@
 // The forward pass of a model: a list of steps that one crew of threads runs from front to back.
 //
 // Steps name the rows that they read and write by number: row buffers, of which the caller says for each run where they
-// are. What depends on the batch comes with each run too; all else is in the steps. `program.py` mirrors these structs.
+// are. What depends on the batch comes with each run too; all else is in the steps. `abi.py` mirrors these structs.
 #include "attention.h"
 #include "experts.h"
 #include "product.h"
@@ -28,7 +28,7 @@ struct Embed {
 };
 
 struct Normalize {
-  int64_t x, out;  // float -> T, or float where a stage ends
+  int64_t x, out;  // float -> T
   int64_t size;
   const float* weight;
   float eps;
