@@ -150,6 +150,9 @@ def wait_for_no_children():
         time.sleep(0.05)
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+
+
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
