@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import shutil
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 
@@ -12,14 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagleray.models.kernels.build import NATIVE, build, load, native_library
-
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-
 DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
 EPS = 1e-6
 MAX_CONTEXT = 4096
-LEVELS = {"DEFAULT": ["x86-64"], "AVX2": ["x86-64", "x86-64-v3"], "AVX512": ["x86-64", "x86-64-v3", "x86-64-v4"]}
 
 
 class CShape(Structure):
@@ -46,6 +40,9 @@ class CRows(Structure):
     )
 
 
+SOURCES = ("attention.cpp", "attention_prepare.cpp")
+
+
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     batch = POINTER(CShape), POINTER(CRows)
     tables = c_void_p, c_void_p, c_float, c_void_p, c_void_p
@@ -56,19 +53,6 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.er_attend_scratch.argtypes = (POINTER(CShape), c_int64, c_int)
     library.er_attend_scratch.restype = c_int64
     return library
-
-
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    return declare(native_library())
-
-
-@pytest.fixture(scope="module", params=["x86-64-v4", "x86-64-v3", "x86-64"])
-def other_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if request.param not in LEVELS.get(torch.backends.cpu.get_cpu_capability(), []):
-        pytest.skip(f"this machine is not {request.param}")
-    sources = [NATIVE / "attention.cpp", NATIVE / "attention_prepare.cpp"]
-    return declare(load(build(sources, march=request.param, directory=tmp_path_factory.mktemp("attention"))))
 
 
 @dataclass

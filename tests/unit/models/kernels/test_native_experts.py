@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
 
@@ -11,10 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from eagleray.models.kernels.build import NATIVE, build, load, native_library
-
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 SIGNATURES = {
     "er_route": (c_void_p, *[c_int64] * 4, c_int, c_void_p, c_void_p, c_int, c_int),
@@ -29,7 +24,9 @@ SIGNATURES = {
 }
 SIZES = {"er_packed_size": (c_int64, c_int64, c_int), "er_experts_scratch_size": (*[c_int64] * 5, c_int)}
 DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
-LEVELS = {"DEFAULT": ["x86-64"], "AVX2": ["x86-64", "x86-64-v3"], "AVX512": ["x86-64", "x86-64-v3", "x86-64-v4"]}
+
+
+SOURCES = ("experts.cpp", "product.cpp")
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -38,19 +35,6 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     for name in SIZES:
         getattr(library, name).restype = c_int64
     return library
-
-
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    return declare(native_library())
-
-
-@pytest.fixture(scope="module", params=["x86-64-v4", "x86-64-v3", "x86-64"])
-def other_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if request.param not in LEVELS.get(torch.backends.cpu.get_cpu_capability(), []):
-        pytest.skip(f"this machine is not {request.param}")
-    sources = [NATIVE / "experts.cpp", NATIVE / "product.cpp"]
-    return declare(load(build(sources, march=request.param, directory=tmp_path_factory.mktemp("experts"))))
 
 
 # ---- routing

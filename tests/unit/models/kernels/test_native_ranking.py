@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
 
@@ -11,13 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagleray.models.kernels.build import NATIVE, build, load, native_library
 from eagleray.models.kernels.ranking import Ranking
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-
 ROWS = (c_void_p, c_int64, c_int64, c_int64)  # logits, stride, num_rows, size
-LEVELS = {"DEFAULT": ["x86-64"], "AVX2": ["x86-64", "x86-64-v3"], "AVX512": ["x86-64", "x86-64-v3", "x86-64-v4"]}
 
 KINDS: dict[str, Callable[[int], Tensor]] = {
     "random": lambda size: torch.randn(size) * 5,
@@ -35,6 +30,9 @@ KINDS: dict[str, Callable[[int], Tensor]] = {
 }
 
 
+SOURCES = ("ranking.cpp",)
+
+
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.er_ranking_scratch_size.argtypes = (c_int64, c_int64)
     library.er_ranking_scratch_size.restype = c_int64
@@ -42,19 +40,6 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.er_top_k.argtypes = (*ROWS, c_int64, c_void_p, c_void_p, c_void_p, c_int)
     library.er_log_sum_exp.argtypes = (*ROWS, c_void_p, c_void_p, c_int)
     return library
-
-
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    return declare(native_library())
-
-
-@pytest.fixture(scope="module", params=["x86-64-v4", "x86-64-v3", "x86-64"])
-def other_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if request.param not in LEVELS.get(torch.backends.cpu.get_cpu_capability(), []):
-        pytest.skip(f"this machine is not {request.param}")
-    directory = tmp_path_factory.mktemp("ranking")
-    return declare(load(build([NATIVE / "ranking.cpp"], march=request.param, directory=directory)))
 
 
 def rows_of(logits: Tensor) -> tuple[int, int, int, int]:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 from ctypes import c_float, c_int, c_int64, c_void_p
 
 import pytest
 import torch
 from torch import Tensor
-
-from eagleray.models.kernels.build import NATIVE, build, load, native_library
-
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 ROW = (c_void_p, c_int64, c_int64, c_int64)  # x, stride, num_rows, size
 SIGNATURES = {
@@ -25,7 +20,9 @@ SIGNATURES = {
 }
 DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
 EPS = 1e-6
-LEVELS = {"DEFAULT": ["x86-64"], "AVX2": ["x86-64", "x86-64-v3"], "AVX512": ["x86-64", "x86-64-v3", "x86-64-v4"]}
+
+
+SOURCES = ("rows.cpp", "product.cpp")
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -34,19 +31,6 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.er_packed_size.argtypes = (c_int64, c_int64, c_int)
     library.er_packed_size.restype = c_int64
     return library
-
-
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    return declare(native_library())
-
-
-@pytest.fixture(scope="module", params=["x86-64-v4", "x86-64-v3", "x86-64"])
-def other_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if request.param not in LEVELS.get(torch.backends.cpu.get_cpu_capability(), []):
-        pytest.skip(f"this machine is not {request.param}")
-    sources = [NATIVE / "rows.cpp", NATIVE / "product.cpp"]
-    return declare(load(build(sources, march=request.param, directory=tmp_path_factory.mktemp("rows"))))
 
 
 def normalize(library: ctypes.CDLL, x: Tensor, weight: Tensor, dtype: torch.dtype, threads: int = 1) -> Tensor:
