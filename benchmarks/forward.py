@@ -33,7 +33,6 @@ NAMES = {
     abi.MIX: "experts",
     abi.ADD: "add",
     abi.CLEAR: "clear",
-    abi.CONVERT: "convert",
 }
 
 

@@ -12,7 +12,6 @@ __all__ = [
     "ADD",
     "ATTEND",
     "CLEAR",
-    "CONVERT",
     "EMBED",
     "ENDING_ADD",
     "ENDING_SILU",
@@ -34,7 +33,7 @@ __all__ = [
     "declare",
 ]
 
-EMBED, NORMALIZE, MULTIPLY, ATTEND, MIX, ADD, CLEAR, CONVERT = range(8)
+EMBED, NORMALIZE, MULTIPLY, ATTEND, MIX, ADD, CLEAR = range(7)
 ENDING_STORE, ENDING_ADD, ENDING_SILU = range(3)
 
 

@@ -27,8 +27,6 @@ __all__ = ["MAX_HEAD_DIM", "NativeKernels"]
 
 LANES = 16
 MAX_HEAD_DIM = 256
-PAD = 16
-"""Of the inner features of a gated product."""
 
 
 class NativeKernels(Kernels):
@@ -62,7 +60,7 @@ class NativeKernels(Kernels):
 
     def gated_linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
         inner, k = weight.shape[0] // 2, weight.shape[1]
-        padded = -(-inner // PAD) * PAD
+        padded = -(-inner // LANES) * LANES  # a panel has as many gates and as many that they gate
         packed = self._memory.take(self.library.er_packed_size(2 * padded, k, self._kind), self.dtype)
         gate, up = weight.contiguous().chunk(2)
         self.library.er_pack_gate_up(gate.data_ptr(), up.data_ptr(), k, inner, k, packed.data_ptr(), self._kind, 1)
@@ -166,8 +164,7 @@ class NativeLinear:
     ) -> None:
         self.packed = packed
         self.n, self.k = n, k
-        self._bias = None if bias is None else bias.float()
-        self.has_bias = bias is not None
+        self.bias = None if bias is None else bias.float()
         self._is_gated = is_gated
         self._size = n // 2 if is_gated else n
         self._ending = abi.ENDING_SILU if is_gated else abi.ENDING_STORE
@@ -175,7 +172,7 @@ class NativeLinear:
         self._out = torch.empty(0, self._size, dtype=kernels.dtype if is_gated else torch.float32)
 
     def __call__(self, x: Value | Tensor) -> Value | Tensor:
-        weight, bias = self.packed.data_ptr(), None if self._bias is None else self._bias.data_ptr()
+        weight, bias = self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
         if isinstance(x, Tensor):
             return self._compute(x.contiguous(), weight, bias)
         out = x.recording.value(self._size, is_float=not self._is_gated)
@@ -245,5 +242,5 @@ def _embedding(values: Tensor, size: int, num_own: int, first: int, *, is_packed
 
 
 def _weights(operations: Sequence[Operation]) -> list[NativeLinear]:
-    assert all(isinstance(operation, NativeLinear) and not operation.has_bias for operation in operations)
+    assert all(isinstance(operation, NativeLinear) and operation.bias is None for operation in operations)
     return [operation for operation in operations if isinstance(operation, NativeLinear)]

@@ -9,7 +9,7 @@
 
 namespace eagleray {
 
-enum class Operation : int64_t { embed, normalize, multiply, attend, mix, add, clear, convert };
+enum class Operation : int64_t { embed, normalize, multiply, attend, mix, add, clear };
 
 struct Step {
   Operation operation;
@@ -57,7 +57,7 @@ struct Mix {
   int64_t* counts;
 };
 
-struct RowsToRows {  // add, clear, convert
+struct RowsToRows {  // add, clear
   int64_t x, out, size;
 };
 
@@ -88,7 +88,6 @@ class Run {
       case Operation::mix: return mix(*static_cast<const Mix*>(step.what));
       case Operation::add: return add(*static_cast<const RowsToRows*>(step.what));
       case Operation::clear: return clear(*static_cast<const RowsToRows*>(step.what));
-      case Operation::convert: return convert(*static_cast<const RowsToRows*>(step.what));
     }
   }
 
@@ -149,13 +148,6 @@ class Run {
       Span own = share(team, num_tokens_);
       float* out = rows<float>(what.out) + own.begin * stride(what.out);
       std::memset(out, 0, size_t((own.end - own.begin) * stride(what.out)) * sizeof(float));
-    });
-  }
-
-  void convert(const RowsToRows& what) const {
-    crew_.each([&](Team team) {
-      eagleray::convert(team, rows<float>(what.x), stride(what.x), num_tokens_, what.size, rows<T>(what.out),
-                        stride(what.out));
     });
   }
 

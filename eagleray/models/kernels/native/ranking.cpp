@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <functional>
-#include <limits>
 
 namespace eagleray {
 namespace {
 
-typedef double Doubles __attribute__((vector_size(128)));  // [16]
 typedef int32_t Half __attribute__((vector_size(32)));     // [8]
 typedef int32_t Quarter __attribute__((vector_size(16)));  // [4]
 
@@ -70,14 +68,6 @@ int32_t highest_order(const float* x, int64_t size) {
   return std::max(rest, highest(higher(higher(best[0], best[1]), higher(best[2], best[3]))));
 }
 
-float from_order(int32_t order) {
-  if (order == INT32_MAX) return std::numeric_limits<float>::quiet_NaN();
-  uint32_t word = order < 0 ? 0x80000000u - uint32_t(order) : uint32_t(order);
-  float x;
-  std::memcpy(&x, &word, sizeof x);
-  return x;
-}
-
 // The first of this order, which is there.
 int64_t find(const float* x, int64_t size, int32_t wanted) {
   int64_t i = 0;
@@ -136,46 +126,10 @@ void first_of_row(const float* row, int64_t size, const int32_t* highest, int64_
   }
 }
 
-// ---- sums
-
-struct PieceSum {
-  double sum;  // of exp(logit - highest)
-  int32_t highest;
-};
-
-bool is_finite(int32_t order) { return std::isfinite(from_order(order)); }
-
-PieceSum sum_piece(const float* x, int64_t size) {
-  int32_t highest = highest_order(x, size);
-  if (!is_finite(highest)) return {0.0, highest};
-  float base = from_order(highest);
-  Doubles total{};
-  for (int64_t i = 0; i < size; i += LANES) {
-    Floats lanes = splat(-std::numeric_limits<float>::infinity());
-    if (i + LANES <= size) lanes = load(x + i);
-    else std::memcpy(&lanes, x + i, size_t(size - i) * sizeof(float));
-    total += __builtin_convertvector(exp(lanes - base), Doubles);
-  }
-  double sum = 0;
-  for (int lane = 0; lane < LANES; lane++) sum += total[lane];
-  return {sum, highest};
-}
-
-double log_sum(const PieceSum* pieces, int64_t count) {
-  int32_t highest = INT32_MIN;
-  for (int64_t i = 0; i < count; i++) highest = std::max(highest, pieces[i].highest);
-  double base = from_order(highest), total = 0;
-  if (!is_finite(highest)) return base;
-  for (int64_t i = 0; i < count; i++) total += pieces[i].sum * std::exp(from_order(pieces[i].highest) - base);
-  return base + std::log(total);
-}
-
 }  // namespace
 
 int64_t ranking_scratch_size(int64_t num_rows, int64_t size) {
-  int64_t for_blocks = count_of(size, BLOCK) * int64_t(sizeof(int32_t));
-  int64_t for_pieces = count_of(size, PIECE) * int64_t(sizeof(PieceSum));
-  return num_rows * std::max(for_blocks, for_pieces);
+  return num_rows * count_of(size, BLOCK) * int64_t(sizeof(int32_t));
 }
 
 void argmax(Crew& crew, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int32_t* ids,
@@ -210,16 +164,6 @@ void top_k(Crew& crew, const float* logits, int64_t stride, int64_t num_rows, in
   });
 }
 
-void log_sum_exp(Crew& crew, const float* logits, int64_t stride, int64_t num_rows, int64_t size, double* sums,
-                 void* scratch) {
-  PieceSum* pieces = static_cast<PieceSum*>(scratch);  // [num_rows, pieces]
-  for_pieces(crew, num_rows, size, [&](int64_t index, Piece piece) {
-    pieces[index] = sum_piece(logits + piece.row * stride + piece.begin, piece.size);
-  });
-  int64_t num_pieces = count_of(size, PIECE);
-  for_rows(crew, num_rows, [&](int64_t row) { sums[row] = log_sum(pieces + row * num_pieces, num_pieces); });
-}
-
 }  // namespace eagleray
 
 // ---- for tests and measurements. `scratch` has `er_ranking_scratch_size` bytes.
@@ -239,11 +183,6 @@ void er_argmax(const float* logits, int64_t stride, int64_t num_rows, int64_t si
 void er_top_k(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k, int32_t* ids,
               float* values, void* scratch, int num_threads) {
   run_crew(num_threads, [&](Crew& crew) { top_k(crew, logits, stride, num_rows, size, k, ids, values, scratch); });
-}
-
-void er_log_sum_exp(const float* logits, int64_t stride, int64_t num_rows, int64_t size, double* sums, void* scratch,
-                    int num_threads) {
-  run_crew(num_threads, [&](Crew& crew) { log_sum_exp(crew, logits, stride, num_rows, size, sums, scratch); });
 }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// The highest of each row of logits [n, size], and the sum of their exponentials.
+// The highest of each row of logits [n, size].
 //
 // The order is total: higher logits first, equal ones by id, -0 equals 0, and NaN is above all (as in torch), so that
 // whoever looks at the highest sees it. No row is sorted.
@@ -22,10 +22,6 @@ void argmax(Crew& crew, const float* logits, int64_t stride, int64_t num_rows, i
 // ids, values [num_rows, k]: the first k of each row, k at most MAX_TOP_K and the row's size.
 void top_k(Crew& crew, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k,
            int32_t* ids, float* values, void* scratch);
-
-// sums [num_rows]: log(sum(exp(logits))) of each row. NaN if a logit is NaN.
-void log_sum_exp(Crew& crew, const float* logits, int64_t stride, int64_t num_rows, int64_t size, double* sums,
-                 void* scratch);
 
 // ---- order as integers
 

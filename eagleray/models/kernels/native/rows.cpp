@@ -53,17 +53,6 @@ void embed(const Team& team, const Table<T>& table, const int32_t* token_ids, in
   }
 }
 
-template <class T>
-void convert(const Team& team, const float* x, int64_t stride, int64_t num_rows, int64_t size, T* out,
-             int64_t out_stride) {
-  Span own = share(team, num_rows);
-  for (int64_t row = own.begin; row < own.end; row++) {
-    const float* from = x + row * stride;
-    T* to = out + row * out_stride;
-    for_vectors(size, [&](int64_t i, auto count) { store_some(to + i, load_some(from + i, count), count); });
-  }
-}
-
 void add(const Team& team, const float* x, int64_t stride, int64_t num_rows, int64_t size, float* out,
          int64_t out_stride) {
   Span own = share(team, num_rows);
@@ -71,19 +60,10 @@ void add(const Team& team, const float* x, int64_t stride, int64_t num_rows, int
     for (int64_t i = 0; i < size; i++) out[row * out_stride + i] += x[row * stride + i];
 }
 
-void gather(const Team& team, const float* x, int64_t stride, const int32_t* rows, int64_t num_rows, int64_t size,
-            float* out, int64_t out_stride) {
-  Span own = share(team, num_rows);
-  for (int64_t row = own.begin; row < own.end; row++)
-    std::memcpy(out + row * out_stride, x + rows[row] * stride, size_t(size) * sizeof(float));
-}
-
 template void normalize(const Team&, const float*, int64_t, int64_t, int64_t, const float*, float, float*, int64_t);
 template void normalize(const Team&, const float*, int64_t, int64_t, int64_t, const float*, float, Bf16*, int64_t);
 template void embed(const Team&, const Table<float>&, const int32_t*, int64_t, float*);
 template void embed(const Team&, const Table<Bf16>&, const int32_t*, int64_t, float*);
-template void convert(const Team&, const float*, int64_t, int64_t, int64_t, float*, int64_t);
-template void convert(const Team&, const float*, int64_t, int64_t, int64_t, Bf16*, int64_t);
 
 }  // namespace eagleray
 
@@ -121,22 +101,9 @@ void er_embed(const void* values, int layout, int64_t size, int64_t first, int64
   });
 }
 
-void er_convert(const float* x, int64_t stride, int64_t num_rows, int64_t size, void* out,
-                int64_t out_stride, int dtype, int num_threads) {
-  with_type(dtype, [&](auto zero) {
-    auto* to = static_cast<decltype(zero)*>(out);
-    run_team(num_threads, [&](Team team) { convert(team, x, stride, num_rows, size, to, out_stride); });
-  });
-}
-
 void er_add(const float* x, int64_t stride, int64_t num_rows, int64_t size, float* out, int64_t out_stride,
             int num_threads) {
   run_team(num_threads, [&](Team team) { add(team, x, stride, num_rows, size, out, out_stride); });
-}
-
-void er_gather(const float* x, int64_t stride, const int32_t* rows, int64_t num_rows, int64_t size,
-               float* out, int64_t out_stride, int num_threads) {
-  run_team(num_threads, [&](Team team) { gather(team, x, stride, rows, num_rows, size, out, out_stride); });
 }
 
 }  // extern "C"

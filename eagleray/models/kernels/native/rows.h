@@ -31,18 +31,9 @@ struct Table {
 template <class T>
 void embed(const Team& team, const Table<T>& table, const int32_t* token_ids, int64_t num_rows, float* out);
 
-// out = x, rounded.
-template <class T>
-void convert(const Team& team, const float* x, int64_t stride, int64_t num_rows, int64_t size, T* out,
-             int64_t out_stride);
-
 // out += x
 void add(const Team& team, const float* x, int64_t stride, int64_t num_rows, int64_t size, float* out,
          int64_t out_stride);
-
-// Row i of out = row rows[i] of x.
-void gather(const Team& team, const float* x, int64_t stride, const int32_t* rows, int64_t num_rows, int64_t size,
-            float* out, int64_t out_stride);
 
 // ---- what is left of a row behind its last whole vector: fewer than 16 numbers
 

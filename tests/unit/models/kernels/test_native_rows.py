@@ -13,9 +13,7 @@ ROW = (c_void_p, c_int64, c_int64, c_int64)  # x, stride, num_rows, size
 SIGNATURES = {
     "er_normalize": (*ROW, c_void_p, c_float, c_void_p, c_int64, c_int, c_int),
     "er_embed": (c_void_p, c_int, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int, c_int),
-    "er_convert": (*ROW, c_void_p, c_int64, c_int, c_int),
     "er_add": (*ROW, c_void_p, c_int64, c_int),
-    "er_gather": (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int),
     "er_pack": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int, c_int),
 }
 DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
@@ -126,36 +124,10 @@ def test_shares_of_a_vocabulary_sum_up_to_all_of_it(library: ctypes.CDLL) -> Non
     assert (total[[0, 38, 39, 40]] == 0).all()
 
 
-def check_convert(library: ctypes.CDLL, dtype: torch.dtype) -> None:
-    x = (torch.randn(5, 45) * 100)[:, :41]
-    x[0, :5] = torch.tensor([torch.inf, -torch.inf, -0.0, 3.4e38, 1 + 2**-8])  # the last one lies between two bfloat16
-    x[1, 1] = x[2, 40] = torch.nan
-    for threads in (1, 2, 3):
-        out = torch.full((5, 43), 7.0, dtype=dtype)
-        library.er_convert(x.data_ptr(), 45, 5, 41, out.data_ptr(), 43, DTYPES.index(dtype), threads)
-        torch.testing.assert_close(out[:, :41], x.to(dtype), rtol=0, atol=0, equal_nan=True)
-        assert (out[:, 41:] == 7).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_convert(library: ctypes.CDLL, dtype: torch.dtype) -> None:
-    check_convert(library, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_convert_on_another_processor(other_library: ctypes.CDLL, dtype: torch.dtype) -> None:
-    check_convert(other_library, dtype)
-
-
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_add_and_gather(library: ctypes.CDLL, threads: int) -> None:
+def test_add(library: ctypes.CDLL, threads: int) -> None:
     x, out = torch.randn(5, 45), torch.randn(5, 50)
     expected = out.clone()
     expected[:, :37] += x[:, :37]
     library.er_add(x.data_ptr(), 45, 5, 37, out.data_ptr(), 50, threads)
     assert torch.equal(out, expected)
-    rows = torch.tensor([4, 0, 4, 2], dtype=torch.int32)
-    gathered = torch.full((4, 40), 7.0)
-    library.er_gather(x.data_ptr(), 45, rows.data_ptr(), 4, 37, gathered.data_ptr(), 40, threads)
-    assert torch.equal(gathered[:, :37], x[rows.long(), :37])
-    assert (gathered[:, 37:] == 7).all()
