@@ -1,6 +1,9 @@
-"""One engine, one checkpoint, one process: prints figures as a line of JSON. Run by `peers.py` in the engine's Python.
+"""One engine, one checkpoint, one process: measures what it is asked for. Run by `peers.py` in the engine's Python.
 
-python benchmarks/measure_offline.py eagleray|vllm|llama.cpp CHECKPOINT [JSON with more options of LLM [FIGURE …]]
+python benchmarks/measure_offline.py eagleray|vllm|llama.cpp CHECKPOINT [JSON with more options of LLM]
+
+Prints a line of JSON with `ready_s` when the engine is ready, then one for each name of a figure that it reads from
+standard input. Between them the engine is idle, so that others can be measured in turn.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagleray": {"max_model_len": 2048, "log_level": "warning"},
     "vllm": {"max_model_len": 2048, "disable_log_stats": True},
 }
-USUAL = ["token_ms", "prompt_tokens_per_s", "batch16_s", "batch32_s"]
 
 
 class PackageEngine:
@@ -96,7 +98,7 @@ FIGURES: dict[str, Callable[[Bench], float]] = {
 }
 
 
-def main(engine: str, checkpoint: str, options: str = "{}", *wanted: str) -> None:
+def main(engine: str, checkpoint: str, options: str = "{}") -> None:
     began = time.perf_counter()
     if engine == "llama.cpp":
         from measure_llama import LlamaEngine  # only its Python has what that needs
@@ -104,14 +106,15 @@ def main(engine: str, checkpoint: str, options: str = "{}", *wanted: str) -> Non
         opened: Any = LlamaEngine(checkpoint, json.loads(options))
     else:
         opened = PackageEngine(engine, checkpoint, json.loads(options))
-    figures = {"ready_s": time.perf_counter() - began}
+    print(json.dumps({"ready_s": time.perf_counter() - began}), flush=True)
     bench = Bench(opened)
-    names = [name for name in wanted or USUAL if name != "ready_s"]
-    if names:
-        bench.warm_up(PROMPT_TOKENS)
-    for name in names:
-        figures[name] = FIGURES[name](bench)
-    print(json.dumps(figures))
+    is_warm = False
+    for line in sys.stdin:
+        if not is_warm:
+            bench.warm_up(PROMPT_TOKENS)
+            is_warm = True
+        name = line.strip()
+        print(json.dumps({name: FIGURES[name](bench)}), flush=True)
     opened.close()
 
 

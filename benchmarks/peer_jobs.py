@@ -1,15 +1,17 @@
-"""Runs one job of one engine and gives its figures."""
+"""One engine at one job: opened once, measured again and again, in turn with the others."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import json
+import queue
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,50 +32,108 @@ class JobFailed(Exception):
     """The engine could not do it; the message is what it said last."""
 
 
-def run(job: Job, engine: Engine, checkpoint: Path, figures: Sequence[str], *, seed: int) -> dict[str, float]:
-    """The figures that were asked for, by name. Raises `JobFailed`."""
-    if job.is_http:
-        return serve(engine, checkpoint, sorted({int(figure.partition("/")[0]) for figure in figures}), seed=seed)
-    return measure(engine, checkpoint, job.options, figures)
+def open_job(job: Job, engine: Engine, checkpoint: Path) -> Offline | Served:
+    """The engine, ready to be measured; to be closed. Raises `JobFailed`."""
+    return Served(engine, checkpoint) if job.is_http else Offline(engine, checkpoint, job.options)
 
 
-def measure(engine: Engine, checkpoint: Path, options: dict[str, Any], figures: Sequence[str] = ()) -> dict[str, float]:
-    """Through `measure_offline.py`, which has a usual choice of figures. Raises `JobFailed`."""
-    script = Path(__file__).with_name("measure_offline.py")
-    wanted = [figure for figure in figures if figure != "peak_anonymous_mib"]
-    if figures and not wanted:
-        wanted = ["batch32_s"]  # memory under some work
-    command = [engine.python, str(script), engine.name, str(checkpoint), json.dumps(engine.options(options)), *wanted]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=engine.environment(options)
-        )
-        with _ended(process), PeakMemory(process.pid) as memory:
-            try:
-                output, _ = process.communicate(timeout=TIMEOUT)
-            except subprocess.TimeoutExpired:
-                raise JobFailed(f"not done after {TIMEOUT} s") from None
-        if process.returncode != 0:
-            raise JobFailed(_last_words(log, process.returncode))
-    found: dict[str, float] = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
-    return found | {"peak_anonymous_mib": memory.peak_bytes / 2**20}
+class Offline:
+    """A process that runs `measure_offline.py`. It is idle but for the time in which a figure is measured."""
+
+    def __init__(self, engine: Engine, checkpoint: Path, options: dict[str, Any]) -> None:
+        script = Path(__file__).with_name("measure_offline.py")
+        command = [engine.python, str(script), engine.name, str(checkpoint), json.dumps(engine.options(options))]
+        self._again = (engine, checkpoint, options)
+        with contextlib.ExitStack() as stack:
+            self._log = stack.enter_context(tempfile.TemporaryFile("w+"))
+            self._process = stack.enter_context(
+                _ended(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=self._log,
+                        text=True,
+                        env=engine.environment(options),
+                    )
+                )
+            )
+            self._memory = stack.enter_context(PeakMemory(self._process.pid))
+            self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+            threading.Thread(target=self._listen, daemon=True).start()
+            self.ready_s = self._answer()["ready_s"]
+            self._ends = stack.pop_all()
+
+    def measure(self, figures: Sequence[str], turn: int) -> dict[str, float]:
+        """These figures, by name. Raises `JobFailed`."""
+        return {figure: self._measure(figure, turn) for figure in figures}
+
+    def close(self) -> None:
+        self._ends.close()
+
+    def _measure(self, figure: str, turn: int) -> float:
+        match figure:
+            case "ready_s" if turn == 0:
+                return self.ready_s
+            case "ready_s":
+                with contextlib.closing(Offline(*self._again)) as another:
+                    return another.ready_s
+            case "peak_anonymous_mib":
+                if turn == 0:
+                    self._measure("batch32_s", turn)  # memory under some work
+                return self._memory.peak_bytes / 2**20
+            case _:
+                assert self._process.stdin
+                with contextlib.suppress(BrokenPipeError):  # it has ended: there is no answer either
+                    print(figure, file=self._process.stdin, flush=True)
+                return self._answer()[figure]
+
+    def _answer(self) -> dict[str, float]:
+        try:
+            line = self._answers.get(timeout=TIMEOUT)
+        except queue.Empty:
+            raise JobFailed(f"no answer after {TIMEOUT} s") from None
+        if line is None:
+            raise JobFailed(_last_words(self._log, self._process.wait(END_SECONDS)))
+        found: dict[str, float] = json.loads(line)
+        return found
+
+    def _listen(self) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                self._answers.put(line)
+        self._answers.put(None)
 
 
-def serve(engine: Engine, checkpoint: Path, streams: Sequence[int], *, seed: int) -> dict[str, float]:
-    """A server, and `eagleray bench serve` at each of `streams`. Raises `JobFailed`."""
-    port = _free_port()
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(engine.server(checkpoint, port), stdout=log, stderr=log, env=engine.environment({}))
-        with _ended(process):
-            _wait_until_healthy(process, port, log)
-            figures: dict[str, float] = {}
-            for count in streams:
-                # Never the same prompts again: the prefix cache shall not help.
-                found = _load(port, checkpoint, count, seed=1000 * seed + count)
-                for name in ("ttft", "tpot"):
-                    figures |= {f"{count}/{name}-{p}": found[f"{name}_ms"][p] for p in ("p50", "p99")}
-                figures[f"{count}/tokens"] = found["output_tokens_per_s"]
-    return figures
+class Served:
+    """A server, measured by `eagleray bench serve`."""
+
+    def __init__(self, engine: Engine, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        self._port = _free_port()
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(tempfile.TemporaryFile("w+"))
+            command = engine.server(checkpoint, self._port)
+            process = stack.enter_context(
+                _ended(subprocess.Popen(command, stdout=log, stderr=log, env=engine.environment({})))
+            )
+            _wait_until_healthy(process, self._port, log)
+            self._ends = stack.pop_all()
+
+    def measure(self, figures: Sequence[str], turn: int) -> dict[str, float]:
+        """These figures, `STREAMS/WHAT`, by name. Raises `JobFailed`."""
+        found: dict[str, float] = {}
+        for streams in sorted({int(figure.partition("/")[0]) for figure in figures}):
+            # Never the same prompts again: the prefix cache shall not help.
+            load = _load(self._port, self._checkpoint, streams, seed=1000 * (turn + 1) + streams)
+            for name in ("ttft", "tpot"):
+                found |= {f"{streams}/{name}-{p}": load[f"{name}_ms"][p] for p in ("p50", "p99")}
+            found[f"{streams}/tokens"] = load["output_tokens_per_s"]
+        return {figure: found[figure] for figure in figures}
+
+    def close(self) -> None:
+        self._ends.close()
 
 
 def _load(port: int, checkpoint: Path, streams: int, *, seed: int) -> dict[str, Any]:
@@ -117,11 +177,16 @@ def _wait_until_healthy(process: subprocess.Popen[Any], port: int, log: Any) -> 
 
 
 @contextlib.contextmanager
-def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
+def _ended(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
     """Afterwards the process is over."""
     try:
-        yield
+        yield process
     finally:
+        if process.stdin:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()  # the sign to end
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             try:

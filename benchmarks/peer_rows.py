@@ -66,6 +66,15 @@ class Job:
         """Of `LLM`."""
         return PARALLEL.get(self.parallel, {}) | ({"max_model_len": LONG_LEN} if self.is_long else {})
 
+    def groups(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """What is measured together: with a server all that one load tells, else each figure, memory last."""
+        if not self.is_http:
+            return [[row] for row in sorted(rows, key=lambda row: row.figure == "peak_anonymous_mib")]
+        by_load: dict[str, list[Row]] = {}
+        for row in rows:
+            by_load.setdefault(row.figure.partition("/")[0], []).append(row)
+        return list(by_load.values())
+
 
 @dataclass(frozen=True)
 class Row:

@@ -4,23 +4,27 @@ python benchmarks/peers.py [--rows 'dense-tiny/*' …] [--repeat 3] [--json FILE
                            [--peer-python VLLM/bin/python [--peer-preload LIB …]] [--llama-python LLAMA/bin/python]
 
 `--peer-python` is a Python that has vLLM, `--llama-python` one that has llama-cpp-python. Without `--rows` it is the
-list of `peer_rows.USUAL`, which takes hours with the large models. Every measurement is a process of its own; in each
-repetition the engines run one after the other, job by job. A job that fails leaves its rows empty and says why.
+list of `peer_rows.USUAL`, which takes hours with the large models. For each job every engine starts once, in processes
+of its own; then they are measured in turn, figure by figure, the others idle: whatever the machine does from minute to
+minute happens to all. Starts are repeated, too, where they are asked for. A job that fails leaves its rows empty and
+says why.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from peer_engines import Engine
-from peer_jobs import JobFailed, run
+from peer_jobs import JobFailed, Offline, Served, open_job
 from peer_rows import USUAL, Job, Row, all_rows, choose
 
 Figures = dict[tuple[str, str], list[float]]
@@ -62,27 +66,43 @@ def main() -> None:
 def measure_all(
     rows: Sequence[Row], engines: Sequence[Engine], repeat: int, directory: Path
 ) -> tuple[Figures, list[str]]:
-    """Every job by every engine, so many times; what failed is not tried again."""
+    """Every job by every engine, so many times; who failed at a job is not asked again for it."""
     figures: Figures = {}
-    failures: dict[tuple[Job, str], str] = {}
+    failures: list[str] = []
     jobs: dict[Job, list[Row]] = {}
     for row in rows:
         jobs.setdefault(row.job, []).append(row)
-    for turn in range(repeat):
-        for job, of_job in jobs.items():
+    for job, of_job in jobs.items():
+        with ExitStack() as stack:
+            opened: dict[str, Offline | Served] = {}
             for engine in engines:
-                if not engine.can(job) or (job, engine.name) in failures:
-                    continue
-                print(f"{turn + 1}/{repeat} {engine.name}: {_name(job)}", file=sys.stderr, flush=True)
-                checkpoint = engine.checkpoint(job.model, directory)
-                try:
-                    found = run(job, engine, checkpoint, [row.figure for row in of_job], seed=turn + 1)
-                except JobFailed as error:
-                    failures[job, engine.name] = f"{engine.name} failed at {_name(job)}: {error}"
-                    continue
-                for row in of_job:
-                    figures.setdefault((row.name, engine.name), []).append(found[row.figure])
-    return figures, list(failures.values())
+                if engine.can(job):
+                    with _noting_failure(failures, engine.name, job):
+                        _say(f"{engine.name} starts: {_name(job)}")
+                        checkpoint = engine.checkpoint(job.model, directory)
+                        opened[engine.name] = stack.enter_context(closing(open_job(job, engine, checkpoint)))
+            for turn, group in itertools.product(range(repeat), job.groups(of_job)):
+                for name in list(opened):
+                    _say(f"{turn + 1}/{repeat} {name}: {', '.join(row.name for row in group)}")
+                    with _noting_failure(failures, name, job):
+                        found = opened[name].measure([row.figure for row in group], turn)
+                        for row in group:
+                            figures.setdefault((row.name, name), []).append(found[row.figure])
+                        continue
+                    del opened[name]
+    return figures, failures
+
+
+@contextmanager
+def _noting_failure(failures: list[str], engine: str, job: Job) -> Iterator[None]:
+    try:
+        yield
+    except JobFailed as error:
+        failures.append(f"{engine} failed at {_name(job)}: {error}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def table(rows: Sequence[Row], engines: Sequence[Engine], figures: Figures) -> str:

@@ -78,20 +78,61 @@ def test_a_table_has_medians_ratios_and_gaps(load):
     assert json.loads(json.dumps(content))["rows"][token.name]["ratios"] == {"vllm": 0.5}
 
 
-def test_a_job_that_fails_says_why_and_is_not_tried_again(load, tmp_path, monkeypatch):
-    peers = load("peers")
-    tried = []
+class Fake:
+    """An engine at a job: says what it was asked for, and fails at one figure."""
 
-    def fail(job, engine, checkpoint, figures, *, seed):
-        tried.append(job)
-        raise load("peer_jobs").JobFailed("it did not start")
+    def __init__(self, name, said, failed):
+        self.name, self.said, self.failed = name, said, failed
 
-    monkeypatch.setattr(peers, "run", fail)
+    def measure(self, figures, turn):
+        self.said.append((turn, self.name, figures))
+        if self.name == "vllm" and figures == ["batch32_s"]:
+            raise self.failed("it did not answer")
+        return dict.fromkeys(figures, 1.0)
+
+    def close(self):
+        self.said.append((self.name, "closed"))
+
+
+def test_engines_are_measured_in_turn_and_who_fails_is_not_asked_again(load, tmp_path, monkeypatch):
+    peers, engine, said = load("peers"), load("peer_engines").Engine, []
+    failed = load("peer_jobs").JobFailed
+
+    def open_job(job, engine, checkpoint):
+        if engine.name == "llama.cpp":
+            raise failed("it did not start")
+        return Fake(engine.name, said, failed)
+
+    monkeypatch.setattr(peers, "open_job", open_job)
     monkeypatch.setattr(load("peer_engines"), "make", lambda model, directory: directory / model)
-    rows = load("peer_rows").choose(["dense-tiny/token", "dense-tiny/prompt"])
-    figures, failures = peers.measure_all(rows, [load("peer_engines").Engine("eagleray")], 3, tmp_path)
-    assert (figures, failures) == ({}, ["eagleray failed at dense-tiny, offline: it did not start"])
-    assert len(tried) == 1
+    monkeypatch.setattr(load("peer_engines"), "convert", lambda path, file: None)
+    rows = load("peer_rows").choose(["dense-tiny/token", "dense-tiny/batch32"])
+    engines = [engine("eagleray"), engine("vllm"), engine("llama.cpp")]
+    figures, failures = peers.measure_all(rows, engines, 2, tmp_path)
+    assert said == [
+        (0, "eagleray", ["token_ms"]),
+        (0, "vllm", ["token_ms"]),
+        (0, "eagleray", ["batch32_s"]),
+        (0, "vllm", ["batch32_s"]),
+        (1, "eagleray", ["token_ms"]),
+        (1, "eagleray", ["batch32_s"]),
+        ("vllm", "closed"),
+        ("eagleray", "closed"),
+    ]
+    assert failures == [
+        "llama.cpp failed at dense-tiny, offline: it did not start",
+        "vllm failed at dense-tiny, offline: it did not answer",
+    ]
+    assert figures["dense-tiny/token", "vllm"] == [1.0]
+    assert figures["dense-tiny/batch32", "eagleray"] == [1.0, 1.0]
+
+
+def test_what_one_load_tells_is_measured_together_and_memory_last(load):
+    rows = load("peer_rows")
+    http = rows.choose(["dense-tiny/http1/*", "dense-tiny/http8/*"])
+    assert [len(group) for group in http[0].job.groups(http)] == [5, 5]
+    offline = rows.choose(["dense-tiny/memory", "dense-tiny/token"])
+    assert [row.name for (row,) in offline[0].job.groups(offline)] == ["dense-tiny/token", "dense-tiny/memory"]
 
 
 def test_memory_is_that_of_a_process_and_its_descendants(load):
