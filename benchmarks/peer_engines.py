@@ -15,13 +15,18 @@ from shapes import make
 
 BOTH_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0-1"}
 A_CORE_EACH = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-VLLM = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
+CACHE_GIB = 2
+VLLM = {"VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB), "HF_HUB_OFFLINE": "1"}
 MAX_MODEL_LEN = 2048
+
+
+LIMIT = "limit"
+"""Takes part as an engine: what the machine would allow, see `measure_limit.py`."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One of `eagleray`, `vllm`, `llama.cpp`."""
+    """One of `eagleray`, `vllm`, `llama.cpp`, or `limit`."""
 
     name: str
     python: str = sys.executable
@@ -29,8 +34,8 @@ class Engine:
     """Libraries that its documentation preloads."""
 
     def can(self, job: Job) -> bool:
-        """llama.cpp is measured as a library with one worker."""
-        return self.name != "llama.cpp" or not (job.is_http or job.parallel)
+        """llama.cpp is measured as a library with one worker, and so is the limit."""
+        return self.name not in ("llama.cpp", LIMIT) or not (job.is_http or job.parallel)
 
     def checkpoint(self, model: str, directory: Path) -> Path:
         """Made now unless it is there already."""
@@ -55,6 +60,8 @@ class Engine:
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
         """The same as this engine wants them."""
         several = options.keys() & {"tensor_parallel_size", "pipeline_parallel_size"}
+        if self.name == "eagleray":
+            return options | {"kv_cache_memory": f"{CACHE_GIB}GiB"}
         return options | ({"distributed_executor_backend": "mp"} if several and self.name == "vllm" else {})
 
     def server(self, checkpoint: Path, port: int) -> list[str]:

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from peer_engines import Engine
+from measure_limit import Limit
+from peer_engines import LIMIT, Engine
 from peer_rows import Job
 from process_memory import PeakMemory
 
@@ -32,8 +33,10 @@ class JobFailed(Exception):
     """The engine could not do it; the message is what it said last."""
 
 
-def open_job(job: Job, engine: Engine, checkpoint: Path) -> Offline | Served:
+def open_job(job: Job, engine: Engine, checkpoint: Path) -> Offline | Served | Limit:
     """The engine, ready to be measured; to be closed. Raises `JobFailed`."""
+    if engine.name == LIMIT:
+        return Limit(checkpoint)
     return Served(engine, checkpoint) if job.is_http else Offline(engine, checkpoint, job.options)
 
 

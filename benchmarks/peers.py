@@ -23,7 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from peer_engines import Engine
+from measure_limit import Limit
+from peer_engines import LIMIT, Engine
 from peer_jobs import JobFailed, Offline, Served, open_job
 from peer_rows import USUAL, Job, Row, all_rows, choose
 
@@ -54,6 +55,7 @@ def main() -> None:
         engines.append(Engine("vllm", arguments.peer_python, arguments.peer_preload))
     if arguments.llama_python:
         engines.append(Engine("llama.cpp", arguments.llama_python))
+    engines.append(Engine(LIMIT))
     rows = choose(arguments.rows)
     figures, failures = measure_all(rows, engines, arguments.repeat, arguments.directory)
     print(table(rows, engines, figures))
@@ -74,7 +76,7 @@ def measure_all(
         jobs.setdefault(row.job, []).append(row)
     for job, of_job in jobs.items():
         with ExitStack() as stack:
-            opened: dict[str, Offline | Served] = {}
+            opened: dict[str, Offline | Served | Limit] = {}
             for engine in engines:
                 if engine.can(job):
                     with _noting_failure(failures, engine.name, job):
@@ -87,7 +89,8 @@ def measure_all(
                     with _noting_failure(failures, name, job):
                         found = opened[name].measure([row.figure for row in group], turn)
                         for row in group:
-                            figures.setdefault((row.name, name), []).append(found[row.figure])
+                            if row.figure in found:
+                                figures.setdefault((row.name, name), []).append(found[row.figure])
                         continue
                     del opened[name]
     return figures, failures

@@ -49,6 +49,7 @@ def test_rows_are_chosen_by_name_or_pattern(load):
 def test_llama_is_not_asked_for_what_it_cannot(load):
     engine, job = load("peer_engines").Engine, load("peer_rows").Job
     assert not engine("llama.cpp").can(job("dense-tiny", is_http=True))
+    assert not engine("limit").can(job("dense-tiny", is_http=True))
     assert not engine("llama.cpp").can(job("dense-tiny", parallel="tp2"))
     assert engine("llama.cpp").can(job("dense-tiny", is_long=True))
     assert engine("vllm").can(job("dense-tiny", is_http=True))
@@ -62,7 +63,7 @@ def test_each_engine_gets_its_own_options_and_environment(load):
     assert vllm.environment({})["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
     assert vllm.environment({})["LD_PRELOAD"] == "a.so:b.so"
     eagleray = load("peer_engines").Engine("eagleray")
-    assert eagleray.options(options) == options
+    assert eagleray.options(options) == options | {"kv_cache_memory": "2GiB"}  # as much as vLLM gets
     assert eagleray.environment(options) == dict(os.environ)
 
 
@@ -125,6 +126,23 @@ def test_engines_are_measured_in_turn_and_who_fails_is_not_asked_again(load, tmp
     ]
     assert figures["dense-tiny/token", "vllm"] == [1.0]
     assert figures["dense-tiny/batch32", "eagleray"] == [1.0, 1.0]
+
+
+def test_the_limit_of_a_step_is_the_slower_of_reading_and_multiplying(load, tmp_path):
+    limit = load("measure_limit")
+    config = {"hidden_size": 8, "head_dim": 4, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 100}
+    config |= {"num_key_value_heads": 1, "intermediate_size": 16, "moe_intermediate_size": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts": 8, "num_experts_per_tok": 2}))
+    model = limit.Model(tmp_path)
+    attention, expert, head = 8 * (8 + 8 + 4 + 4), 3 * 8 * 4, 8 * 100
+    reading = 2 * (3 * (attention + 2 * expert) + head + 3 * 10 * 8)  # bytes: two experts, and a cache of 10 tokens
+    multiplying = 2 * (3 * (attention + 2 * expert) + head + 3 * 11 * 2 * 8)
+    step = {"rows": 1, "tokens": 1, "context": 10}
+    assert model.step_seconds(limit.Machine(1.0, 1e9), **step) == reading
+    assert model.step_seconds(limit.Machine(1e9, 1.0), **step) == multiplying
+    many = model.step_seconds(limit.Machine(1.0, 1e9), rows=16, tokens=1, context=0)
+    assert many == 2 * (3 * (attention + 8 * expert) + head)  # there are no more than eight
+    assert limit.FIGURES.keys() == load("measure_offline").FIGURES.keys()
 
 
 def test_what_one_load_tells_is_measured_together_and_memory_last(load):

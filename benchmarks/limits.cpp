@@ -1,0 +1,99 @@
+// What the machine can do at most, with every core: read memory, and multiply pairs of bfloat16 that are in registers.
+//
+// usage: limits MEGABYTES THREADS -> one line: bytes/s read, floating-point operations/s
+#include <omp.h>
+#include <sys/mman.h>
+
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint64_t Words __attribute__((vector_size(64)));
+
+namespace {
+
+constexpr int REPEAT = 3, SUMS = 16, AHEAD = 12288;
+constexpr int64_t ROUNDS = 1 << 22;
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+double read_all(const char* memory, int64_t size, int threads) {
+  uint64_t sink = 0;
+  double began = now();
+#pragma omp parallel num_threads(threads) reduction(+ : sink)
+  {
+    int64_t part = size / threads / 256 * 256;
+    const char *at = memory + part * omp_get_thread_num(), *end = at + part;
+    Words sums[4] = {};
+    for (; at < end; at += 256)
+      for (int i = 0; i < 4; i++) {
+        Words words;
+        __builtin_prefetch(at + AHEAD + 64 * i);
+        std::memcpy(&words, at + 64 * i, sizeof words);
+        sums[i] ^= words;
+      }
+    for (auto& words : sums)
+      for (int i = 0; i < 8; i++) sink += words[i];
+  }
+  double seconds = now() - began;
+  asm volatile("" ::"r"(sink));
+  return double(size) / seconds;
+}
+
+// Lanes x pairs x (multiply, add) of an instruction; without one for bfloat16, of a multiplication of floats.
+#ifdef __AVX512BF16__
+constexpr double OPERATIONS = 16 * 2 * 2;
+Floats step(Floats total, Floats a, Floats b) {
+  return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+}
+#else
+constexpr double OPERATIONS = 16 * 2;
+Floats step(Floats total, Floats a, Floats b) { return total + a * b; }
+#endif
+
+double multiply(int threads) {
+  double began = now();
+#pragma omp parallel num_threads(threads)
+  {
+    Floats total[SUMS] = {}, a = {}, b = {};
+    asm volatile("" : "+x"(a), "+x"(b));
+    for (int64_t round = 0; round < ROUNDS; round++)
+#pragma GCC unroll 16
+      for (int i = 0; i < SUMS; i++) total[i] = step(total[i], a, b);
+    for (auto& sums : total) asm volatile("" ::"x"(sums));
+  }
+  return OPERATIONS * SUMS * double(ROUNDS) * threads / (now() - began);
+}
+
+template <class Measure>
+double best(Measure&& measure) {
+  double most = 0;
+  for (int i = 0; i < REPEAT; i++) {
+    double found = measure();
+    if (found > most) most = found;
+  }
+  return most;
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  const int64_t size = std::atoll(arguments[1]) << 20, huge = 2 << 20;
+  const int threads = std::atoi(arguments[2]);
+  void* mapped = mmap(nullptr, size_t(size + 2 * huge), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return 1;
+  char* memory = reinterpret_cast<char*>((uintptr_t(mapped) + huge - 1) / huge * huge);
+#ifdef MADV_HUGEPAGE
+  madvise(memory, size_t(size), MADV_HUGEPAGE);
+#endif
+  std::memset(memory, 1, size_t(size));
+  double bytes = best([&] { return read_all(memory, size, threads); });
+  double operations = best([&] { return multiply(threads); });
+  std::printf("%.6e %.6e\n", bytes, operations);
+}

@@ -1,0 +1,96 @@
+"""What a machine would need for a row if nothing cost time but reading memory and multiplying. Used by `peer_jobs.py`.
+
+Both are measured when the figure is asked for (`limits.cpp`), so that it belongs to the same minute as the engines'.
+A step takes as long as the longer of the two: reading the weights and the cache once, or the products of its tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MEGABYTES = 1024
+ITEM = 2
+"""Bytes of a bfloat16."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    bytes_per_s: float
+    operations_per_s: float
+
+
+class Model:
+    """Sizes of a checkpoint's matrices, in numbers."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
+        hidden, head_dim = config["hidden_size"], config["head_dim"]
+        self.num_layers: int = config["num_hidden_layers"]
+        self.query_size: int = config["num_attention_heads"] * head_dim
+        self.cache_size: int = 2 * config["num_key_value_heads"] * head_dim
+        self.attention: int = hidden * (2 * self.query_size + self.cache_size)
+        self.head: int = hidden * config["vocab_size"]
+        self.num_experts: int = config.get("num_experts", 1)
+        self.experts_per_token: int = config.get("num_experts_per_tok", 1)
+        inner = config["moe_intermediate_size"] if self.num_experts > 1 else config["intermediate_size"]
+        self.expert: int = 3 * hidden * inner
+
+    def step_seconds(self, machine: Machine, *, rows: int, tokens: int, context: int) -> float:
+        """Of a step in which each of `rows` computes `tokens` more tokens after `context`, and samples one."""
+        experts = min(self.num_experts, rows * tokens * self.experts_per_token)
+        weights = self.num_layers * (self.attention + experts * self.expert) + self.head
+        cache = self.num_layers * rows * context * self.cache_size
+        seen = tokens * context + tokens * (tokens + 1) // 2
+        products = rows * tokens * self.num_layers * (self.attention + self.experts_per_token * self.expert)
+        products += rows * self.head + self.num_layers * rows * seen * 2 * self.query_size
+        return max(ITEM * (weights + cache) / machine.bytes_per_s, 2 * products / machine.operations_per_s)
+
+    def seconds(self, machine: Machine, *, rows: int, num_in: int, num_out: int) -> float:
+        """Of all prompts in one step, and the rest token by token."""
+        steps = (
+            self.step_seconds(machine, rows=rows, tokens=1, context=num_in + index) for index in range(num_out - 1)
+        )
+        return self.step_seconds(machine, rows=rows, tokens=num_in, context=0) + sum(steps)
+
+
+FIGURES: dict[str, Callable[[Model, Machine], float]] = {
+    "token_ms": lambda model, machine: 1000 * model.step_seconds(machine, rows=1, tokens=1, context=96),
+    "prompt_tokens_per_s": lambda model, machine: 1024 / model.seconds(machine, rows=1, num_in=1024, num_out=1),
+    "batch16_s": lambda model, machine: model.seconds(machine, rows=16, num_in=32, num_out=64),
+    "batch32_s": lambda model, machine: model.seconds(machine, rows=32, num_in=128, num_out=64),
+    "long_prompt_tokens_per_s": lambda model, machine: 8192 / model.seconds(machine, rows=1, num_in=8192, num_out=1),
+    "long_token_ms": lambda model, machine: 1000 * model.step_seconds(machine, rows=1, tokens=1, context=8224),
+}
+
+
+class Limit:
+    """Measures the machine, and computes what a model would need on it."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._model = Model(checkpoint)
+        self._directory = tempfile.TemporaryDirectory()
+        self._program = Path(self._directory.name) / "limits"
+        compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
+        source = Path(__file__).with_name("limits.cpp")
+        command = [compiler, "-O3", "-march=native", "-fopenmp", str(source), "-o", str(self._program)]
+        subprocess.run(command, check=True)
+
+    def measure(self, figures: list[str], turn: int) -> dict[str, float]:
+        """Those of `figures` that have a limit."""
+        threads = len(os.sched_getaffinity(0))
+        said = subprocess.run(
+            [str(self._program), str(MEGABYTES), str(threads)], check=True, capture_output=True, text=True
+        ).stdout
+        machine = Machine(*map(float, said.split()))
+        return {name: FIGURES[name](self._model, machine) for name in figures if name in FIGURES}
+
+    def close(self) -> None:
+        self._directory.cleanup()
