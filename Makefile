@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: serve test test-slow test-all test-hosts lint clean
+.PHONY: serve test test-slow test-all test-hosts chaos lint clean
 
 serve: $(READY)  ## Serve a model (MODEL=path, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
@@ -20,6 +20,9 @@ test-all: $(READY)  ## The whole grid: every executor with every parallelism.
 
 test-hosts: $(READY)  ## Several hosts, each a network namespace with a Ray node of its own; needs root.
 	$(BIN)/python -m pytest -m hosts
+
+chaos: $(READY)  ## Load while random processes are killed: no request may fail or change (ARGS="--backend ray --every 2 ...").
+	$(BIN)/python scripts/chaos.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

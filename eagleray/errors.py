@@ -9,6 +9,7 @@
     │   │   └── PromptTooLong
     │   └── UnknownModel
     ├── Unavailable                   cannot be served now, may be later; `retry_after` in seconds
+    │   └── Overloaded                too much is in flight already
     ├── RequestFailed                 this request alone failed while it ran
     ├── EngineFailed                  an engine ended; `cause` says why
     ├── WorkerFailed                  a worker raised; identity, type, message and traceback of the original
@@ -30,6 +31,7 @@ __all__ = [
     "EagleRayError",
     "EngineFailed",
     "InvalidRequest",
+    "Overloaded",
     "PromptTooLong",
     "RequestFailed",
     "Unavailable",
@@ -82,6 +84,10 @@ class Unavailable(EagleRayError):
     def __init__(self, message: str, *, retry_after: int = 1) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class Overloaded(Unavailable):
+    """There are as many requests in flight as are allowed."""
 
 
 class RequestFailed(EagleRayError):

@@ -7,10 +7,13 @@ one, whichever path created them. An identity carries its incarnation: a restart
 from __future__ import annotations
 
 import secrets
+from typing import TypeVar
 
 import msgspec
 
-__all__ = ["ClientId", "EngineId", "PeerId", "WorkerId", "new_instance_name"]
+__all__ = ["ClientId", "EngineId", "PeerId", "WorkerId", "new_instance_name", "successor"]
+
+Peer = TypeVar("Peer", bound="EngineId | ClientId")
 
 
 class EngineId(msgspec.Struct, frozen=True, tag="engine"):
@@ -51,6 +54,11 @@ class WorkerId(msgspec.Struct, frozen=True, tag="worker"):
 
 
 PeerId = EngineId | ClientId
+
+
+def successor(member: Peer) -> Peer:
+    """The next incarnation of `member`."""
+    return msgspec.structs.replace(member, incarnation=member.incarnation + 1)
 
 
 def new_instance_name() -> str:

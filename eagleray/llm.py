@@ -1,6 +1,6 @@
 """`LLM`: a model for a program, in blocking calls. The supervisor and the client underneath are the server's.
 
-Both run in an event loop in a thread of this object; the engine is a process of its own.
+Both run in an event loop in a thread of this object; the engines are processes, or Ray actors, of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from eagleray.client import Client, Prompt, RequestOutput, RequestStream, Tokeni
 from eagleray.cluster import context
 from eagleray.config import Config, ServingConfig, build_config
 from eagleray.config.resolve import checkpoint_dir
-from eagleray.errors import ConfigError, InvalidRequest, Unavailable
+from eagleray.errors import ConfigError, EngineFailed, InvalidRequest, Unavailable
 from eagleray.fleet import Supervisor
 from eagleray.identity import ClientId
 from eagleray.log import setup_logging
@@ -31,6 +31,8 @@ Result = TypeVar("Result")
 PromptLike = str | Sequence[int] | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, Any]]
 
+POLL_SECONDS = 0.02
+
 CLOSE_SECONDS = 30.0
 
 
@@ -38,7 +40,10 @@ class LLM:
     """A model, ready to generate.
 
     `options` are the flags of `eagleray serve` by their names (`max_model_len=2048`), but for those of the HTTP server.
-    In a Ray actor, the engine joins the actor's cluster, and its placement group if there is one. `placement_group` may
+    With `data_parallel_size` there are several engines, which share the prompts. When one ends, or is killed, its
+    prompts go on elsewhere, and another takes its place.
+
+    In a Ray actor, engines join the actor's cluster, and its placement group if there is one. `placement_group` may
     be Ray's object, its id or its name.
 
     Close it, or use it as a context manager, or let the program end: its processes end with it.
@@ -78,7 +83,7 @@ class LLM:
         `cache_salt`. One `SamplingParams` serves all prompts, or there is one for each.
 
         Raises `InvalidRequest` at once if a prompt or parameter is wrong (nothing goes on running then), and
-        `EngineFailed` if the engine ends.
+        `EngineFailed` if engines end again and again (options `max_request_restarts` and `max_engine_restarts`).
         """
         return self._run(self._complete(_as_list(prompts), sampling_params, priority, use_tqdm))
 
@@ -116,14 +121,15 @@ class LLM:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Call a method of the worker extension (option `worker_extension_cls`) on every worker.
+        """Call a method of the worker extension (option `worker_extension_cls`) on every worker of every engine.
 
-        Returns what each returned, in order of rank. Arguments and results are None, bool, int, float, str, bytes,
-        lists, tuples (which become lists), dicts, and numpy arrays, nested. `timeout`: seconds that the workers have;
-        None: ten minutes. No tokens are generated meanwhile.
+        Returns what each returned: engine by engine, the workers of one in order of rank. Waits for engines that are
+        coming back. Arguments and results are None, bool, int, float, str, bytes, lists, tuples (which become lists),
+        dicts, and numpy arrays, nested. `timeout`: seconds that the workers have; None: ten minutes. No tokens are
+        generated meanwhile.
 
         Raises `InvalidRequest` for what cannot be called or sent, `RequestFailed` if the method raised on a rank (the
-        engine goes on), `DeadlineExceeded`, and `EngineFailed` if the engine ends.
+        engines go on), `DeadlineExceeded`, and `EngineFailed` if an engine ends meanwhile: it is not called again.
         """
         return self._run(self._call_workers(method, args, kwargs, timeout))
 
@@ -142,7 +148,7 @@ class LLM:
         return SamplingParams(**default_sampling(self.config.model) | changes)
 
     def close(self) -> None:
-        """End the engine. Harmless when repeated."""
+        """End the engines. Harmless when repeated."""
         self._close()
 
     def __enter__(self) -> LLM:
@@ -167,6 +173,7 @@ class LLM:
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float | None
     ) -> list[Any]:
         with self._fleet.naming_the_cause():
+            await self._fleet.guard(self._fleet.wait_until_whole())
             call = self._fleet.client.call_workers(method, args, kwargs, timeout=timeout)
             return await self._fleet.guard(call)
 
@@ -213,15 +220,15 @@ class _Fleet:
     @classmethod
     async def start(cls, config: Config) -> _Fleet:
         async with AsyncExitStack() as stack:
-            supervisor = Supervisor(config, ray=context.current())
+            supervisor = await Supervisor.open(config, ray=context.current())
             stack.push_async_callback(supervisor.stop, 0.0)
-            supervisor.spawn_engine()
+            supervisor.start_engines()
             client_id = ClientId(supervisor.instance, index=0)
-            fleet = cls(supervisor, open_client(client_id, config, supervisor.runtime_dir))
+            fleet = cls(supervisor, open_client(client_id, config, supervisor.runtime_dir, host=supervisor.host))
             stack.push_async_callback(fleet.stop_client)
             supervisor.adopt(client_id, fleet.client.address)
-            # the supervisor gives up first, and knows why
-            await fleet.guard(fleet.client.wait_until_ready(config.execution.startup_timeout + 60))
+            await fleet.guard(fleet.supervisor.serving.wait())
+            await fleet.guard(fleet.wait_until_whole())
             stack.pop_all()
             return fleet
 
@@ -234,10 +241,15 @@ class _Fleet:
         """Inside, "there is no engine" becomes the reason why there will be none any more, if that is so."""
         try:
             yield
-        except Unavailable:
+        except (EngineFailed, Unavailable):
             if self.supervisor.failed.done():
                 self.supervisor.failed.result()
             raise
+
+    async def wait_until_whole(self) -> None:
+        """Until the client knows every engine that the supervisor has or expects; it gives up who does not come."""
+        while set(self.client.engines) != self.supervisor.engines:
+            await asyncio.sleep(POLL_SECONDS)
 
     async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`, unless the instance fails first: then the cause is raised."""
@@ -247,7 +259,8 @@ class _Fleet:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 self.supervisor.failed.result()
-            return await task
+            with self.naming_the_cause():
+                return await task
         finally:
             task.cancel()
 
@@ -261,7 +274,7 @@ class _Fleet:
 
 
 def _close(fleet: _Fleet, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    if not thread.is_alive():  # a fork: the engine is not ours to end
+    if not thread.is_alive():  # a fork: the engines are not ours to end
         return
     if thread is threading.current_thread():  # the last reference went there: the loop cannot wait for itself
         threading.Thread(target=_close, args=(fleet, loop, thread), name="eagleray-llm-close").start()

@@ -6,6 +6,7 @@ What runs is the engine's own start-up and step; only the client's side is repla
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from eagleray.transport import make_runtime_dir, remove_runtime_dir
 
 START_SECONDS = 120.0
 CLIENT = ClientId("test", 0)
+REQUEST_FIELDS = ("priority", "cache_salt", "output_token_ids", "prompt_logprobs_from", "is_suspect")
 
 
 @dataclass
@@ -38,6 +40,8 @@ class Answer:
     finish_reason: str | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
+    was_announced: bool = False
+    """Of a suspect: its start was told."""
     error: str | None = None
 
 
@@ -55,6 +59,8 @@ class LocalEngine:
         except BaseException:
             self._ends.close()
             raise
+        # With it at the latest: most tests make one and forget it.
+        self._close = weakref.finalize(self, self._ends.close)
         self.core, self.info = started.core, started.info
         self.answers: dict[str, Answer] = {}
 
@@ -66,15 +72,15 @@ class LocalEngine:
 
     def close(self) -> None:
         """End the workers; needed where they are processes."""
-        self._ends.close()
+        self._close()
 
     def add(self, request_id: str, prompt: Sequence[int], *, max_tokens: int = 16, **kwargs: Any) -> None:
-        """`kwargs`: fields of `Sampling`, of `Stopping`, and `priority`, `cache_salt`."""
+        """`kwargs`: fields of `Sampling`, of `Stopping`, and other ones of `Generate`."""
         stopping = {"max_tokens": max_tokens, "min_tokens": kwargs.get("min_tokens", 0)}
         for name in ("eos_token_ids", "stop_token_ids"):
             if name in kwargs:
                 stopping[name] = kwargs.pop(name)
-        request = {name: kwargs.pop(name) for name in ("priority", "cache_salt") if name in kwargs}
+        request = {name: kwargs.pop(name) for name in REQUEST_FIELDS if name in kwargs}
         self.answers[request_id] = Answer()
         self.core.scheduler.add(
             Generate(
@@ -92,7 +98,7 @@ class LocalEngine:
         self._take(self.core.scheduler.abort(abort.client, abort.request_ids))
 
     def step(self) -> None:
-        self._take(self.core.step())
+        self._take(self.core.step(self._take))
 
     def run(self) -> dict[str, Answer]:
         """Step until nothing is left to do; every answer so far."""
@@ -109,6 +115,7 @@ class LocalEngine:
             if chunk.prompt_logprobs is not None:
                 answer.prompt_logprobs.append(chunk.prompt_logprobs)
             answer.num_cached_tokens += chunk.num_cached_tokens
+            answer.was_announced |= chunk.is_started
             answer.finish_reason = chunk.finish_reason
             answer.stop_token_id = chunk.stop_token_id
             answer.error = chunk.error

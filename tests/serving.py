@@ -43,14 +43,14 @@ class ServerProcess:
 
     @property
     def children(self) -> list[int]:
-        """Process ids of the engine and the API server."""
+        """Process ids of the engines and the API servers."""
         return [
             int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         ]
 
     def child(self, name: str) -> int:
         """Process id of the child whose log label is `name` (needs --log-level debug)."""
-        return int(self.wait_for(rf"{name} is process (\d+)", 5.0)[1])
+        return int(self.wait_for(rf"\b{re.escape(name)} is process (\d+)", 5.0)[1])
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
         """Its exit code."""

@@ -23,7 +23,7 @@ HELP = {
     "iterations": "times that it is measured",
     "warm_up": "times before that",
 }
-SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "ray")
+SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from eagleray.config.resolve import checkpoint_dir
 
 __all__ = ["add_arguments", "run"]
 
-SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "ray")
+SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from eagleray.llm import LLM
 
 __all__ = ["add_arguments", "run"]
 
-SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "ray")
+SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

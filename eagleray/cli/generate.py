@@ -10,7 +10,7 @@ from eagleray.llm import LLM
 
 __all__ = ["add_arguments", "run"]
 
-SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "ray")
+SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray")
 SAMPLING_FLAGS = {
     "max_tokens": int,
     "temperature": float,

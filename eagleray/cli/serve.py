@@ -1,4 +1,4 @@
-"""`eagleray serve [MODEL]`: be the supervisor of an engine and an API server until told to stop."""
+"""`eagleray serve [MODEL]`: be the supervisor of engines and API servers until told to stop."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from eagleray.cli.options import add_config_flags, config_from
 from eagleray.config import Config
 from eagleray.config.resolve import checkpoint_dir, served_names
 from eagleray.errors import ConfigError
-from eagleray.fleet import Supervisor
+from eagleray.fleet import FLUSH_SECONDS, Supervisor
 from eagleray.log import get_logger, setup_logging
 
 __all__ = ["add_arguments", "run"]
 
 logger = get_logger(__name__)
 
-SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "ray", "serving")
+SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray", "serving")
 BACKLOG = 2048
-FLUSH_SECONDS = 2.0
-"""After a failure, what API servers get to tell their clients."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,11 +42,13 @@ def run(arguments: argparse.Namespace) -> None:
 async def _serve(config: Config, listener: socket.socket) -> None:
     began = time.monotonic()
     told_to_stop = _stop_signal()
-    supervisor = Supervisor(config)
+    supervisor = await _open(config, told_to_stop)
+    if supervisor is None:
+        return
     grace = 0.0
     try:
-        supervisor.spawn_engine()
-        supervisor.spawn_api_server(listener.fileno())
+        supervisor.start_engines()
+        supervisor.start_api_servers(listener.fileno())
         serving = asyncio.create_task(supervisor.serving.wait())
         await _first(serving, supervisor.failed, told_to_stop)
         if serving.done():
@@ -64,6 +64,17 @@ async def _serve(config: Config, listener: socket.socket) -> None:
         logger.info("stopping: running requests get %.0f s to finish; a second signal ends them", grace)
     finally:
         await _stop(supervisor, grace)
+
+
+async def _open(config: Config, told_to_stop: asyncio.Future[None]) -> Supervisor | None:
+    """None if it was told to stop meanwhile: reaching a cluster may take its time."""
+    opening = asyncio.create_task(Supervisor.open(config))
+    await _first(opening, told_to_stop)
+    if not opening.done():
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        return None
+    return await opening
 
 
 async def _stop(supervisor: Supervisor, grace: float) -> None:

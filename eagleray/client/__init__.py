@@ -6,6 +6,7 @@ from eagleray.client.mailboxes import Inbox, Outbox
 from eagleray.client.open import open_client
 from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob, RequestDelta, RequestOutput
 from eagleray.client.preprocess import Prompt
+from eagleray.client.recovery import RecoveryObserver
 from eagleray.client.stream import RequestStream
 from eagleray.client.tokenizer import Tokenizer
 
@@ -17,6 +18,7 @@ __all__ = [
     "Logprob",
     "Outbox",
     "Prompt",
+    "RecoveryObserver",
     "RequestDelta",
     "RequestOutput",
     "RequestStream",

@@ -1,81 +1,81 @@
 """The client of the engines, and the only one: the API server and `LLM` both use it.
 
-Owns its inbox and outbox, the tokenizer, and every request from `generate` to its end. Whoever made it runs `run` in a
-task and closes it with `close`. Everything happens in one event loop.
+Owns its inbox and outbox, the tokenizer, and every request from `generate` to its end; `dispatch` brings requests to
+engines, and on to others when an engine ends. Whoever made it runs `run` in a task and closes it with `close`.
+Everything happens in one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import math
 import random
-import secrets
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
+from eagleray.client.dispatch import Dispatch
 from eagleray.client.generation_config import eos_token_ids
-from eagleray.client.in_flight import InFlight, Request
+from eagleray.client.intake import Intake
 from eagleray.client.mailboxes import Inbox, Outbox
-from eagleray.client.preprocess import Preprocessor, Prompt, check_text
-from eagleray.client.request_state import RequestState
+from eagleray.client.preprocess import Preprocessor, Prompt
+from eagleray.client.recovery import RecoveryObserver
+from eagleray.client.routing import Router
 from eagleray.client.stream import RequestStream
+from eagleray.client.supervision import Supervision
 from eagleray.client.tokenizer import Tokenizer
 from eagleray.client.worker_calls import WorkerCalls
 from eagleray.config import Config
 from eagleray.config.resolve import checkpoint_dir, tokenizer_dir
-from eagleray.errors import ChannelClosed, DeadlineExceeded, EngineFailed, InvalidRequest, Unavailable
+from eagleray.errors import ChannelClosed, DeadlineExceeded, EngineFailed, Unavailable
 from eagleray.identity import ClientId, EngineId
+from eagleray.log import get_logger
 from eagleray.messages.lifecycle import Attach, ClientStarted, Stop, SupervisorToMember
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.outputs import Chunks, EngineStats, EngineToClient, WorkersReturned
-from eagleray.messages.plain import pack_arguments
-from eagleray.messages.requests import Abort, CallWorkers
 from eagleray.messages.sampling import SamplingParams
 
 __all__ = ["Client"]
 
+logger = get_logger(__name__)
+
 SUPERVISOR: Literal["supervisor"] = "supervisor"
-SEED_BITS = 63
-
-CALL_SECONDS = 600.0
-"""What a call of a worker extension gets if its caller does not say."""
-
-ANSWER_SECONDS = 2.0
-"""An engine that gives a call up says which ranks it waited for: how much longer to wait for that word."""
 
 
 class Client:
     """Make one with `create`, inside the event loop that it is to live in."""
 
-    def __init__(
-        self, client_id: ClientId, *, inbox: Inbox, outbox: Outbox, preprocessor: Preprocessor, seed: int | None
-    ) -> None:
+    def __init__(self, client_id: ClientId, *, inbox: Inbox, outbox: Outbox, intake: Intake, router: Router) -> None:
         self.address = inbox.address
         self.stopping = asyncio.Event()
         """Set when the supervisor wants this client to end: nothing new is taken in then."""
+        self.attached = asyncio.Event()
+        """Set when it has been told which engines there are, and which are coming back."""
         self.grace = 0.0
         """Seconds that running requests get once `stopping` is set."""
         self._client_id = client_id
         self._inbox = inbox
         self._outbox = outbox
-        self._preprocessor = preprocessor
-        self._draw_seed = partial(secrets.randbits if seed is None else random.Random(seed).getrandbits, SEED_BITS)
-        self._serials = itertools.count()
-        self._engines: dict[EngineId, EngineInfo] = {}
-        self._stats: dict[EngineId, EngineStats] = {}
-        self._lost: EngineFailed | None = None
-        """Why there is no engine, if the last one has left."""
-        self._engines_changed = asyncio.Event()
-        self._in_flight = InFlight(on_abort=self._tell_abort)
-        self._worker_calls = WorkerCalls()
+        self._intake = intake
+        self._members = router.members
+        self._members_changed = asyncio.Event()
+        self._dispatch = Dispatch(client_id, router=router, send=outbox.send)
+        self._router = router
+        self._worker_calls = WorkerCalls(client_id, send=outbox.send)
+        self._supervision = Supervision(on_silent=self._lose_supervisor)
+        self._failure: str | None = None
+        """Why nothing will ever be done again, if that is so."""
         self._is_closed = False
 
     @classmethod
-    def create(cls, client_id: ClientId, config: Config, *, inbox: Inbox, outbox: Outbox) -> Client:
-        """Reads the tokenizer. Raises `CheckpointError` or `ConfigError` if it cannot."""
+    def create(
+        cls, client_id: ClientId, config: Config, *, inbox: Inbox, outbox: Outbox, max_in_flight: int | None = None
+    ) -> Client:
+        """Reads the tokenizer. `max_in_flight`: requests; None: no limit.
+
+        Raises `CheckpointError` or `ConfigError` if the tokenizer cannot be read.
+        """
         model = config.model
         tokenizer = None
         if not model.skip_tokenizer_init:
@@ -87,55 +87,96 @@ class Client:
             eos_token_ids=eos_token_ids(checkpoint_dir(model)) or (tokenizer.eos_token_ids if tokenizer else ()),
             max_logprobs=model.max_logprobs,
         )
-        return cls(client_id, inbox=inbox, outbox=outbox, preprocessor=preprocessor, seed=model.seed)
+        intake = Intake(
+            preprocessor,
+            seed=model.seed,
+            max_request_restarts=config.recovery.max_request_restarts,
+            max_in_flight=max_in_flight,
+            request_timeout=config.serving.request_timeout,
+        )
+        # Chance of its own in every client, whatever the seed: else all would choose the same engines.
+        router = Router(rng=random.Random(), match_prefixes=config.cache.enable_prefix_caching)
+        return cls(client_id, inbox=inbox, outbox=outbox, intake=intake, router=router)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """None under `skip_tokenizer_init`."""
-        return self._preprocessor.tokenizer
+        return self._intake.preprocessor.tokenizer
+
+    @property
+    def engines(self) -> Mapping[EngineId, EngineInfo]:
+        """The engines that are there."""
+        return self._members.engines
+
+    @property
+    def stats(self) -> Mapping[EngineId, EngineStats]:
+        """The newest report of each engine that is there, and has sent one."""
+        return self._members.stats
 
     @property
     def engine_info(self) -> EngineInfo | None:
-        """What is served; None while there is no engine."""
-        return next(iter(self._engines.values()), None)
+        """What is served, also while the engines that served it are coming back; None if nothing is."""
+        return self._members.info
 
     @property
-    def stats(self) -> EngineStats | None:
-        """The newest report of the engine; None without an engine, or before its first."""
-        return next((self._stats[engine] for engine in self._engines if engine in self._stats), None)
+    def expects_engines(self) -> bool:
+        """An engine has left and returns."""
+        return self._failure is None and self._members.expects_engines
+
+    @property
+    def cause(self) -> str | None:
+        """Why there is no engine, if the last one has left."""
+        return self._failure or self._members.cause
+
+    @property
+    def observer(self) -> RecoveryObserver:
+        """Is told how requests survive the ends of engines."""
+        return self._dispatch.observer
+
+    @observer.setter
+    def observer(self, observer: RecoveryObserver) -> None:
+        self._dispatch.observer = observer
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have not ended, and calls of the worker extension."""
-        return len(self._in_flight) + len(self._worker_calls)
+        """Requests that have not ended, and calls of the worker extension, one for each engine."""
+        return len(self._dispatch.in_flight) + len(self._worker_calls)
 
     async def run(self) -> None:
-        """Read the inbox until `close`. Whatever else ends this ends all requests."""
+        """Read the inbox until `close`, or until the supervisor falls silent. Whatever else ends this raises.
+
+        What is still in flight then fails.
+        """
         try:
             while True:
-                self._handle(await self._inbox.receive())
+                try:
+                    message = await self._inbox.receive()
+                except msgspec.MsgspecError as error:  # anybody who may enter the directory can write to the inbox
+                    logger.warning("dropped what is no message to a client: %s", error)
+                else:
+                    self._handle(message)
         except (ChannelClosed, asyncio.CancelledError):  # closing an inbox cancels who waits for it
-            if not self._is_closed:
+            if not (self._is_closed or self._supervision.is_lost):
                 raise
         finally:
-            for engine in list(self._engines):
-                self._leave(engine, "this client no longer hears it")
+            if not self._is_closed and self._failure is None:
+                self._fail("this client no longer hears its engines")
 
     async def wait_until_ready(self, timeout: float) -> EngineInfo:
         """Wait for an engine, at most `timeout` seconds.
 
-        Raises `EngineFailed` if one has left and there is no other, `DeadlineExceeded` if none came.
+        Raises `EngineFailed` if one has left and none will come, `DeadlineExceeded` if none came.
         """
         try:
             async with asyncio.timeout(timeout):
-                while self.engine_info is None:
-                    if self._lost is not None:
-                        raise self._lost
-                    self._engines_changed.clear()
-                    await self._engines_changed.wait()
+                while not self.engines:
+                    if self.cause is not None and not self.expects_engines:
+                        raise EngineFailed(self.cause)
+                    self._members_changed.clear()
+                    await self._members_changed.wait()
         except TimeoutError:
             raise DeadlineExceeded(f"no engine was ready within {timeout:.0f} s") from None
-        return self.engine_info
+        return next(iter(self.engines.values()))
 
     def generate(
         self,
@@ -145,130 +186,124 @@ class Client:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        timeout: float | None = None,
+        session: str | None = None,
+        rank: int | None = None,
     ) -> RequestStream:
-        """Send a request to an engine. `request_id`: unique among those in flight; by default one is made.
+        """Send a request to an engine; if that ends, another one goes on with it.
 
-        Raises `InvalidRequest` for what cannot be done, `Unavailable` while no engine takes requests.
+        `request_id`: unique among those in flight; by default one is made. `timeout`: seconds after which it fails with
+        `DeadlineExceeded`; None: the server's own (`request_timeout`). Requests of one `session` go to the same engine
+        as long as there is one. `rank`: the only engine that it may go to.
+
+        Raises `InvalidRequest` for what cannot be done, `Overloaded` if too much is in flight, `Unavailable` while no
+        engine takes requests and none is coming back, and `EngineFailed` once the instance has failed.
         """
-        engine = self._choose_engine()
-        info, serial = self._engines[engine], next(self._serials)
-        name = f"{self._client_id.label}-{serial}" if request_id is None else request_id
-        check_text(name, "request_id")
-        if name in self._in_flight:
-            raise InvalidRequest(
-                f"request id {name!r} is in use: the ids of running requests must be unique", param="request_id"
-            )
-        token_ids = self._preprocessor.tokenize(prompt, info)
-        messages = self._preprocessor.requests(
-            token_ids,
+        request = self._intake.request(
+            prompt,
             params,
-            info,
-            # The engine gets names that are never used again: what it still says of an aborted request is nobody's.
-            request_id=f"{name}#{serial}",
-            seed=self._draw_seed() if params.seed is None else params.seed,
+            self._check_open(),
+            self._dispatch.in_flight,
+            request_id=request_id,
             priority=priority,
             cache_salt=cache_salt,
+            timeout=timeout,
+            session=session,
+            rank=rank,
         )
-        state = RequestState(
-            name, prompt=prompt.text, prompt_token_ids=token_ids, params=params, tokenizer=self.tokenizer
-        )
-        for message in messages:  # first: what cannot be sent is not in flight
-            self._outbox.send(engine, message)
-        return self._in_flight.add(state, engine, [message.request_id for message in messages])
+        return self._dispatch.start(request)
 
     async def call_workers(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, timeout: float | None
     ) -> list[Any]:
-        """Call a method of the worker extension on every worker -> what each returned, in order of rank.
+        """Call a method of the worker extension on every worker of every engine.
 
-        Arguments and results: see `messages.plain`. `timeout`: seconds that the workers have, all together; None: ten
-        minutes. When it is over the caller goes on, but the method does not end on the workers.
+        Returns what each returned: engine by engine, the workers of one in order of rank. Arguments and results: see
+        `messages.plain`. `timeout`: seconds that the workers have, all together; None: ten minutes. When it is over the
+        caller goes on, but the method does not end on the workers.
 
         Raises `InvalidRequest` for what cannot be called or sent, `RequestFailed` if the method raised on a rank,
-        `EngineFailed` if the engine ended, `DeadlineExceeded`, and `Unavailable` while no engine takes requests.
+        `EngineFailed` if an engine ended, `DeadlineExceeded`, and `Unavailable` while no engine takes requests.
         """
-        check_text(method, "method")
-        seconds = CALL_SECONDS if timeout is None else timeout
-        if not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
-            raise InvalidRequest(f"`timeout` is a number of seconds above 0, but this is {timeout!r}", param="timeout")
-        try:
-            arguments = pack_arguments(args, kwargs)
-        except TypeError as error:
-            raise InvalidRequest(str(error), param="args") from None
-        engine = self._choose_engine()
-        with self._worker_calls.open(engine, method) as call:
-            message = CallWorkers(
-                client=self._client_id, call_id=call.call_id, method=method, arguments=arguments, timeout=seconds
-            )
-            self._outbox.send(engine, message)
-            return await call.result(seconds + ANSWER_SECONDS)
+        self._check_open()
+        if not self.engines:
+            raise Unavailable(f"no engine is ready: {self.cause}")
+        engines = sorted(self.engines, key=lambda engine: engine.rank)
+        return await self._worker_calls.call(engines, method, args, kwargs, timeout=timeout)
 
     async def close(self) -> None:
         """Abort what runs, and end `run`. Harmless when repeated."""
         if self._is_closed:
             return
         self._is_closed = True
+        self._supervision.close()
         self._worker_calls.fail(Unavailable("this client was closed before the workers had answered"))
-        for request in self._in_flight:
-            self._in_flight.abort(request)
+        for request in self._dispatch.in_flight:
+            self._dispatch.in_flight.abort(request)
         self._inbox.close()
         self._outbox.close()
 
-    def _choose_engine(self) -> EngineId:
-        """The one with the fewest requests."""
+    def _check_open(self) -> EngineInfo:
+        """What is served. Raises if nothing is taken in."""
+        if self._failure is not None:
+            raise EngineFailed(self._failure)
         if self._is_closed or self.stopping.is_set():
             raise Unavailable("this client is stopping and takes no new requests")
-        if not self._engines:
-            raise Unavailable(f"no engine is ready{f': {self._lost}' if self._lost else ', try again in a moment'}")
-        if len(self._engines) == 1:
-            return next(iter(self._engines))
-        load = self._in_flight.load()
-        return min(self._engines, key=lambda engine: load[engine])
+        if self._members.info is None:
+            raise Unavailable(f"no engine is ready{f': {self.cause}' if self.cause else ', try again in a moment'}")
+        return self._members.info
 
     def _handle(self, message: SupervisorToMember | EngineToClient) -> None:
         match message:
             case Chunks(engine, chunks):
-                if unwanted := self._in_flight.deliver(chunks):
-                    self._outbox.send(engine, Abort(self._client_id, unwanted))
-            case EngineStats(engine=engine):
-                self._stats[engine] = message
+                self._dispatch.deliver(engine, chunks)
+            case EngineStats():
+                self._router.report(message)
             case WorkersReturned():
                 self._worker_calls.deliver(message)
-            case Attach(supervisor, members):
+            case Attach(supervisor=supervisor, members=members, pulse=ticket, missing=missing):
                 self._outbox.connect(SUPERVISOR, supervisor)
                 for member in members:
                     self._join(member)
+                for left in missing:
+                    self._handle(left)
+                self._supervision.start(ticket)
                 self._outbox.send(SUPERVISOR, ClientStarted(self._client_id))
+                self.attached.set()
             case Joined():
                 self._join(message)
-            case Left(EngineId() as engine, cause):
-                self._leave(engine, cause)
+            case Left(EngineId() as engine, cause, returns, info):
+                if info is not None:
+                    self._members.remember(info)
+                self._leave(engine, cause, returns)
             case Left():
                 pass  # other clients are no concern of this one
-            case Stop(grace):
+            case Stop(grace, cause):
                 self.grace = grace
                 self.stopping.set()
+                if cause:
+                    self._fail(cause)
 
     def _join(self, joined: Joined) -> None:
-        if isinstance(joined.member, EngineId) and joined.engine is not None:
+        if isinstance(joined.member, EngineId) and joined.engine is not None and joined.member not in self.engines:
             self._outbox.connect(joined.member, joined.address)
-            self._engines[joined.member] = joined.engine
-            self._lost = None
-            self._engines_changed.set()
+            self._dispatch.join(joined.member, joined.engine)
+            self._members_changed.set()
 
-    def _leave(self, engine: EngineId, cause: str) -> None:
-        """Its requests have lost it. It may not have joined: then it failed while it started."""
-        self._engines.pop(engine, None)
-        self._stats.pop(engine, None)
+    def _leave(self, engine: EngineId, cause: str, returns: bool) -> None:
         self._outbox.disconnect(engine)
-        message = f"{engine.label} ended: {cause}"
-        if not self._engines:
-            self._lost = EngineFailed(message)
-        self._engines_changed.set()
-        for request in self._in_flight:
-            if request.engine == engine:
-                self._in_flight.fail(request, EngineFailed(message))
-        self._worker_calls.fail(EngineFailed(message), engine=engine)
+        self._dispatch.leave(engine, cause=cause, returns=returns)
+        self._worker_calls.fail(EngineFailed(f"{engine.label} ended: {cause}"), engine=engine)
+        self._members_changed.set()
 
-    def _tell_abort(self, request: Request) -> None:
-        self._outbox.send(request.engine, Abort(self._client_id, sorted(request.running)))
+    def _fail(self, cause: str) -> None:
+        """Everything fails now, and whatever is asked for later."""
+        self._failure = cause
+        self._dispatch.fail(cause)
+        self._worker_calls.fail(EngineFailed(cause))
+        self._members_changed.set()
+
+    def _lose_supervisor(self, seconds: float) -> None:
+        self._fail(f"the supervisor was not heard of for {seconds:.0f} s")
+        logger.error("%s: this client ends", self._failure)
+        self._inbox.close()

@@ -1,42 +1,108 @@
-"""The requests in flight: from the moment they are sent until they end, one way or another.
+"""The requests in flight: from the moment they are taken in until they end, one way or another.
 
-The client adds, delivers, aborts and fails; this keeps the books, ends what has to end, and wakes the readers.
+The dispatch sends and resumes them; this keeps the books, delivers, ends what has to end, and wakes the readers.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from eagleray.client.journal import Entry
+from eagleray.client.recovery import Deaths
 from eagleray.client.request_state import RequestState
+from eagleray.client.routing import Sending
 from eagleray.client.stream import RequestStream
 from eagleray.errors import EagleRayError
 from eagleray.identity import EngineId
 from eagleray.messages.outputs import Chunk
+from eagleray.messages.requests import Generate
 
-__all__ = ["InFlight", "Request"]
+__all__ = ["InFlight", "Keeper", "Request"]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """A request in flight."""
 
     state: RequestState
-    engine: EngineId
-    running: set[str]
-    """The names by which the engine knows its unfinished completions."""
+    running: dict[int, Entry]
+    """Its unfinished completions, by index."""
+    deaths: Deaths
+    timeout: float | None = None
+    """Seconds from its arrival to its failure."""
+    session: str | None = None
+    rank: int | None = None
+    """The only engine that it may go to."""
+    engine: EngineId | None = None
+    """With which it is; None while it waits for one."""
+    sending: Sending | None = None
+    """Until that engine has said the first of it."""
+    is_fresh: bool = False
+    """That engine has not brought a token yet."""
+    lost_at: float | None = None
+    """When an engine of it was lost, until it has a token again."""
+    timer: asyncio.TimerHandle | None = None
     stream: RequestStream = field(init=False)
+
+    @property
+    def message(self) -> Generate:
+        """Of its first unfinished completion, as it was sent first."""
+        return next(iter(self.running.values())).message
+
+    @property
+    def names(self) -> list[str]:
+        """By which its engine knows its unfinished completions."""
+        return [entry.name for entry in self.running.values()]
+
+    @property
+    def num_tokens(self) -> int:
+        """What an engine has to compute before it can go on: of the prompt and of what is there already."""
+        tokens = [self.state.completions[index].token_ids for index in self.running]
+        return len(self.state.prompt_token_ids) * len(tokens) + sum(map(len, tokens))
+
+    @property
+    def progress(self) -> str:
+        """How far it is, for people."""
+        num_tokens = sum(len(completion.token_ids) for completion in self.state.completions)
+        limit = self.message.stopping.max_tokens * len(self.state.completions)
+        waits = "" if self.engine else ", and it was waiting for an engine to come back"
+        return f"it had {num_tokens} of at most {limit} tokens{waits}"
+
+    def next_messages(self) -> list[Generate]:
+        """What makes an engine go on with it."""
+        self.deaths.was_sent()
+        return [
+            entry.next_message(
+                token_ids=self.state.completions[index].token_ids,
+                prompt_logprobs_from=self.state.prompt_logprobs_from if index == 0 else 1,
+                is_suspect=self.deaths.is_suspect,
+            )
+            for index, entry in self.running.items()
+        ]
+
+
+class Keeper(Protocol):
+    """Who must know what happens to requests."""
+
+    def on_abort(self, request: Request) -> None:
+        """Its user does not want it any more. Called before it ends here."""
+
+    def on_fresh(self, request: Request, chunk: Chunk) -> None:
+        """A chunk of a request that was fresh until now. Called before it is delivered."""
+
+    def on_ended(self, request: Request, count: int) -> None:
+        """So many of its completions are no longer with its engine."""
 
 
 class InFlight:
-    """`on_abort` is called with a request that its user does not want any more, before it ends here."""
-
-    def __init__(self, on_abort: Callable[[Request], None]) -> None:
-        self._on_abort = on_abort
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
         self._requests: dict[str, Request] = {}
         self._completions: dict[str, tuple[Request, int]] = {}
-        """Every running completion with its index, by the name that the engine knows it by."""
+        """Every completion that is with an engine, with its index, by the name that the engine knows it by."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -45,35 +111,49 @@ class InFlight:
         return request_id in self._requests
 
     def __iter__(self) -> Iterator[Request]:
-        """Those there are now; they may end meanwhile."""
+        """Those there are now, in order of arrival; they may end meanwhile."""
         return iter(list(self._requests.values()))
 
-    def load(self) -> Counter[EngineId]:
-        """Number of requests of each engine."""
-        return Counter(request.engine for request in self._requests.values())
+    @property
+    def waiting(self) -> list[Request]:
+        """Those that are with no engine."""
+        return [request for request in self._requests.values() if request.engine is None]
 
-    def add(self, state: RequestState, engine: EngineId, names: list[str]) -> RequestStream:
-        """A request whose completions the engine knows by `names`."""
-        request = Request(state, engine, set(names))
-        request.stream = RequestStream(state, on_abort=lambda: self.abort(request))
-        self._requests[state.request_id] = request
-        self._completions |= {name: (request, index) for index, name in enumerate(names)}
+    def add(self, request: Request) -> RequestStream:
+        request.stream = RequestStream(request.state, on_abort=lambda: self.abort(request))
+        self._requests[request.state.request_id] = request
         return request.stream
 
-    def deliver(self, chunks: Iterable[Chunk]) -> list[str]:
-        """What a step brought. Chunks of what has ended here are dropped.
+    def assign(self, request: Request, sending: Sending) -> None:
+        """It was sent to an engine."""
+        request.engine, request.sending, request.is_fresh = sending.engine, sending, True
+        self._completions |= {entry.name: (request, index) for index, entry in request.running.items()}
 
-        Returns the names of completions that have ended although their engine does not know it.
+    def detach(self, engine: EngineId) -> list[Request]:
+        """The engine is gone. Those that were with it are with none now."""
+        lost = [request for request in self._requests.values() if request.engine == engine]
+        for request in lost:
+            for name in request.names:
+                del self._completions[name]
+            request.engine = request.sending = None
+            request.state.resume()
+        return lost
+
+    def deliver(self, engine: EngineId, chunks: Sequence[Chunk]) -> list[str]:
+        """What a step of the engine brought. Chunks of what has ended here, or has gone elsewhere, are dropped.
+
+        Returns the names of completions that have ended although the engine does not know it.
         """
         unwanted: list[str] = []
         for chunk in chunks:
-            if place := self._completions.get(chunk.request_id):
+            place = self._completions.get(chunk.request_id)
+            if place is not None and place[0].engine == engine:
                 unwanted += self._deliver(*place, chunk)
         return unwanted
 
     def abort(self, request: Request) -> None:
         """End it with what it has."""
-        self._on_abort(request)
+        self._keeper.on_abort(request)
         request.state.abort()
         self._end(request)
 
@@ -84,17 +164,19 @@ class InFlight:
 
     def _deliver(self, request: Request, index: int, chunk: Chunk) -> Iterable[str]:
         state, name = request.state, chunk.request_id
+        if request.is_fresh:
+            self._keeper.on_fresh(request, chunk)
         state.deliver(index, chunk)
         if state.failure is not None:
-            others = request.running - {name}
+            others = [other for other in request.names if other != name]
             self._end(request)
             return others
         if state.completions[index].finish_reason is None:
             request.stream.wake(ended=False)
             return ()
-        request.running.discard(name)
-        del self._completions[name]
-        if request.running:
+        if len(request.running) > 1:
+            del request.running[index], self._completions[name]
+            self._keeper.on_ended(request, 1)
             request.stream.wake(ended=False)
         else:
             self._end(request)
@@ -102,8 +184,11 @@ class InFlight:
         return (name,) if chunk.finish_reason is None else ()
 
     def _end(self, request: Request) -> None:
-        for name in request.running:
-            del self._completions[name]
-        request.running.clear()
+        if request.timer is not None:
+            request.timer.cancel()
+        if request.engine is not None:
+            for name in request.names:
+                del self._completions[name]
+            self._keeper.on_ended(request, len(request.running))
         del self._requests[request.state.request_id]
         request.stream.wake(ended=True)

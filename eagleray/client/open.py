@@ -1,4 +1,4 @@
-"""A client on this host's wires: what an API server and `LLM` begin with."""
+"""A client on the wires of an instance: what an API server and `LLM` begin with."""
 
 from __future__ import annotations
 
@@ -17,14 +17,26 @@ from eagleray.transport import AsyncInbox, Outbox
 __all__ = ["open_client"]
 
 
-def open_client(client_id: ClientId, config: Config, runtime_dir: Path) -> Client:
-    """A client whose inbox is bound, in the running event loop. Raises what `Client.create` raises."""
-    inbox = AsyncInbox(runtime_dir, client_id.label, Codec[SupervisorToMember | EngineToClient](CLIENT_INBOX).decode)
+def open_client(
+    client_id: ClientId,
+    config: Config,
+    runtime_dir: Path,
+    *,
+    host: str | None = None,
+    max_in_flight: int | None = None,
+) -> Client:
+    """A client whose inbox is bound, in the running event loop.
+
+    `host`: the address of this host that engines of other hosts reach; None: there are none. `max_in_flight`: requests;
+    None: no limit. Raises what `Client.create` raises.
+    """
+    decode = Codec[SupervisorToMember | EngineToClient](CLIENT_INBOX).decode
+    inbox = AsyncInbox(runtime_dir, client_id.label, decode, host=host)
     outbox: Outbox[object, ClientToEngine | MemberToSupervisor] = Outbox(
         Codec[ClientToEngine | MemberToSupervisor](CLIENT_OUTBOX).encode
     )
     try:
-        return Client.create(client_id, config, inbox=inbox, outbox=outbox)
+        return Client.create(client_id, config, inbox=inbox, outbox=outbox, max_in_flight=max_in_flight)
     except BaseException:
         inbox.close()
         raise

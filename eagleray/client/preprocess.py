@@ -6,6 +6,7 @@ with a sentence that names the parameter.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from eagleray.messages.membership import EngineInfo
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import MAX_SEED, Sampling, SamplingParams, Stopping
 
-__all__ = ["MAX_COMPLETIONS", "Preprocessor", "Prompt", "check_text", "child_seed"]
+__all__ = ["MAX_COMPLETIONS", "Preprocessor", "Prompt", "check_seconds", "check_text", "child_seed"]
 
 MAX_COMPLETIONS = 1024
 """Largest `n`: each completion is a request of its own, with a copy of the prompt."""
@@ -188,6 +189,12 @@ def check_text(value: Any, param: str) -> None:
         raise InvalidRequest(f"`{param}` must be a text, but it is a {type(value).__name__}", param=param) from None
     except UnicodeEncodeError:
         raise InvalidRequest(f"`{param}` is not valid Unicode: it has half of a surrogate pair", param=param) from None
+
+
+def check_seconds(timeout: Any) -> None:
+    """Raises `InvalidRequest` for what is no time to wait."""
+    if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
+        raise InvalidRequest(f"`timeout` is a number of seconds above 0, but this is {timeout!r}", param="timeout")
 
 
 def child_seed(seed: int, index: int) -> int:

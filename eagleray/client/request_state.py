@@ -152,6 +152,12 @@ class RequestState:
             self._prompt_logprobs = PromptLogprobsBuilder(len(prompt_token_ids), texts)
         self._prompt_logprobs_were_taken = False
         self._num_cached_tokens = 0
+        self._counts_cached_tokens = True
+
+    @property
+    def prompt_logprobs_from(self) -> int:
+        """The first prompt position whose log-probabilities are still missing, if they were asked for."""
+        return 1 if self._prompt_logprobs is None else len(self._prompt_logprobs.positions)
 
     @property
     def is_finished(self) -> bool:
@@ -165,9 +171,14 @@ class RequestState:
             return
         if chunk.prompt_logprobs is not None and self._prompt_logprobs is not None:
             self._prompt_logprobs.add(chunk.prompt_logprobs)
-        if index == 0:  # the others find what this one has just put into the cache
+        if index == 0 and self._counts_cached_tokens:  # the others find what this one has just put into the cache
             self._num_cached_tokens += chunk.num_cached_tokens
         self.completions[index].deliver(chunk)
+
+    def resume(self) -> None:
+        """Another engine goes on: what that finds in its cache is no news, if readers may have been told already."""
+        if self.completions[0].token_ids or self.prompt_logprobs_from > 1 or self._num_cached_tokens:
+            self._counts_cached_tokens = False
 
     def abort(self) -> None:
         """What has not ended yet ends here."""

@@ -12,12 +12,13 @@ __all__ = ["RequestStream"]
 
 
 class RequestStream:
-    """A request that was sent to an engine.
+    """A request on its way. What becomes of engines meanwhile does not show here.
 
     Either `async for delta in stream`, or `await stream.result()`. When the iteration is left early or the task that
     waits is cancelled, the request is aborted; `async with stream` makes sure of it whatever happens in the block.
 
-    Both raise `RequestFailed` if this request failed, and `EngineFailed` if its engine ended.
+    Both raise `RequestFailed` if this request failed, `DeadlineExceeded` if its time is over, and `EngineFailed` if it
+    lost more engines than it may, or the last one that there was.
     """
 
     def __init__(self, state: RequestState, on_abort: Callable[[], None]) -> None:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eagleray.errors import ClusterError, ConfigError
 
-__all__ = ["Bundle", "BundlesBusy", "Resources", "assign", "fitting", "in_rank_order", "show", "worker_resources"]
+__all__ = [
+    "Bundle",
+    "BundlesBusy",
+    "Resources",
+    "assign",
+    "fitting",
+    "in_rank_order",
+    "show",
+    "take",
+    "worker_resources",
+]
 
 Resources = Mapping[str, float]
 
@@ -63,7 +74,8 @@ def assign(
     the bundles are too few, too small or of the wrong kind.
     """
     if indices:
-        return _assign_exactly({bundle.index: bundle for bundle in bundles}, worker, world_size, indices)
+        _check_indices(indices, world_size)
+        return take(bundles, indices, worker=worker)
     order = in_rank_order(bundles, engine_node)
     room = sum(fitting(bundle.total, worker) for bundle in order)
     if room < world_size:
@@ -78,33 +90,45 @@ def assign(
     return slots[:world_size]
 
 
-def _assign_exactly(
-    bundles: Mapping[int, Bundle], worker: Resources, world_size: int, indices: Sequence[int]
-) -> list[Bundle]:
+def take(bundles: Sequence[Bundle], indices: Sequence[int], *, worker: Resources) -> list[Bundle]:
+    """The bundles of these indices, one for each worker; several workers may have the same one.
+
+    Raises `ConfigError` for a bundle that is not there, `ClusterError` for one that is too small, `BundlesBusy` for one
+    that others hold.
+    """
+    known = {bundle.index: bundle for bundle in bundles}
+    workers = Counter(indices)
+    for index, count in workers.items():
+        if index not in known:
+            raise ConfigError(
+                f"option `bundle_indices`: there is no bundle {index}; the placement group has {len(known)}, counted "
+                "from 0"
+            )
+        if fitting(known[index].total, worker) < count:
+            raise ClusterError(
+                f"bundle {index} of the placement group holds {show(known[index].total)}, but {_takes(count, worker)}: "
+                "name another bundle, or set `ray_worker_resources`"
+            )
+    for index, count in workers.items():
+        if fitting(known[index].free, worker) < count:
+            raise BundlesBusy(
+                f"bundle {index} of the placement group has {show(known[index].free)} free of "
+                f"{show(known[index].total)}, but {_takes(count, worker)}: somebody else holds it"
+            )
+    return [known[index] for index in indices]
+
+
+def _takes(count: int, worker: Resources) -> str:
+    return f"a worker takes {show(worker)}" if count == 1 else f"{count} workers take {show(worker)} each"
+
+
+def _check_indices(indices: Sequence[int], world_size: int) -> None:
     if len(indices) != world_size:
         raise ConfigError(
             f"option `bundle_indices`: {len(indices)} were given, but there are {world_size} workers: give one for each"
         )
     if len(set(indices)) != len(indices):
         raise ConfigError(f"option `bundle_indices`: must be different, but they are {list(indices)}")
-    for index in indices:
-        if index not in bundles:
-            raise ConfigError(
-                f"option `bundle_indices`: there is no bundle {index}; the placement group has {len(bundles)}, counted "
-                "from 0"
-            )
-        if fitting(bundles[index].total, worker) < 1:
-            raise ClusterError(
-                f"bundle {index} of the placement group holds {show(bundles[index].total)}, but a worker takes "
-                f"{show(worker)}: name another bundle, or set `ray_worker_resources`"
-            )
-    for index in indices:
-        if fitting(bundles[index].free, worker) < 1:
-            raise BundlesBusy(
-                f"bundle {index} of the placement group has {show(bundles[index].free)} free of "
-                f"{show(bundles[index].total)}, but a worker takes {show(worker)}: somebody else holds it"
-            )
-    return [bundles[index] for index in indices]
 
 
 def _explain_room(order: Sequence[Bundle], worker: Resources, world_size: int, room: int) -> str:

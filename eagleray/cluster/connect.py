@@ -31,6 +31,8 @@ class Connection:
     address: str
     node_id: str
     """The node that this process is on."""
+    is_own: bool
+    """The cluster is a local one that this process has started."""
     _disconnect: Callable[[], object]
 
     def close(self) -> None:
@@ -54,11 +56,11 @@ def connect(ray_address: str | None, *, namespace: str) -> Connection:
     else:
         check_in(address)
         _init(address=address, namespace=namespace)
-    return _connection(ray.shutdown)
+    return _connection(ray.shutdown, is_own=address is None)
 
 
 def _stay(ray_address: str | None) -> Connection:
-    connection = _connection(lambda: None)
+    connection = _connection(lambda: None, is_own=False)
     if ray_address not in (None, "auto", connection.address):
         raise ClusterError(
             f"option `ray_address` is {ray_address}, but this process is connected to Ray at {connection.address}"
@@ -119,6 +121,6 @@ def _init(**options: object) -> None:
             signal.signal(signal.SIGTERM, on_sigterm)
 
 
-def _connection(disconnect: Callable[[], object]) -> Connection:
+def _connection(disconnect: Callable[[], object], *, is_own: bool) -> Connection:
     context = ray.get_runtime_context()
-    return Connection(address=context.gcs_address, node_id=context.get_node_id(), _disconnect=disconnect)
+    return Connection(address=context.gcs_address, node_id=context.get_node_id(), is_own=is_own, _disconnect=disconnect)

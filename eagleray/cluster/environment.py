@@ -61,7 +61,7 @@ OF_ONE_HOST = (
 SECRETS = ("*_TOKEN", "*_KEY", "*SECRET*", "*PASSWORD*", "*PASSWD*", "*CREDENTIAL*")
 """Ray keeps a worker's environment in its control store and writes it to logs."""
 
-ALWAYS = {
+ALL_DEVICES = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES": "1",
 }
@@ -81,11 +81,13 @@ def worker_environment(
     runtime_env: Mapping[str, Any],
     exclude: Sequence[str] = (),
     include: Sequence[str] = (),
+    sees_all_devices: bool = True,
 ) -> WorkerEnvironment:
     """The environment of workers, from this process's and the user's options.
 
     `exclude` are patterns of variables that workers do not get; `include` patterns of those that they get though they
-    look like secrets. `runtime_env` is the user's: its variables win, one by one, and go to Ray as they are.
+    look like secrets. `runtime_env` is the user's: its variables win, one by one, and go to Ray as they are. An actor
+    that does not see all GPUs of its node sees those that Ray has assigned to it.
     """
     theirs = runtime_env.get("env_vars", {})
     if not isinstance(theirs, Mapping) or not all(isinstance(value, str) for value in theirs.values()):
@@ -100,7 +102,7 @@ def worker_environment(
     literal = {name: value for name, value in passed.items() if "$" in value}
     plain = {name: value for name, value in passed.items() if name not in literal}
     return WorkerEnvironment(
-        runtime_env={**runtime_env, "env_vars": {**plain, **ALWAYS, **theirs}},
+        runtime_env={**runtime_env, "env_vars": {**plain, **(ALL_DEVICES if sees_all_devices else {}), **theirs}},
         literal=literal,
     )
 

@@ -26,11 +26,15 @@ LOOK_SECONDS = 0.02
 Table = dict[str, Any]
 
 
-def create(name: str, worker: Resources, world_size: int, strategy: str, *, node_id: str | None = None) -> str:
-    """Ask for a new group of one bundle per worker, and return its id; on the node `node_id` alone, if given."""
-    selector = [{"ray.io/node-id": node_id}] * world_size if node_id is not None else None
-    bundles = [dict(worker)] * world_size
-    group = placement_group(bundles, strategy=strategy, name=name, bundle_label_selector=selector)
+def create(
+    name: str, bundle: Resources, count: int, strategy: str, *, on: Sequence[Sequence[str]] | None = None
+) -> str:
+    """Ask for a new group of `count` times `bundle`, and return its id.
+
+    `on`: for each bundle the ids of the nodes that it may be on; None: any.
+    """
+    selector = None if on is None else [{"ray.io/node-id": _one_of(nodes)} for nodes in on]
+    group = placement_group([dict(bundle)] * count, strategy=strategy, name=name, bundle_label_selector=selector)
     return str(group.id.hex())
 
 
@@ -110,6 +114,10 @@ def remove(group_id: str) -> None:
 def handle(group_id: str) -> PlacementGroup:
     """What Ray wants to see where an actor is to be put into the group."""
     return PlacementGroup(PlacementGroupID(bytes.fromhex(group_id)))
+
+
+def _one_of(nodes: Sequence[str]) -> str:
+    return nodes[0] if len(nodes) == 1 else f"in({','.join(nodes)})"
 
 
 def _table() -> dict[str, Table]:

@@ -9,8 +9,8 @@ from functools import partial
 
 from eagleray.cluster import groups
 from eagleray.cluster.autoscaler import can_grow
-from eagleray.cluster.bundles import Bundle, BundlesBusy, Resources, assign, worker_resources
-from eagleray.cluster.nodes import Node, snapshot
+from eagleray.cluster.bundles import Bundle, BundlesBusy, Resources, assign, take, worker_resources
+from eagleray.cluster.nodes import Node, only, snapshot
 from eagleray.cluster.shortage import explain, room
 from eagleray.cluster.waiting import Wait
 from eagleray.config import Config
@@ -39,8 +39,16 @@ class Placement:
         self._ends.close()
 
 
-def place(engine: EngineId, config: Config, *, engine_node: str, current_group: str | None) -> Placement:
-    """Wait for room for the workers of `engine` and assign it. `current_group`: the one that the program runs in.
+def place(
+    engine: EngineId,
+    config: Config,
+    *,
+    engine_node: str,
+    current_group: str | None,
+    current_bundles: Sequence[int] = (),
+) -> Placement:
+    """Wait for room for the workers of `engine` and assign it. `current_group`: the one that the program runs in;
+    `current_bundles`: those of it that are this engine's, by rank, if that was decided already.
 
     Raises `ConfigError` or `ClusterError` at once for what no waiting would help, and after `ray_placement_timeout`
     for the rest.
@@ -48,7 +56,7 @@ def place(engine: EngineId, config: Config, *, engine_node: str, current_group: 
     wait = Wait(config.ray.ray_placement_timeout, "ray_placement_timeout")
     given = config.ray.placement_group or current_group
     if given is not None:
-        return _place_in_given(groups.find(given), config, engine_node, wait)
+        return _place_in_given(groups.find(given), config, engine_node, current_bundles, wait)
     if config.ray.bundle_indices:
         raise ConfigError("option `bundle_indices` names bundles of a placement group: give one by `placement_group`")
     with ExitStack() as ends:
@@ -58,21 +66,27 @@ def place(engine: EngineId, config: Config, *, engine_node: str, current_group: 
         return Placement(group_id, worker, chosen, ends.pop_all())
 
 
-def _place_in_given(group_id: str, config: Config, engine_node: str, wait: Wait) -> Placement:
+def _place_in_given(group_id: str, config: Config, engine_node: str, mine: Sequence[int], wait: Wait) -> Placement:
     while not groups.is_ready(group_id):
         wait.again(lambda: f"placement group {group_id} is not ready ({groups.pending_reason(group_id)})")
     while True:
-        bundles = groups.bundles_of(group_id, snapshot())
+        nodes = snapshot()
+        allowed = {node.node_id for node in only(nodes, config.ray.ray_nodes)}
+        bundles = [bundle for bundle in groups.bundles_of(group_id, nodes) if bundle.node_id in allowed]
         worker = worker_resources(
             config.ray.ray_worker_resources, config.execution.device, [bundle.total for bundle in bundles]
         )
         try:
-            chosen = assign(
-                bundles,
-                worker=worker,
-                world_size=config.parallel.world_size,
-                engine_node=engine_node,
-                indices=config.ray.bundle_indices,
+            chosen = (
+                take(bundles, mine, worker=worker)
+                if mine
+                else assign(
+                    bundles,
+                    worker=worker,
+                    world_size=config.parallel.world_size,
+                    engine_node=engine_node,
+                    indices=config.ray.bundle_indices,
+                )
             )
         except BundlesBusy as busy:  # by an engine that has just ended, perhaps
             wait.again(partial(str, busy))
@@ -87,27 +101,29 @@ def _open_own(
 
     On the engine's own node, if that has room and the strategy allows it; else where Ray finds room.
     """
-    nodes = snapshot()
+    nodes = only(snapshot(), config.ray.ray_nodes)
     strategy, world_size = config.ray.ray_placement_strategy, config.parallel.world_size
     totals = [node.total for node in nodes if node.is_alive]
     worker = worker_resources(config.ray.ray_worker_resources, config.execution.device, totals)
-    if room(nodes, worker, strategy) < world_size and not can_grow(nodes):
+    grows = not config.ray.ray_nodes and can_grow(nodes)  # by other nodes than those that were named
+    if room(nodes, worker, strategy) < world_size and not grows:
         raise ClusterError(_shortage(nodes, worker, config))
     name = f"{engine.instance}/{engine.label}"
 
     near = [node for node in nodes if node.node_id == engine_node]
     if strategy in ("PACK", "STRICT_PACK") and room(near, worker, strategy, free=True) >= world_size:
-        group_id = groups.create(name, worker, world_size, strategy, node_id=engine_node)
+        group_id = groups.create(name, worker, world_size, strategy, on=[[engine_node]] * world_size)
         with ExitStack() as undo:
             undo.callback(groups.remove, group_id)
             if groups.wait_until_ready(group_id, min(NEAR_SECONDS, wait.left)):
                 ends.push(undo.pop_all())
                 return group_id, worker
 
-    group_id = groups.create(name, worker, world_size, strategy)
+    on = [[node.node_id for node in nodes if node.is_alive]] * world_size if config.ray.ray_nodes else None
+    group_id = groups.create(name, worker, world_size, strategy, on=on)
     ends.callback(groups.remove, group_id)
     while not groups.is_ready(group_id):
-        wait.again(lambda: _shortage(snapshot(), worker, config))
+        wait.again(lambda: _shortage(only(snapshot(), config.ray.ray_nodes), worker, config))
     return group_id, worker
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from eagleray.cluster.bundles import Resources, fitting, show
 from eagleray.cluster.nodes import Node
 
-__all__ = ["explain", "largest_parallel", "room"]
+__all__ = ["explain", "largest_parallel", "offer", "room", "sizes_within"]
 
 
 def room(nodes: Sequence[Node], worker: Resources, strategy: str, *, free: bool = False) -> int:
@@ -25,15 +25,22 @@ def room(nodes: Sequence[Node], worker: Resources, strategy: str, *, free: bool 
 def largest_parallel(world: int, *, tensor: int, pipeline: int) -> tuple[int, int] | None:
     """The largest (tensor, pipeline) parallel sizes for `world` workers, each a divisor of what was asked for (other
     sizes rarely divide a model's heads); of equal ones the one with more tensor parallelism."""
-    fits = [(t, p) for t in _divisors(tensor) for p in _divisors(pipeline) if t * p <= world]
-    return max(fits, key=lambda sizes: (sizes[0] * sizes[1], sizes[0]), default=None)
+    return next(
+        (sizes for sizes in sizes_within(tensor=tensor, pipeline=pipeline) if sizes[0] * sizes[1] <= world), None
+    )
+
+
+def sizes_within(*, tensor: int, pipeline: int) -> list[tuple[int, int]]:
+    """(tensor, pipeline) parallel sizes that are divisors of what was asked for, the largest first."""
+    sizes = [(t, p) for t in _divisors(tensor) for p in _divisors(pipeline)]
+    return sorted(sizes, key=lambda both: (both[0] * both[1], both[0]), reverse=True)
 
 
 def explain(nodes: Sequence[Node], worker: Resources, strategy: str, *, tensor: int, pipeline: int) -> str:
     """Asked for, what each node has, what would fit."""
     world = tensor * pipeline
     alive = [node for node in nodes if node.is_alive]
-    has = "; ".join(f"node {node.label} has {_offer(node, worker)}" for node in alive)
+    has = "; ".join(f"node {node.label} has {offer(node, worker)}" for node in alive)
     in_all, now = room(nodes, worker, strategy), room(nodes, worker, strategy, free=True)
     asked = f"{world} workers of {show(worker)}" if world > 1 else f"a worker of {show(worker)}"
     kind = f", each on a node of its own ({strategy})" if strategy == "STRICT_SPREAD" else ""
@@ -50,7 +57,8 @@ def explain(nodes: Sequence[Node], worker: Resources, strategy: str, *, tensor: 
     return f"the cluster cannot hold {asked}{kind}: {has}; {advice}"
 
 
-def _offer(node: Node, worker: Resources) -> str:
+def offer(node: Node, worker: Resources) -> str:
+    """What the node has of what a worker takes: CPU 1 free of 2."""
     return ", ".join(f"{name} {node.free.get(name, 0):g} free of {node.total.get(name, 0):g}" for name in worker)
 
 

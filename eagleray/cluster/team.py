@@ -21,7 +21,7 @@ from eagleray.identity import EngineId, WorkerId
 from eagleray.log import get_logger
 from eagleray.messages.workers import RayContext, Topology
 
-__all__ = ["Team", "lay_out", "open_team"]
+__all__ = ["Team", "check_hosts", "lay_out", "open_team"]
 
 logger = get_logger(__name__)
 
@@ -71,16 +71,17 @@ def open_team(
     Raises `ClusterError`, `ConfigError` or `WorkerLost`, and leaves nothing behind then.
     """
     with ExitStack() as ends:
-        connection = connect(
-            config.ray.ray_address or (None if context is None else context.address), namespace=engine.instance
-        )
+        is_actor = context is not None and bool(context.bundles)
+        asked = None if context is None or is_actor else context.address
+        connection = connect(config.ray.ray_address or asked, namespace=engine.instance)
         ends.callback(connection.close)
-        is_same_cluster = context is not None and context.address == connection.address
+        is_same_cluster = context is not None and (is_actor or context.address == connection.address)
         placement = place(
             engine,
             config,
             engine_node=connection.node_id,
             current_group=context.placement_group if context is not None and is_same_cluster else None,
+            current_bundles=context.bundles if context is not None and is_same_cluster else (),
         )
         ends.callback(placement.close)
         labels = _labels(engine, config)
@@ -88,7 +89,7 @@ def open_team(
         ends.callback(actors.kill)
         ends.callback(placement.close)
         infos = actors.where(wait)
-        _check(labels, infos)
+        check_hosts(labels, infos)
         addresses = {node.node_id: node.ip for node in snapshot()}
         topology, devices = lay_out(config, infos, addresses)
         has_others = any(node != connection.node_id for node in topology.nodes)
@@ -151,14 +152,14 @@ def _spawn(
     )
 
 
-def _check(labels: Sequence[str], infos: Sequence[HostInfo]) -> None:
+def check_hosts(labels: Sequence[str], infos: Sequence[HostInfo]) -> None:
     """Raises `ClusterError` unless every node runs what we run."""
     for label, info in zip(labels, infos, strict=True):
         logger.info("%s: node %s (%s), process %d", label, info.hostname, info.node_id[:8], info.pid)
         for what, ours in own_versions().items():
             if info.versions[what] != ours:
                 raise ClusterError(
-                    f"{label} on node {info.hostname} runs {what} {info.versions[what]}, but the engine {ours}: "
+                    f"{label} on node {info.hostname} runs {what} {info.versions[what]}, but who starts it {ours}: "
                     "every node needs the same"
                 )
     slow = sorted({info.hostname for info in infos if info.niceness > 0})

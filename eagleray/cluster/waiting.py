@@ -19,11 +19,13 @@ LOOK_SECONDS = 0.05
 class Wait:
     """A loop's patience: `again` after each look that found nothing yet. Logs every few seconds what is missing.
 
-    `option` is the one that sets the limit, for the error.
+    `option` is the one that sets the limit, for the error. `check` is called at each look: what it raises ends the
+    wait.
     """
 
-    def __init__(self, seconds: float, option: str) -> None:
+    def __init__(self, seconds: float, option: str, check: Callable[[], None] = lambda: None) -> None:
         self._option = option
+        self._check = check
         self._began = time.monotonic()
         self._deadline = self._began + seconds
         self._progress_due = self._began + PROGRESS_SECONDS
@@ -39,6 +41,7 @@ class Wait:
 
     def note(self, what: Callable[[], str]) -> None:
         """As `again`, for a look that has taken its time already."""
+        self._check()
         now = time.monotonic()
         waited = now - self._began
         if now >= self._deadline:

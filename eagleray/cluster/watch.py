@@ -14,7 +14,7 @@ from eagleray.cluster.spawn import Sentinel
 from eagleray.errors import UserError
 from eagleray.messages.failure import Failure
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "why_ended"]
 
 CLOSE_SECONDS = 5.0
 LOOK_SECONDS = 0.2
@@ -59,22 +59,27 @@ class Watch:
                 self._on_loss(rank, f"it can no longer be watched: {type(error).__name__}: {error}")
 
     def _report(self, rank: int, sentinel: Sentinel) -> None:
-        try:
-            ray.get(sentinel)
-        except RayTaskError as error:
-            self._on_loss(rank, _failure(error))
-        except RayError as error:
-            self._on_loss(rank, f"{shorten(str(error))}{self._node_state(rank)}")
-        else:
-            self._on_loss(rank, "it has ended")
+        self._on_loss(rank, why_ended(sentinel, self._nodes[rank]))
 
-    def _node_state(self, rank: int) -> str:
-        try:
-            nodes = snapshot()
-        except Exception:  # the control store may be gone too: the loss is to be told all the same
-            return ""
-        node = next((node for node in nodes if node.node_id == self._nodes[rank]), None)
-        return "" if node is None else f", on node {node.label}{_death(node)}"
+
+def why_ended(sentinel: Sentinel, node_id: str) -> str | Failure:
+    """Of an actor on that node, whose sentinel is ready: a `Failure` if it ended by an exception of its own."""
+    try:
+        ray.get(sentinel)
+    except RayTaskError as error:
+        return _failure(error)
+    except RayError as error:
+        return f"{shorten(str(error))}{_node_state(node_id)}"
+    return "it has ended"
+
+
+def _node_state(node_id: str) -> str:
+    try:
+        nodes = snapshot()
+    except Exception:  # the control store may be gone too: the loss is to be told all the same
+        return ""
+    node = next((node for node in nodes if node.node_id == node_id), None)
+    return "" if node is None else f", on node {node.label}{_death(node)}"
 
 
 def _failure(error: RayTaskError) -> Failure:

@@ -12,6 +12,7 @@ from eagleray.config.sections import (
     ModelConfig,
     ParallelConfig,
     RayConfig,
+    RecoveryConfig,
     SchedulingConfig,
     ServingConfig,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "ModelConfig",
     "ParallelConfig",
     "RayConfig",
+    "RecoveryConfig",
     "SchedulingConfig",
     "ServingConfig",
     "build_config",

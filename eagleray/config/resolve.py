@@ -16,9 +16,13 @@ __all__ = [
     "ExecutorName",
     "cache_bytes",
     "check_executor",
+    "check_fleet",
     "checkpoint_dir",
+    "engines_on_host",
     "executor_name",
+    "first_device",
     "is_asynchronous",
+    "local_ranks",
     "served_names",
     "steps_in_flight",
     "tokenizer_dir",
@@ -30,6 +34,9 @@ DEMO_MODEL_DIR = Path(__file__).parent.parent / "demo_model"
 DEMO_MODEL_NAME = "eagleray-demo"
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+WORKER_GROUP_OPTIONS = ("bundle_indices", "ray_placement_strategy", "ray_graph_timeout")
+"""Options of Ray that only make sense where the workers are actors of their own."""
 
 
 def checkpoint_dir(model: ModelConfig) -> Path:
@@ -84,7 +91,7 @@ def executor_name(config: Config, *, in_placement_group: bool) -> ExecutorName:
     """The executor that is meant; `in_placement_group`: this program runs in a placement group of Ray."""
     if config.execution.executor != "auto":
         return config.execution.executor
-    if in_placement_group or _ray_options(config.ray):
+    if in_placement_group or config.parallel.data_parallel_backend == "ray" or _ray_options(config.ray):
         return "ray"
     return "in-process" if config.parallel.world_size == 1 else "processes"
 
@@ -102,6 +109,45 @@ def steps_in_flight(config: Config, *, in_placement_group: bool) -> int:
     return config.parallel.pipeline_parallel_size + is_asynchronous(config, name)
 
 
+def local_ranks(config: Config) -> range:
+    """The data-parallel ranks whose engines this program starts. Raises `ConfigError` for ranks that do not exist."""
+    parallel = config.parallel
+    size, start = parallel.data_parallel_size, parallel.data_parallel_start_rank
+    count = parallel.data_parallel_size_local
+    if parallel.data_parallel_rank is not None:
+        if start is not None or count is not None:
+            other = "data_parallel_start_rank" if start is not None else "data_parallel_size_local"
+            raise ConfigError(
+                f"option `data_parallel_rank` runs one engine alone, `{other}` says how several are divided: give one "
+                "of the two"
+            )
+        ranks, option = range(parallel.data_parallel_rank, parallel.data_parallel_rank + 1), "data_parallel_rank"
+    elif start is not None:
+        ranks, option = range(start, size if count is None else start + count), "data_parallel_start_rank"
+    else:
+        ranks, option = range(size if count is None else count), "data_parallel_size_local"
+    if not ranks or ranks[-1] >= size:
+        last = start if not ranks else ranks[-1]
+        raise ConfigError(
+            f"option `{option}`: there is no rank {last}; the engines of `data_parallel_size` {size} have the ranks 0 "
+            f"to {size - 1}: mend one of the two"
+        )
+    return ranks
+
+
+def engines_on_host(config: Config) -> int:
+    """Engines that share the cores and the memory of a host, as far as the configuration tells: those that are
+    processes are all on this one; how many Ray puts on a host is not known here."""
+    return len(local_ranks(config)) if config.parallel.data_parallel_backend == "processes" else 1
+
+
+def first_device(config: Config, rank: int) -> int:
+    """Which of the host's GPUs is the first of the engine `rank`: each engine that is a process has its own."""
+    if config.parallel.data_parallel_backend != "processes":
+        return 0  # Ray assigns devices
+    return (rank - local_ranks(config)[0]) * config.parallel.world_size
+
+
 def check_executor(config: Config) -> None:
     """Raises `ConfigError` for options of executor, parallelism and Ray that do not fit together."""
     parallel, ray, executor = config.parallel, config.ray, config.execution.executor
@@ -110,8 +156,12 @@ def check_executor(config: Config) -> None:
             f"executor in-process has one worker, but tensor_parallel_size {parallel.tensor_parallel_size} x "
             f"pipeline_parallel_size {parallel.pipeline_parallel_size} needs {parallel.world_size}: take processes"
         )
-    if executor in ("in-process", "processes") and (given := _ray_options(ray)):
-        raise ConfigError(f"option `{given[0]}` is for executors ray and ray-graph, but executor is {executor}")
+    if executor in ("in-process", "processes"):
+        given = _ray_options(ray)
+        if parallel.data_parallel_backend == "ray":  # then most of them say where the engines go
+            given = [name for name in given if name in WORKER_GROUP_OPTIONS]
+        if given:
+            raise ConfigError(f"option `{given[0]}` is for executors ray and ray-graph, but executor is {executor}")
     if ray.placement_group is not None and "ray_placement_strategy" in _ray_options(ray):
         raise ConfigError("option `ray_placement_strategy` is for a group of the engine's own: drop `placement_group`")
     if executor == "ray" and "ray_graph_timeout" in _ray_options(ray):
@@ -123,6 +173,24 @@ def check_executor(config: Config) -> None:
             raise ConfigError(
                 f"option `ray_worker_resources`: {name} must be a whole number or a fraction of one, but is {amount}"
             )
+
+
+def check_fleet(config: Config) -> None:
+    """Raises `ConfigError` for options of engines and API servers that do not fit together."""
+    ranks, ray, backend = local_ranks(config), config.ray, config.parallel.data_parallel_backend
+    if backend == "processes" and "ray_engine_placement" in _ray_options(ray):
+        raise ConfigError(
+            f"option `ray_engine_placement`: {ray.ray_engine_placement} is for engines that are Ray actors, but "
+            "data_parallel_backend is processes, all on this host: take data_parallel_backend ray"
+        )
+    if backend == "processes" and ray.ray_nodes and config.execution.executor in ("in-process", "processes"):
+        raise ConfigError(
+            "option `ray_nodes` is for what Ray places: take data_parallel_backend ray, or executor ray or ray-graph"
+        )
+    if len(ranks) > 1:
+        _check_shared_bundles(config, num_engines=len(ranks))
+    if config.serving.attach_file is not None:
+        _check_attach_file(Path(config.serving.attach_file))
 
 
 def _ray_options(ray: RayConfig) -> list[str]:
@@ -137,3 +205,26 @@ def _check_bundle_indices(indices: list[int], world_size: int) -> None:
         )
     if len(set(indices)) != len(indices) or min(indices) < 0:
         raise ConfigError(f"option `bundle_indices`: must be different and not negative, but they are {indices}")
+
+
+def _check_shared_bundles(config: Config, *, num_engines: int) -> None:
+    """Several engines cannot all have the same bundles."""
+    if config.ray.bundle_indices:
+        raise ConfigError(
+            f"option `bundle_indices` names the bundles of one engine, but here are {num_engines}: drop it, or run "
+            "each engine by a program of its own with `data_parallel_rank`"
+        )
+    if config.ray.placement_group is not None and config.parallel.data_parallel_backend == "processes":
+        raise ConfigError(
+            f"option `placement_group`: all {num_engines} engines here would take its first bundles: take "
+            "data_parallel_backend ray, which gives each engine bundles of its own, or run each engine by a program of "
+            "its own with `data_parallel_rank` and `bundle_indices`"
+        )
+
+
+def _check_attach_file(path: Path) -> None:
+    path = path.expanduser()
+    if path.is_dir():
+        raise ConfigError(f"option `attach_file`: {str(path)!r} is a directory: name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"option `attach_file`: there is no directory {str(path.parent)!r}: make it, or name another")

@@ -19,6 +19,8 @@ __all__ = [
 ]
 
 Positive = Annotated[int, Meta(ge=1)]
+Rank = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,6 +147,26 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     pipeline_parallel_size: Annotated[
         int, Meta(ge=1, description="Stages that the layers are divided into, one after another.")
     ] = 1
+    data_parallel_size: Annotated[
+        int, Meta(ge=1, description="Engines: copies of the model that share the requests, in the whole deployment.")
+    ] = 1
+    data_parallel_backend: Annotated[
+        Literal["processes", "ray"],
+        Meta(description="What an engine is: a process of this host, or a Ray actor on any node of the cluster."),
+    ] = "processes"
+    data_parallel_rank: Annotated[
+        Rank | None,
+        Meta(
+            description="Run the engine of this rank alone, behind a load balancer of your own that knows the others.",
+        ),
+    ] = None
+    data_parallel_start_rank: Annotated[
+        Rank | None,
+        Meta(description="Run `data_parallel_size_local` engines from this rank on; others run elsewhere."),
+    ] = None
+    data_parallel_size_local: Annotated[
+        Positive | None, Meta(description="Engines of this deployment that run here. Default: all of them.")
+    ] = None
 
     @property
     def world_size(self) -> int:
@@ -177,6 +199,17 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
         Meta(description="How the bundles of the engine's own placement group are spread over nodes."),
     ] = "PACK"
+    ray_engine_placement: Annotated[
+        Literal["pack", "spread", "strict-spread"],
+        Meta(
+            description="Nodes of several engines: pack fills one after the other, spread takes the one with fewest "
+            "engines, strict-spread gives none of them two."
+        ),
+    ] = "pack"
+    ray_nodes: Annotated[
+        list[str],
+        Meta(description="Nodes that engines and workers may use, by id, host name or address. Default: all."),
+    ] = []
     ray_worker_resources: Annotated[
         dict[str, float],
         Meta(description='What one worker takes, as JSON: {"GPU": 0.5}. Default: a GPU, or on CPUs one CPU.'),
@@ -199,11 +232,52 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = 600.0
 
 
+class RecoveryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What happens when a process dies or hangs."""
+
+    max_request_restarts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="How often a request goes on elsewhere after its engine has died, before it fails with the "
+            "cause.",
+        ),
+    ] = 3
+    max_engine_restarts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="How often in a row an engine or API server is started again without having worked for "
+            "10 seconds, before it is given up.",
+        ),
+    ] = 5
+    watchdog_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Seconds that a step may take, and as much again for every 512 tokens of it, before its engine "
+            "counts as hung and is replaced.",
+        ),
+    ] = 60.0
+
+
 class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The HTTP server."""
 
     host: Annotated[str, Meta(description="Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
+    api_server_count: Annotated[int, Meta(ge=1, description="Processes that answer HTTP, on the same port.")] = 1
+    max_queued_requests: Annotated[
+        int, Meta(ge=1, description="Most requests that one API server has in flight; beyond them it answers 429.")
+    ] = 4096
+    request_timeout: Annotated[
+        Seconds | None,
+        Meta(description="Seconds after which a request that sets no `timeout` of its own is given up."),
+    ] = None
+    attach_file: Annotated[
+        str | None,
+        Meta(description="File to write for front-ends of your own: where to attach, see docs/wire.md. Mode 0600."),
+    ] = None
     api_key: Annotated[list[str], Meta(description="Keys that clients must show one of; none: no key needed.")] = []
     max_request_bytes: Annotated[int, Meta(ge=1, description="Largest request body that is accepted, in bytes.")] = (
         32 * 2**20
@@ -225,4 +299,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     execution: ExecutionConfig = ExecutionConfig()
     parallel: ParallelConfig = ParallelConfig()
     ray: RayConfig = RayConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     serving: ServingConfig = ServingConfig()

@@ -1,61 +1,173 @@
-"""The engine process, from its birth to its end: bind, be attached, start, loop."""
+"""An engine from its birth to its end: bind, be attached, start, loop.
+
+A process takes these steps in `run`, a Ray actor by itself: `Engine.bind`, tell the address to whoever gave birth to
+it, `Engine.run`.
+"""
 
 from __future__ import annotations
 
+import importlib
+import os
+import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
+from eagleray.config import Config
 from eagleray.config.environment import let_waiting_threads_sleep
-from eagleray.config.resolve import steps_in_flight
+from eagleray.config.resolve import executor_name, steps_in_flight
 from eagleray.engine.loop import EngineInbox, EngineLoop, EngineOutbox
 from eagleray.engine.startup import start_engine
+from eagleray.engine.watchdog import Watchdog
 from eagleray.errors import DeadlineExceeded
 from eagleray.executor.choose import open_executor
+from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
-from eagleray.messages.lifecycle import Attach, Bound, EngineSpec, EngineStarted, MemberToSupervisor
+from eagleray.messages.failure import Failure
+from eagleray.messages.lifecycle import Attach, Bound, EngineSpec, EngineStarted, Failing, MemberToSupervisor
 from eagleray.messages.outputs import EngineToClient
 from eagleray.messages.wires import ENGINE_INBOX, ENGINE_OUTBOX
 from eagleray.process import Parent
-from eagleray.transport import Inbox, Outbox
+from eagleray.transport import Inbox, Outbox, Pulse, make_runtime_dir, remove_runtime_dir
 
-__all__ = ["run"]
+__all__ = ["Engine", "Tell", "run"]
+
+logger = get_logger(__name__)
+
+Tell = Callable[[Exception], None]
+"""Takes the exception that an engine ends with; called from any thread."""
 
 ATTACH_SECONDS = 30.0
+
+LAST_WORDS_SECONDS = 1.0
+"""What an engine that ends in the middle of something gets to say why."""
+
+SUPERVISOR = "supervisor"
 
 
 def run(payload: bytes, parent: Parent) -> None:
     """Be the engine that `payload`, an encoded `EngineSpec`, describes."""
-    spec = msgspec.msgpack.decode(payload, type=EngineSpec)
-    let_waiting_threads_sleep()
-    with ExitStack() as stack:
-        inbox: EngineInbox = Inbox(Path(spec.runtime_dir), spec.engine.label, Codec(ENGINE_INBOX).decode)
-        stack.callback(inbox.close)
-        outbox: EngineOutbox = Outbox(Codec[EngineToClient | MemberToSupervisor](ENGINE_OUTBOX).encode)
-        stack.callback(outbox.close)
-        parent.send(Bound(inbox.address))
-        attach = _wait_for_attach(inbox)
-        outbox.connect("supervisor", attach.supervisor)
+    engine = Engine.bind(msgspec.msgpack.decode(payload, type=EngineSpec))
+    parent.send(Bound(engine.address))
+    engine.run(parent.tell, has_pipe=True)
 
+
+class Engine:
+    """An engine that can be reached, and does nothing yet. It is over when `run` returns or raises."""
+
+    def __init__(
+        self, spec: EngineSpec, *, runtime_dir: Path, inbox: EngineInbox, outbox: EngineOutbox, ends: ExitStack
+    ) -> None:
+        self._spec = spec
+        self._runtime_dir = runtime_dir
+        self._inbox = inbox
+        self._outbox = outbox
+        self._ends = ends
+
+    @classmethod
+    def bind(cls, spec: EngineSpec) -> Engine:
+        """Raises `ConfigError` if `spec.host` is not an address of this host."""
+        let_waiting_threads_sleep()
+        with ExitStack() as stack:
+            if spec.runtime_dir:
+                runtime_dir = Path(spec.runtime_dir)
+            else:
+                runtime_dir = make_runtime_dir()
+                stack.callback(remove_runtime_dir, runtime_dir)
+            inbox: EngineInbox = Inbox(runtime_dir, spec.engine.label, Codec(ENGINE_INBOX).decode, host=spec.host)
+            stack.callback(inbox.close)
+            outbox = _open_outbox()
+            stack.callback(outbox.close)
+            return cls(spec, runtime_dir=runtime_dir, inbox=inbox, outbox=outbox, ends=stack.pop_all())
+
+    @property
+    def address(self) -> str:
+        """Of its inbox."""
+        return self._inbox.address
+
+    def run(self, tell: Tell, *, has_pipe: bool = False) -> None:
+        """Be attached, start, and take requests until `Stop` arrives; close everything in the end.
+
+        What goes wrong is told to `tell` at once and raised after the clean-up, which may take a while. Unless
+        `has_pipe`, by which the supervisor hears what `tell` is told, it is told by the wire as well.
+        """
+        with self._ends:
+            try:
+                attach = self._wait_for_attach()
+                if not has_pipe:
+                    tell = self._and_by_wire(tell, attach.supervisor)
+                self._live(attach, tell)
+            except Exception as error:
+                tell(error)
+                raise
+
+    def _live(self, attach: Attach, tell: Tell) -> None:
+        spec, ends = self._spec, self._ends
         deadline = time.monotonic() + spec.config.execution.startup_timeout
-        executor = open_executor(spec.engine, spec.config, runtime_dir=Path(spec.runtime_dir), ray=spec.ray)
-        stack.callback(executor.close)
         in_placement_group = spec.ray is not None and spec.ray.placement_group is not None
+        self._outbox.connect(SUPERVISOR, attach.supervisor)
+        _load_libraries(spec.config, in_placement_group=in_placement_group)
+        if attach.pulse:
+            ends.callback(Pulse.start(attach.pulse, on_silent=self._end_cut_off).close)
+        executor = open_executor(spec.engine, spec.config, runtime_dir=self._runtime_dir, ray=spec.ray)
+        ends.callback(executor.close)
         depth = steps_in_flight(spec.config, in_placement_group=in_placement_group)
-        with parent.telling():
-            started = start_engine(spec.config, executor, depth=depth, deadline=deadline)
-            loop = EngineLoop(spec.engine, started.core, inbox, outbox)
-            for member in attach.members:
-                loop.join(member)
-            outbox.send("supervisor", EngineStarted(spec.engine, started.info))
-            loop.run()
+        started = start_engine(spec.config, executor, depth=depth, deadline=deadline)
+        watchdog = Watchdog(lambda: started.core.awaited, on_hang=lambda error: self._end_hung(error, tell))
+        ends.callback(watchdog.close)
+        loop = EngineLoop(spec.engine, started.core, self._inbox, self._outbox)
+        for member in attach.members:
+            loop.join(member)
+        self._outbox.send(SUPERVISOR, EngineStarted(spec.engine, started.info))
+        loop.run()
+
+    def _wait_for_attach(self) -> Attach:
+        message = self._inbox.receive(ATTACH_SECONDS)
+        if message is None:
+            raise DeadlineExceeded(f"no Attach within {ATTACH_SECONDS:.0f} s after {self._spec.engine.label} was bound")
+        assert isinstance(message, Attach), f"{type(message).__name__} arrived before Attach"
+        return message
+
+    def _and_by_wire(self, tell: Tell, supervisor: str) -> Tell:
+        """Also as `Failing`: by an outbox of its own, because it may be told from any thread."""
+
+        def tell_both(error: Exception) -> None:
+            tell(error)
+            outbox = _open_outbox()
+            outbox.connect(SUPERVISOR, supervisor)
+            outbox.send(SUPERVISOR, Failing(self._spec.engine, Failure.of(error)))
+            outbox.close()
+
+        return tell_both
+
+    def _end_cut_off(self, seconds: float) -> None:
+        """Given up by the supervisor by now: it must not be possible that a successor and this one both go on."""
+        logger.error("the supervisor was silent for %.0f s: ending", seconds)
+        self._end_at_once()
+
+    def _end_hung(self, error: DeadlineExceeded, tell: Tell) -> None:
+        """The main thread hangs, so nothing can be closed."""
+        logger.error("%s: ending", error)
+        words = threading.Thread(target=tell, args=(error,), name="last-words", daemon=True)
+        words.start()
+        time.sleep(LAST_WORDS_SECONDS)  # also for what zmq sends in the background
+        self._end_at_once()
+
+    def _end_at_once(self) -> None:
+        if not self._spec.runtime_dir:
+            remove_runtime_dir(self._runtime_dir)
+        os._exit(1)
 
 
-def _wait_for_attach(inbox: EngineInbox) -> Attach:
-    message = inbox.receive(ATTACH_SECONDS)
-    if message is None:
-        raise DeadlineExceeded(f"no Attach within {ATTACH_SECONDS:.0f} s after the engine had bound {inbox.address}")
-    assert isinstance(message, Attach), f"{type(message).__name__} arrived before Attach"
-    return message
+def _open_outbox() -> EngineOutbox:
+    return Outbox(Codec[EngineToClient | MemberToSupervisor](ENGINE_OUTBOX).encode)
+
+
+def _load_libraries(config: Config, *, in_placement_group: bool) -> None:
+    """Before the first heartbeat: while torch is loaded no thread runs, and a slow disk would be taken for a process
+    that hangs. With workers elsewhere it is not needed here."""
+    if executor_name(config, in_placement_group=in_placement_group) == "in-process":
+        importlib.import_module("eagleray.executor.in_process")

@@ -9,8 +9,10 @@ from collections import defaultdict
 import msgspec
 
 from eagleray.engine.core import EngineCore
+from eagleray.engine.strangers import Strangers
 from eagleray.errors import InvalidRequest
 from eagleray.identity import ClientId, EngineId, PeerId
+from eagleray.log import get_logger
 from eagleray.messages.lifecycle import Attach, MemberToSupervisor, Stop, SupervisorToMember
 from eagleray.messages.membership import Joined, Left
 from eagleray.messages.outputs import Chunk, Chunks, EngineStats, EngineToClient, FinishReason
@@ -20,6 +22,8 @@ from eagleray.transport import Inbox, Outbox
 
 __all__ = ["EngineInbox", "EngineLoop", "EngineOutbox"]
 
+logger = get_logger(__name__)
+
 EngineInbox = Inbox[SupervisorToMember | ClientToEngine]
 EngineOutbox = Outbox[PeerId | str, EngineToClient | MemberToSupervisor]
 
@@ -28,6 +32,9 @@ STATS_SECONDS = 0.5
 
 IDLE_SECONDS = 0.25
 """While it waits for requests, an engine looks this often whether its workers are still there."""
+
+LEAVE_SECONDS = 0.01
+"""What a message gets to leave this process, when the next thing it does may be its last."""
 
 
 class EngineLoop:
@@ -39,7 +46,7 @@ class EngineLoop:
         self._inbox = inbox
         self._outbox = outbox
         self._clients: set[ClientId] = set()
-        self._strangers: dict[ClientId, list[Generate | CallWorkers]] = defaultdict(list)
+        self._strangers = Strangers()
         self._stopping = False
         self._stats_due = 0.0
         self._has_reported_idle = False
@@ -47,7 +54,7 @@ class EngineLoop:
     def run(self) -> None:
         while not self._stopping:
             self._take()
-            self._publish(self._core.step())
+            self._publish(self._core.step(self._announce))
             self._report()
 
     def join(self, member: Joined) -> None:
@@ -56,36 +63,45 @@ class EngineLoop:
             self._clients.add(member.member)
             self._outbox.connect(member.member, member.address)
             self._stats_due = 0.0
-            for request in self._strangers.pop(member.member, []):
+            for request in self._strangers.take(member.member):
                 self._handle(request)
 
     def _take(self) -> None:
         """Handle every message that has arrived; without work, wait for one, with an eye on the workers."""
         is_idle = not self._core.scheduler.has_work
-        message = self._inbox.receive(timeout=IDLE_SECONDS if is_idle else 0)
+        message = self._receive(IDLE_SECONDS if is_idle else 0)
         if is_idle:
             self._core.executor.check()
         while message is not None:
             self._handle(message)
-            message = self._inbox.receive(timeout=0)
+            message = self._receive(0)
+        for client in self._strangers.expire(time.monotonic()):
+            logger.warning("%s has asked for something, but did not join: forgotten", client.label)
+
+    def _receive(self, timeout: float) -> SupervisorToMember | ClientToEngine | None:
+        """Clients may be programs of others: what they say by mistake must not end the engine for everybody."""
+        while True:
+            try:
+                return self._inbox.receive(timeout)
+            except msgspec.MsgspecError as error:
+                logger.warning("dropped something that is no message to an engine: %s", error)
 
     def _handle(self, message: SupervisorToMember | ClientToEngine) -> None:
         match message:
             case (Generate() | CallWorkers()) as request if request.client not in self._clients:
-                self._strangers[request.client].append(request)
+                self._strangers.keep(request, time.monotonic())
             case Generate():
                 self._add(message)
             case CallWorkers(client=client):
                 self._outbox.send(client, self._core.call_workers(message))
             case Abort(client, request_ids):
-                if kept := self._strangers.get(client):
-                    kept[:] = [one for one in kept if isinstance(one, CallWorkers) or one.request_id not in request_ids]
+                self._strangers.abort(client, request_ids)
                 self._publish(self._core.scheduler.abort(client, request_ids))
             case Joined():
                 self.join(message)
             case Left(ClientId() as client):
                 self._clients.discard(client)
-                self._strangers.pop(client, None)
+                self._strangers.take(client)
                 self._outbox.disconnect(client)
                 self._core.scheduler.abort_client(client)
             case Stop():
@@ -100,6 +116,11 @@ class EngineLoop:
             chunk = Chunk(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=str(error))
             self._publish([Output(request.client, chunk)])
 
+    def _announce(self, outputs: list[Output]) -> None:
+        """To be known even if the step that comes next ends this process."""
+        self._publish(outputs)
+        time.sleep(LEAVE_SECONDS)
+
     def _publish(self, outputs: list[Output]) -> None:
         by_client: dict[ClientId, list[Chunk]] = defaultdict(list)
         for client, chunk in outputs:
@@ -108,12 +129,13 @@ class EngineLoop:
             self._outbox.send(client, Chunks(self._engine, chunks))
 
     def _report(self) -> None:
-        """Tell every client the load: now and then, and when there is nothing left to do."""
+        """Tell every client the load: now and then, when work begins, and when there is nothing left to do."""
         scheduler, now = self._core.scheduler, time.monotonic()
-        if now < self._stats_due and (scheduler.has_work or self._has_reported_idle):
+        is_idle = not scheduler.has_work
+        if now < self._stats_due and is_idle == self._has_reported_idle:
             return
-        self._stats_due = now + STATS_SECONDS if scheduler.has_work else math.inf
-        self._has_reported_idle = not scheduler.has_work
+        self._stats_due = math.inf if is_idle else now + STATS_SECONDS
+        self._has_reported_idle = is_idle
         stats = EngineStats(engine=self._engine, **msgspec.structs.asdict(scheduler.stats()))
         for client in self._clients:
             self._outbox.send(client, stats)

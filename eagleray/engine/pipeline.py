@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from eagleray.executor import Executor, PendingStep
 from eagleray.messages.steps import StepPlan, StepResult
 
-__all__ = ["Pipeline"]
+__all__ = ["Awaited", "Pipeline"]
+
+LIMIT_TOKENS = 512
+"""A step may take the watchdog's timeout, and as much again for every so many tokens: a long prompt is no hang."""
+
+
+class Awaited(NamedTuple):
+    """A step that the engine waits for, and the seconds that it may take."""
+
+    plan: StepPlan
+    seconds: float
 
 
 class Pipeline:
     """Up to `depth` steps: one for each pipeline stage, and one more if the next step is sent while one runs."""
 
-    def __init__(self, executor: Executor, *, depth: int) -> None:
+    def __init__(self, executor: Executor, *, depth: int, watchdog_timeout: float) -> None:
         self._executor = executor
         self._depth = depth
-        self._steps: deque[PendingStep] = deque()
+        self._watchdog_timeout = watchdog_timeout
+        self._steps: deque[tuple[Awaited, PendingStep]] = deque()
+        self.awaited: Awaited | None = None
+        """The step that the engine's thread waits for right now: for the watchdog, which looks from another one."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -26,8 +40,20 @@ class Pipeline:
         return len(self._steps) < self._depth
 
     def send(self, plan: StepPlan) -> None:
-        self._steps.append(self._executor.step(plan))
+        """With a worker that is an object of this process, the step is computed here."""
+        self.awaited = step = Awaited(plan, self._seconds(plan))
+        try:
+            self._steps.append((step, self._executor.step(plan, seconds=step.seconds)))
+        finally:
+            self.awaited = None
 
     def oldest(self) -> StepResult:
         """Wait for the result of the step that was sent first. Raises as `PendingStep.result` does."""
-        return self._steps.popleft().result()
+        self.awaited, pending = self._steps.popleft()
+        try:
+            return pending.result()
+        finally:
+            self.awaited = None
+
+    def _seconds(self, plan: StepPlan) -> float:
+        return self._watchdog_timeout * (1 + plan.total_num_tokens // LIMIT_TOKENS)

@@ -88,6 +88,7 @@ def start_engine(config: Config, executor: Executor, *, depth: int, deadline: fl
         enable_prefix_caching=config.cache.enable_prefix_caching,
         policy=config.scheduling.scheduling_policy,
         num_stages=config.parallel.pipeline_parallel_size,
+        vocab_size=model.vocab_size,
     )
     info = EngineInfo(
         architecture=model.architecture,
@@ -96,7 +97,8 @@ def start_engine(config: Config, executor: Executor, *, depth: int, deadline: fl
         block_size=block_size,
         num_kv_blocks=num_blocks,
     )
-    return StartedEngine(EngineCore(scheduler, executor, depth=depth), info)
+    core = EngineCore(scheduler, executor, depth=depth, watchdog_timeout=config.recovery.watchdog_timeout)
+    return StartedEngine(core, info)
 
 
 def _useful_blocks(config: Config, model: ModelLoaded, num_blocks: int) -> int:

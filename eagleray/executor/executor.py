@@ -20,7 +20,7 @@ __all__ = ["Executor", "PendingStep"]
 Body = TypeVar("Body", bound=WorkerReply)
 
 STEP_SECONDS = 600.0
-"""A step that takes longer than this will not come back."""
+"""What a step may take where its sender does not say."""
 
 ROOT_CAUSE_SECONDS = 0.3
 """When a worker dies, its partners fail too, and their news may be faster: how long to wait for the news of a death."""
@@ -48,11 +48,13 @@ class Executor:
     def world_size(self) -> int:
         return self._group.topology.world_size
 
-    def step(self, plan: StepPlan) -> PendingStep:
-        """Send `plan` to every worker; the result is the reply of the rank that samples, the only one that answers."""
+    def step(self, plan: StepPlan, *, seconds: float = STEP_SECONDS) -> PendingStep:
+        """Send `plan` to every worker; the result is the reply of the rank that samples, the only one that answers.
+
+        `seconds`: for which the result is waited for; the wait begins when the steps before this one are done.
+        """
         call_id = self._send(plan)
-        sampler = self._group.topology.sampler_rank
-        return PendingStep(lambda: self._collect(call_id, StepResult, [sampler], STEP_SECONDS)[sampler])
+        return PendingStep(lambda: self._result(call_id, plan, seconds))
 
     def call(self, body: WorkerCall, reply: type[Body], *, timeout: float) -> list[Body]:
         """Send `body` to every worker and wait for all replies, in order of rank."""
@@ -74,6 +76,13 @@ class Executor:
     def close(self) -> None:
         """End the workers."""
         self._group.close()
+
+    def _result(self, call_id: int, plan: StepPlan, seconds: float) -> StepResult:
+        sampler = self._group.topology.sampler_rank
+        try:
+            return self._collect(call_id, StepResult, [sampler], seconds)[sampler]
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"{plan.label} has not come back: {error}") from error
 
     def _send(self, body: WorkerCall) -> int:
         self._last_call_id += 1

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 
 from eagleray.config import Config
+from eagleray.config.resolve import first_device
 from eagleray.errors import DeadlineExceeded
 from eagleray.identity import EngineId, WorkerId
 from eagleray.messages.steps import Call, Reply
@@ -21,13 +22,18 @@ END_SECONDS = 10.0
 """How long the worker's thread may take to finish what it computes."""
 
 
+def _worker(engine: EngineId, config: Config) -> Worker:
+    first = first_device(config, engine.rank) or None  # None: the process's current one
+    return Worker(WorkerId(engine), 0, config, ALONE, device_index=first)
+
+
 class InProcessGroup:
     """`send` computes; `receive` hands out what was computed."""
 
     topology = ALONE
 
     def __init__(self, engine: EngineId, config: Config) -> None:
-        self._worker = Worker(WorkerId(engine), 0, config, ALONE)
+        self._worker = _worker(engine, config)
         self._replies: deque[Reply] = deque()
 
     def send(self, call: Call) -> None:
@@ -52,7 +58,7 @@ class ThreadGroup:
     topology = ALONE
 
     def __init__(self, engine: EngineId, config: Config) -> None:
-        self._worker = Worker(WorkerId(engine), 0, config, ALONE)
+        self._worker = _worker(engine, config)
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="worker", daemon=True)

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from eagleray.config import Config
+from eagleray.config.resolve import first_device
 from eagleray.executor.births import labels_of, listen_for_silence, payloads
 from eagleray.executor.losses import Losses
 from eagleray.executor.queue_group import QueueGroup
@@ -30,6 +31,7 @@ def start_processes(engine: EngineId, config: Config, *, runtime_dir: Path) -> Q
     """The workers of `engine`, every one attached to the queue. Raises `WorkerLost` or `DeadlineExceeded`."""
     topology = _topology(config)
     labels = labels_of(engine, topology)
+    first = first_device(config, engine.rank)
     with ExitStack() as stack:
         broadcaster = Broadcaster.open(num_peers=topology.world_size, runtime_dir=runtime_dir)
         stack.callback(broadcaster.close)
@@ -43,7 +45,7 @@ def start_processes(engine: EngineId, config: Config, *, runtime_dir: Path) -> Q
             engine,
             config,
             topology,
-            devices=range(topology.world_size),
+            devices=range(first, first + topology.world_size),
             near=[True] * topology.world_size,
             queue=broadcaster.ticket,
             pulse=pulse,

@@ -1,5 +1,5 @@
-"""Which processes exist: started, watched and ended by the supervisor, which tells everybody who is there."""
+"""Which processes exist: started, watched, replaced and ended by the supervisor, which tells everybody who is there."""
 
-from eagleray.fleet.supervisor import Supervisor
+from eagleray.fleet.supervisor import FLUSH_SECONDS, Supervisor
 
-__all__ = ["Supervisor"]
+__all__ = ["FLUSH_SECONDS", "Supervisor"]

@@ -1,134 +1,189 @@
-"""The supervisor: starts processes, watches them, tells every member who else is there, and ends them.
+"""The supervisor: starts engines and API servers, watches them, tells every member who else is there, replaces those
+that end or fall silent, and ends all of them.
 
-Every process takes one path: spawned, it binds its inbox and reports `Bound`; it is sent `Attach`; it reports that it
-has started; everybody is told `Joined`; when it ends, everybody is told `Left`. A client that lives in this very
-process (`LLM`) is adopted with its address and takes the same path from there.
+Every process takes one path, at the first start and at every other: spawned, it binds its inbox and reports `Bound`; it
+is sent `Attach`; it reports that it has started; everybody is told `Joined`; when it ends, everybody is told `Left`,
+and a successor is spawned (`recovery.py` says whether and when, `seat.py` does it). A client that lives in this very
+process (`LLM`) is adopted with its address, one of the user's registers with its own; both take the path from there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from eagleray import errors
 from eagleray.config import Config
-from eagleray.errors import ChannelClosed, DeadlineExceeded, EagleRayError, EngineFailed, UserError
-from eagleray.fleet.membership import Membership
+from eagleray.config.resolve import local_ranks, served_names
+from eagleray.errors import ChannelClosed, EagleRayError, EngineFailed
+from eagleray.fleet.attach_file import attach_file
+from eagleray.fleet.board import Board
+from eagleray.fleet.guests import Guests
+from eagleray.fleet.loss import Loss
+from eagleray.fleet.membership import place
+from eagleray.fleet.recovery import EndInstance, GiveUp, History, Verdict, decide
+from eagleray.fleet.seat import END_SECONDS, Phase, Seat
+from eagleray.fleet.spawned import Launcher, OnExit, OnMessage, ProcessLauncher, Spawned
 from eagleray.identity import ClientId, EngineId, PeerId, new_instance_name
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import (
+    Alive,
     ApiServerSpec,
-    Attach,
-    Bound,
-    ChildToParent,
     ClientStarted,
     EngineSpec,
     EngineStarted,
-    Failed,
+    Failing,
     MemberToSupervisor,
+    Register,
     Stop,
-    SupervisorToMember,
 )
-from eagleray.messages.membership import EngineInfo, Joined, Left
-from eagleray.messages.wires import SUPERVISOR_INBOX, SUPERVISOR_OUTBOX
+from eagleray.messages.membership import EngineInfo, Left
+from eagleray.messages.wires import SUPERVISOR_INBOX
 from eagleray.messages.workers import RayContext
-from eagleray.process import Child
-from eagleray.transport import AsyncInbox, Outbox, make_runtime_dir, remove_runtime_dir
+from eagleray.transport import AsyncInbox, make_runtime_dir, remove_runtime_dir
 
-__all__ = ["Supervisor"]
+__all__ = ["FLUSH_SECONDS", "Supervisor"]
 
 logger = get_logger(__name__)
 
 START_MARGIN_SECONDS = 15.0
 """Beyond `startup_timeout`, by which a process ends its own waits, and says what it has waited for."""
 
-END_SECONDS = 15.0
-"""How long a process may take to end after `Stop`, and again after SIGTERM, before the next stronger means. An engine
-has workers to end first."""
-
-
-@dataclass
-class _Process:
-    """A process that was spawned and not yet reaped."""
-
-    child: Child
-    failure: Failure | None = None
-    """What it said of its end, if it could."""
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+FLUSH_SECONDS = 2.0
+"""After a failure, what API servers get to tell their clients."""
 
 
 class Supervisor:
     """Owns the processes and the membership. Lives in the event loop that it is made in; `stop` must be called.
 
-    `ray`: where this program is in a Ray cluster, if it is in one; engines go there too.
+    Make one with `open`. `engines` and `api_servers` spawn; `ends` is closed when all have ended.
     """
 
-    def __init__(self, config: Config, *, ray: RayContext | None = None) -> None:
-        self.instance = new_instance_name()
-        self._config = config
-        self._ray = ray
-        self._loop = asyncio.get_running_loop()
-        self._runtime_dir = make_runtime_dir()
-        self._inbox: AsyncInbox[MemberToSupervisor] = AsyncInbox(
-            self._runtime_dir, "supervisor", Codec(SUPERVISOR_INBOX).decode
-        )
-        self._outbox: Outbox[PeerId, SupervisorToMember] = Outbox(Codec[SupervisorToMember](SUPERVISOR_OUTBOX).encode)
-        self._membership = Membership()
-        self._addresses: dict[PeerId, str] = {}
-        self._processes: dict[PeerId, _Process] = {}
-        self._starting: dict[PeerId, asyncio.TimerHandle] = {}
-        self._stopping = False
+    def __init__(
+        self,
+        config: Config,
+        *,
+        instance: str,
+        runtime_dir: Path,
+        engines: Launcher[EngineSpec],
+        api_servers: Launcher[ApiServerSpec],
+        ray: RayContext | None,
+        ends: AsyncExitStack,
+    ) -> None:
+        self.instance = instance
+        self.runtime_dir = runtime_dir
+        """Where the sockets of this instance are."""
         self.serving = asyncio.Event()
-        """Set while nothing that was spawned or adopted is still starting."""
+        """Set once everything that was started or adopted at first has started, or was given up."""
+        self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """Gets the exception that ends this instance, never a result."""
+        self._config = config
+        self._engines = engines
+        self._api_servers = api_servers
+        self._ray = ray
+        self._ends = ends
+        self._seats: dict[PeerId, Seat] = {}
+        """By place: the identity of the first that takes it."""
+        self._adopted: set[PeerId] = set()
+        """Clients of this process that have not started."""
+        self._is_ending = False
+        self._inbox: AsyncInbox[MemberToSupervisor] = AsyncInbox(
+            runtime_dir, "supervisor", Codec(SUPERVISOR_INBOX).decode, host=self.host
+        )
+        ends.callback(self._inbox.close)
+        self._board = Board(
+            supervisor=self._inbox.address,
+            runtime_dir=runtime_dir,
+            host=self.host,
+            heartbeat_timeout=config.execution.heartbeat_timeout,
+            on_silent=partial(self._post, self._silent),
+        )
+        ends.callback(self._board.close)
+        self._guests = Guests(instance, self._board)
         self._reader = self._loop.create_task(self._read_inbox(), name="supervisor-inbox")
+        ends.push_async_callback(self._end_reader)
+
+    @classmethod
+    async def open(
+        cls, config: Config, *, ray: RayContext | None = None, engine_target: str = "eagleray.engine.entry:run"
+    ) -> Supervisor:
+        """A supervisor that listens. `ray`: where this program is in a Ray cluster, if it is in one; engines go there.
+        `engine_target`: `module:function` of engines that are processes.
+
+        Raises `ConfigError`, or `ClusterError` if engines are to be Ray's and there is no way to it.
+        """
+        ends = AsyncExitStack()
+        try:
+            instance, runtime_dir = new_instance_name(), make_runtime_dir()
+            ends.callback(remove_runtime_dir, runtime_dir)
+            processes = ProcessLauncher(
+                engine_target=engine_target,
+                api_server_target="eagleray.server.entry:run",
+                runtime_dir=str(runtime_dir),
+                log_level=config.execution.log_level,
+            )
+            engines: Launcher[EngineSpec] = processes
+            if config.parallel.data_parallel_backend == "ray":
+                engines = await _open_ray(config, instance, runtime_dir, ray)
+                ends.push_async_callback(engines.close)
+            supervisor = cls(
+                config,
+                instance=instance,
+                runtime_dir=runtime_dir,
+                engines=engines,
+                api_servers=processes,
+                ray=ray,
+                ends=ends,
+            )
+            supervisor._write_attach_file()
+        except BaseException:
+            await ends.aclose()
+            raise
+        return supervisor
 
     @property
-    def runtime_dir(self) -> Path:
-        """Where the sockets of this instance are."""
-        return self._runtime_dir
+    def host(self) -> str | None:
+        """Address of this host that members on other hosts reach; None if all are on this one."""
+        return self._engines.host
 
-    def spawn_engine(self) -> EngineId:
-        """Start the engine."""
-        engine = EngineId(self.instance, rank=0)
-        spec = EngineSpec(engine, self._config, str(self._runtime_dir), self._ray)
-        self._spawn(engine, "eagleray.engine.entry:run", spec)
-        return engine
+    @property
+    def engines(self) -> set[EngineId]:
+        """Those that are there or are expected."""
+        expected = (seat.expected for seat in self._seats.values())
+        return {engine for engine in expected if isinstance(engine, EngineId)}
 
-    def spawn_api_server(self, listener_fd: int) -> ClientId:
-        """Start an API server that accepts connections from the listening socket `listener_fd`, which stays ours."""
-        client = ClientId(self.instance, index=0)
-        spec = ApiServerSpec(client, self._config, str(self._runtime_dir), listener_fd)
-        self._spawn(client, "eagleray.server.entry:run", spec, pass_fds=[listener_fd])
-        return client
+    def start_engines(self) -> None:
+        """Start those that the configuration wants here."""
+        for rank in local_ranks(self._config):
+            self._take_seat(EngineId(self.instance, rank), self._spawn_engine)
+
+    def start_api_servers(self, listener_fd: int) -> None:
+        """Start those that the configuration wants; they accept from the socket `listener_fd`, which stays ours."""
+        for index in range(self._config.serving.api_server_count):
+            self._take_seat(ClientId(self.instance, index), partial(self._spawn_api_server, listener_fd))
 
     def adopt(self, client: ClientId, address: str) -> None:
         """A client in this process, whose inbox is bound at `address`, belongs to the fleet."""
-        self._expect_start(client)
-        self._attach(client, address)
+        self._adopted.add(client)
+        self._board.attach(client, address, has_pulse=False)
 
     async def stop(self, grace: float) -> None:
         """End every process: API servers first, which let running requests finish for `grace` seconds."""
-        self._stopping = True
-        await self._end(lambda member: isinstance(member, ClientId), grace)
-        await self._end(lambda member: True, 0.0)
-        for timer in self._starting.values():  # of adopted clients
-            timer.cancel()
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
-        self._inbox.close()
-        self._outbox.close()
+        self._close_seats()
+        stop = Stop(grace, cause=str(self.failed.exception()) if self.failed.done() else "")
+        await asyncio.gather(self._end(ClientId, stop), self._guests.stop(stop))
+        await self._end(EngineId, Stop(0.0, cause=stop.cause))
+        await self._ends.aclose()
         if self.failed.done():
             self.failed.exception()  # whoever stops us has seen it or does not care
-        remove_runtime_dir(self._runtime_dir)
 
     @staticmethod
     def stop_seconds(grace: float) -> float:
@@ -137,127 +192,182 @@ class Supervisor:
 
     def kill(self) -> None:
         """End every process at once. `stop` is still needed, and quick then."""
-        for process in self._processes.values():
-            process.child.kill()
+        self._close_seats()
+        for seat in self._seats.values():
+            seat.kill()
+        self._guests.close()
+        self._engines.kill()
 
-    def _spawn(
-        self, member: PeerId, target: str, spec: EngineSpec | ApiServerSpec, *, pass_fds: Sequence[int] = ()
-    ) -> None:
-        self._expect_start(member)
-        child = Child(
-            target=target,
-            label=member.label,
-            payload=msgspec.msgpack.encode(spec),
-            log_level=self._config.execution.log_level,
-            runtime_dir=str(self._runtime_dir),
-            on_message=lambda message: self._from_thread(self._heard, member, message),
-            on_exit=lambda reason: self._from_thread(self._exited, member, reason),
-            pass_fds=pass_fds,
+    def bound(self, member: PeerId, address: str) -> None:
+        """For seats: `member` listens."""
+        self._board.attach(member, address, has_pulse=True)
+
+    def lost(self, loss: Loss) -> None:
+        """For seats: a member works no longer."""
+        self._board.leave(Left(loss.member, loss.reason, returns=loss.returns))
+        if loss.verdict is None:
+            return
+        logger.warning("%s is gone: %s; %s", loss.member.label, loss.reason, loss.what_follows)
+        if loss.failure is not None and loss.failure.traceback:
+            logger.warning("%s", loss.failure.traceback.rstrip())
+        ends = isinstance(loss.verdict, EndInstance)
+        if ends or (isinstance(loss.verdict, GiveUp) and not self._has_others_like(loss.member)):
+            self._fail(loss.as_exception())
+        else:
+            self._check_serving()
+
+    def _take_seat(self, first: PeerId, spawn: Callable[[PeerId, OnMessage, OnExit], Spawned]) -> None:
+        seat = Seat(
+            first,
+            spawn=spawn,
+            decide=self._decide,
+            watcher=self,
+            post=self._post,
+            start_seconds=self._config.execution.startup_timeout + START_MARGIN_SECONDS,
         )
-        self._processes[member] = _Process(child)
-        logger.debug("%s is process %d", member.label, child.pid)
+        self._seats[place(first)] = seat
+        seat.start()
 
-    def _from_thread(self, function: Callable[..., None], *args: object) -> None:
+    def _spawn_engine(self, engine: PeerId, on_message: OnMessage, on_exit: OnExit) -> Spawned:
+        assert isinstance(engine, EngineId)
+        self._board.expect(engine)
+        runtime_dir = str(self.runtime_dir) if self.host is None else ""  # elsewhere it is not
+        spec = EngineSpec(engine, self._config, runtime_dir, ray=self._ray)
+        return self._engines.spawn(spec, on_message=on_message, on_exit=on_exit)
+
+    def _spawn_api_server(self, listener_fd: int, client: PeerId, on_message: OnMessage, on_exit: OnExit) -> Spawned:
+        assert isinstance(client, ClientId)
+        self._board.expect(client)
+        spec = ApiServerSpec(client, self._config, str(self.runtime_dir), listener_fd, host=self.host)
+        return self._api_servers.spawn(spec, on_message=on_message, on_exit=on_exit)
+
+    def _decide(self, history: History, worked: float | None, failure: Failure | None) -> tuple[History, Verdict]:
+        return decide(
+            history,
+            worked=worked,
+            failure=failure,
+            max_restarts=self._config.recovery.max_engine_restarts,
+            instance_has_served=self.serving.is_set(),
+        )
+
+    def _has_others_like(self, member: PeerId) -> bool:
+        return any(type(seat.expected) is type(member) for seat in self._seats.values())
+
+    def _post(self, function: Callable[..., None], *args: object) -> None:
+        """Call it in the event loop, from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know any more
-            self._loop.call_soon_threadsafe(function, *args)
+            self._loop.call_soon_threadsafe(self._guarded, function, *args)
 
-    def _expect_start(self, member: PeerId) -> None:
-        seconds = self._config.execution.startup_timeout + START_MARGIN_SECONDS
-        self._starting[member] = self._loop.call_later(seconds, self._start_is_late, member, seconds)
-        self.serving.clear()
-
-    def _start_is_late(self, member: PeerId, seconds: float) -> None:
-        self._fail(DeadlineExceeded(f"{member.label} had not started after {seconds:.0f} s (option `startup_timeout`)"))
-
-    def _heard(self, member: PeerId, message: ChildToParent) -> None:
-        match message:
-            case Bound(address):
-                self._attach(member, address)
-            case Failed(cause):
-                self._processes[member].failure = cause
-                self._lost(member, cause, str(cause))  # its end may take a while: everybody shall know now
-
-    def _attach(self, member: PeerId, address: str) -> None:
-        self._addresses[member] = address
-        self._outbox.connect(member, address)
-        self._outbox.send(member, Attach(self._inbox.address, self._membership.attach(member)))
+    def _guarded(self, function: Callable[..., None], *args: object) -> None:
+        """An exception ends the instance: half of what was to be done is not."""
+        try:
+            function(*args)
+        except Exception as error:
+            logger.exception("the supervisor failed")
+            self._fail(EngineFailed(f"the supervisor failed: {type(error).__name__}: {error}"))
 
     async def _read_inbox(self) -> None:
         with contextlib.suppress(ChannelClosed):
             while True:
-                match await self._inbox.receive():
-                    case EngineStarted(engine, info):
-                        self._started(engine, info)
-                    case ClientStarted(client):
-                        self._started(client, None)
+                try:
+                    message = await self._inbox.receive()
+                except msgspec.MsgspecError as error:  # anybody who may enter the directory can write to the inbox
+                    logger.warning("dropped what is no message to the supervisor: %s", error)
+                else:
+                    self._guarded(self._handle, message)
+
+    def _handle(self, message: MemberToSupervisor) -> None:
+        match message:
+            case EngineStarted(engine, info):
+                self._started(engine, info)
+            case ClientStarted(client):
+                self._started(client, None)
+            case Failing(member, cause):
+                if seat := self._seat_of(member):
+                    seat.lose(str(cause), cause)
+            case Register():
+                if not self._is_ending:
+                    self._guests.register(message)
+            case Alive(ClientId() as client):
+                self._guests.renew(client)
+            case Alive():
+                pass  # engines have a pulse
 
     def _started(self, member: PeerId, info: EngineInfo | None) -> None:
-        timer = self._starting.pop(member, None)
-        if timer is None:  # its end was heard before its start
+        if member not in self._board:  # it has left, or was never here
             return
-        timer.cancel()
-        joined = Joined(member, self._addresses[member], info)
-        self._tell(self._membership.join(joined), joined)
-        if not self._starting:
+        if seat := self._seat_of(member):
+            if seat.phase is not Phase.STARTING:  # it has said so before
+                return
+            seconds_away = seat.started()
+            if seconds_away is not None:
+                logger.info("%s serves again after %.1f s", member.label, seconds_away)
+        self._adopted.discard(member)
+        self._board.join(member, info)
+        self._check_serving()
+
+    def _seat_of(self, member: PeerId) -> Seat | None:
+        """None for those that have none, and for incarnations of the past."""
+        seat = self._seats.get(place(member))
+        return seat if seat is not None and seat.member == member else None
+
+    def _check_serving(self) -> None:
+        settled = (seat.phase is Phase.UP or seat.expected is None for seat in self._seats.values())
+        if not self._adopted and all(settled):
             self.serving.set()
 
-    def _exited(self, member: PeerId, reason: str) -> None:
-        process = self._processes.pop(member)
-        process.ended.set()
-        self._outbox.disconnect(member)
-        if process.failure is None:
-            self._lost(member, None, reason)
-
-    def _lost(self, member: PeerId, failure: Failure | None, reason: str) -> None:
-        if timer := self._starting.pop(member, None):
-            timer.cancel()
-        left = Left(member, reason)
-        self._tell(self._membership.leave(left), left)
-        if not self._stopping:
-            self._fail(_as_exception(member, failure, reason))
-
-    def _tell(self, members: Iterable[PeerId], message: Joined | Left) -> None:
-        for member in members:
-            self._outbox.send(member, message)
+    def _silent(self, member: PeerId, seconds: float) -> None:
+        if seat := self._seat_of(member):
+            seat.lose(f"it was silent for {seconds:.0f} s", at_once=True)
 
     def _fail(self, error: EagleRayError) -> None:
+        """Nobody is started again; clients hear why."""
         if not self.failed.done():
             self.failed.set_exception(error)
+            self._close_seats()
+            self._board.send_stop(self._board.clients, Stop(FLUSH_SECONDS, cause=str(error)))
 
-    async def _end(self, which: Callable[[PeerId], bool], grace: float) -> None:
+    def _close_seats(self) -> None:
+        self._is_ending = True
+        for seat in self._seats.values():
+            seat.close()
+
+    async def _end(self, kind: type[EngineId] | type[ClientId], stop: Stop) -> None:
+        seats = [seat for seat in self._seats.values() if isinstance(seat.member, kind)]
+        await asyncio.gather(*(self._end_one(seat, stop) for seat in seats))
+
+    async def _end_one(self, seat: Seat, stop: Stop) -> None:
         """`Stop`, then SIGTERM, then SIGKILL, each when the one before has not helped in time."""
-        processes = {member: process for member, process in self._processes.items() if which(member)}
-        for member, process in processes.items():
-            if timer := self._starting.pop(member, None):  # not listening yet
-                timer.cancel()
-                process.child.terminate()
-            else:
-                self._outbox.send(member, Stop(grace))
-        means: list[tuple[float, Callable[[Child], None]]] = [
-            (grace + END_SECONDS, Child.terminate),
-            (END_SECONDS, Child.kill),
-        ]
+        means = [(END_SECONDS, seat.kill)]
+        if seat.phase is Phase.UP:
+            self._board.send_stop([seat.member], stop)
+            means.insert(0, (stop.grace + END_SECONDS, seat.terminate))
+        elif seat.phase is Phase.STARTING:  # it does not listen yet
+            seat.terminate()
         for patience, stronger in means:
-            await _wait_for_end(processes.values(), patience)
-            for member, process in processes.items():
-                if not process.ended.is_set():
-                    logger.warning("%s did not end within %.0f s: %s", member.label, patience, stronger.__name__)
-                    stronger(process.child)
-        await _wait_for_end(processes.values(), END_SECONDS)
+            if await seat.has_ended_within(patience):
+                return
+            logger.warning("%s did not end within %.0f s: %s", seat.member.label, patience, stronger.__name__)
+            stronger()
+        await seat.has_ended_within(END_SECONDS)
+
+    async def _end_reader(self) -> None:
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    def _write_attach_file(self) -> None:
+        if self._config.serving.attach_file is not None:
+            self._ends.enter_context(
+                attach_file(
+                    Path(self._config.serving.attach_file).expanduser(),
+                    instance=self.instance,
+                    supervisor=self._inbox.address,
+                    model=served_names(self._config.model)[0],
+                )
+            )
 
 
-async def _wait_for_end(processes: Iterable[_Process], seconds: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            for process in processes:
-                await process.ended.wait()
+async def _open_ray(config: Config, instance: str, runtime_dir: Path, ray: RayContext | None) -> Launcher[EngineSpec]:
+    from eagleray.fleet.ray_engines import RayLauncher
 
-
-def _as_exception(member: PeerId, failure: Failure | None, reason: str) -> EagleRayError:
-    """What the end of `member` means to whoever waits for this instance."""
-    if failure is None:
-        return EngineFailed(f"{member.label} is gone: {reason}")
-    if failure.is_user_error:
-        error: EagleRayError = getattr(errors, failure.kind, UserError)(failure.message)
-        return error
-    return EngineFailed(f"{member.label} failed: {failure}\n{failure.traceback}".rstrip())
+    return await RayLauncher.open(config, instance=instance, runtime_dir=runtime_dir, ray=ray)

@@ -1,8 +1,9 @@
 """How a process comes to life and ends.
 
-A spawned process binds its inbox and says `Bound` over the pipe it was born with; the supervisor connects and sends
-`Attach` into that inbox; the process does its start-up work and answers `Started`. Nobody is told an address before
-it is bound. A process that cannot go on says `Failed` over the pipe.
+A spawned process binds its inbox and says `Bound` to whoever gave birth to it (over the pipe it was born with; of a Ray
+actor it is the result of a call); the supervisor connects and sends `Attach` into that inbox; the process does its
+start-up work and answers `Started`. Nobody is told an address before it is bound. A process that cannot go on says
+`Failed` the same way. A front-end that was not spawned knocks (`Register`) and is attached then, see docs/wire.md.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import msgspec
 
 from eagleray.config import Config
-from eagleray.identity import ClientId, EngineId
+from eagleray.identity import ClientId, EngineId, PeerId
 from eagleray.messages.failure import Failure
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.workers import RayContext
 
 __all__ = [
+    "Alive",
     "ApiServerSpec",
     "Attach",
     "Bound",
@@ -24,19 +26,23 @@ __all__ = [
     "EngineSpec",
     "EngineStarted",
     "Failed",
+    "Failing",
     "MemberToSupervisor",
+    "Register",
     "Stop",
     "SupervisorToMember",
 ]
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
-    """What a spawned engine process is told at its birth."""
+    """What an engine is told at its birth."""
 
     engine: EngineId
     config: Config
     runtime_dir: str
-    """Directory for the sockets of this instance."""
+    """Directory for the sockets of this instance on the engine's host; empty: the engine makes one of its own."""
+    host: str | None = None
+    """Address to listen on for members of other hosts; None: this host alone."""
     ray: RayContext | None = None
     """Where the program is that asked for the engine, if it runs inside a Ray cluster."""
 
@@ -49,6 +55,8 @@ class ApiServerSpec(msgspec.Struct, frozen=True):
     runtime_dir: str
     listener_fd: int
     """The listening socket, held by the supervisor and inherited."""
+    host: str | None = None
+    """Address to listen on for engines of other hosts; None: this host alone."""
 
 
 class Bound(msgspec.Struct, frozen=True, tag=True):
@@ -69,15 +77,24 @@ ChildToParent = Bound | Failed
 class Attach(msgspec.Struct, frozen=True, tag=True):
     """You belong to this fleet: its supervisor, and everybody who is in it now."""
 
+    member: PeerId
+    """Who you are."""
     supervisor: str
     """Address of the supervisor's inbox."""
     members: list[Joined]
+    pulse: bytes = b""
+    """Ticket for `transport.Pulse`: be heard by it from now on, or count as lost. Empty for one that the supervisor
+    sees anyway (a client in its own process), and for registered ones, which send `Alive`."""
+    missing: list[Left] = []
+    """Engines that have left and have no successor yet."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End. API servers finish the requests that run, for at most `grace` seconds."""
 
     grace: float
+    cause: str = ""
+    """Why the instance fails; empty if it is stopped on purpose."""
 
 
 SupervisorToMember = Attach | Joined | Left | Stop
@@ -96,4 +113,26 @@ class ClientStarted(msgspec.Struct, frozen=True, tag=True):
     client: ClientId
 
 
-MemberToSupervisor = EngineStarted | ClientStarted
+class Failing(msgspec.Struct, frozen=True, tag=True):
+    """I am about to end because of this. For those whose end is reported by others, and later."""
+
+    member: PeerId
+    cause: Failure
+
+
+class Register(msgspec.Struct, frozen=True, tag=True):
+    """A client that was not spawned wants to belong to the fleet. Answered by `Attach` into its inbox."""
+
+    address: str
+    """Of its inbox, which is bound."""
+    lease: float
+    """Seconds after the last `Alive` for which it counts as there."""
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """A registered client is still there. To be sent a few times in a lease."""
+
+    member: PeerId
+
+
+MemberToSupervisor = EngineStarted | ClientStarted | Failing | Register | Alive

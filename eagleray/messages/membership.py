@@ -34,3 +34,7 @@ class Left(msgspec.Struct, frozen=True, tag=True):
 
     member: PeerId
     cause: str
+    returns: bool = True
+    """A successor of it is on its way. False: it was given up, or the instance ends."""
+    engine: EngineInfo | None = None
+    """What is served by such an engine, told to those who come while it is missing: they never met it."""

@@ -69,7 +69,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One for each of `token_ids` if the request asked for them, else empty."""
     prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens that were found in the prefix cache when the request was first scheduled."""
+    """Prompt tokens that were found in the prefix cache when this engine first scheduled the request."""
+    is_started: bool = False
+    """Of a suspect: it is about to be computed."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The stop token that ended the request; None for the model's own end-of-sequence token."""

@@ -23,6 +23,13 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
     """Under priority scheduling, lower runs first."""
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
+    output_token_ids: list[int] = []
+    """What an engine before this one has generated: go on after it. Chunks bring what is new."""
+    prompt_logprobs_from: int = 1
+    """The first position whose prompt log-probabilities are still missing."""
+    is_suspect: bool = False
+    """Engines have died with this request more than once: run no two such at a time, and say when one is started (a
+    `Chunk` with `is_started`, sent before its first step), so that its client knows which one it was."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

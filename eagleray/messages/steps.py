@@ -74,6 +74,15 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_tokens: list[int]
     """How many of its next tokens each of `rows` computes; at least 1."""
 
+    @property
+    def total_num_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+    @property
+    def label(self) -> str:
+        """For people: which step it is, and how large."""
+        return f"step {self.step} ({self.total_num_tokens} tokens in {len(self.rows)} rows)"
+
 
 class RowFailure(msgspec.Struct, frozen=True):
     """This row's request cannot go on; the others are unharmed."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from eagleray.messages.launching import DriverToLauncher, LauncherToDriver
 from eagleray.messages.lifecycle import ChildToParent, MemberToSupervisor, SupervisorToMember
 from eagleray.messages.outputs import EngineToClient
 from eagleray.messages.requests import ClientToEngine
@@ -34,6 +35,8 @@ class Wire(NamedTuple):
 
 WIRES = (
     Wire("birth", "engine, API server", "supervisor", ChildToParent, "the socket pair a child is born with"),
+    Wire("launch", "supervisor", "driver of Ray", LauncherToDriver, "zmq into the driver's inbox"),
+    Wire("launched", "driver of Ray", "supervisor", DriverToLauncher, "zmq into an inbox of the supervisor's own"),
     Wire("attach", "supervisor", "engine, client", SupervisorToMember, "zmq into the member's inbox"),
     Wire("report", "engine, client", "supervisor", MemberToSupervisor, "zmq into the supervisor's inbox"),
     Wire("requests", "client", "engine", ClientToEngine, "zmq into the engine's inbox"),

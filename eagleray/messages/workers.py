@@ -17,6 +17,8 @@ class RayContext(msgspec.Struct, frozen=True, kw_only=True):
     """Of the cluster, `host:port`."""
     placement_group: str | None = None
     """Id, in hex, of the placement group that the program runs in."""
+    bundles: list[int] = []
+    """Of an engine that is an actor: which bundle of that group each of its workers has, by rank. Some may be equal."""
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):

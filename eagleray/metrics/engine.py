@@ -1,8 +1,8 @@
-"""Load and totals of an engine, read from its newest stats at each scrape."""
+"""Load and totals of the engines, read from their newest stats at each scrape. Every API server hears all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -13,48 +13,54 @@ __all__ = ["EngineCollector"]
 
 LABELS = ("model_name", "engine")
 
+Reading = tuple[str, str, Callable[[EngineStats], float]]
+
+GAUGES: list[Reading] = [
+    ("num_requests_running", "Requests that are being computed.", lambda stats: stats.num_running),
+    ("num_requests_waiting", "Requests that wait to be computed.", lambda stats: stats.num_waiting),
+    (
+        "kv_cache_usage_perc",
+        "Part of the KV cache in use; 1 is all.",
+        lambda stats: (stats.num_kv_blocks - stats.num_free_kv_blocks) / max(1, stats.num_kv_blocks),
+    ),
+]
+
+# All but the last begin again with each incarnation of an engine, as Prometheus expects it of a process.
+COUNTERS: list[Reading] = [
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda stats: stats.num_prefix_queries),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda stats: stats.num_prefix_hits),
+    ("num_preemptions", "Requests put back to wait because the cache was full.", lambda stats: stats.num_preemptions),
+    (
+        "prompt_tokens",
+        "Prompt tokens processed, computed or found in the prefix cache.",
+        lambda stats: stats.num_prompt_tokens + stats.num_prefix_hits,
+    ),
+    ("generation_tokens", "Tokens generated.", lambda stats: stats.num_generation_tokens),
+    ("engine_steps", "Steps of the engine.", lambda stats: stats.num_steps),
+    ("engine_restarts", "How often the engine was started again.", lambda stats: stats.engine.incarnation),
+]
+
 
 class EngineCollector(Collector):
-    """Reports nothing while there are no stats: a zero would claim an idle engine."""
+    """Reports nothing of an engine that has no stats: a zero would claim an idle one."""
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats | None]) -> None:
+    def __init__(self, model_name: str, stats: Callable[[], Iterable[EngineStats]]) -> None:
         self._model_name = model_name
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        if stats is None:
+        # The newest incarnation is the last of its rank: two series of one name would spoil the whole scrape.
+        in_order = sorted(self._stats(), key=lambda stats: (stats.engine.rank, stats.engine.incarnation))
+        engines = {str(stats.engine.rank): stats for stats in in_order}
+        if not engines:
             return
-        labels = (self._model_name, str(stats.engine.rank))
-        for name, text, value in _gauges(stats):
+        for name, text, read in GAUGES:
             gauge = GaugeMetricFamily(f"eagleray:{name}", text, labels=LABELS)
-            gauge.add_metric(labels, value)
+            for rank, stats in engines.items():
+                gauge.add_metric((self._model_name, rank), read(stats))
             yield gauge
-        for name, text, value in _counters(stats):
+        for name, text, read in COUNTERS:
             counter = CounterMetricFamily(f"eagleray:{name}", text, labels=LABELS)
-            counter.add_metric(labels, value)
+            for rank, stats in engines.items():
+                counter.add_metric((self._model_name, rank), read(stats))
             yield counter
-
-
-def _gauges(stats: EngineStats) -> list[tuple[str, str, float]]:
-    num_used = stats.num_kv_blocks - stats.num_free_kv_blocks
-    return [
-        ("num_requests_running", "Requests that are being computed.", stats.num_running),
-        ("num_requests_waiting", "Requests that wait to be computed.", stats.num_waiting),
-        ("kv_cache_usage_perc", "Part of the KV cache in use; 1 is all.", num_used / max(1, stats.num_kv_blocks)),
-    ]
-
-
-def _counters(stats: EngineStats) -> list[tuple[str, str, float]]:
-    return [
-        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prefix_queries),
-        ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_prefix_hits),
-        ("num_preemptions", "Requests put back to wait because the cache was full.", stats.num_preemptions),
-        (
-            "prompt_tokens",
-            "Prompt tokens processed, computed or found in the prefix cache.",
-            stats.num_prompt_tokens + stats.num_prefix_hits,
-        ),
-        ("generation_tokens", "Tokens generated.", stats.num_generation_tokens),
-        ("engine_steps", "Steps of the engine.", stats.num_steps),
-    ]

@@ -1,13 +1,17 @@
-"""All metrics of one API server, in a registry of their own, as the text that `/metrics` returns."""
+"""All metrics of an instance, as the text that `/metrics` of any of its API servers returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Counter, ProcessCollector, generate_latest
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 
 from eagleray.messages.outputs import EngineStats
 from eagleray.metrics.engine import EngineCollector
+from eagleray.metrics.families import Families
+from eagleray.metrics.ledger import Ledger
+from eagleray.metrics.processes import ServerProcesses
+from eagleray.metrics.recovery import RecoveryMetrics
 from eagleray.metrics.requests import RequestMetrics
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
@@ -16,23 +20,29 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 
 class Metrics:
-    """Owns the registry. `stats` is asked at each scrape for the newest word of the engine, None if there is none."""
+    """What one API server counts, in `ledger`, and what it reports.
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats | None]) -> None:
+    `stats` is asked at each scrape for the newest word of every engine. `ledger` stays its maker's to close.
+    """
+
+    def __init__(self, model_name: str, stats: Callable[[], Iterable[EngineStats]], ledger: Ledger) -> None:
+        families = Families(ledger, model_name=model_name)
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(model_name, stats))
-        ProcessCollector(registry=self._registry)
-        self.requests = RequestMetrics(model_name, self._registry)
-        self._http = Counter(
-            "eagleray:http_requests",
+        self._registry.register(ServerProcesses(ledger.processes))
+        self._registry.register(families)
+        self.requests = RequestMetrics(families)
+        self.recovery = RecoveryMetrics(families)
+        self._http = families.counter(
+            "http_requests",
             "HTTP requests answered, by route, method and status (499: the client had gone).",
             ["route", "method", "status"],
-            registry=self._registry,
+            is_of_model=False,
         )
 
     def http_answered(self, route: str, method: str, status: int) -> None:
         """Count one HTTP request. `route` is a route's pattern, not a path: paths would be without bound."""
-        self._http.labels(route, method, str(status)).inc()
+        self._http.at(route, method, str(status)).add()
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format."""

@@ -6,11 +6,9 @@ These carry no `engine` label: a request may move from one engine to another.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-
-from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from eagleray.messages.outputs import FinishReason
+from eagleray.metrics.families import Families
 
 __all__ = ["RequestMetrics", "RequestTimer"]
 
@@ -36,13 +34,10 @@ def one_two_five(most: int) -> tuple[int, ...]:
 
 
 class RequestMetrics:
-    """Owns the request histograms of one registry."""
+    """The families that are about requests."""
 
-    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            family = Histogram(f"eagleray:{name}", text, ["model_name"], buckets=buckets, registry=registry)
-            return family.labels(model_name)
-
+    def __init__(self, families: Families) -> None:
+        histogram = families.histogram
         tokens = one_two_five(MOST_TOKENS)
         self.first_token = histogram(
             "time_to_first_token_seconds", "From the arrival of a request to its first token.", FIRST_TOKEN_SECONDS
@@ -64,13 +59,8 @@ class RequestMetrics:
         self.params_max_tokens = histogram(
             "request_params_max_tokens", "Parameter `max_tokens` of the requests that set it.", tokens
         )
-        success = Counter(
-            "eagleray:request_success",
-            "Completions that ended, by the reason.",
-            ["model_name", "finished_reason"],
-            registry=registry,
-        )
-        self.finished = {reason: success.labels(model_name, reason.value) for reason in FinishReason}
+        success = families.counter("request_success", "Completions that ended, by the reason.", ["finished_reason"])
+        self.finished = {reason: success.at(reason.value) for reason in FinishReason}
 
     def begin(self, *, arrival: float, num_prompt_tokens: int, n: int, max_tokens: int | None) -> RequestTimer:
         """A request was given to the engine. `arrival` is a time of `time.perf_counter`."""
@@ -117,7 +107,7 @@ class RequestTimer:
         """Completion `index` ended just now, with so many tokens in all. Every completion ends once."""
         now = time.perf_counter()
         self._running.discard(index)
-        self._metrics.finished[reason].inc()
+        self._metrics.finished[reason].add()
         self._metrics.generation_tokens.observe(num_tokens)
         self._metrics.latency.observe(now - self._arrival)
         if num_tokens > 1 and self._first is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import signal
 import socket
@@ -18,6 +19,8 @@ __all__ = ["main"]
 
 logger = get_logger(__name__)
 
+PR_SET_PDEATHSIG = 1
+
 
 def main() -> int:
     """Become what the parent wants; say why to the parent if that ends by an exception."""
@@ -33,6 +36,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _end)
     parent = Parent(sock)
     parent.end_with_parent(birth.runtime_dir)
+    _go_on_when_parent_dies()
     try:
         module, _, function = birth.target.partition(":")
         getattr(importlib.import_module(module), function)(birth.payload, parent)
@@ -41,6 +45,12 @@ def main() -> int:
         parent.tell(error)
         return 1
     return 0
+
+
+def _go_on_when_parent_dies() -> None:
+    """A process that is stopped would not notice that its parent is gone: the system lets it go on then, to its end."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def _end(signum: int, frame: FrameType | None) -> None:

@@ -8,17 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from eagleray.errors import InvalidRequest, PromptTooLong
 from eagleray.identity import ClientId
 from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, Stopping
 from eagleray.messages.steps import RowStart
+from eagleray.scheduler.admission import check_admission
 from eagleray.scheduler.prefix import root_hash
 
 __all__ = ["Finish", "Output", "Request", "Run", "new_request"]
-
-MAX_TOKEN_ID = 2**31 - 1
 
 
 class Output(NamedTuple):
@@ -56,6 +54,8 @@ class Request:
     """Of the first full blocks of `token_ids`; extended when needed."""
     prompt_logprobs_from: int = 1
     """First position whose prompt log-probabilities were not delivered yet, if the request wants them."""
+    is_suspect: bool = False
+    """Engines have died with it: see `suspects`."""
     was_started: bool = False
     num_cached_tokens: int = 0
     """Prompt tokens found in the cache at the first start; 0 again once the client was told."""
@@ -139,23 +139,13 @@ class Run:
         )
 
 
-def new_request(message: Generate, *, priority: int, arrival: int, max_model_len: int) -> Request:
-    """Raises `InvalidRequest` for what can never run."""
+def new_request(message: Generate, *, priority: int, arrival: int, max_model_len: int, vocab_size: int) -> Request:
+    """The request as if it had been preempted after what it has generated elsewhere, if it has.
+
+    Raises `InvalidRequest` for what can never run.
+    """
+    check_admission(message, max_model_len=max_model_len, vocab_size=vocab_size)
     num_prompt_tokens = len(message.prompt_token_ids)
-    if num_prompt_tokens == 0:
-        raise InvalidRequest("the prompt is empty, but it needs at least one token to continue from", param="prompt")
-    if num_prompt_tokens >= max_model_len:
-        raise PromptTooLong(
-            f"the prompt has {num_prompt_tokens} tokens, but the model's length is {max_model_len} tokens, prompt and "
-            f"output together: shorten the prompt to at most {max_model_len - 1} tokens",
-            param="prompt",
-        )
-    if min(message.prompt_token_ids) < 0 or max(message.prompt_token_ids) > MAX_TOKEN_ID:
-        raise InvalidRequest(f"the prompt's token ids must be between 0 and {MAX_TOKEN_ID}", param="prompt")
-    if message.stopping.max_tokens < 1:
-        raise InvalidRequest(
-            f"`max_tokens` must be at least 1, but it is {message.stopping.max_tokens}", param="max_tokens"
-        )
     return Request(
         client=message.client,
         request_id=message.request_id,
@@ -163,8 +153,10 @@ def new_request(message: Generate, *, priority: int, arrival: int, max_model_len
         stopping=message.stopping,
         priority=priority,
         arrival=arrival,
-        token_ids=list(message.prompt_token_ids),
+        token_ids=[*message.prompt_token_ids, *message.output_token_ids],
         num_prompt_tokens=num_prompt_tokens,
         max_num_tokens=min(num_prompt_tokens + message.stopping.max_tokens, max_model_len),
         root_hash=root_hash(message.cache_salt),
+        prompt_logprobs_from=message.prompt_logprobs_from,
+        is_suspect=message.is_suspect,
     )

@@ -14,15 +14,17 @@ from typing import Literal
 
 from eagleray.errors import ConfigError, InvalidRequest
 from eagleray.identity import ClientId
-from eagleray.messages.outputs import FinishReason
+from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.requests import Generate
 from eagleray.messages.steps import StepPlan, StepResult
+from eagleray.scheduler.admission import NUM_TOKEN_IDS
 from eagleray.scheduler.draft import Draft, InFlight
 from eagleray.scheduler.kv_cache import KVCache
 from eagleray.scheduler.queues import WaitingQueue
 from eagleray.scheduler.request import Output, Request, Run, new_request
 from eagleray.scheduler.rows import RowTable
 from eagleray.scheduler.stats import Counters, SchedulerStats
+from eagleray.scheduler.suspects import Suspects
 
 __all__ = ["Scheduler"]
 
@@ -47,6 +49,7 @@ class Scheduler:
         enable_prefix_caching: bool,
         policy: Literal["fcfs", "priority"],
         num_stages: int = 1,
+        vocab_size: int = NUM_TOKEN_IDS,
     ) -> None:
         if num_blocks * block_size < max_model_len:
             raise ConfigError(
@@ -56,15 +59,18 @@ class Scheduler:
             )
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
         self._num_stages = num_stages
         self._has_priorities = policy == "priority"
         self._cache = KVCache(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
         self._requests: dict[tuple[ClientId, str], Request] = {}
         self._waiting = WaitingQueue()
+        self._suspects = Suspects()
         self._running = RowTable(max_num_seqs)
         self._in_flight: deque[InFlight] = deque()
         self._next_step = 0
         self._num_arrivals = 0
+        self._notices: list[Output] = []
         self._counters = Counters()
 
     @property
@@ -75,7 +81,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting),
+            num_waiting=len(self._waiting) + len(self._suspects),
             num_kv_blocks=self._cache.num_blocks,
             num_free_kv_blocks=self._cache.num_free_blocks,
             **asdict(self._counters),
@@ -84,7 +90,8 @@ class Scheduler:
     # Requests come and go.
 
     def add(self, request: Generate) -> None:
-        """Take a request in. Raises `InvalidRequest` for what can never run."""
+        """Take a request in, from its beginning or from where another engine has left it. Raises `InvalidRequest` for
+        what can never run."""
         key = request.client, request.request_id
         if key in self._requests:
             raise InvalidRequest(
@@ -92,10 +99,16 @@ class Scheduler:
                 param="request_id",
             )
         priority = request.priority if self._has_priorities else 0
-        state = new_request(request, priority=priority, arrival=self._num_arrivals, max_model_len=self._max_model_len)
+        state = new_request(
+            request,
+            priority=priority,
+            arrival=self._num_arrivals,
+            max_model_len=self._max_model_len,
+            vocab_size=self._vocab_size,
+        )
         self._num_arrivals += 1
         self._requests[key] = state
-        self._waiting.push(state)
+        (self._suspects if state.is_suspect else self._waiting).push(state)
 
     def abort(self, client: ClientId, request_ids: Iterable[str]) -> list[Output]:
         """End these requests: a last chunk for each that was here."""
@@ -122,6 +135,11 @@ class Scheduler:
         if not draft.is_short_of_blocks:
             self._start_waiting(draft)
         return self._issue(draft) if draft.num_tokens else None
+
+    def take_notices(self) -> list[Output]:
+        """What clients must have been told before the last plan is carried out: that it starts a suspect."""
+        notices, self._notices = self._notices, []
+        return notices
 
     def apply(self, result: StepResult) -> list[Output]:
         """What the oldest step in flight produced. Rows whose request ended or was preempted since are dropped."""
@@ -184,6 +202,8 @@ class Scheduler:
         return True
 
     def _start_waiting(self, draft: Draft) -> None:
+        if (suspect := self._suspects.next(self._in_flight)) is not None:
+            self._waiting.push(suspect)
         while self._waiting and self._running.has_free and draft.budget > 0:
             request = self._waiting.first()
             cached = self._cache.lookup(request)
@@ -205,6 +225,8 @@ class Scheduler:
         draft.add(run, num_tokens)
         if not request.was_started:
             self._count_lookup(request, num_cached)
+            if request.is_suspect:
+                self._notices.append(Output(request.client, Chunk(request_id=request.request_id, is_started=True)))
         self._advance(run, num_tokens)
 
     def _advance(self, run: Run, num_tokens: int) -> None:
@@ -215,7 +237,7 @@ class Scheduler:
 
     def _count_lookup(self, request: Request, num_cached: int) -> None:
         request.was_started = True
-        request.num_cached_tokens = num_cached
+        request.num_cached_tokens = num_cached = min(num_cached, request.num_prompt_tokens)
         if self._cache.enable_prefix_caching and request.num_readable_tokens > 0:
             self._counters.num_prefix_queries += request.num_prompt_tokens
             self._counters.num_prefix_hits += num_cached
@@ -273,10 +295,11 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         """Forget a request, wherever it is."""
         del self._requests[request.client, request.request_id]
-        if request.run is None:
-            self._waiting.remove(request)
-        else:
+        was_held_back = request.is_suspect and self._suspects.end(request)
+        if request.run is not None:
             self._leave_row(request.run)
+        elif not was_held_back:
+            self._waiting.remove(request)
 
     def _leave_row(self, run: Run) -> None:
         """The run is over. Its blocks are free at once, or when the last step in flight that names them is applied."""

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from eagleray.client import Client
 from eagleray.config import Config
+from eagleray.metrics import Ledger
 from eagleray.server.collective_rpc import CollectiveRpcRoute
 from eagleray.server.edge import Edge
 from eagleray.server.endpoint import Endpoint, Operation
@@ -22,6 +23,7 @@ from eagleray.server.openai.completions import CompletionRoute
 from eagleray.server.openai.models import ModelRoutes
 from eagleray.server.openapi import describe
 from eagleray.server.replies import json_reply
+from eagleray.server.server_info import ServerInfoRoute
 from eagleray.server.service import Service
 from eagleray.server.status import StatusRoutes
 from eagleray.server.tokens import TokenRoutes
@@ -29,14 +31,15 @@ from eagleray.server.tokens import TokenRoutes
 __all__ = ["create_app"]
 
 
-def create_app(client: Client, config: Config) -> ASGIApp:
-    """The application. `client` serves it and stays its maker's to run and to close.
+def create_app(client: Client, config: Config, ledger: Ledger) -> ASGIApp:
+    """The application. `client` serves it, it counts in `ledger`; both stay their maker's to close.
 
     Raises `CheckpointError` for a generation_config.json that makes no sense.
     """
-    service = Service(client, config)
+    service = Service(client, config, ledger)
     endpoints = [
         *StatusRoutes(service).endpoints(),
+        *ServerInfoRoute(service, config).endpoints(),
         *ModelRoutes(service).endpoints(),
         *CompletionRoute(service).endpoints(),
         *ChatRoute(service).endpoints(),

@@ -6,7 +6,7 @@ The table is the one source for routing, for the API key rule and for /openapi.j
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
@@ -28,6 +28,8 @@ class Operation(NamedTuple):
     """Type of the JSON answer; None: plain text, or nothing."""
     streams: type | None = None
     """Struct of the events under `"stream": true`; None: does not stream."""
+    headers: Mapping[str, str] = {}
+    """What callers may say in headers: name, description."""
     refuses: tuple[int, ...] = ()
     """Statuses of errors, other than those that every route may answer with."""
 

@@ -1,4 +1,8 @@
-"""The API server process, from its birth to its end: bind, be attached, serve HTTP."""
+"""The API server process, from its birth to its end: bind, be attached, serve HTTP.
+
+Several servers accept from one listening socket, which the supervisor holds. Each closes its own descriptor of it, or
+dies with it, and the others go on; `shutdown` would end the socket for all of them, and is called by nobody.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ import uvloop
 
 from eagleray.client import Client, open_client
 from eagleray.messages.lifecycle import ApiServerSpec, Bound
+from eagleray.metrics import Ledger
 from eagleray.process import Parent
 from eagleray.server.app import create_app
 
@@ -37,13 +42,20 @@ class _Server(uvicorn.Server):
 def run(payload: bytes, parent: Parent) -> None:
     """Be the API server that `payload`, an encoded `ApiServerSpec`, describes."""
     spec = msgspec.msgpack.decode(payload, type=ApiServerSpec)
-    uvloop.run(_serve(spec, parent))
+    with contextlib.closing(Ledger.open(Path(spec.runtime_dir) / "metrics", spec.client.index)) as ledger:
+        uvloop.run(_serve(spec, parent, ledger))
 
 
-async def _serve(spec: ApiServerSpec, parent: Parent) -> None:
-    client = open_client(spec.client, spec.config, Path(spec.runtime_dir))
+async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger) -> None:
+    client = open_client(
+        spec.client,
+        spec.config,
+        Path(spec.runtime_dir),
+        host=spec.host,
+        max_in_flight=spec.config.serving.max_queued_requests,
+    )
     config = uvicorn.Config(
-        create_app(client, spec.config),
+        create_app(client, spec.config, ledger),
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -54,16 +66,25 @@ async def _serve(spec: ApiServerSpec, parent: Parent) -> None:
     server = _Server(config)
     parent.send(Bound(client.address))
     with socket.socket(fileno=spec.listener_fd) as listener:
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        serving = asyncio.create_task(_accept(server, listener, client))
         reading = asyncio.create_task(client.run())
         stopping = asyncio.create_task(client.stopping.wait())
         await asyncio.wait([serving, reading, stopping], return_when=asyncio.FIRST_COMPLETED)
         await _drain(client)
         await client.close()  # what still runs ends as aborted, and its connection properly
         server.should_exit = True
-        await serving
+        if not client.attached.is_set():
+            serving.cancel()
+        else:
+            await serving
         stopping.cancel()
         await reading
+
+
+async def _accept(server: _Server, listener: socket.socket, client: Client) -> None:
+    """Serve once the client knows of the engines. Until then it could only refuse: to wait in the backlog is better."""
+    await client.attached.wait()
+    await server.serve(sockets=[listener])
 
 
 async def _drain(client: Client) -> None:

@@ -14,6 +14,7 @@ from eagleray.errors import (
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
+    Overloaded,
     PromptTooLong,
     RequestFailed,
     Unavailable,
@@ -58,11 +59,15 @@ class WrongApiKey(UserError):
     """No key, or one that this server does not know."""
 
 
+ErrorType = Literal["invalid_request_error", "requests", "server_error"]
+"""`requests`: there are too many of them."""
+
+
 class ErrorBody(msgspec.Struct, frozen=True):
     """What went wrong."""
 
     message: str
-    type: Literal["invalid_request_error", "server_error"]
+    type: ErrorType
     param: str | None
     """The field of the request that is to blame."""
     code: str | None
@@ -78,7 +83,7 @@ class Rule(NamedTuple):
     """How an exception is told: the fields of the body, and the status if nothing has been sent yet."""
 
     status: int
-    type: Literal["invalid_request_error", "server_error"]
+    type: ErrorType
     code: str | None
 
 
@@ -91,6 +96,7 @@ TABLE: dict[type[Exception], Rule] = {
     UnknownRoute: Rule(404, "invalid_request_error", "unknown_url"),
     WrongMethod: Rule(405, "invalid_request_error", "method_not_allowed"),
     BodyTooLarge: Rule(413, "invalid_request_error", "request_too_large"),
+    Overloaded: Rule(429, "requests", "rate_limit_exceeded"),
     RequestFailed: Rule(500, "server_error", "request_failed"),
     EngineFailed: Rule(500, "server_error", "engine_failed"),
     WorkerFailed: Rule(500, "server_error", "worker_failed"),

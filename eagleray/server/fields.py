@@ -10,7 +10,15 @@ from msgspec import Meta
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
 
-__all__ = ["SAMPLING_NAMES", "SamplingFields", "StreamOptions", "sampling_params", "stream_options"]
+__all__ = ["SAMPLING_NAMES", "SamplingFields", "StreamOptions", "Timeout", "sampling_params", "stream_options"]
+
+Timeout = Annotated[
+    float,
+    Meta(
+        gt=0,
+        description="Seconds after which the request is given up with an error. Default: as the server is set up.",
+    ),
+]
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):

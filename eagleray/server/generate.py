@@ -13,8 +13,16 @@ from starlette.types import ASGIApp
 from eagleray.client import CompletionDelta, CompletionOutput, Prompt
 from eagleray.server.body import BodyDecoder, field_names
 from eagleray.server.endpoint import Endpoint, Operation
-from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions, sampling_params, stream_options
+from eagleray.server.fields import (
+    SAMPLING_NAMES,
+    SamplingFields,
+    StreamOptions,
+    Timeout,
+    sampling_params,
+    stream_options,
+)
 from eagleray.server.generation import Generation, Generations, Order
+from eagleray.server.headers import ROUTING_HEADERS
 from eagleray.server.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs, prompt_logprobs
 from eagleray.server.replies import Emit, EventStream, json_reply, unless_disconnected
 from eagleray.server.service import Service
@@ -42,6 +50,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    timeout: Timeout | None = None
 
 
 class GenerateChoice(msgspec.Struct, kw_only=True):
@@ -91,14 +100,15 @@ class GenerateRoute:
             takes=GenerateRequest,
             gives=GenerateResponse,
             streams=GenerateResponse,
-            refuses=(400, 404, 413, 500, 503),
+            headers=ROUTING_HEADERS,
+            refuses=(400, 404, 413, 429, 500, 503, 504),
         )
         return [Endpoint("/inference/v1/generate", post=create)]
 
     async def create(self, request: Request) -> ASGIApp:
         body = await self._body.read(request)
         self._service.check_model(body.model)
-        self._service.check_ready()
+        self._service.check_open()
         with field_names(FIELD_NAMES):
             job = self._read(body, request)
         if body.stream:
@@ -111,11 +121,11 @@ class GenerateRoute:
         if fields.detokenize is None:
             decided["detokenize"] = bool(fields.stop)
         order = Order.of(
+            self._service,
             request,
-            [Prompt(token_ids=body.token_ids)],
-            sampling_params(fields, self._service.default_sampling, **decided),
-            priority=self._service.check_priority(body.priority),
-            cache_salt=body.cache_salt,
+            body,
+            prompts=[Prompt(token_ids=body.token_ids)],
+            params=sampling_params(fields, self._service.default_sampling, **decided),
             field_names=FIELD_NAMES,
         )
         return Job(body, order, stream_options(body.stream, body.stream_options))

@@ -8,25 +8,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from starlette.requests import Request
 
 from eagleray.client import CompletionDelta, CompletionOutput, Logprob, Prompt, RequestOutput, RequestStream
-from eagleray.errors import InvalidRequest
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
 from eagleray.metrics import RequestTimer
 from eagleray.server.body import field_names
+from eagleray.server.headers import rank_of, session_of
 from eagleray.server.service import Service
 
-__all__ = ["Generation", "Generations", "Order", "all_of"]
+__all__ = ["Generation", "Generations", "Order", "OrderFields", "all_of"]
 
 
 T = TypeVar("T")
 
 START_AT_ONCE = 64
 """After this many prompts of one order, the event loop's others get their turn."""
+
+
+class OrderFields(Protocol):
+    """The fields of a request's body that say how it is to be treated."""
+
+    priority: int | None
+    cache_salt: str | None
+    timeout: float | None
 
 
 class Order(NamedTuple):
@@ -39,34 +47,43 @@ class Order(NamedTuple):
     params: SamplingParams
     priority: int
     cache_salt: str
-    only_prompt: bool = False
+    timeout: float | None
+    """Seconds; None: as the client is set up."""
+    rank: int | None
+    """Of the engine that it must go to; None: any."""
+    session: str | None
+    """It goes to the engine that others of its session went to."""
+    only_prompt: bool
     """It takes a token to compute a prompt. That one token was not asked for and is not shown."""
-    field_names: Mapping[str, str] = {}
+    field_names: Mapping[str, str]
     """What the request calls the fields that the client knows as `prompt`, `logprobs` and so on, where it differs."""
 
     @classmethod
     def of(
         cls,
+        service: Service,
         request: Request,
+        fields: OrderFields,
+        *,
         prompts: Sequence[Prompt],
         params: SamplingParams,
-        *,
-        priority: int,
-        cache_salt: str | None,
         only_prompt: bool = False,
         field_names: Mapping[str, str] = {},
     ) -> Order:
-        _check_rank(request)
+        """Raises `InvalidRequest` for a wrong header, or a priority that could have no effect."""
         state = request.scope["state"]
         return cls(
-            state["request_id"],
-            state["arrival"],
-            prompts,
-            params,
-            priority,
-            cache_salt or "",
-            only_prompt,
-            field_names,
+            request_id=state["request_id"],
+            arrival=state["arrival"],
+            prompts=prompts,
+            params=params,
+            priority=service.check_priority(fields.priority),
+            cache_salt=fields.cache_salt or "",
+            timeout=fields.timeout,
+            rank=rank_of(request.headers, service.ranks),
+            session=session_of(request.headers),
+            only_prompt=only_prompt,
+            field_names=field_names,
         )
 
 
@@ -144,7 +161,7 @@ class Generations:
         self.each: list[Generation] = []
 
     async def __aenter__(self) -> Generations:
-        """Raises `InvalidRequest` or `Unavailable`; nothing is running then."""
+        """Raises `InvalidRequest` or `Unavailable` (or `Overloaded`); nothing is running then."""
         try:
             for prompt in self._order.prompts:
                 self.each.append(self._start(prompt))
@@ -170,6 +187,9 @@ class Generations:
                 request_id=self._service.unique(order.request_id),
                 priority=order.priority,
                 cache_salt=order.cache_salt,
+                timeout=order.timeout,
+                session=order.session,
+                rank=order.rank,
             )
         timer = self._service.metrics.requests.begin(
             arrival=order.arrival,
@@ -182,16 +202,6 @@ class Generations:
     async def _close(self, reason: FinishReason) -> None:
         for generation in self.each:
             await generation.close(reason)
-
-
-def _check_rank(request: Request) -> None:
-    """A caller that names an engine must not get another one."""
-    rank = request.headers.get("x-data-parallel-rank")
-    if rank is not None and rank != "0":
-        raise InvalidRequest(
-            f"header X-data-parallel-rank: there is no rank {rank!r} here; this server has one engine, of rank 0",
-            param="X-data-parallel-rank",
-        )
 
 
 def _hide(part: CompletionDelta | CompletionOutput) -> None:

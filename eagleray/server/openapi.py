@@ -17,6 +17,7 @@ REASONS = {
     401: "No API key, or an unknown one.",
     404: "The model is not served here.",
     413: "The request's body is too large.",
+    429: "Too many requests are in flight; try again after the seconds that the header Retry-After says.",
     500: "The request failed.",
     503: "Not at present; try again after the seconds that the header Retry-After says.",
     504: "It was not done within its timeout.",
@@ -66,6 +67,11 @@ def _operation(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any
     if operation.takes is not None:
         body = {"application/json": {"schema": schema_of[operation.takes]}}
         described["requestBody"] = {"required": True, "content": body}
+    if operation.headers:
+        described["parameters"] = [
+            {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}
+            for name, text in operation.headers.items()
+        ]
     for status in operation.refuses:
         described["responses"][str(status)] = _response(REASONS[status], schema_of[ErrorReply])
     return described

@@ -14,10 +14,9 @@ from typing import Any
 
 from eagleray.client import Client, Tokenizer, default_sampling
 from eagleray.config import Config
-from eagleray.config.resolve import checkpoint_dir, served_names
+from eagleray.config.resolve import checkpoint_dir, local_ranks, served_names
 from eagleray.errors import InvalidRequest, Unavailable, UnknownModel
-from eagleray.messages.membership import EngineInfo
-from eagleray.metrics import Metrics
+from eagleray.metrics import Ledger, Metrics
 
 __all__ = ["Service"]
 
@@ -26,17 +25,20 @@ LONG_TEXT = 4096
 
 
 class Service:
-    """`client` is used, not owned: whoever made it closes it."""
+    """`client` and `ledger` are used, not owned: whoever made them closes them."""
 
-    def __init__(self, client: Client, config: Config) -> None:
+    def __init__(self, client: Client, config: Config, ledger: Ledger) -> None:
         self.client = client
         self.model_names = served_names(config.model)
         self.model_root = str(checkpoint_dir(config.model))
         self.max_request_bytes = config.serving.max_request_bytes
         self.max_logprobs = config.model.max_logprobs
         self.has_priorities = config.scheduling.scheduling_policy == "priority"
+        self.ranks = local_ranks(config)
+        """Of the engines that requests may ask for."""
         self.default_sampling: dict[str, Any] = default_sampling(config.model)
-        self.metrics = Metrics(self.model_name, lambda: client.stats)
+        self.metrics = Metrics(self.model_name, lambda: client.stats.values(), ledger)
+        client.observer = self.metrics.recovery
         self.created = int(time.time())
         self._serial = itertools.count()
 
@@ -74,17 +76,30 @@ class Service:
             )
         return priority or 0
 
-    def check_engine(self) -> EngineInfo:
-        """The engine that a request would go to; raises `Unavailable` if there is none."""
-        if self.client.engine_info is None:
-            raise Unavailable("no engine is ready to take requests; try again later")
-        return self.client.engine_info
+    def check_engine(self) -> None:
+        """Raises `Unavailable`, with the cause, if there is no engine at this moment."""
+        client = self.client
+        if client.engines:
+            return
+        if client.expects_engines:
+            raise Unavailable(f"no engine is there until one has been started again: {client.cause}")
+        raise Unavailable(f"no engine is ready{f': {client.cause}' if client.cause else ', try again in a moment'}")
 
-    def check_ready(self) -> EngineInfo:
-        """The same, also while the server is stopping: it takes no new requests then."""
+    def check_running(self) -> None:
+        """Raises `Unavailable` if this server is stopping: it takes no new requests then."""
         if self.client.stopping.is_set():
             raise Unavailable("this server is stopping and takes no new requests; try again elsewhere or later")
-        return self.check_engine()
+
+    def check_ready(self) -> None:
+        """Raises `Unavailable` unless a request could be worked on now."""
+        self.check_running()
+        self.check_engine()
+
+    def check_open(self) -> None:
+        """Raises `Unavailable` for requests that could not even wait here for an engine that is coming back."""
+        self.check_running()
+        if not self.client.expects_engines:
+            self.check_engine()
 
     def unique(self, request_id: str) -> str:
         """A name for a request to the engine: callers may use one X-Request-Id for several requests."""

@@ -16,8 +16,9 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from eagleray.errors import ChannelClosed, ConfigError
+from eagleray.errors import ChannelClosed
 from eagleray.transport.endpoint import local_address
+from eagleray.transport.tcp import be_client, be_server, bind_port, keep_alive
 
 __all__ = ["SECRET_BYTES", "Contact", "dial", "end", "has_mail", "listen"]
 
@@ -25,9 +26,6 @@ SECRET_BYTES = 32
 
 LINGER_MS = 1000
 """How long a closed socket still tries to hand over what it took."""
-
-KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 4}
-"""A host that vanished without a word is noticed after half a minute."""
 
 
 class Contact(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,13 +48,10 @@ def listen(*, runtime_dir: Path, name: str, host: str | None) -> tuple[zmq.Socke
     socket = _make(zmq.ROUTER)
     try:
         socket.router_mandatory = 1
-        server_key = None
-        if host is not None:
-            server_key, socket.curve_secretkey = zmq.curve_keypair()
-            socket.curve_server = True
+        server_key = None if host is None else be_server(socket)
         name = f"{name}-{secrets.token_hex(4)}"
         socket.bind(local_address(runtime_dir, name))
-        tcp = None if host is None else _bind_port(socket, host)
+        tcp = None if host is None else bind_port(socket, host)
     except BaseException:
         socket.close(linger=0)
         raise
@@ -89,8 +84,7 @@ def dial(
         )
     socket = _make(zmq.DEALER)
     if contact.server_key is not None:
-        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-        socket.curve_serverkey = contact.server_key
+        be_client(socket, contact.server_key)
     socket.ipv6 = "[" in address
     socket.connect(address)
     return socket, medium
@@ -105,23 +99,8 @@ def _make(kind: int) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.sndhwm = socket.rcvhwm = 0  # bounded by credits, or one beat a second
     socket.linger = LINGER_MS
-    for option, value in KEEPALIVE.items():
-        socket.setsockopt(option, value)
+    keep_alive(socket)
     return socket
-
-
-def _bind_port(socket: zmq.Socket[bytes], host: str) -> str:
-    socket.ipv6 = ":" in host
-    address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
-    try:
-        socket.bind(f"{address}:0")
-    except zmq.ZMQError as error:
-        raise ConfigError(
-            f"cannot listen on {host} for workers of other nodes ({error}): it must be an address of this host that "
-            "the other nodes can reach"
-        ) from error
-    port = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").rpartition(b":")[2].decode()
-    return f"{address}:{port}"
 
 
 def _is_listening(path: Path) -> bool:

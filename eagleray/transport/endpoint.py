@@ -2,32 +2,102 @@
 
 Nothing to probe and nothing to collide: the directory belongs to one instance, the file's name to one identity. The
 directory's mode is the authentication.
+
+Whoever has made a directory holds a lock on it (`flock`, on the directory itself) for as long as it lives. The system
+drops the lock when its holder ends, however it ends, so that whoever makes the next directory can tell what was left
+behind, and removes it. The lock is not inherited by the programs that the holder starts: children that outlive it and
+still tidy up do so without it, and do not keep others from doing the same.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import re
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 __all__ = ["local_address", "make_runtime_dir", "remove_runtime_dir"]
 
+PREFIX = "eagleray-"
+SUFFIX = ".run"
+LOCKED_NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}\{SUFFIX}")
+UNLOCKED_NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")
+"""Of versions that did not lock: whether somebody uses them cannot be told, unless there is nothing in them."""
+
 MAX_DIR_LENGTH = 70
 """A Unix socket's path has at most 107 bytes; this leaves room for the names of identities."""
 
+BIRTH_SECONDS = 5.0
+"""A directory is a moment old before it is locked."""
+
+EMPTY_SECONDS = 60.0
+"""An empty directory of a version that did not lock is left alone for so long."""
+
+_locks: dict[Path, int] = {}
+"""The directories of this process, and the descriptors that hold their locks."""
+
 
 def make_runtime_dir() -> Path:
-    """A new directory, mode 0700, for the sockets of one instance."""
+    """A new directory, mode 0700, for the sockets of one instance. Removes those whose owners are gone."""
     parent = tempfile.gettempdir()
-    if len(parent) > MAX_DIR_LENGTH - len("/eagleray-12345678"):
+    if len(parent) > MAX_DIR_LENGTH - len(f"/{PREFIX}12345678{SUFFIX}"):
         parent = "/tmp"
-    return Path(tempfile.mkdtemp(prefix="eagleray-", dir=parent))
+    _sweep(parent)
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, suffix=SUFFIX, dir=parent))
+        lock = _lock(path)
+        if lock is not None:
+            _locks[path] = lock
+            return path
 
 
 def remove_runtime_dir(path: Path) -> None:
     """Remove the directory and every socket in it. Fine if it is gone already."""
     shutil.rmtree(path, ignore_errors=True)
+    if (lock := _locks.pop(path, None)) is not None:
+        os.close(lock)
 
 
 def local_address(runtime_dir: Path, name: str) -> str:
     return f"ipc://{runtime_dir / name}"
+
+
+def _lock(path: str | Path) -> int | None:
+    """A descriptor that holds the lock of the directory; None if somebody else has it, or has removed the directory."""
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_there = os.path.samestat(os.fstat(descriptor), os.lstat(path))
+        except (BlockingIOError, FileNotFoundError):
+            return None
+        if is_there:
+            stack.pop_all()
+        return descriptor if is_there else None
+
+
+def _sweep(parent: str) -> None:
+    """Remove directories of this user whose owners are gone. Others may do the same at the same time: each directory
+    is removed by the one that has got its lock."""
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            if entry.name.startswith(PREFIX):
+                with contextlib.suppress(OSError):  # gone meanwhile
+                    _remove_if_abandoned(entry)
+
+
+def _remove_if_abandoned(entry: os.DirEntry[str]) -> None:
+    state = entry.stat(follow_symlinks=False)
+    if state.st_uid != os.geteuid() or not entry.is_dir(follow_symlinks=False):
+        return
+    age = time.time() - state.st_mtime
+    if UNLOCKED_NAME.fullmatch(entry.name) and age > EMPTY_SECONDS:
+        os.rmdir(entry.path)  # fails unless it is empty
+    elif LOCKED_NAME.fullmatch(entry.name) and age > BIRTH_SECONDS and (lock := _lock(entry.path)) is not None:
+        shutil.rmtree(entry.path, ignore_errors=True)
+        os.close(lock)

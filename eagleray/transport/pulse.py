@@ -1,5 +1,5 @@
-"""Heartbeats between an engine and its workers, in both directions, from a thread on either side: one a second, or
-four in the limit if that is shorter.
+"""Heartbeats between a process and those that belong to it (an engine and its workers, a supervisor and the members of
+its fleet), in both directions, from a thread on either side: one a second, or four in the limit if that is shorter.
 
 A process that is stopped, or cut off from the network, does not end, and no sentinel of it trips: it falls silent.
 Time in which the listening process did not run itself (it was stopped too, or the machine was) is not held against the
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 import math
 import secrets
 import threading
@@ -52,6 +53,11 @@ class Clocks(Generic[Who]):
         if who not in self._lost:
             self._heard[who] = now
 
+    def forget(self, who: Who) -> None:
+        """Its silence is expected. It must not be heard any more."""
+        self._heard.pop(who, None)
+        self._lost.discard(who)
+
     def silent(self, now: float) -> list[tuple[Who, float]]:
         """Who was heard once and not for the limit, and for how many seconds; each once. Ask every `tick` seconds."""
         if now - self._ran > self._tick + LATE_SECONDS:
@@ -71,21 +77,25 @@ class PulseTicket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulseMonitor:
-    """The engine's end. Its thread calls `on_silent(peer, seconds)` once for a peer that was heard and then, for
-    `limit` seconds, was not; never for one that was not heard yet."""
+    """The end that has several peers. Its thread calls `on_silent(peer, seconds)` once for a peer that was heard and
+    then, for `limit` seconds, was not; never for one that was not heard yet. `invite` and `forget` may be called from
+    any thread."""
 
     def __init__(
         self,
         *,
         socket: zmq.Socket[bytes],
         contact: Contact,
-        tickets: list[PulseTicket],
         limit: float,
         on_silent: Callable[[int, float], None],
     ) -> None:
         self._socket = socket
-        self._tickets = tickets
+        self._contact = contact
+        self._limit = limit
         self._on_silent = on_silent
+        self._lock = threading.Lock()
+        self._next = itertools.count()
+        self._tickets: dict[int, PulseTicket] = {}
         self._clocks: Clocks[int] = Clocks(limit=limit, tick=_tick(limit), now=monotonic())
         self._heard: dict[int, bytes] = {}  # peer -> zmq's identity of its connection
         self._thread = _Thread(
@@ -100,20 +110,34 @@ class PulseMonitor:
     def open(
         cls,
         *,
-        num_peers: int,
         runtime_dir: Path,
         host: str | None,
         limit: float,
         on_silent: Callable[[int, float], None],
+        num_peers: int = 0,
     ) -> PulseMonitor:
-        """`host` is the address at which peers of other hosts reach this one; None if there are none. Raises
-        `ConfigError` if it is not an address of this host."""
+        """`host` is the address at which peers of other hosts reach this one; None if there are none. Peers 0 to
+        `num_peers` - 1 are invited already. Raises `ConfigError` if `host` is not an address of this host."""
         socket, contact = listen(runtime_dir=runtime_dir, name="pulse", host=host)
-        tickets = [
-            PulseTicket(contact=contact, secret=secrets.token_bytes(SECRET_BYTES), limit=limit)
-            for _ in range(num_peers)
-        ]
-        return cls(socket=socket, contact=contact, tickets=tickets, limit=limit, on_silent=on_silent)
+        monitor = cls(socket=socket, contact=contact, limit=limit, on_silent=on_silent)
+        for _ in range(num_peers):
+            monitor.invite()
+        return monitor
+
+    def invite(self) -> tuple[int, bytes]:
+        """A peer may come: (its number, which is never given again, its ticket)."""
+        with self._lock:
+            peer = next(self._next)
+            secret = secrets.token_bytes(SECRET_BYTES)
+            self._tickets[peer] = PulseTicket(contact=self._contact, secret=secret, limit=self._limit)
+            return peer, msgspec.msgpack.encode(self._tickets[peer])
+
+    def forget(self, peer: int) -> None:
+        """It is gone, or is no longer of interest: its ticket is void. It may still be called silent in this moment."""
+        with self._lock:
+            self._tickets.pop(peer, None)
+            self._heard.pop(peer, None)
+            self._clocks.forget(peer)
 
     def ticket(self, peer: int) -> bytes:
         """What `Pulse.start` needs. Secret: who has it can be that peer."""
@@ -125,21 +149,25 @@ class PulseMonitor:
 
     def _hear(self, parts: list[bytes]) -> None:
         identity, secret = parts[0], parts[-1]
-        for peer, ticket in enumerate(self._tickets):
-            if hmac.compare_digest(ticket.secret, secret):
-                self._clocks.hear(peer, monotonic())
-                self._heard[peer] = identity
+        with self._lock:
+            for peer, ticket in self._tickets.items():
+                if hmac.compare_digest(ticket.secret, secret):
+                    self._clocks.hear(peer, monotonic())
+                    self._heard[peer] = identity
 
     def _beat(self) -> None:
-        for identity in self._heard.values():
-            with contextlib.suppress(zmq.ZMQError):  # its connection is gone: it will be missed soon
-                self._socket.send_multipart([identity, BEAT], zmq.DONTWAIT)
-        for peer, seconds in self._clocks.silent(monotonic()):
+        with self._lock:
+            for identity in self._heard.values():
+                with contextlib.suppress(zmq.ZMQError):  # its connection is gone: it will be missed soon
+                    self._socket.send_multipart([identity, BEAT], zmq.DONTWAIT)
+            silent = self._clocks.silent(monotonic())
+        for peer, seconds in silent:
             self._on_silent(peer, seconds)
 
 
 class Pulse:
-    """A worker's end. Its thread calls `on_silent(seconds)` once when the engine was not heard for the limit."""
+    """The end that has one peer, the monitor. Its thread calls `on_silent(seconds)` once when the monitor was not heard
+    for the limit."""
 
     def __init__(
         self, *, socket: zmq.Socket[bytes], secret: bytes, limit: float, on_silent: Callable[[float], None]

@@ -3,18 +3,23 @@
 An inbox is a zmq PULL socket that its owner binds; an outbox holds one PUSH socket for each peer it was connected to.
 Queues are unbounded in number: what flows here is small (token ids) and bounded by the requests that were admitted,
 and a send that blocked would stop the engine for every client.
+
+On one host an inbox is a Unix socket in the instance's directory, between hosts a TCP port with CURVE (see `tcp`). Its
+address says which, and has all that is needed to connect: `ipc://PATH`, or `tcp://HOST:PORT?KEY`, which is secret.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import zmq
 import zmq.asyncio
 
 from eagleray.errors import ChannelClosed
+from eagleray.transport import tcp
 from eagleray.transport.endpoint import local_address
 
 __all__ = ["AsyncInbox", "Inbox", "Outbox"]
@@ -31,12 +36,17 @@ OWNED_COPY_BYTES = 65536
 
 
 class Inbox(Generic[Message]):
-    """The inbox of a process that waits in a thread."""
+    """The inbox of a process that waits in a thread.
 
-    def __init__(self, runtime_dir: Path, name: str, decode: Callable[[list[Frame]], Message]) -> None:
-        self.address = local_address(runtime_dir, name)
+    Bound in `runtime_dir`, or to a free port of the address `host`, for peers of other hosts. Raises `ConfigError` if
+    that is not an address of this host.
+    """
+
+    def __init__(
+        self, runtime_dir: Path, name: str, decode: Callable[[list[Frame]], Message], host: str | None = None
+    ) -> None:
         self._decode = decode
-        self._socket = _pull_socket(zmq.Context.instance(), self.address)
+        self._socket, self.address = _open(zmq.Context.instance(), runtime_dir, name, host)
 
     def receive(self, timeout: float | None) -> Message | None:
         """The next message; None after `timeout` seconds without one (0 does not wait, None waits for ever).
@@ -47,7 +57,7 @@ class Inbox(Generic[Message]):
             if timeout is None or self._socket.poll(timeout * 1000):
                 return self._decode(list(self._socket.recv_multipart()))
         except zmq.ZMQError as error:
-            raise ChannelClosed(f"the inbox {self.address} is closed: {error}") from error
+            raise ChannelClosed(f"the inbox {tcp.without_key(self.address)} is closed: {error}") from error
         return None
 
     def close(self) -> None:
@@ -56,19 +66,20 @@ class Inbox(Generic[Message]):
 
 
 class AsyncInbox(Generic[Message]):
-    """The inbox of a process that waits in an event loop. Must be made inside that loop."""
+    """The inbox of a process that waits in an event loop. Must be made inside that loop; arguments as `Inbox`."""
 
-    def __init__(self, runtime_dir: Path, name: str, decode: Callable[[list[Frame]], Message]) -> None:
-        self.address = local_address(runtime_dir, name)
+    def __init__(
+        self, runtime_dir: Path, name: str, decode: Callable[[list[Frame]], Message], host: str | None = None
+    ) -> None:
         self._decode = decode
-        self._socket = _pull_socket(zmq.asyncio.Context.instance(), self.address)
+        self._socket, self.address = _open(zmq.asyncio.Context.instance(), runtime_dir, name, host)
 
     async def receive(self) -> Message:
         """The next message. Raises `ChannelClosed` once the inbox is closed."""
         try:
             return self._decode(list(await self._socket.recv_multipart()))
         except zmq.ZMQError as error:
-            raise ChannelClosed(f"the inbox {self.address} is closed: {error}") from error
+            raise ChannelClosed(f"the inbox {tcp.without_key(self.address)} is closed: {error}") from error
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -82,12 +93,19 @@ class Outbox(Generic[Peer, Message]):
         self._sockets: dict[Peer, zmq.Socket[bytes]] = {}
 
     def connect(self, peer: Peer, address: str) -> None:
-        """From now on `peer` is reached at `address`. A connection to an older address of it is closed."""
+        """From now on `peer` is reached at `address`. A connection to an older address of it is closed.
+
+        Raises `ConfigError` for what is no address.
+        """
         self.disconnect(peer)
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        socket.sndhwm = 0
-        socket.copy_threshold = OWNED_COPY_BYTES
-        socket.connect(address)
+        try:
+            socket.sndhwm = 0
+            socket.copy_threshold = OWNED_COPY_BYTES
+            _connect(socket, address)
+        except BaseException:
+            socket.close(linger=0)
+            raise
         self._sockets[peer] = socket
 
     def disconnect(self, peer: Peer, *, linger_ms: int = LINGER_MS) -> None:
@@ -103,7 +121,8 @@ class Outbox(Generic[Peer, Message]):
         mail, and its `Left` has told or will tell everybody."""
         if socket := self._sockets.get(peer):
             frames = self._encode(message)
-            socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=len(frames) == 1)
+            with contextlib.suppress(zmq.Again):  # there is no limit: its connection is gone
+                socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=len(frames) == 1)
 
     def close(self) -> None:
         """Disconnect from everybody; what was queued still goes out, for at most a second."""
@@ -111,8 +130,29 @@ class Outbox(Generic[Peer, Message]):
             self.disconnect(peer)
 
 
-def _pull_socket(context: zmq.Context, address: str):  # type: ignore[no-untyped-def, type-arg]
+def _open(context: zmq.Context[Any], runtime_dir: Path, name: str, host: str | None) -> tuple[Any, str]:
+    """A socket that is bound, and its address."""
     socket = context.socket(zmq.PULL)
-    socket.rcvhwm = 0
-    socket.bind(address)
-    return socket
+    try:
+        socket.rcvhwm = 0
+        if host is None:
+            address = local_address(runtime_dir, name)
+            socket.bind(address)
+        else:
+            tcp.keep_alive(socket)
+            key = tcp.be_server(socket)
+            address = tcp.with_key(tcp.bind_port(socket, host), key)
+    except BaseException:
+        socket.close(linger=0)
+        raise
+    return socket, address
+
+
+def _connect(socket: zmq.Socket[bytes], address: str) -> None:
+    if address.startswith("ipc://"):
+        socket.connect(address)
+        return
+    tcp.keep_alive(socket)
+    # A connection that broke may have taken messages with it: better none than some. Who lives on has a new address.
+    socket.reconnect_ivl = -1
+    tcp.connect(socket, address)

@@ -31,7 +31,7 @@ def choose_device(wanted: str, index: int | None = None) -> torch.device:
 def set_threads(num_threads: int | None, *, num_workers: int) -> int:
     """Let torch use this many threads; by default a worker's share of the cores that this process may run on.
 
-    `num_workers`: how many of the engine's workers use them.
+    `num_workers`: how many workers use them.
     """
     count = num_threads or max(1, len(os.sched_getaffinity(0)) // num_workers)
     torch.set_num_threads(count)

@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from eagleray.config import Config
-from eagleray.config.resolve import checkpoint_dir
+from eagleray.config.resolve import checkpoint_dir, engines_on_host
 from eagleray.errors import ConfigError, InvalidRequest
 from eagleray.identity import WorkerId
 from eagleray.log import get_logger
@@ -117,7 +117,7 @@ class Worker:
     def _open(self) -> GroupsOpened:
         execution = self._config.execution
         self.device = choose_device(execution.device, self._device_index)
-        threads = set_threads(execution.num_threads, num_workers=len(self._topology.local_ranks(self.rank)))
+        threads = set_threads(execution.num_threads, num_workers=self._num_workers_on_host())
         logger.debug("computes on %s with %d threads", self.device, threads)
         self._opened = OpenedGroups.open(mesh=self.mesh, topology=self._topology, device=self.device)
         return self._opened.opened
@@ -193,8 +193,12 @@ class Worker:
         utilization = config.cache.gpu_memory_utilization
         available = available_bytes(model.device, gpu_memory_utilization=utilization, step_bytes=largest_step)
         if self.device.type == "cpu":  # a memory that all workers of the node share
-            available //= len(self._topology.local_ranks(self.rank))
+            available //= self._num_workers_on_host()
         return MemoryMeasured(available)
+
+    def _num_workers_on_host(self) -> int:
+        """That share its cores and its memory."""
+        return len(self._topology.local_ranks(self.rank)) * engines_on_host(self._config)
 
     def _allocate(self, num_blocks: int) -> CacheAllocated:
         model, block_size = self.model, self._config.cache.block_size

@@ -151,8 +151,7 @@ def test_a_worker_that_is_killed_fails_the_call_with_the_cause(checkpoint, direc
         os.kill(int(started.read_text()), signal.SIGKILL)
         with pytest.raises(EngineFailed, match="SIGKILL"):
             call.result(60)
-        with pytest.raises(EngineFailed, match="SIGKILL"):
-            llm.collective_rpc("describe")
+        assert llm.collective_rpc("describe")[0]["rank"] == 0  # of the engine that has taken its place
 
 
 def test_results_are_in_order_of_rank(checkpoint, directory):

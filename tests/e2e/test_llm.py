@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
 from oracle import oracle
+from serving import is_running
 
 from eagleray import LLM, SamplingParams
 from eagleray.errors import CheckpointError, ConfigError, EngineFailed, InvalidRequest, PromptTooLong
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+OPTIONS = {"num_threads": 1, "max_model_len": 400}
+SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +31,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(checkpoint):
-    with LLM(str(checkpoint), max_model_len=400, max_num_batched_tokens=64) as llm:
+    with LLM(str(checkpoint), max_num_batched_tokens=64, **OPTIONS) as llm:
         yield llm
 
 
@@ -106,19 +112,106 @@ def test_a_failure_at_the_start_is_the_callers_exception(checkpoint):
         LLM(str(checkpoint), num_kv_blocks=2)
 
 
-def test_a_killed_engine_is_an_exception_with_its_cause(checkpoint):
-    with LLM(str(checkpoint)) as llm:
-        pid = int(llm_engine_pids()[0])
-        os.kill(pid, 9)
+def test_a_killed_engine_is_an_exception_with_its_cause_when_nobody_can_go_on(checkpoint):
+    with LLM(str(checkpoint), max_engine_restarts=0, num_threads=1) as llm:
+        os.kill(child_of_ours("engine-0"), signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(EngineFailed, match="engine-0 is gone: it was killed by SIGKILL"):
+                llm.generate("x", SamplingParams(max_tokens=100_000, ignore_eos=True))
         with pytest.raises(EngineFailed, match="SIGKILL"):
-            llm.generate("x", SamplingParams(max_tokens=100_000, ignore_eos=True))
+            llm.collective_rpc("anything")
 
 
-def llm_engine_pids() -> list[str]:
-    """Children of this process that are engines of the newest `LLM`."""
-    path = f"/proc/{os.getpid()}/task"
-    children = [pid for task in os.listdir(path) for pid in Path(f"{path}/{task}/children").read_text().split()]
-    return sorted(children, key=int, reverse=True)
+SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=150, ignore_eos=True)
+PROMPTS = [[3 + i, 4, 5] for i in range(20)]
+
+
+def token_ids(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, SAMPLED, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(llm):
+    return token_ids(llm)
+
+
+def test_several_engines_share_a_batch(checkpoint, undisturbed):
+    with LLM(str(checkpoint), data_parallel_size=2, **OPTIONS) as llm:
+        pids = [child_of_ours("engine-0"), child_of_ours("engine-1")]
+        before = [cpu_seconds(pid) for pid in pids]
+        assert token_ids(llm) == undisturbed
+        assert all(cpu_seconds(pid) > then for pid, then in zip(pids, before, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["engine", "worker"])
+def test_a_batch_survives_its_engine(checkpoint, undisturbed, kind):
+    executor = {"engine": "in-process", "worker": "processes"}[kind]
+    with LLM(str(checkpoint), executor=executor, **OPTIONS) as llm, ThreadPoolExecutor(1) as pool:
+        engine = child_of_ours("engine-0")
+        victim = engine if kind == "engine" else child_of(engine)
+        before = cpu_seconds(victim)
+        answer = pool.submit(token_ids, llm)
+        while cpu_seconds(victim) < before + 0.05:  # it is at work
+            assert not answer.done()
+        os.kill(victim, signal.SIGKILL)
+        assert answer.result(SECONDS) == undisturbed
+        child_of_ours("engine-0.1")
+        assert token_ids(llm) == undisturbed
+
+
+PROBE = """
+import os
+class Probe:
+    def __init__(self, worker):
+        pass
+    def pid(self):
+        return os.getpid()
+"""
+
+
+def test_every_worker_of_every_engine_is_called(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "dp_probe.py").write_text(PROBE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with LLM(str(checkpoint), data_parallel_size=2, worker_extension_cls="dp_probe:Probe", **OPTIONS) as llm:
+        pids = [child_of_ours("engine-0"), child_of_ours("engine-1")]
+        assert llm.collective_rpc("pid") == pids
+        os.kill(pids[1], signal.SIGKILL)
+        wait_until(lambda: not is_running(pids[1]))
+        wait_until(lambda: child_of_ours("engine-1.1", None) is not None)
+        assert llm.collective_rpc("pid") == [pids[0], child_of_ours("engine-1.1")]  # it waits for the new one
+
+
+def children_of(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task")
+    return [int(child) for task in path.iterdir() for child in (task / "children").read_text().split()]
+
+
+def child_of(pid: int) -> int:
+    (child,) = children_of(pid)
+    return child
+
+
+def child_of_ours(label: str, *default: None) -> int | None:
+    """Process id of the newest child of this process that has this label."""
+    for pid in sorted(children_of(os.getpid()), reverse=True):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        if words[-1] == label.encode():
+            return pid
+    assert default, f"there is no {label}"
+    return default[0]
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_script_without_a_main_guard_works_and_leaves_no_process(checkpoint):

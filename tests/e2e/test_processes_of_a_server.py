@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from checkpoints import make_checkpoint
-from serving import END_SECONDS, serve, wait_until_gone
+from serving import END_SECONDS, READY_SECONDS, serve, wait_until_gone
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,11 @@ def stream(server, max_tokens: int = 8000):
         yield lines
 
 
-def test_a_killed_engine_is_named_to_its_clients_and_to_the_operator(checkpoint):
-    with serve(checkpoint, *OPTIONS) as server, stream(server) as lines:
+NO_RESTARTS = ("--max-engine-restarts", "0")
+
+
+def test_an_engine_that_is_given_up_is_named_to_its_clients_and_to_the_operator(checkpoint):
+    with serve(checkpoint, *OPTIONS, *NO_RESTARTS) as server, stream(server) as lines:
         pids = server.children
         os.kill(server.child("engine-0"), signal.SIGKILL)
         rest = list(lines)
@@ -55,6 +58,7 @@ def test_a_killed_engine_is_named_to_its_clients_and_to_the_operator(checkpoint)
         assert rest[-1] == "data: [DONE]"
         assert server.wait() == 1
         assert "engine-0 is gone: it was killed by SIGKILL" in server.log
+        assert "it is given up" in server.log
         wait_until_gone(pids, END_SECONDS)
 
 
@@ -75,8 +79,8 @@ def workers_of(server) -> list[int]:
     return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
 
 
-def test_a_killed_worker_is_named_to_the_clients(checkpoint):
-    with serve(checkpoint, *OPTIONS, *WORKERS) as server, stream(server) as lines:
+def test_a_killed_worker_is_named_to_the_clients_when_nobody_can_go_on(checkpoint):
+    with serve(checkpoint, *OPTIONS, *WORKERS, *NO_RESTARTS) as server, stream(server) as lines:
         pids = server.children + workers_of(server)
         os.kill(workers_of(server)[1], signal.SIGKILL)
         rest = list(lines)
@@ -97,14 +101,28 @@ def test_workers_end_with_their_server(checkpoint, how):
 
 def test_a_killed_engine_takes_its_workers_along(checkpoint):
     with serve(checkpoint, *OPTIONS, *WORKERS) as server:
-        pids = server.children + workers_of(server)
-        os.kill(server.child("engine-0"), signal.SIGKILL)
-        assert server.wait() == 1
+        pids = [server.child("engine-0"), *workers_of(server)]
+        assert len(pids) == 3
+        os.kill(pids[0], signal.SIGKILL)
         wait_until_gone(pids, END_SECONDS)
+        server.wait_for(r"engine-0\.1 serves again", READY_SECONDS)
+    assert server.process.returncode == 0
 
 
-def test_a_killed_api_server_ends_the_instance_with_its_cause(checkpoint):
+def test_a_killed_api_server_is_replaced_and_no_connection_is_refused(checkpoint):
     with serve(checkpoint, *OPTIONS) as server:
+        os.kill(server.child("client-0"), signal.SIGKILL)
+        # The listening socket is the supervisor's: who connects now waits in its backlog.
+        request = LONG | {"model": "m", "max_tokens": 5, "stream": False}
+        response = httpx.post(server.url + "/completions", json=request, timeout=60)
+        assert response.status_code == 200, response.text
+        assert "client-0 is gone: it was killed by SIGKILL" in server.log
+        server.wait_for(r"client-0\.1 serves again", 10)
+    assert server.process.returncode == 0
+
+
+def test_an_api_server_that_is_given_up_ends_the_instance_with_its_cause(checkpoint):
+    with serve(checkpoint, *OPTIONS, *NO_RESTARTS) as server:
         pids = server.children
         os.kill(server.child("client-0"), signal.SIGKILL)
         assert server.wait() == 1
@@ -155,10 +173,11 @@ def refusal(*arguments: str) -> str:
         [sys.executable, "-m", "eagleray.cli.main", "serve", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert run.returncode == 2, run.stderr
     assert "Traceback" not in run.stderr
+    assert "starting engine-0.1" not in run.stderr
     return run.stderr.strip().splitlines()[-1]
 
 

@@ -61,11 +61,14 @@ class Commands:
         self._llm = LLM(checkpoint, num_threads=1, num_kv_blocks=128, **options)
 
     def generate_until_it_fails(self) -> None:
-        """Requests without a pause, in rounds."""
+        """Requests without a pause, in rounds. Every round must give the tokens of the first."""
         assert self._llm is not None
         params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
+        first = None
         while True:
-            self._llm.generate(PROMPTS, params, use_tqdm=False)
+            tokens = [output.outputs[0].token_ids for output in self._llm.generate(PROMPTS, params, use_tqdm=False)]
+            first = first or tokens
+            assert tokens == first, "a round gave other tokens"
             say(event="round")
 
     def join(self, address: str) -> None:

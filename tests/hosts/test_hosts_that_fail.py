@@ -46,6 +46,7 @@ def open_llm(driver: Driver, cluster: RayHosts, checkpoint: Any, executor: str, 
         "ray_placement_strategy": "STRICT_SPREAD",
         "ray_worker_resources": {resource: 1},
         "heartbeat_timeout": limit,
+        "max_engine_restarts": 0,  # else the client would be told nothing, and wait
     }
     driver.do("open_llm", checkpoint=checkpoint, options=options)
     assert len(workers(host)) == 1
@@ -79,6 +80,34 @@ def test_a_host_that_dies(cluster, driver, checkpoint, executor):
     assert host.ip in str(told)
     assert told.when - killed < RAY_SECONDS
     assert_closes(driver, cluster)
+
+
+@pytest.mark.parametrize("how", ["dies", "is cut off"])
+def test_engines_on_other_hosts_take_over(cluster, driver, checkpoint, how):
+    """Two engines, each an actor on a host of its own. Requests go on, with equal tokens."""
+    host, resource = cluster.spare()
+    options = {
+        "executor": "in-process",
+        "data_parallel_backend": "ray",
+        "data_parallel_size": 2,
+        "ray_engine_placement": "strict-spread",
+        "ray_address": cluster.address,
+        "ray_worker_resources": {resource: 1},
+        "heartbeat_timeout": LIMIT,
+    }
+    driver.do("open_llm", checkpoint=checkpoint, options=options)
+    assert len(workers(host)) == len(workers(cluster.head)) == 1
+    driver.begin("generate_until_it_fails")
+    driver.wait_for("round")
+    lost = time.monotonic()
+    host.kill() if how == "dies" else cluster.network.cut(host)
+    while driver.wait_for("round") < lost + LIMIT + SLACK:
+        pass
+    driver.close()
+    wait_until(lambda: not workers(cluster.head), "no worker is left on the head", END_SECONDS)
+    if how != "dies":
+        wait_until(lambda: not workers(host), "the engine ends itself", LIMIT + SLACK)
+        host.kill()
 
 
 def test_a_host_that_is_cut_off(cluster, driver, checkpoint, executor):

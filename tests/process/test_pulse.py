@@ -102,3 +102,35 @@ def test_a_stranger_is_not_heard(open_monitor):
     assert heard.get(timeout=SECONDS) > LIMIT  # it gets no answer
     pulse.close()
     assert silent.empty()
+
+
+def test_peers_come_and_go(spawn_queue_child, open_monitor):
+    monitor, silent = open_monitor(0)
+    first, ticket = monitor.invite()
+    second, other_ticket = monitor.invite()
+    assert first != second
+    peers = [spawn_queue_child("beat", ticket=one.hex()) for one in (ticket, other_ticket)]
+    for _, reports in peers:
+        assert reports.get(timeout=SECONDS) == "started"
+    monitor.forget(first)
+    for child, _ in peers:
+        os.kill(child.pid, signal.SIGSTOP)
+    assert silent.get(timeout=SECONDS)[0] == second
+    with pytest.raises(queue.Empty):
+        silent.get(timeout=2 * LIMIT)
+    third, ticket = monitor.invite()
+    assert third not in (first, second)
+    child, reports = spawn_queue_child("beat", ticket=ticket.hex())
+    assert reports.get(timeout=SECONDS) == "started"
+    os.kill(child.pid, signal.SIGSTOP)
+    assert silent.get(timeout=SECONDS)[0] == third
+
+
+def test_who_was_forgotten_hears_nobody(open_monitor):
+    monitor, _ = open_monitor(0)
+    peer, ticket = monitor.invite()
+    heard: queue.Queue = queue.Queue()
+    pulse = Pulse.start(ticket, on_silent=heard.put)
+    monitor.forget(peer)
+    assert heard.get(timeout=SECONDS) > LIMIT
+    pulse.close()

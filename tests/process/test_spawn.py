@@ -139,6 +139,17 @@ def test_a_child_whose_parent_is_killed_ends_too_and_tidies_up(spawn, tmp_path):
     assert not runtime_dir.exists()
 
 
+def test_a_child_that_is_stopped_ends_when_its_parent_is_killed(spawn, tmp_path):
+    child, said = spawn("have_a_child", str(tmp_path / "runtime").encode())
+    grandchild = int(said.get(timeout=DEADLINE).address)
+    os.kill(grandchild, signal.SIGSTOP)
+    child.kill()
+    deadline = time.monotonic() + DEADLINE
+    while _is_running(grandchild):
+        assert time.monotonic() < deadline, f"process {grandchild} has outlived its parent"
+        time.sleep(0.05)
+
+
 def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)

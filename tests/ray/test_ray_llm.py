@@ -86,15 +86,42 @@ def test_in_an_actor_of_a_placement_group(cluster, checkpoint, expected, make_gr
         ray.kill(actor)
 
 
-def test_a_killed_worker_is_in_the_users_error_within_a_second(cluster, checkpoint):
+def kill_a_worker() -> None:
+    (name,) = [e["Name"] for e in ray_cluster.living_actors() if e["Name"].endswith("/tp1-pp0")]
+    os.kill(ray_cluster.pid_of(name), signal.SIGKILL)
+
+
+def test_a_killed_worker_costs_a_pause(cluster, checkpoint, expected):
     with LLM(checkpoint, executor="ray", tensor_parallel_size=2, ray_worker_resources=ACC, **ON_RAY) as llm:
+        assert texts(llm) == expected
+        kill_a_worker()
+        assert texts(llm) == expected
+
+
+def test_a_killed_worker_is_in_the_users_error_if_its_engine_does_not_return(cluster, checkpoint):
+    options = {"executor": "ray", "tensor_parallel_size": 2, "ray_worker_resources": ACC, "max_engine_restarts": 0}
+    with LLM(checkpoint, **options, **ON_RAY) as llm:
         texts(llm)
-        (name,) = [e["Name"] for e in ray_cluster.living_actors() if e["Name"].endswith("/tp1-pp0")]
-        os.kill(ray_cluster.pid_of(name), signal.SIGKILL)
+        kill_a_worker()
         began = time.monotonic()
         with pytest.raises(EngineFailed, match=r"worker engine-0/tp1-pp0: "):
             while time.monotonic() < began + 30:
                 texts(llm)
+
+
+def test_engines_that_are_actors(cluster, checkpoint, expected):
+    options = {"data_parallel_backend": "ray", "data_parallel_size": 2, "ray_worker_resources": ACC}
+    with LLM(checkpoint, ray_address=cluster, **options, **ON_RAY) as llm:
+        assert texts(llm) == expected
+        assert num_groups() == 2
+
+
+def test_engines_that_are_actors_share_the_users_placement_group(cluster, checkpoint, expected, make_group):
+    group = groups.handle(make_group({"acc": 1}, {"acc": 1}))
+    options = {"data_parallel_backend": "ray", "data_parallel_size": 2, "ray_worker_resources": ACC}
+    with LLM(checkpoint, placement_group=group, **options, **ON_RAY) as llm:
+        assert texts(llm) == expected
+        assert num_groups() == 1
 
 
 def test_resources_that_no_node_has(cluster, checkpoint):

@@ -76,6 +76,28 @@ def test_the_strategy_is_the_users(placed: Placed, strategy: str, count: int) ->
     assert len({bundle.node_id for bundle in placement.bundles}) == count
 
 
+@pytest.mark.parametrize(("names", "tp"), [(["127.0.0.3"], 2), (["127.0.0.3", "127.0.0.2"], 4)])
+def test_only_nodes_that_were_named_are_used(placed: Placed, names: list[str], tp: int) -> None:
+    assert sorted(set(ips(placed(config(tp=tp, ray_nodes=names))))) == sorted(names)
+
+
+def test_named_nodes_that_are_too_small_are_refused(placed: Placed) -> None:
+    with pytest.raises(ClusterError, match=r"cannot hold 4 workers of \{acc: 1\}: node 127\.0\.0\.3 \(\w+\) has acc 2"):
+        placed(config(tp=4, ray_nodes=["127.0.0.3"]))
+
+
+def test_the_share_of_a_given_group_is_taken_as_it_was_decided(make_group: MakeGroup) -> None:
+    group_id = make_group({"acc": 2.0}, ACC)
+    placement = place(
+        new_engine(),
+        config(tp=2),
+        engine_node=ray_cluster.here(),
+        current_group=group_id,
+        current_bundles=[0, 0],
+    )
+    assert indices(placement) == [0, 0]
+
+
 def test_gpus_are_taken_where_the_cluster_has_them(placed: Placed) -> None:
     placement = placed(config(tp=3, resources={}, device="auto"))
     assert placement.worker == {"GPU": 1.0}

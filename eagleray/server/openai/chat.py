@@ -18,6 +18,7 @@ from eagleray.server.conversation import render
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.fields import StreamOptions, sampling_params, stream_options
 from eagleray.server.generation import Generation, Generations, Order
+from eagleray.server.headers import ROUTING_HEADERS
 from eagleray.server.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs, prompt_logprobs
 from eagleray.server.openai.requests import ChatRequest
 from eagleray.server.openai.responses import (
@@ -66,7 +67,8 @@ class ChatRoute:
             takes=ChatRequest,
             gives=ChatResponse,
             streams=ChatChunk,
-            refuses=(400, 404, 413, 500, 503),
+            headers=ROUTING_HEADERS,
+            refuses=(400, 404, 413, 429, 500, 503, 504),
         )
         return [Endpoint("/v1/chat/completions", post=create)]
 
@@ -79,17 +81,17 @@ class ChatRoute:
     async def _read(self, request: Request) -> Job:
         body = await self._body.read(request)
         self._service.check_model(body.model)
-        self._service.check_ready()
+        self._service.check_open()
         options = stream_options(body.stream, body.stream_options)
         params = self._params(body)
         text = await render(self._service, body.messages, body)
         token_ids = await self._service.encode(text, add_special_tokens=bool(body.add_special_tokens))
         order = Order.of(
+            self._service,
             request,
-            [Prompt(text, token_ids)],
-            params,
-            priority=self._service.check_priority(body.priority),
-            cache_salt=body.cache_salt,
+            body,
+            prompts=[Prompt(text, token_ids)],
+            params=params,
             field_names=FIELD_NAMES,
         )
         return Job(body, order, options, int(time.time()))

@@ -18,6 +18,7 @@ from eagleray.server.body import BodyDecoder
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.fields import StreamOptions, sampling_params, stream_options
 from eagleray.server.generation import Generation, Generations, Order, all_of
+from eagleray.server.headers import ROUTING_HEADERS
 from eagleray.server.logprobs import CompletionLogprobs, Position, completion_logprobs, prompt_logprobs
 from eagleray.server.openai.requests import CompletionRequest
 from eagleray.server.openai.responses import CompletionChoice, CompletionResponse
@@ -61,7 +62,8 @@ class CompletionRoute:
             takes=CompletionRequest,
             gives=CompletionResponse,
             streams=CompletionResponse,
-            refuses=(400, 404, 413, 500, 503),
+            headers=ROUTING_HEADERS,
+            refuses=(400, 404, 413, 429, 500, 503, 504),
         )
         return [Endpoint("/v1/completions", post=create)]
 
@@ -74,14 +76,14 @@ class CompletionRoute:
     async def _read(self, request: Request) -> Job:
         body = await self._body.read(request)
         self._service.check_model(body.model)
-        self._service.check_ready()
+        self._service.check_open()
         options = stream_options(body.stream, body.stream_options)
         order = Order.of(
+            self._service,
             request,
-            await self._prompts(body),
-            self._params(body),
-            priority=self._service.check_priority(body.priority),
-            cache_salt=body.cache_salt,
+            body,
+            prompts=await self._prompts(body),
+            params=self._params(body),
             only_prompt=body.max_tokens == 0,
         )
         return Job(body, order, options, self._service.model_name, self._service.tokenizer, int(time.time()))

@@ -10,7 +10,7 @@ from msgspec import Meta
 from eagleray.errors import InvalidRequest
 from eagleray.server.body import UNSUPPORTED, Empty, Null
 from eagleray.server.conversation import Message
-from eagleray.server.fields import SamplingFields, StreamOptions
+from eagleray.server.fields import SamplingFields, StreamOptions, Timeout
 
 __all__ = ["ChatRequest", "CompletionRequest", "OpenAIRequest"]
 
@@ -27,6 +27,7 @@ class OpenAIRequest(SamplingFields, kw_only=True):
     cache_salt: Annotated[
         str | None, Meta(description="Cached prompt beginnings are shared only between requests of the same salt.")
     ] = None
+    timeout: Timeout | None = None
     return_token_ids: Annotated[bool | None, Meta(description="Also give the token ids of prompt and completions.")] = (
         None
     )

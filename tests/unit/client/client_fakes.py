@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections import defaultdict
 
 from client_tokenizers import load
 
 from eagleray.client import Client
+from eagleray.client.intake import Intake
 from eagleray.client.preprocess import Preprocessor
+from eagleray.client.routing import Router
 from eagleray.errors import ChannelClosed
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.codec import Codec
@@ -40,7 +43,10 @@ class MemoryInbox:
         self._codec = Codec(CLIENT_INBOX)
 
     def put(self, message):
-        self._queue.put_nowait(Codec(CLIENT_INBOX).encode(message))
+        self.put_frames(Codec(CLIENT_INBOX).encode(message))
+
+    def put_frames(self, frames):
+        self._queue.put_nowait(frames)
 
     async def receive(self):
         frames = await self._queue.get()
@@ -58,6 +64,8 @@ class MemoryOutbox:
         self._addresses = {}
         self._codec = Codec(CLIENT_OUTBOX)
         self.is_closed = False
+        self.refuses = False
+        """Whether nothing can be sent."""
 
     def connect(self, peer, address):
         self._addresses[peer] = address
@@ -66,6 +74,8 @@ class MemoryOutbox:
         self._addresses.pop(peer, None)
 
     def send(self, peer, message):
+        if self.refuses:
+            raise TypeError("this cannot be part of a message")
         decoded = self._codec.decode(self._codec.encode(message))
         if peer in self._addresses:
             self._network.mail[self._addresses[peer]].append(decoded)
@@ -77,8 +87,8 @@ class MemoryOutbox:
 class FakeEngine:
     """Takes requests and answers nothing by itself."""
 
-    def __init__(self, setup, rank=0, info=INFO):
-        self.id = EngineId("test", rank)
+    def __init__(self, setup, rank=0, info=INFO, incarnation=0):
+        self.id = EngineId("test", rank, incarnation)
         self.info = info
         self._setup = setup
         self._num_read = 0
@@ -91,7 +101,7 @@ class FakeEngine:
 
     @property
     def address(self):
-        return f"engine-{self.id.rank}"
+        return self.id.label
 
     def joined(self):
         return Joined(self.id, self.address, self.info)
@@ -118,14 +128,18 @@ class FakeEngine:
         made = [Chunk(request_id=self.names[number], **fields) for number, fields in chunks]
         await self._setup.deliver(Chunks(self.id, made))
 
-    async def leave(self, cause="killed by SIGKILL"):
-        await self._setup.deliver(Left(self.id, cause))
+    async def join(self):
+        await self._setup.deliver(self.joined())
+        return self
+
+    async def leave(self, cause="killed by SIGKILL", returns=True):
+        await self._setup.deliver(Left(self.id, cause, returns))
 
 
 class Setup:
     """A client with its mailboxes and one engine, and the task that runs it."""
 
-    def __init__(self, *, kind="byte_level", seed=None, eos_token_ids=(2,)):
+    def __init__(self, *, kind="byte_level", seed=None, eos_token_ids=(2,), max_request_restarts=3, **options):
         self.network = Network()
         self.inbox = MemoryInbox()
         self.outbox = MemoryOutbox(self.network)
@@ -133,7 +147,9 @@ class Setup:
         preprocessor = Preprocessor(
             client=CLIENT, tokenizer=self.tokenizer, eos_token_ids=eos_token_ids, max_logprobs=20
         )
-        self.client = Client(CLIENT, inbox=self.inbox, outbox=self.outbox, preprocessor=preprocessor, seed=seed)
+        intake = Intake(preprocessor, seed=seed, max_request_restarts=max_request_restarts, **options)
+        router = Router(rng=random.Random(1))
+        self.client = Client(CLIENT, inbox=self.inbox, outbox=self.outbox, intake=intake, router=router)
         self.engine = FakeEngine(self)
         self.running = asyncio.create_task(self.client.run())
 
@@ -148,11 +164,29 @@ class Setup:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
+def asynchronous(test):
+    """Run the test in an event loop, in bounded time."""
+
+    def run():
+        asyncio.run(asyncio.wait_for(test(), 10))
+
+    run.__name__ = test.__name__
+    return run
+
+
+async def started(coroutine):
+    """The coroutine as a task that has got as far as it can."""
+    task = asyncio.create_task(coroutine)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return task
+
+
 @contextlib.asynccontextmanager
 async def attached(**options):
     """A setup whose client has joined a fleet of one engine."""
     setup = Setup(**options)
-    await setup.deliver(Attach("supervisor", [setup.engine.joined()]))
+    await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined()]))
     try:
         yield setup
     finally:

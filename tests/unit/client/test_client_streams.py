@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from client_fakes import CLIENT, INFO, FakeEngine, Setup, attached
+from client_fakes import CLIENT, INFO, FakeEngine, Setup, asynchronous, attached, started
 from client_tokenizers import write_checkpoint
 
 from eagleray.client import Client, Prompt
@@ -28,24 +28,6 @@ from eagleray.messages.sampling import SamplingParams
 PROMPT = Prompt(token_ids=[5, 6, 7])
 PARAMS = SamplingParams(temperature=0)
 LENGTH = FinishReason.LENGTH
-
-
-def asynchronous(test):
-    """Run the test in an event loop, in bounded time."""
-
-    def run():
-        asyncio.run(asyncio.wait_for(test(), 10))
-
-    run.__name__ = test.__name__
-    return run
-
-
-async def started(coroutine):
-    """The coroutine as a task that has got as far as it can."""
-    task = asyncio.create_task(coroutine)
-    for _ in range(3):
-        await asyncio.sleep(0)
-    return task
 
 
 def report(engine, num_running=0):
@@ -74,7 +56,7 @@ async def test_it_says_that_it_has_started_and_knows_who_is_there():
 @asynchronous
 async def test_waiting_for_an_engine():
     setup = Setup()
-    await setup.deliver(Attach("supervisor", []))
+    await setup.deliver(Attach(CLIENT, "supervisor", []))
     assert setup.client.engine_info is None
     with pytest.raises(DeadlineExceeded, match="no engine was ready"):
         await setup.client.wait_until_ready(0.01)
@@ -90,7 +72,7 @@ async def test_waiting_for_an_engine():
 async def test_an_engine_that_fails_while_it_starts_is_the_cause():
     setup = Setup()
     waiting = await started(setup.client.wait_until_ready(5))
-    await setup.deliver(Left(setup.engine.id, "no memory"))
+    await setup.deliver(Left(setup.engine.id, "no memory", returns=False))
     with pytest.raises(EngineFailed, match="engine-0 ended: no memory"):
         await waiting
     with pytest.raises(Unavailable, match="no engine is ready: engine-0 ended: no memory"):
@@ -105,11 +87,12 @@ async def test_an_engine_that_fails_while_it_starts_is_the_cause():
 @asynchronous
 async def test_the_newest_stats_of_an_engine_that_is_there():
     async with attached() as setup:
-        assert setup.client.stats is None
+        assert setup.client.stats == {}
         await setup.deliver(report(setup.engine, 1), report(setup.engine, 2))
-        assert setup.client.stats.num_running == 2
+        assert setup.client.stats == {setup.engine.id: report(setup.engine, 2)}
         await setup.engine.leave()
-        assert setup.client.stats is None
+        await setup.deliver(report(setup.engine, 3))
+        assert setup.client.stats == {}
 
 
 @asynchronous
@@ -119,12 +102,26 @@ async def test_a_request_goes_to_the_engine_with_the_fewest():
         await setup.deliver(other.joined())
         streams = [setup.client.generate(PROMPT, PARAMS) for _ in range(4)]
         assert [len(engine.read().names) for engine in (setup.engine, other)] == [2, 2]
-        waiting = [await started(stream.result()) for stream in streams]
-        await other.leave()
-        assert [task.done() for task in waiting].count(True) == 2
-        await setup.engine.leave()
-        ends = await asyncio.gather(*waiting, return_exceptions=True)
-        assert all(isinstance(end, EngineFailed) for end in ends)
+        assert setup.client.engines == {setup.engine.id: INFO, other.id: INFO}
+        for stream in streams:
+            stream.abort()
+
+
+@asynchronous
+async def test_requests_that_have_ended_are_no_load():
+    async with attached() as setup:
+        other = await FakeEngine(setup, rank=1).join()
+        streams = [setup.client.generate(PROMPT, SamplingParams(n=2)) for _ in range(4)]
+        setup.engine.read()
+        await setup.engine.say(*((number, {"token_ids": [9], "finish_reason": LENGTH}) for number in range(4)))
+        assert setup.client.num_in_flight == 2
+        for _ in range(4):
+            setup.client.generate(PROMPT, PARAMS)
+        assert (len(setup.engine.read().names), len(other.read().names)) == (4 + 4, 4)
+        for stream in streams:
+            stream.abort()
+        setup.client.generate(PROMPT, PARAMS)
+        assert len(other.read().names) == 4 + 1
 
 
 @asynchronous
@@ -166,6 +163,18 @@ async def test_an_inbox_that_fails_fails_what_waits_for_it():
         await stream.result()
     with pytest.raises(EngineFailed, match="no longer hears"):
         await setup.client.wait_until_ready(5)
+
+
+def test_what_is_no_message_is_dropped(caplog):
+    async def scenario():
+        async with attached() as setup:
+            stream = setup.client.generate(PROMPT, PARAMS)
+            setup.inbox.put_frames([b"junk"])
+            await setup.engine.say((0, {"token_ids": [9], "finish_reason": LENGTH}))
+            assert (await stream.result()).outputs[0].token_ids == [9]
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+    assert "dropped what is no message to a client" in caplog.text
 
 
 # Requests.
@@ -323,11 +332,11 @@ async def test_a_request_that_fails_fails_alone():
 
 
 @asynchronous
-async def test_an_engine_that_leaves_fails_its_requests_with_the_cause():
+async def test_the_last_engine_that_leaves_fails_its_requests_with_the_cause():
     async with attached() as setup:
         reader, waiter = (setup.client.generate(PROMPT, PARAMS) for _ in range(2))
         reading, waiting = await started(anext(reader.__aiter__())), await started(waiter.result())
-        await setup.engine.leave()
+        await setup.engine.leave(returns=False)
         for task in (reading, waiting):
             with pytest.raises(EngineFailed, match="engine-0 ended: killed by SIGKILL"):
                 await task
@@ -423,11 +432,7 @@ async def test_without_a_tokenizer_there_are_tokens_but_no_texts():
 @asynchronous
 async def test_what_cannot_be_sent_is_not_in_flight():
     async with attached() as setup:
-
-        def refuse(peer, message):
-            raise TypeError("this cannot be part of a message")
-
-        setup.client._outbox.send = refuse
+        setup.outbox.refuses = True
         with pytest.raises(TypeError):
-            setup.client.generate(PROMPT, PARAMS)
+            setup.client.generate(PROMPT, PARAMS, timeout=5)
         assert setup.client.num_in_flight == 0

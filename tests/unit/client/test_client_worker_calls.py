@@ -6,24 +6,14 @@ import asyncio
 
 import numpy as np
 import pytest
-from client_fakes import CLIENT, Setup, attached
+from client_fakes import CLIENT, FakeEngine, Setup, asynchronous, attached
 
-from eagleray.client import client as client_module
+from eagleray.client import worker_calls
 from eagleray.errors import DeadlineExceeded, EngineFailed, InvalidRequest, RequestFailed, Unavailable
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import Stop
 from eagleray.messages.outputs import WorkersReturned
 from eagleray.messages.plain import pack, unpack_arguments
-
-
-def asynchronous(test):
-    """Run the test in an event loop, in bounded time."""
-
-    def run():
-        asyncio.run(asyncio.wait_for(test(), 10))
-
-    run.__name__ = test.__name__
-    return run
 
 
 async def begin(setup, method="weigh", *args, timeout=None, **kwargs):
@@ -127,7 +117,7 @@ async def test_closing_the_client_ends_its_calls():
 @pytest.fixture
 def hasty(monkeypatch):
     """A client that does not wait for what the engine says about a timeout."""
-    monkeypatch.setattr(client_module, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(worker_calls, "ANSWER_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -184,3 +174,37 @@ async def test_a_client_that_is_stopping_or_has_no_engine_takes_no_calls():
         await setup.client.call_workers("weigh", timeout=None)
     await setup.client.close()
     await setup.running
+
+
+@asynchronous
+async def test_every_engine_is_called_and_the_values_come_engine_by_engine():
+    async with attached() as setup:
+        engines = [await FakeEngine(setup, rank=rank).join() for rank in (2, 1)]
+        task = await begin(setup)
+        for engine in engines:
+            (call,) = engine.read().calls
+            values = [pack([engine.id.rank, worker]) for worker in range(2)]
+            await setup.deliver(WorkersReturned(call_id=call.call_id, values=values))
+            assert not task.done()
+        await answer(setup, values=[pack([0, 0])])
+        assert await task == [[0, 0], [1, 0], [1, 1], [2, 0], [2, 1]]
+
+
+@asynchronous
+async def test_the_first_engine_that_fails_is_what_the_caller_hears_of():
+    async with attached() as setup:
+        other = await FakeEngine(setup, rank=1).join()
+        task = await begin(setup)
+        await other.leave("killed by SIGKILL")
+        with pytest.raises(EngineFailed, match="engine-1 ended: killed by SIGKILL"):
+            await task
+        assert setup.client.num_in_flight == 0
+        await answer(setup, values=[pack(1)])  # nobody's
+        assert await answered(setup) == [3]
+
+
+async def answered(setup):
+    """What a call is told that the remaining engine answers."""
+    task = await begin(setup)
+    await answer(setup, values=[pack(3)])
+    return await task

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eagleray.cluster.bundles import Bundle, BundlesBusy, assign, fitting, in_rank_order, worker_resources
+from eagleray.cluster.bundles import Bundle, BundlesBusy, assign, fitting, in_rank_order, take, worker_resources
 from eagleray.errors import ClusterError, ConfigError
 
 ENGINE = "node-e"
@@ -117,6 +117,16 @@ def test_an_index_of_a_bundle_of_another_kind_is_refused() -> None:
     bundles = make((ENGINE, GPU), (ENGINE, {"CPU": 1}))
     with pytest.raises(ClusterError, match=r"bundle 1 of the placement group holds \{CPU: 1\}, but a worker takes"):
         assign(bundles, worker=GPU, world_size=2, engine_node=ENGINE, indices=[0, 1])
+
+
+def test_a_share_may_name_a_bundle_for_several_workers() -> None:
+    bundles = make((ENGINE, {"GPU": 2}), ("a", GPU))
+    assert indices(take(bundles, [0, 0, 1], worker=GPU)) == [0, 0, 1]
+    with pytest.raises(ClusterError, match=r"bundle 1 .* holds \{GPU: 1\}, but 2 workers take \{GPU: 1\} each"):
+        take(bundles, [1, 1], worker=GPU)
+    busy = make((ENGINE, {"GPU": 2}), free={0: GPU})
+    with pytest.raises(BundlesBusy, match=r"\{GPU: 1\} free of \{GPU: 2\}, but 2 workers take"):
+        take(busy, [0, 0], worker=GPU)
 
 
 @pytest.mark.parametrize(

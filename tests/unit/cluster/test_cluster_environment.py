@@ -89,3 +89,8 @@ def test_a_variable_travels_at_most_one_way_and_unchanged(environ: dict[str, str
     env_vars = made.runtime_env["env_vars"]
     assert not env_vars.keys() & made.literal.keys()
     assert all(environ[name] == value for name, value in (env_vars | made.literal).items() if name in environ)
+
+
+def test_an_actor_sees_all_devices_of_its_node_or_its_own_alone() -> None:
+    assert "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES" in variables({})
+    assert "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES" not in variables({}, sees_all_devices=False)

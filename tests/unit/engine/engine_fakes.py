@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from eagleray.errors import WorkerLost
 from eagleray.identity import EngineId, WorkerId
 from eagleray.messages.failure import Failure
 from eagleray.messages.steps import (
@@ -43,10 +44,13 @@ class CountingGroup:
         self.known: dict[int, int] = {}
         self.computed: dict[int, int] = {}
         self.fails_at_step: int | None = None
+        self.dies_at_step: int | None = None
         self._replies: deque[Reply] = deque()
 
     def send(self, call: Call) -> None:
         self.calls.append(call.body)
+        if isinstance(call.body, StepPlan) and call.body.step == self.dies_at_step:
+            raise WorkerLost("the worker died")
         self._replies.append(Reply(call.call_id, 0, self._answer(call.body)))
 
     def receive(self, timeout: float) -> Reply | None:
@@ -100,7 +104,8 @@ class CountingGroup:
 
 
 class ListInbox:
-    """Messages that the test put in; when they are used up, `on_empty` decides what else there is."""
+    """Messages that the test put in, and exceptions for what is none; when they are used up, `on_empty` decides what
+    else there is."""
 
     address = "list"
 
@@ -110,7 +115,10 @@ class ListInbox:
 
     def receive(self, timeout: float | None) -> Any:
         if self.messages:
-            return self.messages.popleft()
+            message = self.messages.popleft()
+            if isinstance(message, Exception):
+                raise message
+            return message
         if timeout is None or timeout > 0:
             assert self.on_empty is not None, "the engine waits, but the test has nothing more to say"
             return self.on_empty()

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Sequence
+from typing import Any
 
+import msgspec
 import pytest
 from engine_fakes import ENGINE, CountingGroup, ListInbox, ListOutbox
 
 from eagleray.config import build_config
+from eagleray.engine import strangers
 from eagleray.engine.loop import EngineLoop
 from eagleray.engine.startup import start_engine
-from eagleray.errors import WorkerFailed
+from eagleray.errors import WorkerFailed, WorkerLost
 from eagleray.executor import Executor
-from eagleray.identity import ClientId
+from eagleray.identity import ClientId, successor
 from eagleray.messages.lifecycle import Stop
 from eagleray.messages.membership import Joined, Left
 from eagleray.messages.outputs import Chunks, EngineStats
@@ -20,24 +25,33 @@ from eagleray.messages.sampling import Sampling, Stopping
 CLIENT, OTHER = ClientId("i", 0), ClientId("i", 1)
 
 
-def generate(request_id: str, *, client: ClientId = CLIENT, num_prompt: int = 5, max_tokens: int = 3) -> Generate:
+def generate(
+    request_id: str, *, client: ClientId = CLIENT, num_prompt: int = 5, max_tokens: int = 3, **kwargs: Any
+) -> Generate:
     return Generate(
         request_id=request_id,
         client=client,
         prompt_token_ids=[1] * num_prompt,
         sampling=Sampling(seed=0),
         stopping=Stopping(max_tokens=max_tokens),
+        **kwargs,
     )
 
 
-def run(*messages, group: CountingGroup | None = None, depth: int = 1) -> ListOutbox:
-    """Run a loop that receives these messages, and `Stop` once it has nothing left to do."""
-    group = group or CountingGroup()
-    core = start_engine(build_config(enable_prefix_caching=False), Executor(group), depth=depth, deadline=math.inf).core
-    inbox, outbox = ListInbox(*messages), ListOutbox()
-    inbox.on_empty = lambda: Stop(0.0)
-    EngineLoop(ENGINE, core, inbox, outbox).run()
+def run(*messages: Any, later: Sequence[Any] = (), group: CountingGroup | None = None, depth: int = 1) -> ListOutbox:
+    """Run a loop that receives these messages, when it has nothing left to do `later` ones, and then `Stop`."""
+    outbox = ListOutbox()
+    open_loop(*messages, later=later, group=group or CountingGroup(), depth=depth, outbox=outbox).run()
     return outbox
+
+
+def open_loop(
+    *messages: Any, later: Sequence[Any] = (), group: CountingGroup, depth: int = 1, outbox: ListOutbox
+) -> EngineLoop:
+    core = start_engine(build_config(enable_prefix_caching=False), Executor(group), depth=depth, deadline=math.inf).core
+    inbox, left = ListInbox(*messages), iter([*later, Stop(0.0)])
+    inbox.on_empty = lambda: next(left)
+    return EngineLoop(ENGINE, core, inbox, outbox)
 
 
 def tokens(outbox: ListOutbox, client: ClientId = CLIENT) -> dict[str, list[int]]:
@@ -114,3 +128,66 @@ def test_a_workers_failure_ends_the_loop_with_its_cause():
     group.fails_at_step = 1
     with pytest.raises(WorkerFailed, match="the worker broke"):
         run(Joined(CLIENT, "c"), generate("a"), group=group)
+
+
+@pytest.fixture
+def log(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("eagleray"), "propagate", True)  # a program that ran here may have ended that
+    caplog.set_level(logging.WARNING, logger="eagleray")
+    return caplog
+
+
+def stats(outbox: ListOutbox, client: ClientId) -> list[EngineStats]:
+    return [message for peer, message in outbox.sent if peer == client and isinstance(message, EngineStats)]
+
+
+def test_every_client_is_told_the_load():
+    outbox = run(Joined(CLIENT, "c"), Joined(OTHER, "o"), generate("a"))
+    for client in (CLIENT, OTHER):
+        assert stats(outbox, client)[-1].num_generation_tokens == 3
+
+
+def test_a_client_that_joins_an_idle_engine_is_told_its_load_at_once():
+    outbox = run(Joined(CLIENT, "c"), generate("a"), later=[Joined(OTHER, "o")])
+    assert [one.num_generation_tokens for one in stats(outbox, OTHER)] == [3]
+
+
+def test_a_request_goes_on_after_what_it_has_generated_elsewhere():
+    outbox = run(Joined(CLIENT, "c"), generate("a", output_token_ids=[8, 9]), generate("b", output_token_ids=[8] * 3))
+    assert tokens(outbox) == {"a": [7], "b": []}
+    assert finishes(outbox) == {"a": "length", "b": "error"}
+
+
+def test_the_start_of_a_suspect_is_told_before_the_step_that_it_may_not_survive():
+    group, outbox = CountingGroup(), ListOutbox()
+    group.dies_at_step = 0
+    loop = open_loop(Joined(CLIENT, "c"), generate("a", is_suspect=True), group=group, outbox=outbox)
+    with pytest.raises(WorkerLost):
+        loop.run()
+    (chunk,) = [chunk for _, message in outbox.sent if isinstance(message, Chunks) for chunk in message.chunks]
+    assert (chunk.request_id, chunk.is_started) == ("a", True)
+
+
+def test_the_next_incarnation_of_a_client_is_somebody_else():
+    outbox = run(
+        Joined(CLIENT, "c"),
+        generate("a"),
+        Left(CLIENT, "killed"),
+        Joined(successor(CLIENT), "d"),
+        generate("a", client=successor(CLIENT), num_prompt=7),
+    )
+    assert tokens(outbox) == {}
+    assert tokens(outbox, successor(CLIENT)) == {"a": [7, 8, 9]}
+
+
+def test_what_is_no_message_is_dropped(log):
+    outbox = run(msgspec.ValidationError("no such field"), Joined(CLIENT, "c"), generate("a"))
+    assert tokens(outbox) == {"a": [5, 6, 7]}
+    assert "no such field" in log.text
+
+
+def test_who_does_not_join_is_forgotten(log, monkeypatch):
+    monkeypatch.setattr(strangers, "PATIENCE_SECONDS", -1.0)
+    outbox = run(generate("a"), later=[Joined(CLIENT, "c"), generate("b")])
+    assert tokens(outbox) == {"b": [5, 6, 7]}
+    assert "client-0 has asked for something, but did not join" in log.text

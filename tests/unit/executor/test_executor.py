@@ -141,3 +141,13 @@ def test_closing_ends_the_workers():
     group = FakeGroup()
     Executor(group).close()
     assert group.closed
+
+
+def test_a_step_that_does_not_come_back_is_named_with_its_size():
+    pending = Executor(FakeGroup()).step(
+        StepPlan(step=7, ends=[], starts=[], grown=[], rows=[0, 3], num_tokens=[1, 99]), seconds=0.01
+    )
+    with pytest.raises(DeadlineExceeded) as raised:
+        pending.result()
+    expected = "step 7 (100 tokens in 2 rows) has not come back: no StepResult from rank 0 within 0 s (call 1)"
+    assert str(raised.value) == expected

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 
+import msgspec
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from metrics_fakes import families, samples
 
 from eagleray.identity import EngineId
 from eagleray.messages.outputs import EngineStats, FinishReason
-from eagleray.metrics import Metrics
 
 STATS = EngineStats(
     engine=EngineId("test", 3),
@@ -27,17 +27,8 @@ STATS = EngineStats(
 )
 
 
-def families(metrics):
-    return {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
-
-
-def samples(metrics):
-    """Values by name and by the values of the labels but `model_name`."""
-    return {
-        (sample.name, *(value for key, value in sorted(sample.labels.items()) if key != "model_name")): sample.value
-        for family in families(metrics).values()
-        for sample in family.samples
-    }
+def of(rank, incarnation=0, **changes):
+    return msgspec.structs.replace(STATS, engine=EngineId("test", rank, incarnation), **changes)
 
 
 def begin(metrics, **changes):
@@ -45,8 +36,8 @@ def begin(metrics, **changes):
     return metrics.requests.begin(**request | changes)
 
 
-def test_an_engine():
-    metrics = Metrics("tiny", lambda: STATS)
+def test_an_engine(make):
+    metrics = make([STATS])
     assert families(metrics)["eagleray:num_requests_running"].samples[0].labels == {"model_name": "tiny", "engine": "3"}
     values = samples(metrics)
     expected = {
@@ -59,20 +50,35 @@ def test_an_engine():
         "prompt_tokens_total": 130,
         "generation_tokens_total": 200,
         "engine_steps_total": 6,
+        "engine_restarts_total": 0,
     }
     assert {name: values[f"eagleray:{name}", "3"] for name in expected} == expected
 
 
-def test_the_newest_stats_are_reported_and_none_are_no_zeros():
-    newest = [None]
-    metrics = Metrics("tiny", lambda: newest[0])
+def test_several_engines_are_told_apart(make):
+    metrics = make([of(1, 2, num_running=7), of(0)])
+    values = samples(metrics)
+    assert [values["eagleray:num_requests_running", rank] for rank in "01"] == [4, 7]
+    assert [values["eagleray:engine_restarts_total", rank] for rank in "01"] == [0, 2]
+    assert metrics.text().count(b"# TYPE eagleray:num_requests_running gauge") == 1
+
+
+def test_of_two_incarnations_of_a_rank_the_newer_is_reported(make):
+    metrics = make([of(0, 1, num_running=9), of(0)])
+    assert metrics.text().count(b'eagleray:num_requests_running{engine="0"') == 1
+    assert samples(metrics)["eagleray:num_requests_running", "0"] == 9
+
+
+def test_the_newest_stats_are_reported_and_none_are_no_zeros(make):
+    newest = []
+    metrics = make(newest)
     assert not any(name.startswith("eagleray:num_requests") for name in families(metrics))
-    newest[0] = STATS
+    newest.append(STATS)
     assert samples(metrics)["eagleray:num_requests_running", "3"] == 4
 
 
-def test_a_streamed_request():
-    metrics = Metrics("tiny", lambda: None)
+def test_a_streamed_request(make):
+    metrics = make()
     timer = begin(metrics)
     timer.tokens(0, 1)
     timer.tokens(0, 0)
@@ -100,8 +106,8 @@ def test_a_streamed_request():
     assert success == {"stop": 1, "length": 0, "abort": 0, "error": 0}
 
 
-def test_completions_that_did_not_finish_ended_with_their_request():
-    metrics = Metrics("tiny", lambda: None)
+def test_completions_that_did_not_finish_ended_with_their_request(make):
+    metrics = make()
     timer = begin(metrics, n=3, max_tokens=None)
     timer.tokens(1, 2)
     timer.finished(1, FinishReason.LENGTH, 2)
@@ -116,14 +122,40 @@ def test_completions_that_did_not_finish_ended_with_their_request():
     assert values["eagleray:request_params_max_tokens_count",] == 0
 
 
-def test_http_requests():
-    metrics = Metrics("tiny", lambda: None)
+def test_buckets_count_what_is_not_larger(make):
+    metrics = make()
+    for size in (1, 2, 2, 3, 20, 21):
+        begin(metrics, n=size)
+    buckets = [samples(metrics)["eagleray:request_params_n_bucket", bound] for bound in ("1.0", "2.0", "5.0", "20.0")]
+    assert buckets == [1, 3, 4, 5]
+    assert samples(metrics)["eagleray:request_params_n_bucket", "+Inf"] == 6
+    assert samples(metrics)["eagleray:request_params_n_sum",] == 49
+
+
+def test_http_requests(make):
+    metrics = make()
     metrics.http_answered("/live", "GET", 200)
     metrics.http_answered("/live", "GET", 200)
     metrics.http_answered("/live", "GET", 503)
     values = samples(metrics)
     assert values["eagleray:http_requests_total", "GET", "/live", "200"] == 2
     assert values["eagleray:http_requests_total", "GET", "/live", "503"] == 1
+
+
+def test_what_became_of_requests_whose_engine_ended(make):
+    metrics = make()
+    assert samples(metrics)["eagleray:requests_resumed_total",] == 0
+    metrics.recovery.resumed(3, 120)
+    metrics.recovery.resumed(1, 5)
+    metrics.recovery.next_token(0.3)
+    metrics.recovery.given_up(2)
+    values = samples(metrics)
+    assert values["eagleray:requests_resumed_total",] == 4
+    assert values["eagleray:tokens_recomputed_total",] == 125
+    assert values["eagleray:requests_given_up_total",] == 2
+    assert values["eagleray:time_to_next_token_after_failure_seconds_count",] == 1
+    assert values["eagleray:time_to_next_token_after_failure_seconds_bucket", "0.25"] == 0
+    assert values["eagleray:time_to_next_token_after_failure_seconds_bucket", "0.5"] == 1
 
 
 @pytest.mark.parametrize(
@@ -136,14 +168,33 @@ def test_http_requests():
         ("request_params_n", [1, 2, 5, 10, 20, math.inf]),
     ],
 )
-def test_buckets_are_those_of_existing_dashboards(name, bounds):
-    family = families(Metrics("tiny", lambda: None))[f"eagleray:{name}"]
+def test_buckets_are_those_of_existing_dashboards(make, name, bounds):
+    family = families(make())[f"eagleray:{name}"]
     found = [float(sample.labels["le"]) for sample in family.samples if sample.name.endswith("_bucket")]
     assert found[: len(bounds)] == bounds
     assert found[-1] == math.inf
 
 
-def test_two_servers_in_one_process_do_not_meet():
-    one, two = Metrics("tiny", lambda: None), Metrics("tiny", lambda: None)
+def test_any_server_tells_the_totals_of_all(make):
+    one, two = make([STATS]), make([STATS], server=1)
     one.http_answered("/live", "GET", 200)
-    assert ("eagleray:http_requests_total", "GET", "/live", "200") not in samples(two)
+    two.http_answered("/live", "GET", 200)
+    two.http_answered("/load", "GET", 200)
+    for server in (one, two):
+        begin(server).first_token()
+    for server in (one, two):
+        values = samples(server)
+        assert values["eagleray:http_requests_total", "GET", "/live", "200"] == 2
+        assert values["eagleray:http_requests_total", "GET", "/load", "200"] == 1
+        assert values["eagleray:time_to_first_token_seconds_count",] == 2
+        assert values["eagleray:time_to_first_token_seconds_bucket", "+Inf"] == 2
+        assert values["eagleray:num_requests_running", "3"] == 4  # an engine's load is one value, whoever tells it
+        assert values["eagleray:generation_tokens_total", "3"] == 200
+
+
+def test_the_process_of_each_server_is_told_apart(make):
+    one, _ = make(), make(server=1)
+    values = samples(one)
+    assert values["process_resident_memory_bytes", "0"] > 0
+    assert values["process_cpu_seconds_total", "1"] > 0
+    assert values["process_open_fds", "1"] > 0

@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+import msgspec
 import numpy as np
 
 from eagleray.identity import ClientId
@@ -51,6 +52,9 @@ def request(
     salt="",
     prompt_logprobs=None,
     logprobs=None,
+    output=(),
+    prompt_logprobs_from=1,
+    suspect=False,
 ):
     """The model's draws depend on the salt (by the seed), so that a block shared across salts is seen."""
     return Generate(
@@ -61,11 +65,15 @@ def request(
         stopping=Stopping(max_tokens=max_tokens, min_tokens=min_tokens, eos_token_ids=eos, stop_token_ids=stop),
         priority=priority,
         cache_salt=salt,
+        output_token_ids=list(output),
+        prompt_logprobs_from=prompt_logprobs_from,
+        is_suspect=suspect,
     )
 
 
 def undisturbed(message, *, max_model_len):
-    """(generated tokens, finish reason, stop token) of the request when nothing ever gets in its way."""
+    """(generated tokens, finish reason, stop token) of the request when nothing ever gets in its way: from its
+    beginning, also if it is one that goes on."""
     tokens, stopping = list(message.prompt_token_ids), message.stopping
     digests = []
     generated = []
@@ -239,6 +247,7 @@ class Engine:
         enable_prefix_caching=True,
         policy="fcfs",
         num_stages=1,
+        vocab_size=2**31,
     ):
         self.depth = depth
         self.num_stages = num_stages
@@ -252,6 +261,7 @@ class Engine:
             enable_prefix_caching=enable_prefix_caching,
             policy=policy,
             num_stages=num_stages,
+            vocab_size=vocab_size,
         )
         self.worker = FakeWorker(
             num_rows=max_num_seqs,
@@ -261,6 +271,10 @@ class Engine:
             max_model_len=max_model_len,
         )
         self.in_flight: deque[StepResult] = deque()
+        self.started: list[str] = []
+        """Suspects whose start was told."""
+        self.suspects_of_steps: deque[set[str]] = deque()
+        """Those that each step in flight computes."""
         self.plans: list[StepPlan] = []
         self.messages: dict[tuple[ClientId, str], Generate] = {}
         self.chunks: dict[tuple[ClientId, str], list[Chunk]] = defaultdict(list)
@@ -273,6 +287,7 @@ class Engine:
     def plan(self) -> StepPlan | None:
         num_preemptions = self.scheduler.stats().num_preemptions
         plan = self.scheduler.plan()
+        self._note_started(self.scheduler.take_notices())
         if plan is not None:
             has_preempted = self.scheduler.stats().num_preemptions > num_preemptions
             assert not (has_preempted and plan.starts), "somebody starts in the blocks of the preempted"
@@ -281,10 +296,35 @@ class Engine:
             if not self.in_flight and self.num_stages == 1:
                 assert plan.rows == list(self.worker.rows), "a running request is left out"
             self.in_flight.append(result)
+            self._check_suspects(plan)
         return plan
 
     def apply(self) -> list[Chunk]:
+        self.suspects_of_steps.popleft()
         return self.take(self.scheduler.apply(self.in_flight.popleft()))
+
+    def _note_started(self, notices: list[Output]) -> None:
+        for client, chunk in notices:
+            assert chunk == Chunk(request_id=chunk.request_id, is_started=True)
+            assert self.messages[client, chunk.request_id].is_suspect and chunk.request_id not in self.started
+            self.started.append(chunk.request_id)
+
+    def _check_suspects(self, plan: StepPlan) -> None:
+        """Every one was told to be started, and no two of them are in the workers' hands."""
+        suspects = {message.request_id for message in self.messages.values() if message.is_suspect}
+        computed = {self.worker.rows[row].request_id for row in plan.rows} & suspects
+        assert computed <= set(self.started)
+        self.suspects_of_steps.append(computed)
+        assert len(set().union(*self.suspects_of_steps)) <= 1
+
+    def resumed(self, key) -> Generate:
+        """The request as its client sends it to the next engine, when this one is gone."""
+        message = self.messages[key]
+        return msgspec.structs.replace(
+            message,
+            output_token_ids=[*message.output_token_ids, *self.tokens(message.request_id, message.client)],
+            prompt_logprobs_from=message.prompt_logprobs_from + len(self.prompt_logprob_positions(key)),
+        )
 
     def take(self, outputs: list[Output]) -> list[Chunk]:
         for client, chunk in outputs:
@@ -316,9 +356,11 @@ class Engine:
         return self.chunks[client, request_id][-1]
 
     def check_as_undisturbed(self, key):
-        """The request's chunks are those of a run in which it was alone, cut off where it was aborted or failed."""
+        """The request's chunks are those of a run in which it was alone, cut off where it was aborted or failed, and
+        without what another engine has told before."""
         message, chunks = self.messages[key], self.chunks[key]
         expected, reason, stop_token = undisturbed(message, max_model_len=self.max_model_len)
+        expected = expected[len(message.output_token_ids) :]
         tokens = self.tokens(message.request_id, message.client)
         last = chunks[-1]
         if last.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
@@ -326,7 +368,9 @@ class Engine:
         else:
             assert (tokens, last.finish_reason, last.stop_token_id) == (expected, reason, stop_token)
             if message.sampling.prompt_logprobs is not None:
-                assert self.prompt_logprob_positions(key) == list(range(1, len(message.prompt_token_ids)))
+                assert self.prompt_logprob_positions(key) == list(
+                    range(message.prompt_logprobs_from, len(message.prompt_token_ids))
+                )
         assert all(chunk.num_cached_tokens == 0 for chunk in chunks[1:])
 
     def prompt_logprob_positions(self, key) -> list[int]:

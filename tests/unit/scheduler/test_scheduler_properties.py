@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler_fakes import ALICE, BOB, VOCAB_SIZE, Engine, request
+from scheduler_fakes import ALICE, BOB, VOCAB_SIZE, Engine, request, undisturbed
 
 PREFIXES = [[], [1] * 4, [1] * 9, [1, 1, 1, 1, 2, 3, 4, 5, 6], [7, 8]]
 
 
 @st.composite
-def engines(draw):
+def engines(draw, max_model_len=None):
     """Small in every respect, so that rows, blocks and budget run out all the time."""
     block_size = draw(st.sampled_from([1, 2, 3, 4]))
-    max_model_len = draw(st.integers(2, 24))
+    max_model_len = max_model_len or draw(st.integers(2, 24))
     return Engine(
         depth=draw(st.integers(1, 3)),
         max_num_seqs=draw(st.integers(1, 5)),
@@ -35,7 +36,7 @@ def engines(draw):
 def messages(draw, request_id, max_model_len):
     own = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=6))
     prompt = [*draw(st.sampled_from(PREFIXES)), *own][-(max_model_len - 1) :]
-    return request(
+    message = request(
         request_id,
         prompt,
         client=draw(st.sampled_from([ALICE, BOB])),
@@ -46,7 +47,12 @@ def messages(draw, request_id, max_model_len):
         priority=draw(st.integers(-1, 1)),
         salt=draw(st.sampled_from(["", "", "s"])),
         prompt_logprobs=draw(st.sampled_from([None, None, 0])),
+        prompt_logprobs_from=draw(st.integers(1, len(prompt))),
+        suspect=draw(st.sampled_from([False, False, True])),
     )
+    output, _, _ = undisturbed(message, max_model_len=max_model_len)
+    num_known = draw(st.integers(0, len(output) - 1))
+    return msgspec.structs.replace(message, output_token_ids=output[:num_known])
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -122,6 +128,28 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(deadline=None, max_examples=150, stateful_step_count=50)
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_requests_go_on_where_an_engine_has_left_them(data):
+    """Whatever the engines are like, and wherever the first one stops: together they say what one would have said."""
+    max_model_len = data.draw(st.integers(2, 24))
+    first, second = data.draw(engines(max_model_len)), data.draw(engines(max_model_len))
+    first.add(*(data.draw(messages(str(index), max_model_len)) for index in range(data.draw(st.integers(1, 6)))))
+    for _ in range(data.draw(st.integers(0, 40))):
+        if first.scheduler.has_work:
+            first.step()
+    second.add(*(first.resumed(key) for key in first.messages if not first.is_ended(key)))
+    second.run()
+    second.check_all_free()
+    for key, message in first.messages.items():
+        (first if first.is_ended(key) else second).check_as_undisturbed(key)
+        generated, _, _ = undisturbed(message, max_model_len=max_model_len)
+        told = [engine.tokens(message.request_id, message.client) for engine in (first, second)]
+        assert [*message.output_token_ids, *told[0], *told[1]] == generated
+    told = sum(len(engine.tokens(name, client)) for engine in (first, second) for client, name in first.messages)
+    assert told == sum(engine.scheduler.stats().num_generation_tokens for engine in (first, second))
 
 
 def live_a_day(engine, choose, *, num_requests):

@@ -11,7 +11,7 @@ from eagleray.scheduler.request import new_request
 
 
 def waiting(arrival, priority=0):
-    return new_request(request(f"r{arrival}", [1]), priority=priority, arrival=arrival, max_model_len=8)
+    return new_request(request(f"r{arrival}", [1]), priority=priority, arrival=arrival, max_model_len=8, vocab_size=16)
 
 
 def drain(queue):

@@ -9,6 +9,7 @@ from scheduler_fakes import ALICE, BOB, Engine, request, undisturbed
 from eagleray.errors import ConfigError, InvalidRequest, PromptTooLong
 from eagleray.identity import EngineId
 from eagleray.messages.outputs import EngineStats, FinishReason
+from eagleray.messages.sampling import Sampling
 
 
 def generated(prompt, count):
@@ -219,3 +220,32 @@ def test_stats_are_those_of_the_engine():
     assert (stats.num_running, stats.num_waiting, stats.num_free_kv_blocks) == (0, 0, 32)
     assert (stats.num_steps, stats.num_preemptions, stats.num_generation_tokens) == (6, 0, 6)
     assert (stats.num_prefix_queries, stats.num_prefix_hits, stats.num_prompt_tokens) == (18, 8, 10)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"logit_bias": {16: 1.0}},
+        {"allowed_token_ids": (0, 16)},
+        {"suppressed_token_ids": (-1,)},
+        {"logprob_token_ids": (99,)},
+        {"bad_words": ((1,), (2, 16))},
+        {"logprobs": 17},
+        {"prompt_logprobs": -1},
+        {"temperature": float("nan")},
+        {"repetition_penalty": float("inf")},
+    ],
+)
+def test_parameters_that_a_worker_would_not_survive_are_refused_by_name(sampling):
+    engine = Engine(vocab_size=16)
+    message = msgspec.structs.replace(request("r", [1, 2]), sampling=Sampling(seed=0, **sampling))
+    (name,) = sampling
+    with pytest.raises(InvalidRequest, match=name) as refused:
+        engine.add(message)
+    assert refused.value.param == name
+    assert not engine.scheduler.has_work
+
+
+def test_parameters_at_their_limits_are_taken():
+    sampling = Sampling(seed=0, logit_bias={15: 1.0}, bad_words=((0, 15),), logprobs=16, logprob_token_ids=(0, 15))
+    Engine(vocab_size=16).add(msgspec.structs.replace(request("r", [0, 15]), sampling=sampling))

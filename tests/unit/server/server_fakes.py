@@ -1,11 +1,12 @@
-"""The application on the real client, whose engine is a script: what is sent to it is kept, what it says is decided
-by the test. No process, no socket."""
+"""The application on the real client, whose engines are a script: what is sent to them is kept, what they say is
+decided by the test. No process, no socket."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from eagleray.messages.outputs import (
     WorkersReturned,
 )
 from eagleray.messages.requests import Abort, CallWorkers, Generate
+from eagleray.metrics import Ledger
 from eagleray.server.app import create_app
 
 ENGINE = EngineId("test", 0)
@@ -63,7 +65,7 @@ def write_checkpoint(directory: Path) -> Path:
 
 
 class ScriptedEngine:
-    """Both ends of the client's transport. Answers each request with `speak` unless `speak` is None.
+    """All engines, and both ends of the client's transport. Answers each request with `speak` unless `speak` is None.
 
     An answer is what the engine would say of the request, chunk by chunk.
     """
@@ -72,6 +74,8 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
+        self.receivers: list[Any] = []
+        """Whom each of them was sent to."""
         self.speak: Callable[[Generate], Iterator[Chunk]] | None = None
         self.call_workers: Callable[[CallWorkers], WorkersReturned] | None = None
         """Answers calls of the worker extension; None: they are not answered."""
@@ -101,22 +105,23 @@ class ScriptedEngine:
 
     def send(self, peer: Any, message: Any) -> None:
         self.sent.append(message)
+        self.receivers.append(peer)
         if isinstance(message, Generate) and self.speak is not None:
-            task = asyncio.create_task(self._say(self.speak(message)))
+            task = asyncio.create_task(self._say(self.speak(message), peer))
             self._speaking.add(task)
             task.add_done_callback(self._speaking.discard)
         if isinstance(message, CallWorkers) and self.call_workers is not None:
             self.say(self.call_workers(message))
 
-    def say(self, *messages: Any) -> None:
+    def say(self, *messages: Any, engine: EngineId = ENGINE) -> None:
         """Put messages into the client's inbox; chunks as of one step."""
         chunks = [message for message in messages if isinstance(message, Chunk)]
-        for message in [Chunks(ENGINE, chunks)] if chunks else messages:
+        for message in [Chunks(engine, chunks)] if chunks else messages:
             self._inbox.put_nowait(message)
 
-    async def _say(self, chunks: Iterator[Chunk]) -> None:
+    async def _say(self, chunks: Iterator[Chunk], engine: EngineId) -> None:
         for chunk in chunks:
-            self.say(chunk)
+            self.say(chunk, engine=engine)
             await settle()
 
 
@@ -146,16 +151,23 @@ def prompt_logprobs_of(prompt: list[int], k: int) -> PromptLogprobs:
 class Api:
     """The application as a test uses it: in an event loop of its own, by blocking calls."""
 
-    def __init__(self, config: Config, runner: asyncio.Runner) -> None:
+    def __init__(self, config: Config, runner: asyncio.Runner, ledger: Ledger) -> None:
         self.config = config
         self.engine = ScriptedEngine()
+        self.ledger = ledger
         self._runner = runner
         self._reading: asyncio.Task[None] | None = None
         self.run(self._start())
 
     async def _start(self) -> None:
-        self.client = Client.create(ClientId("test", 0), self.config, inbox=self.engine, outbox=self.engine)
-        self.app = create_app(self.client, self.config)
+        self.client = Client.create(
+            ClientId("test", 0),
+            self.config,
+            inbox=self.engine,
+            outbox=self.engine,
+            max_in_flight=self.config.serving.max_queued_requests,
+        )
+        self.app = create_app(self.client, self.config, self.ledger)
         self._reading = asyncio.create_task(self.client.run())
         if self.client.tokenizer is not None:
             self.speech = self.client.tokenizer.encode(SPEECH, add_special_tokens=False)
@@ -171,10 +183,11 @@ class Api:
         self.run(self._close())
 
     def recite(self, request: Generate) -> Iterator[Chunk]:
-        """`SPEECH`, a token for each step, then the end-of-sequence token."""
+        """`SPEECH`, a token for each step, then the end-of-sequence token; of a resumed request what is missing."""
         tokens = [*self.speech, self.eos]
         wanted = request.sampling.prompt_logprobs
-        for place, token_id in enumerate(tokens[: request.stopping.max_tokens]):
+        begin = len(request.output_token_ids)
+        for place, token_id in enumerate(tokens[begin : request.stopping.max_tokens], begin):
             is_last = place == request.stopping.max_tokens - 1
             reason = FinishReason.STOP if token_id == self.eos else FinishReason.LENGTH if is_last else None
             k = request.sampling.logprobs
@@ -201,14 +214,16 @@ class Api:
 
         self.run(hear())
 
-    def join(self, max_model_len: int = 64) -> None:
+    def join(self, engine: EngineId = ENGINE, *, max_model_len: int = 64) -> None:
+        if engine in self.client.engines:
+            self.leave("it comes back as another", engine)
         info = EngineInfo(
             architecture="Tiny", vocab_size=320, max_model_len=max_model_len, block_size=4, num_kv_blocks=32
         )
-        self.hear(Joined(ENGINE, "somewhere", info))
+        self.hear(Joined(engine, "somewhere", info))
 
-    def leave(self, cause: str) -> None:
-        self.hear(Left(ENGINE, cause))
+    def leave(self, cause: str, engine: EngineId = ENGINE, *, returns: bool = False) -> None:
+        self.hear(Left(engine, cause, returns))
 
     def stop(self) -> None:
         self.hear(Stop(5.0))
@@ -277,8 +292,13 @@ class Call:
 @contextlib.contextmanager
 def serving(checkpoint: Path, **options: Any) -> Iterator[Api]:
     """An application with an engine. `options`: as of the command line."""
-    with asyncio.Runner() as runner:
-        api = Api(build_config(**{"model": str(checkpoint), "served_model_name": ["tiny", "alias"], **options}), runner)
+    with (
+        asyncio.Runner() as runner,
+        tempfile.TemporaryDirectory() as directory,
+        contextlib.closing(Ledger.open(Path(directory), 0)) as ledger,
+    ):
+        config = build_config(**{"model": str(checkpoint), "served_model_name": ["tiny", "alias"], **options})
+        api = Api(config, runner, ledger)
         api.join()
         try:
             yield api
@@ -286,6 +306,6 @@ def serving(checkpoint: Path, **options: Any) -> Iterator[Api]:
             api.close()
 
 
-def stats(**numbers: int) -> EngineStats:
+def stats(engine: EngineId = ENGINE, **numbers: int) -> EngineStats:
     names = [name for name in EngineStats.__struct_fields__ if name != "engine"]
-    return EngineStats(engine=ENGINE, **{name: numbers.get(name, 0) for name in names})
+    return EngineStats(engine=engine, **{name: numbers.get(name, 0) for name in names})

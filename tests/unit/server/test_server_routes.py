@@ -135,6 +135,7 @@ def test_the_document_lists_every_route(api):
         "/version",
         "/load",
         "/metrics",
+        "/server_info",
         "/openapi.json",
     }
     for path, item in paths.items():
@@ -170,5 +171,5 @@ def test_the_document_says_what_the_requests_are_checked_against(api):
         assert response.json()["error"]["param"] == field
     assert "tools" not in schema["properties"]
     operation = document(api)["paths"]["/v1/completions"]["post"]
-    assert set(operation["responses"]) == {"200", "400", "404", "413", "500", "503"}
+    assert set(operation["responses"]) == {"200", "400", "404", "413", "429", "500", "503", "504"}
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}

@@ -32,3 +32,14 @@ def test_time_in_which_the_listener_did_not_run_does_not_count():
     assert clocks.silent(102.0) == []
     assert clocks.silent(103.0) == []
     assert clocks.silent(103.5) == [("a", 3.5)]
+
+
+def test_who_is_forgotten_is_not_silent():
+    clocks = Clocks(limit=3.0, tick=1.0, now=0.0)
+    clocks.hear("a", 0.0)
+    clocks.hear("b", 0.0)
+    clocks.forget("a")
+    clocks.forget("stranger")
+    for now in (1.0, 2.0, 3.0):
+        assert clocks.silent(now) == []
+    assert clocks.silent(4.0) == [("b", 4.0)]

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import stat
 
 import pytest
+import zmq
 
-from eagleray.errors import ChannelClosed
+from eagleray.errors import ChannelClosed, ConfigError
 from eagleray.transport import AsyncInbox, Inbox, Outbox, make_runtime_dir, remove_runtime_dir
 
 
@@ -85,3 +87,155 @@ def test_an_asynchronous_inbox_wakes_its_loop_and_ends_when_closed(runtime_dir):
         outbox.close()
 
     asyncio.run(scenario())
+
+
+# Between hosts
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def far_inbox(runtime_dir):
+    inbox = Inbox(runtime_dir, "in", decode, HOST)
+    yield inbox
+    inbox.close()
+
+
+def test_an_inbox_for_other_hosts_leaves_nothing_in_the_directory(runtime_dir, far_inbox):
+    server, _, key = far_inbox.address.partition("?")
+    assert server.startswith(f"tcp://{HOST}:")
+    assert len(bytes.fromhex(key)) == 32
+    assert not list(runtime_dir.iterdir())
+
+
+def test_every_inbox_has_a_key_of_its_own(runtime_dir, far_inbox):
+    other = Inbox(runtime_dir, "in", decode, HOST)
+    assert other.address.partition("?")[2] != far_inbox.address.partition("?")[2]
+    other.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, 70_000, 5_000_000])
+def test_what_is_sent_by_tcp_arrives_whole(far_inbox, size):
+    outbox = Outbox(lambda message: [message[:10], message[10:]])
+    outbox.connect("peer", far_inbox.address)
+    message = (bytes(range(256)) * (size // 256 + 1))[:size]
+    outbox.send("peer", message)
+    assert far_inbox.receive(10.0) == message
+    outbox.close()
+
+
+def test_order_is_kept_by_tcp(far_inbox):
+    outbox = Outbox(encode)
+    outbox.connect("peer", far_inbox.address)
+    for i in range(5000):
+        outbox.send("peer", b"%d" % i)
+    assert [far_inbox.receive(10.0) for _ in range(5000)] == [b"%d" % i for i in range(5000)]
+    outbox.close()
+
+
+def test_ipv6_is_written_in_brackets(runtime_dir):
+    try:
+        inbox = Inbox(runtime_dir, "in", decode, "::1")
+    except ConfigError:
+        pytest.skip("this machine has no IPv6")
+    assert inbox.address.startswith("tcp://[::1]:")
+    outbox = Outbox(encode)
+    outbox.connect("peer", inbox.address)
+    outbox.send("peer", b"hello")
+    assert inbox.receive(10.0) == b"hello"
+    outbox.close()
+    inbox.close()
+
+
+def test_an_asynchronous_inbox_hears_other_hosts(runtime_dir):
+    async def scenario():
+        inbox = AsyncInbox(runtime_dir, "in", decode, HOST)
+        outbox = Outbox(encode)
+        outbox.connect("peer", inbox.address)
+        outbox.send("peer", b"hello")
+        assert await asyncio.wait_for(inbox.receive(), 10) == b"hello"
+        outbox.close()
+        inbox.close()
+
+    asyncio.run(scenario())
+
+
+def refused(address: str, inbox: Inbox) -> None:
+    """What is sent to `address` does not reach `inbox`, though it is there: who knows its key is heard after it."""
+    stranger, friend = Outbox(encode), Outbox(encode)
+    stranger.connect("peer", address)
+    stranger.send("peer", b"let me in")
+    friend.connect("peer", inbox.address)
+    friend.send("peer", b"first")
+    assert inbox.receive(10.0) == b"first"
+    friend.send("peer", b"second")
+    assert inbox.receive(10.0) == b"second"
+    assert inbox.receive(0.2) is None
+    stranger.disconnect("peer", linger_ms=0)
+    friend.close()
+
+
+def test_a_wrong_key_gets_nothing_through(runtime_dir, far_inbox):
+    other = Inbox(runtime_dir, "other", decode, HOST)
+    server, _, _ = far_inbox.address.partition("?")
+    refused(f"{server}?{other.address.partition('?')[2]}", far_inbox)
+    other.close()
+
+
+def test_a_stranger_without_a_key_gets_nothing_through(far_inbox):
+    stranger = zmq.Context.instance().socket(zmq.PUSH)
+    stranger.linger = 0
+    stranger.connect(far_inbox.address.partition("?")[0])
+    stranger.send(b"let me in")
+    outbox = Outbox(encode)
+    outbox.connect("peer", far_inbox.address)
+    outbox.send("peer", b"hello")
+    assert far_inbox.receive(10.0) == b"hello"
+    assert far_inbox.receive(0.2) is None
+    stranger.close()
+    outbox.close()
+
+
+def test_who_takes_the_port_of_a_dead_peer_hears_nothing(runtime_dir):
+    """It has another key. And nobody tries again: who lives on has a new address."""
+    inbox = Inbox(runtime_dir, "in", decode, HOST)
+    outbox = Outbox(encode)
+    outbox.connect("peer", inbox.address)
+    outbox.send("peer", b"hello")
+    assert inbox.receive(10.0) == b"hello"
+    server, _, _ = inbox.address.partition("?")
+    inbox.close()
+    heir = zmq.Context.instance().socket(zmq.PULL)
+    heir.linger = 0
+    bind_again(heir, server)
+    outbox.send("peer", b"for you alone")
+    assert not heir.poll(500)
+    heir.close()
+    outbox.disconnect("peer", linger_ms=0)
+
+
+def bind_again(socket: zmq.Socket, address: str) -> None:
+    for _ in range(100):  # zmq closes the port in a thread of its own
+        with contextlib.suppress(zmq.ZMQError):
+            socket.bind(address)
+            return
+        socket.poll(50)
+    raise TimeoutError(address)
+
+
+def test_an_address_that_is_not_of_this_host_is_refused(runtime_dir):
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 .* an address of this host"):
+        Inbox(runtime_dir, "in", decode, "192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "tcp://127.0.0.1:5", "tcp://127.0.0.1:5?00", "http://127.0.0.1:5?" + "0" * 64, "tcp://:5?" + "0" * 64],
+)
+def test_what_is_no_address_is_refused_without_showing_a_key(address):
+    outbox = Outbox(encode)
+    with pytest.raises(ConfigError, match="is not the address of an inbox") as caught:
+        outbox.connect("peer", address)
+    assert "0" * 64 not in str(caught.value)
+    assert "peer" not in outbox
+    outbox.close()

@@ -1,0 +1,47 @@
+"""Somebody does not work any more: who, why, what follows, and what that means to others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eagleray import errors
+from eagleray.errors import EagleRayError, EngineFailed, UserError
+from eagleray.fleet.recovery import Again, EndInstance, Verdict
+from eagleray.identity import PeerId, successor
+from eagleray.messages.failure import Failure
+
+__all__ = ["Loss"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    member: PeerId
+    reason: str
+    failure: Failure | None
+    """What it said of its end, if it could."""
+    verdict: Verdict | None
+    """None: it was to end."""
+
+    @property
+    def returns(self) -> bool:
+        """A successor is on its way."""
+        return isinstance(self.verdict, Again)
+
+    @property
+    def what_follows(self) -> str:
+        match self.verdict:
+            case Again(delay):
+                return f"starting {successor(self.member).label}" + (f" in {delay:g} s" if delay else "")
+            case EndInstance():
+                return "the instance ends"
+            case _:
+                return "it is given up"
+
+    def as_exception(self) -> EagleRayError:
+        """For whoever waits for this instance, which ends because of it."""
+        if self.failure is None:
+            return EngineFailed(f"{self.member.label} is gone: {self.reason}")
+        if self.failure.is_user_error:
+            error: EagleRayError = getattr(errors, self.failure.kind, UserError)(self.failure.message)
+            return error
+        return EngineFailed(f"{self.member.label} failed: {self.failure}\n{self.failure.traceback}".rstrip())

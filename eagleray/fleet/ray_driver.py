@@ -1,0 +1,145 @@
+"""The process that drives Ray: makes the engines that are Ray actors, and watches and ends them. A child of the
+supervisor's process, which `ray_engines` has it do that.
+
+What it makes is not detached: however this process ends, Ray ends the actors and removes the placement groups.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from eagleray.cluster import groups
+from eagleray.cluster.connect import Connection, connect
+from eagleray.cluster.nodes import only, snapshot
+from eagleray.errors import DeadlineExceeded
+from eagleray.fleet.ray_life import RayLife
+from eagleray.fleet.ray_places import GivenGroup, OwnGroups, Places
+from eagleray.identity import EngineId
+from eagleray.messages.codec import Codec
+from eagleray.messages.launching import (
+    DriverReady,
+    DriverSpec,
+    DriverToLauncher,
+    EndEngine,
+    LauncherToDriver,
+    SpawnEngine,
+)
+from eagleray.messages.lifecycle import EngineSpec
+from eagleray.process import Parent
+from eagleray.transport import Inbox, Outbox
+
+__all__ = ["run"]
+
+LOOK_SECONDS = 1.0
+"""A signal wakes the main thread at once, unless another thread has got it."""
+
+TOGETHER_SECONDS = 0.02
+"""After one message, for what was sent with it: engines that are born together are placed together."""
+
+END_SECONDS = 12.0
+
+
+def run(payload: bytes, parent: Parent) -> None:
+    """Be the driver that `payload`, an encoded `DriverSpec`, describes, until SIGTERM."""
+    spec = msgspec.msgpack.decode(payload, type=DriverSpec)
+    options = spec.config.ray
+    with ExitStack() as ends:
+        with parent.telling():
+            connection = connect(
+                options.ray_address or (None if spec.ray is None else spec.ray.address), namespace=spec.instance
+            )
+            ends.callback(connection.close)
+            places = _places(spec, connection)
+            only(snapshot(), options.ray_nodes)  # a name of no node is an error now
+        inbox: Inbox[LauncherToDriver] = Inbox(
+            Path(spec.runtime_dir), f"ray-driver-{spec.number}", Codec(LauncherToDriver).decode
+        )
+        ends.callback(inbox.close)
+        _report(spec, connection, inbox.address)
+        driver = Driver(spec, places=places, cluster=connection.address)
+        ends.callback(driver.close)
+        while True:
+            driver.handle(_gather(inbox))
+
+
+class Driver:
+    """Owns the lives of the engines."""
+
+    def __init__(self, spec: DriverSpec, *, places: Places, cluster: str) -> None:
+        self._spec = spec
+        self._places = places
+        self._cluster = cluster
+        self._lives: dict[EngineId, RayLife] = {}
+
+    def handle(self, messages: Sequence[LauncherToDriver]) -> None:
+        born = {}
+        for message in messages:
+            match message:
+                case SpawnEngine(spec):
+                    born[spec.engine] = self._make(spec)
+                case EndEngine(engine):
+                    if life := born.get(engine) or self._lives.get(engine):
+                        life.end()
+        for life in born.values():
+            life.start()
+        self._lives = {engine: life for engine, life in self._lives.items() if not life.is_over} | born
+
+    def close(self) -> None:
+        """End every engine that is left."""
+        deadline = time.monotonic() + END_SECONDS
+        for life in self._lives.values():
+            life.end()
+        late = [engine.label for engine, life in self._lives.items() if not life.wait_until_over(deadline)]
+        if late:
+            raise DeadlineExceeded(f"Ray has not ended {', '.join(late)} within {END_SECONDS:.0f} s")
+
+    def _make(self, spec: EngineSpec) -> RayLife:
+        return RayLife(
+            spec,
+            places=self._places,
+            cluster=self._cluster,
+            launcher=self._spec.launcher,
+            target=self._spec.engine_target,
+        )
+
+
+def _gather(inbox: Inbox[LauncherToDriver]) -> list[LauncherToDriver]:
+    """What arrives together."""
+    messages = []
+    message = inbox.receive(LOOK_SECONDS)
+    while message is not None:
+        messages.append(message)
+        message = inbox.receive(TOGETHER_SECONDS)
+    return messages
+
+
+def _places(spec: DriverSpec, connection: Connection) -> Places:
+    """In the placement group that is given, or that the asking program is in; else in groups of the engines' own."""
+    is_same_cluster = spec.ray is not None and spec.ray.address == connection.address
+    current = spec.ray.placement_group if spec.ray is not None and is_same_cluster else None
+    given = spec.config.ray.placement_group or current
+    if given is None:
+        return OwnGroups(spec.config, near=connection.node_id)
+    return GivenGroup(spec.config, groups.find(given), near=connection.node_id)
+
+
+def _report(spec: DriverSpec, connection: Connection, address: str) -> None:
+    host = next(node.ip for node in snapshot() if node.node_id == connection.node_id)
+    outbox: Outbox[str, DriverToLauncher] = Outbox(Codec[DriverToLauncher](DriverToLauncher).encode)
+    outbox.connect("launcher", spec.launcher)
+    outbox.send(
+        "launcher",
+        DriverReady(
+            number=spec.number,
+            address=address,
+            host=host,
+            cluster=connection.address,
+            is_own=connection.is_own,
+        ),
+    )
+    outbox.close()

@@ -1,0 +1,145 @@
+"""The life of one engine that is a Ray actor: a place is found for it, it is born, bound, run, watched; and all that
+was its own is removed.
+
+A thread of the process that drives Ray, with an outbox of its own to the supervisor's process.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+
+import msgspec
+
+from eagleray.cluster.engine_actor import EngineActor, open_engine_actor
+from eagleray.cluster.waiting import Wait
+from eagleray.config.resolve import executor_name
+from eagleray.errors import EagleRayError
+from eagleray.fleet.ray_places import Place, Places
+from eagleray.identity import EngineId
+from eagleray.log import get_logger
+from eagleray.messages.codec import Codec
+from eagleray.messages.failure import Failure
+from eagleray.messages.launching import DriverToLauncher, EngineEnded, EngineSaid
+from eagleray.messages.lifecycle import Bound, EngineSpec, Failed
+from eagleray.messages.workers import RayContext
+from eagleray.transport import Outbox
+
+__all__ = ["RayLife"]
+
+logger = get_logger(__name__)
+
+LOOK_SECONDS = 0.2
+"""How often an engine that runs is looked at for whether it is to end. Ray tells at once that it has ended."""
+
+
+class Told(Exception):
+    """To end."""
+
+
+class RayLife:
+    """`cluster`: its address; `launcher`: the address of the inbox that hears of the engine; `target`: see
+    `EngineHost.bind`."""
+
+    def __init__(self, spec: EngineSpec, *, places: Places, cluster: str, launcher: str, target: str) -> None:
+        self._spec = spec
+        self._places = places
+        self._cluster = cluster
+        self._launcher = launcher
+        self._target = target
+        self._is_told = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"life-of-{spec.engine.label}", daemon=True)
+        places.expect(spec.engine)
+
+    def start(self) -> None:
+        """Those that are to be placed together are made before one of them is started."""
+        self._thread.start()
+
+    @property
+    def engine(self) -> EngineId:
+        return self._spec.engine
+
+    @property
+    def is_over(self) -> bool:
+        """And nothing is left of it."""
+        return not self._thread.is_alive()
+
+    def end(self) -> None:
+        """End the engine at once. From any thread; harmless when repeated."""
+        self._is_told.set()
+
+    def wait_until_over(self, deadline: float) -> bool:
+        """Whether it is over by `deadline`, on the monotonic clock."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return self.is_over
+
+    def _run(self) -> None:
+        outbox: Outbox[str, DriverToLauncher] = Outbox(Codec[DriverToLauncher](DriverToLauncher).encode)
+        outbox.connect("launcher", self._launcher)
+        ends = ExitStack()
+        try:
+            outbox.send("launcher", EngineEnded(self.engine, self._live(outbox, ends)))
+        finally:
+            self._tidy(ends)
+            outbox.close()
+
+    def _live(self, outbox: Outbox[str, DriverToLauncher], ends: ExitStack) -> str:
+        """Why it has ended. `ends` removes what is left of it."""
+        try:
+            actor = self._give_birth(ends)
+            outbox.send("launcher", EngineSaid(self.engine, Bound(actor.address)))
+            actor.run()
+            while (cause := actor.why_ended(LOOK_SECONDS)) is None:
+                self._check()
+        except Told:
+            self._tidy(ends)  # only then is it true
+            return "it was told to end"
+        except Exception as error:
+            if not isinstance(error, EagleRayError):
+                logger.exception("%s could not be brought to life", self.engine.label)
+            cause = Failure.of(error)
+        if isinstance(cause, Failure):
+            outbox.send("launcher", EngineSaid(self.engine, Failed(cause)))
+        return str(cause)
+
+    def _give_birth(self, ends: ExitStack) -> EngineActor:
+        config = self._spec.config
+        wait = Wait(config.ray.ray_placement_timeout, "ray_placement_timeout", self._check)
+        place = self._places.find(self.engine, wait)
+        ends.callback(place.close)
+        wait = Wait(config.execution.startup_timeout, "startup_timeout", self._check)
+        takes = {} if _has_workers_in_bundles(self._spec) else place.size.bundle
+        actor = open_engine_actor(
+            self._placed(place), group_id=place.group_id, bundle=place.home, takes=takes, target=self._target, wait=wait
+        )
+        ends.callback(actor.kill)
+        ends.callback(place.close)  # first: it ends a stopped process, which a kill of the actor does not
+        return actor
+
+    def _placed(self, place: Place) -> EngineSpec:
+        """What the engine is told: where it is, and no longer how to get there."""
+        context = RayContext(address=self._cluster, placement_group=place.group_id, bundles=list(place.bundles))
+        config = self._spec.config
+        ray = msgspec.structs.replace(config.ray, ray_address=None, placement_group=None, bundle_indices=[])
+        return msgspec.structs.replace(
+            self._spec,
+            config=msgspec.structs.replace(config, ray=ray),
+            runtime_dir="",
+            host=place.address,
+            ray=context,
+        )
+
+    def _check(self) -> None:
+        if self._is_told.is_set():
+            raise Told
+
+    def _tidy(self, ends: ExitStack) -> None:
+        try:
+            ends.close()
+        except Exception:  # the edge of this thread; Ray removes the rest with this process
+            logger.exception("%s has ended, but something of it is left", self.engine.label)
+
+
+def _has_workers_in_bundles(spec: EngineSpec) -> bool:
+    return executor_name(spec.config, in_placement_group=True) in ("ray", "ray-graph")

@@ -1,0 +1,209 @@
+"""Where on the cluster an engine's actor goes, and its workers: in a placement group of its own, or in its share of one
+that was given.
+
+Used by the threads of several engines at once; see `ray_life`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from eagleray.cluster import groups
+from eagleray.cluster.autoscaler import can_grow
+from eagleray.cluster.bundles import Bundle, assign
+from eagleray.cluster.nodes import Node, only, snapshot
+from eagleray.cluster.waiting import Wait
+from eagleray.config import Config
+from eagleray.config.resolve import local_ranks
+from eagleray.errors import ClusterError
+from eagleray.fleet.plan import EngineSize, Hold, divide, engine_size, free_of_holds, plan
+from eagleray.fleet.room import Shortage, explain
+from eagleray.identity import EngineId
+
+__all__ = ["GivenGroup", "OwnGroups", "Place", "Places"]
+
+PIN_SECONDS = 3.0
+"""How long to insist on nodes that seemed to have room: somebody else may have been faster."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Bundles of a placement group that is ready. Whoever holds it closes it."""
+
+    group_id: str
+    bundles: Sequence[int]
+    """[num_bundles, or num_workers of a group that was given] by rank of the worker"""
+    home: Bundle
+    """The bundle of the engine's actor: that of its first worker."""
+    address: str
+    """Of the node of `home`."""
+    size: EngineSize
+    _ends: ExitStack
+
+    def close(self) -> None:
+        """Remove the group if it is the engine's own. Harmless when repeated."""
+        self._ends.close()
+
+
+class Places(Protocol):
+    def expect(self, engine: EngineId) -> None:
+        """`find` is about to be called for it."""
+
+    def find(self, engine: EngineId, wait: Wait) -> Place:
+        """Wait for room. Raises `ClusterError` with what there is, at once where no waiting would help."""
+
+
+class OwnGroups:
+    """A placement group for each engine, pinned to the nodes that the plan says."""
+
+    def __init__(self, config: Config, *, near: str) -> None:
+        """`near`: this node."""
+        self._config = config
+        self._near = near
+        self._lock = threading.Lock()
+        self._expected: dict[int, EngineId] = {}
+        self._holds: dict[EngineId, Hold] = {}
+
+    def expect(self, engine: EngineId) -> None:
+        with self._lock:
+            self._expected[engine.rank] = engine
+
+    def find(self, engine: EngineId, wait: Wait) -> Place:
+        with ExitStack() as ends:
+            ends.callback(self._forget, engine)
+            while True:
+                size, nodes = self._reserve(engine, wait)
+                with ExitStack() as undo:
+                    group_id = self._create(engine, size, nodes)
+                    undo.callback(groups.remove, group_id)
+                    if self._becomes_ready(engine, group_id, is_pinned=nodes is not None, wait=wait):
+                        ends.push(undo.pop_all())
+                        return self._place(engine, group_id, size, ends.pop_all())
+
+    def _reserve(self, engine: EngineId, wait: Wait) -> tuple[EngineSize, list[str] | None]:
+        """The node of each bundle, which nobody else of this instance is given now. None: of a cluster that grows."""
+        while True:
+            nodes = snapshot()
+            usable = only(nodes, self._config.ray.ray_nodes)
+            size = engine_size(self._config, [node.total for node in usable if node.is_alive])
+            with self._lock:
+                if engine not in self._holds:
+                    self._hold_for_all(usable, size)
+                if hold := self._holds.get(engine):
+                    return size, list(hold.nodes)
+            shortage = self._explain(usable, size)
+            if not self._config.ray.ray_nodes and can_grow(nodes):
+                return size, None
+            if not shortage.may_pass:
+                raise ClusterError(shortage.text)
+            wait.again(partial(str, shortage.text))
+
+    def _hold_for_all(self, nodes: Sequence[Node], size: EngineSize) -> None:
+        """For every engine that is expected and finds room: those that are born together are planned together."""
+        waiting = {rank: engine for rank, engine in self._expected.items() if engine not in self._holds}
+        found = plan(
+            free_of_holds(nodes, self._holds.values(), size.bundle),
+            size,
+            ranks=waiting,
+            running=[hold.nodes for hold in self._holds.values()],
+            policy=self._config.ray.ray_engine_placement,
+            near=self._near,
+        )
+        for rank, chosen in found.items():
+            self._holds[waiting[rank]] = Hold(nodes=chosen)
+
+    def _create(self, engine: EngineId, size: EngineSize, nodes: list[str] | None) -> str:
+        """Ray is asked for what it may not have yet, too: that is how an autoscaler hears of it."""
+        name = f"{engine.instance}/{engine.label}"
+        if nodes is None:
+            return groups.create(name, size.bundle, size.num_bundles, size.strategy)
+        on = [[node] for node in nodes]
+        group_id = groups.create(name, size.bundle, size.num_bundles, "PACK", on=on)
+        with self._lock:
+            self._holds[engine] = Hold(nodes=nodes, group_id=group_id)
+        return group_id
+
+    def _becomes_ready(self, engine: EngineId, group_id: str, *, is_pinned: bool, wait: Wait) -> bool:
+        deadline = time.monotonic() + PIN_SECONDS
+        while not groups.is_ready(group_id):
+            if is_pinned and time.monotonic() >= deadline:
+                with self._lock:
+                    del self._holds[engine]
+                return False
+            wait.again(lambda: self._missing(group_id))
+        return True
+
+    def _missing(self, group_id: str) -> str:
+        nodes = only(snapshot(), self._config.ray.ray_nodes)
+        size = engine_size(self._config, [node.total for node in nodes if node.is_alive])
+        reason = groups.pending_reason(group_id)
+        return f"the placement group is not ready ({reason}): {self._explain(nodes, size).text}"
+
+    def _place(self, engine: EngineId, group_id: str, size: EngineSize, ends: ExitStack) -> Place:
+        nodes = snapshot()
+        bundles = groups.bundles_of(group_id, nodes)
+        with self._lock:
+            self._holds[engine] = Hold(nodes=[bundle.node_id for bundle in bundles], group_id=group_id)
+        return Place(group_id, range(size.num_bundles), bundles[0], _address(nodes, bundles[0]), size, ends)
+
+    def _forget(self, engine: EngineId) -> None:
+        with self._lock:
+            self._holds.pop(engine, None)
+            if self._expected.get(engine.rank) == engine:
+                del self._expected[engine.rank]
+
+    def _explain(self, nodes: Sequence[Node], size: EngineSize) -> Shortage:
+        parallel = self._config.parallel
+        return explain(
+            nodes,
+            size,
+            num_engines=len(local_ranks(self._config)),
+            policy=self._config.ray.ray_engine_placement,
+            tensor=parallel.tensor_parallel_size,
+            pipeline=parallel.pipeline_parallel_size,
+        )
+
+
+class GivenGroup:
+    """A placement group of the user's, whose bundles are divided among the engines in order of their ranks."""
+
+    def __init__(self, config: Config, group_id: str, *, near: str) -> None:
+        self._config = config
+        self._group_id = group_id
+        self._near = near
+
+    def expect(self, engine: EngineId) -> None:
+        """Its bundles are known already."""
+
+    def find(self, engine: EngineId, wait: Wait) -> Place:
+        group_id = self._group_id
+        while not groups.is_ready(group_id):
+            wait.again(lambda: f"placement group {group_id} is not ready ({groups.pending_reason(group_id)})")
+        nodes = snapshot()
+        allowed = {node.node_id for node in only(nodes, self._config.ray.ray_nodes)}
+        bundles = [bundle for bundle in groups.bundles_of(group_id, nodes) if bundle.node_id in allowed]
+        size = engine_size(self._config, [bundle.total for bundle in bundles])
+        mine = self._share(bundles, size, engine.rank)
+        home = next(bundle for bundle in bundles if bundle.index == mine[0])
+        return Place(group_id, mine, home, _address(nodes, home), size, ExitStack())
+
+    def _share(self, bundles: Sequence[Bundle], size: EngineSize, rank: int) -> list[int]:
+        if indices := self._config.ray.bundle_indices:
+            empty = [replace(bundle, free=bundle.total) for bundle in bundles]
+            exact = assign(empty, worker=size.bundle, world_size=size.num_bundles, engine_node="", indices=indices)
+            return [bundle.index for bundle in exact]
+        ranks = local_ranks(self._config)
+        shares = divide(
+            bundles, worker=size.bundle, world_size=size.num_bundles, num_engines=len(ranks), near=self._near
+        )
+        return shares[ranks.index(rank)]
+
+
+def _address(nodes: Sequence[Node], bundle: Bundle) -> str:
+    return next(node.ip for node in nodes if node.node_id == bundle.node_id)

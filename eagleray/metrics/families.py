@@ -1,0 +1,98 @@
+"""What is counted in a ledger, as Prometheus' families of metrics. Each is reported as the total of all API servers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from eagleray.metrics.ledger import Ledger, Tally, Totals
+
+__all__ = ["Counter", "Families", "Histogram"]
+
+SUM = "sum"
+
+
+class Counter:
+    """How often something happened, told apart by labels. `constant`: labels that are the same for all of them."""
+
+    def __init__(
+        self, ledger: Ledger, name: str, text: str, *, labels: Sequence[str] = (), constant: Mapping[str, str]
+    ) -> None:
+        self._ledger = ledger
+        self._name = name
+        self._text = text
+        self._labels = [*constant, *labels]
+        self._constant = list(constant.values())
+
+    def at(self, *values: str) -> Tally:
+        """The count of these values of the labels. From now on it is reported, be it 0."""
+        return self._ledger.tally(self._name, *values)
+
+    def report(self, totals: Totals) -> Metric:
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for values, total in sorted(totals[self._name].items()):
+            family.add_metric([*self._constant, *values], total)
+        return family
+
+
+class Histogram:
+    """How large something was: counts by upper `bounds`, which ascend, and the sum."""
+
+    def __init__(
+        self, ledger: Ledger, name: str, text: str, *, bounds: Sequence[float], constant: Mapping[str, str]
+    ) -> None:
+        self._name = name
+        self._text = text
+        self._constant = constant
+        self._bounds = bounds
+        self._marks = [_mark(bound) for bound in (*bounds, math.inf)]
+        self._counts = [ledger.tally(name, mark) for mark in self._marks]
+        self._sum = ledger.tally(name, SUM)
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)].add()
+        self._sum.add(value)
+
+    def report(self, totals: Totals) -> Metric:
+        parts = totals[self._name]
+        counts = itertools.accumulate(parts[(mark,)] for mark in self._marks)
+        family = HistogramMetricFamily(self._name, self._text, labels=list(self._constant))
+        family.add_metric(list(self._constant.values()), list(zip(self._marks, counts, strict=True)), parts[(SUM,)])
+        return family
+
+
+def _mark(bound: float) -> str:
+    """As the library's own histograms call their buckets: 0.5, 100.0, 1e+06."""
+    return str(floatToGoString(bound))  # type: ignore[no-untyped-call]
+
+
+class Families(Collector):
+    """Makes the families of one ledger, and reports them all."""
+
+    def __init__(self, ledger: Ledger, *, model_name: str) -> None:
+        self._ledger = ledger
+        self._model = {"model_name": model_name}
+        self._each: list[Counter | Histogram] = []
+
+    def counter(self, name: str, text: str, labels: Sequence[str] = (), *, is_of_model: bool = True) -> Counter:
+        """A new counter `eagleray:NAME_total`; with a label `model_name` if it `is_of_model`."""
+        constant = self._model if is_of_model else {}
+        counter = Counter(self._ledger, f"eagleray:{name}", text, labels=labels, constant=constant)
+        self._each.append(counter)
+        return counter
+
+    def histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
+        """A new histogram `eagleray:NAME`, with a label `model_name`."""
+        histogram = Histogram(self._ledger, f"eagleray:{name}", text, bounds=bounds, constant=self._model)
+        self._each.append(histogram)
+        return histogram
+
+    def collect(self) -> Iterable[Metric]:
+        totals = self._ledger.totals()
+        return [family.report(totals) for family in self._each]

@@ -1,0 +1,126 @@
+"""The counts of all API servers of an instance: each server writes a file of its own, and any of them adds up all.
+
+A file is memory that its server shares with the system, so what was counted outlives a server that is killed, and its
+successor goes on in the same file. Records have a fixed size and are all there from the beginning: nothing grows later,
+and a full disk is an error at the start instead of the death of a server in the middle of a request.
+
+prometheus_client has such files, too. They do not suit: an environment variable, read at its first import, decides what
+every counter of a process is; a file belongs to a process id, so each restart leaves one more to add up; a server that
+is killed while its file grows leaves one that nobody can read; and what the system says of a process (its memory, its
+files) is only ever told of the one that was asked.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+__all__ = ["Ledger", "Tally", "Totals"]
+
+RECORD_BYTES = 256
+NUMBER = struct.Struct("d")
+NAME_BYTES = RECORD_BYTES - NUMBER.size
+"""A record is a name as a JSON array of strings, filled up with zeros, and a number."""
+
+NUM_RECORDS = 2048
+"""Far more than there are names: buckets are fixed, and routes, methods and statuses are few."""
+
+NAME = msgspec.json.Decoder(tuple[str, ...])
+
+PROCESS = "process"
+"""Name of the process id of the file's server: not a count."""
+
+Labels = tuple[str, ...]
+Totals = Mapping[str, Mapping[Labels, float]]
+"""Numbers by name and values of labels; 0 for what nobody has counted."""
+
+
+class Tally:
+    """One of this server's numbers. It only grows."""
+
+    __slots__ = ("_numbers", "_place")
+
+    def __init__(self, numbers: memoryview[float], place: int) -> None:
+        self._numbers = numbers
+        self._place = place
+
+    def add(self, amount: float = 1.0) -> None:
+        self._numbers[self._place] += amount
+
+
+class Ledger:
+    """Make one with `open`. For one thread; no two processes may be the same `server` at the same time."""
+
+    def __init__(self, directory: Path, memory: mmap.mmap) -> None:
+        self._directory = directory
+        self._memory = memory
+        self._bytes = memoryview(memory)
+        self._numbers = self._bytes.cast("d")
+        self._places = {name: place for place, (name, _) in enumerate(_records(memory[:]))}
+
+    @classmethod
+    def open(cls, directory: Path, server: int) -> Ledger:
+        """The ledger of the instance whose files are in `directory`, to be written as this server.
+
+        Raises `OSError` if there is no room for its file.
+        """
+        directory.mkdir(exist_ok=True)
+        with (directory / str(server)).open("a+b") as file:
+            file.write(bytes(NUM_RECORDS * RECORD_BYTES - file.tell()))
+            file.flush()
+            ledger = cls(directory, mmap.mmap(file.fileno(), NUM_RECORDS * RECORD_BYTES))
+        ledger._numbers[ledger._place(PROCESS)] = os.getpid()
+        return ledger
+
+    def tally(self, name: str, *labels: str) -> Tally:
+        """This server's number of that name. It begins with what the server's predecessor had."""
+        return Tally(self._numbers, self._place(name, *labels))
+
+    def totals(self) -> Totals:
+        """The numbers of all servers, of those that have ended too, added up."""
+        totals: defaultdict[str, defaultdict[Labels, float]] = defaultdict(lambda: defaultdict(float))
+        for path in self._directory.iterdir():
+            for (name, *labels), number in _records(path.read_bytes()):
+                totals[name][tuple(labels)] += number
+        return totals
+
+    def processes(self) -> dict[int, int]:
+        """Process ids by server, of those that have ended and have no successor yet, too."""
+        found = {int(path.name): dict(_records(path.read_bytes())) for path in self._directory.iterdir()}
+        return {server: int(records[(PROCESS,)]) for server, records in sorted(found.items()) if (PROCESS,) in records}
+
+    def close(self) -> None:
+        """No tally may be added to any more."""
+        self._numbers.release()
+        self._bytes.release()
+        self._memory.close()
+
+    def _place(self, *name: str) -> int:
+        """Where the number of the record is among all numbers."""
+        if name not in self._places:
+            self._write_name(len(self._places), msgspec.json.encode(name))
+            self._places[name] = len(self._places)
+        return (self._places[name] + 1) * (RECORD_BYTES // NUMBER.size) - 1
+
+    def _write_name(self, place: int, name: bytes) -> None:
+        assert place < NUM_RECORDS, "more names than a ledger has records"
+        assert len(name) <= NAME_BYTES, f"too long a name: {name!r}"
+        start = place * RECORD_BYTES
+        # The first byte comes last: whenever this process is killed, a name is there whole or not at all.
+        self._bytes[start + 1 : start + NAME_BYTES] = name[1:].ljust(NAME_BYTES - 1, b"\0")
+        self._bytes[start] = name[0]
+
+
+def _records(data: bytes) -> Iterator[tuple[Labels, float]]:
+    """The names and numbers of a file, in order. It may be shorter than it should be: its server is just starting."""
+    for start in range(0, len(data) - RECORD_BYTES + 1, RECORD_BYTES):
+        if data[start] == 0:
+            return
+        name = data[start : start + NAME_BYTES].rstrip(b"\0")
+        yield NAME.decode(name), NUMBER.unpack_from(data, start + NAME_BYTES)[0]

@@ -1,0 +1,31 @@
+"""What the system says of the processes of the API servers: memory, processor time, files. Of each, not their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import ProcessCollector
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+__all__ = ["ServerProcesses"]
+
+
+class ServerProcesses(Collector):
+    """`processes` is asked at each scrape for the process ids by server. One that has ended is left out."""
+
+    def __init__(self, processes: Callable[[], Mapping[int, int]]) -> None:
+        self._processes = processes
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for server, pid in self._processes().items():
+            for metric in _read(pid):
+                family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                for sample in metric.samples:
+                    family.add_sample(sample.name, {**sample.labels, "server": str(server)}, sample.value)
+        return families.values()
+
+
+def _read(pid: int) -> Iterable[Metric]:
+    return ProcessCollector(pid=lambda: pid, registry=None).collect()

@@ -1,0 +1,41 @@
+"""What the death of engines did to requests. Told by the client, whose `RecoveryObserver` this is."""
+
+from __future__ import annotations
+
+from eagleray.metrics.families import Families
+
+__all__ = ["RecoveryMetrics"]
+
+SILENCE_SECONDS = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class RecoveryMetrics:
+    def __init__(self, families: Families) -> None:
+        self._resumed = families.counter(
+            "requests_resumed", "Requests that were sent to another engine, or a successor, after theirs had ended."
+        ).at()
+        self._recomputed = families.counter(
+            "tokens_recomputed",
+            "Tokens, of prompts and of what was delivered, that resumed requests were sent again with.",
+        ).at()
+        self._given_up = families.counter(
+            "requests_given_up", "Requests that failed because engines had died with them too often."
+        ).at()
+        self._silence = families.histogram(
+            "time_to_next_token_after_failure_seconds",
+            "From the news that its engine had ended to the next token of a request.",
+            SILENCE_SECONDS,
+        )
+
+    def resumed(self, num_requests: int, num_tokens: int) -> None:
+        """So many requests were sent again, with so many tokens (prompts, and what was delivered) all together."""
+        self._resumed.add(num_requests)
+        self._recomputed.add(num_tokens)
+
+    def next_token(self, seconds: float) -> None:
+        """A resumed request got a token, so long after it had lost its engine."""
+        self._silence.observe(seconds)
+
+    def given_up(self, num_requests: int) -> None:
+        """So many requests failed."""
+        self._given_up.add(num_requests)

@@ -1,0 +1,85 @@
+"""Which requests are refused because they can never run. Pure.
+
+Clients of this project have checked most of it, and told their users more. What comes from a program of others by
+mistake must not reach the workers, who would end with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from itertools import chain
+
+from eagleray.errors import InvalidRequest, PromptTooLong
+from eagleray.messages.requests import Generate
+from eagleray.messages.sampling import Sampling
+
+__all__ = ["NUM_TOKEN_IDS", "check_admission"]
+
+NUM_TOKEN_IDS = 2**31
+"""A worker keeps token ids in 32 bits."""
+
+
+def check_admission(message: Generate, *, max_model_len: int, vocab_size: int) -> None:
+    """Raises `InvalidRequest` for what can never run."""
+    _check_prompt(message, max_model_len)
+    _check_output(message, max_model_len)
+    _check_sampling(message.sampling, vocab_size)
+    _check_ids("the prompt's token ids", message.prompt_token_ids, vocab_size, param="prompt")
+    _check_ids("the output's token ids", message.output_token_ids, vocab_size, param="output_token_ids")
+
+
+def _check_prompt(message: Generate, max_model_len: int) -> None:
+    num_tokens = len(message.prompt_token_ids)
+    if num_tokens == 0:
+        raise InvalidRequest("the prompt is empty, but it needs at least one token to continue from", param="prompt")
+    if num_tokens >= max_model_len:
+        raise PromptTooLong(
+            f"the prompt has {num_tokens} tokens, but the model's length is {max_model_len} tokens, prompt and "
+            f"output together: shorten the prompt to at most {max_model_len - 1} tokens",
+            param="prompt",
+        )
+    if not 1 <= message.prompt_logprobs_from <= num_tokens:
+        raise InvalidRequest(
+            f"`prompt_logprobs_from` must be between 1 and {num_tokens}, the number of the prompt's tokens, but it is "
+            f"{message.prompt_logprobs_from}",
+            param="prompt_logprobs_from",
+        )
+
+
+def _check_output(message: Generate, max_model_len: int) -> None:
+    """A request that goes on has some of the tokens that it may have, but not all."""
+    max_tokens, num_known = message.stopping.max_tokens, len(message.output_token_ids)
+    if max_tokens < 1:
+        raise InvalidRequest(f"`max_tokens` must be at least 1, but it is {max_tokens}", param="max_tokens")
+    room = min(max_tokens, max_model_len - len(message.prompt_token_ids))
+    if num_known >= room:
+        raise InvalidRequest(
+            f"the request has {num_known} output tokens already, but by `max_tokens` and the model's length it may "
+            f"have {room}: only one that lacks some can go on",
+            param="output_token_ids",
+        )
+
+
+def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    _check_ids("the keys of `logit_bias`", sampling.logit_bias, vocab_size, param="logit_bias")
+    bad_words = list(chain.from_iterable(sampling.bad_words))
+    _check_ids("the token ids of `bad_words`", bad_words, vocab_size, param="bad_words")
+    for name in ("allowed_token_ids", "suppressed_token_ids", "logprob_token_ids"):
+        _check_ids(f"`{name}`", getattr(sampling, name), vocab_size, param=name)
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(sampling, name)
+        if count is not None and not 0 <= count <= vocab_size:
+            raise InvalidRequest(
+                f"`{name}` must be between 0 and {vocab_size}, the size of the vocabulary, but it is {count}",
+                param=name,
+            )
+    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        value = getattr(sampling, name)
+        if not math.isfinite(value):
+            raise InvalidRequest(f"`{name}` must be a finite number, but it is {value}", param=name)
+
+
+def _check_ids(what: str, token_ids: Collection[int], vocab_size: int, *, param: str) -> None:
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        raise InvalidRequest(f"{what} must be between 0 and {vocab_size - 1}", param=param)

@@ -1,0 +1,92 @@
+"""/server_info: what this deployment was asked to be, and which engines it has now."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from eagleray.config import Config
+from eagleray.identity import EngineId
+from eagleray.messages.membership import EngineInfo
+from eagleray.messages.outputs import EngineStats
+from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.replies import json_reply
+from eagleray.server.service import Service
+
+__all__ = ["ServerInfo", "ServerInfoRoute"]
+
+HIDDEN = "(hidden)"
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    num_running: int
+    num_waiting: int
+    num_kv_blocks: int
+    num_free_kv_blocks: int
+
+
+class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
+    rank: int
+    incarnation: Annotated[int, Meta(description="How often it was started again.")]
+    load: Annotated[EngineLoad | None, Meta(description="null until it has told.")]
+    info: EngineInfo
+
+
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    version: str
+    ranks: Annotated[list[int], Meta(description="Of the engines that belong here, be they there or not.")]
+    engines: Annotated[list[EngineEntry], Meta(description="Those that are there now.")]
+    cause: Annotated[str | None, Meta(description="Why there is no engine; null if there is one.")]
+    config: Annotated[
+        dict[str, dict[str, Any]], Meta(description="Every option by section, without what may be secret.")
+    ]
+
+
+class ServerInfoRoute:
+    """The handler."""
+
+    def __init__(self, service: Service, config: Config) -> None:
+        self._service = service
+        self._config = _without_secrets(config)
+
+    def endpoints(self) -> list[Endpoint]:
+        show = Operation(self.show, "The configuration, and the engines that are there.", gives=ServerInfo)
+        return [Endpoint("/server_info", get=show)]
+
+    async def show(self, request: Request) -> Response:
+        client = self._service.client
+        engines = sorted(client.engines.items(), key=lambda entry: entry[0].rank)
+        answer = ServerInfo(
+            version=self._service.version,
+            ranks=list(self._service.ranks),
+            engines=[_entry(engine, info, client.stats.get(engine)) for engine, info in engines],
+            cause=client.cause,
+            config=self._config,
+        )
+        return json_reply(answer)
+
+
+def _entry(engine: EngineId, info: EngineInfo, stats: EngineStats | None) -> EngineEntry:
+    load = None
+    if stats is not None:
+        load = EngineLoad(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_kv_blocks=stats.num_kv_blocks,
+            num_free_kv_blocks=stats.num_free_kv_blocks,
+        )
+    return EngineEntry(rank=engine.rank, incarnation=engine.incarnation, load=load, info=info)
+
+
+def _without_secrets(config: Config) -> dict[str, dict[str, Any]]:
+    """API keys are left out, and so are the values of the environment variables that Ray's workers get."""
+    shown: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
+    del shown["serving"]["api_key"]
+    runtime_env = shown["ray"]["ray_runtime_env"]
+    if isinstance(variables := runtime_env.get("env_vars"), dict):
+        shown["ray"]["ray_runtime_env"] = runtime_env | {"env_vars": dict.fromkeys(variables, HIDDEN)}
+    return shown

@@ -1,0 +1,261 @@
+"""Load on a server while its processes die, and a report of what the clients saw of it: nothing but a pause.
+
+python scripts/chaos.py [--requests 1000] [--every 3] [--backend ray] [-- options of `eagleray serve`]
+
+The load is sent twice to the same server: first undisturbed, then while random engines, workers and API servers are
+killed (SIGKILL) or stopped (SIGSTOP) every few seconds. Every answer must be the same both times. A request whose own
+API server dies loses its connection; it is sent again here, as any client has to, and counted apart.
+
+Exits with 0 if no request failed, no answer differs, all engines are back, and nothing is left at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import chaos_ray
+from chaos_blows import Blow, Blows
+from chaos_leaks import Leaks
+from chaos_load import Job, Outcome, differences, make_jobs, run_load
+from chaos_server import ChaosFailed, Member, Server
+
+START_SECONDS = 45
+"""What an engine gets to start: one that is stopped before it could say anything is missed after that."""
+
+WHOLE_SECONDS = 150.0
+"""After the last blow, every engine answers again."""
+
+SHOWN = 10
+HIT_FACTOR, HIT_SECONDS = 10.0, 0.02
+"""A stream was hit by a death if its pause around it is so many times its usual one, at least so long, and mostly after
+it: what had paused before was waiting for something else."""
+
+MANY = "1000000"
+"""Budgets of restarts are for what goes on dying by itself: here somebody kills."""
+
+
+@dataclass
+class Report:
+    requests: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    blows: dict[str, int] = field(default_factory=dict)
+    restarts: int = 0
+    resent: int = 0
+    """Times that a request was sent again because its own API server had died."""
+    failures: list[str] = field(default_factory=list)
+    mismatches: list[str] = field(default_factory=list)
+    next_token_after_kill: dict[str, float] = field(default_factory=dict)
+    """Milliseconds from the death of an engine to the next token of a stream that it had."""
+    next_token_after_stop: dict[str, float] = field(default_factory=dict)
+    leaks: dict[str, list[str]] = field(default_factory=dict)
+    trouble: list[str] = field(default_factory=list)
+    """What else must not be."""
+
+    @property
+    def is_good(self) -> bool:
+        return not (self.failures or self.mismatches or self.trouble or any(self.leaks.values()))
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as directory, ExitStack() as stack:
+        root = Path(directory)
+        report, log = _torment(options, root, stack)
+    print(json.dumps(asdict(report) | {"ok": report.is_good}) if options.json else _show(report))
+    if not report.is_good and options.log:
+        print(log, file=sys.stderr)
+    return 0 if report.is_good else 1
+
+
+def _torment(options: argparse.Namespace, root: Path, stack: ExitStack) -> tuple[Report, str]:
+    report = Report(requests=options.requests)
+    arguments, find_more, ray_leaks = _arguments(options), list, list
+    if options.backend == "ray":
+        arguments += [
+            "--ray-address",
+            stack.enter_context(chaos_ray.cluster(root, num_engines=options.data_parallel_size)),
+        ]
+        find_more, ray_leaks = chaos_ray.members, chaos_ray.actors_and_groups
+    leaks = Leaks(ray_leaks)
+    server = Server(arguments, root)
+    stack.callback(server.kill)
+    try:
+        server.wait_until_serving()
+        server.wait_until_whole(num_engines=options.data_parallel_size, seconds=WHOLE_SECONDS)
+        _load(options, server, lambda: server.members() + find_more(), report)
+        server.wait_until_whole(num_engines=options.data_parallel_size, seconds=WHOLE_SECONDS)
+        report.restarts = _restarts(server.members() + find_more())
+        if (code := server.stop()) != 0:
+            report.trouble.append(f"told to stop, the server ended with exit code {code}")
+        report.leaks = leaks.find(server)
+    except ChaosFailed as error:
+        report.trouble.append(str(error))
+    return report, server.log
+
+
+def _load(options: argparse.Namespace, server: Server, members: Callable[[], list[Member]], report: Report) -> None:
+    """The load undisturbed, the load with blows, and the difference."""
+    jobs = make_jobs(options.requests, options.seed)
+    expected = asyncio.run(
+        run_load(server.url, jobs, concurrency=options.concurrency, api_server_was_hit=lambda since: False)
+    )
+    if failures := _failures(expected):
+        raise ChaosFailed(f"without any blow requests failed: {failures[:SHOWN]}")
+    blows = Blows(
+        members,
+        every=options.every,
+        settled=options.settled,
+        missed_after=options.heartbeat_timeout,
+        rng=random.Random(options.seed),
+    )
+    began = time.monotonic()
+    got = asyncio.run(_disturbed(server, jobs, blows, options.concurrency))
+    report.seconds = round(time.monotonic() - began, 1)
+    report.blows = dict(Counter(f"{_how(blow)} {blow.member.kind}" for blow in blows.struck))
+    report.resent = sum(outcome.num_resent for outcome in got)
+    report.failures = _failures(got)
+    report.tokens = sum(outcome.answer.num_tokens for outcome in got if outcome.answer is not None)
+    for number, (one, other) in enumerate(zip(expected, got, strict=True)):
+        if one.answer is not None and other.answer is not None:
+            found = differences(one.answer, other.answer)
+            report.mismatches += [f"request {number} ({one.job.kind}): {what}" for what in found]
+    ends = [blow for blow in blows.struck if blow.ends_engine]
+    report.next_token_after_kill = _percentiles(got, [blow for blow in ends if not blow.is_stop])
+    report.next_token_after_stop = _percentiles(got, [blow for blow in ends if blow.is_stop])
+    server.check()
+
+
+async def _disturbed(server: Server, jobs: Sequence[Job], blows: Blows, concurrency: int) -> list[Outcome]:
+    striking = asyncio.create_task(blows.run())
+    try:
+        return await run_load(server.url, jobs, concurrency=concurrency, api_server_was_hit=blows.hit_api_server)
+    finally:
+        striking.cancel()
+        with suppress(asyncio.CancelledError):
+            await striking
+
+
+def _failures(outcomes: Sequence[Outcome]) -> list[str]:
+    return [
+        f"request {number} ({outcome.job.kind}): {outcome.failure}"
+        for number, outcome in enumerate(outcomes)
+        if outcome.failure is not None
+    ]
+
+
+def _percentiles(outcomes: Sequence[Outcome], blows: Sequence[Blow]) -> dict[str, float]:
+    """Of the times from these blows to the next tokens of the streams that they hit, in milliseconds."""
+    waits = sorted(
+        wait
+        for outcome in outcomes
+        if outcome.answer is not None
+        for choice in outcome.answer.choices.values()
+        for blow in blows
+        if (wait := _wait(choice.arrivals, blow.when)) is not None
+    )
+    if not waits:
+        return {"streams": 0}
+    at = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    found = {name: round(1000 * waits[min(int(share * len(waits)), len(waits) - 1)], 1) for name, share in at.items()}
+    return {"streams": len(waits), **found}
+
+
+def _wait(arrivals: Sequence[float], when: float) -> float | None:
+    """How long a stream waited for its next token at that time; None if it was not running, or not hit.
+
+    Whose stream it was, a client does not know: what went on as usual was another engine's.
+    """
+    after = bisect_right(arrivals, when)
+    if not 0 < after < len(arrivals):
+        return None
+    usual = statistics.median(b - a for a, b in itertools.pairwise(arrivals))
+    pause = arrivals[after] - arrivals[after - 1]
+    wait = arrivals[after] - when
+    return wait if pause > max(HIT_FACTOR * usual, HIT_SECONDS) and wait > pause / 2 else None
+
+
+def _restarts(members: Sequence[Member]) -> int:
+    newest = {m.slot: m.incarnation for m in sorted(members, key=lambda m: m.incarnation)}
+    return sum(newest[m] for m in newest if "/" not in m)
+
+
+def _how(blow: Blow) -> str:
+    return "SIGSTOP" if blow.is_stop else "SIGKILL"
+
+
+def _arguments(options: argparse.Namespace) -> list[str]:
+    arguments = [] if options.model is None else [options.model]
+    given = {
+        "--data-parallel-size": options.data_parallel_size,
+        "--data-parallel-backend": options.backend,
+        "--api-server-count": options.api_server_count,
+        "--max-request-restarts": MANY,
+        "--max-engine-restarts": MANY,
+        "--heartbeat-timeout": options.heartbeat_timeout,
+        "--startup-timeout": START_SECONDS,
+        "--dtype": "float32",  # the answers are to be equal, not only valid
+        "--num-threads": 1,
+    }
+    return arguments + [str(word) for pair in given.items() for word in pair] + options.server
+
+
+def _show(report: Report) -> str:
+    lines = [
+        f"requests                {report.requests} ({report.tokens} tokens in {report.seconds} s)",
+        f"blows                   {', '.join(f'{n} x {what}' for what, n in sorted(report.blows.items())) or 'none'}",
+        f"restarts                {report.restarts}",
+        f"sent again by clients   {report.resent}, whose own API server had died",
+        f"failures                {len(report.failures)}",
+        f"mismatches              {len(report.mismatches)}",
+        f"next token after SIGKILL of its engine, ms: {_pairs(report.next_token_after_kill)}",
+        f"next token after SIGSTOP of its engine, ms: {_pairs(report.next_token_after_stop)}",
+        *(f"left behind: {what:<19}{len(left)} {', '.join(left)}" for what, left in report.leaks.items()),
+    ]
+    for title, found in (("failure", report.failures), ("mismatch", report.mismatches), ("trouble", report.trouble)):
+        lines += [f"{title}: {what}" for what in found[:SHOWN]]
+    return "\n".join([*lines, "good" if report.is_good else "NOT GOOD"])
+
+
+def _pairs(values: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in values.items())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--concurrency", type=int, default=12, help="requests in flight")
+    parser.add_argument("--every", type=float, default=3.0, help="seconds between two blows, on the average")
+    parser.add_argument(
+        "--settled", type=float, default=12.0, help="seconds that a process has been there before most blows hit it"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the requests and of the blows")
+    parser.add_argument("--backend", choices=["processes", "ray"], default="processes", help="what an engine is")
+    parser.add_argument("--data-parallel-size", type=int, default=2, help="engines")
+    parser.add_argument("--api-server-count", type=int, default=2)
+    parser.add_argument(
+        "--heartbeat-timeout", type=float, default=3.0, help="seconds until a stopped process is missed"
+    )
+    parser.add_argument("--model", help="directory of a checkpoint; without it the embedded demo model")
+    parser.add_argument("--json", action="store_true", help="print the report as one line of JSON")
+    parser.add_argument("--log", action="store_true", help="print the server's log if it was not good")
+    parser.add_argument("server", nargs="*", help="options of `eagleray serve`, after --")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""What is done to the server: every few seconds a random process is killed, or stopped for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from chaos_server import Member, age
+
+__all__ = ["Blow", "Blows"]
+
+WEIGHTS = {"engine": 5, "worker": 3, "API server": 2, "driver": 1}
+STOP_SHARE = 0.25
+"""So many of the blows are SIGSTOP: a process that is still there, and says nothing any more."""
+
+HASTE_SHARE = 0.2
+"""So many of the blows may hit a process that has just begun. All of them would: nobody would ever be there."""
+
+GRACE_SECONDS = 2.0
+"""The news of a death may reach a client before it reaches us, and a connection may wait in the backlog."""
+
+
+@dataclass(frozen=True)
+class Blow:
+    when: float
+    """By `time.monotonic`."""
+    member: Member
+    is_stop: bool
+    """SIGSTOP rather than SIGKILL."""
+
+    @property
+    def ends_engine(self) -> bool:
+        return self.member.kind in ("engine", "worker")
+
+
+class Blows:
+    """Strikes until it is cancelled: `every` so many seconds, and mostly who has been there for `settled` seconds.
+    `members` says who is there; one that is stopped is missed `missed_after` seconds later."""
+
+    def __init__(
+        self,
+        members: Callable[[], list[Member]],
+        *,
+        every: float,
+        settled: float,
+        missed_after: float,
+        rng: random.Random,
+    ) -> None:
+        self._members = members
+        self._every = every
+        self._settled = settled
+        self._missed_after = missed_after
+        self._rng = rng
+        self.struck: list[Blow] = []
+
+    async def run(self) -> None:
+        await asyncio.sleep(self._every / 2)
+        while True:
+            await self._strike()
+            await asyncio.sleep(self._every * self._rng.uniform(0.5, 1.5))
+
+    def hit_api_server(self, since: float) -> bool:
+        """Whether an API server has died after, or shortly before, that time. A stopped one dies when it is missed."""
+        return any(
+            blow.member.kind == "API server"
+            and blow.when + GRACE_SECONDS + (self._missed_after if blow.is_stop else 0.0) > since
+            for blow in self.struck
+        )
+
+    async def _strike(self) -> None:
+        stopped = {blow.member.pid for blow in self.struck if blow.is_stop}
+        least = 0.0 if self._rng.random() < HASTE_SHARE else self._settled
+        members = await asyncio.to_thread(self._members)
+        there = [member for member in members if member.pid not in stopped and age(member.pid) >= least]
+        kinds = sorted({member.kind for member in there})
+        if not kinds:
+            return
+        (kind,) = self._rng.choices(kinds, [WEIGHTS[kind] for kind in kinds])
+        member = self._rng.choice([member for member in there if member.kind == kind])
+        is_stop = self._rng.random() < STOP_SHARE
+        try:
+            os.kill(member.pid, signal.SIGSTOP if is_stop else signal.SIGKILL)
+        except ProcessLookupError:  # it was faster
+            return
+        self.struck.append(Blow(time.monotonic(), member, is_stop))

@@ -1,0 +1,79 @@
+"""What a server must not leave behind: processes, shared memory, directories, sockets, and what it had of Ray."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from chaos_server import Server
+
+__all__ = ["Leaks", "segments"]
+
+SHARED_MEMORY = Path("/dev/shm")
+RAY_SEMAPHORES = ("sem.hdr", "sem.obj")
+
+PATIENCE_SECONDS = 5.0
+"""Orphans end by themselves, at once but not in no time."""
+
+
+class Leaks:
+    """Made before the server starts, asked after it has ended.
+
+    `ray`: what the server could have left in a Ray cluster, as a list of names.
+    """
+
+    def __init__(self, ray: Callable[[], list[str]] = list) -> None:
+        self._ray = ray
+        self._segments = segments()
+
+    def find(self, server: Server) -> dict[str, list[str]]:
+        """By kind; every list is empty if nothing is left."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while any((left := self._look(server)).values()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def _look(self, server: Server) -> dict[str, list[str]]:
+        new = segments() - self._segments
+        return {
+            "processes": [str(pid) for pid in server.survivors()],
+            "shared memory": sorted(new - _held(new)) if new else [],
+            "runtime directories": sorted(path.name for path in server.temporary.iterdir()),
+            "sockets": _unix_sockets(server.temporary) + _listening(server.url),
+            "Ray": self._ray(),
+        }
+
+
+def segments() -> set[str]:
+    """The names of all there are, but for the semaphores of Ray's graphs: those are of some cluster of this host."""
+    names = {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+    return {name for name in names if not name.startswith(RAY_SEMAPHORES)}
+
+
+def _held(names: set[str]) -> set[str]:
+    """Those that a process has mapped: they are somebody else's, who runs at the same time."""
+    held: set[str] = set()
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                maps = (process / "maps").read_text(errors="replace")
+            except OSError:
+                continue
+            held |= {name for name in names if f"{SHARED_MEMORY}/{name}" in maps}
+    return held
+
+
+def _unix_sockets(directory: Path) -> list[str]:
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return sorted({line.rpartition(" ")[2] for line in lines if str(directory) in line})
+
+
+def _listening(url: str) -> list[str]:
+    """The HTTP port, if somebody still answers there."""
+    where = urlsplit(url)
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return [url] if where.port and probe.connect_ex((where.hostname or "127.0.0.1", where.port)) == 0 else []

@@ -1,0 +1,201 @@
+"""A server to torment: started as a user does it, with every process of it found by its label.
+
+Owns the directory that the server takes for its temporary files, so that what is left in it is a leak.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+__all__ = ["LABEL", "ChaosFailed", "Member", "Server", "age"]
+
+READY_SECONDS = 120.0
+END_SECONDS = 120.0
+POLL_SECONDS = 0.05
+
+MARK = "EAGLERAY_CHAOS"
+"""A variable of the server's environment, by which every process that comes of it is known, however it came about."""
+
+LABEL = re.compile(r"(?P<role>engine|client)-(?P<number>\d+)(?:\.(?P<incarnation>\d+))?(?P<worker>/tp\d+-pp\d+)?")
+"""Of `identity`: engine-0, engine-0.2, engine-0.2/tp1-pp0, client-1.3"""
+
+
+class ChaosFailed(Exception):
+    """The server did not do what it must; nothing more can be learned from it."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of the instance."""
+
+    pid: int
+    label: str
+
+    @property
+    def kind(self) -> str:
+        """`engine`, `worker`, `API server`, or `driver` for what has no identity."""
+        if (match := LABEL.fullmatch(self.label)) is None:
+            return "driver"
+        if match["worker"]:
+            return "worker"
+        return "engine" if match["role"] == "engine" else "API server"
+
+    @property
+    def slot(self) -> str:
+        """The label without the incarnation."""
+        return LABEL.sub(lambda match: f"{match['role']}-{match['number']}{match['worker'] or ''}", self.label)
+
+    @property
+    def incarnation(self) -> int:
+        match = LABEL.fullmatch(self.label)
+        return int(match["incarnation"] or 0) if match else 0
+
+
+def age(pid: int) -> float:
+    """Seconds since the process began; 0 if it has ended."""
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+class Server:
+    """`eagleray serve` with `arguments`. `root` is an empty directory; the log is `root`/log."""
+
+    def __init__(self, arguments: list[str], root: Path) -> None:
+        self.mark = secrets.token_hex(8)
+        self.temporary = root / "tmp"
+        self.temporary.mkdir()
+        self._log = root / "log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "eagleray.cli.main", "serve", *arguments, "--port", "0"],
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+                env=os.environ | {"TMPDIR": str(self.temporary), MARK: self.mark},
+            )
+        self.url = ""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_until_serving(self) -> None:
+        """Raises `ChaosFailed` with the log."""
+        deadline = time.monotonic() + READY_SECONDS
+        while (match := re.search(r"serving .* at (http://\S+)/v1", self.log)) is None:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise ChaosFailed(f"the server did not start:\n{self.log}")
+            time.sleep(POLL_SECONDS)
+        self.url = match[1]
+
+    def members(self) -> list[Member]:
+        """Processes of this host that the supervisor and its children have started and that have not ended."""
+        found, queue = [], [self.pid]
+        while queue:
+            for pid in _children(queue.pop()):
+                queue.append(pid)
+                if (label := _label(pid)) is not None:
+                    found.append(Member(pid, label))
+        return found
+
+    def check(self) -> None:
+        """Raises `ChaosFailed` if the supervisor has ended."""
+        if self._process.poll() is not None:
+            raise ChaosFailed(f"the supervisor ended with exit code {self._process.returncode}:\n{self.log}")
+
+    def wait_until_whole(self, *, num_engines: int, seconds: float) -> None:
+        """Every engine answers a request that names it. Raises `ChaosFailed`."""
+        deadline = time.monotonic() + seconds
+        with httpx.Client(base_url=self.url, timeout=seconds, trust_env=False) as http:
+            for rank in range(num_engines):
+                while not (reply := self._ask(http, rank)).startswith("200"):
+                    self.check()
+                    if time.monotonic() > deadline:
+                        raise ChaosFailed(f"engine {rank} was not back {seconds:.0f} s after the last blow: {reply}")
+                    time.sleep(POLL_SECONDS)
+
+    def stop(self) -> int:
+        """SIGTERM, and wait: the exit code. Raises `ChaosFailed` if it does not end."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise ChaosFailed(f"the server did not end within {END_SECONDS:.0f} s of SIGTERM:\n{self.log}") from None
+
+    def kill(self) -> None:
+        """Whatever is left, at once."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        for pid in self.survivors():
+            _signal(pid, signal.SIGKILL)
+
+    def survivors(self) -> list[int]:
+        """Processes of this host that came of the server, whoever is their parent now."""
+        mark = f"{MARK}={self.mark}".encode()
+        return [pid for pid in _all_pids() if mark in _read(pid, "environ") and _is_running(pid)]
+
+    @staticmethod
+    def _ask(http: httpx.Client, rank: int) -> str:
+        body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1}}
+        try:
+            response = http.post("/inference/v1/generate", json=body, headers={"X-data-parallel-rank": str(rank)})
+        except httpx.TransportError as error:
+            return repr(error)
+        return f"{response.status_code} {response.text[:300]}"
+
+
+def _children(pid: int) -> list[int]:
+    """A child belongs to the thread that has forked it."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:  # it has just ended
+        return []
+
+
+def _label(pid: int) -> str | None:
+    """What `process.spawn` says of a child, as the last word of its command line; None for other programs."""
+    words = _read(pid, "cmdline").rstrip(b"\0").split(b"\0")
+    is_child = any(b"eagleray.process.child" in word for word in words)
+    return words[-1].decode() if is_child and _is_running(pid) else None
+
+
+def _all_pids() -> Iterable[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _is_running(pid: int) -> bool:
+    """A zombie that nobody has reaped yet has ended."""
+    status = _read(pid, "stat")
+    return bool(status) and status.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+
+
+def _read(pid: int, name: str) -> bytes:
+    """Of /proc; empty if the process has ended or is none of ours."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,49 @@
+"""scripts/chaos.py: what clients notice of processes that die. A short form, and the one that `make chaos` runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "chaos.py"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3")
+
+
+def chaos(*arguments: str, seconds: float) -> dict[str, Any]:
+    """The report of a run that was good."""
+    words = [sys.executable, str(SCRIPT), "--json", "--log", *arguments]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=seconds)
+    assert run.stdout, run.stderr
+    report: dict[str, Any] = json.loads(run.stdout)
+    assert run.returncode == 0, f"{report}\n{run.stderr}"
+    return report
+
+
+def check(report: dict[str, Any], num_requests: int) -> None:
+    assert report["requests"] == num_requests
+    assert report["failures"] == report["mismatches"] == report["trouble"] == []
+    assert report["leaks"] and not any(report["leaks"].values())
+    assert report["restarts"] > 0
+
+
+@pytest.mark.timeout(180)
+def test_no_request_fails_or_changes_while_processes_die(checkpoint):
+    options = ("--requests", "64", "--every", "1.5", "--heartbeat-timeout", "1")
+    check(chaos("--model", str(checkpoint), *options, seconds=170), 64)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("workers", [(), ("--", "--tensor-parallel-size", "2")], ids=["alone", "workers"])
+def test_nor_do_a_thousand(checkpoint, workers):
+    check(chaos("--model", str(checkpoint), "--requests", "1000", "--seed", "1", *workers, seconds=880), 1000)

@@ -1,0 +1,290 @@
+"""Several engines and several API servers behind one address: who gets what, and what is noticed when one dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from checkpoints import make_checkpoint
+from fleets import (
+    SECONDS,
+    connect,
+    generated,
+    incarnations,
+    label,
+    server_of,
+    tokens,
+    wait_until_running,
+    wait_until_whole,
+)
+from serving import is_running, serve, wait_until_gone
+
+from eagleray import LLM, SamplingParams
+
+PROMPT = [5, 6, 7]
+LONG = 3000
+"""Tokens of a stream that does not end before something has been done to it."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", max_position_embeddings=10_000))
+
+
+OPTIONS = ("--max-model-len", "10000", "--log-level", "debug", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with serve(checkpoint, *OPTIONS, "--data-parallel-size", "2", "--api-server-count", "2") as server:
+        yield server
+    assert server.process.returncode == 0, server.log
+    wait_until_gone([server.process.pid], SECONDS)
+
+
+@pytest.fixture
+def http(server):
+    with connect(server) as http:
+        wait_until_whole(http, 2)
+        yield http
+
+
+@contextlib.contextmanager
+def stream(http: httpx.Client, count: int = LONG, *, rank: int | None = None) -> Iterator[Iterator[list[int]]]:
+    """The tokens of each event of a greedy stream that has begun."""
+    body = {
+        "token_ids": PROMPT,
+        "stream": True,
+        "sampling_params": {"max_tokens": count, "temperature": 0, "ignore_eos": True},
+    }
+    headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+    with http.stream("POST", "/inference/v1/generate", json=body, headers=headers) as response:
+        assert response.status_code == 200, response.read()
+        yield _events(response)
+
+
+def _events(response: httpx.Response) -> Iterator[list[int]]:
+    for line in response.iter_lines():
+        if line == "data: [DONE]":
+            return
+        if line.startswith("data: "):
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                yield choice["token_ids"]
+    raise AssertionError("the stream broke off")
+
+
+def flat(events: Iterator[list[int]]) -> list[int]:
+    return [token_id for event in events for token_id in event]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_request_goes_to_the_rank_that_it_names(http, rank):
+    before = generated(http)
+    for _ in range(3):
+        tokens(http, PROMPT, {"X-data-parallel-rank": str(rank)}, max_tokens=5)
+    wait_until_whole(http, 2)
+    after = generated(http)
+    assert after[rank] == before[rank] + 15
+    assert after[1 - rank] == before[1 - rank]
+
+
+@pytest.mark.parametrize("rank", ["2", "-1", "first", ""])
+def test_a_rank_that_is_not_there_is_refused(http, rank):
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
+    response = http.post("/inference/v1/generate", json=body, headers={"X-data-parallel-rank": rank})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "X-data-parallel-rank"
+
+
+def test_a_session_stays_with_its_engine_whichever_server_takes_it(http):
+    for session in ("mine", "yours", "theirs"):
+        before = generated(http)
+        for i in range(6):
+            tokens(http, [10 + i] * 40, {"X-Session-ID": session}, max_tokens=4)
+        wait_until_whole(http, 2)
+        grown = {rank: count - before[rank] for rank, count in generated(http).items()}
+        assert sorted(grown.values()) == [0, 24], session
+
+
+def test_requests_are_spread_over_the_engines(http):
+    before = generated(http)
+    threads = [threading.Thread(target=tokens, args=(http, [20 + i] * 3), kwargs={"max_tokens": 50}) for i in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    wait_until_whole(http, 2)
+    grown = {rank: count - before[rank] for rank, count in generated(http).items()}
+    assert sum(grown.values()) == 24 * 50
+    assert min(grown.values()) >= 6 * 50
+
+
+def test_every_server_tells_the_totals_of_all(http):
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}}
+    answered: set[int] = set()
+    for _ in until_deadline("both API servers have answered"):
+        with http.stream("POST", "/inference/v1/generate", json=body) as response:
+            answered.add(server_of(response))
+            response.read()
+        if len(answered) == 2:
+            break
+    wait_until_whole(http, 2)
+    told: dict[int, list[str]] = {}
+    for _ in until_deadline("both API servers have told their metrics"):
+        with http.stream("GET", "/metrics") as response:
+            server = server_of(response)
+            told[server] = [line for line in response.iter_lines() if line.startswith(COUNTED)]
+        if len(told) == 2:
+            break
+    assert told.keys() == answered
+    one, other = told.values()
+    assert one == other
+    assert len(one) > len(COUNTED)
+
+
+COUNTED = ("eagleray:request_success_total", "eagleray:request_generation_tokens", "eagleray:generation_tokens_total")
+"""What does not change by asking."""
+
+
+def until_deadline(what: str) -> Iterator[None]:
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        yield
+    raise AssertionError(f"not within {SECONDS:.0f} s: {what}")
+
+
+def test_a_killed_engine_costs_its_streams_a_pause_and_others_nothing(server, http):
+    expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
+    wait_until_whole(http, 2)
+    with stream(http) as hit:
+        got_hit = next(hit)
+        rank, incarnation = wait_until_running(http)
+        with stream(http, rank=1 - rank) as other:
+            got_other = next(other)
+            os.kill(server.child(label(rank, incarnation)), signal.SIGKILL)
+            for _ in range(50):
+                got_other += next(other)
+            assert incarnations(http).get(rank) != incarnation + 1, "these came while its successor was not there yet"
+            got_hit += flat(hit)
+            got_other += flat(other)
+    assert got_other == expected
+    assert got_hit == expected
+    assert wait_until_whole(http, 2)[rank] == incarnation + 1
+
+
+def test_both_engines_killed_at_once_cost_a_pause(server, http):
+    there = wait_until_whole(http, 2)
+    expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
+    with stream(http) as one, stream(http) as two:
+        got = [next(one), next(two)]
+        for rank, incarnation in there.items():
+            os.kill(server.child(label(rank, incarnation)), signal.SIGKILL)
+        # A new request waits with the old ones.
+        assert tokens(http, PROMPT, max_tokens=10, temperature=0) == expected[:10]
+        assert got[0] + flat(one) == expected
+        assert got[1] + flat(two) == expected
+    assert wait_until_whole(http, 2) == {rank: incarnation + 1 for rank, incarnation in there.items()}
+
+
+def test_a_stopped_engine_is_replaced(checkpoint):
+    options = (*OPTIONS, "--data-parallel-size", "2", "--heartbeat-timeout", "2")
+    with serve(checkpoint, *options) as server, connect(server) as http:
+        wait_until_whole(http, 2)
+        expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
+        with stream(http, rank=0) as lines:
+            got = next(lines)
+            os.kill(server.child("engine-0"), signal.SIGSTOP)
+            assert got + flat(lines) == expected
+        assert wait_until_whole(http, 2) == {0: 1, 1: 0}
+
+
+def test_a_killed_api_server_is_replaced_and_the_others_go_on(server, http):
+    expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
+    pids = {name: server.child(name) for name in ("client-0", "client-1")}
+    with stream(http) as lines:
+        got = next(lines)
+        holder = _server_with_a_request(http)
+        (victim,) = [name for name, pid in pids.items() if pid != holder]
+        os.kill(pids[victim], signal.SIGKILL)
+        assert got + flat(lines) == expected
+    server.wait_for(rf"{victim}\.1 is process \d+", SECONDS)
+    for _ in until_deadline("the new API server has answered"):
+        with http.stream("GET", "/live") as response:
+            if server_of(response) == server.child(f"{victim}.1"):
+                break
+
+
+def _server_with_a_request(http: httpx.Client) -> int:
+    """As it says itself."""
+    for _ in until_deadline("a server has something in flight"):
+        with http.stream("GET", "/load") as response:
+            pid = server_of(response)
+            if json.loads(response.read())["server_load"]:
+                return pid
+    raise AssertionError
+
+
+def test_with_one_engine_a_stream_goes_on_after_the_restart(checkpoint):
+    with serve(checkpoint, *OPTIONS) as server, connect(server) as http:
+        expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
+        with stream(http) as lines:
+            got = next(lines)
+            os.kill(server.child("engine-0"), signal.SIGKILL)
+            assert got + flat(lines) == expected
+        assert wait_until_whole(http, 1) == {0: 1}
+
+
+def test_requests_wait_for_an_engine_and_an_api_server_that_both_come_back(checkpoint):
+    with serve(checkpoint, *OPTIONS) as server, connect(server) as http:
+        expected = tokens(http, PROMPT, max_tokens=10, temperature=0)
+        os.kill(server.child("engine-0"), signal.SIGKILL)
+        os.kill(server.child("client-0"), signal.SIGKILL)
+        wait_until_gone([server.child("client-0")], SECONDS)
+        for _ in range(3):
+            assert tokens(http, PROMPT, max_tokens=10, temperature=0) == expected
+        assert wait_until_whole(http, 1) == {0: 1}
+
+
+def test_an_offline_batch_loses_no_prompt(checkpoint):
+    prompts = [[3 + i, 4, 5] for i in range(40)]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=200, ignore_eos=True)
+    with LLM(checkpoint, data_parallel_size=2, num_threads=1, dtype="float32", max_model_len=400) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        engine = child_of_ours("engine-1")
+        killer = threading.Thread(target=kill_at_work, args=(engine, cpu_seconds(engine)))
+        killer.start()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        killer.join(SECONDS)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert not is_running(engine)
+
+
+def kill_at_work(pid: int, before: float) -> None:
+    """When it has computed for a while since then."""
+    while cpu_seconds(pid) < before + 0.1:
+        pass
+    os.kill(pid, signal.SIGKILL)
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def child_of_ours(name: str) -> int:
+    """Process id of the child of this process that has this label."""
+    for task in Path("/proc/self/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            if Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")[-1] == name.encode():
+                return int(pid)
+    raise AssertionError(f"there is no {name}")

@@ -1,0 +1,161 @@
+"""Whatever process of a server is killed or stopped: streams go on, and say what they would have said anyway."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from checkpoints import make_checkpoint
+from serving import END_SECONDS, ServerProcess, serve, wait_until_gone
+
+SECONDS = 90.0
+TOKENS = 800
+REQUESTS = [
+    {"prompt": "The quick brown fox", "temperature": 0},
+    {"prompt": "def main():", "temperature": 0.9, "seed": 7},
+    {"prompt": "Hello", "temperature": 1.0, "seed": 8, "presence_penalty": 0.3},
+    {"prompt": "Grüße aus Köln", "temperature": 0, "frequency_penalty": 0.2},
+]
+OPTIONS = ("--served-model-name", "m", "--log-level", "debug", "--max-model-len", "2000", "--heartbeat-timeout", "2")
+TWO_ENGINES = ("--data-parallel-size", "2")
+WORKERS = ("--executor", "processes")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", max_position_embeddings=4000))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(checkpoint):
+    with serve(checkpoint, *OPTIONS) as server:
+        return streams(server)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(monkeypatch):
+    with tempfile.TemporaryDirectory(prefix="er-") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        yield
+        assert list(Path(directory).iterdir()) == []
+
+
+class Broken(Exception):
+    """The connection ended before the stream."""
+
+
+def stream(server: ServerProcess, request: dict, begun: threading.Event) -> str:
+    """The whole text. `begun` is set at the first piece."""
+    body = {"model": "m", "max_tokens": TOKENS, "ignore_eos": True, "stream": True, **request}
+    text = ""
+    with (
+        contextlib.ExitStack() as stack,
+        httpx.stream("POST", server.url + "/completions", json=body, timeout=SECONDS) as response,
+    ):
+        stack.callback(begun.set)  # in every case: who waits shall see what is wrong
+        assert response.status_code == 200, response.read()
+        try:
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    return text
+                if line:
+                    event = json.loads(line.removeprefix("data: "))
+                    assert "error" not in event, event
+                    text += "".join(choice["text"] for choice in event["choices"])
+                    begun.set()
+        except httpx.TransportError as error:
+            raise Broken from error
+    raise Broken
+
+
+def streams(server: ServerProcess, disturb=lambda: None) -> list[str | None]:
+    """All requests, twice, at the same time; `disturb` is called when all have begun. None: the connection broke."""
+    requests = REQUESTS * 2
+    begun = [threading.Event() for _ in requests]
+
+    def one(request: dict, begun: threading.Event) -> str | None:
+        try:
+            return stream(server, request, begun)
+        except Broken:
+            return None
+
+    with ThreadPoolExecutor(len(requests)) as pool:
+        answers = list(map(pool.submit, [one] * len(requests), requests, begun))
+        assert all(event.wait(SECONDS) for event in begun)
+        disturb()
+        return [answer.result() for answer in answers]
+
+
+def workers_of(engine: int) -> list[int]:
+    tasks = Path(f"/proc/{engine}/task").iterdir()
+    return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_of_two(checkpoint, undisturbed, how):
+    with serve(checkpoint, *OPTIONS, *TWO_ENGINES) as server:
+        engine = server.child("engine-0")
+        assert streams(server, lambda: os.kill(engine, how)) == undisturbed
+        server.wait_for(r"engine-0 is gone: it was (killed by SIGKILL|silent for \d+ s).*; starting engine-0\.1", 10)
+        server.wait_for(r"engine-0\.1 serves again after \d+\.\d s", SECONDS)
+        wait_until_gone([engine], END_SECONDS)
+        assert streams(server) == undisturbed
+    assert server.process.returncode == 0, server.log
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker(checkpoint, undisturbed, how):
+    with serve(checkpoint, *OPTIONS, *WORKERS) as server:
+        engine = server.child("engine-0")
+        (worker,) = workers_of(engine)
+        assert streams(server, lambda: os.kill(worker, how)) == undisturbed
+        server.wait_for(r"engine-0 is gone: .*worker engine-0/tp0-pp0.*; starting engine-0\.1", 10)
+        wait_until_gone([engine, worker], END_SECONDS)
+    assert server.process.returncode == 0, server.log
+
+
+def test_the_only_engine_while_its_worker_is_stopped(checkpoint, undisturbed):
+    """Nobody is left who could end the worker: it notices, though it was stopped."""
+    with serve(checkpoint, *OPTIONS, *WORKERS) as server:
+        engine = server.child("engine-0")
+        (worker,) = workers_of(engine)
+
+        def disturb():
+            os.kill(worker, signal.SIGSTOP)
+            os.kill(engine, signal.SIGKILL)
+
+        assert streams(server, disturb) == undisturbed
+        wait_until_gone([engine, worker], END_SECONDS)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_api_server_of_two(checkpoint, undisturbed, how):
+    """Its own connections break; those of the other, and all new ones, do not notice."""
+    with serve(checkpoint, *OPTIONS, "--api-server-count", "2") as server:
+        api_server = server.child("client-0")
+        answers = streams(server, lambda: os.kill(api_server, how))
+        assert all(answer in (None, whole) for answer, whole in zip(answers, undisturbed, strict=True))
+        server.wait_for(r"client-0 is gone: .*; starting client-0\.1", 10)
+        server.wait_for(r"client-0\.1 serves again", SECONDS)
+        wait_until_gone([api_server], END_SECONDS)
+        assert streams(server) == undisturbed
+    assert server.process.returncode == 0, server.log
+
+
+def test_the_supervisor_takes_everything_along(checkpoint):
+    with serve(checkpoint, *OPTIONS, *TWO_ENGINES, *WORKERS, "--api-server-count", "2") as server:
+        pids = server.children
+        assert len(pids) == 4
+        pids += [pid for name in ("engine-0", "engine-1") for pid in workers_of(server.child(name))]
+        assert len(pids) == 6
+        os.kill(pids[-1], signal.SIGSTOP)
+        server.end(signal.SIGKILL)
+        wait_until_gone(pids, END_SECONDS)

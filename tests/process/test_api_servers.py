@@ -1,0 +1,118 @@
+"""Several API servers on one listening socket: the end of one takes nothing from the others."""
+
+from __future__ import annotations
+
+import queue
+import re
+import socket
+
+import httpx
+import msgspec
+import pytest
+
+from eagleray.config import build_config
+from eagleray.identity import ClientId
+from eagleray.messages.codec import Codec
+from eagleray.messages.lifecycle import ApiServerSpec, Attach, Bound, Stop, SupervisorToMember
+from eagleray.messages.wires import SUPERVISOR_OUTBOX
+from eagleray.process import Child
+from eagleray.transport import Outbox
+
+SECONDS = 30.0
+
+
+class Server:
+    """An API server of the demo model. There is no engine."""
+
+    def __init__(self, runtime_dir, listener, client: ClientId) -> None:
+        self.client = client
+        spec = ApiServerSpec(client, build_config(api_server_count=2), str(runtime_dir), listener.fileno())
+        self.said: queue.Queue = queue.Queue()
+        self.process = Child(
+            target="eagleray.server.entry:run",
+            label=client.label,
+            payload=msgspec.msgpack.encode(spec),
+            log_level="warning",
+            runtime_dir="/nonexistent",
+            on_message=self.said.put,
+            on_exit=self.said.put,
+            pass_fds=[listener.fileno()],
+        )
+
+    def attach(self) -> str:
+        """Its address. It serves from now on."""
+        bound = self.said.get(timeout=SECONDS)
+        assert isinstance(bound, Bound), bound
+        outbox: Outbox = Outbox(Codec[SupervisorToMember](SUPERVISOR_OUTBOX).encode)
+        outbox.connect(self.client, bound.address)
+        outbox.send(self.client, Attach(self.client, "ipc:///nowhere", []))
+        outbox.close()
+        return bound.address
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+@pytest.fixture
+def start(runtime_dir, listener):
+    """A function that starts the server of an index."""
+    servers = []
+
+    def start(index: int, incarnation: int = 0) -> Server:
+        servers.append(Server(runtime_dir, listener, ClientId("test", index, incarnation)))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.process.kill()
+        assert server.process.wait(SECONDS)
+
+
+@pytest.fixture
+def get(listener):
+    """A function that sends a request over a connection of its own: whichever server takes it answers."""
+    host, port = listener.getsockname()
+    return lambda path: httpx.get(f"http://{host}:{port}{path}", timeout=SECONDS)
+
+
+def answered(get, route):
+    """How many requests the servers have answered, as one of them tells it."""
+    pattern = rf'^eagleray:http_requests_total{{method="GET",route="{route}",status="200"}} (\S+)$'
+    found = re.search(pattern, get("/metrics").text, re.MULTILINE)
+    return 0 if found is None else float(found[1])
+
+
+def test_a_server_that_is_killed_takes_neither_the_port_nor_its_counts_with_it(start, get):
+    first, second = start(0), start(1)
+    first.attach()
+    second.attach()
+    assert {get("/live").status_code for _ in range(20)} == {200}
+    assert answered(get, "/live") == 20
+    first.process.kill()
+    assert "SIGKILL" in first.said.get(timeout=SECONDS)
+    assert {get("/live").status_code for _ in range(20)} == {200}
+    assert answered(get, "/live") == 40
+    start(0, incarnation=1).attach()
+    second.process.kill()
+    assert "SIGKILL" in second.said.get(timeout=SECONDS)
+    assert {get("/live").status_code for _ in range(20)} == {200}
+    assert answered(get, "/live") == 60
+
+
+def test_a_server_that_is_stopped_leaves_the_port_to_the_others(start, get):
+    first, second = start(0), start(1)
+    addresses = [first.attach(), second.attach()]
+    outbox: Outbox = Outbox(Codec[SupervisorToMember](SUPERVISOR_OUTBOX).encode)
+    try:
+        outbox.connect("first", addresses[0])
+        outbox.send("first", Stop(0.0))
+        assert first.said.get(timeout=SECONDS) == "it ended with exit code 0"
+    finally:
+        outbox.close()
+    assert {get("/live").status_code for _ in range(20)} == {200}
+    assert get("/ready").status_code == 503
+    page = get("/metrics").text
+    assert re.findall(r'^process_open_fds{server="(\d)"}', page, re.MULTILINE) == ["1"], "a process that has ended"

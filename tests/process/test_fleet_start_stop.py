@@ -1,0 +1,192 @@
+"""Fleets of engines without a model and real API servers: started, asked, stopped, many times, several at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import tempfile
+from pathlib import Path
+
+import httpx
+import pytest
+from null_engine import token
+
+from eagleray.config import build_config
+from eagleray.fleet import Supervisor
+
+SECONDS = 60.0
+PROMPT = [5, 6, 7]
+AT_ONCE = 3
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch):
+    """No process, no thread's descriptor, no directory."""
+    before = children()
+    with tempfile.TemporaryDirectory(prefix="er-") as directory:
+        monkeypatch.setattr("tempfile.tempdir", directory)
+        yield
+        assert list(Path(directory).iterdir()) == []
+    assert children() == before
+
+
+def children() -> list[int]:
+    tasks = Path("/proc/self/task").iterdir()
+    return sorted(int(pid) for task in tasks for pid in (task / "children").read_text().split())
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+class Fleet:
+    """Engines and API servers, as a context manager."""
+
+    def __init__(self, engines: int, api_servers: int, **options) -> None:
+        self._config = build_config(
+            data_parallel_size=engines, api_server_count=api_servers, **{"log_level": "warning", **options}
+        )
+
+    async def __aenter__(self) -> Fleet:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.supervisor = await Supervisor.open(self._config, engine_target="null_engine:run")
+        self.supervisor.start_engines()
+        self.supervisor.start_api_servers(self._listener.fileno())
+        self._http = httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{self._listener.getsockname()[1]}",
+            timeout=SECONDS,
+            limits=httpx.Limits(max_keepalive_connections=0),
+            trust_env=False,
+        )
+        try:
+            await self.first(self.supervisor.serving.wait())
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._http.aclose()
+        await self.supervisor.stop(0.0)
+        self._listener.close()
+
+    async def first(self, work):
+        """Its result, unless the instance fails first."""
+        task = asyncio.ensure_future(work)
+        async with asyncio.timeout(SECONDS):
+            await asyncio.wait([task, self.supervisor.failed], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            self.supervisor.failed.result()
+        return await task
+
+    async def tokens(self, max_tokens: int) -> list[int]:
+        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": max_tokens, "ignore_eos": True}}
+        response = await self.first(self._http.post("/inference/v1/generate", json=body))
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["token_ids"]
+
+    def pid(self, place: int) -> int:
+        """Of the process in the n-th seat: engines first."""
+        return list(self.supervisor._seats.values())[place]._spawned.pid
+
+    async def until(self, condition) -> None:
+        async with asyncio.timeout(SECONDS):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+
+def expected(count: int) -> list[int]:
+    return [token(PROMPT, position) for position in range(count)]
+
+
+async def start_ask_and_stop(engines: int, api_servers: int) -> None:
+    async with Fleet(engines, api_servers) as fleet:
+        assert await fleet.tokens(5) == expected(5)
+
+
+def rounds(count: int) -> None:
+    async def several() -> None:
+        await asyncio.gather(*(start_ask_and_stop(2, 2) for _ in range(AT_ONCE)))
+
+    asyncio.run(start_ask_and_stop(2, 2))  # what a process opens once
+    before = num_descriptors()
+    for _ in range(count // AT_ONCE):
+        asyncio.run(several())
+    assert num_descriptors() <= before
+
+
+def test_start_and_stop_again_and_again():
+    rounds(9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_start_and_stop_five_hundred_times():
+    rounds(500)
+
+
+def test_sixteen_engines():
+    asyncio.run(start_ask_and_stop(16, 1))
+
+
+def test_stopped_while_it_starts():
+    async def scenario():
+        for seconds in (0.0, 0.1, 0.3):
+            supervisor = await Supervisor.open(
+                build_config(data_parallel_size=2, log_level="warning"), engine_target="null_engine:run"
+            )
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                supervisor.start_engines()
+                supervisor.start_api_servers(listener.fileno())
+                await asyncio.sleep(seconds)
+                await supervisor.stop(0.0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_every_process_may_go_and_is_replaced(how):
+    """One after another, while requests run. Those that are at an API server go with it, and are asked again."""
+
+    async def scenario():
+        async with Fleet(2, 2, heartbeat_timeout=1.0) as fleet:
+            for place in range(4):
+                asked = [asyncio.create_task(ask_again(fleet, 400)) for _ in range(6)]
+                await asyncio.sleep(0.1)
+                pid = fleet.pid(place)
+                os.kill(pid, how)
+                assert await asyncio.gather(*asked) == [expected(400)] * 6
+                seats = list(fleet.supervisor._seats.values())
+                await fleet.until(lambda: all(seat.phase.name == "UP" for seat in seats))  # noqa: B023
+                assert seats[place].member.incarnation == 1
+                assert await fleet.tokens(5) == expected(5)
+
+    asyncio.run(scenario())
+
+
+async def ask_again(fleet: Fleet, count: int) -> list[int]:
+    while True:
+        try:
+            return await fleet.tokens(count)
+        except (httpx.RemoteProtocolError, httpx.ReadError):
+            pass  # the API server has gone
+
+
+def test_all_engines_killed_at_once_and_again():
+    async def scenario():
+        async with Fleet(2, 1) as fleet:
+            asked = [asyncio.create_task(fleet.tokens(2000)) for _ in range(4)]
+            for incarnation in (1, 2):
+                await asyncio.sleep(0.2)
+                for place in range(2):
+                    os.kill(fleet.pid(place), signal.SIGKILL)
+                seats = list(fleet.supervisor._seats.values())[:2]
+                await fleet.until(
+                    lambda: all((s.member.incarnation, s.phase.name) == (incarnation, "UP") for s in seats)  # noqa: B023
+                )
+            assert await asyncio.gather(*asked) == [expected(2000)] * 4
+
+    asyncio.run(scenario())

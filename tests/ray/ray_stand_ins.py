@@ -1,0 +1,55 @@
+"""What the engine's actors of the tests are, where no model is needed. Found by PYTHONPATH."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+
+import ray
+
+from eagleray.errors import CheckpointError
+from eagleray.messages.lifecycle import EngineSpec
+
+__all__ = ["Ends", "Raises", "Refuses", "Waits"]
+
+
+class Waits:
+    """Its address tells what it knows of itself."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        assert spec.ray is not None
+        facts = {
+            "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
+            "niceness": os.nice(0),
+            "omp": os.environ.get("OMP_NUM_THREADS"),
+            "setting": os.environ.get("SOME_SETTING"),
+            "secret": os.environ.get("HF_TOKEN"),
+            "directory": spec.runtime_dir,
+            "host": spec.host,
+            "group": spec.ray.placement_group,
+            "bundles": spec.ray.bundles,
+            "resources": ray.get_runtime_context().get_assigned_resources(),
+        }
+        self.address = json.dumps(facts)
+
+    def run(self, tell: Callable[[Exception], None]) -> None:
+        time.sleep(600)
+
+
+class Ends(Waits):
+    def run(self, tell: Callable[[Exception], None]) -> None:
+        return
+
+
+class Raises(Waits):
+    def run(self, tell: Callable[[Exception], None]) -> None:
+        raise CheckpointError("model.safetensors: it is broken")
+
+
+class Refuses(Waits):
+    def __init__(self, spec: EngineSpec) -> None:
+        raise KeyError("no such interface")

@@ -1,0 +1,117 @@
+"""`eagleray serve` whose engines are Ray actors: they are killed, and its streams go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import ray_cluster
+from checkpoints import make_checkpoint
+from fleets import SECONDS, connect, label, tokens, wait_until_running, wait_until_whole
+from ray_cluster import ACC
+from serving import ServerProcess, serve, wait_until_gone
+
+PROMPT = [5, 6, 7]
+LONG = 1500
+"""Tokens of a stream that does not end before something has been done to it."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("serve"), "qwen3", max_position_embeddings=10_000))
+
+
+@pytest.fixture(params=["ray", "in-process"])
+def server(cluster: str, checkpoint: str, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    """Two engines on two nodes, whose workers are actors too, or part of them."""
+    ray = ("--ray-address", cluster, "--ray-worker-resources", json.dumps(ACC))
+    fleet = ("--data-parallel-backend", "ray", "--data-parallel-size", "2", "--api-server-count", "2")
+    more = ("--ray-engine-placement", "strict-spread", "--executor", request.param)
+    model = (checkpoint, "--dtype", "float32", "--max-model-len", "2048", "--num-kv-blocks", "512")
+    with serve(*model, *ray, *fleet, *more) as server:
+        yield server
+    assert server.process.returncode in (0, -signal.SIGKILL), server.log
+
+
+def stream(http: httpx.Client) -> Iterator[list[int]]:
+    """The tokens of each event of a greedy stream."""
+    params = {"max_tokens": LONG, "temperature": 0, "ignore_eos": True}
+    body = {"token_ids": PROMPT, "stream": True, "sampling_params": params}
+    with http.stream("POST", "/inference/v1/generate", json=body) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line == "data: [DONE]":
+                return
+            if line.startswith("data: "):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                for choice in event["choices"]:
+                    yield choice["token_ids"]
+    raise AssertionError("the stream broke off")
+
+
+def process_of(name: str) -> int:
+    """Of the actor of that label. There is one instance."""
+    (full,) = [entry["Name"] for entry in ray_cluster.living_actors() if entry["Name"].endswith(f"/{name}")]
+    return ray_cluster.pid_of(full)
+
+
+def test_a_killed_engine_costs_its_streams_a_pause(server: ServerProcess) -> None:
+    with connect(server) as http:
+        wait_until_whole(http, 2)
+        expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
+        there = wait_until_whole(http, 2)
+        events = stream(http)
+        got = next(events)
+        rank, incarnation = wait_until_running(http)
+        os.kill(process_of(label(rank, incarnation)), signal.SIGKILL)
+        for event in events:
+            got += event
+        assert got == expected
+        assert wait_until_whole(http, 2) == {**there, rank: incarnation + 1}
+
+
+def test_the_process_that_drives_ray_is_killed(server: ServerProcess) -> None:
+    """And with it every engine: requests wait until there are some again."""
+    with connect(server) as http:
+        there = wait_until_whole(http, 2)
+        expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
+        events = stream(http)
+        got = next(events)
+        (driver,) = [pid for pid in server.children if b"ray-driver" in command_line(pid)]
+        os.kill(driver, signal.SIGKILL)
+        for event in events:
+            got += event
+        assert got == expected
+        assert wait_until_whole(http, 2) == {rank: incarnation + 1 for rank, incarnation in there.items()}
+
+
+def test_a_supervisor_that_is_killed_leaves_nothing(server: ServerProcess) -> None:
+    """The fixtures look for actors and placement groups."""
+    with connect(server) as http:
+        wait_until_whole(http, 2)
+    actors = [entry["Pid"] for entry in ray_cluster.living_actors()]
+    processes = [*actors, *server.children]
+    directories = [path for pid in processes for path in sockets_of(pid)]
+    assert directories
+    server.process.kill()
+    wait_until_gone(processes, SECONDS)
+    assert ray_cluster.wait_until(lambda: not any(path.exists() for path in directories), SECONDS)
+
+
+def sockets_of(pid: int) -> list[Path]:
+    """Directories of the Unix sockets that a process listens at, if they are ours."""
+    inodes = {link.readlink().name for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    paths = [Path(fields[7]) for fields in lines if len(fields) > 7 and f"socket:[{fields[6]}]" in inodes]
+    return [path.parent for path in paths if path.parent.name.startswith("eagleray-")]
+
+
+def command_line(pid: int) -> bytes:
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read()

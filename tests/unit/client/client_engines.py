@@ -1,0 +1,135 @@
+"""An engine that computes, in memory: what it says next follows from the request alone, as of a real one.
+
+The token at a place of the output follows from the seed and the place. What a request brings along of its output must
+be right, or the test that sent it has found a bug.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from client_fakes import INFO, FakeEngine
+from client_tokenizers import load
+
+from eagleray.messages.outputs import Chunk, Chunks, FinishReason, PromptLogprobs, TokenLogprobs
+from eagleray.messages.requests import Generate
+
+TEXT = "Größe 😀 and 👍🏽 hello 東京 again, café мир over the lazy dog. "
+SPEECH = load("byte_level").encode(TEXT, add_special_tokens=False)
+"""Several tokens for most of its characters."""
+POISON = 99
+"""A prompt with this token kills the engine that computes it."""
+CHUNK = 2
+"""Tokens that a step computes of one request."""
+
+
+def spoken(seed, place):
+    """The token at this place of the output."""
+    return SPEECH[(seed + place) % len(SPEECH)]
+
+
+@dataclass
+class Run:
+    """A request of the engine."""
+
+    message: Generate
+    token_ids: list[int]
+    """Of the output."""
+    num_computed: int = 0
+    prompt_logprobs_from: int = 1
+    is_new: bool = True
+    finish_reason: FinishReason | None = field(default=None)
+
+    def step(self, num_cached_tokens):
+        """Compute: the chunk that comes of it."""
+        sampling, stopping = self.message.sampling, self.message.stopping
+        num_known = len(self.message.prompt_token_ids) + len(self.token_ids)
+        end = min(self.num_computed + CHUNK, num_known)
+        fields = {"prompt_logprobs": self._prompt_logprobs(end)}
+        self.num_computed = end
+        if end == num_known:
+            token_id = spoken(sampling.seed, len(self.token_ids))
+            self.token_ids.append(token_id)
+            fields["token_ids"] = [token_id]
+            if sampling.logprobs is not None:
+                fields["logprobs"] = [TokenLogprobs([token_id], [-len(self.token_ids) / 4], 1)]
+            if token_id in stopping.stop_token_ids and len(self.token_ids) >= stopping.min_tokens:
+                self.finish_reason, fields["stop_token_id"] = FinishReason.STOP, token_id
+            elif len(self.token_ids) >= stopping.max_tokens:
+                self.finish_reason = FinishReason.LENGTH
+        if "token_ids" not in fields and fields["prompt_logprobs"] is None:
+            return None
+        num_cached, self.is_new = num_cached_tokens if self.is_new else 0, False
+        return Chunk(
+            request_id=self.message.request_id,
+            finish_reason=self.finish_reason,
+            num_cached_tokens=num_cached,
+            **fields,
+        )
+
+    def _prompt_logprobs(self, end):
+        prompt = self.message.prompt_token_ids
+        last = min(end, len(prompt) - 1)
+        positions = range(max(self.prompt_logprobs_from, self.num_computed + 1), last + 1)
+        if self.message.sampling.prompt_logprobs is None or not positions:
+            return None
+        self.prompt_logprobs_from = last + 1
+        return PromptLogprobs(
+            start=positions[0],
+            token_ids=np.array([[prompt[position]] for position in positions], np.int32),
+            logprobs=np.array([[-position / 4] for position in positions], np.float32),
+            ranks=np.array(list(positions), np.int32),
+        )
+
+
+class ComputingEngine(FakeEngine):
+    """Computes all its requests at once, but only one suspect at a time."""
+
+    def __init__(self, setup, rank=0, incarnation=0, info=INFO):
+        super().__init__(setup, rank, info, incarnation)
+        self.num_cached_tokens = 4 * (1 + rank + incarnation)
+        """It finds so much of every prompt; another engine finds another number."""
+        self.is_dead = False
+        self._runs = {}
+        self._announced = set()
+        self._num_taken = 0
+
+    @property
+    def has_work(self):
+        self._take()
+        return bool(self._runs)
+
+    async def step(self, count=1):
+        """Compute so many steps, or as many as it survives."""
+        for _ in range(count):
+            self._take()
+            runs = await self._schedule()
+            if self.is_dead or any(POISON in run.message.prompt_token_ids for run in runs):
+                self.is_dead = True
+                return
+            chunks = [chunk for run in runs if (chunk := run.step(self.num_cached_tokens))]
+            self._runs = {name: run for name, run in self._runs.items() if run.finish_reason is None}
+            if chunks:
+                await self._setup.deliver(Chunks(self.id, chunks))
+
+    def _take(self):
+        self.read()
+        for name in self.names[self._num_taken :]:
+            message = self.requests[name]
+            token_ids = list(message.output_token_ids)
+            assert token_ids == [spoken(message.sampling.seed, place) for place in range(len(token_ids))]
+            assert len(token_ids) < message.stopping.max_tokens
+            self._runs[name] = Run(message, token_ids, prompt_logprobs_from=message.prompt_logprobs_from)
+        self._num_taken = len(self.names)
+        for name in self.aborted:
+            self._runs.pop(name, None)
+
+    async def _schedule(self):
+        suspects = [run for run in self._runs.values() if run.message.is_suspect][:1]
+        for run in suspects:
+            name = run.message.request_id
+            if name not in self._announced:
+                self._announced.add(name)
+                await self._setup.deliver(Chunks(self.id, [Chunk(request_id=name, is_started=True)]))
+        return [run for run in self._runs.values() if not run.message.is_suspect] + suspects

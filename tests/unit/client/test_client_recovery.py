@@ -1,0 +1,628 @@
+"""Engines end and come back; requests go on, and their readers get what an undisturbed run would have given them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+
+import pytest
+from client_engines import POISON, SPEECH, ComputingEngine, spoken
+from client_fakes import INFO, FakeEngine, asynchronous, attached, started
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagleray.client import Prompt
+from eagleray.client.preprocess import child_seed
+from eagleray.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Overloaded, Unavailable
+from eagleray.messages.lifecycle import Stop
+from eagleray.messages.outputs import Chunk, Chunks, FinishReason
+from eagleray.messages.sampling import SamplingParams
+
+PROMPT = Prompt(token_ids=[5, 6, 7])
+PARAMS = SamplingParams(temperature=0)
+LENGTH = FinishReason.LENGTH
+
+
+class Observer:
+    def __init__(self):
+        self.events = []
+
+    def resumed(self, num_requests, num_tokens):
+        self.events.append(("resumed", num_requests, num_tokens))
+
+    def next_token(self, seconds):
+        assert 0 <= seconds < 10
+        self.events.append("next token")
+
+    def given_up(self, num_requests):
+        self.events.append(("given up", num_requests))
+
+
+class Fleet:
+    """Engines that compute, by rank. Those that are gone may still say what is too late."""
+
+    def __init__(self, setup):
+        self.setup = setup
+        self.engines = {}
+        self.gone = []
+
+    async def join(self, rank):
+        incarnation = sum(engine.id.rank == rank for engine in self.gone)
+        self.engines[rank] = await ComputingEngine(self.setup, rank, incarnation).join()
+        return self.engines[rank]
+
+    async def kill(self, rank, *, returns=True):
+        engine = self.engines.pop(rank)
+        self.gone.append(engine)
+        await engine.leave(f"killed {len(self.gone)}", returns)
+
+    async def finish(self, rank=0):
+        """Let everything end."""
+        while self.setup.client.num_in_flight:
+            if not self.engines:
+                await self.join(rank)
+            for engine in list(self.engines.values()):
+                await engine.step()
+            await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def fleet_of(num_engines, **options):
+    """A client with as many engines that compute."""
+    async with attached(**options) as setup:
+        await setup.engine.leave("it cannot compute", returns=False)
+        fleet = Fleet(setup)
+        for rank in range(num_engines):
+            await fleet.join(rank)
+        yield setup, fleet
+
+
+async def disturbed(prompt, params, *deaths):
+    """The output, and the deltas joined, of a request whose engine dies after these numbers of steps."""
+    async with fleet_of(2, max_request_restarts=len(deaths)) as (setup, fleet):
+        stream = setup.client.generate(prompt, params, request_id="x")
+        deltas = []
+        reading = await started(collect(stream, deltas))
+        for steps in deaths:
+            busy = [rank for rank, engine in fleet.engines.items() if engine.has_work]
+            if not busy:  # it has ended before
+                break
+            (rank,) = busy
+            await fleet.engines[rank].step(steps)
+            await fleet.kill(rank)
+            await fleet.gone[-1].step(2)  # too late
+            if not fleet.engines:
+                await fleet.join(rank)
+        await fleet.finish()
+        await reading
+        return await stream.result(), deltas
+
+
+async def collect(stream, deltas):
+    async for delta in stream:
+        deltas.append(delta)
+
+
+def joined(deltas, index):
+    """What a reader of the deltas has of a completion."""
+    parts = [output for delta in deltas for output in delta.outputs if output.index == index]
+    text, token_ids = "".join(part.text for part in parts), [token for part in parts for token in part.token_ids]
+    logprobs = [entry for part in parts for entry in part.logprobs or []]
+    return text, token_ids, logprobs, parts[-1].finish_reason, parts[-1].stop_reason
+
+
+def check_equal(prompt, params, *deaths):
+    async def scenario():
+        expected, _ = await disturbed(prompt, params)
+        output, deltas = await disturbed(prompt, params, *deaths)
+        output.num_cached_tokens = expected.num_cached_tokens
+        assert output == expected
+        for completion in expected.outputs:
+            assert joined(deltas, completion.index) == (
+                completion.text,
+                completion.token_ids,
+                completion.logprobs or [],
+                completion.finish_reason,
+                completion.stop_reason,
+            )
+        assert [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None] == (
+            [] if expected.prompt_logprobs is None else [expected.prompt_logprobs]
+        )
+        return expected
+
+    return asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+# What a reader gets.
+
+
+@pytest.mark.parametrize("deaths", [(0,), (1,), (3,), (2, 4), (9, 5), (0, 0, 12, 3)])
+def test_tokens_and_text_are_those_of_an_undisturbed_run(deaths):
+    expected = check_equal(PROMPT, SamplingParams(seed=3, max_tokens=30), *deaths)
+    assert expected.outputs[0].token_ids == [spoken(3, place) for place in range(30)]
+
+
+def test_a_character_of_several_tokens_over_a_death_at_each_of_them():
+    for steps in range(2, 12):
+        expected = check_equal(PROMPT, SamplingParams(seed=0, max_tokens=12), steps, 4)
+        assert "ö" in expected.outputs[0].text and "😀" in expected.outputs[0].text
+
+
+@pytest.mark.parametrize("stop", ["and 👍", "😀 a", [" hello", "lo 東"]])
+def test_a_stop_string_over_a_death_at_each_of_its_tokens(stop):
+    for steps in range(2, 30, 3):
+        expected = check_equal(PROMPT, SamplingParams(seed=0, max_tokens=40, stop=stop), steps, 3)
+        assert expected.outputs[0].finish_reason == "stop"
+
+
+def test_a_stop_token_after_a_death():
+    params = SamplingParams(seed=0, max_tokens=40, stop_token_ids=[SPEECH[9]], min_tokens=3)
+    assert check_equal(PROMPT, params, 5, 2).outputs[0].stop_reason == SPEECH[9]
+
+
+@pytest.mark.parametrize("deaths", [(1,), (2,), (3,), (5, 1), (1, 1, 1), (8, 9)])
+def test_logprobs_of_output_and_prompt_over_deaths(deaths):
+    prompt = Prompt(token_ids=list(range(5, 14)))
+    expected = check_equal(prompt, SamplingParams(seed=1, max_tokens=9, logprobs=0, prompt_logprobs=0), *deaths)
+    assert len(expected.prompt_logprobs) == 9
+    assert expected.outputs[0].cumulative_logprob == -sum(range(1, 10)) / 4
+
+
+def test_prompt_logprobs_go_on_at_the_first_missing_position():
+    async def scenario():
+        async with fleet_of(2) as (setup, fleet):
+            prompt = Prompt(token_ids=list(range(5, 14)))
+            stream = setup.client.generate(prompt, SamplingParams(prompt_logprobs=0), rank=0)
+            await fleet.engines[0].step(2)  # positions 1 to 4
+            await fleet.kill(0)
+            successor = (await fleet.join(0)).read()
+            assert successor.requests[successor.names[0]].prompt_logprobs_from == 5
+            stream.abort()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def length_of(seed, stop_token_id):
+    """Tokens until this one, at most 20."""
+    return next((place + 1 for place in range(20) if spoken(seed, place) == stop_token_id), 20)
+
+
+@asynchronous
+async def test_of_several_completions_only_the_unfinished_go_on():
+    stop = SPEECH[4]
+    seed = next(
+        seed for seed in itertools.count() if len({length_of(child_seed(seed, index), stop) for index in range(3)}) == 3
+    )
+    seeds = [child_seed(seed, index) for index in range(3)]
+    lengths = [length_of(one, stop) for one in seeds]
+    async with fleet_of(2) as (setup, fleet):
+        params = SamplingParams(n=3, seed=seed, max_tokens=20, stop_token_ids=[stop])
+        stream = setup.client.generate(PROMPT, params, rank=0)
+        await fleet.engines[0].step(1 + min(lengths))
+        await fleet.kill(0)
+        successor = (await fleet.join(0)).read()
+        sent = [message.sampling.seed for message in successor.requests.values()]
+        assert sent == [one for one, length in zip(seeds, lengths, strict=True) if length > min(lengths)]
+        await fleet.finish()
+        for output, one, length in zip((await stream.result()).outputs, seeds, lengths, strict=True):
+            assert output.token_ids == [spoken(one, place) for place in range(length)]
+
+
+def test_several_completions_over_deaths():
+    check_equal(PROMPT, SamplingParams(n=3, seed=5, max_tokens=15, logprobs=0, prompt_logprobs=0), 4, 1, 7)
+
+
+@asynchronous
+async def test_cached_tokens_are_those_of_the_engine_that_began():
+    async with fleet_of(2) as (setup, fleet):
+        untouched = setup.client.generate(PROMPT, PARAMS, rank=0)
+        begun = setup.client.generate(PROMPT, PARAMS, rank=1)
+        await fleet.engines[1].step(2)
+        await fleet.kill(0)
+        await fleet.kill(1)
+        await fleet.join(0)
+        await fleet.join(1)
+        await fleet.finish()
+        assert (await begun.result()).num_cached_tokens == 8
+        assert (await untouched.result()).num_cached_tokens == 8  # of the second incarnation: the first said nothing
+
+
+ACTIONS = st.tuples(st.sampled_from(["step", "step", "step", "kill", "join", "late"]), st.integers(0, 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(actions=st.lists(ACTIONS, max_size=40), chunked=st.booleans())
+def test_no_order_of_deaths_changes_an_output(actions, chunked):
+    async def scenario():
+        async with fleet_of(2, max_request_restarts=1000) as (setup, fleet):
+            prompt = Prompt(token_ids=list(range(5, 5 + (9 if chunked else 3))))
+            streams = [
+                setup.client.generate(prompt, SamplingParams(seed=1, max_tokens=12, logprobs=0)),
+                setup.client.generate(prompt, SamplingParams(seed=0, max_tokens=40, stop="and 👍")),
+                setup.client.generate(prompt, SamplingParams(seed=5, n=3, max_tokens=7, prompt_logprobs=0)),
+                setup.client.generate(prompt, SamplingParams(seed=9, max_tokens=9), session="s"),
+            ]
+            for action, rank in actions:
+                match action:
+                    case "step" if rank in fleet.engines:
+                        await fleet.engines[rank].step()
+                    case "kill" if rank in fleet.engines:
+                        await fleet.kill(rank)
+                    case "join" if rank not in fleet.engines:
+                        await fleet.join(rank)
+                    case "late" if fleet.gone:
+                        await fleet.gone[rank - 1].step()
+            await fleet.finish()
+            first, stopped, several, last = [await stream.result() for stream in streams]
+        assert first.outputs[0].token_ids == [spoken(1, place) for place in range(12)]
+        assert first.outputs[0].cumulative_logprob == -sum(range(1, 13)) / 4
+        assert (stopped.outputs[0].text, stopped.outputs[0].finish_reason) == ("Größe 😀 ", "stop")
+        assert [len(output.token_ids) for output in several.outputs] == [7, 7, 7]
+        assert several.prompt_logprobs[0] is None
+        logprobs = [
+            position[token_id].logprob
+            for position, token_id in list(zip(several.prompt_logprobs, prompt.token_ids, strict=True))[1:]
+        ]
+        assert logprobs == [-place / 4 for place in range(1, len(prompt.token_ids))]
+        assert last.outputs[0].token_ids == [spoken(9, place) for place in range(9)]
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+# Who is believed.
+
+
+@asynchronous
+async def test_late_words_of_an_engine_that_was_lost_are_nobodys():
+    async with attached() as setup:
+        other = await FakeEngine(setup, rank=1).join()
+        stream = setup.client.generate(PROMPT, PARAMS, rank=0)
+        await setup.engine.say((0, {"token_ids": [9]}))
+        await setup.engine.leave()
+        successor = await FakeEngine(setup, incarnation=1).join()
+        (name,) = successor.read().names
+        assert name != setup.engine.names[0]
+        await setup.engine.say((0, {"token_ids": [10]}))
+        for stranger in (setup.engine, other):  # who does not have it
+            await setup.deliver(Chunks(stranger.id, [Chunk(request_id=name, token_ids=[11])]))
+        await successor.say((0, {"token_ids": [12], "finish_reason": LENGTH}))
+        assert (await stream.result()).outputs[0].token_ids == [9, 12]
+
+
+@asynchronous
+async def test_a_resumed_request_is_aborted_where_it_is():
+    async with attached() as setup:
+        other = await FakeEngine(setup, rank=1).join()
+        streams = [setup.client.generate(PROMPT, PARAMS, rank=0), setup.client.generate(PROMPT, PARAMS)]
+        streams[1].abort()
+        await setup.engine.leave()
+        parked = streams[0]
+        parked.abort()  # with nobody: there is nobody to tell
+        assert (await parked.result()).outputs[0].finish_reason == "abort"
+        moved = setup.client.generate(PROMPT, SamplingParams(stop="hello"))
+        await other.leave()
+        successor = await FakeEngine(setup, rank=1, incarnation=1).join()
+        await successor.say((0, {"token_ids": setup.ids("hello")}))
+        assert successor.read().aborted == successor.names
+        assert (await moved.result()).outputs[0].finish_reason == "stop"
+        assert setup.client.num_in_flight == 0
+
+
+@asynchronous
+async def test_a_successor_that_is_faster_than_the_news_of_the_end():
+    async with attached() as setup:
+        stream = setup.client.generate(PROMPT, PARAMS)
+        successor = await FakeEngine(setup, incarnation=1).join()
+        await setup.engine.leave()
+        assert not setup.client.expects_engines
+        assert list(setup.client.engines) == [successor.id]
+        await successor.say((0, {"token_ids": [9], "finish_reason": LENGTH}))
+        assert (await stream.result()).outputs[0].token_ids == [9]
+
+
+# Waiting for an engine.
+
+
+@asynchronous
+async def test_requests_wait_while_an_engine_is_coming_back():
+    async with attached() as setup:
+        running = setup.client.generate(PROMPT, PARAMS)
+        await setup.engine.leave("killed")
+        assert setup.client.expects_engines
+        assert setup.client.cause == "engine-0 ended: killed"
+        assert (setup.client.engines, setup.client.engine_info) == ({}, INFO)
+        new = setup.client.generate(PROMPT, PARAMS)
+        waiting = [await started(stream.result()) for stream in (running, new)]
+        assert not any(task.done() for task in waiting)
+        successor = await FakeEngine(setup, incarnation=1).join()
+        assert (setup.client.expects_engines, setup.client.cause) == (False, None)
+        await successor.say(*((number, {"token_ids": [number], "finish_reason": LENGTH}) for number in range(2)))
+        assert [(await task).outputs[0].token_ids for task in waiting] == [[0], [1]]
+
+
+@asynchronous
+async def test_without_an_engine_that_returns_everything_fails_with_the_cause():
+    async with attached() as setup:
+        first = setup.client.generate(PROMPT, PARAMS)
+        await setup.engine.leave("killed")
+        second = setup.client.generate(PROMPT, PARAMS)
+        await setup.deliver(FakeEngine(setup, incarnation=1).joined())
+        successor = FakeEngine(setup, incarnation=1)
+        await successor.leave("no memory", returns=True)
+        await FakeEngine(setup, incarnation=2).leave("no memory at all", returns=False)
+        for stream in (first, second):
+            with pytest.raises(EngineFailed, match=r"engine-0\.2 ended: no memory at all"):
+                await stream.result()
+        assert not setup.client.expects_engines
+        with pytest.raises(Unavailable, match="no memory at all"):
+            setup.client.generate(PROMPT, PARAMS)
+        with pytest.raises(EngineFailed, match="no memory at all"):
+            await setup.client.wait_until_ready(5)
+
+
+@asynchronous
+async def test_an_engine_that_fails_as_it_starts_may_be_tried_again():
+    async with attached() as setup:
+        await setup.engine.leave(returns=False)
+        waiting = await started(setup.client.wait_until_ready(5))
+        with pytest.raises(EngineFailed, match="SIGKILL"):
+            await waiting
+        await FakeEngine(setup, rank=1).leave("no port", returns=True)
+        waiting = await started(setup.client.wait_until_ready(5))
+        assert not waiting.done()
+        await FakeEngine(setup, rank=1, incarnation=1).join()
+        assert await waiting == INFO
+
+
+@asynchronous
+async def test_a_pinned_rank_is_waited_for_although_others_are_there():
+    async with attached() as setup:
+        other = await FakeEngine(setup, rank=1).join()
+        pinned = setup.client.generate(PROMPT, PARAMS, rank=0)
+        await setup.engine.leave()
+        later = setup.client.generate(PROMPT, PARAMS, rank=0)
+        assert other.read().names == []
+        successor = await FakeEngine(setup, incarnation=1).join()
+        assert len(successor.read().names) == 2
+        await successor.leave("broken", returns=False)
+        for stream in (pinned, later):
+            with pytest.raises(EngineFailed, match=r"engine-0\.1 ended: broken"):
+                await stream.result()
+        with pytest.raises(InvalidRequest, match=r"there is no data-parallel rank 0: the ranks .* are 1$") as raised:
+            setup.client.generate(PROMPT, PARAMS, rank=0)
+        assert raised.value.param == "X-data-parallel-rank"
+        assert setup.client.num_in_flight == 0
+
+
+@asynchronous
+async def test_a_session_stays_where_it_is_and_moves_when_it_must():
+    async with attached() as setup:
+        engines = [setup.engine, *[await FakeEngine(setup, rank=rank).join() for rank in range(1, 4)]]
+        for _ in range(6):
+            setup.client.generate(PROMPT, PARAMS, session="me")
+        (home,) = [engine for engine in engines if engine.read().names]
+        await home.leave()
+        assert [len(engine.names) for engine in engines if engine.read().names and engine is not home] == [6]
+
+
+@asynchronous
+async def test_an_instance_that_fails_fails_everything_at_once():
+    async with attached() as setup:
+        running = setup.client.generate(PROMPT, PARAMS)
+        call = await started(setup.client.call_workers("weigh", timeout=None))
+        await setup.deliver(Stop(1.0, "engine-0 was given up: no memory"))
+        for work in (running.result(), call, setup.client.wait_until_ready(5)):
+            with pytest.raises(EngineFailed, match=r"^engine-0 was given up: no memory$"):
+                await work
+        with pytest.raises(EngineFailed, match="given up"):
+            setup.client.generate(PROMPT, PARAMS)
+        with pytest.raises(EngineFailed, match="given up"):
+            await setup.client.call_workers("weigh", timeout=None)
+        await setup.engine.leave(returns=True)
+        assert not setup.client.expects_engines
+        assert setup.client.cause == "engine-0 was given up: no memory"
+
+
+# Whose fault it is.
+
+
+@asynchronous
+async def test_a_request_that_lost_too_many_engines_fails_alone():
+    async with attached(max_request_restarts=1) as setup:
+        stream = setup.client.generate(PROMPT, PARAMS)
+        await setup.engine.leave("killed")
+        successor = await FakeEngine(setup, incarnation=1).join()
+        beside = setup.client.generate(PROMPT, PARAMS)
+        assert successor.read().requests[successor.names[0]].is_suspect
+        await successor.say((0, {"token_ids": [9]}))
+        await successor.leave("out of memory")
+        with pytest.raises(EngineFailed) as raised:
+            await stream.result()
+        assert str(raised.value) == (
+            "engine-0.1 ended: out of memory; 2 engines have ended with this request in flight, and "
+            "`max_request_restarts` is 1"
+        )
+        last = await FakeEngine(setup, incarnation=2).join()
+        await last.say((0, {"token_ids": [9], "finish_reason": LENGTH}))
+        assert (await beside.result()).finished
+
+
+@asynchronous
+async def test_without_restarts_a_death_fails_what_was_there():
+    async with attached(max_request_restarts=0) as setup:
+        stream = setup.client.generate(PROMPT, PARAMS)
+        assert not setup.engine.read().requests[setup.engine.names[0]].is_suspect
+        await setup.engine.leave("killed")
+        with pytest.raises(EngineFailed, match=r"killed; 1 engine has ended .* `max_request_restarts` is 0"):
+            await stream.result()
+        setup.client.generate(PROMPT, PARAMS)  # waits for the successor
+
+
+@pytest.mark.parametrize("num_innocents", [1, 5])
+@pytest.mark.parametrize("poison_first", [True, False])
+def test_poison_fails_alone_among_innocents(num_innocents, poison_first):
+    async def scenario():
+        async with fleet_of(1) as (setup, fleet):
+            setup.client.observer = observer = Observer()
+
+            def innocents(count):
+                return [setup.client.generate(PROMPT, SamplingParams(seed=3)) for _ in range(count)]
+
+            before = innocents(0 if poison_first else num_innocents)
+            poison = setup.client.generate(Prompt(token_ids=[5, POISON, 7]), PARAMS)
+            streams = before + innocents(num_innocents - len(before))
+            num_deaths = 0
+            while setup.client.num_in_flight:
+                await fleet.engines[0].step()
+                if fleet.engines[0].is_dead:
+                    num_deaths += 1
+                    await fleet.kill(0)
+                    await fleet.join(0)
+            with pytest.raises(EngineFailed, match="ended: killed 4; 4 engines have ended with this request"):
+                await poison.result()
+            for stream in streams:
+                assert (await stream.result()).outputs[0].token_ids == [spoken(3, place) for place in range(16)]
+            assert num_deaths == 4
+            assert [event for event in observer.events if event[0] == "given up"] == [("given up", 1)]
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+@asynchronous
+async def test_a_suspect_that_was_not_started_is_not_charged():
+    async with attached(max_request_restarts=2) as setup:
+        started_first, started_later = (setup.client.generate(PROMPT, PARAMS) for _ in range(2))
+
+        async def live_and_die(incarnation, *chunks):
+            """-> which of the requests that it was sent were suspects."""
+            engine = await FakeEngine(setup, incarnation=incarnation).join()
+            await engine.say(*chunks)
+            await engine.leave(f"death {incarnation}")
+            return [message.is_suspect for message in engine.requests.values()]
+
+        await setup.engine.leave()
+        assert await live_and_die(1) == [False, False]
+        assert await live_and_die(2, (0, {"is_started": True})) == [True, True]
+        with pytest.raises(EngineFailed, match=r"engine-0\.2 ended: death 2; 3 engines"):
+            await started_first.result()
+        assert await live_and_die(3) == [True]
+        assert await live_and_die(4) == [True]
+        assert await live_and_die(5, (0, {"token_ids": [9]})) == [True]
+        with pytest.raises(EngineFailed, match=r"engine-0\.5 ended: death 5; 3 engines"):
+            await started_later.result()
+
+
+# Limits.
+
+
+@asynchronous
+async def test_a_request_whose_time_is_over_says_how_far_it_got():
+    async with attached(request_timeout=1000.0) as setup:
+        stream = setup.client.generate(PROMPT, SamplingParams(max_tokens=20), timeout=0.05)
+        await setup.engine.say((0, {"token_ids": [9, 9]}))
+        with pytest.raises(DeadlineExceeded) as raised:
+            await stream.result()
+        assert str(raised.value) == ("the request was given up after 0.05 s (`timeout`): it had 2 of at most 20 tokens")
+        assert setup.engine.read().aborted == setup.engine.names
+        assert setup.client.num_in_flight == 0
+        setup.client.generate(PROMPT, PARAMS)
+        for wrong in (0, -1, float("nan"), float("inf"), "5"):
+            with pytest.raises(InvalidRequest, match="`timeout` is a number of seconds above 0"):
+                setup.client.generate(PROMPT, PARAMS, timeout=wrong)
+
+
+@asynchronous
+async def test_a_request_that_has_ended_has_no_time_left_to_run_out():
+    async with attached() as setup:
+        errors = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        ended = setup.client.generate(PROMPT, PARAMS, timeout=0.02)
+        await setup.engine.say((0, {"token_ids": [9], "finish_reason": LENGTH}))
+        late = setup.client.generate(PROMPT, PARAMS, timeout=0.04)
+        with pytest.raises(DeadlineExceeded):
+            await late.result()
+        assert (await ended.result()).outputs[0].finish_reason == "length"
+        assert errors == []
+
+
+@asynchronous
+async def test_time_runs_while_a_request_waits_for_an_engine():
+    async with attached(request_timeout=0.05) as setup:
+        stream = setup.client.generate(PROMPT, PARAMS)
+        await setup.engine.leave()
+        with pytest.raises(DeadlineExceeded, match="0 of at most 16 tokens, and it was waiting for an engine"):
+            await stream.result()
+        successor = await FakeEngine(setup, incarnation=1).join()
+        assert successor.read().names == []
+
+
+@asynchronous
+async def test_a_client_that_is_full_takes_no_more():
+    async with attached(max_in_flight=2) as setup:
+        streams = [setup.client.generate(PROMPT, PARAMS) for _ in range(2)]
+        with pytest.raises(Overloaded, match="there are 2 requests in flight, as many as are allowed") as raised:
+            setup.client.generate(PROMPT, PARAMS)
+        assert raised.value.retry_after == 1
+        streams[0].abort()
+        setup.client.generate(PROMPT, PARAMS)
+
+
+# Who is told.
+
+
+@asynchronous
+async def test_every_loss_has_its_own_clock():
+    async with attached() as setup:
+        now, silences = 0.0, []
+        setup.client._dispatch._clock = lambda: now
+        setup.client.observer = observer = Observer()
+        observer.next_token = silences.append
+        setup.client.generate(PROMPT, PARAMS)
+        engine = setup.engine
+        for incarnation, news in ((1, True), (2, False), (3, True)):
+            await engine.leave()
+            now += 2.0
+            engine = await FakeEngine(setup, incarnation=incarnation).join()
+            if news:
+                now += 1.0
+                await engine.say((0, {"token_ids": [9]}))
+                await engine.say((0, {"token_ids": [9]}))
+        assert silences == [3.0, 5.0]
+
+
+def test_the_observer_and_the_log(caplog):
+    async def scenario():
+        async with attached(max_request_restarts=1) as setup:
+            setup.client.observer = observer = Observer()
+            moves = setup.client.generate(PROMPT, PARAMS)
+            stays = setup.client.generate(PROMPT, PARAMS, rank=0)
+            other = await FakeEngine(setup, rank=1).join()
+            await setup.engine.say((0, {"token_ids": [1, 2, 3]}))
+            await setup.engine.leave("killed")
+            await other.say((0, {"token_ids": [4]}))
+            await other.say((0, {"token_ids": [5]}))
+            successor = await FakeEngine(setup, incarnation=1).join()
+            await successor.say((0, {"token_ids": [6]}))
+            await successor.leave("killed again")
+            with pytest.raises(EngineFailed, match="killed again"):
+                await stays.result()
+            moves.abort()
+            assert observer.events == [
+                ("resumed", 1, 3 + 3),
+                "next token",
+                ("resumed", 1, 3),
+                "next token",
+                ("given up", 1),
+            ]
+
+    caplog.set_level(logging.INFO, logger="eagleray.client.dispatch")
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+    assert [record.getMessage() for record in caplog.records] == [
+        "engine-0 has joined",
+        "engine-1 has joined",
+        "engine-0 is lost: killed; 1 requests go on elsewhere, 1 wait for an engine, 0 are given up",
+        "engine-0.1 has joined; 1 requests that waited for an engine go to it",
+        "engine-0.1 is lost: killed again; 0 requests go on elsewhere, 0 wait for an engine, 1 are given up",
+    ]

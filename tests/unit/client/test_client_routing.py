@@ -1,0 +1,297 @@
+"""Which engine a request goes to."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagleray.client.routing import Router, rendezvous
+from eagleray.errors import InvalidRequest
+from eagleray.identity import EngineId
+from eagleray.messages.membership import EngineInfo
+from eagleray.messages.outputs import EngineStats
+
+INFO = EngineInfo(architecture="Tiny", vocab_size=500, max_model_len=4096, block_size=4, num_kv_blocks=1000)
+PROMPT = list(range(30))
+
+
+def engine(rank, incarnation=0):
+    return EngineId("test", rank, incarnation)
+
+
+def router_of(num_engines, *, seed=0, match_prefixes=True):
+    router = Router(rng=random.Random(seed), match_prefixes=match_prefixes)
+    for rank in range(num_engines):
+        router.join(engine(rank), INFO)
+    return router
+
+
+def stats(rank, num_running, *, num_waiting=0, num_free=1000):
+    counts = dict.fromkeys(
+        ["num_steps", "num_preemptions", "num_prompt_tokens", "num_generation_tokens", "num_prefix_queries"], 0
+    )
+    return EngineStats(
+        engine=engine(rank),
+        num_running=num_running,
+        num_waiting=num_waiting,
+        num_kv_blocks=1000,
+        num_free_kv_blocks=num_free,
+        num_prefix_hits=0,
+        **counts,
+    )
+
+
+def send(router, token_ids, **wishes):
+    """Where it went."""
+    choice = router.choose(token_ids, **wishes)
+    return choice.engine.rank, router.sent(choice)
+
+
+def fresh_prompt(rng, length=12):
+    return [rng.randrange(10**6) for _ in range(length)]
+
+
+# Named engines.
+
+
+def test_a_rank_is_taken_at_its_word():
+    router = router_of(3)
+    assert [send(router, PROMPT, rank=rank)[0] for rank in (2, 2, 0, 1)] == [2, 2, 0, 1]
+    assert send(router, PROMPT, rank=2, session="s")[0] == 2
+    router.leave(engine(1), cause="killed", returns=True)
+    assert router.choose(PROMPT, rank=1) is None
+    router.join(engine(1, 1), INFO)
+    assert router.choose(PROMPT, rank=1).engine == engine(1, 1)
+
+
+@pytest.mark.parametrize(("gone", "named"), [((), "0-5"), ((1,), "0, 2-5"), ((0, 2, 4), "1, 3, 5")])
+def test_an_unknown_rank_is_refused_with_those_that_there_are(gone, named):
+    router = router_of(6)
+    for rank in gone:
+        router.leave(engine(rank), cause="given up", returns=False)
+    with pytest.raises(InvalidRequest) as raised:
+        router.choose(PROMPT, rank=6)
+    assert str(raised.value) == f"there is no data-parallel rank 6: the ranks of this deployment are {named}"
+    assert raised.value.param == "X-data-parallel-rank"
+
+
+def test_a_session_belongs_to_the_same_rank_for_everybody():
+    routers = [router_of(8, seed=seed) for seed in range(3)]
+    for number in range(50):
+        session = f"session {number}"
+        assert len({send(router, fresh_prompt(random.Random(number)), session=session)[0] for router in routers}) == 1
+
+
+@given(session=st.text(max_size=8), ranks=st.sets(st.integers(0, 100), min_size=2), data=st.data())
+def test_only_the_sessions_of_a_rank_that_is_away_move(session, ranks, data):
+    home = rendezvous(session, ranks)
+    away = data.draw(st.sampled_from(sorted(ranks)))
+    assert home in ranks
+    assert rendezvous(session, ranks - {away}) != away
+    if away != home:
+        assert rendezvous(session, ranks - {away}) == home
+
+
+def test_sessions_are_spread():
+    counts = Counter(rendezvous(f"user {number}", range(8)) for number in range(4000))
+    assert min(counts.values()) > 400 and max(counts.values()) < 600
+
+
+def test_a_session_goes_home_when_its_engine_is_back():
+    router = router_of(4)
+    home, _ = send(router, PROMPT, session="s")
+    router.leave(engine(home), cause="killed", returns=True)
+    elsewhere, _ = send(router, PROMPT, session="s")
+    assert elsewhere != home
+    router.join(engine(home, 1), INFO)
+    assert send(router, PROMPT, session="s")[0] == home
+
+
+def test_nowhere_to_go():
+    router = Router(rng=random.Random(0))
+    assert router.choose(PROMPT) is None
+    assert router.choose(PROMPT, session="s") is None
+    with pytest.raises(InvalidRequest):
+        router.choose(PROMPT, rank=0)
+
+
+# Prefixes.
+
+
+def test_a_prompt_goes_where_its_beginning_is():
+    router = router_of(8)
+    rng = random.Random(3)
+    homes = {}
+    for _ in range(8):
+        prompt = fresh_prompt(rng, 40)
+        homes[tuple(prompt)], _ = send(router, prompt)
+    for prompt, home in homes.items():
+        longer = [*prompt, *fresh_prompt(rng, 20)]
+        assert send(router, longer)[0] == home
+
+
+def test_the_longest_beginning_wins():
+    router = router_of(2)
+    rng = random.Random(3)
+    system = fresh_prompt(rng, 20)
+    chat = [*system, *fresh_prompt(rng, 20)]
+    send(router, [*system, 1], rank=0)
+    send(router, chat, rank=1)
+    assert send(router, [*chat, 1])[0] == 1
+
+
+def test_salts_do_not_share():
+    router = router_of(2)
+    send(router, PROMPT, rank=0, cache_salt="a")
+    for _ in range(2):
+        send(router, [9], rank=0)
+    assert send(router, PROMPT, cache_salt="a")[0] == 0
+    assert send(router, PROMPT, cache_salt="b")[0] == 1
+
+
+def test_a_cache_is_not_worth_an_overload():
+    router = router_of(2)
+    send(router, PROMPT, rank=0)
+    router.report(stats(0, 3))  # ours and two of others
+    assert send(router, PROMPT)[0] == 0
+    assert router.load(engine(0)) == 4
+    assert send(router, PROMPT)[0] == 1
+    router = router_of(2)
+    send(router, PROMPT, rank=0)
+    router.report(stats(1, 20))
+    router.report(stats(0, 29))
+    assert send(router, PROMPT)[0] == 0
+    router.report(stats(0, 40))
+    assert send(router, PROMPT)[0] == 1
+
+
+def test_without_prefix_caching_only_the_load_counts():
+    router = router_of(2, match_prefixes=False)
+    assert sorted(send(router, PROMPT)[0] for _ in range(4)) == [0, 0, 1, 1]
+
+
+def test_an_engine_that_left_has_nothing_in_its_cache():
+    router = router_of(2)
+    send(router, PROMPT, rank=0)
+    router.leave(engine(0), cause="killed", returns=True)
+    router.join(engine(0, 1), INFO)
+    send(router, [1], rank=0)
+    assert send(router, PROMPT)[0] == 1
+
+
+def test_what_an_engine_did_not_find_is_not_expected_again():
+    router = router_of(2)
+    _, first = send(router, PROMPT, rank=0)
+    router.started(first, 0)
+    _, other = send(router, [*range(100, 130)], rank=0)
+    router.started(other, 0)
+    _, again = send(router, [*range(100, 130)], rank=0)
+    router.started(again, 4)  # of 28: it has thrown away the rest, and PROMPT, which is older
+    router.ended(engine(0), 3)
+    send(router, [1], rank=0)
+    assert send(router, PROMPT)[0] == 1
+    router.started(again._replace(engine=engine(7)), None)  # gone meanwhile: fine
+
+
+# Load.
+
+
+def test_load_is_ours_now_and_that_of_others_then():
+    router = router_of(2)
+    sendings = [send(router, PROMPT, rank=0) for _ in range(3)]
+    assert (router.load(engine(0)), router.load(engine(1))) == (3, 0)
+    router.report(stats(0, 4, num_waiting=6))
+    assert router.load(engine(0)) == 10
+    for _ in sendings:
+        router.ended(engine(0))
+    assert router.load(engine(0)) == 7
+    router.report(stats(0, 0))
+    assert router.load(engine(0)) == 0
+    router.report(stats(9, 5))  # of one that is not here
+    assert 9 not in {member.rank for member in router.members.stats}
+    router.ended(engine(9))
+
+
+def test_of_equal_loads_the_emptier_cache():
+    router = router_of(2)
+    router.report(stats(0, 0, num_free=100))
+    router.report(stats(1, 0, num_free=900))
+    assert send(router, PROMPT)[0] == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(loads=st.lists(st.integers(0, 30), min_size=2, max_size=6), seed=st.integers(0, 1000))
+def test_the_most_loaded_one_is_never_chosen(loads, seed):
+    router = router_of(len(loads), seed=seed)
+    for rank, load in enumerate(loads):
+        router.report(stats(rank, load))
+    rank, _ = send(router, fresh_prompt(random.Random(seed)))
+    assert loads[rank] < max(loads) or loads.count(max(loads)) > 1
+
+
+def fill(num_engines, num_each, *, num_clients, system):
+    """Requests of several clients, which know of each other only by what engines report now and then. What each engine
+    has in the end."""
+    rng = random.Random(7)
+    routers = [router_of(num_engines, seed=seed) for seed in range(num_clients)]
+    filled = Counter()
+    for number in range(num_engines * num_each):
+        if number % 200 == 0:
+            for router in routers:
+                for rank in range(num_engines):
+                    router.report(stats(rank, filled[rank]))
+        rank, _ = send(routers[number % num_clients], [*system, *fresh_prompt(rng)])
+        filled[rank] += 1
+    return [filled[rank] for rank in range(num_engines)]
+
+
+@pytest.mark.parametrize("num_clients", [1, 4, 8])
+def test_a_fleet_of_64_fills_evenly(num_clients):
+    filled = fill(64, 100, num_clients=num_clients, system=[])
+    assert min(filled) >= 90 and max(filled) <= 110
+
+
+@pytest.mark.parametrize("num_clients", [1, 4, 8])
+def test_a_beginning_that_all_share_does_not_keep_engines_idle(num_clients):
+    filled = fill(64, 100, num_clients=num_clients, system=PROMPT)
+    assert max(filled) <= 1.5 * min(filled)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_engines=st.integers(1, 5),
+    events=st.lists(st.tuples(st.sampled_from(["send", "end", "leave", "join", "report"]), st.integers(0, 4))),
+    seed=st.integers(0, 99),
+)
+def test_the_books_are_right_whatever_happens(num_engines, events, seed):
+    router = router_of(num_engines, seed=seed)
+    here = dict.fromkeys(range(num_engines), 0)
+    incarnations = Counter()
+    running = []
+    for event, number in events:
+        match event:
+            case "send" if here:
+                choice = router.choose([number % 3] * 20)
+                sending = router.sent(choice)
+                router.started(sending, 4 * number)
+                running.append(choice.engine)
+            case "end" if running:
+                router.ended(running.pop(number % len(running)))
+            case "leave" if number in here:
+                gone = engine(number, here.pop(number))
+                router.leave(gone, cause="killed", returns=True)
+                running = [one for one in running if one != gone]
+            case "join" if number not in here and number < num_engines:
+                incarnations[number] += 1
+                here[number] = incarnations[number]
+                router.join(engine(number, here[number]), INFO)
+            case "report" if here.get(number) == 0:
+                router.report(stats(number, running.count(engine(number))))
+        assert (router.choose([1] * 20) is None) == (not here)
+        for rank, incarnation in here.items():
+            assert router.load(engine(rank, incarnation)) == running.count(engine(rank, incarnation))
+        assert router.members.ranks == list(range(num_engines))

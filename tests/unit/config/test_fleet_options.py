@@ -1,0 +1,132 @@
+"""Options of several engines and API servers: what they mean together, and what cannot be."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from eagleray.cli.options import add_config_flags, config_from
+from eagleray.config import build_config
+from eagleray.config.resolve import engines_on_host, executor_name, first_device, local_ranks, steps_in_flight
+from eagleray.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        ({}, [0]),
+        ({"data_parallel_size": 3}, [0, 1, 2]),
+        ({"data_parallel_size": 3, "data_parallel_rank": 2}, [2]),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 2}, [0, 1]),
+        ({"data_parallel_size": 4, "data_parallel_start_rank": 2, "data_parallel_size_local": 2}, [2, 3]),
+        ({"data_parallel_size": 4, "data_parallel_start_rank": 1}, [1, 2, 3]),
+    ],
+)
+def test_the_ranks_that_run_here(options, ranks):
+    assert list(local_ranks(build_config(**options))) == ranks
+
+
+SEVERAL = {"data_parallel_size": 2}
+BY_RAY = {"data_parallel_backend": "ray"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data_parallel_rank": 1}, "`data_parallel_rank`: there is no rank 1"),
+        (SEVERAL | {"data_parallel_rank": 2}, "there is no rank 2.* the ranks 0 to 1"),
+        (SEVERAL | {"data_parallel_rank": 0, "data_parallel_start_rank": 0}, "`data_parallel_start_rank` says how"),
+        (SEVERAL | {"data_parallel_rank": 0, "data_parallel_size_local": 1}, "`data_parallel_size_local` says how"),
+        (SEVERAL | {"data_parallel_size_local": 3}, "`data_parallel_size_local`: there is no rank 2"),
+        (SEVERAL | {"data_parallel_start_rank": 2}, "`data_parallel_start_rank`: there is no rank 2"),
+        (SEVERAL | {"data_parallel_start_rank": 1, "data_parallel_size_local": 2}, "there is no rank 2"),
+        ({"data_parallel_rank": -1}, "option `data_parallel_rank`"),
+        ({"ray_engine_placement": "spread"}, "spread is for engines that are Ray actors"),
+        ({"ray_engine_placement": "strict-spread", "executor": "ray"}, "strict-spread is for engines"),
+        ({"ray_nodes": ["a"], "executor": "processes"}, "`ray_nodes` is for what Ray places"),
+        (SEVERAL | {"bundle_indices": [0]}, "names the bundles of one engine, but here are 2"),
+        (SEVERAL | BY_RAY | {"bundle_indices": [0]}, "names the bundles of one engine"),
+        (SEVERAL | {"placement_group": "ab"}, "take data_parallel_backend ray"),
+        (BY_RAY | {"executor": "processes", "ray_placement_strategy": "SPREAD"}, "is for executors ray and ray-graph"),
+        (BY_RAY | {"executor": "in-process", "tensor_parallel_size": 2}, "needs 2: take processes"),
+        ({"attach_file": "/nowhere/at/all"}, "`attach_file`: there is no directory '/nowhere/at'"),
+        ({"attach_file": "/"}, "`attach_file`: '/' is a directory"),
+        ({"api_server_count": 0}, "option `api_server_count`"),
+        ({"request_timeout": 0}, "option `request_timeout`"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        build_config(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SEVERAL | BY_RAY | {"ray_engine_placement": "strict-spread", "ray_nodes": ["a", "b"]},
+        SEVERAL | BY_RAY | {"executor": "in-process", "ray_nodes": ["a"], "ray_worker_resources": {"GPU": 1}},
+        SEVERAL | BY_RAY | {"executor": "processes", "tensor_parallel_size": 2, "ray_address": "auto"},
+        SEVERAL | BY_RAY | {"placement_group": "ab"},
+        SEVERAL | {"data_parallel_rank": 1, "placement_group": "ab", "bundle_indices": [1]},
+        {"executor": "ray", "ray_nodes": ["a"]},
+        {"api_server_count": 3},
+    ],
+)
+def test_what_fits_together(options):
+    build_config(**options)
+
+
+def test_an_attach_file_in_a_directory_that_exists(tmp_path):
+    assert build_config(attach_file=str(tmp_path / "attach.json")).serving.attach_file == str(tmp_path / "attach.json")
+
+
+def test_engines_that_are_ray_actors_have_workers_that_are():
+    def name(**options):
+        return executor_name(build_config(**options), in_placement_group=False)
+
+    assert name(data_parallel_backend="ray") == "ray"
+    assert name(data_parallel_backend="ray", executor="in-process") == "in-process"
+    assert name(data_parallel_backend="ray", executor="processes") == "processes"
+    assert name(data_parallel_size=2) == "in-process"
+    assert name(ray_nodes=["a"]) == "ray"
+    assert steps_in_flight(build_config(data_parallel_backend="ray"), in_placement_group=False) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({}, 1),
+        ({"data_parallel_size": 3}, 3),
+        ({"data_parallel_size": 8, "data_parallel_start_rank": 4, "data_parallel_size_local": 2}, 2),
+        ({"data_parallel_size": 8, "data_parallel_rank": 4}, 1),
+        ({"data_parallel_size": 8, "data_parallel_backend": "ray"}, 1),
+    ],
+)
+def test_engines_that_are_processes_share_the_host(options, count):
+    assert engines_on_host(build_config(**options)) == count
+
+
+def test_engines_that_are_processes_have_devices_of_their_own():
+    config = build_config(data_parallel_size=8, data_parallel_start_rank=4, tensor_parallel_size=2)
+    assert [first_device(config, rank) for rank in local_ranks(config)] == [0, 2, 4, 6]
+    assert first_device(build_config(data_parallel_size=8, data_parallel_rank=3), 3) == 0
+    assert first_device(build_config(data_parallel_size=8, data_parallel_backend="ray"), 3) == 0
+
+
+def test_the_flags_of_a_fleet():
+    parser = argparse.ArgumentParser()
+    sections = ("model", "parallel", "ray", "recovery", "serving")
+    add_config_flags(parser, sections=sections)
+    line = (
+        "--data-parallel-size 4 --data-parallel-backend ray --data-parallel-start-rank 2 --data-parallel-size-local 2 "
+        "--ray-engine-placement strict-spread --ray-nodes a b --max-request-restarts 0 --watchdog-timeout 1.5 "
+        "--api-server-count 3 --request-timeout 30 --max-queued-requests 7"
+    )
+    config = config_from(parser.parse_args(line.split()), sections=sections)
+    assert list(local_ranks(config)) == [2, 3]
+    assert (config.ray.ray_engine_placement, config.ray.ray_nodes) == ("strict-spread", ["a", "b"])
+    assert (config.recovery.max_request_restarts, config.recovery.watchdog_timeout) == (0, 1.5)
+    serving = config.serving
+    assert (serving.api_server_count, serving.request_timeout, serving.max_queued_requests) == (3, 30.0, 7)
+    assert "default: pack" in parser.format_help()

@@ -1,0 +1,89 @@
+"""What an engine tells when it cannot start. Its whole life is tested with processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine_fakes import ENGINE
+
+from eagleray.config import build_config
+from eagleray.engine import entry
+from eagleray.engine.entry import Engine
+from eagleray.errors import CheckpointError, ConfigError, DeadlineExceeded
+from eagleray.messages.codec import Codec
+from eagleray.messages.lifecycle import Attach, EngineSpec, Failing, MemberToSupervisor, SupervisorToMember
+from eagleray.messages.wires import SUPERVISOR_INBOX, SUPERVISOR_OUTBOX
+from eagleray.transport import Inbox, Outbox, make_runtime_dir, remove_runtime_dir
+
+SECONDS = 30.0
+HOSTS = pytest.mark.parametrize("host", [None, "127.0.0.1"])
+
+
+class Supervisor:
+    """Who gives birth to an engine and attaches it."""
+
+    def __init__(self, runtime_dir: Path, host: str | None) -> None:
+        decode = Codec[MemberToSupervisor](SUPERVISOR_INBOX).decode
+        self.inbox = Inbox(runtime_dir, "supervisor", decode, host=host)
+        self.outbox = Outbox(Codec[SupervisorToMember](SUPERVISOR_OUTBOX).encode)
+
+    def attach(self, engine: Engine) -> None:
+        self.outbox.connect(ENGINE, engine.address)
+        self.outbox.send(ENGINE, Attach(ENGINE, self.inbox.address, []))
+
+    def close(self) -> None:
+        self.inbox.close()
+        self.outbox.close()
+
+
+@pytest.fixture
+def supervisor(host):
+    runtime_dir = make_runtime_dir()
+    one = Supervisor(runtime_dir, host)
+    yield one
+    one.close()
+    remove_runtime_dir(runtime_dir)
+
+
+def bind(host: str | None = None, **options) -> Engine:
+    """With a directory of its own."""
+    return Engine.bind(EngineSpec(ENGINE, build_config(num_threads=1, **options), runtime_dir="", host=host))
+
+
+def test_without_attach_it_says_so_and_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr(entry, "ATTACH_SECONDS", 0.05)
+    engine, told = bind(), []
+    runtime_dir = Path(engine.address.removeprefix("ipc://")).parent
+    assert runtime_dir.is_dir()
+    with pytest.raises(DeadlineExceeded, match="no Attach within 0 s after engine-0 was bound"):
+        engine.run(told.append)
+    assert [type(error) for error in told] == [DeadlineExceeded]
+    assert not runtime_dir.exists()
+
+
+@HOSTS
+def test_what_keeps_it_from_starting_is_told_by_the_wire_too(supervisor, host, tmp_path):
+    engine, told = bind(host, model=str(tmp_path / "nothing")), []
+    supervisor.attach(engine)
+    with pytest.raises(CheckpointError, match="there is no such directory"):
+        engine.run(told.append)
+    assert [type(error) for error in told] == [CheckpointError]
+    failing = supervisor.inbox.receive(SECONDS)
+    assert isinstance(failing, Failing)
+    assert (failing.member, failing.cause.kind, failing.cause.is_user_error) == (ENGINE, "CheckpointError", True)
+
+
+@pytest.mark.parametrize("host", [None])
+def test_who_has_a_pipe_tells_it_once(supervisor, host, tmp_path):
+    engine, told = bind(model=str(tmp_path / "nothing")), []
+    supervisor.attach(engine)
+    with pytest.raises(CheckpointError):
+        engine.run(told.append, has_pipe=True)
+    assert len(told) == 1
+    assert supervisor.inbox.receive(0.2) is None
+
+
+def test_an_address_that_is_not_of_this_host_is_refused():
+    with pytest.raises(ConfigError, match="an address of this host"):
+        bind("192.0.2.1")

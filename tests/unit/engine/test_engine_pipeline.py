@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+from engine_fakes import CountingGroup
+
+from eagleray.engine.pipeline import Pipeline
+from eagleray.errors import WorkerLost
+from eagleray.executor import Executor
+from eagleray.messages.sampling import Sampling
+from eagleray.messages.steps import Call, Reply, RowStart, StepPlan
+
+
+class Watched(CountingGroup):
+    """Notes what the pipeline says that it waits for, while it waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pipeline = Pipeline(Executor(self), depth=2, watchdog_timeout=60.0)
+        self.seen: list[tuple[str, int, float]] = []
+
+    def send(self, call: Call) -> None:
+        self._note("send")
+        super().send(call)
+
+    def receive(self, timeout: float) -> Reply | None:
+        self._note("receive")
+        return super().receive(timeout)
+
+    def _note(self, where: str) -> None:
+        assert self.pipeline.awaited is not None
+        self.seen.append((where, self.pipeline.awaited.plan.step, self.pipeline.awaited.seconds))
+
+
+def plan(step: int, *num_tokens: int) -> StepPlan:
+    starts = [
+        RowStart(
+            row=row,
+            request_id=str(row),
+            token_ids=[1] * count,
+            num_prompt_tokens=count,
+            num_computed_tokens=0,
+            block_ids=[row],
+            sampling=Sampling(seed=0),
+        )
+        for row, count in enumerate(num_tokens)
+    ]
+    rows = list(range(len(num_tokens)))
+    return StepPlan(step=step, ends=[], starts=starts, grown=[], rows=rows, num_tokens=list(num_tokens))
+
+
+def test_the_step_that_is_waited_for_and_its_limit_can_be_seen():
+    group = Watched()
+    pipeline = group.pipeline
+    pipeline.send(plan(0, 1, 510))
+    assert pipeline.awaited is None
+    pipeline.send(plan(1, 500, 12))
+    assert not pipeline.has_room
+    assert pipeline.oldest().step == 0
+    assert pipeline.awaited is None
+    pipeline.send(plan(2, 1024))
+    assert [pipeline.oldest().step, pipeline.oldest().step] == [1, 2]
+    assert group.seen == [
+        ("send", 0, 60.0),
+        ("send", 1, 120.0),
+        ("receive", 0, 60.0),
+        ("send", 2, 180.0),
+        ("receive", 1, 120.0),
+        ("receive", 2, 180.0),
+    ]
+
+
+def test_nothing_is_waited_for_after_an_error():
+    group = Watched()
+    group.dies_at_step = 0
+    with pytest.raises(WorkerLost):
+        group.pipeline.send(plan(0, 1))
+    assert group.pipeline.awaited is None

@@ -1,0 +1,212 @@
+"""A supervisor whose processes are the test's: it says what they say, and when they end. The sockets are real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+from eagleray.config import build_config
+from eagleray.fleet import Supervisor
+from eagleray.identity import ClientId, EngineId, PeerId
+from eagleray.messages.codec import Codec
+from eagleray.messages.lifecycle import ApiServerSpec, Attach, Bound, ClientStarted, EngineSpec, EngineStarted
+from eagleray.messages.membership import EngineInfo, Joined, Left
+from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX, ENGINE_OUTBOX
+from eagleray.transport import AsyncInbox, Outbox, Pulse, make_runtime_dir, remove_runtime_dir
+
+SECONDS = 20.0
+KILLED = "it was killed by SIGKILL"
+INFO = EngineInfo(architecture="Tiny", vocab_size=500, max_model_len=64, block_size=4, num_kv_blocks=100)
+
+
+def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a test that is a coroutine."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        async def limited() -> None:
+            async with asyncio.timeout(3 * SECONDS):
+                await test(*args, **kwargs)
+
+        asyncio.run(limited())
+
+    return run
+
+
+class FakeProcess:
+    """Something that was spawned. `signals`: what it was sent; it takes no notice."""
+
+    def __init__(self, spec, on_message, on_exit):
+        self.id: PeerId = spec.engine if isinstance(spec, EngineSpec) else spec.client
+        self.label = self.id.label
+        self.spec: EngineSpec | ApiServerSpec = spec
+        self.say = on_message
+        self._on_exit = on_exit
+        self.signals: list[str] = []
+        self.has_ended = False
+
+    def terminate(self):
+        self.signals.append("terminate")
+
+    def kill(self):
+        self.signals.append("kill")
+
+    def end(self, reason: str = KILLED):
+        assert not self.has_ended
+        self.has_ended = True
+        self._on_exit(reason)
+
+
+class FakeLauncher:
+    host = None
+
+    def __init__(self):
+        self.all: list[FakeProcess] = []
+        self.failures: list[Exception] = []
+        """What the next calls of `spawn` raise."""
+        self.is_closed = False
+        self._new: asyncio.Queue[FakeProcess] = asyncio.Queue()
+
+    def spawn(self, spec, *, on_message, on_exit):
+        if self.failures:
+            raise self.failures.pop(0)
+        process = FakeProcess(spec, on_message, on_exit)
+        self.all.append(process)
+        self._new.put_nowait(process)
+        return process
+
+    async def next(self) -> FakeProcess:
+        """The next one that is spawned."""
+        async with asyncio.timeout(SECONDS):
+            return await self._new.get()
+
+    @property
+    def has_new(self) -> bool:
+        return not self._new.empty()
+
+    async def close(self):
+        self.is_closed = True
+
+    def kill(self):
+        pass
+
+
+class FakeMember:
+    """Has an inbox, and says what the test wants."""
+
+    def __init__(self, fleet: Fleet, name: str):
+        self.inbox = AsyncInbox(fleet.supervisor.runtime_dir, name, Codec(CLIENT_INBOX).decode)
+        self.outbox = Outbox(Codec(ENGINE_OUTBOX | CLIENT_OUTBOX).encode)
+        self.outbox.connect("supervisor", fleet.address)
+        self.attach: Attach | None = None
+        self.pulse: Pulse | None = None
+        fleet.ends.callback(self.close)
+
+    def send(self, message):
+        self.outbox.send("supervisor", message)
+
+    async def receive(self):
+        async with asyncio.timeout(SECONDS):
+            return await self.inbox.receive()
+
+    async def attached(self) -> Attach:
+        self.attach = await self.receive()
+        assert isinstance(self.attach, Attach)
+        return self.attach
+
+    def start(self):
+        """Report that it works, and have a pulse if it shall."""
+        assert self.attach is not None
+        if self.attach.pulse:
+            self.pulse = Pulse.start(self.attach.pulse, on_silent=lambda seconds: None)
+        member = self.attach.member
+        self.send(EngineStarted(member, INFO) if isinstance(member, EngineId) else ClientStarted(member))
+
+    def close(self):
+        if self.pulse is not None:
+            self.pulse.close()
+        self.inbox.close()
+        self.outbox.close()
+
+
+class Fleet:
+    def __init__(self, supervisor: Supervisor, launcher: FakeLauncher, ends: contextlib.ExitStack):
+        self.supervisor = supervisor
+        self.launcher = launcher
+        self.ends = ends
+
+    @property
+    def address(self) -> str:
+        return f"ipc://{self.supervisor.runtime_dir}/supervisor"
+
+    async def adopt(self) -> FakeMember:
+        """A client of this process, to whom all news comes."""
+        client = ClientId(self.supervisor.instance, 900)
+        member = FakeMember(self, "observer")
+        self.supervisor.adopt(client, member.inbox.address)
+        await member.attached()
+        member.start()
+        return member
+
+    async def bring_up(self, process: FakeProcess) -> FakeMember:
+        """Take a process all the way."""
+        member = await self.bind(process)
+        member.start()
+        await self.until(lambda: self.supervisor._seat_of(process.id).phase.name == "UP")
+        return member
+
+    async def bind(self, process: FakeProcess) -> FakeMember:
+        member = FakeMember(self, process.label)
+        process.say(Bound(member.inbox.address))
+        assert (await member.attached()).member == process.id
+        return member
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for what nobody tells."""
+        async with asyncio.timeout(SECONDS):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def fleet(**options: Any) -> AsyncIterator[Fleet]:
+    """A supervisor that has started what `options` say; API servers only if `api_server_count` is among them."""
+    config = build_config(**{"heartbeat_timeout": 1.0, **options})
+    ends, members = AsyncExitStack(), contextlib.ExitStack()
+    runtime_dir = make_runtime_dir()
+    ends.callback(remove_runtime_dir, runtime_dir)
+    launcher = FakeLauncher()
+    supervisor = Supervisor(
+        config,
+        instance="i",
+        runtime_dir=runtime_dir,
+        engines=launcher,
+        api_servers=launcher,
+        ray=None,
+        ends=ends,
+    )
+    with members:
+        try:
+            supervisor.start_engines()
+            if "api_server_count" in options:
+                supervisor.start_api_servers(0)
+            yield Fleet(supervisor, launcher, members)
+        finally:
+            supervisor.kill()  # nobody is started any more
+            for process in launcher.all:
+                if not process.has_ended:
+                    process.end()
+            await supervisor.stop(0.0)
+            assert not runtime_dir.exists()
+
+
+def joined(member: PeerId) -> Callable[[object], bool]:
+    return lambda message: isinstance(message, Joined) and message.member == member
+
+
+def left(member: PeerId) -> Callable[[object], bool]:
+    return lambda message: isinstance(message, Left) and message.member == member

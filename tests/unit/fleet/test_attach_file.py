@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+
+import pytest
+
+import eagleray
+from eagleray.config import build_config
+from eagleray.errors import ConfigError
+from eagleray.fleet import Supervisor
+from eagleray.fleet.attach_file import attach_file
+
+CONTENT = {"instance": "i", "supervisor": "ipc:///s", "model": "m"}
+
+
+def test_it_is_there_within_the_block_for_this_user_alone(tmp_path):
+    path = tmp_path / "attach.json"
+    with attach_file(path, **CONTENT):
+        assert json.loads(path.read_text()) == CONTENT | {"version": eagleray.__version__}
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert list(tmp_path.iterdir()) == [path]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_instances_file_is_left_alone(tmp_path):
+    path = tmp_path / "attach.json"
+    with attach_file(path, **CONTENT), attach_file(path, **CONTENT | {"instance": "other"}):
+        assert json.loads(path.read_text())["instance"] == "other"
+    assert list(tmp_path.iterdir()) == []
+    with attach_file(path, **CONTENT):
+        path.write_text("other")
+    assert path.read_text() == "other"
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    path = tmp_path / "missing" / "attach.json"
+    with pytest.raises(ConfigError, match=f"cannot write {path}: No such file"), attach_file(path, **CONTENT):
+        pass
+
+
+def test_a_supervisor_writes_it_when_it_listens(tmp_path):
+    path = tmp_path / "attach.json"
+
+    async def scenario():
+        supervisor = await Supervisor.open(build_config(attach_file=str(path), served_model_name=["mine"]))
+        said = json.loads(path.read_text())
+        assert (said["instance"], said["model"]) == (supervisor.instance, "mine")
+        assert said["supervisor"] == f"ipc://{supervisor.runtime_dir}/supervisor"
+        await supervisor.stop(0.0)
+        assert not path.exists()
+        assert not supervisor.runtime_dir.exists()
+
+    asyncio.run(scenario())

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+from fleet_fakes import SECONDS, in_loop
+
+from eagleray.fleet.leases import FIRST_INDEX, Leases
+
+
+def opened() -> tuple[Leases, asyncio.Queue]:
+    lapsed: asyncio.Queue = asyncio.Queue()
+    return Leases("i", lambda client, seconds: lapsed.put_nowait(client)), lapsed
+
+
+@in_loop
+async def test_each_is_somebody_and_lapses_alone():
+    leases, lapsed = opened()
+    first, second = leases.open("a", 0.05), leases.open("b", 3600.0)
+    assert [first.index, second.index] == [FIRST_INDEX, FIRST_INDEX + 1]
+    assert (leases.at("a"), leases.at("c")) == (first, None)
+    async with asyncio.timeout(SECONDS):
+        assert await lapsed.get() == first
+    assert first not in leases
+    assert list(leases) == [second]
+    assert not leases.none_left.is_set()
+    leases.close()
+    assert leases.none_left.is_set()
+    assert lapsed.empty()
+
+
+@in_loop
+async def test_who_was_heard_stays():
+    leases, lapsed = opened()
+    client = leases.open("a", 0.2)
+    leases.renew(client)
+    due = leases._leases[client].due
+    await asyncio.sleep(0.01)
+    leases.renew(client)
+    assert leases._leases[client].due > due
+    async with asyncio.timeout(SECONDS):
+        await lapsed.get()
+    leases.renew(client)  # too late, and harmless
+    assert client not in leases
+
+
+@in_loop
+async def test_time_in_which_nobody_could_be_heard_does_not_count(monkeypatch):
+    monkeypatch.setattr("eagleray.fleet.leases.LATE_SECONDS", 0.1)
+    leases, lapsed = opened()
+    client = leases.open("a", 0.1)
+    time.sleep(0.4)  # this process was stopped
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert client in leases
+    async with asyncio.timeout(SECONDS):
+        await lapsed.get()

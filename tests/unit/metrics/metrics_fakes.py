@@ -1,0 +1,39 @@
+"""Metrics of API servers of one instance, as Prometheus reads them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from eagleray.messages.outputs import EngineStats
+from eagleray.metrics import Ledger, Metrics
+
+Make = Callable[..., Metrics]
+
+
+@contextlib.contextmanager
+def instance(directory: Path) -> Iterator[Make]:
+    """A function that makes the metrics of a server of this instance: `make(stats, server)`."""
+    with contextlib.ExitStack() as stack:
+
+        def make(stats: Iterable[EngineStats] = (), server: int = 0) -> Metrics:
+            ledger = stack.enter_context(contextlib.closing(Ledger.open(directory, server)))
+            return Metrics("tiny", lambda: stats, ledger)
+
+        yield make
+
+
+def families(metrics):
+    return {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
+
+
+def samples(metrics):
+    """Values by name and by the values of the labels but `model_name`."""
+    return {
+        (sample.name, *(value for key, value in sorted(sample.labels.items()) if key != "model_name")): sample.value
+        for family in families(metrics).values()
+        for sample in family.samples
+    }

@@ -1,0 +1,117 @@
+"""Directories that live as long as their owners, and are removed by others after that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from eagleray.transport import make_runtime_dir, remove_runtime_dir
+
+
+@pytest.fixture(autouse=True)
+def parent(tmp_path_factory, monkeypatch):
+    """Where the directories of this test are."""
+    path = tmp_path_factory.mktemp("d")
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(path))
+    if len(str(path)) > 48:  # then /tmp is taken, which others use
+        monkeypatch.setattr("eagleray.transport.endpoint.MAX_DIR_LENGTH", 200)
+    return path
+
+
+def age(path: Path, seconds: float = 3600.0) -> None:
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+def program(text: str) -> subprocess.Popen[str]:
+    """A process that makes a directory, prints it, and goes on with `text`."""
+    code = f"from eagleray.transport import make_runtime_dir\nprint(make_runtime_dir(), flush=True)\n{text}"
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_directory_of_ones_own():
+    path = make_runtime_dir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    (path / "socket").touch()
+    remove_runtime_dir(path)
+    assert not path.exists()
+    remove_runtime_dir(path)
+
+
+def test_directories_of_the_living_stay():
+    with program("input()") as owner:
+        path = Path(owner.stdout.readline().strip())
+        mine = make_runtime_dir()
+        age(path)
+        age(mine)
+        remove_runtime_dir(make_runtime_dir())
+        assert path.is_dir()
+        assert mine.is_dir()
+        owner.communicate("\n")
+    remove_runtime_dir(mine)
+
+
+def test_a_directory_whose_owner_was_killed_is_removed_with_what_is_in_it(parent):
+    with program("input()") as owner:
+        path = Path(owner.stdout.readline().strip())
+        (path / "socket").touch()
+        owner.kill()
+        owner.communicate()
+    remove_runtime_dir(make_runtime_dir())
+    assert path.is_dir(), "it is young: its owner might be about to lock it"
+    age(path)
+    remove_runtime_dir(make_runtime_dir())
+    assert list(parent.iterdir()) == []
+
+
+def test_a_program_that_outlives_the_owner_does_not_hold_the_directory(parent):
+    text = "import subprocess\nprint(subprocess.Popen(['sleep', '60'], close_fds=False, stdout=-3).pid)"
+    with program(text) as owner:
+        path = Path(owner.stdout.readline().strip())
+        child = int(owner.stdout.readline())
+    try:
+        age(path)
+        remove_runtime_dir(make_runtime_dir())
+        assert list(parent.iterdir()) == []
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_what_has_no_owner_is_removed_only_if_nothing_is_in_it(parent):
+    """Of versions that did not lock."""
+    empty, young, used, other = (
+        parent / name for name in ("eagleray-aaaaaaaa", "eagleray-young123", "eagleray-used1234", "eagleray-mine")
+    )
+    for path in (empty, young, used, other):
+        path.mkdir()
+    (used / "socket").touch()
+    (parent / "eagleray-file1234.run").touch()
+    (parent / "eagleray-link1234.run").symlink_to(used)
+    for path in (empty, used, other, parent / "eagleray-file1234.run"):
+        age(path)
+    remove_runtime_dir(make_runtime_dir())
+    left = {path.name for path in parent.iterdir()}
+    assert left == {path.name for path in (young, used, other)} | {"eagleray-file1234.run", "eagleray-link1234.run"}
+    assert (used / "socket").exists()
+
+
+def test_many_that_start_at_once_remove_what_was_left_and_nothing_else(parent):
+    for number in range(50):
+        path = parent / f"eagleray-{number:08}.run"
+        path.mkdir()
+        (path / "socket").touch()
+        age(path)
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: make_runtime_dir(), range(24)))
+    assert sorted(parent.iterdir()) == sorted(made)
+    for path in made:
+        remove_runtime_dir(path)
+    assert list(parent.iterdir()) == []
