@@ -74,7 +74,8 @@ class Blows:
 
     async def _strike(self) -> None:
         stopped = {blow.member.pid for blow in self.struck if blow.is_stop}
-        least = 0.0 if self._rng.random() < HASTE_SHARE else self._settled
+        is_hasty = self._rng.random() < HASTE_SHARE
+        least = 0.0 if is_hasty else self._settled
         members = await asyncio.to_thread(self._members)
         there = [member for member in members if member.pid not in stopped and age(member.pid) >= least]
         kinds = sorted({member.kind for member in there})
@@ -82,7 +83,8 @@ class Blows:
             return
         (kind,) = self._rng.choices(kinds, [WEIGHTS[kind] for kind in kinds])
         member = self._rng.choice([member for member in there if member.kind == kind])
-        is_stop = self._rng.random() < STOP_SHARE
+        # Who is stopped before it has said anything is missed only when its time to start is over.
+        is_stop = self._rng.random() < STOP_SHARE and not is_hasty
         try:
             os.kill(member.pid, signal.SIGSTOP if is_stop else signal.SIGKILL)
         except ProcessLookupError:  # it was faster

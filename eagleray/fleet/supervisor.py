@@ -223,10 +223,16 @@ class Supervisor:
             decide=self._decide,
             watcher=self,
             post=self._post,
-            start_seconds=self._config.execution.startup_timeout + START_MARGIN_SECONDS,
+            start_seconds=self._start_seconds(first),
         )
         self._seats[place(first)] = seat
         seat.start()
+
+    def _start_seconds(self, member: PeerId) -> float:
+        """An engine of Ray's waits for a place before it starts."""
+        execution, ray = self._config.execution, self._config.ray
+        waits = isinstance(member, EngineId) and self._config.parallel.data_parallel_backend == "ray"
+        return execution.startup_timeout + waits * ray.ray_placement_timeout + START_MARGIN_SECONDS
 
     def _spawn_engine(self, engine: PeerId, on_message: OnMessage, on_exit: OnExit) -> Spawned:
         assert isinstance(engine, EngineId)

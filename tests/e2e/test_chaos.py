@@ -38,7 +38,7 @@ def check(report: dict[str, Any], num_requests: int) -> None:
 
 @pytest.mark.timeout(180)
 def test_no_request_fails_or_changes_while_processes_die(checkpoint):
-    options = ("--requests", "64", "--every", "1.5", "--heartbeat-timeout", "1")
+    options = ("--requests", "64", "--concurrency", "4", "--every", "0.7", "--settled", "4", "--heartbeat-timeout", "1")
     check(chaos("--model", str(checkpoint), *options, seconds=170), 64)
 
 
