@@ -38,7 +38,7 @@ class Model:
         self.cache_size: int = 2 * config["num_key_value_heads"] * head_dim
         self.attention: int = hidden * (2 * self.query_size + self.cache_size)
         self.head: int = hidden * config["vocab_size"]
-        self.num_experts: int = config.get("num_experts", 1)
+        self.num_experts: int = config.get("num_experts") or config.get("num_local_experts", 1)
         self.experts_per_token: int = config.get("num_experts_per_tok", 1)
         inner = config["moe_intermediate_size"] if self.num_experts > 1 else config["intermediate_size"]
         self.expert: int = 3 * hidden * inner

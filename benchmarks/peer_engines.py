@@ -15,7 +15,8 @@ from shapes import make
 
 BOTH_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0-1"}
 A_CORE_EACH = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-CACHE_GIB = 2
+CACHE_GIB = 1
+"""For all that can be told. Small, so that all of its memory has been used once when the warm-up is over."""
 VLLM = {"VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB), "HF_HUB_OFFLINE": "1"}
 MAX_MODEL_LEN = 2048
 

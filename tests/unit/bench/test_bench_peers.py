@@ -63,7 +63,7 @@ def test_each_engine_gets_its_own_options_and_environment(load):
     assert vllm.environment({})["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
     assert vllm.environment({})["LD_PRELOAD"] == "a.so:b.so"
     eagleray = load("peer_engines").Engine("eagleray")
-    assert eagleray.options(options) == options | {"kv_cache_memory": "2GiB"}  # as much as vLLM gets
+    assert eagleray.options(options) == options | {"kv_cache_memory": "1GiB"}  # as much as vLLM gets
     assert eagleray.environment(options) == dict(os.environ)
 
 
@@ -132,7 +132,7 @@ def test_the_limit_of_a_step_is_the_slower_of_reading_and_multiplying(load, tmp_
     limit = load("measure_limit")
     config = {"hidden_size": 8, "head_dim": 4, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 100}
     config |= {"num_key_value_heads": 1, "intermediate_size": 16, "moe_intermediate_size": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts": 8, "num_experts_per_tok": 2}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_local_experts": 8, "num_experts_per_tok": 2}))
     model = limit.Model(tmp_path)
     attention, expert, head = 8 * (8 + 8 + 4 + 4), 3 * 8 * 4, 8 * 100
     reading = 2 * (3 * (attention + 2 * expert) + head + 3 * 10 * 8)  # bytes: two experts, and a cache of 10 tokens
