@@ -3,10 +3,11 @@
 python benchmarks/fleet.py [--engines 1 2 8 64] [--clients 1 2] [--in-flight 256] [--seconds 5]
 
 Null engines answer every request with a token in each of their steps, of which there are `--rate` in a second. Clients
-keep `--in-flight` requests of `--tokens` tokens going, each with a prompt of `--prompt` tokens, half of it as in
-others. What is told: tokens a second; the processor time of a client for 1,000 tokens a second, in percent of a core
-(routing, journal, wires, waking the reader), and of all engines together (null engines share a process: their part of
-the wires); and the balance: tokens of the engine with the most over those of the one with the fewest.
+keep `--in-flight` requests of `--tokens` tokens going, each with a prompt of `--prompt` tokens; with `--beginnings` N
+half of each prompt is one of N that others have too, and goes where that is cached. What is told: tokens a second; the
+processor time of a client for 1,000 tokens a second, in percent of a core (routing, journal, wires, waking the reader),
+and of all engines together (null engines share a process: their part of the wires); and the balance: tokens of the
+engine with the most over those of the one with the fewest.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def measure(options: argparse.Namespace, num_engines: int, num_clients: int) -> 
     share = options.in_flight // num_clients
     words = [sys.executable, __file__, "--runtime-dir", str(runtime_dir)]
     words += ["--engines", str(num_engines), "--clients", str(num_clients), "--in-flight", str(share)]
-    for name in ("seconds", "rate", "tokens", "prompt"):
+    for name in ("seconds", "rate", "tokens", "prompt", "beginnings"):
         words += [f"--{name}", str(getattr(options, name))]
     roles = [("engines", 0), *(("client", index) for index in range(num_clients))]
     ends: list[subprocess.Popen[str]] = []
@@ -109,7 +110,7 @@ async def _run_client(options: argparse.Namespace) -> None:
     while len(client.engines) < options.engines[0]:
         await asyncio.sleep(0.01)
     rng = random.Random(options.index)
-    beginnings = [_prompt(rng, options.prompt // 2) for _ in range(32)]
+    beginnings = [_prompt(rng, options.prompt // 2) for _ in range(options.beginnings)]
     tasks = [asyncio.create_task(_keep_going(client, rng, beginnings, options)) for _ in range(options.in_flight)]
     await asyncio.sleep(1.0)  # all have begun
     counted, began, cpu = COUNT["tokens"], time.perf_counter(), time.process_time()
@@ -136,7 +137,8 @@ async def _keep_going(
 ) -> None:
     params = SamplingParams(max_tokens=options.tokens, temperature=0, ignore_eos=True, detokenize=False)
     while True:
-        prompt = [*rng.choice(beginnings), *_prompt(rng, options.prompt - options.prompt // 2)]
+        beginning = rng.choice(beginnings) if beginnings else []
+        prompt = [*beginning, *_prompt(rng, options.prompt - len(beginning))]
         stream = client.generate(Prompt(token_ids=prompt), params)
         async for delta in stream:
             COUNT["tokens"] += sum(len(output.token_ids) for output in delta.outputs)
@@ -261,6 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rate", type=float, default=50.0, help="steps of an engine in a second")
     parser.add_argument("--tokens", type=int, default=100, help="of an answer")
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
+    parser.add_argument("--beginnings", type=int, default=0, help="that prompts share the first half of; 0: none do")
     parser.add_argument("--role", choices=["client", "engines"], help=argparse.SUPPRESS)
     parser.add_argument("--index", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--runtime-dir", help=argparse.SUPPRESS)

@@ -7,6 +7,7 @@ one: while it waits, and when it goes on, its reader notices nothing but the tim
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -83,12 +84,14 @@ class Dispatch:
         num_given_up = num_before - len(self.in_flight)
         self._count_given_up(num_given_up)
         num_placed = len(self._place_all(self.in_flight.waiting))
-        logger.warning(
+        num_waiting = len(self.in_flight.waiting)
+        logger.log(
+            logging.WARNING if num_before else logging.DEBUG,  # without requests it is the supervisor's news alone
             "%s is lost: %s; %d requests go on elsewhere, %d wait for an engine, %d are given up",
             engine.label,
             cause,
             num_placed,
-            len(self.in_flight.waiting),
+            num_waiting,
             num_given_up,
         )
 
