@@ -40,7 +40,7 @@ WHOLE_SECONDS = 150.0
 """After the last blow, every engine answers again."""
 
 SHOWN = 10
-HIT_FACTOR, HIT_SECONDS = 10.0, 0.02
+HIT_FACTOR, HIT_SECONDS = 5.0, 0.02
 """A stream was hit by a death if its pause around it is so many times its usual one, at least so long, and mostly after
 it: what had paused before was waiting for something else."""
 
@@ -75,14 +75,12 @@ def main() -> int:
     options = _parser().parse_args()
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory, ExitStack() as stack:
         root = Path(directory)
-        report, log = _torment(options, root, stack)
+        report = _torment(options, root, stack)
     print(json.dumps(asdict(report) | {"ok": report.is_good}) if options.json else _show(report))
-    if not report.is_good and options.log:
-        print(log, file=sys.stderr)
     return 0 if report.is_good else 1
 
 
-def _torment(options: argparse.Namespace, root: Path, stack: ExitStack) -> tuple[Report, str]:
+def _torment(options: argparse.Namespace, root: Path, stack: ExitStack) -> Report:
     report = Report(requests=options.requests)
     arguments, find_more, ray_leaks = _arguments(options), list, list
     if options.backend == "ray":
@@ -92,7 +90,7 @@ def _torment(options: argparse.Namespace, root: Path, stack: ExitStack) -> tuple
         ]
         find_more, ray_leaks = chaos_ray.members, chaos_ray.actors_and_groups
     leaks = Leaks(ray_leaks)
-    server = Server(arguments, root)
+    server = Server(arguments, root, log=options.log or root / "log")
     stack.callback(server.kill)
     try:
         server.wait_until_serving()
@@ -105,7 +103,7 @@ def _torment(options: argparse.Namespace, root: Path, stack: ExitStack) -> tuple
         report.leaks = leaks.find(server)
     except ChaosFailed as error:
         report.trouble.append(str(error))
-    return report, server.log
+    return report
 
 
 def _load(options: argparse.Namespace, server: Server, members: Callable[[], list[Member]], report: Report) -> None:
@@ -252,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", help="directory of a checkpoint; without it the embedded demo model")
     parser.add_argument("--json", action="store_true", help="print the report as one line of JSON")
-    parser.add_argument("--log", action="store_true", help="print the server's log if it was not good")
+    parser.add_argument("--log", type=Path, help="file for the server's log")
     parser.add_argument("server", nargs="*", help="options of `eagleray serve`, after --")
     return parser
 

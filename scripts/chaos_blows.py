@@ -35,7 +35,7 @@ class Blow:
 
     @property
     def ends_engine(self) -> bool:
-        return self.member.kind in ("engine", "worker")
+        return self.member.kind != "API server"  # all engines of a driver end with it
 
 
 class Blows:
@@ -75,12 +75,12 @@ class Blows:
     async def _strike(self) -> None:
         stopped = {blow.member.pid for blow in self.struck if blow.is_stop}
         is_hasty = self._rng.random() < HASTE_SHARE
-        least = 0.0 if is_hasty else self._settled
-        members = await asyncio.to_thread(self._members)
-        there = [member for member in members if member.pid not in stopped and age(member.pid) >= least]
-        kinds = sorted({member.kind for member in there})
-        if not kinds:
+        members = [member for member in await asyncio.to_thread(self._members) if member.pid not in stopped]
+        settled = [member for member in members if age(member.pid) >= self._settled]
+        if not settled:
             return
+        there = members if is_hasty else settled
+        kinds = sorted({member.kind for member in there})
         (kind,) = self._rng.choices(kinds, [WEIGHTS[kind] for kind in kinds])
         member = self._rng.choice([member for member in there if member.kind == kind])
         # Who is stopped before it has said anything is missed only when its time to start is over.

@@ -71,18 +71,18 @@ def age(pid: int) -> float:
 
 
 class Server:
-    """`eagleray serve` with `arguments`. `root` is an empty directory; the log is `root`/log."""
+    """`eagleray serve` with `arguments`. `root`: a directory of our own; `log`: the file that it writes to."""
 
-    def __init__(self, arguments: list[str], root: Path) -> None:
+    def __init__(self, arguments: list[str], root: Path, *, log: Path) -> None:
         self.mark = secrets.token_hex(8)
         self.temporary = root / "tmp"
         self.temporary.mkdir()
-        self._log = root / "log"
-        with self._log.open("wb") as log:
+        self._log = log
+        with log.open("wb") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "eagleray.cli.main", "serve", *arguments, "--port", "0"],
                 stdin=subprocess.DEVNULL,
-                stderr=log,
+                stderr=file,
                 env=os.environ | {"TMPDIR": str(self.temporary), MARK: self.mark},
             )
         self.url = ""

@@ -31,7 +31,7 @@ from eagleray.messages.launching import (
 )
 from eagleray.messages.lifecycle import EngineSpec
 from eagleray.process import Parent
-from eagleray.transport import Inbox, Outbox
+from eagleray.transport import Inbox, Outbox, Pulse
 
 __all__ = ["run"]
 
@@ -60,11 +60,16 @@ def run(payload: bytes, parent: Parent) -> None:
             Path(spec.runtime_dir), f"ray-driver-{spec.number}", Codec(LauncherToDriver).decode
         )
         ends.callback(inbox.close)
+        ends.callback(Pulse.start(spec.pulse, on_silent=_keep_on).close)
         _report(spec, connection, inbox.address)
         driver = Driver(spec, places=places, cluster=connection.address)
         ends.callback(driver.close)
         while True:
             driver.handle(_gather(inbox))
+
+
+def _keep_on(seconds: float) -> None:
+    """A supervisor that was stopped for a while is no reason to end: when it has died, `Parent` knows."""
 
 
 class Driver:

@@ -35,7 +35,7 @@ from eagleray.messages.launching import (
 from eagleray.messages.lifecycle import ChildToParent, EngineSpec, Failed
 from eagleray.messages.workers import RayContext
 from eagleray.process import Child
-from eagleray.transport import AsyncInbox, Outbox
+from eagleray.transport import AsyncInbox, Outbox, PulseMonitor
 
 __all__ = ["RayEngine", "RayLauncher"]
 
@@ -76,6 +76,7 @@ class RayEngine:
 @dataclass(eq=False)
 class _Driver:
     number: int
+    pulse: int
     timer: asyncio.TimerHandle
     """Until it is connected."""
     ready: DriverReady | None = None
@@ -105,6 +106,12 @@ class RayLauncher:
         self._inbox: AsyncInbox[DriverToLauncher] = AsyncInbox(runtime_dir, "launcher", Codec(DriverToLauncher).decode)
         self._outbox: Outbox[str, LauncherToDriver] = Outbox(Codec[LauncherToDriver](LauncherToDriver).encode)
         self._reader = self._loop.create_task(self._read_inbox(), name="ray-launcher")
+        self._pulse = PulseMonitor.open(
+            runtime_dir=runtime_dir,
+            host=None,
+            limit=config.execution.heartbeat_timeout,
+            on_silent=lambda pulse, seconds: self._post(self._driver_is_silent, pulse, seconds),
+        )
         self._driver: _Driver | None = None
         self._child: Child | None = None
         self._host = ""
@@ -157,6 +164,7 @@ class RayLauncher:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(driver.ended.wait(), END_SECONDS)
                     break
+        self._pulse.close()
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
         self._inbox.close()
@@ -169,6 +177,7 @@ class RayLauncher:
 
     def _start_driver(self) -> _Driver:
         number = self._num_drivers
+        pulse, ticket = self._pulse.invite()
         spec = DriverSpec(
             number=number,
             instance=self._instance,
@@ -177,9 +186,10 @@ class RayLauncher:
             launcher=self._inbox.address,
             ray=self._ray,
             engine_target=self._engine_target,
+            pulse=ticket,
         )
         timer = self._loop.call_later(CONNECT_SECONDS, self._connection_is_late)
-        driver = _Driver(number, timer)
+        driver = _Driver(number, pulse, timer)
         self._child = Child(
             target="eagleray.fleet.ray_driver:run",
             label="ray-driver",
@@ -198,6 +208,12 @@ class RayLauncher:
             driver.failure = Failure.of(
                 ClusterError(f"Ray: no connection within {CONNECT_SECONDS:.0f} s (the process that drives it hangs)")
             )
+            self._child.kill()
+
+    def _driver_is_silent(self, pulse: int, seconds: float) -> None:
+        """It hangs, or was stopped: it can neither tell of its engines nor end them."""
+        if (driver := self._driver) is not None and driver.pulse == pulse and self._child is not None:
+            driver.failure = Failure.of(EngineFailed(f"it was silent for {seconds:.0f} s"))
             self._child.kill()
 
     async def _read_inbox(self) -> None:
@@ -249,6 +265,7 @@ class RayLauncher:
         is_lost = reason == LOST_STORE and driver.ready is not None and driver.failure is None
         hint = " (as Ray does when the cluster's control store is lost)" if is_lost else ""
         driver.timer.cancel()
+        self._pulse.forget(driver.pulse)
         driver.reason = reason + hint
         driver.answered.set()
         driver.ended.set()

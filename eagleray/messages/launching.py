@@ -40,6 +40,8 @@ class DriverSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where the program is that asked for the engines; or, of a successor, the cluster that its predecessor was in."""
     engine_target: str
     """`module:function` that binds an engine, see `cluster/engine_host.py`."""
+    pulse: bytes
+    """Ticket for `transport.Pulse`: to be heard by it once it is connected, or count as hung."""
 
 
 class DriverReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):

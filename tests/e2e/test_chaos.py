@@ -19,13 +19,13 @@ def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3")
 
 
-def chaos(*arguments: str, seconds: float) -> dict[str, Any]:
+def chaos(log: Path, *arguments: str, seconds: float) -> dict[str, Any]:
     """The report of a run that was good."""
-    words = [sys.executable, str(SCRIPT), "--json", "--log", *arguments]
+    words = [sys.executable, str(SCRIPT), "--json", "--log", str(log), *arguments]
     run = subprocess.run(words, capture_output=True, text=True, timeout=seconds)
     assert run.stdout, run.stderr
     report: dict[str, Any] = json.loads(run.stdout)
-    assert run.returncode == 0, f"{report}\n{run.stderr}"
+    assert run.returncode == 0, f"{report}\n{log.read_text()}"
     return report
 
 
@@ -37,13 +37,16 @@ def check(report: dict[str, Any], num_requests: int) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_no_request_fails_or_changes_while_processes_die(checkpoint):
+def test_no_request_fails_or_changes_while_processes_die(checkpoint, tmp_path):
     options = ("--requests", "64", "--concurrency", "4", "--every", "0.7", "--settled", "4", "--heartbeat-timeout", "1")
-    check(chaos("--model", str(checkpoint), *options, seconds=170), 64)
+    check(chaos(tmp_path / "log", "--model", str(checkpoint), *options, seconds=170), 64)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("workers", [(), ("--", "--tensor-parallel-size", "2")], ids=["alone", "workers"])
-def test_nor_do_a_thousand(checkpoint, workers):
-    check(chaos("--model", str(checkpoint), "--requests", "1000", "--seed", "1", *workers, seconds=880), 1000)
+def test_nor_do_a_thousand(checkpoint, tmp_path, workers):
+    check(
+        chaos(tmp_path / "log", "--model", str(checkpoint), "--requests", "1000", "--seed", "1", *workers, seconds=880),
+        1000,
+    )

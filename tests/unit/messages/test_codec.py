@@ -41,7 +41,7 @@ def test_messages_arrive_as_they_were_sent():
     )
     for kind, message in (
         (wires.ENGINE_INBOX, generate),
-        (wires.ENGINE_INBOX, Attach(ENGINE, "ipc://x", [Joined(ENGINE, "ipc://y", info), Joined(ClientId("i", 0), "z")])),
+        (wires.ENGINE_INBOX, Attach(ENGINE, "ipc://x", [Joined(ENGINE, "y", info), Joined(ClientId("i", 0), "z")])),
         (wires.CLIENT_INBOX, Chunks(ENGINE, [chunk])),
     ):
         assert over_the_wire(kind, message) == message
