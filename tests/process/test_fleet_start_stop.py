@@ -167,8 +167,9 @@ def test_every_process_may_go_and_is_replaced(how):
                 os.kill(pid, how)
                 assert await asyncio.gather(*asked) == [expected(400)] * 6
                 seats = list(fleet.supervisor._seats.values())
+                # a stopped one is missed a second later: the others may have answered everything before that
+                await fleet.until(lambda: seats[place].member.incarnation == 1)  # noqa: B023
                 await fleet.until(lambda: all(seat.phase.name == "UP" for seat in seats))  # noqa: B023
-                assert seats[place].member.incarnation == 1
                 assert await fleet.tokens(5) == expected(5)
 
     asyncio.run(scenario())
