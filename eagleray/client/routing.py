@@ -1,8 +1,11 @@
 """Which engine a request goes to. Pure: no clock, no socket; chance is handed in.
 
 In this order: the rank that the request names; the rank that its session belongs to; the engine that probably has the
-longest part of its prompt in its prefix cache, unless that one has far more to do than others; the less loaded of two
-that chance proposes. Two, because clients that all knew the least loaded one would all fill it (Mitzenmacher, 2001).
+longest part of its prompt in its prefix cache, unless that one has far more to do than others; the one with the least
+to do. What others have sent there is known only from time to time, and all clients know the same: would each fill what
+it sees empty, together they would fill it several times. So each evens out its share of what is uneven, as large as its
+share of all requests; where that leaves a choice, it takes the better one of two that chance proposes (Mitzenmacher,
+2001).
 """
 
 from __future__ import annotations
@@ -31,6 +34,10 @@ MAX_BLOCKS = 2**14
 OVERLOAD_FACTOR = 1.5
 OVERLOAD_REQUESTS = 4
 """An engine with so many times, and so many, more requests than the least loaded one gets none for its cache's sake."""
+
+
+LEAST_SHARE = 0.25
+"""Who has few requests still keeps away from engines that have many."""
 
 
 class Choice(NamedTuple):
@@ -159,11 +166,20 @@ class Router:
             least = min(known.load for known in self._engines.values())
             holders = [engine for engine, length in lengths.items() if length == longest]
             if fit := [engine for engine in holders if not _is_overloaded(self._engines[engine].load, least)]:
-                return self._less_loaded(fit)
+                return self._better_of_two(fit)
         return self._less_loaded(list(self._engines))
 
     def _less_loaded(self, engines: list[EngineId]) -> EngineId:
-        """The better one of two of them."""
+        """The one that should get the next of our requests."""
+        num_ours = sum(one.num_ours for one in self._engines.values())
+        num_all = sum(one.load for one in self._engines.values())
+        share = max(LEAST_SHARE, num_ours / num_all) if num_all else 1.0
+        known = {engine: self._engines[engine] for engine in engines}
+        scores = {engine: one.num_ours + share * one.num_others for engine, one in known.items()}
+        least = min(scores.values())
+        return self._better_of_two([engine for engine in engines if scores[engine] < least + 1])
+
+    def _better_of_two(self, engines: list[EngineId]) -> EngineId:
         pair = self._rng.sample(engines, min(2, len(engines)))
         return min(pair, key=lambda engine: (self._engines[engine].load, self._engines[engine].cache_use))
 
