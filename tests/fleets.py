@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,24 @@ def tokens(http: httpx.Client, prompt: list[int], headers: dict[str, str] | None
     assert response.status_code == 200, response.text
     token_ids: list[int] = response.json()["choices"][0]["token_ids"]
     return token_ids
+
+
+def stream_tokens(
+    http: httpx.Client, prompt: list[int], headers: dict[str, str] | None = None, **params: Any
+) -> Generator[list[int], None, None]:
+    """The tokens of each event of a stream of /inference/v1/generate."""
+    body = {"token_ids": prompt, "stream": True, "sampling_params": {"ignore_eos": True, **params}}
+    with http.stream("POST", "/inference/v1/generate", json=body, headers=headers) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line == "data: [DONE]":
+                return
+            if line.startswith("data: "):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                for choice in event["choices"]:
+                    yield choice["token_ids"]
+    raise AssertionError("the stream broke off")
 
 
 def engines(http: httpx.Client) -> list[dict[str, Any]]:

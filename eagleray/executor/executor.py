@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, final
 
-from eagleray import errors
-from eagleray.errors import ChannelClosed, DeadlineExceeded, UserError, WorkerFailed, WorkerLost
+from eagleray.errors import ChannelClosed, DeadlineExceeded, WorkerFailed, WorkerLost
 from eagleray.executor.group import WorkerGroup
 from eagleray.executor.losses import PARTNER_SECONDS
 from eagleray.messages.steps import Call, Reply, StepPlan, StepResult, WorkerCall, WorkerFailure, WorkerReply
@@ -124,8 +123,7 @@ class Executor:
         """Raise the root cause: the death of another worker, if that is what made this one fail."""
         cause = failure.cause
         if cause.is_user_error:
-            error = getattr(errors, cause.kind, UserError)
-            raise error(cause.message)
+            raise cause.as_user_error()
         try:
             is_partner_gone = cause.kind == ChannelClosed.__name__
             deadline = time.monotonic() + (PARTNER_SECONDS if is_partner_gone else ROOT_CAUSE_SECONDS)

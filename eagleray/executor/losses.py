@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from eagleray import errors
-from eagleray.errors import UserError, WorkerLost
+from eagleray.errors import WorkerLost
 from eagleray.messages.failure import Failure
 
 __all__ = ["PARTNER_SECONDS", "Losses"]
@@ -32,8 +31,8 @@ class Losses:
         match reason:
             case str():
                 self._take(WorkerLost(f"worker {label}: {reason}"))
-            case Failure(is_user_error=True, kind=kind, message=message):
-                self._take(getattr(errors, kind, UserError)(message))
+            case Failure(is_user_error=True):
+                self._take(reason.as_user_error())
             case _:
                 self._take(WorkerLost(f"worker {label} ended: {reason}\n{reason.traceback}".rstrip()))
 

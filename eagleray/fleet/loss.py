@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eagleray import errors
-from eagleray.errors import EagleRayError, EngineFailed, UserError
+from eagleray.errors import EagleRayError, EngineFailed
 from eagleray.fleet.recovery import Again, EndInstance, Verdict
 from eagleray.identity import PeerId, successor
 from eagleray.messages.failure import Failure
 
-__all__ = ["Loss"]
+__all__ = ["Loss", "as_exception"]
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,13 @@ class Loss:
 
     def as_exception(self) -> EagleRayError:
         """For whoever waits for this instance, which ends because of it."""
-        if self.failure is None:
-            return EngineFailed(f"{self.member.label} is gone: {self.reason}")
-        if self.failure.is_user_error:
-            error: EagleRayError = getattr(errors, self.failure.kind, UserError)(self.failure.message)
-            return error
-        return EngineFailed(f"{self.member.label} failed: {self.failure}\n{self.failure.traceback}".rstrip())
+        return as_exception(self.member.label, self.reason, self.failure)
+
+
+def as_exception(who: str, reason: str, failure: Failure | None) -> EagleRayError:
+    """What the end of a process means to whoever needs it. `failure`: what it said of its end, if it could."""
+    if failure is None:
+        return EngineFailed(f"{who} is gone: {reason}")
+    if failure.is_user_error:
+        return failure.as_user_error()
+    return EngineFailed(f"{who} failed: {failure}\n{failure.traceback}".rstrip())

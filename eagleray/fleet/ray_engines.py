@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from eagleray import errors
 from eagleray.config import Config
-from eagleray.errors import ChannelClosed, ClusterError, EagleRayError, EngineFailed, UserError
+from eagleray.errors import ChannelClosed, ClusterError, EngineFailed
+from eagleray.fleet.loss import as_exception
 from eagleray.fleet.spawned import OnExit, OnMessage
 from eagleray.identity import EngineId
 from eagleray.log import get_logger
@@ -135,7 +135,7 @@ class RayLauncher:
             driver = launcher._start_driver()
             await driver.answered.wait()
             if driver.ready is None:
-                raise _as_exception(driver)
+                raise as_exception("the process that drives Ray", driver.reason, driver.failure)
         except BaseException:
             await launcher.close()
             raise
@@ -280,12 +280,3 @@ class RayLauncher:
     def _post(self, function: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know any more
             self._loop.call_soon_threadsafe(function, *args)
-
-
-def _as_exception(driver: _Driver) -> EagleRayError:
-    if driver.failure is None:
-        return EngineFailed(f"the process that drives Ray ended: {driver.reason}")
-    if driver.failure.is_user_error:
-        error: EagleRayError = getattr(errors, driver.failure.kind, UserError)(driver.failure.message)
-        return error
-    return EngineFailed(f"the process that drives Ray failed: {driver.failure}\n{driver.failure.traceback}".rstrip())

@@ -6,6 +6,7 @@ import traceback
 
 import msgspec
 
+from eagleray import errors
 from eagleray.errors import EagleRayError, UserError
 
 __all__ = ["Failure"]
@@ -30,6 +31,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
             traceback="" if isinstance(error, EagleRayError) else "".join(traceback.format_exception(error)),
             is_user_error=isinstance(error, UserError),
         )
+
+    def as_user_error(self) -> EagleRayError:
+        """The exception that it was, if `is_user_error`."""
+        error: EagleRayError = getattr(errors, self.kind, UserError)(self.message)
+        return error
 
     def __str__(self) -> str:
         return self.message if self.is_user_error else f"{self.kind}: {self.message}"

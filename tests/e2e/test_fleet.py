@@ -21,6 +21,7 @@ from fleets import (
     incarnations,
     label,
     server_of,
+    stream_tokens,
     tokens,
     wait_until_running,
     wait_until_whole,
@@ -59,28 +60,10 @@ def http(server):
 
 @contextlib.contextmanager
 def stream(http: httpx.Client, count: int = LONG, *, rank: int | None = None) -> Iterator[Iterator[list[int]]]:
-    """The tokens of each event of a greedy stream that has begun."""
-    body = {
-        "token_ids": PROMPT,
-        "stream": True,
-        "sampling_params": {"max_tokens": count, "temperature": 0, "ignore_eos": True},
-    }
+    """The tokens of each event of a greedy stream, which ends with the block."""
     headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
-    with http.stream("POST", "/inference/v1/generate", json=body, headers=headers) as response:
-        assert response.status_code == 200, response.read()
-        yield _events(response)
-
-
-def _events(response: httpx.Response) -> Iterator[list[int]]:
-    for line in response.iter_lines():
-        if line == "data: [DONE]":
-            return
-        if line.startswith("data: "):
-            event = json.loads(line.removeprefix("data: "))
-            assert "error" not in event, event
-            for choice in event["choices"]:
-                yield choice["token_ids"]
-    raise AssertionError("the stream broke off")
+    with contextlib.closing(stream_tokens(http, PROMPT, headers, max_tokens=count, temperature=0)) as events:
+        yield events
 
 
 def flat(events: Iterator[list[int]]) -> list[int]:

@@ -8,11 +8,10 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 import ray_cluster
 from checkpoints import make_checkpoint
-from fleets import SECONDS, connect, label, tokens, wait_until_running, wait_until_whole
+from fleets import SECONDS, connect, label, stream_tokens, tokens, wait_until_running, wait_until_whole
 from ray_cluster import ACC
 from serving import ServerProcess, serve, wait_until_gone
 
@@ -38,23 +37,6 @@ def server(cluster: str, checkpoint: str, request: pytest.FixtureRequest) -> Ite
     assert server.process.returncode in (0, -signal.SIGKILL), server.log
 
 
-def stream(http: httpx.Client) -> Iterator[list[int]]:
-    """The tokens of each event of a greedy stream."""
-    params = {"max_tokens": LONG, "temperature": 0, "ignore_eos": True}
-    body = {"token_ids": PROMPT, "stream": True, "sampling_params": params}
-    with http.stream("POST", "/inference/v1/generate", json=body) as response:
-        assert response.status_code == 200, response.read()
-        for line in response.iter_lines():
-            if line == "data: [DONE]":
-                return
-            if line.startswith("data: "):
-                event = json.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
-                for choice in event["choices"]:
-                    yield choice["token_ids"]
-    raise AssertionError("the stream broke off")
-
-
 def process_of(name: str) -> int:
     """Of the actor of that label. There is one instance."""
     (full,) = [entry["Name"] for entry in ray_cluster.living_actors() if entry["Name"].endswith(f"/{name}")]
@@ -66,7 +48,7 @@ def test_a_killed_engine_costs_its_streams_a_pause(server: ServerProcess) -> Non
         wait_until_whole(http, 2)
         expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
         there = wait_until_whole(http, 2)
-        events = stream(http)
+        events = stream_tokens(http, PROMPT, max_tokens=LONG, temperature=0)
         got = next(events)
         rank, incarnation = wait_until_running(http)
         os.kill(process_of(label(rank, incarnation)), signal.SIGKILL)
@@ -81,7 +63,7 @@ def test_the_process_that_drives_ray_is_killed(server: ServerProcess) -> None:
     with connect(server) as http:
         there = wait_until_whole(http, 2)
         expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
-        events = stream(http)
+        events = stream_tokens(http, PROMPT, max_tokens=LONG, temperature=0)
         got = next(events)
         (driver,) = [pid for pid in server.children if b"ray-driver" in command_line(pid)]
         os.kill(driver, signal.SIGKILL)
