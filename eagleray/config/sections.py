@@ -61,6 +61,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "refuse to start where the kernels cannot keep that."
         ),
     ] = False
+    enable_return_routed_experts: Annotated[
+        bool,
+        Meta(description="Let requests ask which experts computed each token (models with experts only)."),
+    ] = False
     max_logprobs: Annotated[int, Meta(ge=0, description="Most log-probabilities a request may ask for.")] = 20
     seed: Annotated[
         int | None,
@@ -167,6 +171,31 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     data_parallel_size_local: Annotated[
         Positive | None, Meta(description="Engines of this deployment that run here. Default: all of them.")
     ] = None
+
+    enable_expert_parallel: Annotated[
+        bool,
+        Meta(
+            description="Divide the experts among all workers of all engines, whole ones to each, instead of a part of "
+            "every expert to each worker of an engine."
+        ),
+    ] = False
+    expert_dispatch: Annotated[
+        Literal["auto", "all-reduce", "all-gather", "all-to-all"],
+        Meta(
+            description="How tokens and experts come together. all-reduce: every worker has all tokens already. "
+            "all-gather: every worker gets all tokens. all-to-all: every token goes where its experts are. auto: "
+            "all-reduce for one engine, else all-gather."
+        ),
+    ] = "auto"
+    enable_eplb: Annotated[
+        bool, Meta(description="Move experts among the workers so that all have about as many tokens.")
+    ] = False
+    num_redundant_experts: Annotated[
+        int, Meta(ge=0, description="Additional places for copies of experts with many tokens, in all.")
+    ] = 0
+    eplb_step_interval: Annotated[
+        int, Meta(ge=1, description="Steps after which experts are moved, if they are not balanced.")
+    ] = 3000
 
     @property
     def world_size(self) -> int:

@@ -6,7 +6,16 @@ import msgspec
 
 from eagleray.identity import PeerId
 
-__all__ = ["EngineInfo", "Joined", "Left"]
+__all__ = ["EngineInfo", "Joined", "Left", "RoutingInfo"]
+
+
+class RoutingInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Of an engine that can say which experts computed a token."""
+
+    num_layers: int
+    """That have experts."""
+    num_experts: int
+    top_k: int
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +28,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     """Tokens of one cache block."""
     num_kv_blocks: int
+    has_experts: bool = False
+    routing: RoutingInfo | None = None
+    """None: requests cannot ask for routed experts."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):

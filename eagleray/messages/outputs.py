@@ -15,8 +15,10 @@ __all__ = [
     "Chunks",
     "EngineStats",
     "EngineToClient",
+    "ExpertLoad",
     "FinishReason",
     "PromptLogprobs",
+    "RoutedExperts",
     "TokenLogprobs",
     "WorkersReturned",
 ]
@@ -60,6 +62,15 @@ class PromptLogprobs(msgspec.Struct, frozen=True, eq=False):
     """int32 [num_positions]"""
 
 
+class RoutedExperts(msgspec.Struct, frozen=True, eq=False):
+    """Which experts computed the tokens at positions `start`, `start + 1`, … of the sequence, prompt included."""
+
+    start: int
+    experts: Array
+    """uint8, or uint16 from 257 experts on: [num_tokens, num_moe_layers, top_k], from the likeliest expert to the least
+    likely, by the model's own numbers"""
+
+
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one step did for one request."""
 
@@ -68,6 +79,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprobs] = []
     """One for each of `token_ids` if the request asked for them, else empty."""
     prompt_logprobs: PromptLogprobs | None = None
+    routed_experts: RoutedExperts | None = None
+    """Of the positions after those of earlier chunks, if the request asked: as far as they are computed."""
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache when this engine first scheduled the request."""
     is_started: bool = False
@@ -117,4 +130,14 @@ class WorkersReturned(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The lowest rank on which the method raised; None if none did."""
 
 
-EngineToClient = Chunks | EngineStats | WorkersReturned
+class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True, tag=True, eq=False):
+    """How many tokens each expert has had since the engine's incarnation began."""
+
+    engine: EngineId
+    layers: list[int]
+    """The numbers of the layers that have experts."""
+    counts: Array
+    """int64 [num_moe_layers, num_experts]"""
+
+
+EngineToClient = Chunks | EngineStats | ExpertLoad | WorkersReturned

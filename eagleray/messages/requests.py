@@ -27,6 +27,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
     """What an engine before this one has generated: go on after it. Chunks bring what is new."""
     prompt_logprobs_from: int = 1
     """The first position whose prompt log-probabilities are still missing."""
+    routed_experts_from: int | None = None
+    """The first position whose routed experts are still missing; None: they are not asked for."""
     is_suspect: bool = False
     """Engines have died with this request more than once: run no two such at a time, and say when one is started (a
     `Chunk` with `is_started`, sent before its first step), so that its client knows which one it was."""

@@ -65,6 +65,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Also report the log-probabilities of these ids at every position."""
     prompt_logprobs: int | None = None
     """The same as `logprobs` for the prompt's own tokens."""
+    return_routed_experts: bool | None = None
+    """Report which experts computed each token. None: where the engine has it on and the interface reports them by
+    itself (`LLM` and `/inference/v1/generate`)."""
+    routed_experts_prompt_start: int = 0
+    """First position of the prompt to report."""
     detokenize: bool = True
     """False: return token ids only."""
     skip_special_tokens: bool = True

@@ -10,31 +10,41 @@ from __future__ import annotations
 import msgspec
 
 from eagleray.identity import WorkerId
+from eagleray.messages.arrays import Array
 from eagleray.messages.failure import Failure
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 from eagleray.messages.sampling import Sampling
+from eagleray.messages.workers import Topology
 
 __all__ = [
     "AllocateCache",
     "CacheAllocated",
     "Call",
     "CallExtension",
+    "EngineOpened",
+    "ExpertGroupOpened",
     "ExtensionReturned",
     "GroupsJoined",
     "GroupsOpened",
+    "JoinExpertGroup",
     "JoinGroups",
     "LoadModel",
     "LoadNullModel",
     "MeasureMemory",
     "MemoryMeasured",
     "ModelLoaded",
+    "OpenExpertGroup",
     "OpenGroups",
+    "ReadExpertLoad",
     "Reply",
     "RowFailure",
     "RowStart",
+    "StageExperts",
+    "StepBroken",
     "StepPlan",
     "StepResult",
     "WorkerCall",
+    "WorkerExpertLoad",
     "WorkerFailure",
     "WorkerReply",
 ]
@@ -61,7 +71,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One step: first `ends`, then `starts`, then `grown`, then every row of `rows` computes its next tokens.
 
     A row whose last known token is computed samples the next one, which becomes known. Every row named by `ends`,
-    `starts` or `grown` is in a valid state after it; `rows` has no duplicates and is never empty.
+    `starts` or `grown` is in a valid state after it; `rows` has no duplicates, and is empty only in an engine that steps
+    together with others.
     """
 
     step: int
@@ -73,6 +84,10 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rows: list[int]
     num_tokens: list[int]
     """How many of its next tokens each of `rows` computes; at least 1."""
+    capture: list[int] = []
+    """Those of `rows`, in their order, whose tokens' experts are to be reported."""
+    is_idle: bool = False
+    """Of engines that step together: this one has nothing to do, and steps for the others' sake."""
 
     @property
     def total_num_tokens(self) -> int:
@@ -105,6 +120,69 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """By row, for the prompt positions computed in this step, for those that asked."""
     failures: list[RowFailure] = []
+    routed_experts: Array | None = None
+    """[tokens of the rows `capture` of the plan, in its order; num_moe_layers; top_k] the experts of each token, by the
+    model's own numbers, in the smallest unsigned dtype that holds them. With several stages each first rank of a stage
+    reports its own layers, and the executor joins them."""
+    group_works: bool = False
+    """Of engines that step together: one of them was not idle in this step."""
+
+
+class StageExperts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """`StepResult.routed_experts` of the layers of one stage, from a stage that does not sample."""
+
+    step: int
+    routed_experts: Array
+
+
+class StepBroken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The step was not completed because another engine of the group that steps together is gone. The worker is well,
+    and takes no step before it has joined a group of a later epoch."""
+
+    step: int
+    cause: str
+
+
+class OpenExpertGroup(msgspec.Struct, frozen=True, tag=True):
+    """Open what the engines that share experts will join. Leaves the group of an earlier epoch."""
+
+    epoch: int
+
+
+class ExpertGroupOpened(msgspec.Struct, frozen=True, tag=True):
+    """How others reach what this worker has opened; None for what it has not."""
+
+    store: str | None = None
+    """`host:port` of a rendezvous store."""
+    segment: bytes | None = None
+    """Shared memory for ranks of one node."""
+
+
+class EngineOpened(msgspec.Struct, frozen=True, kw_only=True):
+    """What the workers of one engine have opened, by rank, and where they are."""
+
+    rank: int
+    """Of the engine."""
+    topology: Topology
+    opened: list[ExpertGroupOpened]
+
+
+class JoinExpertGroup(msgspec.Struct, frozen=True, tag=True):
+    """Join the group of this epoch. `members` is in order of the engines' ranks."""
+
+    epoch: int
+    members: list[EngineOpened]
+
+
+class ReadExpertLoad(msgspec.Struct, frozen=True, tag=True):
+    """How many tokens each expert has had."""
+
+
+class WorkerExpertLoad(msgspec.Struct, frozen=True, tag=True):
+    """Since the model was loaded, of the layers of this stage. Empty on ranks whose tokens others count."""
+
+    counts: Array
+    """int64 [num_moe_layers, num_experts]"""
 
 
 class OpenGroups(msgspec.Struct, frozen=True, tag=True):
@@ -146,6 +224,11 @@ class ModelLoaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`cpu` or `cuda`."""
     kernels: str
     """The name of the kernels that compute, the same on all workers."""
+    num_moe_layers: int = 0
+    """Of this stage."""
+    num_experts: int = 0
+    top_k: int = 0
+    """Experts of a token; 0 for a model without experts."""
 
 
 class MeasureMemory(msgspec.Struct, frozen=True, tag=True):
@@ -193,7 +276,17 @@ class ExtensionReturned(msgspec.Struct, frozen=True, tag=True):
 
 
 WorkerCall = (
-    StepPlan | OpenGroups | JoinGroups | LoadModel | LoadNullModel | MeasureMemory | AllocateCache | CallExtension
+    StepPlan
+    | OpenGroups
+    | JoinGroups
+    | LoadModel
+    | LoadNullModel
+    | MeasureMemory
+    | AllocateCache
+    | CallExtension
+    | OpenExpertGroup
+    | JoinExpertGroup
+    | ReadExpertLoad
 )
 WorkerReply = (
     StepResult
@@ -203,6 +296,10 @@ WorkerReply = (
     | MemoryMeasured
     | CacheAllocated
     | ExtensionReturned
+    | StageExperts
+    | StepBroken
+    | ExpertGroupOpened
+    | WorkerExpertLoad
     | WorkerFailure
 )
 
