@@ -22,6 +22,7 @@ from typing import Generic, TypeVar
 import msgspec
 import zmq
 
+from eagleray.errors import ChannelClosed
 from eagleray.transport.contact import SECRET_BYTES, Contact, dial, end, has_mail, listen
 from eagleray.transport.doorbell import Doorbell
 
@@ -31,6 +32,9 @@ BEAT_SECONDS = 1.0
 
 LATE_SECONDS = 1.0
 """A loop that comes later than this did not run."""
+
+FIRST_SECONDS = 3.0
+"""The first answer may take at least so long: a process that begins is busy."""
 
 CLOSE_SECONDS = 5.0
 
@@ -153,16 +157,21 @@ class PulseMonitor:
             for peer, ticket in self._tickets.items():
                 if hmac.compare_digest(ticket.secret, secret):
                     self._clocks.hear(peer, monotonic())
+                    if peer not in self._heard:
+                        self._answer(identity)  # it waits for that
                     self._heard[peer] = identity
 
     def _beat(self) -> None:
         with self._lock:
             for identity in self._heard.values():
-                with contextlib.suppress(zmq.ZMQError):  # its connection is gone: it will be missed soon
-                    self._socket.send_multipart([identity, BEAT], zmq.DONTWAIT)
+                self._answer(identity)
             silent = self._clocks.silent(monotonic())
         for peer, seconds in silent:
             self._on_silent(peer, seconds)
+
+    def _answer(self, identity: bytes) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # its connection is gone: it will be missed soon
+            self._socket.send_multipart([identity, BEAT], zmq.DONTWAIT)
 
 
 class Pulse:
@@ -178,6 +187,7 @@ class Pulse:
         now = monotonic()
         self._clocks: Clocks[None] = Clocks(limit=limit, tick=_tick(limit), now=now)
         self._clocks.hear(None, now)
+        self._was_heard = threading.Event()
         self._thread = _Thread(
             tick=_tick(limit),
             socket=socket,
@@ -188,10 +198,16 @@ class Pulse:
 
     @classmethod
     def start(cls, ticket: bytes, *, on_silent: Callable[[float], None]) -> Pulse:
-        """Be heard from now on. Raises `ChannelClosed` if there is no way to the engine."""
+        """Be heard from now on: when this returns, silence will be noticed. Raises `ChannelClosed` if there is no way
+        to the monitor, or no answer from it within the limit or 3 s."""
         said = msgspec.msgpack.decode(ticket, type=PulseTicket)
         socket, _ = dial(said.contact)
-        return cls(socket=socket, secret=said.secret, limit=said.limit, on_silent=on_silent)
+        pulse = cls(socket=socket, secret=said.secret, limit=said.limit, on_silent=on_silent)
+        patience = max(said.limit, FIRST_SECONDS)
+        if not pulse._was_heard.wait(patience):
+            pulse.close()
+            raise ChannelClosed(f"no answer to the first heartbeat within {patience:g} s")
+        return pulse
 
     def close(self) -> None:
         """Fall silent, and call nobody any more."""
@@ -199,6 +215,7 @@ class Pulse:
 
     def _hear(self, parts: list[bytes]) -> None:
         self._clocks.hear(None, monotonic())
+        self._was_heard.set()
 
     def _beat(self) -> None:
         self._socket.send(self._secret, zmq.DONTWAIT)
