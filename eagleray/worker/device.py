@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from eagleray.errors import ConfigError
 
-__all__ = ["choose_device", "set_threads"]
+__all__ = ["choose_device"]
 
 
 def choose_device(wanted: str, index: int | None = None) -> torch.device:
@@ -26,13 +24,3 @@ def choose_device(wanted: str, index: int | None = None) -> torch.device:
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
-
-
-def set_threads(num_threads: int | None, *, num_workers: int) -> int:
-    """Let torch use this many threads; by default a worker's share of the cores that this process may run on.
-
-    `num_workers`: how many workers use them.
-    """
-    count = num_threads or max(1, len(os.sched_getaffinity(0)) // num_workers)
-    torch.set_num_threads(count)
-    return count

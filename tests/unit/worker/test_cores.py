@@ -1,0 +1,59 @@
+"""Which cores a worker keeps to."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from eagleray.worker.cores import cores_of, set_threads
+
+
+def make_cpus(path, places):
+    for core, (package, number) in enumerate(places):
+        topology = path / f"cpu{core}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{package}\n")
+        (topology / "core_id").write_text(f"{number}\n")
+    return path
+
+
+def test_both_threads_of_a_core_go_to_one_worker(tmp_path):
+    cpus = make_cpus(tmp_path, [(0, 0), (0, 1), (0, 0), (0, 1)])
+    assert cores_of(range(4), num_workers=2, index=0, cpus=cpus) == [0, 2]
+    assert cores_of(range(4), num_workers=2, index=1, cpus=cpus) == [1, 3]
+
+
+def test_a_worker_stays_on_one_socket(tmp_path):
+    cpus = make_cpus(tmp_path, [(0, 0), (1, 0), (0, 1), (1, 1)])
+    assert cores_of(range(4), num_workers=2, index=0, cpus=cpus) == [0, 2]
+    assert cores_of(range(4), num_workers=2, index=1, cpus=cpus) == [1, 3]
+
+
+def test_only_what_the_process_may_use_is_shared_out(tmp_path):
+    """And what does not divide is left to nobody."""
+    shares = [cores_of([3, 5, 6, 7, 9], num_workers=2, index=index, cpus=tmp_path) for index in (0, 1)]
+    assert shares == [[3, 5], [6, 7]]
+
+
+def test_threads_of_workers_that_share_out_all_cores_are_bound():
+    usable, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    try:
+        share = len(usable) // 2
+        assert set_threads(None, num_workers=2, index=1) == max(1, share)
+        assert torch.get_num_threads() == max(1, share)
+        if share:
+            assert len(os.sched_getaffinity(0)) == share
+    finally:
+        os.sched_setaffinity(0, usable)
+        torch.set_num_threads(threads)
+
+
+def test_who_says_how_many_threads_or_is_alone_is_not_bound():
+    usable, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    try:
+        assert set_threads(1, num_workers=2, index=0) == 1
+        assert set_threads(None, num_workers=1, index=0) == len(usable)
+        assert os.sched_getaffinity(0) == usable
+    finally:
+        torch.set_num_threads(threads)
