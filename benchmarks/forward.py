@@ -33,6 +33,7 @@ NAMES = {
     abi.MIX: "experts",
     abi.ADD: "add",
     abi.CLEAR: "clear",
+    abi.ROUND: "round",
 }
 
 

@@ -24,7 +24,7 @@ from process_memory import PeakMemory
 
 TIMEOUT = 1800
 END_SECONDS = 60
-NUM_PROMPTS = {1: 16, 8: 64, 32: 128}
+NUM_PROMPTS = {1: 32, 8: 64, 32: 128}
 """By streams."""
 NUM_INPUT, NUM_OUTPUT, VOCAB_SIZE = 128, 64, 7000
 

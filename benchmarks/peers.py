@@ -16,6 +16,7 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -57,20 +58,29 @@ def main() -> None:
         engines.append(Engine("llama.cpp", arguments.llama_python))
     engines.append(Engine(LIMIT))
     rows = choose(arguments.rows)
-    figures, failures = measure_all(rows, engines, arguments.repeat, arguments.directory)
-    print(table(rows, engines, figures))
-    for failure in failures:
-        print(f"\n{failure}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(as_json(rows, engines, figures, failures), indent=1) + "\n")
+    figures: Figures = {}
+    failures: list[str] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        measure_all(rows, engines, arguments.repeat, arguments.directory, figures, failures)
+    finally:  # of a run that is cut short, what there is
+        print(table(rows, engines, figures))
+        for failure in failures:
+            print(f"\n{failure}")
+        if arguments.json:
+            arguments.json.write_text(json.dumps(as_json(rows, engines, figures, failures), indent=1) + "\n")
 
 
 def measure_all(
-    rows: Sequence[Row], engines: Sequence[Engine], repeat: int, directory: Path
-) -> tuple[Figures, list[str]]:
-    """Every job by every engine, so many times; who failed at a job is not asked again for it."""
-    figures: Figures = {}
-    failures: list[str] = []
+    rows: Sequence[Row],
+    engines: Sequence[Engine],
+    repeat: int,
+    directory: Path,
+    figures: Figures,
+    failures: list[str],
+) -> None:
+    """Every job by every engine, so many times; who failed at a job is not asked again for it. Adds to `figures` and
+    `failures`."""
     jobs: dict[Job, list[Row]] = {}
     for row in rows:
         jobs.setdefault(row.job, []).append(row)
@@ -93,7 +103,6 @@ def measure_all(
                                 figures.setdefault((row.name, name), []).append(found[row.figure])
                         continue
                     del opened[name]
-    return figures, failures
 
 
 @contextmanager

@@ -299,7 +299,8 @@ def test_a_fork_ends_without_waiting_and_leaves_the_engine_alone(checkpoint):
             while os.waitpid(fork, os.WNOHANG) == (0, 0):
                 assert time.monotonic() < deadline, "the fork does not end"
                 time.sleep(0.05)
-            print(llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)[0].outputs[0].finish_reason)
+            params = SamplingParams(max_tokens=1, ignore_eos=True)
+            print(llm.generate("x", params, use_tqdm=False)[0].outputs[0].finish_reason)
         else:
             try:
                 llm.generate("x")

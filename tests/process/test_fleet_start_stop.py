@@ -6,12 +6,15 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import httpx
 import pytest
+from checkpoints import make_checkpoint
 from null_engine import token
 
 from eagleray.config import build_config
@@ -45,14 +48,15 @@ def num_descriptors() -> int:
 class Fleet:
     """Engines and API servers, as a context manager."""
 
-    def __init__(self, engines: int, api_servers: int, **options) -> None:
+    def __init__(self, engines: int, api_servers: int, *, engine_target: str = "null_engine:run", **options) -> None:
+        self._engine_target = engine_target
         self._config = build_config(
             data_parallel_size=engines, api_server_count=api_servers, **{"log_level": "warning", **options}
         )
 
     async def __aenter__(self) -> Fleet:
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.supervisor = await Supervisor.open(self._config, engine_target="null_engine:run")
+        self.supervisor = await Supervisor.open(self._config, engine_target=self._engine_target)
         self.supervisor.start_engines()
         self.supervisor.start_api_servers(self._listener.fileno())
         self._http = httpx.AsyncClient(
@@ -83,8 +87,11 @@ class Fleet:
             self.supervisor.failed.result()
         return await task
 
-    async def tokens(self, max_tokens: int) -> list[int]:
-        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": max_tokens, "ignore_eos": True}}
+    async def tokens(self, max_tokens: int, **sampling) -> list[int]:
+        body = {
+            "token_ids": PROMPT,
+            "sampling_params": {"max_tokens": max_tokens, "ignore_eos": True, **sampling},
+        }
         response = await self.first(self._http.post("/inference/v1/generate", json=body))
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]["token_ids"]
@@ -125,14 +132,60 @@ def rounds(count: int) -> None:
     assert num_descriptors() <= before
 
 
+GRABBER = """
+import random, socket, sys
+held = []
+while True:
+    one = socket.socket()
+    try:
+        one.bind(("127.0.0.1", random.choice([0, random.randrange(1024, 65536)])))
+        one.listen()
+    except OSError:
+        one.close()
+        continue
+    held.append(one)
+    if len(held) > 200:
+        held.pop(random.randrange(len(held))).close()
+    if random.random() < 0.1:
+        __import__("time").sleep(0.001)
+"""
+"""Takes ports, those that the system offers and any others, and gives them back soon."""
+
+
+@pytest.fixture
+def port_grabber():
+    with subprocess.Popen([sys.executable, "-c", GRABBER]) as process:
+        yield
+        assert process.poll() is None, "it has ended by itself"
+        process.kill()
+
+
 def test_start_and_stop_again_and_again():
     rounds(9)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_start_and_stop_five_hundred_times():
+def test_start_and_stop_five_hundred_times(port_grabber):
     rounds(500)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_start_and_stop_twenty_times_with_a_model(tmp_path, port_grabber):
+    checkpoint = make_checkpoint(tmp_path, "qwen3")
+
+    async def start_ask_and_stop() -> list[int]:
+        options = {"model": str(checkpoint), "num_threads": 1, "num_kv_blocks": 64}
+        async with Fleet(2, 2, engine_target="eagleray.engine.entry:run", **options) as fleet:
+            return await fleet.tokens(5, temperature=0.0)
+
+    async def scenario():
+        first = await start_ask_and_stop()
+        for _ in range(19):
+            assert await start_ask_and_stop() == first
+
+    asyncio.run(scenario())
 
 
 def test_sixteen_engines():

@@ -109,7 +109,8 @@ def test_engines_are_measured_in_turn_and_who_fails_is_not_asked_again(load, tmp
     monkeypatch.setattr(load("peer_engines"), "convert", lambda path, file: None)
     rows = load("peer_rows").choose(["dense-tiny/token", "dense-tiny/batch32"])
     engines = [engine("eagleray"), engine("vllm"), engine("llama.cpp")]
-    figures, failures = peers.measure_all(rows, engines, 2, tmp_path)
+    figures, failures = {}, []
+    peers.measure_all(rows, engines, 2, tmp_path, figures, failures)
     assert said == [
         (0, "eagleray", ["token_ms"]),
         (0, "vllm", ["token_ms"]),
