@@ -16,25 +16,35 @@ __all__ = [
     "ENDING_ADD",
     "ENDING_SILU",
     "ENDING_STORE",
+    "GROUP_SCORES",
     "MIX",
     "MULTIPLY",
     "NORMALIZE",
+    "ROUND",
+    "SCORINGS",
     "Attend",
     "AttentionShape",
     "CBatch",
     "Embed",
+    "Experts",
     "Mix",
+    "Mixture",
     "Multiply",
     "Normalize",
     "Product",
+    "RoutedRows",
     "RowBuffer",
     "RowsToRows",
+    "SlotMap",
     "Step",
     "declare",
 ]
 
-EMBED, NORMALIZE, MULTIPLY, ATTEND, MIX, ADD, CLEAR = range(7)
+EMBED, NORMALIZE, MULTIPLY, ATTEND, MIX, ADD, CLEAR, ROUND = range(8)
 ENDING_STORE, ENDING_ADD, ENDING_SILU = range(3)
+SCORINGS = ("softmax", "sigmoid")
+GROUP_SCORES = ("max", "top2")
+"""A name's number is its place."""
 
 
 class AttentionShape(Structure):
@@ -94,20 +104,56 @@ class Attend(Structure):
     )
 
 
+class Mixture(Structure):
+    _fields_ = (
+        ("num_experts", c_int64),
+        ("top_k", c_int64),
+        ("scoring", c_int64),
+        ("correction_bias", c_void_p),
+        ("num_groups", c_int64),
+        ("top_groups", c_int64),
+        ("group_score", c_int64),
+        ("renormalize", c_int64),
+        ("renormalize_eps", c_float),
+        ("scale", c_float),
+        ("round_weights", c_int64),
+    )
+
+
+class Experts(Structure):
+    _fields_ = (
+        ("num_slots", c_int64),
+        ("hidden", c_int64),
+        ("inner", c_int64),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+    )
+
+
+class SlotMap(Structure):
+    _fields_ = (("table", c_void_p), ("num_copies", c_void_p), ("max_copies", c_int64))
+
+
 class Mix(Structure):
     _fields_ = (
         ("x", c_int64),
         ("scores", c_int64),
         ("hidden", c_int64),
-        ("num_experts", c_int64),
-        ("top_k", c_int64),
-        ("size", c_int64),
-        ("inner", c_int64),
-        ("gate_up", c_void_p),
-        ("down", c_void_p),
-        ("renormalize", c_int64),
-        ("round_weights", c_int64),
+        ("mixture", Mixture),
+        ("experts", Experts),
+        ("map", SlotMap),
         ("counts", c_void_p),
+        ("ids", c_void_p),
+    )
+
+
+class RoutedRows(Structure):
+    _fields_ = (
+        ("scores", c_void_p),
+        ("scores_stride", c_int64),
+        ("hidden", c_void_p),
+        ("hidden_stride", c_int64),
+        ("ids", c_void_p),
     )
 
 
@@ -171,7 +217,31 @@ def declare(library: ctypes.CDLL) -> None:
         "er_top_k": (None, [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int]),
         "er_run": (None, [c_int, POINTER(Step), c_int64, POINTER(RowBuffer), POINTER(CBatch), c_int]),
         "er_attention_scratch": (c_int64, [POINTER(AttentionShape), c_int64, c_int]),
-        "er_expert_scratch": (c_int64, [c_int, POINTER(Mix), c_int64]),
+        "er_route": (None, [POINTER(Mixture), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int, c_int]),
+        "er_experts_scratch_size": (c_int64, [POINTER(Experts), c_int64, c_int64, c_int]),
+        "er_compute_experts": (
+            None,
+            [
+                *(POINTER(Mixture), POINTER(Experts), POINTER(SlotMap), c_void_p, c_int64, c_int64),
+                *(POINTER(RoutedRows), c_void_p, c_void_p, c_int64, c_int, c_int),
+            ],
+        ),
+        "er_compute_pairs": (
+            None,
+            [
+                *(POINTER(Experts), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),
+                *(c_void_p, c_int64, c_int, c_int),
+            ],
+        ),
+        "er_sum_pairs": (
+            None,
+            [
+                *(POINTER(Experts), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p),
+                *(c_void_p, c_int64, c_int, c_int),
+            ],
+        ),
+        "er_group": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p]),
+        "er_combine": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int]),
     }
     for name, (result, arguments) in functions.items():
         function = getattr(library, name)

@@ -17,7 +17,16 @@ from torch import Tensor
 
 from eagleray.models.batch import Batch, Int32Array
 
-__all__ = ["AttentionPlan", "TensorBatch", "attend", "plan_attention"]
+__all__ = [
+    "MAX_QUERIES",
+    "AttentionPlan",
+    "ContinuedRow",
+    "DecodeGroup",
+    "FreshRow",
+    "TensorBatch",
+    "attend",
+    "plan_attention",
+]
 
 GROUP_BYTES = 2 << 20
 """Keys and values that are gathered at a time for rows with one query: what stays in a processor's cache."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,12 +15,36 @@ from torch import Tensor
 from eagleray.models.batch import Batch, Int32Array
 from eagleray.models.cache import KVCache
 from eagleray.models.kernels import abi
+from eagleray.models.kernels.latent import LatentHeads
 from eagleray.models.kernels.memory import WeightMemory
-from eagleray.models.kernels.program import Program, threads_for
+from eagleray.models.kernels.native_experts import (
+    ExpertScratch,
+    NativeProducts,
+    PackedExperts,
+    native_mixture,
+    native_route,
+    native_slots,
+)
+from eagleray.models.kernels.native_latent import NativeLatents
+from eagleray.models.kernels.native_linear import NativeLinear
+from eagleray.models.kernels.program import Program
 from eagleray.models.kernels.ranking import NativeRanking, Ranking
 from eagleray.models.kernels.recording import Recording, Value
-from eagleray.models.kernels.reference import Compute, Context, Forward, Heads, Kernels, Mixture, Operation, Rows
+from eagleray.models.kernels.reference import (
+    ALONE,
+    Compute,
+    Context,
+    ExpertProducts,
+    Forward,
+    Heads,
+    Kernels,
+    Mixture,
+    Operation,
+    Rows,
+)
 from eagleray.models.layers.rope import Rope
+from eagleray.models.moe.slots import SlotMap
+from eagleray.models.moe.trace import ExpertTrace
 from eagleray.models.spec import ModelSpec
 from eagleray.parallel import Group
 
@@ -41,13 +66,18 @@ class NativeKernels(Kernels):
         self.num_threads = num_threads
         self._kind = int(dtype == torch.bfloat16)
         self._memory = WeightMemory()
+        self._scratch = ExpertScratch()
+        self._latents = NativeLatents(self, Kernels())
+        self._has_latents = False
 
     @staticmethod
     def serves(dtype: torch.dtype, spec: ModelSpec) -> bool:
         """Whether there are kernels for such a model."""
         sizes = [spec.hidden_size, spec.head_dim, spec.intermediate_size]
         if spec.moe is not None:
-            sizes.append(spec.moe.intermediate_size)
+            sizes += [spec.moe.intermediate_size, spec.moe.shared_intermediate_size]
+        if spec.latent is not None:
+            sizes += [spec.latent.q_lora_rank or 0, spec.latent.v_head_dim]
         is_even = all(size % 2 == 0 for size in sizes)
         return dtype in (torch.float32, torch.bfloat16) and is_even and spec.head_dim <= MAX_HEAD_DIM
 
@@ -56,7 +86,10 @@ class NativeKernels(Kernels):
         packed = self._memory.take(self.library.er_packed_size(n, k, self._kind), self.dtype)
         weight = weight.contiguous()
         self.library.er_pack(weight.data_ptr(), k, n, k, packed.data_ptr(), self._kind, 1)
-        return NativeLinear(self, packed, bias, n=n, k=k, is_gated=False)
+        return self._linear(packed, bias, n=n, k=k, is_gated=False)
+
+    def exact_linear(self, weight: Tensor) -> Operation:
+        return self.linear(weight, None)  # it rounds nothing
 
     def gated_linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
         inner, k = weight.shape[0] // 2, weight.shape[1]
@@ -64,17 +97,16 @@ class NativeKernels(Kernels):
         packed = self._memory.take(self.library.er_packed_size(2 * padded, k, self._kind), self.dtype)
         gate, up = weight.contiguous().chunk(2)
         self.library.er_pack_gate_up(gate.data_ptr(), up.data_ptr(), k, inner, k, packed.data_ptr(), self._kind, 1)
-        return NativeLinear(self, packed, bias, n=2 * inner, k=k, is_gated=True)
+        return self._linear(packed, bias, n=2 * inner, k=k, is_gated=True)
 
-    def multiply(self, product: abi.Product) -> None:
-        threads = threads_for(product.n * product.k, self.dtype, product.num_rows, self.num_threads)
-        self.library.er_multiply(product, 1, self._kind, threads)
+    def _linear(self, packed: Tensor, bias: Tensor | None, *, n: int, k: int, is_gated: bool) -> NativeLinear:
+        return NativeLinear(self.library, packed, bias, n=n, k=k, is_gated=is_gated, num_threads=self.num_threads)
 
     def norm(self, weight: Tensor, eps: float) -> Operation:
         kept = weight.float()
 
         def apply(x: Value) -> Value:
-            out = x.recording.value(x.size, is_float=False)
+            out = x.another(x.size, is_float=False)
             what = abi.Normalize(size=x.size, weight=kept.data_ptr(), eps=eps)
             x.recording.append(abi.NORMALIZE, what, reads={"x": x}, writes={"out": out})
             return out
@@ -110,30 +142,54 @@ class NativeKernels(Kernels):
 
         return apply
 
+    def latent_attention(self, heads: LatentHeads) -> Callable[[Rows, Rows, Tensor, Context], Rows]:
+        self._has_latents = True
+        return self._latents.attention(heads)
+
     def experts(
-        self, mixture: Mixture, gate_up: Sequence[Operation], down: Sequence[Operation]
+        self,
+        mixture: Mixture,
+        gate_up: Sequence[Operation],
+        down: Sequence[Operation],
+        *,
+        slots: SlotMap | None = None,
+        trace: ExpertTrace | None = None,
+        layer: int = 0,
     ) -> Callable[[Rows, Rows], Rows]:
-        first, last = _weights(gate_up), _weights(down)
-        pointers = [(ctypes.c_void_p * len(part))(*(one.packed.data_ptr() for one in part)) for part in (first, last)]
+        packed = PackedExperts(gate_up, down)
 
         def apply(x: Value, scores: Value) -> Value:
             recording = x.recording
-            out = recording.value(x.size, is_float=True)
+            assert slots is not None or scores.size == len(down)
+            out = x.another(x.size, is_float=True)
             recording.clear(out)
             what = abi.Mix(
-                num_experts=len(first),
-                top_k=mixture.top_k,
-                size=x.size,
-                inner=last[0].k,
-                gate_up=ctypes.addressof(pointers[0]),
-                down=ctypes.addressof(pointers[1]),
-                renormalize=mixture.renormalize,
-                round_weights=mixture.round_weights,
+                mixture=native_mixture(mixture, scores.size),
+                experts=packed.experts,
+                map=native_slots(slots, scores.size),
+                counts=None if trace is None else trace.counts[layer].data_ptr(),
             )
             recording.append(abi.MIX, what, reads={"x": x, "scores": scores}, writes={"hidden": out})
+            if trace is not None and trace.keeps_ids:
+                recording.reserve.append(partial(_reserve_ids, what, trace, layer))
             return out
 
         return apply
+
+    def expert_products(self, gate_up: Sequence[Operation], down: Sequence[Operation]) -> ExpertProducts:
+        packed = PackedExperts(gate_up, down)
+        return NativeProducts(self.library, packed, self._scratch, num_threads=self.num_threads)
+
+    def route(self, scores: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
+        return native_route(self.library, scores, mixture, self.dtype, self.num_threads)
+
+    def host(
+        self, function: Callable[..., Tensor], inputs: Sequence[Value], *, size: int, is_share: bool | None = None
+    ) -> Value:
+        if is_share is None:
+            is_share = inputs[0].is_share
+            assert all(value.is_share == is_share for value in inputs), "rows of a share, or not, has to be said"
+        return inputs[0].recording.host(function, inputs, size=size, is_share=is_share)
 
     def add(self, a: Value, b: Value) -> Value:
         return a.recording.add(a, b)
@@ -141,8 +197,16 @@ class NativeKernels(Kernels):
     def all_reduce(self, x: Value, group: Group) -> Value:
         return x if group.size == 1 else x.recording.all_reduce(x, group)
 
-    def compile(self, compute: Compute, *, rope: Rope, windows: frozenset[int | None], device: torch.device) -> Forward:
-        return _NativeForward(self, compute, rope)
+    def compile(
+        self,
+        compute: Compute,
+        *,
+        rope: Rope,
+        windows: frozenset[int | None],
+        device: torch.device,
+        tp: Group = ALONE,
+    ) -> Forward:
+        return _NativeForward(self, compute, rope, tp, self._latents if self._has_latents else None)
 
     @property
     def ranking(self) -> Ranking:
@@ -156,57 +220,17 @@ class NativeKernels(Kernels):
         return num_kv_heads, 2, -(-block_size // LANES) * LANES * head_dim
 
 
-class NativeLinear:
-    """Products with a packed weight. Those with a tensor are computed at once, and overwritten by the next call."""
-
-    def __init__(
-        self, kernels: NativeKernels, packed: Tensor, bias: Tensor | None, *, n: int, k: int, is_gated: bool
-    ) -> None:
-        self.packed = packed
-        self.n, self.k = n, k
-        self.bias = None if bias is None else bias.float()
-        self._is_gated = is_gated
-        self._size = n // 2 if is_gated else n
-        self._ending = abi.ENDING_SILU if is_gated else abi.ENDING_STORE
-        self._kernels = kernels
-        self._out = torch.empty(0, self._size, dtype=kernels.dtype if is_gated else torch.float32)
-
-    def __call__(self, x: Value | Tensor) -> Value | Tensor:
-        weight, bias = self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
-        if isinstance(x, Tensor):
-            return self._compute(x.contiguous(), weight, bias)
-        out = x.recording.value(self._size, is_float=not self._is_gated)
-        what = abi.Multiply(n=self.n, k=self.k, ending=self._ending, weight=weight, bias=bias)
-        x.recording.append(abi.MULTIPLY, what, reads={"x": x}, writes={"out": out})
-        return out
-
-    def _compute(self, x: Tensor, weight: int, bias: int | None) -> Tensor:
-        assert x.dtype == self._kernels.dtype and x.shape[1] == self.k
-        if len(x) > len(self._out):
-            self._out = torch.empty(len(x), self._size, dtype=self._out.dtype)
-        product = abi.Product(
-            x=x.data_ptr(),
-            x_stride=self.k,
-            num_rows=len(x),
-            weight=weight,
-            n=self.n,
-            k=self.k,
-            bias=bias,
-            ending=self._ending,
-            y=self._out.data_ptr(),
-            y_stride=self._size,
-        )
-        self._kernels.multiply(product)
-        return self._out[: len(x)]
-
-
 class _NativeForward:
     """Recorded when it is first called, and anew for another cache: its steps say where the cache is."""
 
-    def __init__(self, kernels: NativeKernels, compute: Compute, rope: Rope) -> None:
+    def __init__(
+        self, kernels: NativeKernels, compute: Compute, rope: Rope, tp: Group, latents: NativeLatents | None
+    ) -> None:
         self._kernels = kernels
         self._compute = compute
         self._rope = rope
+        self._tp = tp
+        self._latents = latents
         self._cache: KVCache | None = None
         self._program: Program | None = None
 
@@ -214,6 +238,8 @@ class _NativeForward:
         rows = x if isinstance(x, Tensor) else None
         if self._program is None or cache is not self._cache:
             self._program, self._cache = self._record(rows, cache), cache
+        if self._latents is not None:
+            self._latents.begin(batch, cache, self._rope)
         return self._program.run(rows, batch)
 
     def _record(self, rows: Tensor | None, cache: KVCache) -> Program:
@@ -228,7 +254,13 @@ class _NativeForward:
             dtype=self._kernels.dtype,
             rope=self._rope,
             num_threads=self._kernels.num_threads,
+            tp=self._tp,
         )
+
+
+def _reserve_ids(what: abi.Mix, trace: ExpertTrace, layer: int, num_rows: int) -> None:
+    trace.reserve(num_rows)
+    what.ids = trace.buffer(layer).data_ptr()
 
 
 def _embedding(values: Tensor, size: int, num_own: int, first: int, *, is_packed: bool) -> Operation:
@@ -239,8 +271,3 @@ def _embedding(values: Tensor, size: int, num_own: int, first: int, *, is_packed
         return out
 
     return apply
-
-
-def _weights(operations: Sequence[Operation]) -> list[NativeLinear]:
-    assert all(isinstance(operation, NativeLinear) and operation.bias is None for operation in operations)
-    return [operation for operation in operations if isinstance(operation, NativeLinear)]

@@ -14,8 +14,10 @@ from eagleray.models.batch import Batch
 from eagleray.models.kernels.abi import ATTEND, MIX, MULTIPLY, CBatch, RowBuffer, Step
 from eagleray.models.kernels.recording import HostStep, NativeStep, Recording, Value
 from eagleray.models.layers.rope import Rope
+from eagleray.models.shares import row_share
+from eagleray.parallel import Group
 
-__all__ = ["Program", "threads_for"]
+__all__ = ["EXPERT_TOKENS", "Program", "aligned", "threads_for"]
 
 MIN_ROWS = 64
 ALONE_SECONDS = 150e-6
@@ -29,10 +31,12 @@ EXPERT_TOKENS = 512
 
 @dataclass
 class _Segment:
-    """Native steps one after another, or one step of the host."""
+    """Native steps one after another, all of the rank's share of the rows or all of all rows; or one step of the
+    host."""
 
     steps: Any
     count: int
+    is_share: bool
     host: HostStep | None
 
 
@@ -49,6 +53,7 @@ class Program:
         dtype: torch.dtype,
         rope: Rope,
         num_threads: int,
+        tp: Group,
     ) -> None:
         """`source`: the rows that a run brings along, if it does not bring token ids."""
         recording.finish(result)
@@ -56,6 +61,7 @@ class Program:
         self._dtype = dtype
         self._rope = rope
         self._num_threads = num_threads
+        self._tp = tp
         self._source = source
         self._result = result
         self._recording = recording  # keeps what the steps point to
@@ -63,12 +69,12 @@ class Program:
         self._sizes = recording.buffers
         self._rows: list[Tensor] = []
         self._buffers = (RowBuffer * len(self._sizes))()
-        self._capacity = 0
+        self._capacity = -1  # tokens that there is room for
         self._shapes = [step.what.shape for step in _native(recording) if step.operation == ATTEND]
         self._mixes = [step.what for step in _native(recording) if step.operation == MIX]
         products = [step.what for step in _native(recording) if step.operation == MULTIPLY]
         self._num_weights = sum(product.n * product.k for product in products)
-        self._num_weights += sum(3 * mix.top_k * mix.size * mix.inner for mix in self._mixes)
+        self._num_weights += sum(3 * mix.mixture.top_k * mix.experts.hidden * mix.experts.inner for mix in self._mixes)
         self._batch = CBatch()
         self._tables = (torch.empty(0), torch.empty(0))
         self._max_context = 0
@@ -79,7 +85,7 @@ class Program:
         num_tokens = batch.num_tokens
         if num_tokens > self._capacity:
             self._grow(num_tokens)
-        max_context = int(batch.context_lens.max())
+        max_context = int(batch.context_lens.max(initial=0))
         if max_context > self._max_context:
             self._reach(max_context)
         if x is not None:
@@ -88,16 +94,19 @@ class Program:
         self._describe(batch)
         run, kind = self._library.er_run, int(self._dtype == torch.bfloat16)
         threads = threads_for(self._num_weights, self._dtype, num_tokens, self._num_threads)
+        num_own = len(row_share(num_tokens, self._tp))
         for segment in self._segments:
-            if segment.host is None:
+            if segment.host is not None:
+                segment.host.apply(*[self._view(value, num_tokens, num_own) for value in segment.host.rows])
+                continue
+            self._batch.num_tokens = num_own if segment.is_share else num_tokens
+            if self._batch.num_tokens:
                 run(kind, segment.steps, segment.count, self._buffers, self._batch, threads)
-            else:
-                segment.host.apply(self._view(segment.host.rows, num_tokens))
-        return self._view(self._result, num_tokens)
+        return self._view(self._result, num_tokens, num_own)
 
-    def _view(self, value: Value, num_tokens: int) -> Tensor:
-        """[num_tokens, features] of the buffer."""
-        return self._rows[value.buffer][:num_tokens, : value.size]
+    def _view(self, value: Value, num_tokens: int, num_own: int) -> Tensor:
+        """[num_tokens, features] of the buffer, or [num_own, features] of the share."""
+        return self._rows[value.buffer][: num_own if value.is_share else num_tokens, : value.size]
 
     def _describe(self, batch: Batch) -> None:
         arrays = (batch.starts, batch.context_lens, batch.block_table, batch.positions, batch.slots, batch.token_ids)
@@ -115,6 +124,8 @@ class Program:
     def _grow(self, num_tokens: int) -> None:
         """Make room for so many tokens."""
         self._capacity = max(MIN_ROWS, 1 << (num_tokens - 1).bit_length())
+        for reserve in self._recording.reserve:
+            reserve(self._capacity)
         self._rows = []  # given back before others are taken
         self._rows = [
             # even, so that what is read in pairs ends with a zero
@@ -139,12 +150,12 @@ class Program:
             library.er_attention_scratch(shape, self._max_context, self._num_threads) for shape in self._shapes
         ]
         tokens = min(EXPERT_TOKENS, self._capacity)
-        experts = [library.er_expert_scratch(kind, mix, tokens) for mix in self._mixes]
-        top_k = max((mix.top_k for mix in self._mixes), default=0)
+        experts = [library.er_experts_scratch_size(mix.experts, mix.mixture.top_k, tokens, kind) for mix in self._mixes]
+        top_k = max((mix.mixture.top_k for mix in self._mixes), default=0)
         sizes = [max(attention, default=0), max(experts, default=0), 4 * self._capacity * top_k]
         self._scratch = [torch.zeros(-(-size // 8) + 8, dtype=torch.int64) for size in sizes]
         batch = self._batch
-        batch.attention_scratch, batch.expert_scratch, batch.expert_ids = map(_aligned, self._scratch)
+        batch.attention_scratch, batch.expert_scratch, batch.expert_ids = map(aligned, self._scratch)
         batch.expert_tokens = tokens
 
 
@@ -165,19 +176,21 @@ def _segments(recording: Recording) -> list[_Segment]:
     def close() -> None:
         if pending:
             entries = [Step(step.operation, ctypes.addressof(step.what)) for step in pending]
-            segments.append(_Segment((Step * len(entries))(*entries), len(entries), None))
+            segments.append(_Segment((Step * len(entries))(*entries), len(entries), pending[0].is_share, None))
             pending.clear()
 
     for step in recording.steps:
-        if isinstance(step, NativeStep):
-            pending.append(step)
-        else:
+        if isinstance(step, HostStep):
             close()
-            segments.append(_Segment(None, 0, step))
+            segments.append(_Segment(None, 0, False, step))
+            continue
+        if pending and pending[0].is_share != step.is_share:
+            close()
+        pending.append(step)
     close()
     return segments
 
 
-def _aligned(memory: Tensor) -> int:
+def aligned(memory: Tensor) -> int:
     """The first multiple of 64 in it."""
     return -(-memory.data_ptr() // 64) * 64

@@ -7,13 +7,13 @@ leave their buffer to later ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
-from eagleray.models.kernels.abi import ADD, CLEAR, ENDING_ADD, ENDING_STORE, MIX, MULTIPLY, RowsToRows
+from eagleray.models.kernels.abi import ADD, CLEAR, ENDING_ADD, MIX, MULTIPLY, ROUND, RowsToRows
 from eagleray.parallel import Group
 
 __all__ = ["HostStep", "NativeStep", "Recording", "Value"]
@@ -27,26 +27,37 @@ class Value:
     size: int
     """Features."""
     is_float: bool
+    is_share: bool = False
+    """The rows of this rank's share, not those of all tokens."""
     buffer: int = -1
     """Its number, known when the recording is finished."""
+
+    def another(self, size: int, *, is_float: bool) -> Value:
+        """As many rows that another step writes."""
+        return Value(self.recording, size, is_float, self.is_share)
 
 
 @dataclass(eq=False)
 class NativeStep:
-    """`what`: a struct of `abi`. Its fields that name rows are in `reads` and `writes`."""
+    """`what`: a struct of `abi`. Its fields that name rows are in `reads` and `writes`. All are of the same number of
+    rows."""
 
     operation: int
     what: Any
     reads: dict[str, Value]
     writes: dict[str, Value]
 
+    @property
+    def is_share(self) -> bool:
+        return next(iter(self.writes.values())).is_share
+
 
 @dataclass(eq=False)
 class HostStep:
-    """Something that Python does to rows, in place."""
+    """Something that Python does: `apply` takes the rows, of which it overwrites the last."""
 
-    apply: Callable[[Tensor], None]
-    rows: Value
+    apply: Callable[..., None]
+    rows: Sequence[Value]
 
 
 @dataclass
@@ -54,22 +65,26 @@ class Recording:
     steps: list[NativeStep | HostStep] = field(default_factory=list)
     buffers: list[tuple[int, bool]] = field(default_factory=list)
     """(features, is it float32) of each."""
+    reserve: list[Callable[[int], None]] = field(default_factory=list)
+    """What is to be called before a pass has more tokens than any before: so many."""
 
-    def value(self, size: int, *, is_float: bool) -> Value:
-        return Value(self, size, is_float)
+    def value(self, size: int, *, is_float: bool, is_share: bool = False) -> Value:
+        return Value(self, size, is_float, is_share)
 
     def append(self, operation: int, what: Any, *, reads: dict[str, Value], writes: dict[str, Value]) -> None:
-        self.steps.append(NativeStep(operation, what, reads, writes))
+        step = NativeStep(operation, what, reads, writes)
+        assert all(value.is_share == step.is_share for value in _values(step)), "one number of rows in a step"
+        self.steps.append(step)
 
     def add(self, total: Value, x: Value) -> Value:
         """total += x"""
+        assert total.is_share == x.is_share
         last = self.steps[-1]
-        if isinstance(last, NativeStep) and last.operation == MULTIPLY and last.writes.get("out") is x:
-            assert last.what.ending == ENDING_STORE
+        if _can_end_with_sum(last, x) and last.operation == MULTIPLY:
             last.what.ending = ENDING_ADD
             last.writes = {"out": total}
             last.reads["total"] = total
-        elif isinstance(last, NativeStep) and last.operation == MIX and last.writes.get("hidden") is x:
+        elif _can_end_with_sum(last, x) and last.operation == MIX:
             cleared = self.steps.pop(-2)
             assert isinstance(cleared, NativeStep) and cleared.writes.get("out") is x
             last.writes = {"hidden": total}
@@ -82,14 +97,32 @@ class Recording:
     def clear(self, x: Value) -> None:
         self.append(CLEAR, RowsToRows(size=x.size), reads={}, writes={"out": x})
 
+    def rounded(self, x: Value) -> Value:
+        """`x` in the model's dtype, as products take it."""
+        if not x.is_float:
+            return x
+        out = x.another(x.size, is_float=False)
+        self.append(ROUND, RowsToRows(size=x.size), reads={"x": x}, writes={"out": out})
+        return out
+
     def all_reduce(self, x: Value, group: Group) -> Value:
         def reduce(rows: Tensor) -> None:
             total = group.all_reduce(rows)
             if total.data_ptr() != rows.data_ptr():
                 rows.copy_(total)
 
-        self.steps.append(HostStep(reduce, x))
+        self.steps.append(HostStep(reduce, [x]))
         return x
+
+    def host(self, function: Callable[..., Tensor], inputs: Sequence[Value], *, size: int, is_share: bool) -> Value:
+        """See `Kernels.host`."""
+        out = self.value(size, is_float=True, is_share=is_share)
+
+        def compute(*rows: Tensor) -> None:
+            rows[-1].copy_(function(*rows[:-1]))
+
+        self.steps.append(HostStep(compute, [*inputs, out]))
+        return out
 
     def finish(self, result: Value) -> None:
         """Give every value a buffer, and name it in the steps. `result` is not overwritten by any of them."""
@@ -120,5 +153,10 @@ class Recording:
         return len(self.buffers) - 1
 
 
-def _values(step: NativeStep | HostStep) -> list[Value]:
-    return [step.rows] if isinstance(step, HostStep) else [*step.reads.values(), *step.writes.values()]
+def _can_end_with_sum(step: NativeStep | HostStep, x: Value) -> TypeGuard[NativeStep]:
+    """Whether it writes `x` and could add it to something instead; a step that adds already can add to nothing else."""
+    return isinstance(step, NativeStep) and x in step.writes.values() and "total" not in step.reads
+
+
+def _values(step: NativeStep | HostStep) -> Sequence[Value]:
+    return step.rows if isinstance(step, HostStep) else [*step.reads.values(), *step.writes.values()]

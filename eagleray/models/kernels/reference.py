@@ -21,12 +21,31 @@ from eagleray.models.batch import Batch, Int32Array
 from eagleray.models.cache import KVCache
 from eagleray.models.kernels.attention import AttentionPlan, TensorBatch, attend, plan_attention
 from eagleray.models.kernels.context import ForwardContext
-from eagleray.models.kernels.experts import compute_experts
+from eagleray.models.kernels.experts import ExpertProducts, TorchProducts, compute_experts, find_slots
+from eagleray.models.kernels.latent import LatentHeads, latent_attention
+from eagleray.models.kernels.plain_linear import GatedLinear, PlainLinear, StoredGatedLinear
 from eagleray.models.kernels.ranking import Ranking
+from eagleray.models.kernels.routing import Mixture, route
 from eagleray.models.layers.rope import Rope
+from eagleray.models.moe.slots import SlotMap
+from eagleray.models.moe.trace import ExpertTrace
 from eagleray.parallel import Group
+from eagleray.parallel.group import Alone
 
-__all__ = ["Compute", "Context", "Forward", "Heads", "Kernels", "Mixture", "Operation", "PlainLinear", "Rows"]
+__all__ = [
+    "Compute",
+    "Context",
+    "ExpertProducts",
+    "Forward",
+    "Heads",
+    "Kernels",
+    "Mixture",
+    "Operation",
+    "PlainLinear",
+    "Rows",
+]
+
+ALONE = Alone()
 
 Rows = Any
 """[num_tokens, features]: a tensor, or what stands for one while a forward pass is recorded."""
@@ -55,32 +74,12 @@ class Heads:
     norm_eps: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mixture:
-    """How the experts of a layer are mixed."""
-
-    top_k: int
-    renormalize: bool
-    """Divide the weights of a token's experts by their sum."""
-    round_weights: bool
-    """To the model's dtype, before the outputs are summed up."""
-
-
 class Forward(Protocol):
     """The compiled form of a `Compute`."""
 
     def __call__(self, x: Int32Array | Tensor, batch: Batch, cache: KVCache) -> Tensor:
         """x: token ids [num_tokens], or the rows that the stage before has sent."""
         ...
-
-
-class PlainLinear:
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = weight
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
 
 
 class Kernels:
@@ -97,10 +96,17 @@ class Kernels:
         """Products with a weight [out_features, in_features]."""
         return PlainLinear(weight, bias)
 
+    def exact_linear(self, weight: Tensor) -> Operation:
+        """Products in float32, whatever the model's dtype, with a weight [out_features, in_features] of that dtype."""
+        product = self.linear(weight.float(), None)
+        return lambda x: product(x.float())
+
     def gated_linear(self, weight: Tensor, bias: Tensor | None) -> Operation:
         """silu of the first half of the products with a weight [2 * size, in_features], times the second half."""
         product = self.linear(weight, bias)
-        return lambda x: self.silu_and_mul(product(x))
+        if isinstance(product, PlainLinear):
+            return StoredGatedLinear(product, self.silu_and_mul)
+        return GatedLinear(product, self.silu_and_mul)
 
     def norm(self, weight: Tensor, eps: float) -> Operation:
         """RMS norm of each row."""
@@ -121,17 +127,51 @@ class Kernels:
         """
         return _SelfAttention(heads, self)
 
+    def latent_attention(self, heads: LatentHeads) -> Callable[[Rows, Rows, Tensor, Context], Rows]:
+        """The products of a layer's queries [num_tokens, num_heads * (plain_dim + rotated_dim)] and of its latents
+        [num_tokens, rank + rotated_dim], the layer's cache, context -> what each query sees [num_tokens, num_heads *
+        value_dim]. Caches the latents."""
+        return latent_attention(heads, self)
+
     def experts(
-        self, mixture: Mixture, gate_up: Sequence[Operation], down: Sequence[Operation]
+        self,
+        mixture: Mixture,
+        gate_up: Sequence[Operation],
+        down: Sequence[Operation],
+        *,
+        slots: SlotMap | None = None,
+        trace: ExpertTrace | None = None,
+        layer: int = 0,
     ) -> Callable[[Rows, Rows], Rows]:
         """Rows and the router's scores [num_tokens, num_experts] -> the weighted sum of what each row's experts
-        compute; `gate_up` (gated) and `down` are indexed by expert."""
+        compute; `gate_up` (gated) and `down` are indexed by expert, or by slot.
+
+        `slots`: of the experts, only those in this rank's slots compute; a row takes of an expert with copies that with
+        the number row % copies. `trace` is told what was chosen, as that of its layer `layer`.
+        """
 
         def compute(x: Tensor, scores: Tensor) -> Tensor:
             ids, weights = self.route(scores, mixture)
-            return compute_experts(x, ids, weights, gate_up, down)
+            if trace is not None:
+                trace.note(layer, ids)
+            return compute_experts(x, ids if slots is None else find_slots(ids, slots), weights, gate_up, down)
 
         return compute
+
+    def expert_products(self, gate_up: Sequence[Operation], down: Sequence[Operation]) -> ExpertProducts:
+        """The experts in this rank's slots, for code that routes and sums up itself, in a step of `host`."""
+        return TorchProducts(gate_up, down)
+
+    def host(
+        self, function: Callable[..., Tensor], inputs: Sequence[Rows], *, size: int, is_share: bool | None = None
+    ) -> Rows:
+        """What Python makes of rows, between operations: `function(*tensors) -> tensor`, [rows, features] each, `size`
+        features in the end. It may see the numbers of rows of a pass in its tensors only, which may be 0.
+
+        `is_share`: whether what it returns are the rows of the rank's share (`shares.row_share`), as under sequence
+        parallelism, and not those of all tokens; None: as its inputs are.
+        """
+        return function(*inputs)
 
     def add(self, a: Rows, b: Rows) -> Rows:
         """The sum; `a` is not to be used any more."""
@@ -141,8 +181,17 @@ class Kernels:
         """The sum over the ranks; `x` is not to be used any more."""
         return group.all_reduce(x)
 
-    def compile(self, compute: Compute, *, rope: Rope, windows: frozenset[int | None], device: torch.device) -> Forward:
-        """Make a forward pass of `compute`. What it returns may be overwritten by the next pass."""
+    def compile(
+        self,
+        compute: Compute,
+        *,
+        rope: Rope,
+        windows: frozenset[int | None],
+        device: torch.device,
+        tp: Group = ALONE,
+    ) -> Forward:
+        """Make a forward pass of `compute`, also for batches of no tokens. What it returns may be overwritten by the
+        next pass. `tp`: the ranks that share the rows, where some are those of a share (see `host`)."""
 
         def forward(x: Int32Array | Tensor, batch: Batch, cache: KVCache) -> Tensor:
             tensors = TensorBatch.of(batch, device)
@@ -166,6 +215,10 @@ class Kernels:
     def cache_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Shape of a block in the cache of a layer."""
         return block_size, 2 * num_kv_heads, head_dim
+
+    def latent_cache_block(self, block_size: int, size: int) -> tuple[int, ...]:
+        """Shape of a block in the cache of a layer that caches latents, `size` features of each token."""
+        return block_size, size
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) over the last dimension, in float32, times `weight` (broadcast from the right)."""
@@ -200,12 +253,9 @@ class Kernels:
         return attend(queries, keys_values, cache, plan)
 
     def route(self, scores: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
-        """[num_tokens, num_experts] -> ids and weights of the experts of each token, [num_tokens, top_k] each."""
-        probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32)
-        weights, ids = torch.topk(probabilities, mixture.top_k, dim=-1)
-        if mixture.renormalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return ids, weights.to(scores.dtype) if mixture.round_weights else weights
+        """[num_tokens, num_experts] -> ids and weights of the experts of each token, [num_tokens, top_k] each, the
+        likeliest first. Ids are integers; weights are float32, also if they are rounded, or of the scores' dtype."""
+        return route(scores, mixture)
 
 
 class _SelfAttention:

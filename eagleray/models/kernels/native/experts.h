@@ -1,64 +1,73 @@
-// Mixture of experts: which experts a token goes through, and the sum of what they compute.
+// Mixture of experts: what the experts of some tokens compute, and its sum.
 //
-// A pair is a token and one of its experts. The pairs of an expert are computed together, in order of their tokens; a
-// token's sum runs over its experts from the likeliest to the least likely, so it does not depend on other tokens.
+// A pair is a token and one of its experts. A slot is a place for an expert's weights; of all experts some may be
+// elsewhere, in another process, and some in several slots. The pairs of a slot are computed together, in order of
+// their tokens; a token's sum runs over its experts from the likeliest to the least likely, so it does not depend on
+// other tokens.
 #pragma once
 
 #include "base.h"
 #include "product.h"
+#include "routing.h"
 
 namespace eagleray {
 
-// scores: [num_tokens, num_experts], rows `stride` apart -> ids and weights [num_tokens, top_k] of the highest, in
-// descending order, the lower id first among equals. The weights are probabilities (softmax over all experts), which
-// `renormalize` divides by their sum; in the end they are rounded to T. Where the highest score is NaN or infinite, the
-// weights are NaN and the ids valid. The threads divide the tokens.
-template <class T>
-void route(const Team& team, const float* scores, int64_t stride, int64_t num_tokens, int64_t num_experts,
-           int64_t top_k, bool renormalize, int32_t* ids, float* weights);
-
-// The pairs sorted by expert, and then by token.
-struct Groups {
-  int32_t* offsets;  // [num_experts + 1] the places of expert e are offsets[e], ..., offsets[e + 1] - 1
-  int32_t* tokens;   // [num_tokens * top_k] the token of each place
-  int32_t* places;   // [num_tokens, top_k] the place of each pair
-};
-
-// One thread does it: it is little.
-void group(const int32_t* ids, int64_t num_tokens, int64_t top_k, int64_t num_experts, const Groups& groups);
-
-// hidden [num_tokens, size] += the sum of each token's rows of outputs [num_tokens * top_k, size], which `places` finds
-// and `weights` [num_tokens, top_k] multiplies. The threads divide tokens and columns.
-void combine(const Team& team, const float* outputs, const int32_t* places, const float* weights, int64_t num_tokens,
-             int64_t top_k, int64_t size, float* hidden, int64_t stride);
-
-template <class T>
+// The experts in the slots. `abi.py` mirrors it.
 struct Experts {
-  int64_t num_experts, top_k;
+  int64_t num_slots;
   int64_t hidden;              // size of a token's row
   int64_t inner;               // features of an expert, or of this rank's share of it
-  const T* const* gate_up;     // by expert, packed by `pack_gate_up`
-  const T* const* down;        // by expert, packed by `pack`
-  bool renormalize;
-  bool round_weights;          // to T
+  const void* const* gate_up;  // by slot, T packed by `pack_gate_up`
+  const void* const* down;     // by slot, T packed by `pack`
 };
+
+// Where the experts are. Row i of a batch takes the copy i % num_copies[e] of expert e. `abi.py` mirrors it.
+struct SlotMap {
+  const int32_t* table;       // [num_experts, max_copies] slots, -1: elsewhere; null: each has the slot of its number
+  const int32_t* num_copies;  // [num_experts]
+  int64_t max_copies;
+};
+
+// slots [num_tokens, top_k] of the experts `ids`, for the rows first_row, first_row + 1, ... of a batch.
+void find_slots(const SlotMap& map, const int32_t* ids, int64_t first_row, int64_t num_tokens, int64_t top_k,
+                int32_t* slots);
+
+// The pairs sorted by slot, and then by token; those without a slot are left out.
+struct Groups {
+  int32_t* offsets;  // [num_slots + 1] the places of slot s are offsets[s], ..., offsets[s + 1] - 1
+  int32_t* tokens;   // [num_tokens * top_k] the token of each place
+  int32_t* places;   // [num_tokens, top_k] the place of each pair, or -1; may be `slots`
+};
+
+// slots: [num_tokens, top_k], -1: none. One thread does it: it is little.
+void group(const int32_t* slots, int64_t num_tokens, int64_t top_k, int64_t num_slots, const Groups& groups);
+
+// hidden [num_tokens, size] += the sum of each token's rows of outputs [num_tokens * top_k, size], which `places` finds
+// and `weights` [num_tokens, top_k] multiplies. A token's places that are -1 are behind its others. The threads divide
+// tokens and columns.
+void combine(const Team& team, const float* outputs, const int32_t* places, const float* weights, int64_t num_tokens,
+             int64_t top_k, int64_t size, float* hidden, int64_t stride);
 
 // Bytes of memory to work in. A batch of more tokens is computed in parts, each of which reads the weights again; the
 // numbers are the same.
 template <class T>
-int64_t experts_scratch_size(const Experts<T>& experts, int64_t max_tokens);
+int64_t experts_scratch_size(const Experts& experts, int64_t top_k, int64_t max_tokens);
 
 struct ExpertScratch {
-  void* memory;  // experts_scratch_size(experts, max_tokens) bytes, where a multiple of 64 begins
+  void* memory;  // experts_scratch_size(experts, top_k, max_tokens) bytes, where a multiple of 64 begins
   int64_t max_tokens;
 };
 
 // What goes through the experts. Strides are in elements.
 template <class T>
-struct ExpertTokens {
+struct ExpertRows {
   int64_t count;
-  const T* x;           // [count, experts.hidden], 4-byte aligned; if that is odd, a zero follows each row of Bf16
+  const T* x;  // [count, experts.hidden], 4-byte aligned; if that is odd, a zero follows each row of Bf16
   int64_t x_stride;
+};
+
+// Where it comes from, and goes to.
+struct RoutedRows {
   const float* scores;  // [count, num_experts], the router's
   int64_t scores_stride;
   float* hidden;        // [count, experts.hidden], to which the result is added
@@ -68,7 +77,8 @@ struct ExpertTokens {
 
 // counts: [num_experts], to which the number of tokens of each is added; or null. All threads of the crew call.
 template <class T>
-void compute_experts(Crew& crew, const Experts<T>& experts, const ExpertTokens<T>& tokens, int64_t* counts,
+void compute_experts(Crew& crew, const Mixture& mixture, const Experts& experts, const SlotMap& map,
+                     const ExpertRows<T>& rows, const RoutedRows& routed, int64_t* counts,
                      const ExpertScratch& scratch);
 
 }  // namespace eagleray

@@ -9,7 +9,7 @@
 
 namespace eagleray {
 
-enum class Operation : int64_t { embed, normalize, multiply, attend, mix, add, clear };
+enum class Operation : int64_t { embed, normalize, multiply, attend, mix, add, clear, round };
 
 struct Step {
   Operation operation;
@@ -51,13 +51,14 @@ struct Attend {
 
 struct Mix {
   int64_t x, scores, hidden;  // T, float, float
-  int64_t num_experts, top_k, size, inner;
-  const void *gate_up, *down;  // [num_experts] packed weights
-  int64_t renormalize, round_weights;
+  Mixture mixture;
+  Experts experts;
+  SlotMap map;
   int64_t* counts;
+  int32_t* ids;  // [num_tokens, top_k], to which the chosen experts are written; null: nobody wants to know
 };
 
-struct RowsToRows {  // add, clear
+struct RowsToRows {  // add, clear, round
   int64_t x, out, size;
 };
 
@@ -88,6 +89,7 @@ class Run {
       case Operation::mix: return mix(*static_cast<const Mix*>(step.what));
       case Operation::add: return add(*static_cast<const RowsToRows*>(step.what));
       case Operation::clear: return clear(*static_cast<const RowsToRows*>(step.what));
+      case Operation::round: return round(*static_cast<const RowsToRows*>(step.what));
     }
   }
 
@@ -129,11 +131,11 @@ class Run {
   }
 
   void mix(const Mix& what) const {
-    Experts<T> experts{what.num_experts, what.top_k, what.size, what.inner, static_cast<const T* const*>(what.gate_up),
-                       static_cast<const T* const*>(what.down), what.renormalize != 0, what.round_weights != 0};
-    ExpertTokens<T> tokens{num_tokens_, rows<T>(what.x), stride(what.x), rows<float>(what.scores), stride(what.scores),
-                           rows<float>(what.hidden), stride(what.hidden), batch_.expert_ids};
-    compute_experts(crew_, experts, tokens, what.counts, {batch_.expert_scratch, batch_.expert_tokens});
+    ExpertRows<T> tokens{num_tokens_, rows<T>(what.x), stride(what.x)};
+    RoutedRows routed{rows<float>(what.scores), stride(what.scores), rows<float>(what.hidden), stride(what.hidden),
+                      what.ids ? what.ids : batch_.expert_ids};
+    compute_experts(crew_, what.mixture, what.experts, what.map, tokens, routed, what.counts,
+                    {batch_.expert_scratch, batch_.expert_tokens});
   }
 
   void add(const RowsToRows& what) const {
@@ -151,6 +153,13 @@ class Run {
     });
   }
 
+  void round(const RowsToRows& what) const {
+    crew_.each([&](Team team) {
+      eagleray::round(team, rows<float>(what.x), stride(what.x), num_tokens_, what.size, rows<T>(what.out),
+                      stride(what.out));
+    });
+  }
+
   Crew& crew_;
   const Rowbuffer* buffers_;
   const Batch& batch_;
@@ -163,12 +172,6 @@ void run(const Step* steps, int64_t count, const Rowbuffer* buffers, const Batch
     Run<T> one(crew, buffers, batch);
     for (int64_t i = 0; i < count; i++) one.step(steps[i]);
   });
-}
-
-template <class T>
-int64_t expert_scratch(const Mix& what, int64_t num_tokens) {
-  Experts<T> experts{what.num_experts, what.top_k, what.size, what.inner, nullptr, nullptr, false, false};
-  return experts_scratch_size(experts, num_tokens);
 }
 
 }  // namespace
@@ -184,11 +187,6 @@ EXPORT void er_run(int dtype, const Step* steps, int64_t count, const Rowbuffer*
 // Bytes.
 EXPORT int64_t er_attention_scratch(const AttentionShape* shape, int64_t max_context, int num_threads) {
   return attend_scratch(*shape, max_context, num_threads) * int64_t(sizeof(float));
-}
-
-// Bytes.
-EXPORT int64_t er_expert_scratch(int dtype, const Mix* what, int64_t num_tokens) {
-  return (dtype ? expert_scratch<Bf16> : expert_scratch<float>)(*what, num_tokens);
 }
 
 }  // namespace eagleray

@@ -60,8 +60,20 @@ void add(const Team& team, const float* x, int64_t stride, int64_t num_rows, int
     for (int64_t i = 0; i < size; i++) out[row * out_stride + i] += x[row * stride + i];
 }
 
+template <class T>
+void round(const Team& team, const float* x, int64_t stride, int64_t num_rows, int64_t size, T* out,
+           int64_t out_stride) {
+  Span own = share(team, num_rows);
+  for (int64_t row = own.begin; row < own.end; row++)
+    for_vectors(size, [&](int64_t i, auto count) {
+      store_some(out + row * out_stride + i, load_some(x + row * stride + i, count), count);
+    });
+}
+
 template void normalize(const Team&, const float*, int64_t, int64_t, int64_t, const float*, float, float*, int64_t);
 template void normalize(const Team&, const float*, int64_t, int64_t, int64_t, const float*, float, Bf16*, int64_t);
+template void round(const Team&, const float*, int64_t, int64_t, int64_t, float*, int64_t);
+template void round(const Team&, const float*, int64_t, int64_t, int64_t, Bf16*, int64_t);
 template void embed(const Team&, const Table<float>&, const int32_t*, int64_t, float*);
 template void embed(const Team&, const Table<Bf16>&, const int32_t*, int64_t, float*);
 

@@ -35,6 +35,11 @@ void embed(const Team& team, const Table<T>& table, const int32_t* token_ids, in
 void add(const Team& team, const float* x, int64_t stride, int64_t num_rows, int64_t size, float* out,
          int64_t out_stride);
 
+// out = x, rounded.
+template <class T>
+void round(const Team& team, const float* x, int64_t stride, int64_t num_rows, int64_t size, T* out,
+           int64_t out_stride);
+
 // ---- what is left of a row behind its last whole vector: fewer than 16 numbers
 
 inline Floats load_some(const float* from, int64_t count) {  // the other lanes are 0

@@ -1,32 +1,42 @@
-"""Routing, and the sums of experts, against float64 and plain torch; each token alone against it in any company."""
+"""What experts compute, and its sums, against float64 and plain torch; each token alone against it in any company."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import POINTER, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagleray.models.kernels import abi
+from eagleray.models.kernels.experts import find_slots
+from eagleray.models.kernels.native_experts import native_mixture, native_slots
+from eagleray.models.kernels.routing import Mixture
+from eagleray.models.moe.slots import SlotMap
+
 SIGNATURES = {
-    "er_route": (c_void_p, *[c_int64] * 4, c_int, c_void_p, c_void_p, c_int, c_int),
     "er_group": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p),
     "er_combine": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int),
     "er_compute_experts": (
-        *(c_void_p, c_int64, c_void_p, c_void_p, c_void_p, *[c_int64] * 4, c_int, c_int),
-        *(c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int),
+        *(POINTER(abi.Mixture), POINTER(abi.Experts), POINTER(abi.SlotMap), c_void_p, c_int64, c_int64),
+        *(POINTER(abi.RoutedRows), c_void_p, c_void_p, c_int64, c_int, c_int),
     ),
     "er_pack": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int, c_int),
     "er_pack_gate_up": (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int, c_int),
 }
-SIZES = {"er_packed_size": (c_int64, c_int64, c_int), "er_experts_scratch_size": (*[c_int64] * 5, c_int)}
+SIZES = {
+    "er_packed_size": (c_int64, c_int64, c_int),
+    "er_experts_scratch_size": (POINTER(abi.Experts), c_int64, c_int64, c_int),
+}
 DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
 
 
-SOURCES = ("experts.cpp", "product.cpp")
+SOURCES = ("experts.cpp", "product.cpp", "routing.cpp")
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -37,81 +47,6 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-# ---- routing
-
-
-def route(
-    library: ctypes.CDLL,
-    scores: Tensor,
-    top_k: int,
-    *,
-    renormalize: bool,
-    dtype: torch.dtype = torch.float32,
-    threads: int = 1,
-) -> tuple[Tensor, Tensor]:
-    n, num_experts = scores.shape
-    ids, weights = torch.empty(n, top_k, dtype=torch.int32), torch.empty(n, top_k)
-    arguments = scores.data_ptr(), scores.stride(0), n, num_experts, top_k, renormalize
-    library.er_route(*arguments, ids.data_ptr(), weights.data_ptr(), DTYPES.index(dtype), threads)
-    return ids.long(), weights
-
-
-def route_in_torch(scores: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """In float64; equal scores by id."""
-    ids = scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
-    weights = scores.double().softmax(dim=1).gather(1, ids)
-    return ids, weights / weights.sum(dim=1, keepdim=True) if renormalize else weights
-
-
-def check_route(library: ctypes.CDLL, num_experts: int, top_k: int, *, renormalize: bool) -> None:
-    torch.manual_seed(num_experts)
-    scores = (torch.randn(50, num_experts + 3) * 3)[:, :num_experts]
-    scores[10:] = scores[10:].bfloat16().float()  # many equal ones
-    scores[20:30] = scores[20:30].round()
-    scores[30] = 1.5
-    scores[31] = torch.where(torch.arange(num_experts) % 2 == 0, -0.0, 0.0)
-    scores[32, 1:] = -torch.inf
-    scores[33] *= 100
-    ids, weights = route(library, scores, top_k, renormalize=renormalize)
-    expected_ids, expected_weights = route_in_torch(scores, top_k, renormalize)
-    assert torch.equal(ids, expected_ids)
-    torch.testing.assert_close(weights.double(), expected_weights, rtol=2e-6, atol=1e-30)
-    rounded = route(library, scores, top_k, renormalize=renormalize, dtype=torch.bfloat16)[1]
-    torch.testing.assert_close(rounded, weights.bfloat16().float(), rtol=0, atol=1e-37)
-    for threads in (2, 3):
-        ids_too, weights_too = route(library, scores, top_k, renormalize=renormalize, threads=threads)
-        assert torch.equal(ids_too, ids)
-        assert torch.equal(weights_too, weights)
-    for row in range(len(scores)):
-        assert torch.equal(route(library, scores[row : row + 1], top_k, renormalize=renormalize)[1][0], weights[row])
-
-
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (128, 8), (37, 5), (5, 5), (1, 1), (17, 16), (512, 10)])
-def test_route(library: ctypes.CDLL, num_experts: int, top_k: int, renormalize: bool) -> None:
-    check_route(library, num_experts, top_k, renormalize=renormalize)
-
-
-def test_route_on_another_processor(other_library: ctypes.CDLL) -> None:
-    check_route(other_library, 37, 5, renormalize=True)
-
-
-def test_scores_that_are_no_numbers(library: ctypes.CDLL) -> None:
-    scores = torch.randn(6, 20)
-    expected = route(library, scores, 4, renormalize=True)
-    scores[1, 3] = torch.nan
-    scores[2, 4] = torch.inf
-    scores[3] = -torch.inf
-    scores[4] = torch.nan
-    ids, weights = route(library, scores, 4, renormalize=True)
-    assert weights[1:5].isnan().all()
-    assert torch.equal(weights[::5], expected[1][::5])
-    assert torch.equal(ids[::5], expected[0][::5])
-    assert ids[1, 0] == 3
-    assert ids[2, 0] == 4
-    assert ids[3:5].tolist() == [[0, 1, 2, 3]] * 2
-
-
 # ---- groups
 
 
@@ -120,15 +55,27 @@ def test_group(library: ctypes.CDLL, num_tokens: int, num_experts: int, top_k: i
     torch.manual_seed(num_tokens)
     ids = torch.rand(num_tokens, num_experts).argsort(dim=1)[:, :top_k].int().contiguous()
     ids[ids == 1] = 0  # an expert without tokens, and tokens that chose one twice
+    ids[num_tokens // 2 :: 3, 0] = -1  # pairs that are elsewhere
     offsets = torch.full((num_experts + 1,), -1, dtype=torch.int32)
     tokens, places = (torch.full((num_tokens * top_k,), -1, dtype=torch.int32) for _ in range(2))
     pointers = (x.data_ptr() for x in (offsets, tokens, places))
     library.er_group(ids.data_ptr(), num_tokens, top_k, num_experts, *pointers)
     pairs = ids.flatten()
-    order = pairs.argsort(stable=True)
-    assert torch.equal(tokens.long(), order // top_k)
-    assert torch.equal(places.argsort(), order)
-    assert offsets.tolist() == [0, *pairs.bincount(minlength=num_experts).cumsum(0).tolist()]
+    order = pairs.argsort(stable=True)[(pairs < 0).sum() :]
+    found = places.flatten()
+    assert torch.equal(tokens[: len(order)].long(), order // top_k)
+    assert torch.equal(found[order].long(), torch.arange(len(order)))
+    assert (found[pairs < 0] == -1).all()
+    assert offsets.tolist() == [0, *pairs[pairs >= 0].bincount(minlength=num_experts).cumsum(0).tolist()]
+
+
+def test_group_in_place(library: ctypes.CDLL) -> None:
+    slots = torch.tensor([[2, -1], [0, 2], [-1, -1]], dtype=torch.int32)
+    offsets, tokens = torch.empty(4, dtype=torch.int32), torch.full((6,), -1, dtype=torch.int32)
+    library.er_group(slots.data_ptr(), 3, 2, 3, offsets.data_ptr(), tokens.data_ptr(), slots.data_ptr())
+    assert slots.tolist() == [[1, -1], [0, 2], [-1, -1]]
+    assert tokens[:3].tolist() == [1, 0, 1]
+    assert offsets.tolist() == [0, 1, 1, 3]
 
 
 # ---- sums
@@ -158,6 +105,11 @@ def test_combine(library: ctypes.CDLL, size: int) -> None:
         row = slice(token, token + 1)
         alone = combine(library, outputs, places[row], weights[row], hidden[row].contiguous(), 2)
         assert torch.equal(alone[0], result[token])
+    places[1, 3:], places[2] = -1, -1
+    fewer = combine(library, outputs, places, weights, hidden, 2)
+    assert torch.equal(fewer[2], hidden[2])
+    expected = hidden[1, :size].double() + weights[1, :3].double() @ outputs[places[1, :3].long()].double()
+    torch.testing.assert_close(fewer[1, :size].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 # ---- all together
@@ -177,21 +129,34 @@ class Layer:
     packed: tuple[list[Tensor], list[Tensor]]
 
     def compute(
-        self, x: Tensor, scores: Tensor, hidden: Tensor, *, threads: int = 1, max_tokens: int = 1000
+        self,
+        x: Tensor,
+        scores: Tensor,
+        hidden: Tensor,
+        *,
+        threads: int = 1,
+        max_tokens: int = 1000,
+        slots: SlotMap | None = None,
+        experts: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`hidden` plus what the experts make of x, the ids, and how many tokens each expert had."""
+        """`hidden` plus what the experts make of x, the ids, and how many tokens each expert had. `experts`: what is in
+        each slot."""
         n, size = x.shape
         num_experts, inner, _ = self.gate.shape
         dtype = DTYPES.index(x.dtype)
         x, result = F.pad(x, (0, size % 2)), hidden.clone()
         ids, counts = torch.empty(n, self.top_k, dtype=torch.int32), torch.zeros(num_experts, dtype=torch.int64)
-        sizes = num_experts, self.top_k, size, inner
-        scratch = torch.empty(self.library.er_experts_scratch_size(*sizes, max_tokens, dtype), dtype=torch.uint8)
+        mixture = Mixture(top_k=self.top_k, renormalize=self.renormalize, round_weights=self.round_weights)
+        held = range(num_experts) if experts is None else experts
+        gate_up, down = ((c_void_p * len(held))(*[part[e].data_ptr() for e in held]) for part in self.packed)
+        packed = abi.Experts(len(held), size, inner, ctypes.addressof(gate_up), ctypes.addressof(down))
+        memory = self.library.er_experts_scratch_size(packed, self.top_k, max_tokens, dtype)
+        scratch = torch.empty(memory, dtype=torch.uint8)
         scratch.fill_(0xFF)  # NaN, however it is read
-        gate_up, down = ((c_void_p * num_experts)(*[w.data_ptr() for w in weights]) for weights in self.packed)
+        routed = abi.RoutedRows(scores.data_ptr(), num_experts, result.data_ptr(), size, ids.data_ptr())
         self.library.er_compute_experts(
-            *(x.data_ptr(), n, scores.data_ptr(), gate_up, down, *sizes, self.renormalize, self.round_weights),
-            *(result.data_ptr(), ids.data_ptr(), counts.data_ptr(), scratch.data_ptr(), max_tokens, dtype, threads),
+            *(native_mixture(mixture, num_experts), packed, native_slots(slots, num_experts)),
+            *(x.data_ptr(), x.shape[1], n, routed, counts.data_ptr(), scratch.data_ptr(), max_tokens, dtype, threads),
         )
         return result, ids.long(), counts
 
@@ -255,7 +220,7 @@ def inputs(layer: Layer, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 def check_layer(layer: Layer, num_tokens: int) -> None:
     x, scores, hidden = inputs(layer, num_tokens)
     result, ids, counts = layer.compute(x, scores, hidden)
-    assert torch.equal(ids, route_in_torch(scores, layer.top_k, False)[0])
+    assert torch.equal(ids, scores.sort(dim=1, descending=True, stable=True).indices[:, : layer.top_k])
     assert torch.equal(counts, ids.flatten().bincount(minlength=len(counts)))
     truth = layer.truth(x, scores, ids)
     error = (result.double() - hidden.double() - truth).abs()
@@ -320,3 +285,58 @@ def test_no_tokens(library: ctypes.CDLL) -> None:
     result, _, counts = layer.compute(*inputs(layer, 0), threads=2)
     assert result.shape == (0, 64)
     assert counts.sum() == 0
+
+
+# ---- experts that are elsewhere, and copies
+
+PLACES = ([3, 0, 6, 3], [1, 4, 0, 5], [7, 2, 3, 1])
+"""The experts in the slots of three ranks: of 0 and 1 there are two copies, of 3 three."""
+
+
+def slot_maps() -> list[SlotMap]:
+    """Of the ranks."""
+    maps = [SlotMap(np.full((8, 3), -1, np.int32), np.zeros(8, np.int32)) for _ in PLACES]
+    for rank, experts in enumerate(PLACES):
+        for slot, expert in enumerate(experts):
+            copy = maps[0].num_copies[expert]
+            maps[rank].table[expert, copy] = slot
+            for each in maps:
+                each.num_copies[expert] += 1
+    return maps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 9, 60])
+def test_ranks_that_have_some_of_the_experts(library: ctypes.CDLL, num_tokens: int, dtype: torch.dtype) -> None:
+    layer = make_layer(library, 8, 3, 64, 32, dtype)
+    x, scores, hidden = inputs(layer, num_tokens)
+    whole, ids, counts = layer.compute(x, scores, hidden)
+    total = hidden.double()
+    for slots, experts in zip(slot_maps(), PLACES, strict=True):
+        nothing = torch.zeros_like(hidden)
+        part, ids_too, counts_too = layer.compute(x, scores, nothing, slots=slots, experts=experts)
+        assert torch.equal(ids_too, ids)
+        assert torch.equal(counts_too, counts)
+        absent = (find_slots(ids, slots) < 0).all(dim=1)
+        assert (part[absent] == 0).all()
+        for threads, max_tokens in ((2, 1000), (1, 7), (2, 1)):
+            again = layer.compute(
+                x, scores, nothing, slots=slots, experts=experts, threads=threads, max_tokens=max_tokens
+            )[0]
+            assert torch.equal(again, part)
+        total += part.double()
+    torch.testing.assert_close(total, whole.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rank_that_has_all_experts_in_any_slots(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    layer = make_layer(library, 8, 3, 64, 32, dtype)
+    x, scores, hidden = inputs(layer, 40)
+    experts = [5, 1, 0, 7, 2, 4, 6, 3, 1]
+    slots = SlotMap(np.full((8, 2), -1, np.int32), np.ones(8, np.int32))
+    for slot, expert in enumerate(experts):
+        slots.table[expert, int(slot == 8)] = slot
+    slots.num_copies[1] = 2
+    expected = layer.compute(x, scores, hidden)
+    found = layer.compute(x, scores, hidden, slots=slots, experts=experts)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
