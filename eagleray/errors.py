@@ -16,6 +16,7 @@
     ├── WorkerLost                    a worker died, or was silent for too long; says which, and how it ended
     ├── DeadlineExceeded              a wait ended without what it waited for
     └── ChannelClosed                 the other side is gone, or we closed
+        └── ExpertGroupBroken         an engine that shares the experts is gone; the others go on with its successor
 
 `UserError`s are the user's to mend, everything else is ours or the machine's.
 """
@@ -30,6 +31,7 @@ __all__ = [
     "DeadlineExceeded",
     "EagleRayError",
     "EngineFailed",
+    "ExpertGroupBroken",
     "InvalidRequest",
     "Overloaded",
     "PromptTooLong",
@@ -112,3 +114,8 @@ class DeadlineExceeded(EagleRayError, TimeoutError):
 
 class ChannelClosed(EagleRayError):
     """The channel was closed, by us or by the death of the other side."""
+
+
+class ExpertGroupBroken(ChannelClosed):
+    """A worker of another engine, with which this one shares the experts, is gone. This one is well, and can join a
+    group of a later epoch."""

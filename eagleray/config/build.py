@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from eagleray.config.resolve import cache_bytes, check_executor, check_fleet
+from eagleray.config.resolve import cache_bytes, check_executor, check_experts, check_fleet
 from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
 
@@ -46,6 +46,7 @@ def build_config(**options: Any) -> Config:
     cache_bytes(config.cache)  # a size that cannot be read is an error now, not when the cache is allocated
     check_fleet(config)
     check_executor(config)
+    check_experts(config)
     return config
 
 

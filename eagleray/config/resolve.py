@@ -16,10 +16,14 @@ __all__ = [
     "ExecutorName",
     "cache_bytes",
     "check_executor",
+    "check_experts",
     "check_fleet",
     "checkpoint_dir",
+    "engine_index",
     "engines_on_host",
     "executor_name",
+    "expert_dispatch",
+    "expert_engines",
     "first_device",
     "is_asynchronous",
     "local_ranks",
@@ -29,6 +33,7 @@ __all__ = [
 ]
 
 ExecutorName = Literal["in-process", "processes", "ray", "ray-graph"]
+ExpertDispatch = Literal["all-reduce", "all-gather", "all-to-all"]
 
 DEMO_MODEL_DIR = Path(__file__).parent.parent / "demo_model"
 DEMO_MODEL_NAME = "eagleray-demo"
@@ -141,11 +146,40 @@ def engines_on_host(config: Config) -> int:
     return len(local_ranks(config)) if config.parallel.data_parallel_backend == "processes" else 1
 
 
+def engine_index(config: Config, rank: int) -> int:
+    """Which of the `engines_on_host` the engine `rank` is."""
+    return rank - local_ranks(config)[0] if config.parallel.data_parallel_backend == "processes" else 0
+
+
 def first_device(config: Config, rank: int) -> int:
     """Which of the host's GPUs is the first of the engine `rank`: each engine that is a process has its own."""
-    if config.parallel.data_parallel_backend != "processes":
-        return 0  # Ray assigns devices
-    return (rank - local_ranks(config)[0]) * config.parallel.world_size
+    return engine_index(config, rank) * config.parallel.world_size  # Ray assigns devices
+
+
+def expert_engines(config: Config) -> int:
+    """Over how many engines the experts of a layer are divided; these step together."""
+    return config.parallel.data_parallel_size if config.parallel.enable_expert_parallel else 1
+
+
+def expert_dispatch(config: Config) -> ExpertDispatch:
+    """How tokens and experts come together."""
+    if config.parallel.expert_dispatch != "auto":
+        return config.parallel.expert_dispatch
+    return "all-reduce" if expert_engines(config) == 1 else "all-gather"
+
+
+def check_experts(config: Config) -> None:
+    """Raises `ConfigError` for options of expert parallelism that do not fit together. What depends on the model is
+    checked when it is loaded."""
+    _check_experts_are_divided(config)
+    _check_redundant_experts(config)
+    if expert_engines(config) > 1:
+        _check_tokens_differ(config)
+        _check_one_stage(config)
+        _check_all_engines_here(config)
+        _check_group_executor(config)
+    if config.model.deterministic:
+        _check_ordered_sums(config)
 
 
 def check_executor(config: Config) -> None:
@@ -219,6 +253,84 @@ def _check_shared_bundles(config: Config, *, num_engines: int) -> None:
             f"option `placement_group`: all {num_engines} engines here would take its first bundles: take "
             "data_parallel_backend ray, which gives each engine bundles of its own, or run each engine by a program of "
             "its own with `data_parallel_rank` and `bundle_indices`"
+        )
+
+
+def _check_experts_are_divided(config: Config) -> None:
+    parallel = config.parallel
+    given = {
+        "enable_eplb": parallel.enable_eplb,
+        "num_redundant_experts": parallel.num_redundant_experts > 0,
+        "expert_dispatch": parallel.expert_dispatch != "auto",
+    }
+    for name, is_given in given.items():
+        if is_given and not parallel.enable_expert_parallel:
+            raise ConfigError(f"option `{name}` is for whole experts on each worker: add `enable_expert_parallel`")
+
+
+def _check_redundant_experts(config: Config) -> None:
+    """Without measured load nobody knows which experts need copies."""
+    if config.parallel.num_redundant_experts > 0 and not config.parallel.enable_eplb:
+        raise ConfigError(
+            "option `num_redundant_experts` makes room for copies of experts with much load: add `enable_eplb`, which "
+            "measures it"
+        )
+
+
+def _check_tokens_differ(config: Config) -> None:
+    if expert_dispatch(config) == "all-reduce":
+        raise ConfigError(
+            f"option `expert_dispatch`: all-reduce is for one engine, whose workers all have the same tokens, but "
+            f"data_parallel_size is {config.parallel.data_parallel_size}: take all-gather or all-to-all"
+        )
+
+
+def _check_one_stage(config: Config) -> None:
+    if config.parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"option `enable_expert_parallel`: engines that share their experts have one stage, but "
+            f"pipeline_parallel_size is {config.parallel.pipeline_parallel_size}: set it to 1, and raise "
+            "tensor_parallel_size or data_parallel_size; or leave data_parallel_size at 1"
+        )
+
+
+def _check_all_engines_here(config: Config) -> None:
+    """One supervisor must know all members of the group."""
+    for name in ("data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local"):
+        if getattr(config.parallel, name) is not None:
+            raise ConfigError(
+                f"option `{name}`: engines that share their experts are all started by one program: drop it, with "
+                "data_parallel_backend ray for several nodes, or drop `enable_expert_parallel`"
+            )
+
+
+def _check_group_executor(config: Config) -> None:
+    executor, backend = config.execution.executor, config.parallel.data_parallel_backend
+    if executor == "ray-graph":
+        raise ConfigError(
+            "option `enable_expert_parallel`: engines that share their experts cannot use executor ray-graph, whose "
+            "graph ends with the first step that fails: take ray"
+        )
+    if backend == "ray" and executor in ("in-process", "processes"):
+        raise ConfigError(
+            f"option `enable_expert_parallel`: workers of different engines must reach each other, but with executor "
+            f"{executor} those of an engine that is a Ray actor know no address of their node: take executor ray"
+        )
+
+
+def _check_ordered_sums(config: Config) -> None:
+    """Which parts of a sum are on which rank must not depend on what runs."""
+    if not config.parallel.enable_expert_parallel or expert_dispatch(config) == "all-to-all":
+        return
+    if expert_engines(config) > 1:
+        raise ConfigError(
+            f"option `deterministic`: with expert_dispatch {expert_dispatch(config)}, sums over experts depend on how "
+            "many engines share them: take all-to-all"
+        )
+    if config.parallel.enable_eplb:
+        raise ConfigError(
+            f"option `deterministic`: with expert_dispatch {expert_dispatch(config)}, sums over experts depend on "
+            "where the experts are, which `enable_eplb` changes: take all-to-all, or drop it"
         )
 
 

@@ -6,7 +6,8 @@ Process groups are made straight from the store of `rendezvous`; torch's global 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp, Store, Wo
 
 from eagleray.errors import ChannelClosed, DeadlineExceeded
 from eagleray.parallel.group import OPERATION_SECONDS
+from eagleray.parallel.sums import add_in_order
 
 __all__ = ["Connections", "TorchGroup", "finish"]
 
@@ -49,12 +51,18 @@ class Connections:
             ) from error
         self._device = _nccl(PrefixStore(f"{name}/nccl", store), rank, size) if device.type == "cuda" else None
 
-    def of(self, x: Tensor) -> Operations:
-        """Those for tensors like this one."""
-        if x.is_cuda:
+    def of(self, device: torch.device) -> Operations:
+        """Those for tensors of this device."""
+        if device.type == "cuda":
             assert self._device is not None, "a tensor of a GPU, in a group of CPUs"
             return self._device
         return self._host
+
+    def close(self) -> None:
+        """Others that wait for this rank notice it."""
+        self._host.abort()
+        if self._device is not None:
+            self._device.abort()
 
 
 def _nccl(store: Store, rank: int, size: int) -> Operations:
@@ -83,13 +91,17 @@ def finish(what: str, start: Callable[[], Work], timeout: float, device: torch.d
 
 
 class TorchGroup:
-    """See `group.Group`. On CPUs, sums of bfloat16 and float16 are computed in float32 and rounded once; on GPUs they
-    are NCCL's."""
+    """See `group.Group`. On CPUs, sums of bfloat16 and float16 are computed in float32 and rounded once; on GPUs those
+    of `all_reduce` are NCCL's. `kind`: what the ranks are ranks of, for messages."""
 
-    def __init__(self, connections: Connections, *, timeout: float = OPERATION_SECONDS) -> None:
+    def __init__(
+        self, connections: Connections, *, timeout: float = OPERATION_SECONDS, kind: str = "tensor-parallel"
+    ) -> None:
         self.rank, self.size = connections.rank, connections.size
+        self.bytes_sent: dict[str, int] = Counter()
         self._connections: Connections | None = connections
         self._timeout = timeout
+        self._kind = kind
 
     @property
     def is_ordered(self) -> bool:
@@ -99,30 +111,75 @@ class TorchGroup:
         wide = (x if x.is_cuda or x.itemsize >= 4 else x.float()).contiguous()
         limit = timedelta(seconds=self._timeout)
         self._finish("all_reduce", x, lambda group: group.allreduce(wide, ReduceOp.SUM, limit))
+        self.bytes_sent["all_reduce"] += x.nbytes
         return wide.to(x.dtype)
+
+    def all_gather(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        assert len(x) == counts[self.rank], "the rows of this rank are as many as it counts"
+        whole = x.repeat(self.size, *[1] * (x.ndim - 1))  # the same for each
+        self.bytes_sent["all_gather"] += x.nbytes
+        return self._all_to_all("all_gather", whole, [len(x)] * self.size, counts)
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        own = counts[self.rank]
+        parts = self._all_to_all("reduce_scatter", x, counts, [own] * self.size)
+        out = parts.new_empty((own, *x.shape[1:]))
+        self.bytes_sent["reduce_scatter"] += x.nbytes - out.nbytes
+        add_in_order(list(parts.split(own)) if own else [parts] * self.size, out=out)
+        return out
+
+    def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        out = self._all_to_all("all_to_all", x, send_counts, receive_counts)
+        self.bytes_sent["all_to_all"] += x.nbytes - x[: send_counts[self.rank]].nbytes
+        return out
 
     def gather(self, x: Tensor) -> Tensor | None:
         mine = x.contiguous()
         parts = [torch.empty_like(mine) for _ in range(self.size)] if self.rank == 0 else []
         limit = timedelta(seconds=self._timeout)
         self._finish("gather", x, lambda group: group.gather(parts, mine, 0, limit))
+        if self.rank != 0:
+            self.bytes_sent["gather"] += x.nbytes
         return torch.cat(parts, dim=-1) if parts else None
 
     def broadcast(self, x: Tensor) -> Tensor:
         whole = x.contiguous()
         limit = timedelta(seconds=self._timeout)
         self._finish("broadcast", x, lambda group: group.broadcast(whole, 0, limit))
+        if self.rank == 0:
+            self.bytes_sent["broadcast"] += x.nbytes
         return whole
 
     def close(self) -> None:
+        if self._connections is not None:
+            self._connections.close()
         self._connections = None
 
+    def _all_to_all(
+        self, operation: str, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> Tensor:
+        """As bytes, which every backend can send whatever they mean. A rank takes part even if it has nothing to send:
+        the others count operations."""
+        assert len(x) == sum(send_counts), "there are as many rows as are sent"
+        out = x.new_empty((sum(receive_counts), *x.shape[1:]))
+        row_bytes = x.shape[1:].numel() * x.itemsize
+        sizes = [[count * row_bytes for count in counts] for counts in (receive_counts, send_counts)]
+        said, heard = x.reshape(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
+        limit = timedelta(seconds=self._timeout)
+        if row_bytes > 0:
+            self._start(operation, x.device, lambda group: group.alltoall_base(heard, said, *sizes, limit))
+        return out
+
     def _finish(self, operation: str, x: Tensor, start: Callable[[Operations], Work]) -> None:
+        if x.numel() > 0:
+            self._start(operation, x.device, start)
+        elif self._connections is None:
+            raise ChannelClosed(f"{operation}: the group was closed")
+
+    def _start(self, operation: str, device: torch.device, start: Callable[[Operations], Work]) -> None:
         if self._connections is None:
             raise ChannelClosed(f"{operation}: the group was closed")
-        if x.numel() == 0:
-            return
-        backend = self._connections.of(x)
+        backend = self._connections.of(device)
         others = ", ".join(str(rank) for rank in range(self.size) if rank != self.rank)
-        what = f"{operation}: tensor-parallel rank {self.rank} of {self.size} with rank {others}"
-        finish(what, lambda: start(backend), self._timeout, x.device)
+        what = f"{operation}: {self._kind} rank {self.rank} of {self.size} with rank {others}"
+        finish(what, lambda: start(backend), self._timeout, device)

@@ -15,35 +15,40 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from eagleray.messages.steps import GroupsOpened
 from eagleray.messages.workers import Topology
 from eagleray.parallel.distributed import Connections, TorchGroup
+from eagleray.parallel.expert_group import ExpertGroup
 from eagleray.parallel.group import Alone, Group
-from eagleray.parallel.mesh import Mesh
-from eagleray.parallel.rendezvous import bind_store, reach_store
+from eagleray.parallel.mesh import ONE_ENGINE, Engines, Mesh
+from eagleray.parallel.rendezvous import LOOPBACK, bind_store, reach_store
 from eagleray.parallel.shared_memory import Segment
 from eagleray.parallel.stages import OneStage, Stages, TorchStages
 from eagleray.transport.shared import is_possible
 
 __all__ = ["Groups", "OpenedGroups"]
 
-LOOPBACK = "127.0.0.1"
-
 
 class Groups:
-    """`tp`: the ranks that share every layer with this one; `stages`: the ways to the other stages. `store`: what they
-    need, if they do; in rank 0's process it serves the others too."""
+    """`tp`: the ranks that share every layer with this one; `stages`: the ways to the other stages; `experts`: the
+    ranks that divide the experts, to be joined later if they are of several engines. `store`: what they need, if they
+    do; in rank 0's process it serves the others too."""
 
-    def __init__(self, mesh: Mesh, tp: Group, stages: Stages, store: TCPStore | None = None) -> None:
+    def __init__(
+        self, mesh: Mesh, tp: Group, stages: Stages, experts: ExpertGroup, store: TCPStore | None = None
+    ) -> None:
         self.mesh = mesh
         self.tp = tp
         self.stages = stages
+        self.experts = experts
         self._store = store
 
     @classmethod
     def alone(cls) -> Groups:
         """Of a worker that has the whole model."""
-        return cls(Mesh(), Alone(), OneStage())
+        tp = Alone()
+        return cls(Mesh(), tp, OneStage(), ExpertGroup(tp))
 
     def close(self) -> None:
         """Leave them; harmless when repeated."""
+        self.experts.leave()
         self.tp.close()
         self.stages.close()
         self._store = None
@@ -61,16 +66,20 @@ class OpenedGroups:
         store: TCPStore | None,
         segment: Segment | None,
         opened: GroupsOpened,
+        engines: Engines,
     ) -> None:
-        self._mesh, self._topology, self._device = mesh, topology, device
+        self._mesh, self._topology, self._device, self._engines = mesh, topology, device, engines
         self._store = store
         self._segment = segment
         self.opened = opened
         """What the other ranks must know."""
 
     @classmethod
-    def open(cls, *, mesh: Mesh, topology: Topology, device: torch.device) -> OpenedGroups:
-        """Raises `ConfigError` for an address that is not this machine's, and for too little shared memory."""
+    def open(
+        cls, *, mesh: Mesh, topology: Topology, device: torch.device, engines: Engines = ONE_ENGINE
+    ) -> OpenedGroups:
+        """`engines`: those that share the experts with this one. Raises `ConfigError` for an address that is not this
+        machine's, and for too little shared memory."""
         shares = _shares_memory(mesh.tp_ranks, topology, device)
         with ExitStack() as stack:
             segment = None
@@ -88,6 +97,7 @@ class OpenedGroups:
             store=store,
             segment=segment,
             opened=GroupsOpened(store=address, segment=None if segment is None else segment.ticket),
+            engines=engines,
         )
 
     def join(self, opened: Sequence[GroupsOpened], *, timeout: float) -> Groups:
@@ -107,7 +117,9 @@ class OpenedGroups:
                 stages = TorchStages(mesh, self._connect(name, mesh.pp_rank, mesh.pp_size, timeout), self._store)
             stack.pop_all()
         store, self._store, self._segment = self._store, None, None
-        return Groups(mesh, tp, stages, store)
+        address = self._topology.addresses[mesh.rank]
+        experts = ExpertGroup(tp, engines=self._engines, address=address, device=self._device)
+        return Groups(mesh, tp, stages, experts, store)
 
     def close(self) -> None:
         """Give back what was opened, unless it belongs to groups; harmless when repeated."""

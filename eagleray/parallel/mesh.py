@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Mesh"]
+__all__ = ["ONE_ENGINE", "Engines", "Mesh"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,3 +58,15 @@ class Mesh:
         share, extra = divmod(num_layers, self.pp_size)
         start = self.pp_rank * share + min(self.pp_rank, extra)
         return range(start, start + share + (self.pp_rank < extra))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """The engines whose workers divide the experts among them: which of them this is, and how many they are. An engine
+    that has all experts is the only one, whatever its rank is among those that share the requests."""
+
+    rank: int = 0
+    size: int = 1
+
+
+ONE_ENGINE = Engines()

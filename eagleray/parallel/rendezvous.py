@@ -13,7 +13,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from eagleray.errors import ChannelClosed, ConfigError, DeadlineExceeded
 
-__all__ = ["bind_store", "reach_store"]
+__all__ = ["LOOPBACK", "bind_store", "reach_store"]
+
+LOOPBACK = "127.0.0.1"
+"""Nothing that other machines can reach."""
 
 LOCAL_SECONDS = 30.0
 """For rank 0 to connect to its own store."""

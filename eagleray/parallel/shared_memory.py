@@ -1,54 +1,33 @@
-"""A tensor-parallel group on one node: its ranks exchange tensors through memory that all of them map.
+"""A group on one node: its ranks exchange tensors through memory that all of them map, in rounds (`rounds.py`).
 
-The memory holds a number for each rank, and two slots for each rank. An operation is one or more rounds, counted from
-1. In round k a rank that has something to say writes it into its slot k % 2; then every rank sets its own number to k
-and waits until the numbers of those whose slots it wants to read are at least k.
-
-Why two slots are enough, without a second wait at the end of a round: a rank's number is k - 1 only after it is done
-with round k - 2, reading included. A rank writes its slot of round k, last written in round k - 2, only once all
-numbers are at least k - 1, so nobody reads any more what it overwrites. After a sum that is known already, because the
-sum itself has waited for the number k - 1 of every rank.
-
-Memory order. Numbers are words of eight bytes, written and read through a `memoryview` of format "Q", one aligned
-move each. x86-64 does not reorder a store with an earlier store, nor a load with an earlier load (total store order;
-where a large copy uses non-temporal stores, libc ends it with a fence): a rank that sees number k sees the slot too.
-And no rank sets its number to k before its loads of earlier rounds are done, since a store is not reordered with an
-earlier load. Other processors give no such promise; there groups use gloo (`distributed.py`).
+Tensors larger than a slot go in pieces, a round each. How many rounds an operation takes is known to all ranks: from
+the shape, which is the same on all, from the counts of rows, or, where each rank knows only its own (`all_to_all`),
+from what the ranks say in the first round. `gather` and `broadcast` wait only for those that speak; every other
+operation meets all ranks in every round.
 """
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import msgspec
 import torch
 from torch import Tensor
 
-from eagleray.errors import ChannelClosed, ConfigError, DeadlineExceeded
+from eagleray.errors import ChannelClosed, ConfigError
 from eagleray.parallel.group import OPERATION_SECONDS
+from eagleray.parallel.processes import Processes
+from eagleray.parallel.rounds import LINE_BYTES, WORD, Layout, Rounds
+from eagleray.parallel.sums import add_in_order
 from eagleray.transport.memory import Region
 
 __all__ = ["Segment", "SharedMemoryGroup"]
 
-WORD = 8
-LINE_BYTES = 64
-"""A rank's number is on a cache line of its own."""
-
-PAGE_BYTES = 4096
-"""Slots begin at a multiple of this, so that all ranks compute sums with the same alignment."""
-
 SLOT_BYTES = 1 << 20
 """Larger tensors go in pieces of this size."""
-
-SPIN_SECONDS = 0.001
-"""Ranks compute the same, so usually the others are only microseconds away."""
-
-NAP_SECONDS = 50e-6
-
-MAX_VIEWS = 512
-"""Shapes whose views of the slots are kept."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -58,24 +37,6 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     descriptor: int
     nonce: bytes
     slot_bytes: int
-
-
-class Layout:
-    """Where things are: a line for the nonce, a line for each rank's number, then the slots."""
-
-    def __init__(self, num_ranks: int, slot_bytes: int) -> None:
-        assert slot_bytes % PAGE_BYTES == 0
-        self.num_ranks, self.slot_bytes = num_ranks, slot_bytes
-        self.data = -(-LINE_BYTES * (1 + num_ranks) // PAGE_BYTES) * PAGE_BYTES
-        self.size = self.data + 2 * num_ranks * slot_bytes
-
-    def number(self, rank: int) -> int:
-        """Index among the words."""
-        return LINE_BYTES // WORD * (1 + rank)
-
-    def slot(self, rank: int, parity: int) -> int:
-        """Offset in the data."""
-        return (2 * rank + parity) * self.slot_bytes
 
 
 class Segment:
@@ -93,8 +54,8 @@ class Segment:
             return cls(Region.create(layout.size), layout)
         except ConfigError as error:
             raise ConfigError(
-                f"the {num_ranks} workers of a tensor-parallel group need {layout.size} bytes of shared memory, which "
-                "the system refused: free memory, raise the limit of the container, or lower `tensor_parallel_size`"
+                f"a group of {num_ranks} workers needs {layout.size} bytes of shared memory, which the system refused: "
+                "free memory, raise the limit of the container, or lower `tensor_parallel_size`"
             ) from error
 
     @property
@@ -103,13 +64,29 @@ class Segment:
         region = self._region
         return msgspec.msgpack.encode(Ticket(os.getpid(), region.descriptor, region.nonce, self._layout.slot_bytes))
 
-    def join(self, *, timeout: float = OPERATION_SECONDS) -> SharedMemoryGroup:
-        """The first rank's end. The group owns the memory from now on."""
-        return SharedMemoryGroup(self._region, self._layout, rank=0, timeout=timeout)
+    def join(
+        self,
+        *,
+        timeout: float = OPERATION_SECONDS,
+        kind: str = "tensor-parallel",
+        processes: Processes | None = None,
+    ) -> SharedMemoryGroup:
+        """The first rank's end. The group owns the memory from now on. `kind`, `processes`: see `Rounds`."""
+        rounds = Rounds(self._region, self._layout, rank=0, timeout=timeout, kind=kind, processes=processes)
+        return SharedMemoryGroup(rounds)
 
     @staticmethod
-    def attach(ticket: bytes, *, rank: int, num_ranks: int, timeout: float = OPERATION_SECONDS) -> SharedMemoryGroup:
-        """Another rank's end. Raises `ConfigError` if the memory cannot be reached from here."""
+    def attach(
+        ticket: bytes,
+        *,
+        rank: int,
+        num_ranks: int,
+        timeout: float = OPERATION_SECONDS,
+        kind: str = "tensor-parallel",
+        processes: Processes | None = None,
+    ) -> SharedMemoryGroup:
+        """Another rank's end. Raises `ConfigError` if the memory cannot be reached from here, and `ChannelClosed` if
+        the first rank is gone."""
         made = msgspec.msgpack.decode(ticket, type=Ticket)
         layout = Layout(num_ranks, made.slot_bytes)
         try:
@@ -121,11 +98,11 @@ class Segment:
                     "of one node must share its process ids"
                 ) from error
             raise ConfigError(
-                f"tensor-parallel rank {rank} cannot open the shared memory of rank 0, which is said to be process "
+                f"{kind} rank {rank} cannot open the shared memory of rank 0, which is said to be process "
                 f"{made.pid} of the same node ({error}): workers of one node must share its process ids, so start "
                 "them in one container"
             ) from error
-        return SharedMemoryGroup(region, layout, rank=rank, timeout=timeout)
+        return SharedMemoryGroup(Rounds(region, layout, rank=rank, timeout=timeout, kind=kind, processes=processes))
 
     def close(self) -> None:
         """Give the memory back; harmless when repeated, and after `join` what the group's `close` does."""
@@ -138,72 +115,136 @@ class SharedMemoryGroup:
 
     is_ordered = True
 
-    def __init__(self, region: Region, layout: Layout, *, rank: int, timeout: float) -> None:
-        self.rank = rank
-        self.size = layout.num_ranks
-        self._region = region
-        self._layout = layout
-        self._timeout = timeout
-        self._words = region.words(0, layout.data)
-        self._data = region.bytes(layout.data, layout.size - layout.data)
-        self._own = layout.number(rank)
-        self._others = [other for other in range(self.size) if other != rank]
-        self._seen = [0] * self.size  # the last number that was seen of each rank
-        self._round = 0
-        self._is_closed = False
-        self._views: dict[tuple[int, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    def __init__(self, rounds: Rounds) -> None:
+        self.rank = rounds.rank
+        self.size = rounds.size
+        self.bytes_sent: dict[str, int] = Counter()
+        self._rounds = rounds
+        self._slot_bytes = rounds.slot_bytes
+        self._others = [other for other in range(self.size) if other != self.rank]
+
+    def assemble(self, timeout: float) -> None:
+        """See `Rounds`."""
+        self._rounds.assemble(timeout)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1)
+        self.bytes_sent["all_reduce"] += flat.nbytes
         for piece in self._pieces(flat):
             slots = self._write("all_reduce", piece)
-            for other in self._others:
-                self._wait("all_reduce", other, self._round)
-            _sum(slots, out=piece)
+            self._rounds.meet("all_reduce")
+            add_in_order(slots, out=piece)
         return x if x.is_contiguous() else flat.view(x.shape)
+
+    def all_gather(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        out = x.new_empty((sum(counts), *x.shape[1:]))
+        said, heard, row_bytes = _as_bytes(x), _as_bytes(out), _row_bytes(x)
+        sizes = [count * row_bytes for count in counts]
+        starts = list(accumulate(sizes[:-1], initial=0))
+        assert len(said) == sizes[self.rank], "the rows of this rank are as many as it counts"
+        self.bytes_sent["all_gather"] += len(said)
+        for first in range(0, max(sizes), self._slot_bytes):
+            slots = self._begin("all_gather")
+            piece = said[first : first + self._slot_bytes]
+            slots[self.rank][: len(piece)].copy_(piece)
+            self._end("all_gather")
+            for slot, start, size in zip(slots, starts, sizes, strict=True):
+                last = min(first + self._slot_bytes, size)
+                if first < last:
+                    heard[start + first : start + last].copy_(slot[: last - first])
+        return out
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        assert len(x) == sum(counts), "there are as many rows as the ranks are to get"
+        flat, width = x.reshape(-1), x.shape[1:].numel()
+        begin = sum(counts[: self.rank]) * width
+        out = x.new_empty((counts[self.rank], *x.shape[1:]))
+        total, end, first = out.view(-1), begin + out.numel(), 0
+        self.bytes_sent["reduce_scatter"] += flat.nbytes - out.nbytes
+        for piece in self._pieces(flat):
+            slots = self._write("reduce_scatter", piece)
+            self._rounds.meet("reduce_scatter")
+            low, high = max(begin, first), min(end, first + len(piece))
+            if low < high:
+                parts = [slot[low - first : high - first] for slot in slots]
+                add_in_order(parts, out=total[low - begin : high - begin])
+            first += len(piece)
+        return out
+
+    def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """In every round a rank's slot begins with a line that says how many bytes it has for each other rank in all;
+        behind it, from round to round, come these bytes, rank by rank."""
+        out = x.new_empty((sum(receive_counts), *x.shape[1:]))
+        said, heard, row_bytes = _as_bytes(x), _as_bytes(out), _row_bytes(x)
+        sizes = [count * row_bytes for count in send_counts]
+        places = list(accumulate((count * row_bytes for count in receive_counts), initial=0))
+        assert len(said) == sum(sizes), "there are as many rows as are sent"
+
+        start = sum(sizes[: self.rank])
+        before, own, after = said.split([start, sizes[self.rank], len(said) - start - sizes[self.rank]])
+        heard[places[self.rank] : places[self.rank + 1]].copy_(own)  # it is not sent
+        sizes[self.rank] = 0
+        self.bytes_sent["all_to_all"] += sum(sizes)
+
+        line, head = torch.tensor(sizes).view(torch.uint8), -(-self.size * WORD // LINE_BYTES) * LINE_BYTES
+        first, longest = 0, 1  # there is a first round, whatever there is to send
+        while first < longest:
+            slots = self._begin("all_to_all")
+            slots[self.rank][: len(line)].copy_(line)
+            _put_window((before, after), first, into=slots[self.rank][head:])
+            self._end("all_to_all")
+            table = [slot[: len(line)].view(torch.int64).tolist() for slot in slots]
+            longest = max(sum(row) for row in table)
+            for other in self._others:
+                assert table[other][self.rank] == places[other + 1] - places[other], "what one sends another receives"
+                part, start = heard[places[other] : places[other + 1]], sum(table[other][: self.rank])
+                _take_window(slots[other][head:], first, into=part, start=start)
+            first += self._slot_bytes - head
+        return out
 
     def gather(self, x: Tensor) -> Tensor | None:
         rows = x.reshape(-1, x.shape[-1])
         if self.rank != 0:
+            self.bytes_sent["gather"] += x.nbytes
             for _, _, piece in self._blocks(rows):
                 self._write("gather", piece.reshape(-1))
             return None
         out = rows.new_empty(len(rows), self.size, rows.shape[1])
         out[:, 0] = rows
         for first, left, piece in self._blocks(rows):
-            slots = self._listen("gather", piece)
+            slots = self._rounds.listen("gather", piece.numel(), piece.dtype)
             for other in self._others:
-                self._wait("gather", other, self._round)
+                self._rounds.wait("gather", other)
                 part = out[first : first + piece.shape[0], other, left : left + piece.shape[1]]
                 part.copy_(slots[other].view(piece.shape))
         return out.view(*x.shape[:-1], self.size * x.shape[-1])
 
     def broadcast(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1)
+        if self.rank == 0:
+            self.bytes_sent["broadcast"] += x.nbytes
         for piece in self._pieces(flat):
             if self.rank == 0:
                 self._write("broadcast", piece)
             else:
-                slots = self._listen("broadcast", piece)
-                self._wait("broadcast", 0, self._round)
+                slots = self._rounds.listen("broadcast", piece.numel(), piece.dtype)
+                self._rounds.wait("broadcast", 0)
                 piece.copy_(slots[0])
         return flat.view(x.shape)
 
     def close(self) -> None:
-        self._is_closed = True
-        self._views.clear()  # they are addresses of memory that is about to go
-        self._region.close()
+        self._rounds.close()
 
     def _pieces(self, flat: Tensor) -> tuple[Tensor, ...]:
         """At most a slot each."""
-        most = self._layout.slot_bytes // flat.itemsize
+        most = self._slot_bytes // flat.itemsize
         if 0 < flat.numel() <= most:
             return (flat,)
         return flat.split(most) if flat.numel() else ()
 
     def _blocks(self, rows: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """(first row, first column, block): parts of a matrix, at most a slot each."""
-        most = self._layout.slot_bytes // rows.itemsize
+        most = self._slot_bytes // rows.itemsize
         width = min(rows.shape[1], most)
         height = most // width if width else 0
         for first in range(0, len(rows) if height else 0, height):
@@ -211,70 +252,41 @@ class SharedMemoryGroup:
                 yield first, left, rows[first : first + height, left : left + width]
 
     def _write(self, operation: str, piece: Tensor) -> list[Tensor]:
-        """Begin a round with something to say, `piece` [numel] -> all slots of the round, [numel] each."""
-        self._check_open(operation)
-        number = self._round + 1
-        for other in self._others:
-            if self._seen[other] < number - 1:
-                self._wait(operation, other, number - 1)
-        slots = self._slots(number, piece)
+        """Say `piece` [numel] -> all slots of the round, [numel] each."""
+        slots = self._rounds.begin(operation, piece.numel(), piece.dtype)
         slots[self.rank].copy_(piece)
-        self._words[self._own] = self._round = number
+        self._rounds.say()
         return slots
 
-    def _listen(self, operation: str, piece: Tensor) -> list[Tensor]:
-        """Begin a round with nothing to say -> all slots of the round, [numel] each."""
-        self._check_open(operation)
-        self._words[self._own] = self._round = self._round + 1
-        return self._slots(self._round, piece)
+    def _begin(self, operation: str) -> list[Tensor]:
+        """All slots of the next round, in bytes."""
+        return self._rounds.begin(operation, self._slot_bytes, torch.uint8)
 
-    def _check_open(self, operation: str) -> None:
-        if self._is_closed:
-            raise ChannelClosed(f"{operation}: the group was closed")
-
-    def _wait(self, operation: str, other: int, number: int) -> None:
-        """Until rank `other` has come to round `number`."""
-        words, word = self._words, self._layout.number(other)
-        if (seen := words[word]) < number:
-            start = time.monotonic()
-            while (seen := words[word]) < number:
-                waited = time.monotonic() - start
-                if waited < SPIN_SECONDS:
-                    os.sched_yield()
-                elif waited < self._timeout:
-                    time.sleep(NAP_SECONDS)
-                else:
-                    raise DeadlineExceeded(
-                        f"{operation}: tensor-parallel rank {self.rank} of {self.size} has waited for rank {other} for "
-                        f"{self._timeout:g} s"
-                    )
-        self._seen[other] = seen
-
-    def _slots(self, number: int, piece: Tensor) -> list[Tensor]:
-        key = (piece.numel(), piece.dtype)
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) == MAX_VIEWS:
-                self._views.clear()
-            views = self._views[key] = (self._map(*key, parity=0), self._map(*key, parity=1))
-        return views[number & 1]
-
-    def _map(self, count: int, dtype: torch.dtype, *, parity: int) -> list[Tensor]:
-        with torch.inference_mode(False):  # tensors that are made in that mode cannot be written to outside of it
-            return [
-                torch.frombuffer(self._data, dtype=dtype, count=count, offset=self._layout.slot(rank, parity))
-                for rank in range(self.size)
-            ]
+    def _end(self, operation: str) -> None:
+        self._rounds.say()
+        self._rounds.meet(operation)
 
 
-def _sum(slots: list[Tensor], *, out: Tensor) -> None:
-    """In the order of the ranks, which makes it the same on all of them."""
-    if len(slots) > 2 and out.dtype.is_floating_point and out.itemsize < 4:
-        total = slots[0].float()
-        for slot in slots[1:]:
-            total.add_(slot)
-        out.copy_(total)
-    else:  # of two, a sum in half precision is computed in float32 and rounded once as it is
-        torch.add(slots[0], slots[1], out=out)
-        for slot in slots[2:]:
-            out.add_(slot)
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def _row_bytes(x: Tensor) -> int:
+    return x.shape[1:].numel() * x.itemsize
+
+
+def _put_window(parts: Sequence[Tensor], first: int, *, into: Tensor) -> None:
+    """What `into` has room for of the parts, one after another, from the byte `first` on."""
+    place = -first
+    for part in parts:
+        low, high = max(place, 0), min(place + len(part), len(into))
+        if low < high:
+            into[low:high].copy_(part[low - place : high - place])
+        place += len(part)
+
+
+def _take_window(window: Tensor, first: int, *, into: Tensor, start: int) -> None:
+    """What is in a window that begins with the byte `first`, of a part that begins with the byte `start`."""
+    low, high = max(first, start), min(first + len(window), start + len(into))
+    if low < high:
+        into[low - start : high - start].copy_(window[low - first : high - first])

@@ -89,7 +89,7 @@ class TorchStages:
             oldest, _ = self._sent.popleft()
             finish(what, lambda: oldest, self._timeout, hidden.device)
         try:
-            work = self._open(what).of(hidden).send([hidden], peer, HIDDEN_TAG)
+            work = self._open(what).of(hidden.device).send([hidden], peer, HIDDEN_TAG)
         except RuntimeError as error:
             raise ChannelClosed(f"{what}: {error}") from error
         self._sent.append((work, hidden))
@@ -98,7 +98,7 @@ class TorchStages:
         hidden = torch.empty(shape, dtype=dtype, device=device)
         peer = self._mesh.pp_rank - 1
         what = f"hidden states from stage {peer} to stage {peer + 1}"
-        backend = self._open(what).of(hidden)
+        backend = self._open(what).of(device)
         finish(what, lambda: backend.recv([hidden], peer, HIDDEN_TAG), self._timeout, device)
         return hidden
 

@@ -8,36 +8,18 @@ from functools import partial
 import msgspec
 import pytest
 import torch
+from group_kinds import KINDS, SLOT_BYTES, make_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import together
 
 from eagleray.errors import ChannelClosed, ConfigError, DeadlineExceeded
-from eagleray.parallel.distributed import Connections, TorchGroup
+from eagleray.parallel.distributed import Connections
 from eagleray.parallel.group import Alone
 from eagleray.parallel.rendezvous import bind_store, reach_store
 from eagleray.parallel.shared_memory import Segment, Ticket
 
-SLOT_BYTES = 4096
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
-KINDS = ["shared memory", "gloo"]
-
-
-def make_groups(kind: str, size: int, timeout: float = 20.0) -> list:
-    if kind == "shared memory":
-        segment = Segment.create(size, slot_bytes=SLOT_BYTES)
-        others = [Segment.attach(segment.ticket, rank=rank, num_ranks=size, timeout=timeout) for rank in range(1, size)]
-        return [segment.join(timeout=timeout), *others]
-    store, address = bind_store("127.0.0.1")
-
-    def connect(rank: int) -> TorchGroup:
-        mine = reach_store(address, timeout=20.0)
-        options = {"host": "127.0.0.1", "device": torch.device("cpu"), "timeout": 20.0}
-        return TorchGroup(Connections(mine, "test", rank=rank, size=size, **options), timeout=timeout)
-
-    groups = together([partial(connect, rank) for rank in range(size)])
-    del store  # needed only until all are connected
-    return groups
 
 
 @pytest.fixture(scope="module", params=[(kind, size) for kind in KINDS for size in (2, 3, 4)], ids=str)

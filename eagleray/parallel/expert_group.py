@@ -1,0 +1,216 @@
+"""The workers that divide the experts among them: all of one stage, of all engines that step together.
+
+The engines come and go, so the group has an epoch: it is opened, joined when the engines know what all have opened, and
+left when one of them is gone; the next epoch's is another group. With one engine it is the tensor-parallel group, which
+is there from the start.
+
+Ranks on one node exchange rows through shared memory, and watch each other's processes; others over connections, which
+break when a process ends. When a member is gone, an operation raises `ExpertGroupBroken`: on all tensor-parallel ranks
+of an engine in the same operation, so that they stay in step with each other. Shared memory sees to that by itself
+(`rounds.py`); over connections those ranks tell each other after every operation.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from eagleray.errors import ChannelClosed, ExpertGroupBroken
+from eagleray.messages.steps import EngineOpened, ExpertGroupOpened
+from eagleray.parallel.distributed import Connections, TorchGroup
+from eagleray.parallel.group import Group, RowGroup
+from eagleray.parallel.mesh import ONE_ENGINE, Engines
+from eagleray.parallel.processes import Processes
+from eagleray.parallel.rendezvous import LOOPBACK, bind_store, reach_store
+from eagleray.parallel.shared_memory import Segment, SharedMemoryGroup
+from eagleray.transport.shared import is_possible
+
+__all__ = ["ExpertGroup"]
+
+KIND = "expert"
+
+CPU = torch.device("cpu")
+
+
+class Presence(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank that could share memory says of itself."""
+
+    pid: int
+    host: str
+    """Equal where process ids mean the same, and memory can be shared."""
+    segment: bytes | None
+    """The first rank's: the memory of the group."""
+
+
+class ExpertGroup:
+    """One rank's end: rank = the engine's rank x tensor-parallel size + tensor-parallel rank. See `group.RowGroup` for
+    the operations; they raise `ExpertGroupBroken` when a member is gone, and as long as no group is joined.
+
+    `tp`: the tensor-parallel group of this rank, which outlives the group. `address`: where ranks of other nodes reach
+    this one. `device`: where it computes.
+    """
+
+    def __init__(
+        self,
+        tp: Group,
+        *,
+        engines: Engines = ONE_ENGINE,
+        address: str = LOOPBACK,
+        device: torch.device = CPU,
+    ) -> None:
+        self.rank = engines.rank * tp.size + tp.rank
+        self.size = engines.size * tp.size
+        self.epoch = 0
+        self.spans_engines = engines.size > 1
+        self.bytes_sent: dict[str, int] = Counter() if self.spans_engines else tp.bytes_sent
+        self._tp = tp
+        self._address = address
+        self._device = device
+        self._group: RowGroup | None = None if self.spans_engines else tp
+        self._reason = "no group of engines that share the experts was joined yet"
+        self._needs_agreement = False
+        self._ends = ExitStack()  # what was opened or joined for this epoch
+        self._segment: Segment | None = None
+        self._store: TCPStore | None = None
+
+    def open(self, epoch: int) -> ExpertGroupOpened:
+        """Leave the group there is, and open what others need to join that of `epoch`. Raises `ConfigError` for an
+        address that is not this machine's, and for too little shared memory."""
+        self.epoch = epoch
+        if not self.spans_engines:
+            return ExpertGroupOpened()
+        self.leave()
+        can_share = self._device.type == "cpu" and is_possible()
+        address = None
+        if self.rank == 0:
+            if can_share:
+                self._segment = Segment.create(self.size)
+                self._ends.callback(self._segment.close)
+            if not can_share or self._address != LOOPBACK:
+                self._store, address = bind_store(self._address)
+        return ExpertGroupOpened(store=address, segment=self._presence() if can_share else None)
+
+    def join(self, epoch: int, members: Sequence[EngineOpened], timeout: float) -> None:
+        """Returns when all ranks have joined. Raises `DeadlineExceeded` if they have not within `timeout` seconds, and
+        `ConfigError` if what they opened cannot be reached. If one of them is gone by then the group counts as joined,
+        and is broken: its operations raise `ExpertGroupBroken`."""
+        if not self.spans_engines:
+            return
+        assert epoch == self.epoch, f"epoch {epoch} is joined, but {self.epoch} was opened"
+        ordered = sorted(members, key=lambda member: member.rank)
+        opened = [one for member in ordered for one in member.opened]
+        assert len(opened) == self.size, f"{len(opened)} ranks are to join, but {self.size} share the experts"
+        nodes = {node for member in ordered for node in member.topology.nodes}
+        presences = [_read(one.segment) for one in opened if one.segment is not None]
+        shares = len(presences) == self.size and len({present.host for present in presences}) == len(nodes) == 1
+        self._needs_agreement = not shares and self._tp.size > 1
+        try:
+            group = self._share(presences, timeout) if shares else self._connect(opened[0].store, timeout)
+        except ChannelClosed as error:
+            self._break(error)
+            return
+        self._ends.callback(group.close)
+        group.bytes_sent = self.bytes_sent
+        self._group = group
+
+    def leave(self) -> None:
+        """Those that wait for this rank notice it. Harmless when repeated."""
+        if self.spans_engines:
+            self._group, self._reason = None, f"the group of epoch {self.epoch} that shares the experts was left"
+            self._segment = self._store = None
+            self._ends.close()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._do(lambda group: group.all_reduce(x), x)
+
+    def all_gather(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        return self._do(lambda group: group.all_gather(x, counts), x)
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        return self._do(lambda group: group.reduce_scatter(x, counts), x)
+
+    def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        return self._do(lambda group: group.all_to_all(x, send_counts, receive_counts), x)
+
+    def agree(self, is_idle: bool, num_rows: int) -> tuple[bool, list[int]]:
+        """(whether some rank is not idle, the `num_rows` of every rank)."""
+        own = torch.tensor([[not is_idle, num_rows]], dtype=torch.int64)
+        said: list[list[int]] = self.all_gather(own, [1] * self.size).tolist()
+        return any(works for works, _ in said), [count for _, count in said]
+
+    def _presence(self) -> bytes:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        host = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        segment = None if self._segment is None else self._segment.ticket
+        return msgspec.msgpack.encode(Presence(os.getpid(), host, segment))
+
+    def _share(self, presences: list[Presence], timeout: float) -> SharedMemoryGroup:
+        with ExitStack() as stack:
+            processes = Processes([present.pid for present in presences])
+            stack.callback(processes.close)
+            if self._segment is not None:
+                group = self._segment.join(kind=KIND, processes=processes)
+            else:
+                ticket = presences[0].segment
+                assert ticket is not None, "the first rank of a group on one node makes its memory"
+                group = Segment.attach(ticket, rank=self.rank, num_ranks=self.size, kind=KIND, processes=processes)
+            stack.callback(group.close)
+            group.assemble(timeout)
+            stack.pop_all()
+        self._store = None  # not needed, now that it is known where all are
+        return group
+
+    def _connect(self, address: str | None, timeout: float) -> TorchGroup:
+        if self._store is None:
+            assert address is not None, "the first rank of a group over several nodes makes its store"
+            self._store = reach_store(address, timeout=timeout)
+        connections = Connections(
+            self._store,
+            f"the group of epoch {self.epoch} that shares the experts",
+            rank=self.rank,
+            size=self.size,
+            host=self._address,
+            device=self._device,
+            timeout=timeout,
+        )
+        return TorchGroup(connections, kind=KIND)
+
+    def _do(self, operation: Callable[[RowGroup], Tensor], x: Tensor) -> Tensor:
+        if not self.spans_engines:
+            return operation(self._tp)
+        if self._group is None:
+            self._is_broken_anywhere(True, x)
+            raise ExpertGroupBroken(self._reason)
+        try:
+            result = operation(self._group)
+        except ChannelClosed as error:
+            self._break(error)
+            self._is_broken_anywhere(True, x)
+            raise ExpertGroupBroken(self._reason) from error
+        if self._is_broken_anywhere(False, x):
+            self._break(ChannelClosed("another worker of this engine has noticed it"))
+            raise ExpertGroupBroken(self._reason)
+        return result
+
+    def _is_broken_anywhere(self, is_broken_here: bool, x: Tensor) -> bool:
+        """Whether a tensor-parallel rank of this engine has found the group broken, in the same operation on `x`. Not
+        asked on GPUs, where an operation is only begun here; there it is `agree` that notices."""
+        if not self._needs_agreement or x.is_cuda:
+            return is_broken_here
+        return self._tp.all_reduce(torch.tensor([float(is_broken_here)])).item() > 0
+
+    def _break(self, error: ChannelClosed) -> None:
+        self.leave()
+        self._reason = f"an engine that shares the experts is gone, the group of epoch {self.epoch} is broken: {error}"
+
+
+def _read(presence: bytes) -> Presence:
+    return msgspec.msgpack.decode(presence, type=Presence)

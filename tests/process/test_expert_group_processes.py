@@ -1,0 +1,65 @@
+"""A member of the expert group is killed: those that wait for it know it at once, and go on with its successor."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+import torch
+from expert_members import DEADLINE, exchange, make_group, member, open_group
+
+from eagleray.errors import ExpertGroupBroken
+
+HERE = ("here", "127.0.0.1")
+ELSEWHERE = ("elsewhere", "127.0.0.2")
+
+
+class Member:
+    """The engine of rank 1."""
+
+    def __init__(self, epoch: int, where: tuple[str, str]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=member, args=(epoch, *where, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+        assert self.pipe.poll(DEADLINE), f"the member of epoch {epoch} has opened nothing for {DEADLINE} s"
+        self.opened = self.pipe.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(DEADLINE)
+        self.pipe.close()
+
+
+@pytest.mark.parametrize("where", [HERE, ELSEWHERE], ids=["one node", "two nodes"])
+def test_a_killed_member_is_noticed_and_replaced(where):
+    own_node, own_address = ("here", where[1])
+    group = make_group(0, own_address)
+    for epoch in (1, 2):
+        said = Member(epoch, where)
+        own = open_group(group, epoch, own_node, own_address)
+        said.pipe.send(own)
+        group.join(epoch, [own, said.opened], timeout=DEADLINE)
+        if epoch == 1:
+            exchange(group)
+        for _ in range(3):
+            assert group.agree(False, 7) == (True, [7, epoch])
+        said.kill()
+        with pytest.raises(ExpertGroupBroken, match=f"the group of epoch {epoch} is broken"):
+            for _ in range(3):  # it may have said something more before its end
+                group.agree(False, 7)
+        with pytest.raises(ExpertGroupBroken):
+            group.all_reduce(torch.zeros(1))
+    group.leave()
+
+
+def test_a_member_that_is_killed_before_it_joins():
+    group = make_group(0, HERE[1])
+    said = Member(1, HERE)
+    own = open_group(group, 1, *HERE)
+    said.kill()
+    group.join(1, [own, said.opened], timeout=DEADLINE)
+    with pytest.raises(ExpertGroupBroken, match=r"expert rank 1 of 2 is gone: process \d+ has ended"):
+        group.agree(False, 1)
+    group.leave()

@@ -1,0 +1,79 @@
+"""All workers of several engines that share the experts, each in a thread of the test's process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from ranks import together, topology
+
+from eagleray.messages.steps import EngineOpened, ExpertGroupOpened
+from eagleray.messages.workers import Topology
+from eagleray.parallel import ONE_ENGINE, Engines, ExpertGroup, Groups, Mesh, OpenedGroups
+
+__all__ = ["EngineRanks", "join_all", "make_engines", "open_epoch"]
+
+DEADLINE = 30.0
+
+
+@dataclass
+class EngineRanks:
+    """The workers of one engine."""
+
+    rank: int
+    topology: Topology
+    groups: list[Groups]
+
+    @property
+    def experts(self) -> list[ExpertGroup]:
+        return [groups.experts for groups in self.groups]
+
+    def open(self, epoch: int) -> EngineOpened:
+        opened: list[ExpertGroupOpened] = [group.open(epoch) for group in self.experts]
+        return EngineOpened(rank=self.rank, topology=self.topology, opened=opened)
+
+    def close(self) -> None:
+        for groups in self.groups:
+            groups.close()
+
+
+def place(tp: int, node: str | None) -> Topology:
+    """An engine on this node, which the others reach; by default it is the one where all are."""
+    where = topology(tp=tp, nodes=[node or "node"] * tp)
+    return where if node is None else msgspec.structs.replace(where, addresses=["127.0.0.2"] * tp)
+
+
+def make_engines(num_engines: int, tp: int, *, nodes: Sequence[str] | None = None) -> list[EngineRanks]:
+    """`nodes`: of each engine; by default all are on one."""
+    engines = []
+    for rank in range(num_engines):
+        where = place(tp, nodes[rank] if nodes else None)
+        size = Engines(rank=rank, size=num_engines) if num_engines > 1 else ONE_ENGINE
+        opened = [
+            OpenedGroups.open(
+                mesh=Mesh(rank=worker, tp_size=tp), topology=where, device=torch.device("cpu"), engines=size
+            )
+            for worker in range(tp)
+        ]
+        said = [one.opened for one in opened]
+        groups = together([lambda one=one, said=said: one.join(said, timeout=DEADLINE) for one in opened])
+        engines.append(EngineRanks(rank, where, groups))
+    return engines
+
+
+def open_epoch(engines: Sequence[EngineRanks], epoch: int) -> list[EngineOpened]:
+    return [engine.open(epoch) for engine in engines]
+
+
+def join_all(engines: Sequence[EngineRanks], epoch: int) -> list[ExpertGroup]:
+    """Opened and joined by all -> the groups of all ranks, in order."""
+    members = open_epoch(engines, epoch)
+    groups = [group for engine in engines for group in engine.experts]
+    joins: list[Callable[[], Any]] = [
+        lambda group=group: group.join(epoch, members, timeout=DEADLINE) for group in groups
+    ]
+    together(joins)
+    return groups

@@ -1,0 +1,34 @@
+"""Groups of every kind that spans ranks, each rank for a thread of the test's process."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from ranks import together
+
+from eagleray.parallel.distributed import Connections, TorchGroup
+from eagleray.parallel.rendezvous import bind_store, reach_store
+from eagleray.parallel.shared_memory import Segment
+
+KINDS = ["shared memory", "gloo"]
+
+SLOT_BYTES = 4096
+"""Small, so that tensors go in pieces."""
+
+
+def make_groups(kind: str, size: int, timeout: float = 20.0) -> list:
+    if kind == "shared memory":
+        segment = Segment.create(size, slot_bytes=SLOT_BYTES)
+        others = [Segment.attach(segment.ticket, rank=rank, num_ranks=size, timeout=timeout) for rank in range(1, size)]
+        return [segment.join(timeout=timeout), *others]
+    store, address = bind_store("127.0.0.1")
+
+    def connect(rank: int) -> TorchGroup:
+        mine = reach_store(address, timeout=20.0)
+        options = {"host": "127.0.0.1", "device": torch.device("cpu"), "timeout": 20.0}
+        return TorchGroup(Connections(mine, "test", rank=rank, size=size, **options), timeout=timeout)
+
+    groups = together([partial(connect, rank) for rank in range(size)])
+    del store  # needed only until all are connected
+    return groups

@@ -1,0 +1,214 @@
+"""The group that divides the experts: formed for an epoch, broken when a member goes, formed again for the next."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import msgspec
+import pytest
+import torch
+from engine_ranks import EngineRanks, join_all, make_engines, open_epoch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import together
+
+from eagleray.errors import ChannelClosed, DeadlineExceeded, ExpertGroupBroken
+from eagleray.parallel import Groups
+from eagleray.parallel.distributed import TorchGroup
+from eagleray.parallel.expert_group import Presence
+from eagleray.parallel.shared_memory import Segment, SharedMemoryGroup, Ticket
+
+NO_PROCESS = 2**22 + 1
+"""More than the system gives."""
+
+ONE_NODE, TWO_NODES = None, ["a", "b"]
+PLACES = pytest.mark.parametrize("nodes", [ONE_NODE, TWO_NODES], ids=["one node", "two nodes"])
+SIZES = pytest.mark.parametrize("tp", [1, 2])
+
+
+def close(engines: list[EngineRanks]) -> None:
+    for engine in engines:
+        engine.close()
+        engine.close()
+
+
+@PLACES
+@SIZES
+def test_ranks_of_all_engines_work_together(nodes, tp):
+    engines = make_engines(2, tp, nodes=nodes)
+    groups = join_all(engines, 1)
+    size = 2 * tp
+    assert [(group.rank, group.size, group.epoch, group.spans_engines) for group in groups] == [
+        (rank, size, 1, True) for rank in range(size)
+    ]
+    assert {type(group._group) for group in groups} == {SharedMemoryGroup if nodes is None else TorchGroup}
+    counts = [3, 0, 1, 2][:size]
+
+    def work(group):
+        x = torch.full((counts[group.rank], 4), float(group.rank))
+        gathered = group.all_gather(x, counts)
+        return gathered, group.reduce_scatter(gathered, counts), group.all_reduce(torch.ones(3)).tolist()
+
+    for rank, (gathered, scattered, total) in enumerate(together([partial(work, group) for group in groups])):
+        assert gathered[:, 0].tolist() == [float(other) for other in range(size) for _ in range(counts[other])]
+        assert torch.equal(scattered, torch.full((counts[rank], 4), float(rank * size)))
+        assert total == [size] * 3
+    close(engines)
+
+
+@PLACES
+def test_they_agree_whether_any_has_work_and_on_how_many_rows(nodes):
+    engines = make_engines(2, 2, nodes=nodes)
+    groups = join_all(engines, 1)
+    for idle in ([True] * 4, [True, True, False, False], [False] * 4):
+        said = together([partial(group.agree, idle[group.rank], 10 * group.rank) for group in groups])
+        assert said == [(not all(idle), [0, 10, 20, 30])] * 4
+    close(engines)
+
+
+def test_one_engine_needs_no_epoch():
+    (engine,) = make_engines(1, 2)
+    groups = engine.experts
+    assert not any(group.spans_engines for group in groups)
+    assert engine.open(1).opened[0].segment is None
+    assert together([lambda group=group: group.agree(False, group.rank) for group in groups]) == [(True, [0, 1])] * 2
+    together([lambda group=group: group.all_to_all(torch.ones(2, 3), [1, 1], [1, 1]) for group in groups])
+    assert [group.bytes_sent["all_to_all"] for group in groups] == [12, 12]
+    close([engine])
+    with pytest.raises(ChannelClosed, match="closed") as caught:
+        groups[0].all_reduce(torch.zeros(1))
+    assert not isinstance(caught.value, ExpertGroupBroken), "the engine itself is at its end"
+
+
+def test_a_worker_that_has_the_whole_model():
+    experts = Groups.alone().experts
+    assert (experts.rank, experts.size, experts.agree(False, 5)) == (0, 1, (True, [5]))
+    experts.leave()
+    assert experts.agree(True, 0) == (False, [0])
+
+
+@PLACES
+@SIZES
+def test_an_epoch_after_a_member_has_left(nodes, tp):
+    """The engine of rank 1 is gone in the middle of a step; a successor of it joins."""
+    engines = make_engines(2, tp, nodes=nodes)
+    groups = join_all(engines, 1)
+    stays, goes = groups[:tp], groups[tp:]
+    together([lambda group=group: group.agree(False, 1) for group in groups])
+    for group in goes:
+        group.leave()
+    causes = together([partial(broken_by, group, lambda group: group.agree(False, 1)) for group in stays])
+    assert all("the group of epoch 1 is broken" in cause for cause in causes)
+    causes = together([partial(broken_by, group, lambda group: group.agree(False, 1)) for group in groups])
+    assert all("the group of epoch 1" in cause for cause in causes), "it stays broken"
+    again = join_all(engines, 2)
+    assert again == groups
+    assert [group.epoch for group in groups] == [2] * 2 * tp
+    assert together([lambda group=group: group.agree(True, 0) for group in groups]) == [(False, [0] * 2 * tp)] * 2 * tp
+    close(engines)
+
+
+def broken_by(group, operation) -> str:
+    with pytest.raises(ExpertGroupBroken) as caught:
+        operation(group)
+    return str(caught.value)
+
+
+OPERATIONS = {
+    "all_gather": lambda group, rows: group.all_gather(torch.ones(rows[group.rank], 600), rows),
+    "reduce_scatter": lambda group, rows: group.reduce_scatter(torch.ones(sum(rows), 600), rows),
+    "all_reduce": lambda group, rows: group.all_reduce(torch.ones(50, 600)),
+    "agree": lambda group, rows: group.agree(False, 3),
+    "all_to_all": lambda group, rows: group.all_to_all(
+        torch.ones(sum(rows), 600), rows, [rows[group.rank]] * group.size
+    ),
+}
+
+
+@pytest.mark.parametrize("nodes", [ONE_NODE, TWO_NODES], ids=["one node", "two nodes"])
+@settings(max_examples=8)
+@given(
+    names=st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=6),
+    rows=st.lists(st.integers(0, 3), min_size=4, max_size=4),
+    data=st.data(),
+)
+def test_ranks_of_an_engine_stay_in_step_when_another_engine_goes(nodes, names, rows, data):
+    """A member leaves before any operation of a step. The tensor-parallel ranks of the other engine do a sum of their
+    own before each of these operations: if one of them gave up earlier than the other, it would wait for ever."""
+    leaves = data.draw(st.integers(0, len(names)))
+    engines = make_engines(2, 2, nodes=nodes)
+    join_all(engines, 1)
+
+    def stay(groups: Groups) -> int:
+        for number, name in enumerate([*names, "agree"]):
+            groups.tp.all_reduce(torch.ones(1))
+            try:
+                OPERATIONS[name](groups.experts, rows)
+            except ExpertGroupBroken:
+                return number
+        raise AssertionError("the group was never broken")
+
+    def go(groups: Groups, how_many: int) -> None:
+        for name in names[:how_many]:
+            groups.tp.all_reduce(torch.ones(1))
+            OPERATIONS[name](groups.experts, rows)
+        groups.experts.leave()
+
+    steps = [partial(stay, groups) for groups in engines[0].groups]
+    ends = [partial(go, groups, leaves) for groups in engines[1].groups]
+    first, second, *_ = together([*steps, *ends])
+    assert first == second
+    if nodes is None:
+        assert first >= leaves, "what a member has said before it left counts"
+    assert together([lambda group=g.tp: group.all_reduce(torch.ones(1)).item() for g in engines[0].groups]) == [2, 2]
+    close(engines)
+
+
+def test_a_member_that_does_not_join():
+    engines = make_engines(2, 1)
+    members = open_epoch(engines, 1)
+    with pytest.raises(DeadlineExceeded, match=r"expert ranks 1 of 2 have not joined within 0\.2 s"):
+        engines[0].experts[0].join(1, members, timeout=0.2)
+    close(engines)
+
+
+def test_a_member_that_leaves_while_others_join():
+    """It has found the memory, and is gone before it has come to the first round."""
+    engines = make_engines(2, 1)
+    members = open_epoch(engines, 1)
+    first = engines[0].experts[0]
+    presence = msgspec.msgpack.decode(members[0].opened[0].segment, type=Presence)
+    Segment.attach(presence.segment, rank=1, num_ranks=2).close()
+    first.join(1, members, timeout=20)
+    assert "expert rank 1 of 2 has left the group" in broken_by(first, lambda group: group.agree(False, 1))
+    close(engines)
+
+
+def test_memory_of_a_member_that_is_gone():
+    engines = make_engines(2, 1)
+    members = open_epoch(engines, 1)
+    opened = members[0].opened[0]
+    presence = msgspec.msgpack.decode(opened.segment, type=Presence)
+    ticket = msgspec.structs.replace(msgspec.msgpack.decode(presence.segment, type=Ticket), pid=NO_PROCESS)
+    gone = msgspec.structs.replace(presence, pid=NO_PROCESS, segment=msgspec.msgpack.encode(ticket))
+    opened = msgspec.structs.replace(opened, segment=msgspec.msgpack.encode(gone))
+    second = engines[1].experts[0]
+    second.join(1, [msgspec.structs.replace(members[0], opened=[opened]), members[1]], timeout=20)
+    assert "is gone" in broken_by(second, lambda group: group.agree(False, 1))
+    close(engines)
+
+
+def test_before_it_is_joined():
+    engines = make_engines(2, 1)
+    with pytest.raises(ExpertGroupBroken, match="no group of engines that share the experts was joined yet"):
+        engines[0].experts[0].agree(False, 1)
+    close(engines)
+
+
+def test_bytes_are_counted_over_epochs():
+    engines = make_engines(2, 1)
+    for epoch in (1, 2):
+        groups = join_all(engines, epoch)
+        together([lambda group=group: group.all_to_all(torch.ones(2, 3), [1, 1], [1, 1]) for group in groups])
+        assert [group.bytes_sent["all_to_all"] for group in groups] == [12 * epoch] * 2
+    close(engines)
