@@ -12,7 +12,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
 
 CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -21,6 +21,8 @@ CLASSES = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
 }
 
 COMMON: dict[str, Any] = {
@@ -36,6 +38,18 @@ COMMON: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+}
+"""Of the DeepSeek families."""
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 64},
@@ -49,6 +63,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": LATENT | {"q_lora_rank": None, "n_shared_experts": 2},
+    "deepseek_v3": LATENT | {"q_lora_rank": 24, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
 }
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -126,8 +142,9 @@ def write_tokenizer(directory: Path, *, vocab_size: int) -> None:
 
 def _vary(model: torch.nn.Module) -> None:
     """transformers starts norms at 1 and biases at 0, which would hide a norm or a bias that is left out."""
+    router_biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in [*model.parameters(), *router_biases]:
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
 

@@ -17,6 +17,9 @@ from eagleray.models.kernels.reference import Context, Kernels, Operation, Rows
 from eagleray.models.layers.decoder import DecoderLayer
 from eagleray.models.layers.embedding import Head
 from eagleray.models.layers.rope import Rope
+from eagleray.models.moe.plan import ExpertPlan
+from eagleray.models.moe.rebalance import Rebalancer
+from eagleray.models.moe.trace import ExpertTrace
 from eagleray.models.shares import kv_heads
 from eagleray.models.spec import ModelSpec
 from eagleray.parallel import Groups
@@ -25,9 +28,10 @@ __all__ = ["Model"]
 
 
 class Model:
-    """Immutable once made; what it remembers of a sequence is in the cache alone.
+    """Immutable once made, but for where its experts are; what it remembers of a sequence is in the cache alone.
 
-    `embedding` is the first stage's, `norm` and `head` are the last one's; `layers` are those of this stage.
+    `embedding` is the first stage's, `norm` and `head` are the last one's; `layers` are those of this stage. `experts`:
+    of a model that has some; `rebalancer`: if ranks have them between them.
     """
 
     def __init__(
@@ -44,6 +48,8 @@ class Model:
         head: Head | None,
         rope: Rope,
         num_parameters: int,
+        experts: ExpertPlan | None = None,
+        rebalancer: Rebalancer | None = None,
     ) -> None:
         self.spec = spec
         """Of the whole model."""
@@ -57,30 +63,72 @@ class Model:
         self.kernels_name = type(kernels).__name__
         self.ranking = kernels.ranking
         """Of the logits."""
+        self.trace: ExpertTrace | None = None if experts is None else experts.trace
+        """Which experts are chosen; None if there are none."""
+        self.has_row_shares = experts is not None and experts.sharing is not None
+        """The rows of `trace` are those of `shares.row_share`, not those of the whole batch."""
+        self.exchanges_rows = experts is not None and experts.dispatch is not None
+        """Rows of the batch go to ranks that have their experts."""
+        self.rebalancer = rebalancer
+        self._experts = experts
+        self._works = False
         self._hidden_dtype = kernels.hidden_dtype(dtype)
-        self._cache_block = kernels.cache_block
+        self._kernels = kernels
         self._embedding = embedding
         self._layers = layers
         self._norm = norm
         self._head = head
         own = groups.mesh.layers(spec.num_layers)
         windows = frozenset(spec.windows[own.start : own.stop])
-        self._run = kernels.compile(self._compute, rope=rope, windows=windows, device=device)
+        self._run = kernels.compile(self._compute, rope=rope, windows=windows, device=device, tp=groups.tp)
 
     def cache_shape(self, block_size: int) -> CacheShape:
         """Of the cache that `forward` wants, with blocks of so many tokens."""
-        block = self._cache_block(block_size, self.num_local_kv_heads, self.spec.head_dim)
+        if self.spec.latent is not None:
+            block = self._kernels.latent_cache_block(block_size, self.spec.latent.cached_size)
+        else:
+            block = self._kernels.cache_block(block_size, self.num_local_kv_heads, self.spec.head_dim)
         return CacheShape(num_layers=self.num_local_layers, block_size=block_size, block=block)
+
+    def begin_step(self, is_idle: bool, num_tokens: int) -> bool:
+        """Whether any engine works in the step that begins: this one, unless `is_idle`, or one of those that it shares
+        experts with, which begin it together. `num_tokens`: of this engine's batch.
+
+        Raises `ExpertGroupBroken` if one of them is gone, as `forward` does.
+        """
+        if self._experts is not None and self._experts.spans_engines:
+            self._works = self._experts.agree(is_idle, num_tokens)
+        else:
+            self._works = not is_idle
+        return self._works
+
+    @torch.inference_mode()
+    def rebalance_if_due(self) -> None:
+        """Behind every step: move experts to where they are needed, now and then."""
+        if self.rebalancer is not None:
+            self.rebalancer.step()
+
+    @torch.inference_mode()
+    def settle_experts(self) -> None:
+        """The group that shares the experts was formed, by all of its ranks at the same time."""
+        if self.rebalancer is not None:
+            self.rebalancer.settle()
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Compute the batch's tokens and cache their keys and values -> hidden states [num_tokens, hidden_size].
 
         A stage after the first takes its input from the one before; one before the last sends its output to the next
-        one, which need not be ready. What is returned may be overwritten by the next call.
+        one, which need not be ready. What is returned may be overwritten by the next call. A batch of no tokens helps
+        other engines that work.
         """
+        num_tokens = batch.num_tokens
+        if self._experts is not None:
+            self._experts.take_rows(num_tokens)
+        if num_tokens == 0 and not self._works:
+            return torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
         hidden = self._run(self._receive(batch) if self._embedding is None else batch.token_ids, batch, cache)
-        if self._norm is None:
+        if self._norm is None and num_tokens > 0:
             self.groups.stages.send_hidden(hidden.clone())  # it may still be under way when it is overwritten
         return hidden
 
@@ -100,4 +148,6 @@ class Model:
 
     def _receive(self, batch: Batch) -> Tensor:
         shape = (batch.num_tokens, self.spec.hidden_size)
+        if batch.num_tokens == 0:
+            return torch.empty(shape, dtype=self._hidden_dtype, device=self.device)
         return self.groups.stages.receive_hidden(shape, self._hidden_dtype, self.device)

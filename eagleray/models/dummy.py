@@ -28,9 +28,11 @@ class DummyWeights:
         block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(seed)) * STANDARD_DEVIATION
         self._block = block.to(device=device, dtype=dtype)
 
-    def take(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], cut: Cut | None = None, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
         cut = cut or Cut(0, range(shape[0]))
-        out = self._block.new_empty(cut.shape(shape))
+        out = self._block.new_empty(cut.shape(shape), dtype=dtype)
         with self._lock:
             self.num_parameters += out.numel()
         if name.endswith("norm.weight"):

@@ -32,8 +32,9 @@ BYTES_OF_DTYPE = {"F32": 4, "F16": 2, "BF16": 2}
 class CheckpointWeights:
     """The weights of one checkpoint, as a context manager. See `weights.Weights`.
 
-    `is_elsewhere` says which tensors other pipeline stages have; of the others each of `num_sharing` ranks reads its
-    part. `on_progress` is told bytes read and bytes in all, as they are in the files: this rank's share of them.
+    `is_elsewhere` says which tensors other ranks have; of the others each of `num_sharing` ranks reads its part, except
+    those that `is_whole`, which this rank reads alone. `on_progress` is told bytes read and bytes in all, as they are
+    in the files: this rank's share of them.
     """
 
     def __init__(
@@ -44,22 +45,26 @@ class CheckpointWeights:
         device: torch.device,
         on_progress: Callable[[int, int], None] | None,
         is_elsewhere: Callable[[str], bool] = lambda name: False,
+        is_whole: Callable[[str], bool] = lambda name: False,
         num_sharing: int = 1,
     ) -> None:
         self._dtype = dtype
         self._device = device
         self._on_progress = on_progress
         self.num_parameters = 0
-        self._bytes_read = 0
+        self._units_read = 0  # bytes of this rank, times `num_sharing`
         self._lock = threading.Lock()
         with ExitStack() as stack:
             self._paths = _weight_files(directory)
             self._files = [stack.enter_context(_open(path)) for path in self._paths]
             self._owners = {name: index for index, file in enumerate(self._files) for name in file.keys()}  # noqa: SIM118
             self._left_over = {name for name in self._owners if not is_elsewhere(name)}
-            elsewhere = sum(map(self._num_bytes, self._owners.keys() - self._left_over))
             self._num_sharing = num_sharing
-            self._total_bytes = (sum(path.stat().st_size for path in self._paths) - elsewhere) // num_sharing
+            self._is_whole = is_whole
+            elsewhere = sum(map(self._num_bytes, self._owners.keys() - self._left_over))
+            alone = sum(map(self._num_bytes, filter(is_whole, self._left_over)))
+            shared = sum(path.stat().st_size for path in self._paths) - elsewhere - alone
+            self._total_bytes = shared // num_sharing + alone
             self._close = stack.pop_all().close
 
     def __enter__(self) -> CheckpointWeights:
@@ -70,16 +75,26 @@ class CheckpointWeights:
     ) -> None:
         self._close()
 
-    def take(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
-        return self.take_rows([name], [shape], [cut])
+    def take(
+        self, name: str, shape: tuple[int, ...], cut: Cut | None = None, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return self._take([name], [shape], [cut], dtype or self._dtype)
 
     def take_rows(
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
     ) -> Tensor:
-        cuts = cuts or [None] * len(names)
+        return self._take(names, shapes, cuts or [None] * len(names), self._dtype)
+
+    def _take(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        cuts: Sequence[Cut | None],
+        dtype: torch.dtype,
+    ) -> Tensor:
         wanted = [shape if cut is None else cut.shape(shape) for shape, cut in zip(shapes, cuts, strict=True)]
         num_rows = [shape[0] for shape in wanted]
-        out = torch.empty((sum(num_rows), *wanted[0][1:]), dtype=self._dtype, device=self._device)
+        out = torch.empty((sum(num_rows), *wanted[0][1:]), dtype=dtype, device=self._device)
         for name, shape, cut, part in zip(names, shapes, cuts, out.split(num_rows), strict=True):
             self._read(name, shape, cut, part)
         with self._lock:
@@ -116,9 +131,9 @@ class CheckpointWeights:
         _copy(stored[:] if cut is None else _part(stored, cut), out)
         with self._lock:
             self._left_over.discard(name)
-            self._bytes_read += self._num_bytes(name)
+            self._units_read += self._num_bytes(name) * (self._num_sharing if self._is_whole(name) else 1)
             if self._on_progress is not None:
-                self._on_progress(self._bytes_read // self._num_sharing, self._total_bytes)
+                self._on_progress(self._units_read // self._num_sharing, self._total_bytes)
 
     def _num_bytes(self, name: str) -> int:
         stored = self._files[self._owners[name]].get_slice(name)

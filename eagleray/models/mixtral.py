@@ -8,6 +8,7 @@ from eagleray.models.config_file import ConfigFile
 from eagleray.models.kernels.reference import Kernels
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
 from eagleray.models.moe.experts import MoeBlock
+from eagleray.models.moe.plan import ExpertPlan
 from eagleray.models.spec import Defaults, ModelSpec, MoeSpec, read_common, uniform_windows
 from eagleray.models.weights import Weights
 from eagleray.parallel import Group
@@ -42,16 +43,18 @@ def read_mixtral(config: ConfigFile) -> ModelSpec:
     )
 
 
-def load_layer(index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group) -> DecoderLayer:
-    assert spec.moe is not None
+def load_layer(
+    index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group, experts: ExpertPlan | None
+) -> DecoderLayer:
+    assert experts is not None
     moe = MoeBlock(
         f"model.layers.{index}.block_sparse_moe",
-        spec.moe,
-        spec.hidden_size,
+        index,
+        spec,
         weights,
         kernels,
-        tp,
+        experts,
         projections=("w1", "w3", "w2"),
         round_weights=False,
     )
-    return load_decoder_layer(index, spec, weights, kernels, tp, moe)
+    return load_decoder_layer(index, spec, weights, kernels, tp, moe, sharing=experts.sharing)

@@ -8,6 +8,7 @@ from eagleray.models.config_file import ConfigFile
 from eagleray.models.kernels.reference import Kernels
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer, load_dense_layer
 from eagleray.models.moe.experts import MoeBlock
+from eagleray.models.moe.plan import ExpertPlan
 from eagleray.models.spec import Defaults, ModelSpec, MoeSpec, read_common, uniform_windows
 from eagleray.models.weights import Weights
 from eagleray.parallel import Group
@@ -54,9 +55,11 @@ def _moe_layers(config: ConfigFile, num_layers: int) -> tuple[bool, ...]:
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
 
-def load_layer(index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group) -> DecoderLayer:
-    assert spec.moe is not None
+def load_layer(
+    index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group, experts: ExpertPlan | None
+) -> DecoderLayer:
+    assert spec.moe is not None and experts is not None
     if not spec.moe.layers[index]:
         return load_dense_layer(index, spec, weights, kernels, tp)
-    moe = MoeBlock(f"model.layers.{index}.mlp", spec.moe, spec.hidden_size, weights, kernels, tp)
-    return load_decoder_layer(index, spec, weights, kernels, tp, moe)
+    moe = MoeBlock(f"model.layers.{index}.mlp", index, spec, weights, kernels, experts)
+    return load_decoder_layer(index, spec, weights, kernels, tp, moe, sharing=experts.sharing)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,24 +13,31 @@ import torch
 from eagleray.errors import ConfigError
 from eagleray.models.base import Model
 from eagleray.models.config_file import ConfigFile
+from eagleray.models.deepseek import load_layer as load_deepseek_layer
+from eagleray.models.deepseek import read_deepseek_v2, read_deepseek_v3
 from eagleray.models.dummy import DummyWeights
+from eagleray.models.freed_memory import give_back
 from eagleray.models.kernels.choose import kernels_for
-from eagleray.models.kernels.reference import Kernels
+from eagleray.models.kernels.reference import Kernels, Operation
 from eagleray.models.layers.decoder import DecoderLayer, load_dense_layer
-from eagleray.models.layers.embedding import load_embedding_and_head
+from eagleray.models.layers.embedding import Head, load_embedding_and_head
 from eagleray.models.layers.rope import Rope
 from eagleray.models.llama import read_llama, read_mistral
 from eagleray.models.loading import CheckpointWeights
 from eagleray.models.mixtral import load_layer as load_mixtral_layer
 from eagleray.models.mixtral import read_mixtral
+from eagleray.models.moe.experts import MoeBlock
+from eagleray.models.moe.plan import ExpertOptions, ExpertPlan
+from eagleray.models.moe.rebalance import Rebalancer
 from eagleray.models.qwen2 import read_qwen2
 from eagleray.models.qwen3 import read_qwen3
 from eagleray.models.qwen3_moe import load_layer as load_qwen3_moe_layer
 from eagleray.models.qwen3_moe import read_qwen3_moe
-from eagleray.models.shares import check_fits
+from eagleray.models.shares import check_experts, check_fits
 from eagleray.models.spec import ModelSpec
+from eagleray.models.tensor_names import is_elsewhere, is_not_a_weight, is_read_whole
 from eagleray.models.weights import Weights
-from eagleray.parallel import Group, Groups, Mesh
+from eagleray.parallel import Group, Groups
 
 __all__ = ["FAMILIES", "Family", "load_model"]
 
@@ -38,10 +45,12 @@ __all__ = ["FAMILIES", "Family", "load_model"]
 @dataclass(frozen=True, slots=True)
 class Family:
     read_spec: Callable[[ConfigFile], ModelSpec]
-    load_layer: Callable[[int, ModelSpec, Weights, Kernels, Group], DecoderLayer] = load_dense_layer
+    load_layer: Callable[[int, ModelSpec, Weights, Kernels, Group, ExpertPlan | None], DecoderLayer] = load_dense_layer
 
 
 FAMILIES = {
+    "DeepseekV2ForCausalLM": Family(read_deepseek_v2, load_deepseek_layer),
+    "DeepseekV3ForCausalLM": Family(read_deepseek_v3, load_deepseek_layer),
     "LlamaForCausalLM": Family(read_llama),
     "MistralForCausalLM": Family(read_mistral),
     "MixtralForCausalLM": Family(read_mixtral, load_mixtral_layer),
@@ -60,7 +69,9 @@ DTYPES = {
 
 ALONE = Groups.alone()
 
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
+NO_OPTIONS = ExpertOptions()
+
+MAX_REPORTED_EXPERTS = (1 << 16) - 1
 
 
 def load_model(
@@ -73,6 +84,7 @@ def load_model(
     on_progress: Callable[[int, int], None] | None,
     groups: Groups = ALONE,
     deterministic: bool = False,
+    experts: ExpertOptions = NO_OPTIONS,
 ) -> Model:
     """The model of a checkpoint directory, or the part that `groups` leaves to this rank, ready to compute.
 
@@ -83,25 +95,47 @@ def load_model(
     config = ConfigFile.read(directory)
     family = _family(config)
     spec = family.read_spec(config)
-    check_fits(spec, groups.mesh)
+    _check_options(spec, experts, groups)
     kind = DTYPES[spec.dtype if dtype == "auto" else dtype]
     kernels = kernels_for(device, kind, spec)
     if deterministic:
-        _check_invariant(kernels, kind, device, groups)
-    if load_format == "dummy":
-        dummies = DummyWeights(dtype=kind, device=device, seed=seed or 0)
-        return _build(family, spec, dummies, kernels, kind, device, groups)
-    with CheckpointWeights(
-        directory,
+        _check_invariant(spec, kernels, kind, device, groups)
+    plan = None
+    if spec.moe is not None:
+        plan = ExpertPlan(spec, experts, groups=groups, kernels=kernels, device=device)
+
+    def open_weights(on_progress: Callable[[int, int], None] | None = None) -> AbstractContextManager[Weights]:
+        if load_format == "dummy":
+            return nullcontext(DummyWeights(dtype=kind, device=device, seed=seed or 0))
+        return CheckpointWeights(
+            directory,
+            dtype=kind,
+            device=device,
+            on_progress=on_progress,
+            is_elsewhere=lambda name: is_elsewhere(name, spec, groups.mesh, plan),
+            is_whole=lambda name: is_read_whole(name, plan),
+            num_sharing=groups.mesh.tp_size,
+        )
+
+    with open_weights(on_progress) as weights:
+        parts = _load_parts(family, spec, weights, kernels, groups, plan, num_threads=_num_threads(device))
+        if isinstance(weights, CheckpointWeights):
+            weights.finish(may_be_left=lambda name: is_not_a_weight(name, spec))
+    return Model(
+        spec=spec,
+        groups=groups,
         dtype=kind,
         device=device,
-        on_progress=on_progress,
-        is_elsewhere=lambda name: _is_elsewhere(name, spec, groups.mesh),
-        num_sharing=groups.mesh.tp_size,
-    ) as weights:
-        model = _build(family, spec, weights, kernels, kind, device, groups)
-        weights.finish(may_be_left=lambda name: _is_not_a_weight(name, spec))
-    return model
+        kernels=kernels,
+        embedding=parts.embedding,
+        layers=parts.layers,
+        norm=parts.norm,
+        head=parts.head,
+        rope=Rope(spec.rope, spec.head_dim, dtype=kind, device=device),
+        num_parameters=weights.num_parameters,
+        experts=plan,
+        rebalancer=_rebalancer(parts.layers, plan, experts, kernels, open_weights),
+    )
 
 
 def _family(config: ConfigFile) -> Family:
@@ -114,8 +148,27 @@ def _family(config: ConfigFile) -> Family:
     return FAMILIES[names[0]]
 
 
-def _check_invariant(kernels: Kernels, dtype: torch.dtype, device: torch.device, groups: Groups) -> None:
+def _check_options(spec: ModelSpec, experts: ExpertOptions, groups: Groups) -> None:
+    """Raises `ConfigError` if the model cannot be divided so, or not do what is asked of its experts."""
+    is_divided = experts.dispatch is not None
+    check_fits(spec, groups.mesh, has_whole_experts=is_divided)
+    if is_divided:
+        check_experts(spec, num_ranks=groups.experts.size, num_redundant=experts.num_redundant)
+    if experts.keeps_ids and spec.moe is not None and spec.moe.num_experts > MAX_REPORTED_EXPERTS:
+        raise ConfigError(
+            f"option `enable_return_routed_experts`: the model has {spec.moe.num_experts} experts, more than the "
+            f"{MAX_REPORTED_EXPERTS} that can be reported; drop it"
+        )
+
+
+def _check_invariant(
+    spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, device: torch.device, groups: Groups
+) -> None:
     """Raises `ConfigError` if a request's numbers could depend on its company."""
+    if spec.latent is not None:
+        raise ConfigError(
+            f"option `deterministic`: what computes the attention of {spec.architecture} cannot promise it; drop it"
+        )
     if not kernels.is_invariant:
         raise ConfigError(
             f"option `deterministic`: what computes {str(dtype).removeprefix('torch.')} on {device.type} here cannot "
@@ -128,22 +181,34 @@ def _check_invariant(kernels: Kernels, dtype: torch.dtype, device: torch.device,
         )
 
 
-def _build(
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """See `Model`."""
+
+    embedding: Operation | None
+    layers: list[DecoderLayer]
+    norm: Operation | None
+    head: Head | None
+
+
+def _load_parts(
     family: Family,
     spec: ModelSpec,
     weights: Weights,
     kernels: Kernels,
-    dtype: torch.dtype,
-    device: torch.device,
     groups: Groups,
-) -> Model:
+    plan: ExpertPlan | None,
+    *,
+    num_threads: int,
+) -> _Parts:
     mesh = groups.mesh
 
     def load_layer(index: int) -> DecoderLayer:
-        return family.load_layer(index, spec, weights, kernels, groups.tp)
+        layer = family.load_layer(index, spec, weights, kernels, groups.tp, plan)
+        give_back()
+        return layer
 
-    # reading and packing go on in one thread for each core
-    pool = ThreadPoolExecutor(torch.get_num_threads() if device.type == "cpu" else 1, "load")
+    pool = ThreadPoolExecutor(num_threads, "load")
     try:
         ends = pool.submit(load_embedding_and_head, spec, weights, kernels, mesh, groups.tp)
         layers = list(pool.map(load_layer, mesh.layers(spec.num_layers)))
@@ -153,31 +218,30 @@ def _build(
     norm = None
     if mesh.is_last_stage:
         norm = kernels.norm(weights.take("model.norm.weight", (spec.hidden_size,)), spec.norm_eps)
-    return Model(
-        spec=spec,
-        groups=groups,
-        dtype=dtype,
-        device=device,
-        kernels=kernels,
-        embedding=embedding,
-        layers=layers,
-        norm=norm,
-        head=head,
-        rope=Rope(spec.rope, spec.head_dim, dtype=dtype, device=device),
-        num_parameters=weights.num_parameters,
+    return _Parts(embedding, layers, norm, head)
+
+
+def _rebalancer(
+    layers: list[DecoderLayer],
+    plan: ExpertPlan | None,
+    options: ExpertOptions,
+    kernels: Kernels,
+    open_weights: Callable[[], AbstractContextManager[Weights]],
+) -> Rebalancer | None:
+    """None if ranks do not have whole experts. Raises `ConfigError` if experts shall be moved and cannot be."""
+    if plan is None or not plan.is_divided:
+        return None
+    blocks = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, MoeBlock)]
+    if options.balance_interval is not None and not all(block.products.is_movable for block in blocks):
+        raise ConfigError(
+            "option `enable_eplb`: what computes here keeps weights in a form that cannot be moved between ranks; take "
+            "bfloat16 or float32 on a CPU, with a C++ compiler, or drop it"
+        )
+    return Rebalancer(
+        blocks=blocks, plan=plan, interval=options.balance_interval, kernels=kernels, open_weights=open_weights
     )
 
 
-def _is_elsewhere(name: str, spec: ModelSpec, mesh: Mesh) -> bool:
-    """Whether another stage has this tensor, and this one has not."""
-    if (match := LAYER.match(name)) is not None:
-        index = int(match[1])
-        return index < spec.num_layers and index not in mesh.layers(spec.num_layers)
-    if name == "model.embed_tokens.weight":
-        return not (mesh.is_first_stage or (mesh.is_last_stage and spec.tie_embeddings))
-    return name in ("model.norm.weight", "lm_head.weight") and not mesh.is_last_stage
-
-
-def _is_not_a_weight(name: str, spec: ModelSpec) -> bool:
-    """Old checkpoints hold computed tables; some with tied embeddings hold the tied weight twice."""
-    return name.endswith("rotary_emb.inv_freq") or (spec.tie_embeddings and name == "lm_head.weight")
+def _num_threads(device: torch.device) -> int:
+    """Reading and packing go on in one thread for each core."""
+    return torch.get_num_threads() if device.type == "cpu" else 1

@@ -11,7 +11,17 @@ from typing import Any
 
 from eagleray.models.config_file import ConfigFile
 
-__all__ = ["DefaultRope", "DynamicRope", "LinearRope", "Llama3Rope", "RopeSpec", "YarnRope", "read_rope", "stretched"]
+__all__ = [
+    "DefaultRope",
+    "DynamicRope",
+    "LinearRope",
+    "Llama3Rope",
+    "RopeSpec",
+    "YarnRope",
+    "read_rope",
+    "softmax_factor",
+    "stretched",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,15 @@ def read_rope(config: ConfigFile, *, default_theta: float, max_position_embeddin
     return rope
 
 
+def softmax_factor(config: ConfigFile, rope: RopeSpec) -> float:
+    """What a DeepSeek model's attention multiplies its scores by where positions are scaled: YaRN's factor for queries
+    and for keys, with `mscale_all_dim`. The rotated parts get theirs by `YarnRope.attention_factor`."""
+    scale = _merged_fields(config).get("mscale_all_dim")
+    if isinstance(rope, DefaultRope) or not scale:
+        return 1.0
+    return _recommended(rope.factor, config.positive("mscale_all_dim", scale)) ** 2
+
+
 def _merged_fields(config: ConfigFile) -> dict[str, Any]:
     """The rope's fields, from wherever this style of config.json has them; those that are null are left out."""
     nested = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -146,11 +165,12 @@ def _attention_factor(config: ConfigFile, fields: dict[str, Any], factor: float)
     """Given, or as the paper recommends; `mscale` and `mscale_all_dim` change the recommendation if both are set."""
     if "attention_factor" in fields:
         return config.positive("attention_factor", fields["attention_factor"])
-
-    def recommended(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
     if fields.get("mscale") and fields.get("mscale_all_dim"):
         mscale = config.positive("mscale", fields["mscale"])
-        return recommended(mscale) / recommended(config.positive("mscale_all_dim", fields["mscale_all_dim"]))
-    return recommended(1.0)
+        mscale_all_dim = config.positive("mscale_all_dim", fields["mscale_all_dim"])
+        return _recommended(factor, mscale) / _recommended(factor, mscale_all_dim)
+    return _recommended(factor, 1.0)
+
+
+def _recommended(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.rope_spec import RopeSpec, read_rope, stretched
 
-__all__ = ["Defaults", "ModelSpec", "MoeSpec", "read_common", "uniform_windows", "windows_by_layer"]
+__all__ = ["Defaults", "LatentSpec", "ModelSpec", "MoeSpec", "read_common", "uniform_windows", "windows_by_layer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,49 @@ class MoeSpec:
     """The weights of a token's experts add up to 1."""
     layers: tuple[bool, ...]
     """[num_layers] which layers are of this kind; the others are dense."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's products."""
+    has_correction_bias: bool = False
+    """The router has a bias, `e_score_correction_bias`, that is added to the scores for the choice of experts alone."""
+    num_groups: int = 1
+    """Consecutive experts are a group; only the experts of a token's best `top_groups` groups are candidates."""
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    """What makes a group good: its best score, or the sum of its two best."""
+    scale: float = 1.0
+    """Of the weights of a token's experts, in the end."""
+    renormalize_eps: float = 0.0
+    """Added to the sum that weights are divided by."""
+    shared_intermediate_size: int = 0
+    """Of the shared experts together, which compute every token; 0: there are none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Attention that caches one latent for all heads (DeepSeek-V2, arXiv 2405.04434, section 2.1). Keys and values of
+    the heads are products with the latent; a part of each key is rotated, and the same for all heads."""
+
+    q_lora_rank: int | None
+    """Size of what queries are made from; None: they are made from the hidden state."""
+    kv_lora_rank: int
+    """Size of the latent."""
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    """A head's queries and keys have a plain part and behind it one that is rotated."""
+    v_head_dim: int
+    softmax_scale: float
+    is_interleaved: bool
+    """The checkpoint has features that are rotated together next to each other, not half a head apart."""
+
+    @property
+    def query_dim(self) -> int:
+        """Features of a head's query."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def cached_size(self) -> int:
+        """Features that are cached of a token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +79,9 @@ class ModelSpec:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    """1 with `latent`."""
     head_dim: int
+    """With `latent`, what is rotated of it."""
     norm_eps: float
     rope: RopeSpec
     tie_embeddings: bool
@@ -52,6 +98,10 @@ class ModelSpec:
     qk_norm: bool = False
     """Queries and keys are normalized, each head by itself, before they are rotated."""
     moe: MoeSpec | None = None
+    latent: LatentSpec | None = None
+    """None: every key head is cached."""
+    num_draft_layers: int = 0
+    """Layers in the checkpoint behind the last one, which guess further tokens; they are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

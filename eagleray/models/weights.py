@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 __all__ = ["Cut", "Weights"]
@@ -24,7 +25,8 @@ class Cut:
 
 
 class Weights(Protocol):
-    """Tensors come in the model's dtype on its device, and the caller owns them. Each is taken once, from any thread.
+    """Tensors come in the model's dtype, or the one that is asked for, on its device, and the caller owns them. Each is
+    taken once, from any thread.
 
     Shapes are those of whole tensors, whatever is cut out of them; only what is wanted is read.
     """
@@ -34,7 +36,9 @@ class Weights(Protocol):
         """Elements of all that was taken so far."""
         ...
 
-    def take(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], cut: Cut | None = None, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Raises `CheckpointError` if it is not there or has another shape."""
         ...
 

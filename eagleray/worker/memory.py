@@ -39,20 +39,34 @@ def available_bytes(device: torch.device, *, gpu_memory_utilization: float, step
 
 
 def step_bytes(
-    spec: ModelSpec, dtype: torch.dtype, *, num_tokens: int, num_logits: int, mesh: Mesh = WHOLE_MODEL
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    *,
+    num_tokens: int,
+    num_logits: int,
+    mesh: Mesh = WHOLE_MODEL,
+    num_exchanging: int = 0,
 ) -> int:
     """Upper estimate of what a step takes beside weights and cache, on the worker at this place of the mesh.
 
     For each token, a few copies of its hidden state and of the widest activation of a layer, of which the worker has
     its share; in a pipeline, hidden states that the next stage has not fetched yet. For each row that samples, a few
-    copies of its float32 logits, where they come together.
+    copies of its float32 logits, where they come together. `num_exchanging`: engines that send each other rows for
+    their experts, this one included; the rows of all may come to one worker, and the outputs of each row's experts.
     """
     tp = mesh.tp_size
-    attention = (spec.num_heads // tp + 2 * num_kv_heads(spec.num_kv_heads, tp)) * spec.head_dim
+    if (latent := spec.latent) is not None:
+        heads = latent.query_dim + latent.qk_nope_head_dim + latent.v_head_dim
+        attention = spec.num_heads // tp * heads + latent.cached_size
+    else:
+        attention = (spec.num_heads // tp + 2 * num_kv_heads(spec.num_kv_heads, tp)) * spec.head_dim
     experts = spec.moe.top_k * spec.moe.intermediate_size if spec.moe else 0
     widest = max(attention, 2 * spec.intermediate_size // tp, 2 * experts // tp)
     hidden_states = 4 if mesh.is_last_stage else 5 + mesh.pp_size
     per_token = (hidden_states * spec.hidden_size + 3 * widest) * dtype.itemsize
+    if spec.moe is not None:
+        per_row = 2 * dtype.itemsize + (2 + spec.moe.top_k) * 4
+        per_token += num_exchanging * spec.hidden_size * per_row
     vocab_size = spec.vocab_size if mesh.is_sampler else spec.vocab_size // tp if mesh.is_last_stage else 0
     return num_tokens * per_token + num_logits * vocab_size * 4 * 4
 

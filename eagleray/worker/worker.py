@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import sys
 
+import msgspec
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from eagleray.config import Config
-from eagleray.config.resolve import checkpoint_dir, engines_on_host
-from eagleray.errors import ConfigError, InvalidRequest
+from eagleray.config.resolve import checkpoint_dir, engine_index, engines_on_host, expert_dispatch
+from eagleray.errors import ConfigError, ExpertGroupBroken, InvalidRequest
 from eagleray.identity import WorkerId
 from eagleray.log import get_logger
 from eagleray.messages.failure import Failure
@@ -21,27 +23,36 @@ from eagleray.messages.steps import (
     CacheAllocated,
     Call,
     CallExtension,
+    EngineOpened,
+    ExpertGroupOpened,
     ExtensionReturned,
     GroupsJoined,
     GroupsOpened,
+    JoinExpertGroup,
     JoinGroups,
     LoadModel,
     LoadNullModel,
     MeasureMemory,
     MemoryMeasured,
     ModelLoaded,
+    OpenExpertGroup,
     OpenGroups,
+    ReadExpertLoad,
     Reply,
+    StepBroken,
     StepPlan,
+    WorkerExpertLoad,
     WorkerFailure,
     WorkerReply,
 )
 from eagleray.messages.workers import Topology
 from eagleray.models.base import Model
 from eagleray.models.cache import KVCache
+from eagleray.models.moe.plan import ExpertOptions
 from eagleray.models.registry import load_model
-from eagleray.parallel import Groups, Mesh, OpenedGroups
-from eagleray.worker.device import choose_device, set_threads
+from eagleray.parallel import Engines, Groups, Mesh, OpenedGroups
+from eagleray.worker.cores import set_threads
+from eagleray.worker.device import choose_device
 from eagleray.worker.extension import Extension
 from eagleray.worker.memory import available_bytes, step_bytes
 from eagleray.worker.null import NullRunner
@@ -75,6 +86,7 @@ class Worker:
         self._runner: Runner | NullRunner | None = None
         self._extension: Extension | None = None
         self._has_failed = False
+        self._broken: str | None = None  # why no step can be taken, until a group of engines is joined
 
     def handle(self, call: Call) -> Reply | None:
         """Do what the call asks. None: the step's result is another rank's to tell, or this worker has failed before
@@ -97,8 +109,7 @@ class Worker:
     def _do(self, call: Call) -> WorkerReply | None:
         match call.body:
             case StepPlan() as plan:
-                assert self._runner is not None, "a step before the cache was allocated"
-                return self._runner.step(plan)
+                return self._step(plan)
             case OpenGroups():
                 return self._open()
             case JoinGroups(opened):
@@ -113,19 +124,68 @@ class Worker:
                 return self._allocate(num_blocks)
             case CallExtension(method, arguments):
                 return self._call_extension(method, arguments)
+            case OpenExpertGroup(epoch):
+                return self._open_expert_group(epoch)
+            case JoinExpertGroup(epoch, members):
+                return self._join_expert_group(epoch, members)
+            case ReadExpertLoad():
+                return self._read_expert_load()
+
+    def _step(self, plan: StepPlan) -> WorkerReply | None:
+        """A step that breaks, because an engine that shares the experts is gone, leaves this worker well."""
+        assert self._runner is not None, "a step before the cache was allocated"
+        if self._broken is None:
+            try:
+                return self._runner.step(plan)
+            except ExpertGroupBroken as error:
+                self._broken = str(error)
+                logger.warning("%s was not completed: %s", plan.label, error)
+        return StepBroken(step=plan.step, cause=self._broken)
 
     def _open(self) -> GroupsOpened:
         execution = self._config.execution
         self.device = choose_device(execution.device, self._device_index)
-        threads = set_threads(execution.num_threads, num_workers=self._num_workers_on_host())
+        threads = set_threads(
+            execution.num_threads, num_workers=self._num_workers_on_host(), index=self._index_on_host()
+        )
         logger.debug("computes on %s with %d threads", self.device, threads)
-        self._opened = OpenedGroups.open(mesh=self.mesh, topology=self._topology, device=self.device)
+        parallel, engines = self._config.parallel, Engines()
+        if parallel.enable_expert_parallel:
+            engines = Engines(rank=self._id.engine.rank, size=parallel.data_parallel_size)
+        self._opened = OpenedGroups.open(mesh=self.mesh, topology=self._topology, device=self.device, engines=engines)
         return self._opened.opened
 
     def _join(self, opened: list[GroupsOpened]) -> GroupsJoined:
         assert self._opened is not None, "groups are joined after they were opened"
         self._groups = self._opened.join(opened, timeout=self._config.execution.startup_timeout)
         return GroupsJoined()
+
+    def _open_expert_group(self, epoch: int) -> ExpertGroupOpened:
+        assert self._groups is not None, "the engine's own groups are joined first"
+        self._broken = f"the group of epoch {epoch} that shares the experts is not joined yet"
+        return self._groups.experts.open(epoch)
+
+    def _join_expert_group(self, epoch: int, members: list[EngineOpened]) -> GroupsJoined:
+        """If a member is gone by now the next step says so."""
+        assert self._groups is not None, "a group is joined after it was opened"
+        stage = [
+            msgspec.structs.replace(member, opened=[member.opened[rank] for rank in self.mesh.tp_ranks])
+            for member in members
+        ]
+        self._groups.experts.join(epoch, stage, timeout=self._config.execution.startup_timeout)
+        try:
+            self.model.settle_experts()
+            self._broken = None
+        except ExpertGroupBroken as error:
+            self._broken = str(error)
+        return GroupsJoined()
+
+    def _read_expert_load(self) -> WorkerExpertLoad:
+        """Ranks that have the same tokens count the same: the first one says it."""
+        trace = self.model.trace
+        if trace is None or (self.mesh.tp_rank > 0 and not self.model.has_row_shares):
+            return WorkerExpertLoad(np.zeros((0, 0), dtype=np.int64))
+        return WorkerExpertLoad(trace.counts.cpu().numpy().copy())
 
     def _load(self) -> ModelLoaded:
         assert self._groups is not None, "the model is loaded after the groups were joined"
@@ -146,6 +206,7 @@ class Worker:
                 on_progress=show,
                 groups=self._groups,
                 deterministic=config.deterministic,
+                experts=self._expert_options(),
             )
         model = self.model
         logger.info(
@@ -166,6 +227,18 @@ class Worker:
             bytes_per_block=KVCache.bytes_per_block(model.cache_shape(self._config.cache.block_size), model.dtype),
             device=self.device.type,
             kernels=self.model.kernels_name,
+            num_moe_layers=0 if model.trace is None else model.trace.num_layers,
+            num_experts=0 if model.spec.moe is None else model.spec.moe.num_experts,
+            top_k=0 if model.spec.moe is None else model.spec.moe.top_k,
+        )
+
+    def _expert_options(self) -> ExpertOptions:
+        parallel = self._config.parallel
+        return ExpertOptions(
+            dispatch=expert_dispatch(self._config) if parallel.enable_expert_parallel else None,
+            num_redundant=parallel.num_redundant_experts,
+            balance_interval=parallel.eplb_step_interval if parallel.enable_eplb else None,
+            keeps_ids=self._config.model.enable_return_routed_experts,
         )
 
     def _load_null(self) -> CacheAllocated:
@@ -189,6 +262,7 @@ class Worker:
             num_tokens=max_num_batched_tokens,
             num_logits=min(config.scheduling.max_num_seqs, max_num_batched_tokens),
             mesh=self.mesh,
+            num_exchanging=self._config.parallel.data_parallel_size if model.exchanges_rows else 0,
         )
         utilization = config.cache.gpu_memory_utilization
         available = available_bytes(model.device, gpu_memory_utilization=utilization, step_bytes=largest_step)
@@ -199,6 +273,11 @@ class Worker:
     def _num_workers_on_host(self) -> int:
         """That share its cores and its memory."""
         return len(self._topology.local_ranks(self.rank)) * engines_on_host(self._config)
+
+    def _index_on_host(self) -> int:
+        """This worker's number among them."""
+        local = self._topology.local_ranks(self.rank)
+        return engine_index(self._config, self._id.engine.rank) * len(local) + local.index(self.rank)
 
     def _allocate(self, num_blocks: int) -> CacheAllocated:
         model, block_size = self.model, self._config.cache.block_size

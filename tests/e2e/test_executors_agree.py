@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from agreement import answers, assert_agree
-from checkpoints import make_checkpoint
+from checkpoints import FAMILIES, make_checkpoint
 
 # (family, tensor parallel, pipeline parallel, asynchronous): each pair of values at least once
 PAIRS = [
@@ -17,9 +17,16 @@ PAIRS = [
     ("qwen3_moe", 2, 1, False),
     ("llama", 1, 2, True),
 ]
+# (family, tensor parallel, pipeline parallel, how tokens come to experts that are divided among the workers)
+EXPERTS = [
+    ("qwen3_moe", 2, 1, "all-reduce"),
+    ("qwen3_moe", 2, 1, "all-to-all"),
+    ("deepseek_v3", 2, 1, "all-gather"),
+    ("mixtral", 2, 2, "all-to-all"),
+]
 GRID = [
     (family, tp, pp, ahead)
-    for family in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+    for family in FAMILIES
     for tp in (1, 2)
     for pp in (1, 2)
     for ahead in (False, True)
@@ -39,18 +46,27 @@ def expected(tmp_path_factory):
     return find
 
 
-def check(expected, family: str, tp: int, pp: int, ahead: bool) -> None:
+def check(expected, family: str, tp: int, pp: int, ahead: bool, **options) -> None:
     checkpoint: Path
     checkpoint, answer = expected(family)
-    found = answers(
-        checkpoint, executor="processes", tensor_parallel_size=tp, pipeline_parallel_size=pp, async_scheduling=ahead
-    )
-    assert_agree(found, answer)
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    assert_agree(answers(checkpoint, executor="processes", async_scheduling=ahead, **sizes, **options), answer)
 
 
 @pytest.mark.parametrize(("family", "tp", "pp", "ahead"), PAIRS)
 def test_processes(expected, family, tp, pp, ahead):
     check(expected, family, tp, pp, ahead)
+
+
+@pytest.mark.parametrize(("family", "tp", "pp", "dispatch"), EXPERTS)
+def test_processes_with_experts_of_their_own(expected, family, tp, pp, dispatch):
+    check(expected, family, tp, pp, True, enable_expert_parallel=True, expert_dispatch=dispatch)
+
+
+def test_experts_that_move(expected):
+    """Often, and with room for copies."""
+    options = {"enable_eplb": True, "eplb_step_interval": 4, "num_redundant_experts": 2}
+    check(expected, "qwen3_moe", 2, 1, True, enable_expert_parallel=True, expert_dispatch="all-to-all", **options)
 
 
 @pytest.mark.grid

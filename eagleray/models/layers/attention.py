@@ -6,6 +6,7 @@ from torch import Tensor
 
 from eagleray.models.kernels.reference import Context, Heads, Kernels, Rows
 from eagleray.models.layers.linear import load_linear, load_summed_linear
+from eagleray.models.layers.sharing import RowSharing
 from eagleray.models.shares import equal_share, features, kv_heads
 from eagleray.models.spec import ModelSpec
 from eagleray.models.weights import Weights
@@ -18,7 +19,14 @@ class Attention:
     """`window`: this layer's, see `ModelSpec.windows`. Of the heads, this rank's share of `tp`."""
 
     def __init__(
-        self, name: str, spec: ModelSpec, window: int | None, weights: Weights, kernels: Kernels, tp: Group
+        self,
+        name: str,
+        spec: ModelSpec,
+        window: int | None,
+        weights: Weights,
+        kernels: Kernels,
+        tp: Group,
+        sharing: RowSharing | None = None,
     ) -> None:
         heads, kv, size = equal_share(spec.num_heads, tp), kv_heads(spec.num_kv_heads, tp), spec.head_dim
         sizes = [count * size for count in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
@@ -27,7 +35,15 @@ class Attention:
         hidden = spec.hidden_size
         self._qkv = load_linear(weights, kernels, names, sizes, hidden, outputs=outputs, bias=spec.qkv_bias)
         self._output = load_summed_linear(
-            weights, kernels, f"{name}.o_proj", hidden, sizes[0], inputs=outputs[0], tp=tp, bias=spec.output_bias
+            weights,
+            kernels,
+            f"{name}.o_proj",
+            hidden,
+            sizes[0],
+            inputs=outputs[0],
+            tp=tp,
+            bias=spec.output_bias,
+            sharing=sharing,
         )
         self._attend = kernels.self_attention(
             Heads(
@@ -42,5 +58,5 @@ class Attention:
         )
 
     def __call__(self, x: Rows, cache: Tensor, context: Context) -> Rows:
-        """[num_tokens, hidden_size], in and out; `cache` is this layer's."""
+        """[num_tokens, hidden_size], in and out; `cache` is this layer's. With `sharing`, out are the rank's rows."""
         return self._output(self._attend(self._qkv(x), cache, context))

@@ -2,57 +2,96 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from eagleray.models.kernels.reference import Context, Kernels, Operation, Rows
 from eagleray.models.layers.attention import Attention
 from eagleray.models.layers.mlp import MLP
+from eagleray.models.layers.sharing import RowSharing
 from eagleray.models.spec import ModelSpec
 from eagleray.models.weights import Weights
 from eagleray.parallel import Group
 
-__all__ = ["DecoderLayer", "load_decoder_layer", "load_dense_layer"]
+__all__ = ["Attends", "DecoderLayer", "load_decoder_layer", "load_dense_layer"]
+
+Attends = Callable[[Rows, Tensor, Context], Rows]
+"""Rows [num_tokens, hidden_size], the layer's cache, context -> rows."""
 
 
 class DecoderLayer:
+    """`sharing`: the feed-forward part wants the rank's share of the rows, and the attention has left only that."""
+
     def __init__(
         self,
         *,
         attention_norm: Operation,
-        attention: Attention,
+        attention: Attends,
         feed_forward_norm: Operation,
         feed_forward: Operation,
         kernels: Kernels,
+        sharing: RowSharing | None = None,
     ) -> None:
+        self.feed_forward = feed_forward
         self._attention_norm = attention_norm
         self._attention = attention
         self._feed_forward_norm = feed_forward_norm
-        self._feed_forward = feed_forward
+        self._sharing = sharing
         self._add = kernels.add
 
     def __call__(self, hidden: Rows, cache: Tensor, context: Context) -> Rows:
         """[num_tokens, hidden_size], in and out; `cache` is this layer's."""
-        hidden = self._add(hidden, self._attention(self._attention_norm(hidden), cache, context))
-        return self._add(hidden, self._feed_forward(self._feed_forward_norm(hidden)))
+        attended = self._attention(self._attention_norm(hidden), cache, context)
+        if self._sharing is None:
+            return self._feed(self._add(hidden, attended))
+        own = self._feed(self._add(self._sharing.share(hidden), attended))
+        return self._sharing.all_gather(own, hidden)
+
+    def _feed(self, hidden: Rows) -> Rows:
+        return self._add(hidden, self.feed_forward(self._feed_forward_norm(hidden)))
 
 
 def load_decoder_layer(
-    index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group, feed_forward: Operation
+    index: int,
+    spec: ModelSpec,
+    weights: Weights,
+    kernels: Kernels,
+    tp: Group,
+    feed_forward: Operation,
+    *,
+    attention: Attends | None = None,
+    sharing: RowSharing | None = None,
 ) -> DecoderLayer:
+    """`attention`: in place of the usual one. `sharing`: see `DecoderLayer`."""
     name = f"model.layers.{index}"
 
     def norm(which: str) -> Operation:
         return kernels.norm(weights.take(f"{name}.{which}.weight", (spec.hidden_size,)), spec.norm_eps)
 
+    if attention is None:
+        attention = Attention(f"{name}.self_attn", spec, spec.windows[index], weights, kernels, tp, sharing)
     return DecoderLayer(
         attention_norm=norm("input_layernorm"),
-        attention=Attention(f"{name}.self_attn", spec, spec.windows[index], weights, kernels, tp),
+        attention=attention,
         feed_forward_norm=norm("post_attention_layernorm"),
         feed_forward=feed_forward,
         kernels=kernels,
+        sharing=sharing,
     )
 
 
-def load_dense_layer(index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group) -> DecoderLayer:
-    mlp = MLP(f"model.layers.{index}.mlp", spec, weights, kernels, tp)
+def load_dense_layer(
+    index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group, experts: object = None
+) -> DecoderLayer:
+    """`experts`: what it has none of."""
+    mlp = MLP(
+        f"model.layers.{index}.mlp",
+        weights,
+        kernels,
+        tp,
+        hidden_size=spec.hidden_size,
+        size=spec.intermediate_size,
+        bias=spec.mlp_bias,
+    )
     return load_decoder_layer(index, spec, weights, kernels, tp, mlp)

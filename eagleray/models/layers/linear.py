@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eagleray.models.kernels.reference import Kernels, Operation
+from eagleray.models.layers.sharing import RowSharing
 from eagleray.models.weights import Cut, Weights
 from eagleray.parallel import Group
 
-__all__ = ["load_linear", "load_summed_linear"]
+__all__ = ["load_linear", "load_partial_linear", "load_summed_linear"]
 
 
 def load_linear(
@@ -40,7 +41,7 @@ def load_linear(
     return kernels.gated_linear(weight, offset) if gated else kernels.linear(weight, offset)
 
 
-def load_summed_linear(
+def load_partial_linear(
     weights: Weights,
     kernels: Kernels,
     name: str,
@@ -51,8 +52,28 @@ def load_summed_linear(
     tp: Group,
     bias: bool = False,
 ) -> Operation:
-    """A layer that takes only `inputs` here, the rest on the other ranks of `tp`."""
+    """A layer that takes only `inputs` here, the rest on the other ranks of `tp`: what is to be summed over them."""
     weight = weights.take(f"{name}.weight", (out_features, in_features), Cut(1, inputs))
     offset = weights.take(f"{name}.bias", (out_features,)) if bias else None
-    product = kernels.linear(weight, offset if tp.rank == 0 else None)  # added once, not by every rank
-    return product if tp.size == 1 else lambda x: kernels.all_reduce(product(x), tp)
+    return kernels.linear(weight, offset if tp.rank == 0 else None)  # added once, not by every rank
+
+
+def load_summed_linear(
+    weights: Weights,
+    kernels: Kernels,
+    name: str,
+    out_features: int,
+    in_features: int,
+    *,
+    inputs: range,
+    tp: Group,
+    bias: bool = False,
+    sharing: RowSharing | None = None,
+) -> Operation:
+    """`load_partial_linear` and the sum over `tp`. `sharing`: only of the rank's share of the rows."""
+    product = load_partial_linear(weights, kernels, name, out_features, in_features, inputs=inputs, tp=tp, bias=bias)
+    if tp.size == 1:
+        return product
+    if sharing is not None:
+        return lambda x: sharing.reduce_scatter(product(x))
+    return lambda x: kernels.all_reduce(product(x), tp)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from eagleray.models.kernels.reference import Kernels, Rows
-from eagleray.models.layers.linear import load_linear, load_summed_linear
+from eagleray.models.layers.linear import load_linear, load_partial_linear, load_summed_linear
 from eagleray.models.shares import equal_share
-from eagleray.models.spec import ModelSpec
 from eagleray.models.weights import Weights
 from eagleray.parallel import Group
 
@@ -13,24 +12,33 @@ __all__ = ["MLP"]
 
 
 class MLP:
-    """Of the inner features, this rank's share of `tp`."""
+    """Of the `size` inner features, this rank's share of `tp`. `is_summed` False: the caller sums over the ranks."""
 
-    def __init__(self, name: str, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group) -> None:
-        size, hidden, bias = spec.intermediate_size, spec.hidden_size, spec.mlp_bias
+    def __init__(
+        self,
+        name: str,
+        weights: Weights,
+        kernels: Kernels,
+        tp: Group,
+        *,
+        hidden_size: int,
+        size: int,
+        bias: bool = False,
+        is_summed: bool = True,
+    ) -> None:
         inner = equal_share(size, tp)
         self._gate_up = load_linear(
             weights,
             kernels,
             [f"{name}.gate_proj", f"{name}.up_proj"],
             [size, size],
-            hidden,
+            hidden_size,
             outputs=[inner, inner],
             bias=bias,
             gated=True,
         )
-        self._down = load_summed_linear(
-            weights, kernels, f"{name}.down_proj", hidden, size, inputs=inner, tp=tp, bias=bias
-        )
+        load_down = load_summed_linear if is_summed else load_partial_linear
+        self._down = load_down(weights, kernels, f"{name}.down_proj", hidden_size, size, inputs=inner, tp=tp, bias=bias)
 
     def __call__(self, x: Rows) -> Rows:
         """[num_tokens, hidden_size], in and out"""

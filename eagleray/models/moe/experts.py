@@ -1,55 +1,153 @@
 """The mixture-of-experts feed-forward layer: each token goes through the experts that the router chose for it.
 
-A tensor-parallel rank has a share of the inner features of every expert, and the whole router, so that all ranks choose
-the same experts.
+Every rank has the whole router, and the experts, or the part of each, that `ExpertPlan` leaves to it. A layer may also
+have shared experts, a feed-forward layer that computes every token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
 
 from eagleray.models.kernels.reference import Kernels, Mixture, Operation, Rows
 from eagleray.models.layers.linear import load_linear
+from eagleray.models.layers.mlp import MLP
+from eagleray.models.moe.plan import ExpertPlan
 from eagleray.models.shares import equal_share
-from eagleray.models.spec import MoeSpec
+from eagleray.models.spec import ModelSpec, MoeSpec
 from eagleray.models.weights import Cut, Weights
-from eagleray.parallel import Group
+from eagleray.parallel.group import Alone
 
-__all__ = ["MoeBlock"]
+__all__ = ["Expert", "LoadExpert", "MoeBlock", "load_shared_experts", "make_mixture"]
+
+Expert = tuple[Operation, Operation]
+"""Its gated product, and the one that leads back into the hidden state."""
+
+LoadExpert = Callable[[int, Weights], Expert]
+"""Takes the weights of an expert, or of this rank's part of it."""
 
 
 class MoeBlock:
     """`projections`: what the checkpoint calls an expert's gate, up and down projection. `round_weights`: see
-    `Mixture`."""
+    `Mixture`. `router`: in place of a product with `{name}.gate`, rows to scores. `shared`: see `load_shared_experts`.
+    """
 
     def __init__(
         self,
         name: str,
-        moe: MoeSpec,
-        hidden_size: int,
+        index: int,
+        spec: ModelSpec,
         weights: Weights,
         kernels: Kernels,
-        tp: Group,
+        plan: ExpertPlan,
         *,
         projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
         round_weights: bool = True,
+        router: Operation | None = None,
+        shared: Operation | None = None,
     ) -> None:
-        size, inner = moe.intermediate_size, equal_share(moe.intermediate_size, tp)
-        gate_up: list[Operation] = []
-        down: list[Operation] = []
-        for expert in range(moe.num_experts):
-            gate, up, last = (f"{name}.experts.{expert}.{part}" for part in projections)
-            outputs = [inner, inner]
-            gate_up.append(
-                load_linear(weights, kernels, [gate, up], [size, size], hidden_size, outputs=outputs, gated=True)
-            )
-            down.append(kernels.linear(weights.take(f"{last}.weight", (hidden_size, size), Cut(1, inner)), None))
-        self._router = load_linear(weights, kernels, [f"{name}.gate"], [moe.num_experts], hidden_size)
-        mixture = Mixture(top_k=moe.top_k, renormalize=moe.renormalize, round_weights=round_weights)
-        self._experts = kernels.experts(mixture, gate_up, down)
+        assert spec.moe is not None
+        moe, hidden = spec.moe, spec.hidden_size
         self._kernels = kernels
-        self._tp = tp
+        self._plan = plan
+        self._size = hidden
+        self._shared = shared
+        self.number = plan.number(index)
+        """Which of the stage's layers with experts it is."""
+        self.slots = plan.slots(index)
+        """None: every expert is here, cut."""
+        self.load_expert = _expert_loader(name, moe, hidden, kernels, plan, projections)
+        here = range(moe.num_experts) if self.slots is None else self.slots.own
+        experts = [self.load_expert(expert, weights) for expert in here]
+        gate_up, down = [first for first, _ in experts], [last for _, last in experts]
+        self.products = kernels.expert_products(gate_up, down)
+        """Of the experts that are here, by slot."""
+        self._router = router or load_linear(weights, kernels, [f"{name}.gate"], [moe.num_experts], hidden)
+        self._mixture = make_mixture(name, moe, weights, round_weights=round_weights)
+        self._experts = kernels.experts(
+            self._mixture,
+            gate_up,
+            down,
+            slots=None if self.slots is None else self.slots.local,
+            trace=plan.trace,
+            layer=self.number,
+        )
 
     def __call__(self, x: Rows) -> Rows:
-        """[num_tokens, hidden_size], in and out"""
-        return self._kernels.all_reduce(self._experts(x, self._router(x)), self._tp)
+        """[num_tokens, hidden_size], in and out; with `plan.sharing`, of the rank's share of the tokens"""
+        scores = self._router(x)
+        if self._plan.dispatch is not None:
+            out = self._kernels.host(self._exchange, [x, scores], size=self._size)
+        else:
+            out = self._experts(x, scores)
+        if self._shared is not None:
+            out = self._kernels.add(out, self._shared(x))
+        return out if self._plan.dispatch is not None else self._kernels.all_reduce(out, self._plan.tp)
+
+    def _exchange(self, x: Tensor, scores: Tensor) -> Tensor:
+        plan = self._plan
+        assert plan.dispatch is not None and self.slots is not None
+        ids, weights = self._kernels.route(scores, self._mixture)
+        plan.trace.note(self.number, ids)
+        out = plan.dispatch(x, ids, weights, self.products, self.slots.everywhere, plan.row_counts)
+        return out.to(self._kernels.hidden_dtype(x.dtype))
+
+
+def make_mixture(name: str, moe: MoeSpec, weights: Weights, *, round_weights: bool) -> Mixture:
+    """`name`: of the layer, whose correction bias is taken if it has one."""
+    bias = None
+    if moe.has_correction_bias:
+        bias = weights.take(f"{name}.gate.e_score_correction_bias", (moe.num_experts,), dtype=torch.float32)
+    return Mixture(
+        top_k=moe.top_k,
+        renormalize=moe.renormalize,
+        round_weights=round_weights,
+        scoring=moe.scoring,
+        correction_bias=bias,
+        num_groups=moe.num_groups,
+        top_groups=moe.top_groups,
+        group_score=moe.group_score,
+        scale=moe.scale,
+        renormalize_eps=moe.renormalize_eps,
+    )
+
+
+def load_shared_experts(
+    name: str, spec: ModelSpec, weights: Weights, kernels: Kernels, plan: ExpertPlan
+) -> Operation | None:
+    """The shared experts of the layer `name`, as one: whole where each rank has tokens of its own, else this rank's
+    part, which `MoeBlock` sums up with those of the routed experts. None if there are none."""
+    assert spec.moe is not None
+    size = spec.moe.shared_intermediate_size
+    if size == 0:
+        return None
+    tp = plan.tp if plan.dispatch is None else Alone()
+    return MLP(
+        f"{name}.shared_experts",
+        weights,
+        kernels,
+        tp,
+        hidden_size=spec.hidden_size,
+        size=size,
+        bias=spec.mlp_bias,
+        is_summed=False,
+    )
+
+
+def _expert_loader(
+    name: str, moe: MoeSpec, hidden_size: int, kernels: Kernels, plan: ExpertPlan, projections: Sequence[str]
+) -> LoadExpert:
+    size = moe.intermediate_size
+    inner = range(size) if plan.is_divided else equal_share(size, plan.tp)
+
+    def load(expert: int, weights: Weights) -> Expert:
+        gate, up, down = (f"{name}.experts.{expert}.{part}" for part in projections)
+        outputs = [inner, inner]
+        return (
+            load_linear(weights, kernels, [gate, up], [size, size], hidden_size, outputs=outputs, gated=True),
+            kernels.linear(weights.take(f"{down}.weight", (hidden_size, size), Cut(1, inner)), None),
+        )
+
+    return load

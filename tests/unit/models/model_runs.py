@@ -42,10 +42,15 @@ class PagedRun:
 
     def step(self, counts: dict[str, int]) -> dict[str, Tensor]:
         """Compute the next `counts[name]` tokens of each; logits [count, vocab_size] by name, or nothing on a rank that
-        has none."""
+        has none. No counts: a step for the sake of other engines, if one of them works."""
         names = sorted(counts, key=lambda name: counts[name] != 1)
+        if not self.model.begin_step(not counts, sum(counts.values())):
+            return {}
         hidden = self.model.forward(self._batch(names, counts), self.cache)
-        logits = self.model.logits(hidden) if self.model.groups.mesh.is_last_stage else None
+        assert len(hidden) == sum(counts.values())
+        has_logits = self.model.groups.mesh.is_last_stage and len(hidden) > 0
+        logits = self.model.logits(hidden) if has_logits else None
+        self.model.rebalance_if_due()
         for name in names:
             self._computed[name] += counts[name]
         if logits is None:
@@ -68,13 +73,13 @@ class PagedRun:
             token_ids += self._tokens[name][span.start : span.stop]
             positions += span
             slots += [self._blocks[name][p // self.block_size] * self.block_size + p % self.block_size for p in span]
-        width = -(-max(contexts) // self.block_size)
+        width = -(-max(contexts, default=0) // self.block_size)
         table = [(self._blocks[name] + [0] * width)[:width] for name in names]
         return Batch(
             token_ids=np.array(token_ids, np.int32),
             positions=np.array(positions, np.int32),
             slots=np.array(slots, np.int32),
-            block_table=np.array(table, np.int32),
+            block_table=np.array(table, np.int32).reshape(len(names), width),
             context_lens=np.array(contexts, np.int32),
             starts=np.cumsum([0, *(counts[name] for name in names)], dtype=np.int32),
             num_decodes=sum(counts[name] == 1 for name in names),

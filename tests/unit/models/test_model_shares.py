@@ -18,9 +18,19 @@ from eagleray.models.config_file import ConfigFile
 from eagleray.models.dummy import BLOCK, DummyWeights
 from eagleray.models.loading import CheckpointWeights
 from eagleray.models.registry import FAMILIES
-from eagleray.models.shares import check_fits, equal_share, features, kv_heads, num_kv_heads, padded_share
+from eagleray.models.shares import (
+    check_experts,
+    check_fits,
+    equal_share,
+    features,
+    kv_heads,
+    num_kv_heads,
+    padded_share,
+    row_counts,
+    row_share,
+)
 from eagleray.models.weights import Cut
-from eagleray.parallel import Groups, Mesh
+from eagleray.parallel import ExpertGroup, Groups, Mesh
 from eagleray.parallel.stages import OneStage
 from eagleray.worker.memory import step_bytes
 
@@ -36,13 +46,15 @@ class Loading:
 
     def __init__(self, mesh: Mesh) -> None:
         self.rank, self.size = mesh.tp_rank, mesh.tp_size
+        self.bytes_sent = {}
 
     def close(self) -> None:
         pass
 
 
 def loaded(checkpoint, mesh: Mesh, **options):
-    return load(checkpoint, groups=Groups(mesh, Loading(mesh), OneStage()), **options)
+    tp = Loading(mesh)
+    return load(checkpoint, groups=Groups(mesh, tp, OneStage(), ExpertGroup(tp)), **options)
 
 
 @given(size=st.integers(1, 8), count=st.integers(1, 100))
@@ -52,6 +64,14 @@ def test_shares_of_a_padded_count_cover_it_in_order(size, count):
     covered = [index for share in shares for index in share]
     assert covered == list(range(len(covered)))
     assert count <= len(covered) < count + size
+
+
+@given(size=st.integers(1, 8), count=st.integers(0, 40))
+def test_shares_of_rows_cover_the_batch_in_order(size, count):
+    shares = [row_share(count, tp) for tp in ranks(size)]
+    assert [row for share in shares for row in share] == list(range(count))
+    assert [len(share) for share in shares] == row_counts(count, size)
+    assert max(map(len, shares)) == -(-count // size)
 
 
 @given(size=st.sampled_from([1, 2, 4, 8]), kv=st.sampled_from([1, 2, 4, 8]), group=st.sampled_from([1, 2, 8]))
@@ -195,6 +215,51 @@ def test_what_cannot_be_divided_is_refused(model, mesh, message):
         check_fits(model, mesh)
 
 
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "num_redundant", "message"),
+    [
+        (
+            spec(),
+            2,
+            0,
+            "option `enable_expert_parallel`: the model, LlamaForCausalLM, has no experts to divide; drop it",
+        ),
+        (
+            spec("Qwen3MoeForCausalLM", num_experts=10, **MOE),
+            4,
+            0,
+            "option `enable_expert_parallel`: 10 experts and 0 redundant ones cannot be divided among 4 ranks; set "
+            "`num_redundant_experts` to 2, or",
+        ),
+        (
+            spec("Qwen3MoeForCausalLM", num_experts=8, **MOE),
+            4,
+            3,
+            "option `enable_expert_parallel`: 8 experts and 3 redundant ones cannot be divided among 4 ranks; set "
+            "`num_redundant_experts` to 4, or",
+        ),
+        (
+            spec("Qwen3MoeForCausalLM", num_experts=8, **MOE),
+            2,
+            10,
+            "option `num_redundant_experts`: 10 are more than copies of all 8 experts on all 2 ranks; at most 8",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused(model, num_ranks, num_redundant, message):
+    with pytest.raises(ConfigError) as error:
+        check_experts(model, num_ranks=num_ranks, num_redundant=num_redundant)
+    assert str(error.value).startswith(message)
+
+
+def test_whole_experts_need_not_be_cut():
+    model = spec("Qwen3MoeForCausalLM", **(MOE | {"moe_intermediate_size": 15}))
+    with pytest.raises(ConfigError, match="expert intermediate size 15"):
+        check_fits(model, Mesh(tp_size=2))
+    check_fits(model, Mesh(tp_size=2), has_whole_experts=True)
+    check_experts(model, num_ranks=2, num_redundant=0)
+
+
 def test_what_can_be_divided():
     for mesh in (Mesh(), Mesh(tp_size=32, pp_size=32), Mesh(tp_size=4, pp_size=5)):
         check_fits(spec(intermediate_size=64), mesh)
@@ -220,3 +285,13 @@ def test_a_step_takes_less_on_a_rank_than_on_all():
     assert whole == needed()
     assert needed(rank=1, tp_size=2) < needed(rank=0, tp_size=2) < whole
     assert needed(rank=0, pp_size=2) < whole == needed(rank=1, pp_size=2)
+
+
+def test_a_step_takes_more_where_the_rows_of_other_engines_come():
+    model = spec("Qwen3MoeForCausalLM", **MOE)
+    alone, two, four = (
+        step_bytes(model, torch.bfloat16, num_tokens=512, num_logits=64, num_exchanging=engines)
+        for engines in (0, 2, 4)
+    )
+    assert alone < two < four
+    assert four - alone == 2 * (two - alone)

@@ -26,7 +26,8 @@ def refusal(architecture: str = "LlamaForCausalLM", **fields) -> str:
 
 
 def test_fields_that_are_left_out_have_the_defaults_of_transformers():
-    llama, mistral, mixtral = (read(name) for name in list(FAMILIES)[:3])
+    names = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
+    llama, mistral, mixtral = map(read, names)
     assert (llama.num_layers, llama.num_kv_heads, llama.head_dim, llama.max_model_len) == (32, 32, 128, 2048)
     assert llama.rope == DefaultRope(10_000.0)
     assert (llama.norm_eps, llama.tie_embeddings, llama.dtype) == (1e-6, False, "float32")

@@ -1,0 +1,196 @@
+"""DeepSeek-V2 and DeepSeek-V3: attention over latents; after the first layers, which are dense, routed and shared
+experts. They differ in how a token's experts are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from eagleray.models.config_file import ConfigFile
+from eagleray.models.kernels.reference import Kernels, Operation
+from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
+from eagleray.models.layers.latent_attention import LatentAttention
+from eagleray.models.layers.mlp import MLP
+from eagleray.models.moe.experts import MoeBlock, load_shared_experts
+from eagleray.models.moe.plan import ExpertPlan
+from eagleray.models.rope_spec import softmax_factor
+from eagleray.models.spec import Defaults, LatentSpec, ModelSpec, MoeSpec, read_common
+from eagleray.models.weights import Weights
+from eagleray.parallel import Group
+
+__all__ = ["load_layer", "read_deepseek_v2", "read_deepseek_v3"]
+
+DEEPSEEK_V2 = Defaults(
+    vocab_size=102400,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=None,
+    head_dim=64,
+    max_position_embeddings=2048,
+)
+DEEPSEEK_V3 = Defaults(
+    vocab_size=129280,
+    hidden_size=7168,
+    intermediate_size=18432,
+    num_layers=61,
+    num_heads=128,
+    num_kv_heads=None,
+    head_dim=64,
+    max_position_embeddings=4096,
+)
+
+
+def read_deepseek_v2(config: ConfigFile) -> ModelSpec:
+    _expect(config, "scoring_func", "softmax")
+    if config.boolean("norm_topk_prob", False):
+        config.fail(
+            "`norm_topk_prob` is true, which is not supported for DeepseekV2ForCausalLM: implementations disagree on "
+            "what it does there"
+        )
+    method = config.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        config.fail(f"`topk_method` {method!r} is not supported; supported are greedy and group_limited_greedy")
+    is_grouped = method == "group_limited_greedy"
+    moe = MoeSpec(
+        num_experts=config.integer("n_routed_experts", 64),
+        top_k=config.integer("num_experts_per_tok", None),
+        intermediate_size=(size := config.integer("moe_intermediate_size", 1407)),
+        renormalize=False,
+        layers=(),
+        num_groups=config.integer("n_group", None) if is_grouped else 1,
+        top_groups=config.integer("topk_group", None) if is_grouped else 1,
+        scale=config.number("routed_scaling_factor", 1.0),
+        shared_intermediate_size=size * _num_shared(config, 2),
+    )
+    spec = _read(config, "DeepseekV2ForCausalLM", DEEPSEEK_V2, moe, is_interleaved=True, first_moe_layer=0)
+    return replace(spec, mlp_bias=config.boolean("mlp_bias", False))
+
+
+def read_deepseek_v3(config: ConfigFile) -> ModelSpec:
+    _expect(config, "scoring_func", "sigmoid")
+    _expect(config, "topk_method", "noaux_tc")
+    moe = MoeSpec(
+        num_experts=config.integer("n_routed_experts", 256),
+        top_k=config.integer("num_experts_per_tok", 8),
+        intermediate_size=(size := config.integer("moe_intermediate_size", 2048)),
+        renormalize=config.boolean("norm_topk_prob", True),
+        renormalize_eps=1e-20,
+        layers=(),
+        scoring="sigmoid",
+        has_correction_bias=True,
+        num_groups=config.integer("n_group", 8),
+        top_groups=config.integer("topk_group", 4),
+        group_score="top2",
+        scale=config.number("routed_scaling_factor", 2.5),
+        shared_intermediate_size=size * _num_shared(config, 1),
+    )
+    is_interleaved = config.boolean("rope_interleave", True)
+    spec = _read(config, "DeepseekV3ForCausalLM", DEEPSEEK_V3, moe, is_interleaved=is_interleaved, first_moe_layer=3)
+    return replace(spec, num_draft_layers=config.integer("num_nextn_predict_layers", 1, minimum=0))
+
+
+def load_layer(
+    index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group, experts: ExpertPlan | None
+) -> DecoderLayer:
+    assert spec.moe is not None
+    name, sharing = f"model.layers.{index}", None
+    feed_forward: Operation
+    if spec.moe.layers[index]:
+        assert experts is not None
+        sharing = experts.sharing
+        feed_forward = _load_experts(f"{name}.mlp", index, spec, weights, kernels, experts)
+    else:
+        size, bias = spec.intermediate_size, spec.mlp_bias
+        feed_forward = MLP(f"{name}.mlp", weights, kernels, tp, hidden_size=spec.hidden_size, size=size, bias=bias)
+    attention = LatentAttention(f"{name}.self_attn", spec, weights, kernels, tp, sharing)
+    return load_decoder_layer(index, spec, weights, kernels, tp, feed_forward, attention=attention, sharing=sharing)
+
+
+def _load_experts(
+    name: str, index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, experts: ExpertPlan
+) -> MoeBlock:
+    """The router's products are float32 whatever the model's dtype, and so are the weights that it gives to experts."""
+    assert spec.moe is not None
+    router = kernels.exact_linear(weights.take(f"{name}.gate.weight", (spec.moe.num_experts, spec.hidden_size)))
+    return MoeBlock(
+        name,
+        index,
+        spec,
+        weights,
+        kernels,
+        experts,
+        round_weights=False,
+        router=router,
+        shared=load_shared_experts(name, spec, weights, kernels, experts),
+    )
+
+
+def _read(
+    config: ConfigFile,
+    architecture: str,
+    defaults: Defaults,
+    moe: MoeSpec,
+    *,
+    is_interleaved: bool,
+    first_moe_layer: int,
+) -> ModelSpec:
+    """`moe`: without its layers. `first_moe_layer`: if the file does not say."""
+    if config.integer("moe_layer_freq", 1) != 1:
+        config.fail(
+            f"`moe_layer_freq` {config.get('moe_layer_freq')} is not supported; supported is 1, experts in every layer "
+            "from `first_k_dense_replace` on"
+        )
+    _check_choice(config, moe)
+    spec = read_common(config, architecture, defaults)
+    first = config.integer("first_k_dense_replace", first_moe_layer, minimum=0)
+    latent = _read_latent(config, spec, is_interleaved=is_interleaved)
+    attention_bias = config.boolean("attention_bias", False)
+    return replace(
+        spec,
+        num_kv_heads=1,
+        head_dim=latent.qk_rope_head_dim,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        latent=latent,
+        moe=replace(moe, layers=tuple(layer >= first for layer in range(spec.num_layers))),
+    )
+
+
+def _read_latent(config: ConfigFile, spec: ModelSpec, *, is_interleaved: bool) -> LatentSpec:
+    plain, rotated = config.integer("qk_nope_head_dim", 128), config.integer("qk_rope_head_dim", 64)
+    if rotated % 2 != 0:
+        config.fail(f"`qk_rope_head_dim` must be even, to be rotated, but it is {rotated}")
+    return LatentSpec(
+        q_lora_rank=config.optional_integer("q_lora_rank", 1536),
+        kv_lora_rank=config.integer("kv_lora_rank", 512),
+        qk_nope_head_dim=plain,
+        qk_rope_head_dim=rotated,
+        v_head_dim=config.integer("v_head_dim", 128),
+        softmax_scale=(plain + rotated) ** -0.5 * softmax_factor(config, spec.rope),
+        is_interleaved=is_interleaved,
+    )
+
+
+def _expect(config: ConfigFile, name: str, supported: str) -> None:
+    """Of a field that may be left out."""
+    if (found := config.get(name)) not in (None, supported):
+        config.fail(f"`{name}` {found!r} is not supported; supported is {supported}")
+
+
+def _num_shared(config: ConfigFile, default: int) -> int:
+    """null: none."""
+    return config.optional_integer("n_shared_experts", default) or 0
+
+
+def _check_choice(config: ConfigFile, moe: MoeSpec) -> None:
+    """That there are so many experts to choose."""
+    experts, groups = moe.num_experts, moe.num_groups
+    if experts % groups != 0:
+        config.fail(f"`n_routed_experts` {experts} must be a multiple of `n_group` {groups}")
+    if moe.top_groups > groups:
+        config.fail(f"`topk_group` must be at most `n_group` {groups}, but it is {moe.top_groups}")
+    if moe.group_score == "top2" and experts // groups < 2:
+        config.fail(f"`n_group` {groups} leaves a group of one expert; a group's score takes two")
+    if moe.top_k > (candidates := experts // groups * moe.top_groups):
+        config.fail(f"`num_experts_per_tok` must be at most {candidates}, what `topk_group` leaves, not {moe.top_k}")

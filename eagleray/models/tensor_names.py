@@ -1,0 +1,43 @@
+"""Which tensors of a checkpoint a rank reads, by their names. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from eagleray.models.moe.plan import ExpertPlan
+from eagleray.models.spec import ModelSpec
+from eagleray.parallel import Mesh
+
+__all__ = ["is_elsewhere", "is_not_a_weight", "is_read_whole"]
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+EXPERT = re.compile(r"model\.layers\.(\d+)\..*\.experts\.(\d+)\.")
+SHARED_EXPERTS = ".shared_experts."
+
+
+def is_elsewhere(name: str, spec: ModelSpec, mesh: Mesh, experts: ExpertPlan | None) -> bool:
+    """Whether another rank has this tensor, and this one has nothing of it."""
+    if (match := EXPERT.match(name)) is not None and experts is not None and int(match[1]) in experts.layers:
+        index, expert = int(match[1]), int(match[2])
+        return expert < experts.num_experts and not experts.has_expert(index, expert)
+    if (match := LAYER.match(name)) is not None:
+        index = int(match[1])
+        return index < spec.num_layers and index not in mesh.layers(spec.num_layers)
+    if name == "model.embed_tokens.weight":
+        return not (mesh.is_first_stage or (mesh.is_last_stage and spec.tie_embeddings))
+    return name in ("model.norm.weight", "lm_head.weight") and not mesh.is_last_stage
+
+
+def is_read_whole(name: str, experts: ExpertPlan | None) -> bool:
+    """Whether this rank reads all of it, where tensor-parallel ranks read a part of most tensors each."""
+    if experts is None or not experts.is_divided:
+        return False
+    return EXPERT.match(name) is not None or (experts.dispatch is not None and SHARED_EXPERTS in name)
+
+
+def is_not_a_weight(name: str, spec: ModelSpec) -> bool:
+    """Old checkpoints hold computed tables; some with tied embeddings hold the tied weight twice; some hold layers that
+    are left out."""
+    if (match := LAYER.match(name)) is not None and int(match[1]) >= spec.num_layers:
+        return int(match[1]) < spec.num_layers + spec.num_draft_layers
+    return name.endswith("rotary_emb.inv_freq") or (spec.tie_embeddings and name == "lm_head.weight")

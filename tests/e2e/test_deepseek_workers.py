@@ -1,0 +1,27 @@
+"""DeepSeek models through several workers give the tokens that one worker gives, and so transformers'."""
+
+from __future__ import annotations
+
+import pytest
+from agreement import answers, assert_agree
+from checkpoints import make_checkpoint
+
+CASES = [
+    ("deepseek_v2", {"tensor_parallel_size": 2}),
+    ("deepseek_v2", {"pipeline_parallel_size": 2}),
+    ("deepseek_v3", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    ("deepseek_v3", {"tensor_parallel_size": 2, "enable_expert_parallel": True, "expert_dispatch": "all-to-all"}),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return {
+        family: make_checkpoint(tmp_path_factory.mktemp(family), family) for family in ("deepseek_v2", "deepseek_v3")
+    }
+
+
+@pytest.mark.parametrize(("family", "options"), CASES)
+def test_processes(checkpoints, family, options):
+    alone = answers(checkpoints[family], executor="in-process", async_scheduling=False)
+    assert_agree(answers(checkpoints[family], executor="processes", **options), alone)

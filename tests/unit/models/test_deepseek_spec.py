@@ -1,0 +1,105 @@
+"""config.json of DeepSeek models: what it means, what may be left out, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from eagleray.errors import CheckpointError
+from eagleray.models.config_file import ConfigFile
+from eagleray.models.registry import FAMILIES
+from eagleray.models.spec import ModelSpec
+
+PATH = Path("/somewhere/config.json")
+
+
+def read(version: int, **fields) -> ModelSpec:
+    """V2 does not say by itself how many experts compute a token."""
+    needed = {"num_experts_per_tok": 6} if version == 2 else {}
+    return FAMILIES[f"DeepseekV{version}ForCausalLM"].read_spec(ConfigFile(PATH, needed | fields))
+
+
+def test_fields_that_are_left_out_have_the_defaults_of_transformers():
+    v2, v3 = read(2), read(3)
+    assert (v2.num_layers, v2.num_heads, v2.vocab_size, v2.max_model_len) == (32, 32, 102_400, 2048)
+    assert (v3.num_layers, v3.num_heads, v3.vocab_size, v3.max_model_len) == (61, 128, 129_280, 4096)
+    for spec in (v2, v3):
+        assert (spec.num_kv_heads, spec.head_dim) == (1, 64)
+        assert (spec.latent.q_lora_rank, spec.latent.kv_lora_rank, spec.latent.cached_size) == (1536, 512, 576)
+        assert (spec.latent.query_dim, spec.latent.v_head_dim) == (192, 128)
+        assert spec.latent.softmax_scale == pytest.approx(192**-0.5)
+        assert spec.latent.is_interleaved
+    assert (v2.moe.num_experts, v2.moe.shared_intermediate_size, v2.moe.num_groups) == (64, 2 * 1407, 1)
+    assert (v2.moe.scoring, v2.moe.renormalize, v2.moe.scale, v2.moe.has_correction_bias) == (
+        "softmax",
+        False,
+        1.0,
+        False,
+    )
+    assert all(v2.moe.layers)
+    assert (v3.moe.num_experts, v3.moe.top_k, v3.moe.shared_intermediate_size) == (256, 8, 2048)
+    assert (v3.moe.num_groups, v3.moe.top_groups, v3.moe.group_score) == (8, 4, "top2")
+    assert (v3.moe.scoring, v3.moe.renormalize, v3.moe.scale, v3.moe.has_correction_bias) == (
+        "sigmoid",
+        True,
+        2.5,
+        True,
+    )
+    assert v3.moe.layers == (False,) * 3 + (True,) * 58
+
+
+def test_queries_of_their_own_size():
+    assert read(2, q_lora_rank=None).latent.q_lora_rank is None
+
+
+def test_groups_count_only_where_the_method_has_them():
+    groups = {"n_group": 8, "topk_group": 3}
+    greedy, grouped = read(2, **groups), read(2, **groups, topk_method="group_limited_greedy")
+    assert (greedy.moe.num_groups, greedy.moe.top_groups) == (1, 1)
+    assert (grouped.moe.num_groups, grouped.moe.top_groups, grouped.moe.group_score) == (8, 3, "max")
+
+
+def test_no_shared_experts():
+    assert read(3, n_shared_experts=None).moe.shared_intermediate_size == 0
+
+
+def test_scaled_positions_scale_the_attention():
+    """The files of DeepSeek-V2-Lite and of DeepSeek-V3."""
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+    for scale in (0.707, 1.0):
+        spec = read(3, rope_scaling=yarn | {"mscale": scale, "mscale_all_dim": scale})
+        factor = 0.1 * scale * math.log(40) + 1
+        assert spec.latent.softmax_scale == pytest.approx(192**-0.5 * factor * factor)
+        assert spec.rope.attention_factor == 1.0
+        assert spec.max_model_len == 163_840
+    assert read(3, rope_scaling=yarn).latent.softmax_scale == pytest.approx(192**-0.5)
+
+
+@pytest.mark.parametrize(
+    ("version", "fields", "expected"),
+    [
+        (2, {"scoring_func": "sigmoid"}, "`scoring_func` 'sigmoid' is not supported; supported is softmax"),
+        (3, {"scoring_func": "softmax"}, "`scoring_func` 'softmax' is not supported; supported is sigmoid"),
+        (2, {"topk_method": "noaux_tc"}, "`topk_method` 'noaux_tc' is not supported; supported are greedy and group_"),
+        (3, {"topk_method": "greedy"}, "`topk_method` 'greedy' is not supported; supported is noaux_tc"),
+        (2, {"norm_topk_prob": True}, "`norm_topk_prob` is true, which is not supported for DeepseekV2ForCausalLM"),
+        (2, {"topk_method": "group_limited_greedy"}, "`n_group` must be an integer of at least 1, but it is None"),
+        (2, {"num_experts_per_tok": None}, "`num_experts_per_tok` must be an integer of at least 1, but it is None"),
+        (3, {"moe_layer_freq": 2}, "`moe_layer_freq` 2 is not supported; supported is 1"),
+        (3, {"n_group": 7}, "`n_routed_experts` 256 must be a multiple of `n_group` 7"),
+        (3, {"n_group": 256}, "`n_group` 256 leaves a group of one expert; a group's score takes two"),
+        (3, {"topk_group": 9}, "`topk_group` must be at most `n_group` 8, but it is 9"),
+        (3, {"topk_group": 1, "num_experts_per_tok": 33}, "`num_experts_per_tok` must be at most 32"),
+        (2, {"num_experts_per_tok": 65}, "`num_experts_per_tok` must be at most 64"),
+        (3, {"qk_rope_head_dim": 7}, "`qk_rope_head_dim` must be even, to be rotated, but it is 7"),
+        (3, {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints are not supported"),
+        (3, {"hidden_act": "gelu"}, "`hidden_act` 'gelu' is not supported; supported is silu"),
+    ],
+)
+def test_what_is_refused(version, fields, expected):
+    with pytest.raises(CheckpointError) as error:
+        read(version, **fields)
+    assert str(error.value).startswith(f"{PATH}: ")
+    assert expected in str(error.value)

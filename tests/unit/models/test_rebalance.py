@@ -1,0 +1,213 @@
+"""Experts are really moved to where they balance the load, and no number depends on where they are."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from expert_ranks import join_experts, open_engines, run_engines
+from harness import random_prompt
+from hypothesis import given
+from hypothesis import strategies as st
+from model_runs import PagedRun, load
+from ranks import run_ranks, together, topology
+from safetensors.torch import load_file, save_file
+
+from eagleray.models import registry
+from eagleray.models.base import Model
+from eagleray.models.kernels.reference import Kernels
+from eagleray.models.moe.placement import initial
+from eagleray.models.moe.plan import ExpertOptions
+from eagleray.models.moe.rebalance import mend
+from eagleray.models.moe.slots import LayerSlots
+from eagleray.parallel import Groups
+
+NUM_LAYERS, NUM_EXPERTS = 3, 8
+INTERVAL = 2
+PROMPT = random_prompt(0, 40, 384)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def skewed(tmp_path_factory):
+    """Of three experts of a token, two are among the first four, all on the first rank."""
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("skewed"), "qwen3_moe", tokenizer=False)
+    tensors = load_file(checkpoint / "model.safetensors")
+    for layer in range(NUM_LAYERS):
+        router = tensors[f"model.layers.{layer}.mlp.gate.weight"]
+        router[1], router[3] = -router[0], -router[2]
+        router[4:] *= 0.02
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    return checkpoint
+
+
+def options(dispatch: str, *, redundant: int = 0, interval: int | None = INTERVAL) -> ExpertOptions:
+    return ExpertOptions(dispatch=dispatch, num_redundant=redundant, balance_interval=interval)  # type: ignore[arg-type]
+
+
+def own_experts(model: Model) -> list[list[int]]:
+    """By layer."""
+    assert model.rebalancer is not None
+    return [slots.own for _, slots in model.rebalancer._layers]
+
+
+def logits_before_and_after(model: Model, engine: int = 0) -> list[torch.Tensor]:
+    """The same prompt again and again, with experts moved in between."""
+    found: list[torch.Tensor] = []
+    for _ in range(2 * INTERVAL):
+        run = PagedRun(model)
+        if engine == 0:
+            run.add("only", PROMPT)
+        found += run.step({"only": 40} if engine == 0 else {}).values()
+    return found
+
+
+@pytest.mark.parametrize("redundant", [0, 4])
+@pytest.mark.parametrize("dispatch", ["all-reduce", "all-gather", "all-to-all"])
+@pytest.mark.parametrize("kernels", ["native", "plain"])
+def test_experts_move_and_outputs_stay(skewed, dispatch, redundant, kernels, monkeypatch):
+    if kernels == "plain":
+        monkeypatch.setattr(registry, "kernels_for", lambda *_: Kernels())
+    expected = PagedRun(load(skewed))
+    expected.add("only", PROMPT)
+    whole = expected.run("only", 40)
+
+    def work(groups: Groups):
+        model = load(skewed, groups=groups, experts=options(dispatch, redundant=redundant))
+        before = own_experts(model)
+        found = logits_before_and_after(model)
+        assert model.rebalancer is not None
+        return found, before, own_experts(model), model.rebalancer.num_moved, model.rebalancer.bytes_moved
+
+    results = run_ranks(work, topology(tp=2))
+    for logits in results[0][0]:
+        torch.testing.assert_close(logits, whole, atol=1e-4, rtol=0)
+    if dispatch == "all-to-all" and kernels == "native":
+        assert all(torch.equal(logits, results[0][0][0]) for logits in results[0][0])
+    for _, before, after, num_moved, num_bytes in results:
+        assert before != after
+        assert num_moved > 0
+        assert num_bytes >= num_moved * 3 * 48 * 64 * 4
+    for layer in range(NUM_LAYERS):
+        assert {expert for result in results for expert in result[2][layer]} == set(range(NUM_EXPERTS))
+        heavy = [len({0, 1, 2, 3} & set(result[2][layer])) for result in results]
+        assert min(heavy) >= 1, "those with most tokens are on both ranks"
+
+
+@pytest.mark.parametrize("redundant", [0, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_over_engines_the_bits_are_those_of_the_whole_model(skewed, dtype, redundant):
+    whole = PagedRun(load(skewed, dtype=dtype))
+    whole.add("only", PROMPT)
+    expected = whole.run("only", 40)
+
+    def work(groups: Groups, engine: int):
+        model = load(skewed, groups=groups, dtype=dtype, experts=options("all-to-all", redundant=redundant))
+        found = logits_before_and_after(model, engine)
+        assert model.rebalancer is not None
+        sent = groups.experts.bytes_sent["all_to_all"]
+        return found, model.rebalancer.num_moved, sent
+
+    (first,), (second,) = run_engines(work, num_engines=2)
+    assert len(first[0]) == 2 * INTERVAL and not second[0]
+    assert all(torch.equal(logits, expected) for logits in first[0])
+    assert redundant or first[1] + second[1] > 0  # with copies from the start there may be little to gain
+    assert first[2] > 0 and second[2] > 0
+
+
+def test_balanced_experts_stay(tmp_path):
+    checkpoint = make_checkpoint(tmp_path, "qwen3_moe", tokenizer=False)
+
+    def work(groups: Groups) -> int:
+        model = load(checkpoint, groups=groups, experts=options("all-to-all"))
+        assert model.rebalancer is not None
+        assert model.trace is not None
+        model.trace.counts.fill_(7)
+        for _ in range(2 * INTERVAL):
+            model.rebalance_if_due()
+        return model.rebalancer.num_moved
+
+    assert run_ranks(work, topology(tp=2)) == [0, 0]
+
+
+def test_an_engine_is_replaced_after_experts_were_moved(skewed):
+    """Its successor has the experts that it was born with; what nobody has any more is read again."""
+    whole = PagedRun(load(skewed))
+    whole.add("only", PROMPT)
+    expected = whole.run("only", 40)
+
+    def begin(groups: Groups, engine: int) -> Model:
+        model = load(skewed, groups=groups, experts=options("all-to-all"))
+        model.settle_experts()
+        return model
+
+    def step(model: Model, engine: int) -> list[torch.Tensor]:
+        run = PagedRun(model)
+        if engine == 0:
+            run.add("only", PROMPT)
+        return list(run.step({"only": 40} if engine == 0 else {}).values())
+
+    engines = open_engines(2)
+    join_experts(engines)
+    models = together([partial(begin, ranks[0], engine) for engine, ranks in enumerate(engines)])
+    for _ in range(INTERVAL):
+        together([partial(step, model, engine) for engine, model in enumerate(models)])
+    moved = own_experts(models[0])
+    assert moved != [[0, 1, 2, 3]] * NUM_LAYERS
+
+    engines[1][0].close()  # and its successor
+    engines[1] = open_engines(2)[1]
+    models[1] = load(skewed, groups=engines[1][0], experts=options("all-to-all"))
+    join_experts(engines, epoch=2)
+    together([model.settle_experts for model in models])
+    for first, second in zip(*map(own_experts, models), strict=True):
+        assert sorted(first + second) == list(range(NUM_EXPERTS))
+    for _ in range(2 * INTERVAL):
+        (logits,), nothing = together([partial(step, model, engine) for engine, model in enumerate(models)])
+        assert torch.equal(logits, expected) and not nothing
+    for ranks in engines:
+        ranks[0].close()
+
+
+@given(st.data())
+def test_what_is_missing_takes_the_place_of_copies(data):
+    num_experts = data.draw(st.integers(1, 12))
+    num_slots = num_experts + data.draw(st.integers(0, 12))
+    slots = np.array(data.draw(st.lists(st.integers(0, num_experts - 1), min_size=num_slots, max_size=num_slots)))
+    mended = mend(slots, num_experts)
+    assert set(mended.tolist()) == set(range(num_experts))
+    changed = np.flatnonzero(mended != slots)
+    assert len(changed) == num_experts - len(set(slots.tolist()))
+    assert set(mended[changed].tolist()).isdisjoint(slots.tolist())
+
+
+@given(st.integers(1, 10), st.integers(1, 4), st.integers(0, 3))
+def test_tables_of_slots(num_experts, num_ranks, more):
+    per_rank = -(-num_experts // num_ranks) + more
+    num_slots = per_rank * num_ranks
+    ranks = [
+        LayerSlots(initial(num_experts, num_slots), num_experts=num_experts, rank=rank, num_ranks=num_ranks)
+        for rank in range(num_ranks)
+    ]
+    for slots in ranks:
+        slots.put(np.flip(initial(num_experts, num_slots)))
+    experts = ranks[0].experts
+    for rank, slots in enumerate(ranks):
+        assert slots.own == experts[rank * per_rank : (rank + 1) * per_rank].tolist()
+        assert slots.local.num_copies.sum() == num_slots
+        for expert in range(num_experts):
+            copies = slots.everywhere.table[expert][: slots.local.num_copies[expert]]
+            assert [experts[slot] for slot in copies] == [expert] * len(copies)
+            assert len(set(copies.tolist())) == len(copies)
+            own = [slot % per_rank if slot // per_rank == rank else -1 for slot in copies]
+            assert slots.local.table[expert].tolist() == own + [-1] * (slots.local.table.shape[1] - len(own))
