@@ -12,7 +12,18 @@ from typing import Any, TypeVar, final
 from eagleray.errors import ChannelClosed, DeadlineExceeded, WorkerFailed, WorkerLost
 from eagleray.executor.group import WorkerGroup
 from eagleray.executor.losses import PARTNER_SECONDS
-from eagleray.messages.steps import Call, Reply, StepPlan, StepResult, WorkerCall, WorkerFailure, WorkerReply
+from eagleray.executor.merge import merge_step, reporting_ranks
+from eagleray.messages.steps import (
+    Call,
+    Reply,
+    StepBroken,
+    StepPlan,
+    StepResult,
+    WorkerCall,
+    WorkerFailure,
+    WorkerReply,
+)
+from eagleray.messages.workers import Topology
 
 __all__ = ["Executor", "PendingStep"]
 
@@ -32,7 +43,8 @@ class PendingStep:
         self._wait = wait
 
     def result(self) -> StepResult:
-        """Raises `WorkerFailed` if a worker raised, `WorkerLost` if one is gone, `DeadlineExceeded` if none answers."""
+        """Raises `WorkerFailed` if a worker raised, `WorkerLost` if one is gone, `DeadlineExceeded` if none answers,
+        and `ExpertGroupBroken` if they are well, but another engine that steps together with this one is gone."""
         return self._wait()
 
 
@@ -44,11 +56,17 @@ class Executor:
         self._replies: dict[int, dict[int, WorkerReply]] = {}  # call id -> rank -> reply, of calls not yet collected
 
     @property
+    def topology(self) -> Topology:
+        """Where the workers are."""
+        return self._group.topology
+
+    @property
     def world_size(self) -> int:
         return self._group.topology.world_size
 
     def step(self, plan: StepPlan, *, seconds: float = STEP_SECONDS) -> PendingStep:
-        """Send `plan` to every worker; the result is the reply of the rank that samples, the only one that answers.
+        """Send `plan` to every worker; the result is the reply of the rank that samples, joined with those of other
+        stages if they have something to say.
 
         `seconds`: for which the result is waited for; the wait begins when the steps before this one are done.
         """
@@ -64,7 +82,9 @@ class Executor:
     ) -> dict[int, Body]:
         """As `call`, by rank; with `until`, a reply of which that is true ends the wait for the others."""
         call_id = self._send(body)
-        return self._collect(call_id, reply, range(self.world_size), timeout, until)
+        settles = None if until is None else lambda body: until(_expect(reply, body))
+        replies = self._collect(call_id, reply.__name__, range(self.world_size), timeout, settles)
+        return {rank: _expect(reply, body) for rank, body in replies.items()}
 
     def check(self) -> None:
         """Raises `WorkerLost` or `WorkerFailed` if something has happened to a worker while nobody waited for it."""
@@ -72,14 +92,18 @@ class Executor:
         while (reply := self._group.receive(0)) is not None:
             self._take(reply)
 
+    def forget_steps(self) -> None:
+        """Nobody will ask for the results of the steps that were sent: drop what comes of them."""
+        self._replies.clear()
+
     def close(self) -> None:
         """End the workers."""
         self._group.close()
 
     def _result(self, call_id: int, plan: StepPlan, seconds: float) -> StepResult:
-        sampler = self._group.topology.sampler_rank
+        ranks = reporting_ranks(self._group.topology, plan)
         try:
-            return self._collect(call_id, StepResult, [sampler], seconds)[sampler]
+            return merge_step(self._collect(call_id, StepResult.__name__, ranks, seconds, _is_broken))
         except DeadlineExceeded as error:
             raise DeadlineExceeded(f"{plan.label} has not come back: {error}") from error
 
@@ -92,26 +116,27 @@ class Executor:
     def _collect(
         self,
         call_id: int,
-        kind: type[Body],
+        what: str,
         ranks: Sequence[int],
         seconds: float,
-        until: Callable[[Body], bool] | None = None,
-    ) -> dict[int, Body]:
-        """The replies of `ranks` to the call, in order of rank. Replies to calls that nobody waits for are dropped."""
+        until: Callable[[WorkerReply], bool] | None = None,
+    ) -> dict[int, WorkerReply]:
+        """The replies of `ranks` to the call, in order of rank, or those that there are when `until` is true of one.
+        Replies to calls that nobody waits for are dropped."""
         replies = self._replies[call_id]
         deadline = time.monotonic() + seconds
         try:
             while len(replies) < len(ranks):
-                if until is not None and any(until(_expect(kind, body)) for body in replies.values()):
+                if until is not None and any(until(body) for body in replies.values()):
                     break
                 reply = self._group.receive(max(0.0, deadline - time.monotonic()))
                 if reply is not None:
                     self._take(reply)
                 elif time.monotonic() >= deadline:
-                    raise DeadlineExceeded(self._explain(call_id, kind, ranks, seconds))
+                    raise DeadlineExceeded(self._explain(call_id, what, ranks, seconds))
         finally:
             del self._replies[call_id]
-        return {rank: _expect(kind, replies[rank]) for rank in sorted(replies)}
+        return {rank: replies[rank] for rank in sorted(replies)}
 
     def _take(self, reply: Reply) -> None:
         if isinstance(reply.body, WorkerFailure):
@@ -133,10 +158,14 @@ class Executor:
             raise WorkerLost(f"{lost} ({failure.worker.label} noticed it: {cause})") from None
         raise WorkerFailed(f"{failure.worker.label}: {cause}\n{cause.traceback}".rstrip())
 
-    def _explain(self, call_id: int, kind: type[Body], ranks: Sequence[int], seconds: float) -> str:
+    def _explain(self, call_id: int, what: str, ranks: Sequence[int], seconds: float) -> str:
         answered = self._replies[call_id]
         silent = [rank for rank in ranks if rank not in answered]
-        return f"no {kind.__name__} from rank {', '.join(map(str, silent))} within {seconds:.0f} s (call {call_id})"
+        return f"no {what} from rank {', '.join(map(str, silent))} within {seconds:.0f} s (call {call_id})"
+
+
+def _is_broken(reply: WorkerReply) -> bool:
+    return isinstance(reply, StepBroken)
 
 
 def _expect(kind: type[Body], body: Any) -> Body:

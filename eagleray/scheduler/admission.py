@@ -20,10 +20,11 @@ NUM_TOKEN_IDS = 2**31
 """A worker keeps token ids in 32 bits."""
 
 
-def check_admission(message: Generate, *, max_model_len: int, vocab_size: int) -> None:
-    """Raises `InvalidRequest` for what can never run."""
+def check_admission(message: Generate, *, max_model_len: int, vocab_size: int, has_routing: bool = False) -> None:
+    """`has_routing`: this engine can report routed experts. Raises `InvalidRequest` for what can never run."""
     _check_prompt(message, max_model_len)
     _check_output(message, max_model_len)
+    _check_routed_experts(message, has_routing)
     _check_sampling(message.sampling, vocab_size)
     _check_ids("the prompt's token ids", message.prompt_token_ids, vocab_size, param="prompt")
     _check_ids("the output's token ids", message.output_token_ids, vocab_size, param="output_token_ids")
@@ -58,6 +59,25 @@ def _check_output(message: Generate, max_model_len: int) -> None:
             f"the request has {num_known} output tokens already, but by `max_tokens` and the model's length it may "
             f"have {room}: only one that lacks some can go on",
             param="output_token_ids",
+        )
+
+
+def _check_routed_experts(message: Generate, has_routing: bool) -> None:
+    first = message.routed_experts_from
+    if first is None:
+        return
+    if not has_routing:
+        raise InvalidRequest(
+            "`routed_experts_from` asks for routed experts, which this engine does not report: leave it out, or start "
+            "the engine of a model that has experts with `enable_return_routed_experts`",
+            param="routed_experts_from",
+        )
+    num_known = len(message.prompt_token_ids) + len(message.output_token_ids)
+    if not 0 <= first <= num_known:
+        raise InvalidRequest(
+            f"`routed_experts_from` must be between 0 and {num_known}, the number of the tokens that are known, but it "
+            f"is {first}",
+            param="routed_experts_from",
         )
 
 

@@ -1,6 +1,9 @@
 """The pool of cache blocks: who holds each one, and which hold a known prefix.
 
 Owns reference counts, the free blocks and the map from a prefix's hash to its block. Driven by `kv_cache`.
+
+A known block may have rows: it is stored (see `routed_experts`), or will be by a step in flight, which experts computed
+its tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ class BlockPool:
         self._num_holders = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
+        self._has_rows = [False] * num_blocks
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._reusable: OrderedDict[int, None] = OrderedDict()
 
@@ -61,11 +65,21 @@ class BlockPool:
         """The block that holds this prefix's last tokens."""
         return self._by_hash.get(prefix_hash)
 
-    def register(self, block: int, prefix_hash: bytes) -> None:
-        """The content of a held block is known now. If another block has the same, that one stays the known one."""
+    def has_rows(self, block: int) -> bool:
+        return self._has_rows[block]
+
+    def register(self, block: int, prefix_hash: bytes, *, has_rows: bool = False) -> None:
+        """The content of a held block is known now. If another block has the same, that one stays the known one, unless
+        only this one has rows."""
         assert self._num_holders[block] > 0 and self._hashes[block] is None
-        if self._by_hash.setdefault(prefix_hash, block) == block:
-            self._hashes[block] = prefix_hash
+        known = self._by_hash.get(prefix_hash)
+        if known is not None:
+            if self._has_rows[known] or not has_rows:
+                return
+            self._make_unknown(known)
+        self._by_hash[prefix_hash] = block
+        self._hashes[block] = prefix_hash
+        self._has_rows[block] = has_rows
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """The content of these held blocks is not to be trusted: nobody shall find it from here on."""
@@ -79,8 +93,15 @@ class BlockPool:
         self._num_holders[block] = 1
         return block
 
+    def _make_unknown(self, block: int) -> None:
+        self._drop_hash(block)
+        if self._num_holders[block] == 0:
+            del self._reusable[block]
+            self._blank.append(block)
+
     def _drop_hash(self, block: int) -> None:
         prefix_hash = self._hashes[block]
         if prefix_hash is not None:
             del self._by_hash[prefix_hash]
             self._hashes[block] = None
+            self._has_rows[block] = False

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from eagleray.messages.steps import RowStart
 from eagleray.scheduler.request import Run
+from eagleray.scheduler.routed_experts import Captured
 
 __all__ = ["Draft", "InFlight"]
 
@@ -17,7 +18,7 @@ class Draft:
     budget: int
     num_tokens: dict[Run, int] = field(default_factory=dict)
     grown: dict[Run, list[int]] = field(default_factory=dict)
-    starts: list[RowStart] = field(default_factory=list)
+    starts: dict[Run, RowStart] = field(default_factory=dict)
     is_short_of_blocks: bool = False
     """A running request did not get its blocks, or got them from another one: not the time to start more."""
 
@@ -29,6 +30,7 @@ class Draft:
         """The run is over before the step began."""
         self.budget += self.num_tokens.pop(run, 0)
         self.grown.pop(run, None)
+        self.starts.pop(run, None)
 
 
 @dataclass(slots=True)
@@ -36,6 +38,9 @@ class InFlight:
     """A step that was planned and not applied yet."""
 
     step: int
-    runs: list[Run]
+    runs: dict[Run, int] = field(default_factory=dict)
+    """How many tokens of each it computes."""
+    captured: list[Captured] = field(default_factory=list)
+    """Those whose experts it reports."""
     block_tables: list[list[int]] = field(default_factory=list)
     """Block tables of runs that are over, but that this step still reads and writes: given up when it is applied."""

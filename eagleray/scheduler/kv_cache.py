@@ -30,15 +30,19 @@ class KVCache:
     def lookup(self, request: Request) -> list[int]:
         """The longest chain of blocks that hold the request's first tokens and that it may read.
 
-        They are not held yet: a later call may evict them.
+        A block without rows is of no use to a request that wants some of them. They are not held yet: a later call may
+        evict them.
         """
         if not self.enable_prefix_caching:
             return []
         self._extend_hashes(request)
         found: list[int] = []
-        for index in range(request.num_readable_tokens // self.block_size):
+        num_full = request.num_readable_tokens // self.block_size
+        wanted_from = request.routed_experts_from
+        num_without = num_full if wanted_from is None else wanted_from // self.block_size
+        for index in range(num_full):
             block = self._pool.find(request.block_hashes[index])
-            if block is None:
+            if block is None or (index >= num_without and not self._pool.has_rows(block)):
                 break
             found.append(block)
         return found
@@ -72,9 +76,17 @@ class KVCache:
         if num_full == run.num_committed_blocks:
             return
         self._extend_hashes(run.request)
+        has_rows = run.request.routed_experts_from is not None
         for index in range(run.num_committed_blocks, num_full):
-            self._pool.register(run.block_ids[index], run.request.block_hashes[index])
+            self._pool.register(run.block_ids[index], run.request.block_hashes[index], has_rows=has_rows)
         run.num_committed_blocks = num_full
+
+    def revoke(self, run: Run) -> None:
+        """Nobody shall find the blocks of tokens that are, after all, not computed."""
+        num_full = run.num_computed_tokens // self.block_size
+        if num_full < run.num_committed_blocks:
+            self._pool.forget(run.block_ids[num_full : run.num_committed_blocks])
+            run.num_committed_blocks = num_full
 
     def release(self, block_ids: Sequence[int]) -> None:
         """A block table is given up. What others may find in it stays until the blocks are needed."""

@@ -54,6 +54,8 @@ class Request:
     """Of the first full blocks of `token_ids`; extended when needed."""
     prompt_logprobs_from: int = 1
     """First position whose prompt log-probabilities were not delivered yet, if the request wants them."""
+    routed_experts_from: int | None = None
+    """First position whose routed experts were not delivered yet; None if the request does not want them."""
     is_suspect: bool = False
     """Engines have died with it: see `suspects`."""
     was_started: bool = False
@@ -103,10 +105,17 @@ class Run:
     """In the cache, or written there by a step that was planned."""
     num_committed_blocks: int
     """The first this many blocks were made known to the prefix cache."""
+    first_step: int
+    """The first step that computes something of it."""
     num_placeholders: int = 0
     """Tokens that planned steps sample and whose ids are not known here yet; the worker has them in the row."""
     last_step: int = -1
     """The last step that computes something of it."""
+
+    @property
+    def is_current(self) -> bool:
+        """It is not over."""
+        return self.request.run is self
 
     @property
     def num_known_tokens(self) -> int:
@@ -125,6 +134,12 @@ class Run:
         self.num_placeholders += self.num_computed_tokens == self.num_known_tokens
         self.last_step = step
 
+    def retreat(self, num_tokens: int) -> None:
+        """All steps in flight are dropped, and with them the last `num_tokens` computed tokens."""
+        self.num_computed_tokens -= num_tokens
+        self.num_placeholders = 0
+        self.last_step = -1
+
     def row_start(self) -> RowStart:
         """What a worker must know. The lists are copies: it may live in this process, and ours go on changing."""
         return RowStart(
@@ -139,12 +154,14 @@ class Run:
         )
 
 
-def new_request(message: Generate, *, priority: int, arrival: int, max_model_len: int, vocab_size: int) -> Request:
+def new_request(
+    message: Generate, *, priority: int, arrival: int, max_model_len: int, vocab_size: int, has_routing: bool = False
+) -> Request:
     """The request as if it had been preempted after what it has generated elsewhere, if it has.
 
     Raises `InvalidRequest` for what can never run.
     """
-    check_admission(message, max_model_len=max_model_len, vocab_size=vocab_size)
+    check_admission(message, max_model_len=max_model_len, vocab_size=vocab_size, has_routing=has_routing)
     num_prompt_tokens = len(message.prompt_token_ids)
     return Request(
         client=message.client,
@@ -158,5 +175,6 @@ def new_request(message: Generate, *, priority: int, arrival: int, max_model_len
         max_num_tokens=min(num_prompt_tokens + message.stopping.max_tokens, max_model_len),
         root_hash=root_hash(message.cache_salt),
         prompt_logprobs_from=message.prompt_logprobs_from,
+        routed_experts_from=message.routed_experts_from,
         is_suspect=message.is_suspect,
     )

@@ -2,7 +2,8 @@
 
 Owns every request of the engine, the rows of the workers' tables and the blocks. The engine's core drives it: `add` and
 `abort` as clients ask, `plan` before a step, `apply` with its result. Several steps may be planned before the first is
-applied; results come back in the order of the plans.
+applied; results come back in the order of the plans. Where engines step together, there are also idle steps, and when
+one of the others is lost the steps in flight are dropped: `rewind`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Literal
 
 from eagleray.errors import ConfigError, InvalidRequest
 from eagleray.identity import ClientId
-from eagleray.messages.outputs import Chunk, FinishReason
+from eagleray.messages.membership import RoutingInfo
+from eagleray.messages.outputs import Chunk, FinishReason, RoutedExperts
 from eagleray.messages.requests import Generate
 from eagleray.messages.steps import StepPlan, StepResult
 from eagleray.scheduler.admission import NUM_TOKEN_IDS
@@ -22,6 +24,7 @@ from eagleray.scheduler.draft import Draft, InFlight
 from eagleray.scheduler.kv_cache import KVCache
 from eagleray.scheduler.queues import WaitingQueue
 from eagleray.scheduler.request import Output, Request, Run, new_request
+from eagleray.scheduler.routed_experts import RoutedRows
 from eagleray.scheduler.rows import RowTable
 from eagleray.scheduler.stats import Counters, SchedulerStats
 from eagleray.scheduler.suspects import Suspects
@@ -33,7 +36,7 @@ class Scheduler:
     """Continuous batching over one token budget: what runs goes on first, then what waits is started.
 
     With pipeline stages, running requests take turns: as many steps as there are stages compute different ones, so that
-    every stage has something to do.
+    every stage has something to do. `routing`: requests may ask for the routed experts of the model.
 
     Raises `ConfigError` if the cache cannot hold one sequence of `max_model_len` tokens.
     """
@@ -50,6 +53,7 @@ class Scheduler:
         policy: Literal["fcfs", "priority"],
         num_stages: int = 1,
         vocab_size: int = NUM_TOKEN_IDS,
+        routing: RoutingInfo | None = None,
     ) -> None:
         if num_blocks * block_size < max_model_len:
             raise ConfigError(
@@ -63,12 +67,17 @@ class Scheduler:
         self._num_stages = num_stages
         self._has_priorities = policy == "priority"
         self._cache = KVCache(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
+        self._routed: RoutedRows | None = None
+        if routing is not None:
+            num_findable = num_blocks if enable_prefix_caching else 0
+            self._routed = RoutedRows(routing, num_blocks=num_findable, block_size=block_size)
         self._requests: dict[tuple[ClientId, str], Request] = {}
         self._waiting = WaitingQueue()
         self._suspects = Suspects()
         self._running = RowTable(max_num_seqs)
         self._in_flight: deque[InFlight] = deque()
         self._next_step = 0
+        self._is_rewound = False  # and no plan was made since
         self._num_arrivals = 0
         self._notices: list[Output] = []
         self._counters = Counters()
@@ -105,6 +114,7 @@ class Scheduler:
             arrival=self._num_arrivals,
             max_model_len=self._max_model_len,
             vocab_size=self._vocab_size,
+            has_routing=self._routed is not None,
         )
         self._num_arrivals += 1
         self._requests[key] = state
@@ -131,10 +141,19 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step. None: nothing to compute, or nothing before a step in flight is applied."""
         draft = Draft(self._max_num_batched_tokens)
+        if self._is_rewound:
+            draft.starts = {run: run.row_start() for run in self._running}
         self._continue_running(draft)
         if not draft.is_short_of_blocks:
             self._start_waiting(draft)
         return self._issue(draft) if draft.num_tokens else None
+
+    def idle_plan(self) -> StepPlan:
+        """A step in which this engine computes nothing, for the sake of engines that step together with it."""
+        plan = StepPlan(step=self._next_step, ends=[], starts=[], grown=[], rows=[], num_tokens=[], is_idle=True)
+        self._in_flight.append(InFlight(plan.step))
+        self._next_step += 1
+        return plan
 
     def take_notices(self) -> list[Output]:
         """What clients must have been told before the last plan is carried out: that it starts a suspect."""
@@ -148,20 +167,36 @@ class Scheduler:
         self._counters.num_steps += 1
         tokens = dict(zip(result.rows, result.token_ids, strict=True))
         failures = {failure.row: failure.message for failure in result.failures}
+        routed = self._take_routed(flight, result)
         outputs: list[Output] = []
         for run in flight.runs:
             if run.row in failures:
                 # Held until here even if the run is over. What a failed row wrote is not to be trusted.
                 self._cache.forget(run.block_ids)
-            if not self._is_current(run):
+            if not run.is_current:
                 continue
             if run.row in failures:
-                outputs.append(self._fail(run, failures[run.row]))
-            elif run.row in tokens or run.row in result.prompt_logprobs:
-                outputs.append(self._deliver(run, tokens.get(run.row), result))
-        for block_ids in flight.block_tables:
-            self._cache.release(block_ids)
+                outputs.append(self._fail(run, failures[run.row], routed.get(run)))
+            elif run.row in tokens or run.row in result.prompt_logprobs or run in routed:
+                outputs.append(self._deliver(run, tokens.get(run.row), result, routed.get(run)))
+        self._release(flight)
         return outputs
+
+    def rewind(self) -> None:
+        """Drop the steps in flight as if they had never been planned: there will be no results of them. Whatever the
+        workers have made of them, the next plan starts every row anew."""
+        dropped, self._in_flight = self._in_flight, deque()
+        runs = dict.fromkeys(run for flight in dropped for run in flight.runs)
+        for run in runs:
+            run.retreat(sum(flight.runs.get(run, 0) for flight in dropped))
+            self._cache.revoke(run)
+        for run in runs:
+            if run.is_current and run.first_step >= dropped[0].step:
+                self._preempt(run)  # it may have found blocks that are not computed after all
+        for flight in dropped:
+            self._release(flight)
+        self._running.end_all()
+        self._is_rewound = True
 
     # What plan() is made of.
 
@@ -173,7 +208,7 @@ class Scheduler:
             if self._is_between_stages(run):
                 continue
             num_tokens = min(run.num_uncomputed_tokens, draft.budget)
-            if num_tokens > 0 and self._is_current(run) and self._reserve(run, num_tokens, draft):
+            if num_tokens > 0 and run.is_current and self._reserve(run, num_tokens, draft):
                 draft.add(run, num_tokens)
         # Only now is it certain that none of them is preempted after all.
         for run, num_tokens in draft.num_tokens.items():
@@ -220,8 +255,9 @@ class Scheduler:
             block_ids=self._cache.start(num_cached + num_tokens, cached=cached),
             num_cached_tokens=num_cached,
             num_cached_blocks=len(cached),
+            step=self._next_step,
         )
-        draft.starts.append(run.row_start())
+        draft.starts[run] = run.row_start()
         draft.add(run, num_tokens)
         if not request.was_started:
             self._count_lookup(request, num_cached)
@@ -243,16 +279,19 @@ class Scheduler:
             self._counters.num_prefix_hits += num_cached
 
     def _issue(self, draft: Draft) -> StepPlan:
+        captured = [] if self._routed is None else self._routed.captured(draft.num_tokens)
         plan = StepPlan(
             step=self._next_step,
             ends=self._running.take_ended(),
-            starts=draft.starts,
+            starts=list(draft.starts.values()),
             grown=[(run.row, added) for run, added in draft.grown.items()],
             rows=[run.row for run in draft.num_tokens],
             num_tokens=list(draft.num_tokens.values()),
+            capture=[run.row for run, _, _ in captured],
         )
-        self._in_flight.append(InFlight(self._next_step, list(draft.num_tokens)))
+        self._in_flight.append(InFlight(self._next_step, draft.num_tokens, captured))
         self._next_step += 1
+        self._is_rewound = False
         return plan
 
     def _preempt(self, run: Run) -> None:
@@ -263,7 +302,14 @@ class Scheduler:
 
     # What apply() is made of.
 
-    def _deliver(self, run: Run, token_id: int | None, result: StepResult) -> Output:
+    def _take_routed(self, flight: InFlight, result: StepResult) -> dict[Run, RoutedExperts]:
+        """The rows that are new to the requests of this step."""
+        if self._routed is None or not flight.captured:
+            return {}
+        assert result.routed_experts is not None, f"step {result.step} was to report routed experts"
+        return self._routed.take(flight.captured, result.routed_experts)
+
+    def _deliver(self, run: Run, token_id: int | None, result: StepResult, routed: RoutedExperts | None) -> Output:
         """The chunk for what a step produced for one request, which may end with it."""
         request = run.request
         prompt_logprobs = result.prompt_logprobs.get(run.row)
@@ -271,7 +317,7 @@ class Scheduler:
             assert prompt_logprobs.start == request.prompt_logprobs_from, "prompt logprobs come once and in order"
             request.prompt_logprobs_from += len(prompt_logprobs.ranks)
         if token_id is None:
-            return request.answer(prompt_logprobs=prompt_logprobs)
+            return request.answer(prompt_logprobs=prompt_logprobs, routed_experts=routed)
         self._counters.num_generation_tokens += 1
         run.num_placeholders -= 1
         finish = request.append(token_id)
@@ -282,13 +328,14 @@ class Scheduler:
             token_ids=[token_id],
             logprobs=[result.logprobs[run.row]] if run.row in result.logprobs else [],
             prompt_logprobs=prompt_logprobs,
+            routed_experts=routed,
             finish_reason=finish.reason if finish else None,
             stop_token_id=finish.stop_token_id if finish else None,
         )
 
-    def _fail(self, run: Run, message: str) -> Output:
+    def _fail(self, run: Run, message: str, routed: RoutedExperts | None) -> Output:
         self._remove(run.request)
-        return run.request.answer(finish_reason=FinishReason.ERROR, error=message)
+        return run.request.answer(finish_reason=FinishReason.ERROR, error=message, routed_experts=routed)
 
     # Ends.
 
@@ -309,5 +356,7 @@ class Scheduler:
         else:
             self._cache.release(run.block_ids)
 
-    def _is_current(self, run: Run) -> bool:
-        return run.request.run is run
+    def _release(self, flight: InFlight) -> None:
+        """The step is done with the blocks of runs that are over."""
+        for block_ids in flight.block_tables:
+            self._cache.release(block_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ from eagleray.messages.steps import StepPlan
 from eagleray.models.batch import Batch
 from eagleray.worker.rows import IntArray, Rows
 
-__all__ = ["StepInputs", "build_inputs"]
+__all__ = ["StepInputs", "build_inputs", "lines_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class StepInputs:
 
 
 def build_inputs(plan: StepPlan, rows: Rows) -> StepInputs:
-    """The inputs of `plan`. Reads the rows, changes nothing."""
+    """The inputs of `plan`, which may have no rows. Reads the rows, changes nothing."""
     row_ids = np.array(plan.rows, dtype=np.int64)
     counts = np.array(plan.num_tokens, dtype=np.int64)
     num_decodes = int(np.count_nonzero(counts == 1))
@@ -45,7 +46,7 @@ def build_inputs(plan: StepPlan, rows: Rows) -> StepInputs:
         positions = np.arange(ends[-1]) + np.repeat(contexts - ends, counts)
 
     block, offset = np.divmod(positions, rows.block_size)
-    max_blocks = -(-int(contexts.max()) // rows.block_size)
+    max_blocks = -(-int(contexts.max(initial=0)) // rows.block_size)
     starts = np.zeros(len(row_ids) + 1, dtype=np.int32)
     starts[1:] = ends
     batch = Batch(
@@ -59,3 +60,12 @@ def build_inputs(plan: StepPlan, rows: Rows) -> StepInputs:
     )
     samples = np.flatnonzero(contexts == rows.num_tokens[row_ids])
     return StepInputs(batch=batch, rows=row_ids, num_tokens=counts, ends=ends, samples=samples)
+
+
+def lines_of(rows: Sequence[int], inputs: StepInputs) -> IntArray:
+    """Where the tokens of these rows are in the batch: [tokens of the rows], in the order of `rows`."""
+    order = np.argsort(inputs.rows)
+    places = order[np.searchsorted(inputs.rows, np.array(rows, dtype=np.int64), sorter=order)]
+    counts = inputs.num_tokens[places]
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1]) + np.repeat(inputs.ends[places] - ends, counts)

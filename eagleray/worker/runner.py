@@ -1,7 +1,11 @@
 """Runs a step: from `StepPlan` to `StepResult`.
 
 Owns the rows, the sampling state and the cache; is driven by the worker. Every rank of an engine runs every step: it
-keeps its own rows, computes its part of the model, and only the sampler has a result.
+keeps its own rows, computes its part of the model, and only the sampler has a result; where routed experts are asked
+for, the first rank of every other stage has those of its layers.
+
+Engines that share experts step together: a step begins with the question whether any of them has something to compute,
+and where one has, all run their layers, be it with no rows.
 """
 
 from __future__ import annotations
@@ -10,11 +14,12 @@ import numpy as np
 import torch
 
 from eagleray.messages.outputs import PromptLogprobs
-from eagleray.messages.steps import StepPlan, StepResult
+from eagleray.messages.steps import StageExperts, StepPlan, StepResult
 from eagleray.models.base import Model
 from eagleray.models.cache import KVCache
-from eagleray.worker.inputs import StepInputs, build_inputs
+from eagleray.worker.inputs import StepInputs, build_inputs, lines_of
 from eagleray.worker.logprobs import prompt_logprobs
+from eagleray.worker.routed_experts import ExpertsReader, Reading
 from eagleray.worker.rows import Rows
 from eagleray.worker.sampler import Sampled, Sampler
 from eagleray.worker.sampling_rows import SamplingRows
@@ -34,21 +39,30 @@ class Runner:
         self._sampling_rows = sampling_rows
         self._sampler = Sampler(sampling_rows, model.ranking)
         self._relay = TokenRelay(model.groups, rows)
+        self._experts: ExpertsReader | None = None
+        if model.trace is not None:
+            self._experts = ExpertsReader(model.trace, model.groups.tp, has_row_shares=model.has_row_shares)
         self._mesh = model.groups.mesh
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> (k, first position still wanted)
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> StepResult | None:
-        """The result on the rank that samples, None on the others."""
+    def step(self, plan: StepPlan) -> StepResult | StageExperts | None:
+        """What this rank has to say of the step. Raises `ExpertGroupBroken` if an engine that steps together with this
+        one is gone: rows are of no use then until plans start them anew."""
         self._update_rows(plan)
         self._relay.catch_up(np.array(plan.rows, dtype=np.int64))
         inputs = build_inputs(plan, self._rows)
+        if not self._model.begin_step(plan.is_idle, inputs.batch.num_tokens):
+            return StepResult(step=plan.step, rows=[], token_ids=[]) if self._mesh.is_sampler else None
         hidden = self._model.forward(inputs.batch, self._cache)  # [num_tokens, hidden_size]
+        reading = self._read_experts(plan, inputs)
         prompt = self._score_prompts(inputs, hidden)
         self._rows.num_computed[inputs.rows] += inputs.num_tokens
         sampled = self._sample(inputs, hidden)
+        self._model.rebalance_if_due()
+        experts = None if reading is None else reading()
         if not self._mesh.is_sampler:
-            return None
+            return None if experts is None else StageExperts(step=plan.step, routed_experts=experts)
         return StepResult(
             step=plan.step,
             rows=sampled.rows,
@@ -56,6 +70,8 @@ class Runner:
             logprobs=sampled.logprobs,
             prompt_logprobs=prompt,
             failures=sampled.failures,
+            routed_experts=experts,
+            group_works=True,
         )
 
     def _update_rows(self, plan: StepPlan) -> None:
@@ -70,6 +86,13 @@ class Runner:
                 self._prompt_logprobs[start.row] = (start.sampling.prompt_logprobs, start.prompt_logprobs_from)
         for row, block_ids in plan.grown:
             self._rows.grow(row, block_ids)
+
+    def _read_experts(self, plan: StepPlan, inputs: StepInputs) -> Reading | None:
+        """Those of the rows `plan.capture`, on the ranks that report them."""
+        if not plan.capture:
+            return None
+        assert self._experts is not None, "routed experts of a model that has none"
+        return self._experts.begin(lines_of(plan.capture, inputs), inputs.batch.num_tokens)
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> Sampled:
         """The next token of every row whose last known one was computed."""

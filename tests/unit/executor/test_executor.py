@@ -2,9 +2,10 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
 import pytest
 
-from eagleray.errors import CheckpointError, DeadlineExceeded, WorkerFailed, WorkerLost
+from eagleray.errors import CheckpointError, DeadlineExceeded, ExpertGroupBroken, WorkerFailed, WorkerLost
 from eagleray.executor import Executor
 from eagleray.identity import EngineId, WorkerId
 from eagleray.messages.failure import Failure
@@ -14,6 +15,8 @@ from eagleray.messages.steps import (
     MeasureMemory,
     MemoryMeasured,
     Reply,
+    StageExperts,
+    StepBroken,
     StepPlan,
     StepResult,
     WorkerFailure,
@@ -24,10 +27,10 @@ from eagleray.messages.workers import Topology
 class FakeGroup:
     """Workers that answer what the test says, in the order that it says."""
 
-    def __init__(self, world_size: int = 1) -> None:
+    def __init__(self, world_size: int = 1, *, pp: int = 1) -> None:
         self.topology = Topology(
-            tensor_parallel_size=world_size,
-            pipeline_parallel_size=1,
+            tensor_parallel_size=world_size // pp,
+            pipeline_parallel_size=pp,
             nodes=["n"] * world_size,
             addresses=["127.0.0.1"] * world_size,
         )
@@ -57,8 +60,18 @@ def plan(step: int) -> StepPlan:
     return StepPlan(step=step, ends=[], starts=[], grown=[], rows=[0], num_tokens=[1])
 
 
-def result(step: int) -> StepResult:
-    return StepResult(step=step, rows=[0], token_ids=[step])
+def result(step: int, experts: np.ndarray | None = None) -> StepResult:
+    return StepResult(step=step, rows=[0], token_ids=[step], routed_experts=experts)
+
+
+def capturing(step: int) -> StepPlan:
+    return StepPlan(step=step, ends=[], starts=[], grown=[], rows=[0], num_tokens=[2], capture=[0])
+
+
+def layers(*numbers: int) -> np.ndarray:
+    """[2 tokens, one layer for each number, 3]"""
+    rows = [[token, layer, 0] for token in range(2) for layer in numbers]
+    return np.array(rows, np.uint8).reshape(2, len(numbers), 3)
 
 
 def test_a_call_collects_every_workers_reply_in_order_of_rank():
@@ -151,3 +164,53 @@ def test_a_step_that_does_not_come_back_is_named_with_its_size():
         pending.result()
     expected = "step 7 (100 tokens in 2 rows) has not come back: no StepResult from rank 0 within 0 s (call 1)"
     assert str(raised.value) == expected
+
+
+def test_the_experts_of_all_stages_are_joined_in_their_order():
+    group = FakeGroup(world_size=6, pp=3)
+    pending = Executor(group).step(capturing(1))
+    group.replies += [
+        Reply(1, 4, result(1, layers(3, 4))),
+        Reply(1, 2, StageExperts(step=1, routed_experts=layers())),
+        Reply(1, 0, StageExperts(step=1, routed_experts=layers(0, 1, 2))),
+    ]
+    joined = pending.result().routed_experts
+    assert joined is not None and joined.dtype == np.uint8
+    assert np.array_equal(joined, layers(0, 1, 2, 3, 4))
+
+
+def test_without_capture_the_rank_that_samples_answers_alone():
+    group = FakeGroup(world_size=4, pp=2)
+    pending = Executor(group).step(plan(1))
+    group.replies.append(Reply(1, 2, result(1)))
+    assert pending.result() == result(1)
+
+
+def test_a_stage_that_does_not_report_is_named():
+    group = FakeGroup(world_size=4, pp=2)
+    pending = Executor(group).step(capturing(1), seconds=0.01)
+    group.replies.append(Reply(1, 2, result(1, layers(0))))
+    with pytest.raises(DeadlineExceeded, match="no StepResult from rank 0 within"):
+        pending.result()
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_a_step_that_another_engine_broke_raises_whichever_rank_says_it(rank):
+    group = FakeGroup(world_size=4, pp=2)
+    executor = Executor(group)
+    first, second = executor.step(capturing(1)), executor.step(capturing(2))
+    group.replies += [Reply(1, rank, StepBroken(step=1, cause="engine 1 is gone"))]
+    with pytest.raises(ExpertGroupBroken, match="step 1: engine 1 is gone"):
+        first.result()
+    group.replies += [Reply(2, rank, StepBroken(step=2, cause="engine 1 is gone"))]
+    with pytest.raises(ExpertGroupBroken, match="step 2"):
+        second.result()
+
+
+def test_steps_that_nobody_asks_for_are_forgotten():
+    group = FakeGroup()
+    executor = Executor(group)
+    executor.step(plan(1))
+    executor.forget_steps()
+    group.replies += [Reply(1, 0, result(1)), Reply(2, 0, MemoryMeasured(7))]
+    assert executor.call(MeasureMemory(1), MemoryMeasured, timeout=1) == [MemoryMeasured(7)]

@@ -2,7 +2,7 @@
 
 The worker's cache remembers, for each slot of each block, the whole prefix whose key and value would be there, so a
 block that is lost, shared wrongly or read before it is written is seen at once. Its "language model" derives the next
-token from the prefix alone: an undisturbed run is known in advance.
+token from the prefix alone, and so does its "router": an undisturbed run is known in advance.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from eagleray.identity import ClientId
+from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason, PromptLogprobs, TokenLogprobs
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, Stopping
@@ -24,6 +25,7 @@ from eagleray.scheduler import Output, Scheduler
 VOCAB_SIZE = 16
 ALICE = ClientId("test", 0)
 BOB = ClientId("test", 1)
+ROUTING = RoutingInfo(num_layers=2, num_experts=256, top_k=3)
 
 
 def prefix_digests(token_ids, *, seed, known=()):
@@ -37,6 +39,12 @@ def prefix_digests(token_ids, *, seed, known=()):
 
 def token_after(digest):
     return int.from_bytes(digest[:4], "little") % VOCAB_SIZE
+
+
+def experts_of(digests):
+    """[num_tokens, num_layers, top_k]"""
+    shape = (len(digests), ROUTING.num_layers, ROUTING.top_k)
+    return np.array([list(digest[: shape[1] * shape[2]]) for digest in digests], np.uint8).reshape(shape)
 
 
 def request(
@@ -54,6 +62,7 @@ def request(
     logprobs=None,
     output=(),
     prompt_logprobs_from=1,
+    routed_experts_from=None,
     suspect=False,
 ):
     """The model's draws depend on the salt (by the seed), so that a block shared across salts is seen."""
@@ -67,6 +76,7 @@ def request(
         cache_salt=salt,
         output_token_ids=list(output),
         prompt_logprobs_from=prompt_logprobs_from,
+        routed_experts_from=routed_experts_from,
         is_suspect=suspect,
     )
 
@@ -115,6 +125,10 @@ class FakeWorker:
         self.cells: dict[tuple[int, int], bytes] = {}
         self.failing: set[str] = set()
         self.num_steps = 0
+        self.written: deque[set[tuple[int, int]]] = deque()
+        """The cells that each step in flight has written."""
+        self.is_lost = False
+        """Steps were dropped: nobody knows what of them was carried out, and rows hold anything."""
         self.is_sound = True
         """No plan has broken its promises so far."""
 
@@ -122,18 +136,38 @@ class FakeWorker:
         self.is_sound = False
         assert plan.step == self.num_steps
         self.num_steps += 1
+        if plan.is_idle:
+            assert not (plan.ends or plan.starts or plan.grown or plan.rows or plan.num_tokens or plan.capture)
+            self.written.append(set())
+            self.is_sound = True
+            return StepResult(step=plan.step, rows=[], token_ids=[])
+        self._begin_anew(plan)
         self._update_rows(plan)
         self._check_budget(plan)
         self._write(plan)
         for row, num_tokens in zip(plan.rows, plan.num_tokens, strict=True):
             self._read(self.rows[row], num_tokens)
+        experts = self._capture(plan)
         result = self._sample(plan)
         self.is_sound = True
-        return result
+        return msgspec.structs.replace(result, routed_experts=experts)
+
+    def lose(self) -> None:
+        """The steps in flight are dropped: what they have written is not to be read."""
+        self.cells.update(dict.fromkeys(set().union(*self.written), b"lost"))
+        self.written.clear()
+        self.is_lost = True
 
     @property
     def used_blocks(self) -> set[int]:
         return {block for row in self.rows.values() for block in row.block_ids}
+
+    def _begin_anew(self, plan):
+        self.starts_all = self.is_lost
+        if self.is_lost:
+            assert sorted(plan.ends) == list(range(self.num_rows)), "a row goes on with whatever is in it"
+            self.rows = {row: Row("lost", [], 0, 0, [], Sampling(seed=0), 1) for row in plan.ends}
+            self.is_lost = False
 
     def _update_rows(self, plan):
         assert len(set(plan.ends)) == len(plan.ends)
@@ -142,7 +176,7 @@ class FakeWorker:
         for start in plan.starts:
             self._start(start)
         for row, block_ids in plan.grown:
-            assert block_ids and row not in {start.row for start in plan.starts}
+            assert block_ids and (self.starts_all or row not in {start.row for start in plan.starts})
             self.rows[row].block_ids += block_ids
         for row in self.rows.values():
             assert len(set(row.block_ids)) == len(row.block_ids)
@@ -163,7 +197,7 @@ class FakeWorker:
 
     def _check_budget(self, plan):
         assert plan.rows and len(set(plan.rows)) == len(plan.rows)
-        assert {start.row for start in plan.starts} <= set(plan.rows)
+        assert self.starts_all or {start.row for start in plan.starts} <= set(plan.rows)
         assert min(plan.num_tokens) >= 1 and sum(plan.num_tokens) <= self.max_num_batched_tokens
         for row, num_tokens in zip(plan.rows, plan.num_tokens, strict=True):
             end = self.rows[row].num_computed + num_tokens
@@ -181,6 +215,7 @@ class FakeWorker:
                 assert cell not in written, "two rows write the same slot"
                 written.add(cell)
                 self.cells[cell] = row.digests[position]
+        self.written.append(written)
 
     def _read(self, row, num_tokens):
         for position in range(row.num_computed + num_tokens):
@@ -188,6 +223,17 @@ class FakeWorker:
 
     def _cell(self, row, position):
         return row.block_ids[position // self.block_size], position % self.block_size
+
+    def _capture(self, plan):
+        assert plan.capture == [row for row in plan.rows if row in plan.capture]
+        if not plan.capture:
+            return None
+        num_tokens = dict(zip(plan.rows, plan.num_tokens, strict=True))
+        digests = []
+        for index in plan.capture:
+            row = self.rows[index]
+            digests += row.digests[row.num_computed : row.num_computed + num_tokens[index]]
+        return experts_of(digests)
 
     def _sample(self, plan):
         rows, token_ids, logprobs, prompt_logprobs, failures = [], [], {}, {}, []
@@ -248,6 +294,7 @@ class Engine:
         policy="fcfs",
         num_stages=1,
         vocab_size=2**31,
+        routing=ROUTING,
     ):
         self.depth = depth
         self.num_stages = num_stages
@@ -262,6 +309,7 @@ class Engine:
             policy=policy,
             num_stages=num_stages,
             vocab_size=vocab_size,
+            routing=routing,
         )
         self.worker = FakeWorker(
             num_rows=max_num_seqs,
@@ -290,17 +338,33 @@ class Engine:
         self._note_started(self.scheduler.take_notices())
         if plan is not None:
             has_preempted = self.scheduler.stats().num_preemptions > num_preemptions
-            assert not (has_preempted and plan.starts), "somebody starts in the blocks of the preempted"
+            is_anew = self.worker.is_lost
+            assert is_anew or not (has_preempted and plan.starts), "somebody starts in the blocks of the preempted"
             self.plans.append(plan)
             result = self.worker.execute(plan)
             if not self.in_flight and self.num_stages == 1:
                 assert plan.rows == list(self.worker.rows), "a running request is left out"
             self.in_flight.append(result)
             self._check_suspects(plan)
+            self._check_capture(plan)
         return plan
+
+    def idle(self) -> None:
+        """A step for the sake of others."""
+        self.plans.append(self.scheduler.idle_plan())
+        self.in_flight.append(self.worker.execute(self.plans[-1]))
+        self.suspects_of_steps.append(set())
+
+    def rewind(self) -> None:
+        """The steps in flight come to nothing."""
+        self.worker.lose()
+        self.in_flight.clear()
+        self.suspects_of_steps.clear()
+        self.scheduler.rewind()
 
     def apply(self) -> list[Chunk]:
         self.suspects_of_steps.popleft()
+        self.worker.written.popleft()
         return self.take(self.scheduler.apply(self.in_flight.popleft()))
 
     def _note_started(self, notices: list[Output]) -> None:
@@ -317,6 +381,11 @@ class Engine:
         self.suspects_of_steps.append(computed)
         assert len(set().union(*self.suspects_of_steps)) <= 1
 
+    def _check_capture(self, plan: StepPlan) -> None:
+        """All that is computed of requests that want routed experts is reported, and nothing else."""
+        wanting = {m.request_id for m in self.messages.values() if m.routed_experts_from is not None}
+        assert plan.capture == [row for row in plan.rows if self.worker.rows[row].request_id in wanting]
+
     def resumed(self, key) -> Generate:
         """The request as its client sends it to the next engine, when this one is gone."""
         message = self.messages[key]
@@ -324,6 +393,7 @@ class Engine:
             message,
             output_token_ids=[*message.output_token_ids, *self.tokens(message.request_id, message.client)],
             prompt_logprobs_from=message.prompt_logprobs_from + len(self.prompt_logprob_positions(key)),
+            routed_experts_from=self.routed_experts_until(key),
         )
 
     def take(self, outputs: list[Output]) -> list[Chunk]:
@@ -360,7 +430,9 @@ class Engine:
         without what another engine has told before."""
         message, chunks = self.messages[key], self.chunks[key]
         expected, reason, stop_token = undisturbed(message, max_model_len=self.max_model_len)
+        num_computed = len(message.prompt_token_ids) + len(expected) - 1
         expected = expected[len(message.output_token_ids) :]
+        routed_until = self.routed_experts_until(key)
         tokens = self.tokens(message.request_id, message.client)
         last = chunks[-1]
         if last.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
@@ -371,6 +443,8 @@ class Engine:
                 assert self.prompt_logprob_positions(key) == list(
                     range(message.prompt_logprobs_from, len(message.prompt_token_ids))
                 )
+            if message.routed_experts_from is not None:
+                assert routed_until == max(num_computed, message.routed_experts_from)
         assert all(chunk.num_cached_tokens == 0 for chunk in chunks[1:])
 
     def prompt_logprob_positions(self, key) -> list[int]:
@@ -379,6 +453,21 @@ class Engine:
         for part in parts:
             assert part.token_ids[:, 0].tolist() == prompt[part.start : part.start + len(part.ranks)]
         return [-int(value) for part in parts for value in part.logprobs[:, 0]]
+
+    def routed_experts_until(self, key) -> int | None:
+        """The first position whose experts were not told. Those that were are the right ones, once each and in
+        order."""
+        message = self.messages[key]
+        output, _, _ = undisturbed(message, max_model_len=self.max_model_len)
+        experts = experts_of(prefix_digests([*message.prompt_token_ids, *output], seed=message.sampling.seed))
+        until = message.routed_experts_from
+        for chunk in self.chunks[key]:
+            if chunk.routed_experts is not None:
+                told = chunk.routed_experts
+                assert until == told.start and len(told.experts) > 0
+                until += len(told.experts)
+                assert np.array_equal(told.experts, experts[told.start : until])
+        return until
 
     def check_all_free(self):
         stats = self.scheduler.stats()

@@ -74,6 +74,31 @@ def test_a_forgotten_block_is_not_found_and_its_name_is_free():
     assert pool.find(b"a") == second
 
 
+def test_a_twin_with_rows_takes_over_from_one_without():
+    pool = BlockPool(3)
+    held, freed, rich = pool.take(3)
+    pool.register(held, b"a")
+    pool.register(freed, b"b")
+    pool.release([freed])
+    pool.register(rich, b"a", has_rows=True)
+    assert pool.find(b"a") == rich and pool.has_rows(rich)
+    pool.forget([rich])
+    assert not pool.has_rows(rich)
+    pool.register(rich, b"b", has_rows=True)
+    assert pool.find(b"b") == rich
+    pool.release([rich, held])
+    assert set(pool.take(2)) == {held, freed}, "blocks that nobody can find are blank"
+    assert pool.find(b"b") == rich
+
+
+def test_a_twin_takes_over_from_none_with_rows():
+    pool = BlockPool(2)
+    first, second = pool.take(2)
+    pool.register(first, b"a", has_rows=True)
+    pool.register(second, b"a", has_rows=True)
+    assert pool.find(b"a") == first
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Sequences take, share and release blocks; the model is the list of what each sequence holds."""
 
@@ -84,6 +109,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(self.NUM_BLOCKS)
         self.held: list[list[int]] = []
         self.content: dict[int, bytes] = {}
+        self.rich: set[int] = set()  # of those, the ones with rows
         self.num_names = 0
 
     @rule(count=st.integers(1, 4))
@@ -98,8 +124,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.held.append(blocks)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), fresh=st.booleans())
-    def register(self, data: st.DataObject, fresh: bool) -> None:
+    @rule(data=st.data(), fresh=st.booleans(), has_rows=st.booleans())
+    def register(self, data: st.DataObject, fresh: bool, has_rows: bool) -> None:
         block = data.draw(st.sampled_from(data.draw(st.sampled_from(self.held))))
         if block in self.content:
             return
@@ -107,11 +133,18 @@ class PoolMachine(RuleBasedStateMachine):
         if fresh or not known:
             self.num_names += 1
             name = str(self.num_names).encode()
-            self.content[block] = name
+            self.name(block, name, has_rows)
         else:
-            name = data.draw(st.sampled_from(known))  # a duplicate: its block stays without a name
-        if name in self.content.values():
-            self.pool.register(block, name)
+            name = data.draw(st.sampled_from(known))
+            (twin,) = (other for other, content in self.content.items() if content == name)
+            if has_rows and twin not in self.rich:
+                del self.content[twin]
+                self.name(block, name, has_rows)
+        self.pool.register(block, name, has_rows=has_rows)
+
+    def name(self, block: int, name: bytes, has_rows: bool) -> None:
+        self.content[block] = name
+        self.rich = self.rich | {block} if has_rows else self.rich - {block}
 
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
@@ -147,6 +180,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.content.get(block) == str(number).encode() if block is not None else True
         for block, name in self.content.items():
             assert self.pool.find(name) == block
+            assert self.pool.has_rows(block) == (block in self.rich)
 
 
 TestPoolMachine = PoolMachine.TestCase

@@ -48,6 +48,7 @@ def messages(draw, request_id, max_model_len):
         salt=draw(st.sampled_from(["", "", "s"])),
         prompt_logprobs=draw(st.sampled_from([None, None, 0])),
         prompt_logprobs_from=draw(st.integers(1, len(prompt))),
+        routed_experts_from=draw(st.none() | st.just(0) | st.integers(0, len(prompt))),
         suspect=draw(st.sampled_from([False, False, True])),
     )
     output, _, _ = undisturbed(message, max_model_len=max_model_len)
@@ -87,6 +88,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def apply(self) -> None:
         self.engine.apply()
+
+    @precondition(lambda self: len(self.engine.in_flight) < self.engine.depth)
+    @rule()
+    def idle(self) -> None:
+        self.engine.idle()
+
+    @rule()
+    def rewind(self) -> None:
+        self.engine.rewind()
 
     @precondition(lambda self: self.open_requests())
     @rule(data=st.data())
@@ -130,7 +140,7 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(deadline=None, max_examples=150, stateful_step_count=50)
 
 
-@settings(max_examples=200)
+@settings(deadline=None, max_examples=200)
 @given(data=st.data())
 def test_requests_go_on_where_an_engine_has_left_them(data):
     """Whatever the engines are like, and wherever the first one stops: together they say what one would have said."""
@@ -152,8 +162,9 @@ def test_requests_go_on_where_an_engine_has_left_them(data):
     assert told == sum(engine.scheduler.stats().num_generation_tokens for engine in (first, second))
 
 
-def live_a_day(engine, choose, *, num_requests):
-    """Requests with common beginnings arrive faster than they can run; some are aborted; all come to an end."""
+def live_a_day(engine, choose, *, num_requests, rewinds=0.0):
+    """Requests with common beginnings arrive faster than they can run; some are aborted; all come to an end.
+    `rewinds`: how often steps are dropped."""
     longest = engine.max_model_len - 1
     systems = [[choose.randrange(VOCAB_SIZE) for _ in range(choose.randrange(1, longest))] for _ in range(3)]
     for index in range(num_requests):
@@ -167,6 +178,7 @@ def live_a_day(engine, choose, *, num_requests):
                 priority=choose.randrange(3),
                 salt=choose.choice(["", "", "s"]),
                 prompt_logprobs=choose.choice([None, None, 0]),
+                routed_experts_from=choose.choice([None, 0, 1]),
             )
         )
         for _ in range(choose.randrange(4)):
@@ -174,6 +186,9 @@ def live_a_day(engine, choose, *, num_requests):
                 engine.step()
         if choose.random() < 0.2:
             engine.take(engine.scheduler.abort(ALICE, [str(choose.randrange(index + 1))]))
+        if choose.random() < rewinds:
+            engine.plan()
+            engine.rewind()
     engine.run()
     for key in engine.messages:
         engine.check_as_undisturbed(key)
@@ -183,7 +198,8 @@ def live_a_day(engine, choose, *, num_requests):
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_busy_engine(depth, policy, caching):
+@pytest.mark.parametrize("rewinds", [0, 0.3])
+def test_a_busy_engine(depth, policy, caching, rewinds):
     engine = Engine(
         depth=depth,
         max_num_seqs=12,
@@ -194,7 +210,7 @@ def test_a_busy_engine(depth, policy, caching):
         enable_prefix_caching=caching,
         policy=policy,
     )
-    live_a_day(engine, random.Random(f"{depth} {policy} {caching}"), num_requests=120)
+    live_a_day(engine, random.Random(f"{depth} {policy} {caching}"), num_requests=120, rewinds=rewinds)
     stats = engine.scheduler.stats()
     assert stats.num_preemptions > 0 and (stats.num_prefix_hits > 0) == caching
 
@@ -213,4 +229,4 @@ def test_any_small_engine_under_load(seed):
         enable_prefix_caching=choose.random() < 0.7,
         policy=choose.choice(["fcfs", "priority"]),
     )
-    live_a_day(engine, choose, num_requests=24)
+    live_a_day(engine, choose, num_requests=24, rewinds=choose.choice([0, 0.3]))

@@ -1,0 +1,47 @@
+"""One result of a step from what the ranks that report it have said. Pure.
+
+The rank that samples says nearly everything. Which experts computed a token is known to each stage for its own layers:
+where that is asked for, the first rank of every other stage reports too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from eagleray.errors import ExpertGroupBroken
+from eagleray.messages.arrays import Array
+from eagleray.messages.steps import StageExperts, StepBroken, StepPlan, StepResult, WorkerReply
+from eagleray.messages.workers import Topology
+
+__all__ = ["merge_step", "reporting_ranks"]
+
+
+def reporting_ranks(topology: Topology, plan: StepPlan) -> list[int]:
+    """The ranks that answer a step, in order of the stages; the last one samples."""
+    if not plan.capture:
+        return [topology.sampler_rank]
+    return list(range(0, topology.world_size, topology.tensor_parallel_size))
+
+
+def merge_step(replies: Mapping[int, WorkerReply]) -> StepResult:
+    """`replies`: of the reporting ranks, in order of rank. Raises `ExpertGroupBroken` if one says so."""
+    *others, sampled = [_unbroken(reply) for reply in replies.values()]
+    assert isinstance(sampled, StepResult), f"the rank that samples answered with {type(sampled).__name__}"
+    if not others:
+        return sampled
+    layers = [_experts(reply) for reply in replies.values()]
+    return msgspec.structs.replace(sampled, routed_experts=np.concatenate(layers, axis=1))
+
+
+def _experts(reply: WorkerReply) -> Array:
+    assert isinstance(reply, StepResult | StageExperts) and reply.routed_experts is not None
+    return reply.routed_experts
+
+
+def _unbroken(reply: WorkerReply) -> WorkerReply:
+    if isinstance(reply, StepBroken):
+        raise ExpertGroupBroken(f"step {reply.step}: {reply.cause}")
+    return reply

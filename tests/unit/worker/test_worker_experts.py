@@ -1,0 +1,186 @@
+"""Workers of two engines that share experts: they step together, and one outlives the other's end."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from harness import LocalEngine, random_prompt
+from ranks import together, topology
+
+from eagleray.config import build_config
+from eagleray.identity import EngineId, WorkerId
+from eagleray.messages.sampling import Sampling
+from eagleray.messages.steps import (
+    AllocateCache,
+    Call,
+    EngineOpened,
+    ExpertGroupOpened,
+    GroupsJoined,
+    GroupsOpened,
+    JoinExpertGroup,
+    JoinGroups,
+    LoadModel,
+    ModelLoaded,
+    OpenExpertGroup,
+    OpenGroups,
+    ReadExpertLoad,
+    RowStart,
+    StepBroken,
+    StepPlan,
+    StepResult,
+    WorkerExpertLoad,
+    WorkerFailure,
+)
+from eagleray.worker.worker import Worker
+
+PROMPT = random_prompt(0, 20, 384)
+NUM_TOKENS = 6
+"""That are generated."""
+NUM_ROWS, BLOCK_SIZE = 4, 16
+WHERE = topology()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("made"), "qwen3_moe", tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    """What an engine says that has all experts."""
+    with LocalEngine(checkpoint, block_size=BLOCK_SIZE, num_kv_blocks=64) as engine:
+        engine.add("only", PROMPT, max_tokens=NUM_TOKENS)
+        return engine.run()["only"].token_ids
+
+
+class Engine:
+    """One worker."""
+
+    def __init__(self, checkpoint, rank: int, incarnation: int = 0, **options) -> None:
+        parallel = {"data_parallel_size": 2, "enable_expert_parallel": True, "expert_dispatch": "all-to-all"}
+        config = build_config(
+            model=str(checkpoint), num_threads=1, block_size=BLOCK_SIZE, max_num_seqs=NUM_ROWS, **parallel | options
+        )
+        self.rank = rank
+        self.worker = Worker(WorkerId(EngineId("test", rank, incarnation)), 0, config, WHERE)
+        self._num_calls = self._num_steps = 0
+        self._taken: list[int] = []  # rows
+
+    def call(self, body):
+        self._num_calls += 1
+        reply = self.worker.handle(Call(self._num_calls, body))
+        assert not isinstance(reply.body, WorkerFailure), reply.body.cause
+        return reply.body
+
+    def start(self) -> None:
+        opened = self.call(OpenGroups())
+        assert isinstance(opened, GroupsOpened)
+        assert isinstance(self.call(JoinGroups([opened])), GroupsJoined)
+        loaded = self.call(LoadModel())
+        assert isinstance(loaded, ModelLoaded)
+        assert (loaded.num_moe_layers, loaded.num_experts, loaded.top_k) == (3, 8, 3)
+        self.call(AllocateCache(8))
+
+    def open(self, epoch: int) -> EngineOpened:
+        opened = self.call(OpenExpertGroup(epoch))
+        assert isinstance(opened, ExpertGroupOpened)
+        return EngineOpened(rank=self.rank, topology=WHERE, opened=[opened])
+
+    def join(self, epoch: int, members: list[EngineOpened]) -> None:
+        assert isinstance(self.call(JoinExpertGroup(epoch, members)), GroupsJoined)
+
+    def step(self, **fields) -> StepResult | StepBroken:
+        self._num_steps += 1
+        defaults = {"ends": [], "starts": [], "grown": [], "rows": [], "num_tokens": []}
+        return self.call(StepPlan(step=self._num_steps, **defaults | fields))
+
+    def generate(self, num_tokens: int) -> list[int]:
+        """The first tokens behind the prompt, one for each step."""
+        sampling = Sampling(seed=0, temperature=0.0)
+        start = RowStart(
+            row=0,
+            request_id="only",
+            token_ids=PROMPT,
+            num_prompt_tokens=len(PROMPT),
+            num_computed_tokens=0,
+            block_ids=[3, 5],
+            sampling=sampling,
+        )
+        tokens = []
+        for number in range(num_tokens):
+            begin = {"num_tokens": [1]}
+            if number == 0:
+                begin = {"ends": self._taken, "starts": [start], "num_tokens": [len(PROMPT)]}
+                self._taken = [0]
+            result = self.step(rows=[0], **begin)
+            assert isinstance(result, StepResult) and result.group_works
+            tokens += result.token_ids
+        return tokens
+
+    def help(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            result = self.step(is_idle=True)
+            assert isinstance(result, StepResult) and result.group_works and not result.rows
+
+
+def form(engines: list[Engine], epoch: int) -> None:
+    members = [engine.open(epoch) for engine in engines]
+    together([partial(engine.join, epoch, members) for engine in engines])
+
+
+def start_both(checkpoint, **options) -> list[Engine]:
+    engines = [Engine(checkpoint, rank, **options) for rank in range(2)]
+    for engine in engines:
+        engine.start()
+    form(engines, 1)
+    return engines
+
+
+def test_one_helps_the_other_and_idle_steps_compute_nothing(checkpoint, expected):
+    first, second = start_both(checkpoint)
+    tokens, _ = together([partial(first.generate, NUM_TOKENS), partial(second.help, NUM_TOKENS)])
+    assert tokens == expected
+    for result in together([partial(engine.step, is_idle=True) for engine in (first, second)]):
+        assert isinstance(result, StepResult) and not result.group_works
+    loads = [engine.call(ReadExpertLoad()) for engine in (first, second)]
+    assert all(isinstance(load, WorkerExpertLoad) for load in loads)
+    num_computed = len(PROMPT) + NUM_TOKENS - 1
+    assert [load.counts.sum() for load in loads] == [num_computed * 3 * 3, 0]
+    assert loads[0].counts.shape == (3, 8)
+    assert loads[0].counts.dtype == np.int64
+    for engine in (first, second):
+        engine.worker.close()
+
+
+def test_a_worker_outlives_a_broken_step(checkpoint, expected):
+    """Steps are answered, not computed, until a group of the next epoch is joined."""
+    first, second = start_both(checkpoint, enable_eplb=True, eplb_step_interval=2)
+    tokens, _ = together([partial(first.generate, 4), partial(second.help, 4)])
+    assert tokens == expected[:4]
+    second.worker.close()
+    for _ in range(2):
+        broken = first.step(rows=[0], num_tokens=[1])
+        assert isinstance(broken, StepBroken)
+        assert "an engine that shares the experts is gone" in broken.cause
+
+    successor = Engine(checkpoint, 1, incarnation=1, enable_eplb=True, eplb_step_interval=2)
+    successor.start()
+    members = [engine.open(2) for engine in (first, successor)]
+    broken = first.step(is_idle=True)
+    assert isinstance(broken, StepBroken) and "epoch 2" in broken.cause
+    together([partial(engine.join, 2, members) for engine in (first, successor)])
+    tokens, _ = together([partial(first.generate, NUM_TOKENS), partial(successor.help, NUM_TOKENS)])
+    assert tokens == expected
+    for engine in (first, successor):
+        engine.worker.close()

@@ -1,0 +1,234 @@
+"""From a plan to the rows of its `capture`: whatever the order of the batch, on one rank, on several, in stages."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks, topology
+
+from eagleray.messages.sampling import Sampling
+from eagleray.messages.steps import RowStart, StageExperts, StepPlan, StepResult
+from eagleray.models.kernels.ranking import Ranking
+from eagleray.models.moe.trace import ExpertTrace
+from eagleray.models.shares import row_share
+from eagleray.parallel import Groups, Mesh
+from eagleray.parallel.group import Alone
+from eagleray.worker.inputs import build_inputs, lines_of
+from eagleray.worker.routed_experts import ExpertsReader
+from eagleray.worker.rows import Rows
+from eagleray.worker.runner import Runner
+from eagleray.worker.sampling_rows import SamplingRows
+
+NUM_LAYERS, TOP_K, VOCAB_SIZE, NUM_ROWS = 2, 3, 8, 6
+CPU = torch.device("cpu")
+
+
+def experts(token_ids, positions, num_experts):
+    """[num_tokens, num_layers, top_k]: what every layer chooses."""
+    ids = 31 * np.asarray(token_ids)[:, None, None] + 7 * np.asarray(positions)[:, None, None]
+    return (ids + 100 * np.arange(NUM_LAYERS)[:, None] + np.arange(TOP_K)) % num_experts
+
+
+def new_trace(num_experts=300, num_layers=NUM_LAYERS):
+    return ExpertTrace(num_layers=num_layers, num_experts=num_experts, top_k=TOP_K, device=CPU, keeps_ids=True)
+
+
+def note(trace, chosen):
+    for layer in range(NUM_LAYERS):
+        trace.note(layer, torch.from_numpy(chosen[:, layer]))
+
+
+class RoutingModel:
+    """It samples token 0 always. `others_work`: another engine of the group does."""
+
+    def __init__(self, groups=None, *, num_experts=300, others_work=False):
+        self.groups = groups or Groups.alone()
+        self.ranking = Ranking()
+        self.trace = new_trace(num_experts)
+        self.has_row_shares = False
+        self.num_experts = num_experts
+        self.others_work = others_work
+        self.num_passes = self.num_balanced = 0
+
+    def begin_step(self, is_idle, num_tokens):
+        assert not (is_idle and num_tokens)
+        return self.others_work or not is_idle
+
+    def forward(self, batch, cache):
+        self.num_passes += 1
+        note(self.trace, experts(batch.token_ids, batch.positions, self.num_experts))
+        return torch.zeros(batch.num_tokens, 4)
+
+    def logits(self, hidden):
+        return torch.zeros(len(hidden), VOCAB_SIZE)
+
+    def rebalance_if_due(self):
+        self.num_balanced += 1
+
+
+class FirstStage:
+    """Groups of rank 0 of two stages."""
+
+    mesh = Mesh(rank=0, pp_size=2)
+
+    def __init__(self):
+        self.tp = Alone()
+
+
+def make_rows():
+    return Rows(num_rows=NUM_ROWS, max_model_len=64, block_size=4)
+
+
+def make_runner(model):
+    return Runner(model, None, make_rows(), SamplingRows(num_rows=NUM_ROWS, vocab_size=VOCAB_SIZE, device=CPU))
+
+
+def start(row, token_ids):
+    return RowStart(
+        row=row,
+        request_id=str(row),
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        num_computed_tokens=0,
+        block_ids=list(range(16 * row, 16 * row + 16)),
+        sampling=Sampling(seed=0, temperature=0.0),
+    )
+
+
+def plan(step, rows, *, starts=(), capture=(), is_idle=False):
+    return StepPlan(
+        step=step,
+        ends=[],
+        starts=list(starts),
+        grown=[],
+        rows=list(rows),
+        num_tokens=list(rows.values()),
+        capture=list(capture),
+        is_idle=is_idle,
+    )
+
+
+def test_lines_are_in_the_order_that_was_asked_for():
+    rows = make_rows()
+    for row, count in {3: 4, 1: 1, 5: 2, 0: 1}.items():
+        rows.start(start(row, [1] * count))
+    inputs = build_inputs(plan(0, {3: 4, 1: 1, 5: 2, 0: 1}), rows)
+    assert inputs.rows.tolist() == [1, 0, 3, 5], "rows of one token come first"
+    assert lines_of([3, 0], inputs).tolist() == [2, 3, 4, 5, 1]
+    assert lines_of([5], inputs).tolist() == [6, 7]
+    assert lines_of([1, 0], inputs).tolist() == [0, 1]
+
+
+def test_inputs_of_a_step_without_rows():
+    inputs = build_inputs(plan(0, {}), make_rows())
+    assert inputs.batch.num_tokens == 0 and inputs.batch.starts.tolist() == [0]
+    assert len(inputs.samples) == len(inputs.rows) == 0
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(256, np.uint8), (512, np.uint16)])
+def test_a_step_reports_the_rows_of_its_capture(num_experts, dtype):
+    model = RoutingModel(num_experts=num_experts)
+    runner = make_runner(model)
+    prompts = {4: [5, 6, 7], 2: [1], 0: [2, 3], 1: [4]}
+    starts = [start(row, tokens) for row, tokens in prompts.items()]
+    first = runner.step(plan(0, {4: 3, 2: 1, 0: 1, 1: 1}, starts=starts, capture=[4, 0, 1]))
+    second = runner.step(plan(1, {4: 1, 2: 1, 0: 1, 1: 1}, capture=[4, 2]))
+    assert first.routed_experts.dtype == second.routed_experts.dtype == dtype
+    assert np.array_equal(first.routed_experts, experts([5, 6, 7, 2, 4], [0, 1, 2, 0, 0], num_experts))
+    assert np.array_equal(second.routed_experts, experts([0, 0], [3, 1], num_experts))
+    assert first.group_works and model.num_balanced == 2
+
+
+def test_a_step_without_capture_reports_nothing():
+    result = make_runner(RoutingModel()).step(plan(0, {0: 2}, starts=[start(0, [1, 2])]))
+    assert result.routed_experts is None
+
+
+def test_a_stage_that_does_not_sample_reports_its_layers():
+    runner = make_runner(RoutingModel(FirstStage()))
+    reply = runner.step(plan(7, {0: 2, 3: 1}, starts=[start(0, [1, 2]), start(3, [4])], capture=[0, 3]))
+    assert isinstance(reply, StageExperts) and reply.step == 7
+    assert np.array_equal(reply.routed_experts, experts([1, 2, 4], [0, 1, 0], 300))
+    assert runner.step(plan(8, {5: 1}, starts=[start(5, [1])])) is None
+
+
+@pytest.mark.parametrize("others_work", [False, True])
+def test_an_idle_step_runs_the_layers_only_if_others_work(others_work):
+    model = RoutingModel(others_work=others_work)
+    result = make_runner(model).step(plan(0, {}, is_idle=True))
+    assert result == StepResult(step=0, rows=[], token_ids=[], group_works=others_work)
+    assert model.num_passes == model.num_balanced == int(others_work)
+
+
+def test_what_was_read_stays_when_the_next_pass_overwrites_the_trace():
+    trace = new_trace()
+    reader = ExpertsReader(trace, Alone(), has_row_shares=False)
+    note(trace, experts([1, 2], [0, 1], 300))
+    reading = reader.begin(np.array([1]), 2)
+    note(trace, experts([6, 6], [8, 9], 300))
+    assert np.array_equal(reading(), experts([2], [1], 300))
+
+
+def test_a_stage_whose_layers_have_no_experts_reports_none():
+    reader = ExpertsReader(new_trace(num_layers=0), Alone(), has_row_shares=False)
+    assert reader.begin(np.array([0, 1, 2]), 5)().shape == (3, 0, TOP_K)
+
+
+def read_shares(steps, groups):
+    """What this rank reports of steps (num_tokens, lines) of which it routes its share of the rows."""
+    trace = new_trace()
+    reader = ExpertsReader(trace, groups.tp, has_row_shares=True)
+    reports = []
+    for num_tokens, lines in steps:
+        own = row_share(num_tokens, groups.tp)
+        note(trace, experts(list(own), [0] * len(own), 300))
+        reading = reader.begin(np.array(lines, dtype=np.int64), num_tokens)
+        reports.append(None if reading is None else reading())
+    return reports
+
+
+@st.composite
+def shared_steps(draw):
+    num_tokens = draw(st.integers(1, 20))
+    lines = draw(st.lists(st.integers(0, num_tokens - 1), unique=True, min_size=1))
+    return num_tokens, lines
+
+
+@settings(max_examples=15, deadline=None)
+@given(steps=st.lists(shared_steps(), min_size=1, max_size=20), size=st.integers(2, 3))
+def test_shares_are_gathered_in_the_order_that_was_asked_for(steps, size):
+    first, *others = run_ranks(partial(read_shares, steps), topology(tp=size))
+    assert all(reports == [None] * len(steps) for reports in others)
+    for (_, lines), report in zip(steps, first, strict=True):
+        assert report.dtype == np.uint16
+        assert np.array_equal(report, experts(lines, [0] * len(lines), 300))
+
+
+def test_ranks_that_have_all_rows_report_once():
+    def read(groups):
+        trace = new_trace()
+        note(trace, experts([1, 2], [0, 1], 300))
+        reading = ExpertsReader(trace, groups.tp, has_row_shares=False).begin(np.array([1]), 2)
+        return None if reading is None else reading().tolist()
+
+    assert run_ranks(read, topology(tp=2)) == [experts([2], [1], 300).tolist(), None]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_s_rows_come_by_pinned_memory():
+    device = torch.device("cuda")
+    trace = ExpertTrace(num_layers=NUM_LAYERS, num_experts=300, top_k=TOP_K, device=device, keeps_ids=True)
+    reader = ExpertsReader(trace, Alone(), has_row_shares=False)
+    reports = []
+    for step in range(20):
+        chosen = experts(range(50), [step] * 50, 300)
+        for layer in range(NUM_LAYERS):
+            trace.note(layer, torch.from_numpy(chosen[:, layer]).to(device))
+        reports.append((chosen[step:], reader.begin(np.arange(step, 50), 50)()))
+    assert all(np.array_equal(expected, report) for expected, report in reports)
