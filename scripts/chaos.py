@@ -1,6 +1,6 @@
 """Load on a server while its processes die, and a report of what the clients saw of it: nothing but a pause.
 
-python scripts/chaos.py [--requests 1000] [--every 3] [--backend ray] [-- options of `eagleray serve`]
+python scripts/chaos.py [--requests 1000] [--every 3] [--backend ray] [--expert-parallel] [-- options of serve]
 
 The load is sent twice to the same server: first undisturbed, then while random engines, workers and API servers are
 killed (SIGKILL) or stopped (SIGSTOP) every few seconds. Every answer must be the same both times. A request whose own
@@ -209,6 +209,8 @@ def _arguments(options: argparse.Namespace) -> list[str]:
         "--dtype": "float32",  # the answers are to be equal, not only valid
         "--num-threads": 1,
     }
+    if options.expert_parallel:  # then the death of one engine is a pause for the streams of all
+        arguments.append("--enable-expert-parallel")
     return arguments + [str(word) for pair in given.items() for word in pair] + options.server
 
 
@@ -244,6 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the requests and of the blows")
     parser.add_argument("--backend", choices=["processes", "ray"], default="processes", help="what an engine is")
     parser.add_argument("--data-parallel-size", type=int, default=2, help="engines")
+    parser.add_argument("--expert-parallel", action="store_true", help="the engines share the experts of the model")
     parser.add_argument("--api-server-count", type=int, default=2)
     parser.add_argument(
         "--heartbeat-timeout", type=float, default=3.0, help="seconds until a stopped process is missed"

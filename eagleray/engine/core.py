@@ -5,24 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from eagleray.engine.pipeline import Awaited, Pipeline
+from eagleray.engine.waves import Waves
 from eagleray.errors import DeadlineExceeded
 from eagleray.executor import Executor
 from eagleray.messages.failure import Failure
 from eagleray.messages.outputs import WorkersReturned
 from eagleray.messages.requests import CallWorkers
-from eagleray.messages.steps import CallExtension, ExtensionReturned
+from eagleray.messages.steps import CallExtension, ExtensionReturned, ReadExpertLoad, StepPlan, WorkerExpertLoad
 from eagleray.scheduler import Output, Scheduler
 
 __all__ = ["EngineCore"]
 
 
 class EngineCore:
-    """A scheduler that decides and an executor that carries it out."""
+    """A scheduler that decides and an executor that carries it out.
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, depth: int, watchdog_timeout: float) -> None:
+    `waves`: of an engine that steps together with others; `least_tokens`: see `Pipeline`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        depth: int,
+        watchdog_timeout: float,
+        waves: Waves | None = None,
+        least_tokens: int = 0,
+    ) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self._pipeline = Pipeline(executor, depth=depth, watchdog_timeout=watchdog_timeout)
+        self.waves = waves
+        self._pipeline = Pipeline(executor, depth=depth, watchdog_timeout=watchdog_timeout, least_tokens=least_tokens)
 
     @property
     def awaited(self) -> Awaited | None:
@@ -44,15 +58,40 @@ class EngineCore:
     def step(self, announce: Callable[[list[Output]], None]) -> list[Output]:
         """Plan and send what fits into the pipeline, then apply the oldest step: what it tells the clients.
 
-        `announce` takes what they must know before a step is sent that may be the end of this engine.
+        `announce` takes what they must know before a step is sent that may be the end of this engine. Raises
+        `ExpertGroupBroken` if an engine is gone that steps together with this one: then `drop_steps` is to be called.
         """
-        while self._pipeline.has_room and (plan := self.scheduler.plan()) is not None:
+        while self._pipeline.has_room and (plan := self._plan()) is not None:
             if notices := self.scheduler.take_notices():
                 announce(notices)
             self._pipeline.send(plan)
         if not self._pipeline:
             return []
-        return self.scheduler.apply(self._pipeline.oldest())
+        result = self._pipeline.oldest()
+        if self.waves is not None:
+            self.waves.returned(group_works=result.group_works)
+        return self.scheduler.apply(result)
+
+    def drop_steps(self) -> None:
+        """What is in flight will not be completed: it is planned anew, in a wave of another group."""
+        assert self.waves is not None, "steps are lost together with an engine that shares them"
+        self._pipeline.drop()
+        self.executor.forget_steps()
+        self.waves.end()
+        self.scheduler.rewind()
+
+    def read_expert_load(self) -> list[WorkerExpertLoad]:
+        """Of every worker, by rank. Waits for the steps in flight."""
+        return self.executor.call(ReadExpertLoad(), WorkerExpertLoad, timeout=self._pipeline.seconds)
+
+    def _plan(self) -> StepPlan | None:
+        """The next step, if there is one. Of a wave there always is."""
+        if self.waves is None:
+            return self.scheduler.plan()
+        if not self.waves.may_send:
+            return None
+        self.waves.sent()
+        return self.scheduler.plan() or self.scheduler.idle_plan()
 
 
 def _has_failed(returned: ExtensionReturned) -> bool:

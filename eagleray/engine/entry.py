@@ -19,8 +19,10 @@ import msgspec
 from eagleray.config import Config
 from eagleray.config.environment import let_waiting_threads_sleep
 from eagleray.config.resolve import executor_name, steps_in_flight
-from eagleray.engine.loop import EngineInbox, EngineLoop, EngineOutbox
-from eagleray.engine.startup import start_engine
+from eagleray.engine.company import Company
+from eagleray.engine.loop import EngineLoop
+from eagleray.engine.mail import SUPERVISOR, EngineInbox, EngineOutbox
+from eagleray.engine.startup import StartedEngine, start_engine
 from eagleray.engine.watchdog import Watchdog
 from eagleray.errors import DeadlineExceeded
 from eagleray.executor.choose import open_executor
@@ -29,6 +31,7 @@ from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import Attach, Bound, EngineSpec, EngineStarted, Failing, MemberToSupervisor
 from eagleray.messages.outputs import EngineToClient
+from eagleray.messages.waves import EngineToEngine
 from eagleray.messages.wires import ENGINE_INBOX, ENGINE_OUTBOX
 from eagleray.process import Parent
 from eagleray.transport import Inbox, Outbox, Pulse, make_runtime_dir, remove_runtime_dir
@@ -45,7 +48,11 @@ ATTACH_SECONDS = 30.0
 LAST_WORDS_SECONDS = 1.0
 """What an engine that ends in the middle of something gets to say why."""
 
-SUPERVISOR = "supervisor"
+LEAVE_SECONDS = 10.0
+"""What workers get to come back from a step that was broken, when those are gone for whom they wait in it."""
+
+NEWS_SECONDS = 60.0
+"""Beyond what an engine that is missing may take to start: the longest pause before it is tried again, and more."""
 
 
 def run(payload: bytes, parent: Parent) -> None:
@@ -118,11 +125,39 @@ class Engine:
         started = start_engine(spec.config, executor, depth=depth, deadline=deadline)
         watchdog = Watchdog(lambda: started.core.awaited, on_hang=lambda error: self._end_hung(error, tell))
         ends.callback(watchdog.close)
-        loop = EngineLoop(spec.engine, started.core, self._inbox, self._outbox)
+        has_started = EngineStarted(spec.engine, started.info)
+        company = self._company(started, has_started)
+        loop = EngineLoop(
+            spec.engine,
+            started.core,
+            self._inbox,
+            self._outbox,
+            pace=company,
+            has_experts=started.info.has_experts,
+        )
         for member in attach.members:
             loop.join(member)
-        self._outbox.send(SUPERVISOR, EngineStarted(spec.engine, started.info))
+        if company is None:
+            self._outbox.send(SUPERVISOR, has_started)
         loop.run()
+
+    def _company(self, started: StartedEngine, has_started: EngineStarted) -> Company | None:
+        """Of an engine that steps together with others: it has started when they have formed a group."""
+        if started.core.waves is None:
+            return None
+        config = self._spec.config
+        start_seconds = config.execution.startup_timeout
+        # Workers of an engine that is gone end when they have not heard of it for so long, if not before.
+        leave_seconds = config.execution.heartbeat_timeout + LEAVE_SECONDS
+        return Company(
+            has_started,
+            started.core,
+            started.core.waves,
+            self._outbox,
+            leave_seconds=leave_seconds,
+            join_seconds=start_seconds,
+            patience=start_seconds + config.ray.ray_placement_timeout + NEWS_SECONDS,
+        )
 
     def _wait_for_attach(self) -> Attach:
         message = self._inbox.receive(ATTACH_SECONDS)
@@ -163,7 +198,7 @@ class Engine:
 
 
 def _open_outbox() -> EngineOutbox:
-    return Outbox(Codec[EngineToClient | MemberToSupervisor](ENGINE_OUTBOX).encode)
+    return Outbox(Codec[EngineToClient | MemberToSupervisor | EngineToEngine](ENGINE_OUTBOX).encode)
 
 
 def _load_libraries(config: Config, *, in_placement_group: bool) -> None:

@@ -8,24 +8,24 @@ from collections import defaultdict
 
 import msgspec
 
+from eagleray.engine.company import Alone, Pace
 from eagleray.engine.core import EngineCore
+from eagleray.engine.expert_load import ExpertLoadReporter
+from eagleray.engine.mail import EngineInbox, EngineMail, EngineOutbox
 from eagleray.engine.strangers import Strangers
 from eagleray.errors import InvalidRequest
-from eagleray.identity import ClientId, EngineId, PeerId
+from eagleray.identity import ClientId, EngineId
 from eagleray.log import get_logger
-from eagleray.messages.lifecycle import Attach, MemberToSupervisor, Stop, SupervisorToMember
+from eagleray.messages.lifecycle import Attach, ExpertsFormed, OpenExperts, Stop
 from eagleray.messages.membership import Joined, Left
-from eagleray.messages.outputs import Chunk, Chunks, EngineStats, EngineToClient, FinishReason
-from eagleray.messages.requests import Abort, CallWorkers, ClientToEngine, Generate
+from eagleray.messages.outputs import Chunk, Chunks, EngineStats, FinishReason
+from eagleray.messages.requests import Abort, CallWorkers, Generate
+from eagleray.messages.waves import WaveStarted
 from eagleray.scheduler import Output
-from eagleray.transport import Inbox, Outbox
 
-__all__ = ["EngineInbox", "EngineLoop", "EngineOutbox"]
+__all__ = ["EngineLoop"]
 
 logger = get_logger(__name__)
-
-EngineInbox = Inbox[SupervisorToMember | ClientToEngine]
-EngineOutbox = Outbox[PeerId | str, EngineToClient | MemberToSupervisor]
 
 STATS_SECONDS = 0.5
 """While it works, an engine reports its load this often; and always when it falls idle."""
@@ -38,11 +38,23 @@ LEAVE_SECONDS = 0.01
 
 
 class EngineLoop:
-    """Runs until `Stop` arrives or a step raises."""
+    """Runs until `Stop` arrives or a step raises. `pace`: of an engine that does not step by itself alone;
+    `has_experts`: its clients are told how busy they are."""
 
-    def __init__(self, engine: EngineId, core: EngineCore, inbox: EngineInbox, outbox: EngineOutbox) -> None:
+    def __init__(
+        self,
+        engine: EngineId,
+        core: EngineCore,
+        inbox: EngineInbox,
+        outbox: EngineOutbox,
+        *,
+        pace: Pace | None = None,
+        has_experts: bool = False,
+    ) -> None:
         self._engine = engine
         self._core = core
+        self._pace = pace or Alone(core)
+        self._expert_load = ExpertLoadReporter(engine, core) if has_experts else None
         self._inbox = inbox
         self._outbox = outbox
         self._clients: set[ClientId] = set()
@@ -54,7 +66,7 @@ class EngineLoop:
     def run(self) -> None:
         while not self._stopping:
             self._take()
-            self._publish(self._core.step(self._announce))
+            self._publish(self._pace.step(self._announce))
             self._report()
 
     def join(self, member: Joined) -> None:
@@ -63,12 +75,14 @@ class EngineLoop:
             self._clients.add(member.member)
             self._outbox.connect(member.member, member.address)
             self._stats_due = 0.0
+            if self._expert_load is not None:
+                self._expert_load.renew()
             for request in self._strangers.take(member.member):
                 self._handle(request)
 
     def _take(self) -> None:
-        """Handle every message that has arrived; without work, wait for one, with an eye on the workers."""
-        is_idle = not self._core.scheduler.has_work
+        """Handle every message that has arrived; without a step to take, wait for one, with an eye on the workers."""
+        is_idle = not self._pace.is_busy
         message = self._receive(IDLE_SECONDS if is_idle else 0)
         if is_idle:
             self._core.executor.check()
@@ -78,7 +92,7 @@ class EngineLoop:
         for client in self._strangers.expire(time.monotonic()):
             logger.warning("%s has asked for something, but did not join: forgotten", client.label)
 
-    def _receive(self, timeout: float) -> SupervisorToMember | ClientToEngine | None:
+    def _receive(self, timeout: float) -> EngineMail | None:
         """Clients may be programs of others: what they say by mistake must not end the engine for everybody."""
         while True:
             try:
@@ -86,7 +100,7 @@ class EngineLoop:
             except msgspec.MsgspecError as error:
                 logger.warning("dropped something that is no message to an engine: %s", error)
 
-    def _handle(self, message: SupervisorToMember | ClientToEngine) -> None:
+    def _handle(self, message: EngineMail) -> None:
         match message:
             case (Generate() | CallWorkers()) as request if request.client not in self._clients:
                 self._strangers.keep(request, time.monotonic())
@@ -104,10 +118,12 @@ class EngineLoop:
                 self._strangers.take(client)
                 self._outbox.disconnect(client)
                 self._core.scheduler.abort_client(client)
+            case OpenExperts() | ExpertsFormed() | WaveStarted():
+                self._pace.handle(message)
             case Stop():
                 self._stopping = True
             case Left() | Attach():
-                pass  # other engines are no concern of this one, and it is attached already
+                pass  # engines that concern this one are its company's to know, and it is attached already
 
     def _add(self, request: Generate) -> None:
         try:
@@ -139,3 +155,6 @@ class EngineLoop:
         stats = EngineStats(engine=self._engine, **msgspec.structs.asdict(scheduler.stats()))
         for client in self._clients:
             self._outbox.send(client, stats)
+        if self._expert_load is not None and (load := self._expert_load.report(is_idle=is_idle)) is not None:
+            for client in self._clients:
+                self._outbox.send(client, load)

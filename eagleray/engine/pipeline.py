@@ -22,12 +22,17 @@ class Awaited(NamedTuple):
 
 
 class Pipeline:
-    """Up to `depth` steps: one for each pipeline stage, and one more if the next step is sent while one runs."""
+    """Up to `depth` steps: one for each pipeline stage, and one more if the next step is sent while one runs.
 
-    def __init__(self, executor: Executor, *, depth: int, watchdog_timeout: float) -> None:
+    `least_tokens`: every step may take as long as one of so many tokens. Where engines step together, the others may
+    have as many in theirs.
+    """
+
+    def __init__(self, executor: Executor, *, depth: int, watchdog_timeout: float, least_tokens: int = 0) -> None:
         self._executor = executor
         self._depth = depth
         self._watchdog_timeout = watchdog_timeout
+        self._least_tokens = least_tokens
         self._steps: deque[tuple[Awaited, PendingStep]] = deque()
         self.awaited: Awaited | None = None
         """The step that the engine's thread waits for right now: for the watchdog, which looks from another one."""
@@ -38,6 +43,11 @@ class Pipeline:
     @property
     def has_room(self) -> bool:
         return len(self._steps) < self._depth
+
+    @property
+    def seconds(self) -> float:
+        """What all steps in flight may take together, and something else after them."""
+        return self._watchdog_timeout + sum(step.seconds for step, _ in self._steps)
 
     def send(self, plan: StepPlan) -> None:
         """With a worker that is an object of this process, the step is computed here."""
@@ -55,5 +65,10 @@ class Pipeline:
         finally:
             self.awaited = None
 
+    def drop(self) -> None:
+        """Wait for none of them any more."""
+        self._steps.clear()
+
     def _seconds(self, plan: StepPlan) -> float:
-        return self._watchdog_timeout * (1 + plan.total_num_tokens // LIMIT_TOKENS)
+        num_tokens = max(plan.total_num_tokens, self._least_tokens)
+        return self._watchdog_timeout * (1 + num_tokens // LIMIT_TOKENS)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from eagleray.config import Config
-from eagleray.config.resolve import cache_bytes
+from eagleray.config.resolve import cache_bytes, expert_engines
 from eagleray.engine.core import EngineCore
+from eagleray.engine.waves import Waves
 from eagleray.errors import ConfigError
 from eagleray.executor import Executor
 from eagleray.log import get_logger
-from eagleray.messages.membership import EngineInfo
+from eagleray.messages.membership import EngineInfo, RoutingInfo
 from eagleray.messages.steps import (
     AllocateCache,
     CacheAllocated,
@@ -61,6 +62,7 @@ def start_engine(config: Config, executor: Executor, *, depth: int, deadline: fl
     call(JoinGroups(opened), GroupsJoined)
     loaded = call(LoadModel(), ModelLoaded)
     check_kernels(loaded)
+    routing = _routing(config, loaded)
     model = loaded[0]
     budget = config.scheduling.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS[model.device]
     num_blocks = config.cache.num_kv_blocks
@@ -89,6 +91,7 @@ def start_engine(config: Config, executor: Executor, *, depth: int, deadline: fl
         policy=config.scheduling.scheduling_policy,
         num_stages=config.parallel.pipeline_parallel_size,
         vocab_size=model.vocab_size,
+        routing=routing,
     )
     info = EngineInfo(
         architecture=model.architecture,
@@ -96,8 +99,18 @@ def start_engine(config: Config, executor: Executor, *, depth: int, deadline: fl
         max_model_len=model.max_model_len,
         block_size=block_size,
         num_kv_blocks=num_blocks,
+        has_experts=_has_experts(loaded),
+        routing=routing,
     )
-    core = EngineCore(scheduler, executor, depth=depth, watchdog_timeout=config.recovery.watchdog_timeout)
+    together = expert_engines(config) > 1
+    core = EngineCore(
+        scheduler,
+        executor,
+        depth=depth,
+        watchdog_timeout=config.recovery.watchdog_timeout,
+        waves=Waves(depth=depth) if together else None,
+        least_tokens=budget if together else 0,
+    )
     return StartedEngine(core, info)
 
 
@@ -121,6 +134,26 @@ def check_kernels(loaded: list[ModelLoaded]) -> None:
         raise ConfigError(
             f"the workers compute with different kernels ({ranks}): install the same C++ compiler on every node"
         )
+
+
+def _has_experts(loaded: list[ModelLoaded]) -> bool:
+    return any(worker.top_k > 0 for worker in loaded)
+
+
+def _routing(config: Config, loaded: list[ModelLoaded]) -> RoutingInfo | None:
+    """What routed experts look like, if they are wanted. Raises `ConfigError` if the model has no experts."""
+    if not config.model.enable_return_routed_experts:
+        return None
+    if not _has_experts(loaded):
+        raise ConfigError(
+            f"option `enable_return_routed_experts`: the model ({loaded[0].architecture}) has no experts; leave it out"
+        )
+    stages = loaded[:: config.parallel.tensor_parallel_size]  # the first rank of each
+    return RoutingInfo(
+        num_layers=sum(stage.num_moe_layers for stage in stages),
+        num_experts=max(stage.num_experts for stage in stages),
+        top_k=max(stage.top_k for stage in stages),
+    )
 
 
 def _check_cache(config: Config, model: ModelLoaded, num_blocks: int, bytes_per_block: int) -> None:

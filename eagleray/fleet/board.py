@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from eagleray.fleet.membership import Membership
-from eagleray.identity import ClientId, PeerId
+from eagleray.identity import ClientId, EngineId, PeerId
 from eagleray.messages.codec import Codec
-from eagleray.messages.lifecycle import Attach, Stop, SupervisorToMember
+from eagleray.messages.lifecycle import Attach, ExpertsFormed, OpenExperts, Stop, SupervisorToEngine
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.wires import SUPERVISOR_OUTBOX
 from eagleray.transport import Outbox, PulseMonitor
@@ -41,8 +41,8 @@ class Board:
         """By the number of the pulse."""
         self._on_silent = on_silent
         with ExitStack() as stack:
-            self._outbox: Outbox[PeerId, SupervisorToMember] = Outbox(
-                Codec[SupervisorToMember](SUPERVISOR_OUTBOX).encode
+            self._outbox: Outbox[PeerId, SupervisorToEngine] = Outbox(
+                Codec[SupervisorToEngine](SUPERVISOR_OUTBOX).encode
             )
             stack.callback(self._outbox.close)
             self._pulse = PulseMonitor.open(
@@ -91,6 +91,16 @@ class Board:
     def send_stop(self, members: Iterable[PeerId], stop: Stop) -> None:
         for member in members:
             self._outbox.send(member, stop)
+
+    def tell_engines(self, message: OpenExperts | ExpertsFormed) -> None:
+        """All that listen, whether they have started or not."""
+        for member in self._addresses:
+            if isinstance(member, EngineId):
+                self._outbox.send(member, message)
+
+    def whereabouts(self, member: PeerId) -> Joined:
+        """Where it listens."""
+        return Joined(member, self._addresses[member])
 
     @property
     def clients(self) -> list[ClientId]:

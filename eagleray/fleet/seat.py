@@ -84,7 +84,7 @@ class Seat:
         self._spawned: Spawned | None = None
         self._timer: asyncio.TimerHandle | None = None
         """Of the phase: the start's deadline, the patience with an end, or the delay."""
-        self._working_since = 0.0
+        self._working_since: float | None = None
         self._lost_at: float | None = None
         self._is_closed = False
 
@@ -105,6 +105,7 @@ class Seat:
         """Spawn `member`."""
         member = self.member
         self.phase = Phase.STARTING
+        self._working_since = None
         self._ended.clear()
         self._set_timer(self._start_seconds, self._start_is_late)
         try:
@@ -119,16 +120,23 @@ class Seat:
         assert self.phase is Phase.STARTING
         self._set_timer(None)
         self.phase = Phase.UP
-        self._working_since = self._loop.time()
+        now = self._loop.time()
+        self._working_since = self._working_since or now
         lost_at, self._lost_at = self._lost_at, None
-        return None if lost_at is None else self._working_since - lost_at
+        return None if lost_at is None else now - lost_at
+
+    def wait_for_others(self) -> None:
+        """It is ready, and starts when others are: their time is not held against it."""
+        if self.phase is Phase.STARTING:
+            self._set_timer(None)
+            self._working_since = self._working_since or self._loop.time()
 
     def lose(self, reason: str, failure: Failure | None = None, *, at_once: bool = False) -> None:
         """It does not work any more. It is killed: if it has not ended by itself after a while, or at once."""
         if self.phase not in (Phase.STARTING, Phase.UP):
             return
         now = self._loop.time()
-        worked = now - self._working_since if self.phase is Phase.UP else None
+        worked = None if self._working_since is None else now - self._working_since
         self._verdict = None
         if not self._is_closed:
             self._history, self._verdict = self._decide(self._history, worked, failure)

@@ -19,10 +19,11 @@ from pathlib import Path
 import msgspec
 
 from eagleray.config import Config
-from eagleray.config.resolve import local_ranks, served_names
+from eagleray.config.resolve import expert_engines, local_ranks, served_names
 from eagleray.errors import ChannelClosed, EagleRayError, EngineFailed
 from eagleray.fleet.attach_file import attach_file
 from eagleray.fleet.board import Board
+from eagleray.fleet.expert_group import ExpertGroup
 from eagleray.fleet.guests import Guests
 from eagleray.fleet.loss import Loss
 from eagleray.fleet.membership import place
@@ -39,6 +40,8 @@ from eagleray.messages.lifecycle import (
     ClientStarted,
     EngineSpec,
     EngineStarted,
+    ExpertsFormed,
+    ExpertsOpened,
     Failing,
     MemberToSupervisor,
     Register,
@@ -108,6 +111,8 @@ class Supervisor:
         )
         ends.callback(self._board.close)
         self._guests = Guests(instance, self._board)
+        self._experts = ExpertGroup(local_ranks(config)) if expert_engines(config) > 1 else None
+        """None: engines do not share experts."""
         self._reader = self._loop.create_task(self._read_inbox(), name="supervisor-inbox")
         ends.push_async_callback(self._end_reader)
 
@@ -201,6 +206,8 @@ class Supervisor:
     def bound(self, member: PeerId, address: str) -> None:
         """For seats: `member` listens."""
         self._board.attach(member, address, has_pulse=True)
+        if isinstance(member, EngineId):
+            self._call_experts()
 
     def lost(self, loss: Loss) -> None:
         """For seats: a member works no longer."""
@@ -210,11 +217,13 @@ class Supervisor:
         logger.warning("%s is gone: %s; %s", loss.member.label, loss.reason, loss.what_follows)
         if loss.failure is not None and loss.failure.traceback:
             logger.warning("%s", loss.failure.traceback.rstrip())
-        ends = isinstance(loss.verdict, EndInstance)
-        if ends or (isinstance(loss.verdict, GiveUp) and not self._has_others_like(loss.member)):
+        if self._ends_instance(loss):
             self._fail(loss.as_exception())
-        else:
-            self._check_serving()
+            return
+        if self._experts is not None and isinstance(loss.member, EngineId):
+            self._experts.lose(loss.member)
+            self._call_experts()
+        self._check_serving()
 
     def _take_seat(self, first: PeerId, spawn: Callable[[PeerId, OnMessage, OnExit], Spawned]) -> None:
         seat = Seat(
@@ -256,6 +265,13 @@ class Supervisor:
             instance_has_served=self.serving.is_set(),
         )
 
+    def _ends_instance(self, loss: Loss) -> bool:
+        """Nothing can be served without it. Engines that share experts cannot do without any of them."""
+        if isinstance(loss.verdict, GiveUp):
+            is_needed = self._experts is not None and isinstance(loss.member, EngineId)
+            return is_needed or not self._has_others_like(loss.member)
+        return isinstance(loss.verdict, EndInstance)
+
     def _has_others_like(self, member: PeerId) -> bool:
         return any(type(seat.expected) is type(member) for seat in self._seats.values())
 
@@ -288,6 +304,8 @@ class Supervisor:
                 self._started(engine, info)
             case ClientStarted(client):
                 self._started(client, None)
+            case ExpertsOpened():
+                self._opened(message)
             case Failing(member, cause):
                 if seat := self._seat_of(member):
                     seat.lose(str(cause), cause)
@@ -311,6 +329,26 @@ class Supervisor:
         self._adopted.discard(member)
         self._board.join(member, info)
         self._check_serving()
+
+    def _opened(self, message: ExpertsOpened) -> None:
+        """An engine can start when the others can."""
+        engine, seat = message.engine, self._seat_of(message.engine)
+        if self._experts is None or seat is None or engine not in self._board:
+            return
+        seat.wait_for_others()
+        if self._experts.open(engine, message.epoch, message.opened):
+            self._call_experts()
+
+    def _call_experts(self) -> None:
+        """Tell the engines that share experts what to do for their group, and whom it waits for."""
+        if self._experts is None:
+            return
+        group = self._experts
+        if group.is_complete:
+            engines = [self._board.whereabouts(engine) for engine in group.engines]
+            self._board.tell_engines(ExpertsFormed(group.epoch, engines, group.members))
+        else:
+            self._board.tell_engines(group.call)
 
     def _seat_of(self, member: PeerId) -> Seat | None:
         """None for those that have none, and for incarnations of the past."""

@@ -4,6 +4,10 @@ A spawned process binds its inbox and says `Bound` to whoever gave birth to it (
 actor it is the result of a call); the supervisor connects and sends `Attach` into that inbox; the process does its
 start-up work and answers `Started`. Nobody is told an address before it is bound. A process that cannot go on says
 `Failed` the same way. A front-end that was not spawned knocks (`Register`) and is attached then, see docs/wire.md.
+
+Engines that share experts have started when their group is formed: each is told to open for it (`OpenExperts`), says
+what others need to reach it (`ExpertsOpened`), and joins when all have (`ExpertsFormed`). When one is lost the rest do
+the same again with its successor, for the next epoch.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from eagleray.config import Config
 from eagleray.identity import ClientId, EngineId, PeerId
 from eagleray.messages.failure import Failure
 from eagleray.messages.membership import EngineInfo, Joined, Left
+from eagleray.messages.steps import EngineOpened
 from eagleray.messages.workers import RayContext
 
 __all__ = [
@@ -25,11 +30,15 @@ __all__ = [
     "ClientStarted",
     "EngineSpec",
     "EngineStarted",
+    "ExpertsFormed",
+    "ExpertsOpened",
     "Failed",
     "Failing",
     "MemberToSupervisor",
+    "OpenExperts",
     "Register",
     "Stop",
+    "SupervisorToEngine",
     "SupervisorToMember",
 ]
 
@@ -100,6 +109,28 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 SupervisorToMember = Attach | Joined | Left | Stop
 
 
+class OpenExperts(msgspec.Struct, frozen=True, tag=True):
+    """The engines that share experts form the group of this epoch: leave an earlier one and open for it, unless you
+    have. Said again whenever there is news of those that are missing."""
+
+    epoch: int
+    missing: list[int]
+    """Ranks of the engines that have not opened yet."""
+
+
+class ExpertsFormed(msgspec.Struct, frozen=True, tag=True):
+    """All engines have opened for this epoch: join them."""
+
+    epoch: int
+    engines: list[Joined]
+    """Who they are and where they listen, in order of rank."""
+    members: list[EngineOpened]
+    """What their workers have opened, in the same order."""
+
+
+SupervisorToEngine = SupervisorToMember | OpenExperts | ExpertsFormed
+
+
 class EngineStarted(msgspec.Struct, frozen=True, tag=True):
     """The engine can take requests."""
 
@@ -135,4 +166,13 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
     member: PeerId
 
 
-MemberToSupervisor = EngineStarted | ClientStarted | Failing | Register | Alive
+class ExpertsOpened(msgspec.Struct, frozen=True, tag=True):
+    """An engine has opened for the group of this epoch. It may be one that nobody was told of: then the engine has
+    found the group of the epoch before broken."""
+
+    engine: EngineId
+    epoch: int
+    opened: EngineOpened
+
+
+MemberToSupervisor = EngineStarted | ClientStarted | Failing | Register | Alive | ExpertsOpened

@@ -86,6 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 def _check(params: SamplingParams) -> None:
     at_least = {"n": 1, "top_k": -1, "min_tokens": 0, "max_tokens": 1, "logprobs": 0, "prompt_logprobs": 0}
+    at_least |= {"routed_experts_prompt_start": 0}
     for name, least in at_least.items():
         value = getattr(params, name)
         if value is not None:
@@ -113,6 +114,8 @@ def _check(params: SamplingParams) -> None:
         _require(params.min_tokens <= params.max_tokens, "min_tokens", params.min_tokens, "at most max_tokens")
     for token_id, bias in (params.logit_bias or {}).items():
         _require(math.isfinite(bias) and -100 <= bias <= 100, "logit_bias", {token_id: bias}, "between -100 and 100")
+    asks = params.return_routed_experts
+    _require(asks is None or isinstance(asks, bool), "return_routed_experts", asks, "true or false")
     allowed = params.allowed_token_ids
     _require(allowed is None or len(allowed) > 0, "allowed_token_ids", allowed, "non-empty when given")
     for name, texts in (("stop", params.stop_strings), ("bad_words", params.bad_words or [])):

@@ -71,8 +71,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One step: first `ends`, then `starts`, then `grown`, then every row of `rows` computes its next tokens.
 
     A row whose last known token is computed samples the next one, which becomes known. Every row named by `ends`,
-    `starts` or `grown` is in a valid state after it; `rows` has no duplicates, and is empty only in an engine that steps
-    together with others.
+    `starts` or `grown` is in a valid state after it; `rows` has no duplicates, and is empty only in an engine that
+    steps together with others.
     """
 
     step: int
@@ -155,7 +155,7 @@ class ExpertGroupOpened(msgspec.Struct, frozen=True, tag=True):
     store: str | None = None
     """`host:port` of a rendezvous store."""
     segment: bytes | None = None
-    """Shared memory for ranks of one node."""
+    """For ranks of one node: which process this is and, from the first one, the shared memory."""
 
 
 class EngineOpened(msgspec.Struct, frozen=True, kw_only=True):

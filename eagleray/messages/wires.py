@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from eagleray.messages.launching import DriverToLauncher, LauncherToDriver
-from eagleray.messages.lifecycle import ChildToParent, MemberToSupervisor, SupervisorToMember
+from eagleray.messages.lifecycle import ChildToParent, MemberToSupervisor, SupervisorToEngine, SupervisorToMember
 from eagleray.messages.outputs import EngineToClient
 from eagleray.messages.requests import ClientToEngine
 from eagleray.messages.steps import Call, Reply
+from eagleray.messages.waves import EngineToEngine
 
 __all__ = [
     "CLIENT_INBOX",
@@ -37,20 +38,22 @@ WIRES = (
     Wire("birth", "engine, API server", "supervisor", ChildToParent, "the socket pair a child is born with"),
     Wire("launch", "supervisor", "driver of Ray", LauncherToDriver, "zmq into the driver's inbox"),
     Wire("launched", "driver of Ray", "supervisor", DriverToLauncher, "zmq into an inbox of the supervisor's own"),
-    Wire("attach", "supervisor", "engine, client", SupervisorToMember, "zmq into the member's inbox"),
+    Wire("attach", "supervisor", "client", SupervisorToMember, "zmq into the client's inbox"),
+    Wire("attach engine", "supervisor", "engine", SupervisorToEngine, "zmq into the engine's inbox"),
     Wire("report", "engine, client", "supervisor", MemberToSupervisor, "zmq into the supervisor's inbox"),
     Wire("requests", "client", "engine", ClientToEngine, "zmq into the engine's inbox"),
     Wire("outputs", "engine", "client", EngineToClient, "zmq into the client's inbox"),
+    Wire("waves", "engine", "engine", EngineToEngine, "zmq into the other engine's inbox"),
     Wire("calls", "engine", "worker", Call, "by executor: a call; the queue; a Ray compiled graph and actor calls"),
     Wire("replies", "worker", "engine", Reply, "the way back of the same"),
 )
 
 # One inbox takes several wires: what may arrive in it is the union of theirs.
-ENGINE_INBOX = SupervisorToMember | ClientToEngine
+ENGINE_INBOX = SupervisorToEngine | ClientToEngine | EngineToEngine
 CLIENT_INBOX = SupervisorToMember | EngineToClient
 SUPERVISOR_INBOX = MemberToSupervisor
 
 # And one outbox sends into several inboxes.
-ENGINE_OUTBOX = EngineToClient | MemberToSupervisor
+ENGINE_OUTBOX = EngineToClient | MemberToSupervisor | EngineToEngine
 CLIENT_OUTBOX = ClientToEngine | MemberToSupervisor
-SUPERVISOR_OUTBOX = SupervisorToMember
+SUPERVISOR_OUTBOX = SupervisorToEngine

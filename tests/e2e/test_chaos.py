@@ -43,6 +43,14 @@ def test_no_request_fails_or_changes_while_processes_die(checkpoint, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_nor_while_engines_that_share_experts_die(tmp_path):
+    """With the embedded model, which has some."""
+    options = ("--requests", "24", "--concurrency", "4", "--every", "8", "--settled", "8", "--heartbeat-timeout", "2")
+    check(chaos(tmp_path / "log", "--expert-parallel", *options, seconds=170), 24)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("workers", [(), ("--", "--tensor-parallel-size", "2")], ids=["alone", "workers"])
 def test_nor_do_a_thousand(checkpoint, tmp_path, workers):

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from eagleray.errors import WorkerLost
 from eagleray.identity import EngineId, WorkerId
 from eagleray.messages.failure import Failure
@@ -13,17 +15,23 @@ from eagleray.messages.steps import (
     AllocateCache,
     CacheAllocated,
     Call,
+    ExpertGroupOpened,
     GroupsJoined,
     GroupsOpened,
+    JoinExpertGroup,
     JoinGroups,
     LoadModel,
     MeasureMemory,
     MemoryMeasured,
     ModelLoaded,
+    OpenExpertGroup,
     OpenGroups,
+    ReadExpertLoad,
     Reply,
+    StepBroken,
     StepPlan,
     StepResult,
+    WorkerExpertLoad,
     WorkerFailure,
     WorkerReply,
 )
@@ -37,14 +45,21 @@ class CountingGroup:
 
     topology = Topology(tensor_parallel_size=1, pipeline_parallel_size=1, nodes=["here"], addresses=["127.0.0.1"])
 
-    def __init__(self, *, max_model_len: int = 100, available_bytes: int = 10_000) -> None:
+    def __init__(self, *, max_model_len: int = 100, available_bytes: int = 10_000, top_k: int = 0) -> None:
         self.max_model_len = max_model_len
         self.available_bytes = available_bytes
+        self.top_k = top_k
         self.calls: list[Any] = []
         self.known: dict[int, int] = {}
         self.computed: dict[int, int] = {}
         self.fails_at_step: int | None = None
         self.dies_at_step: int | None = None
+        self.breaks_at_step: int | None = None
+        """Another engine of its group is gone then."""
+        self.broken_epochs: list[int] = []
+        """In which somebody is gone before all have joined."""
+        self.is_broken = False
+        self.works_for_others: Callable[[StepPlan], bool] = lambda plan: False
         self._replies: deque[Reply] = deque()
 
     def send(self, call: Call) -> None:
@@ -77,11 +92,21 @@ class CountingGroup:
                     bytes_per_block=100,
                     device="cpu",
                     kernels="Kernels",
+                    num_moe_layers=2 if self.top_k else 0,
+                    num_experts=4 if self.top_k else 0,
+                    top_k=self.top_k,
                 )
             case MeasureMemory():
                 return MemoryMeasured(self.available_bytes)
             case AllocateCache():
                 return CacheAllocated()
+            case OpenExpertGroup():
+                return ExpertGroupOpened(store=f"store of epoch {body.epoch}")
+            case JoinExpertGroup():
+                self.is_broken = body.epoch in self.broken_epochs
+                return GroupsJoined()
+            case ReadExpertLoad():
+                return WorkerExpertLoad(np.full((2, 4), sum(self.known.values()), np.int64))
             case StepPlan():
                 return self._step(body)
         raise AssertionError(body)
@@ -90,6 +115,9 @@ class CountingGroup:
         if plan.step == self.fails_at_step:
             cause = Failure(kind="RuntimeError", message="the worker broke")
             return WorkerFailure(worker=WorkerId(ENGINE), cause=cause)
+        self.is_broken |= plan.step == self.breaks_at_step
+        if self.is_broken:
+            return StepBroken(step=plan.step, cause="engine-1 is gone")
         for start in plan.starts:
             self.known[start.row] = len(start.token_ids)
             self.computed[start.row] = start.num_computed_tokens
@@ -100,7 +128,8 @@ class CountingGroup:
                 rows.append(row)
                 token_ids.append(self.known[row])
                 self.known[row] += 1
-        return StepResult(step=plan.step, rows=rows, token_ids=token_ids)
+        works = not plan.is_idle or self.works_for_others(plan)
+        return StepResult(step=plan.step, rows=rows, token_ids=token_ids, group_works=works)
 
 
 class ListInbox:

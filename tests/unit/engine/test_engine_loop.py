@@ -15,13 +15,15 @@ from eagleray.engine.loop import EngineLoop
 from eagleray.engine.startup import start_engine
 from eagleray.errors import WorkerFailed, WorkerLost
 from eagleray.executor import Executor
-from eagleray.identity import ClientId, successor
+from eagleray.identity import ClientId, EngineId, successor
 from eagleray.messages.lifecycle import Stop
 from eagleray.messages.membership import Joined, Left
-from eagleray.messages.outputs import Chunks, EngineStats
+from eagleray.messages.outputs import Chunks, EngineStats, ExpertLoad
 from eagleray.messages.requests import Abort, Generate
 from eagleray.messages.sampling import Sampling, Stopping
+from eagleray.messages.waves import WaveStarted
 
+OTHER_ENGINE = EngineId("i", 1)
 CLIENT, OTHER = ClientId("i", 0), ClientId("i", 1)
 
 
@@ -48,10 +50,11 @@ def run(*messages: Any, later: Sequence[Any] = (), group: CountingGroup | None =
 def open_loop(
     *messages: Any, later: Sequence[Any] = (), group: CountingGroup, depth: int = 1, outbox: ListOutbox
 ) -> EngineLoop:
-    core = start_engine(build_config(enable_prefix_caching=False), Executor(group), depth=depth, deadline=math.inf).core
+    config = build_config(enable_prefix_caching=False)
+    started = start_engine(config, Executor(group), depth=depth, deadline=math.inf)
     inbox, left = ListInbox(*messages), iter([*later, Stop(0.0)])
     inbox.on_empty = lambda: next(left)
-    return EngineLoop(ENGINE, core, inbox, outbox)
+    return EngineLoop(ENGINE, started.core, inbox, outbox, has_experts=started.info.has_experts)
 
 
 def tokens(outbox: ListOutbox, client: ClientId = CLIENT) -> dict[str, list[int]]:
@@ -191,3 +194,21 @@ def test_who_does_not_join_is_forgotten(log, monkeypatch):
     outbox = run(generate("a"), later=[Joined(CLIENT, "c"), generate("b")])
     assert tokens(outbox) == {"b": [5, 6, 7]}
     assert "client-0 has asked for something, but did not join" in log.text
+
+
+def test_clients_hear_how_busy_the_experts_were_when_work_is_done_and_when_they_are_new():
+    outbox = run(Joined(CLIENT, "c"), generate("a"), later=[Joined(OTHER, "o")], group=CountingGroup(top_k=2))
+    loads = [(peer, int(load.counts[0, 0])) for peer, load in outbox.sent if isinstance(load, ExpertLoad)]
+    assert (CLIENT, 8) in loads
+    assert (OTHER, 8) in loads
+
+
+def test_a_model_without_experts_has_no_such_news():
+    outbox = run(Joined(CLIENT, "c"), generate("a"))
+    assert not any(isinstance(message, ExpertLoad) for _, message in outbox.sent)
+
+
+def test_what_only_engines_that_share_experts_say_is_dropped_elsewhere(log):
+    outbox = run(WaveStarted(OTHER_ENGINE, 1, 1), Joined(CLIENT, "c"), generate("a"))
+    assert tokens(outbox) == {"a": [5, 6, 7]}
+    assert "shares its experts with nobody" in log.text

@@ -75,3 +75,13 @@ def test_nothing_is_waited_for_after_an_error():
     with pytest.raises(WorkerLost):
         group.pipeline.send(plan(0, 1))
     assert group.pipeline.awaited is None
+
+
+def test_a_step_that_others_take_too_may_take_as_long_as_a_full_one():
+    group = CountingGroup()
+    pipeline = Pipeline(Executor(group), depth=2, watchdog_timeout=60.0, least_tokens=1024)
+    pipeline.send(plan(0, 1))
+    pipeline.send(plan(1, 2000))
+    assert pipeline.seconds == 60.0 + 180.0 + 240.0
+    pipeline.drop()
+    assert (len(pipeline), pipeline.seconds) == (0, 60.0)

@@ -15,7 +15,7 @@ from eagleray.identity import ClientId, EngineId, PeerId
 from eagleray.messages.codec import Codec
 from eagleray.messages.lifecycle import ApiServerSpec, Attach, Bound, ClientStarted, EngineSpec, EngineStarted
 from eagleray.messages.membership import EngineInfo, Joined, Left
-from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX, ENGINE_OUTBOX
+from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX, ENGINE_OUTBOX, SUPERVISOR_OUTBOX
 from eagleray.transport import AsyncInbox, Outbox, Pulse, make_runtime_dir, remove_runtime_dir
 
 SECONDS = 20.0
@@ -99,7 +99,7 @@ class FakeMember:
     """Has an inbox, and says what the test wants."""
 
     def __init__(self, fleet: Fleet, name: str):
-        self.inbox = AsyncInbox(fleet.supervisor.runtime_dir, name, Codec(CLIENT_INBOX).decode)
+        self.inbox = AsyncInbox(fleet.supervisor.runtime_dir, name, Codec(CLIENT_INBOX | SUPERVISOR_OUTBOX).decode)
         self.outbox = Outbox(Codec(ENGINE_OUTBOX | CLIENT_OUTBOX).encode)
         self.outbox.connect("supervisor", fleet.address)
         self.attach: Attach | None = None

@@ -1,0 +1,53 @@
+"""How many tokens each expert has had, told to the clients now and then. Driven by the engine's loop."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+
+from eagleray.engine.core import EngineCore
+from eagleray.identity import EngineId
+from eagleray.messages.arrays import Array
+from eagleray.messages.outputs import ExpertLoad
+from eagleray.messages.steps import WorkerExpertLoad
+
+__all__ = ["ExpertLoadReporter", "join_loads"]
+
+LOAD_SECONDS = 5.0
+"""To read it, the steps in flight are waited for: a moment in which the workers have nothing to do."""
+
+
+class ExpertLoadReporter:
+    """Reports every few seconds while the engine works, and when it falls idle."""
+
+    def __init__(self, engine: EngineId, core: EngineCore) -> None:
+        self._engine = engine
+        self._core = core
+        self._due = math.inf
+
+    def renew(self) -> None:
+        """Somebody is there who has not heard the last report."""
+        self._due = 0.0
+
+    def report(self, *, is_idle: bool) -> ExpertLoad | None:
+        """None: it is not the time, or nothing has happened since the last one."""
+        now = time.monotonic()
+        if self._due == math.inf and not is_idle:  # work has begun
+            self._due = now + LOAD_SECONDS
+        if now < self._due and not (is_idle and self._due < math.inf):
+            return None
+        self._due = math.inf if is_idle else now + LOAD_SECONDS
+        tp_size = self._core.executor.topology.tensor_parallel_size
+        counts = join_loads(self._core.read_expert_load(), tp_size=tp_size)
+        return ExpertLoad(engine=self._engine, layers=list(range(len(counts))), counts=counts)
+
+
+def join_loads(loads: list[WorkerExpertLoad], *, tp_size: int) -> Array:
+    """int64 [num_moe_layers, num_experts] from what each rank has counted: layers in order of the stages. Ranks of a
+    stage have counted different tokens, or nothing."""
+    stages = [loads[first : first + tp_size] for first in range(0, len(loads), tp_size)]
+    counted = [[load.counts for load in stage if load.counts.size] for stage in stages]
+    layers: list[Array] = [np.sum(counts, axis=0) for counts in counted if counts]
+    return np.concatenate(layers) if layers else np.zeros((0, 0), np.int64)

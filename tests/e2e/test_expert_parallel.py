@@ -1,0 +1,230 @@
+"""Two engines that share experts behind one address: they answer as one does, step together only while one of them has
+work, and lose nothing when one of them dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from checkpoints import make_checkpoint
+from fleets import SECONDS, connect, label, metrics, stream_tokens, tokens, wait_until_whole
+from harness import LocalEngine, random_prompt
+from serving import serve, wait_until_gone
+
+NUM_PROMPTS = 8
+LONG = 400
+"""Tokens of an answer that is not done before something has been done to it."""
+
+OPTIONS = ("--max-model-len", "1024", "--num-kv-blocks", "256", "--dtype", "float32", "--log-level", "debug")
+TOGETHER = (*OPTIONS, "--data-parallel-size", "2", "--enable-expert-parallel")
+
+CLOCK = os.sysconf("SC_CLK_TCK")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [random_prompt(seed, 5 + 17 * seed, 384) for seed in range(NUM_PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint, prompts):
+    """What one engine that has all experts answers."""
+    with LocalEngine(checkpoint, dtype="float32", max_model_len=1024, num_kv_blocks=512) as engine:
+        for number, prompt in enumerate(prompts):
+            engine.add(str(number), prompt, max_tokens=LONG)
+        answers = engine.run()
+    return [answers[str(number)].token_ids for number in range(NUM_PROMPTS)]
+
+
+@pytest.fixture(scope="module", params=["all-gather", "all-to-all"])
+def server(checkpoint, request):
+    with serve(str(checkpoint), *TOGETHER, "--expert-dispatch", request.param) as server:
+        yield server
+    assert server.process.returncode == 0, server.log
+    wait_until_gone([server.process.pid], SECONDS)
+
+
+@pytest.fixture
+def http(server):
+    with connect(server) as http:
+        wait_until_whole(http, 2)
+        yield http
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_works_and_the_other_steps_along(http, prompts, expected, rank):
+    for number in (0, 3):
+        got = tokens(http, prompts[number], {"X-data-parallel-rank": str(rank)}, max_tokens=20, temperature=0)
+        assert got == expected[number][:20]
+
+
+def test_both_work_at_once(http, prompts, expected):
+    got: dict[int, list[int]] = {}
+
+    def ask(number: int) -> None:
+        rank = {"X-data-parallel-rank": str(number % 2)}
+        got[number] = tokens(http, prompts[number], rank, max_tokens=40 + number, temperature=0)
+
+    run_all([threading.Thread(target=ask, args=(number,)) for number in range(NUM_PROMPTS)])
+    assert got == {number: expected[number][: 40 + number] for number in range(NUM_PROMPTS)}
+
+
+def test_while_nobody_works_nobody_steps(server, http, prompts):
+    tokens(http, prompts[0], max_tokens=5, temperature=0)
+    there = wait_until_whole(http, 2)
+    pids = [server.child(label(rank, incarnation)) for rank, incarnation in there.items()]
+    before = [cpu_seconds(pid) for pid in pids]
+    time.sleep(2.0)  # what is measured is what happens in it
+    used = [after - start for start, after in zip(before, map(cpu_seconds, pids), strict=True)]
+    assert max(used) < 0.2, "idle engines compute"
+
+
+def test_requests_that_come_and_go_at_random(http, prompts, expected):
+    random_load(http, prompts, expected, seconds=5.0, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_requests_that_come_and_go_at_random_for_ten_minutes(http, prompts, expected):
+    random_load(http, prompts, expected, seconds=600.0, seed=1)
+
+
+def test_a_killed_engine_costs_a_pause_and_the_other_one_lives_on(server, http, prompts, expected):
+    there = wait_until_whole(http, 2)
+    rank = 1
+    with stream(http, prompts[0], rank=0) as survivor, stream(http, prompts[1], rank=rank) as hit:
+        got = [next(survivor), next(hit)]
+        os.kill(server.child(label(rank, there[rank])), signal.SIGKILL)
+        got[0] += flat(survivor)
+        got[1] += flat(hit)
+    assert got == [expected[0], expected[1]]
+    assert wait_until_whole(http, 2) == {**there, rank: there[rank] + 1}
+    assert tokens(http, prompts[2], max_tokens=10, temperature=0) == expected[2][:10]
+
+
+def test_an_idle_engine_is_killed_and_the_one_that_works_waits_for_its_successor(server, http, prompts, expected):
+    there = wait_until_whole(http, 2)
+    with stream(http, prompts[3], rank=1) as events:
+        got = next(events)
+        os.kill(server.child(label(0, there[0])), signal.SIGKILL)
+        got += flat(events)
+    assert got == expected[3]
+    assert wait_until_whole(http, 2) == {**there, 0: there[0] + 1}
+
+
+def test_both_are_killed_at_once(server, http, prompts, expected):
+    there = wait_until_whole(http, 2)
+    with stream(http, prompts[0]) as one, stream(http, prompts[1]) as two:
+        got = [next(one), next(two)]
+        for rank, incarnation in there.items():
+            os.kill(server.child(label(rank, incarnation)), signal.SIGKILL)
+        got[0] += flat(one)
+        got[1] += flat(two)
+    assert got == [expected[0], expected[1]]
+    assert wait_until_whole(http, 2) == {rank: incarnation + 1 for rank, incarnation in there.items()}
+
+
+def test_what_waits_for_a_successor_can_be_given_up(server, http, prompts, expected):
+    there = wait_until_whole(http, 2)
+    with stream(http, prompts[0], rank=0) as events:
+        next(events)
+        os.kill(server.child(label(1, there[1])), signal.SIGKILL)
+    assert tokens(http, prompts[0], max_tokens=10, temperature=0) == expected[0][:10]
+    wait_until_whole(http, 2)
+
+
+def test_the_load_of_the_experts_is_told(http, prompts):
+    tokens(http, prompts[0], max_tokens=5, temperature=0)
+    wait_until_whole(http, 2)
+    deadline = time.monotonic() + SECONDS
+    while not any(name.startswith("eagleray:expert_tokens_total") and value for name, value in metrics(http).items()):
+        assert time.monotonic() < deadline, "no expert has had a token"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("dispatch", ["all-gather", "all-to-all"])
+def test_engines_of_several_workers(checkpoint, prompts, expected, dispatch):
+    options = ("--tensor-parallel-size", "2", "--expert-dispatch", dispatch)
+    with serve(str(checkpoint), *TOGETHER, *options) as server, connect(server) as http:
+        there = wait_until_whole(http, 2)
+        for rank in (0, 1):
+            got = tokens(http, prompts[2], {"X-data-parallel-rank": str(rank)}, max_tokens=20, temperature=0)
+            assert got == expected[2][:20]
+        with stream(http, prompts[0], rank=0) as events:
+            got = next(events)
+            os.kill(server.child(label(1, there[1])), signal.SIGKILL)
+            got += flat(events)
+        assert got == expected[0]
+        assert wait_until_whole(http, 2) == {0: there[0], 1: there[1] + 1}
+
+
+def random_load(
+    http: httpx.Client, prompts: list[list[int]], expected: list[list[int]], *, seconds: float, seed: int
+) -> None:
+    """Answers that are waited for, streams that are left in the middle, and pauses in which nobody asks."""
+    deadline = time.monotonic() + seconds
+    wrong: list[str] = []
+
+    def ask(rng: random.Random) -> None:
+        while time.monotonic() < deadline:
+            number, count = rng.randrange(NUM_PROMPTS), rng.choice((1, 2, 5, 30, 100))
+            prompt, params = prompts[number], {"max_tokens": count, "temperature": 0}
+            if rng.random() < 0.3:
+                with contextlib.closing(stream_tokens(http, prompt, **params)) as events:
+                    got = [token for _, event in zip(range(rng.randrange(3)), events, strict=False) for token in event]
+                    if got != expected[number][: len(got)]:
+                        wrong.append(f"{number}: {got}")
+            elif (got := tokens(http, prompt, **params)) != expected[number][:count]:
+                wrong.append(f"{number}: {got}")
+            if rng.random() < 0.5:
+                time.sleep(rng.uniform(0, 0.3))  # so that engines fall idle, sometimes all of them
+
+    failed: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            ask(random.Random(seed * 1000 + number))
+        except BaseException as error:
+            failed.append(error)
+
+    run_all([threading.Thread(target=run, args=(number,)) for number in range(4)], seconds + SECONDS)
+    assert not failed, failed
+    assert not wrong, wrong
+
+
+def run_all(threads: list[threading.Thread], seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        assert not thread.is_alive(), "a request hangs"
+
+
+@contextlib.contextmanager
+def stream(http: httpx.Client, prompt: list[int], *, rank: int | None = None) -> Iterator[Iterator[list[int]]]:
+    headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+    with contextlib.closing(stream_tokens(http, prompt, headers, max_tokens=LONG, temperature=0)) as events:
+        yield events
+
+
+def flat(events: Iterator[list[int]]) -> list[int]:
+    return [token_id for event in events for token_id in event]
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / CLOCK

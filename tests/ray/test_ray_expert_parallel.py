@@ -1,0 +1,69 @@
+"""Engines that share experts and are Ray actors, on two nodes and on one: equal tokens with one engine, and a killed
+one costs a pause."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray_cluster
+from checkpoints import make_checkpoint
+from fleets import connect, label, stream_tokens, tokens, wait_until_whole
+from harness import LocalEngine
+from ray_cluster import ACC
+from serving import ServerProcess, serve
+
+PROMPT = [5, 6, 7]
+LONG = 300
+"""Tokens of a stream that does not end before something has been done to it."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("experts"), "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[int]:
+    with LocalEngine(checkpoint, dtype="float32") as engine:
+        engine.add("a", PROMPT, max_tokens=LONG)
+        return engine.run()["a"].token_ids
+
+
+@pytest.fixture(params=["strict-spread", "pack"])
+def server(cluster: str, checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    """Two engines on two nodes, which have connections between them, or on one node that has memory for both."""
+    ray = ("--ray-address", cluster, "--ray-worker-resources", json.dumps(ACC))
+    fleet = ("--data-parallel-backend", "ray", "--data-parallel-size", "2", "--enable-expert-parallel")
+    where = ("--ray-engine-placement", request.param)
+    model = (str(checkpoint), "--dtype", "float32", "--max-model-len", "1024", "--num-kv-blocks", "128")
+    with serve(*model, *ray, *fleet, *where) as server:
+        yield server
+    assert server.process.returncode == 0, server.log
+
+
+def test_they_answer_as_one_engine_and_one_that_is_killed_costs_a_pause(
+    server: ServerProcess, expected: list[int]
+) -> None:
+    with connect(server) as http:
+        there = wait_until_whole(http, 2)
+        for rank in (0, 1):
+            headers = {"X-data-parallel-rank": str(rank)}
+            assert tokens(http, PROMPT, headers, max_tokens=20, temperature=0) == expected[:20]
+        events = stream_tokens(http, PROMPT, {"X-data-parallel-rank": "0"}, max_tokens=LONG, temperature=0)
+        got = next(events)
+        os.kill(process_of(label(1, there[1])), signal.SIGKILL)
+        for event in events:
+            got += event
+        assert got == expected
+        assert wait_until_whole(http, 2) == {0: there[0], 1: there[1] + 1}
+
+
+def process_of(name: str) -> int:
+    """Of the actor of that label. There is one instance."""
+    (full,) = [entry["Name"] for entry in ray_cluster.living_actors() if entry["Name"].endswith(f"/{name}")]
+    return ray_cluster.pid_of(full)

@@ -1,0 +1,169 @@
+"""An engine in the company of others that share experts with it, by its loop: what it says, and when it steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from engine_fakes import CountingGroup, ListInbox, ListOutbox
+
+from eagleray.config import build_config
+from eagleray.engine.company import Company
+from eagleray.engine.loop import EngineLoop
+from eagleray.engine.startup import start_engine
+from eagleray.errors import DeadlineExceeded
+from eagleray.executor import Executor
+from eagleray.identity import ClientId, EngineId, successor
+from eagleray.messages.lifecycle import EngineStarted, ExpertsFormed, ExpertsOpened, OpenExperts, Stop
+from eagleray.messages.membership import Joined
+from eagleray.messages.outputs import Chunks
+from eagleray.messages.requests import Abort, Generate
+from eagleray.messages.sampling import Sampling, Stopping
+from eagleray.messages.steps import EngineOpened, ExpertGroupOpened, JoinExpertGroup, OpenExpertGroup, StepPlan
+from eagleray.messages.waves import WaveStarted
+
+CLIENT = ClientId("i", 0)
+HERE, OTHER = EngineId("i", 0), EngineId("i", 1)
+CLIENT_JOINED = Joined(CLIENT, "c")
+
+
+def opened(rank: int) -> EngineOpened:
+    return EngineOpened(rank=rank, topology=CountingGroup.topology, opened=[ExpertGroupOpened()])
+
+
+def formed(epoch: int, other: EngineId = OTHER) -> ExpertsFormed:
+    engines = [Joined(HERE, "here"), Joined(other, f"address of {other.label}")]
+    return ExpertsFormed(epoch, engines, [opened(0), opened(1)])
+
+
+FORMED = (OpenExperts(1, [0, 1]), formed(1), CLIENT_JOINED)
+
+
+def generate(request_id: str, *, max_tokens: int = 3) -> Generate:
+    return Generate(
+        request_id=request_id,
+        client=CLIENT,
+        prompt_token_ids=[1] * 5,
+        sampling=Sampling(seed=0),
+        stopping=Stopping(max_tokens=max_tokens),
+    )
+
+
+def run(*messages: Any, later: Any = (), group: CountingGroup | None = None, patience: float = 100.0) -> ListOutbox:
+    """Run a loop that receives these messages, when there is no step to take `later` ones, and then `Stop`. None:
+    nothing comes for a while."""
+    config = build_config(enable_expert_parallel=True, data_parallel_size=2, enable_prefix_caching=False)
+    executor, outbox = Executor(group or CountingGroup(top_k=2)), ListOutbox()
+    started = start_engine(config, executor, depth=1, deadline=math.inf)
+    assert started.core.waves is not None
+    company = Company(
+        EngineStarted(HERE, started.info),
+        started.core,
+        started.core.waves,
+        outbox,
+        leave_seconds=1.0,
+        join_seconds=1.0,
+        patience=patience,
+    )
+    inbox, left = ListInbox(*messages), iter([*later, Stop(0.0)])
+    inbox.on_empty = lambda: next(left)
+    EngineLoop(HERE, started.core, inbox, outbox, pace=company).run()
+    return outbox
+
+
+def said(outbox: ListOutbox, peer: Any) -> list[Any]:
+    return [message for who, message in outbox.sent if who == peer]
+
+
+def tokens(outbox: ListOutbox) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for message in said(outbox, CLIENT):
+        if isinstance(message, Chunks):
+            for chunk in message.chunks:
+                found.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+    return found
+
+
+def steps(group: CountingGroup) -> list[StepPlan]:
+    return [call for call in group.calls if isinstance(call, StepPlan)]
+
+
+def test_it_has_started_when_the_group_is_formed():
+    group = CountingGroup(top_k=2)
+    outbox = run(OpenExperts(1, [0, 1]), later=[None, formed(1)], group=group)
+    here, started = said(outbox, "supervisor")
+    where = EngineOpened(rank=0, topology=CountingGroup.topology, opened=[ExpertGroupOpened(store="store of epoch 1")])
+    assert here == ExpertsOpened(HERE, 1, where)
+    assert isinstance(started, EngineStarted)
+    assert JoinExpertGroup(1, formed(1).members) in group.calls
+    assert outbox.peers[OTHER] == "address of engine-1"
+
+
+def test_what_comes_before_waits_and_can_be_aborted():
+    outbox = run(
+        CLIENT_JOINED, generate("a"), generate("b"), later=[OpenExperts(1, [1]), Abort(CLIENT, ["a"]), formed(1)]
+    )
+    assert tokens(outbox) == {"a": [], "b": [5, 6, 7]}
+
+
+def test_who_has_work_calls_the_others():
+    outbox = run(*FORMED, generate("a"), later=[generate("b")])
+    assert tokens(outbox) == {"a": [5, 6, 7], "b": [5, 6, 7]}
+    assert said(outbox, OTHER) == [WaveStarted(HERE, 1, 1), WaveStarted(HERE, 1, 2)]
+
+
+def test_who_is_called_steps_although_there_is_nothing_to_do():
+    group = CountingGroup(top_k=2)
+    group.works_for_others = lambda plan: plan.step < 3
+    outbox = run(*FORMED, WaveStarted(OTHER, 1, 1), group=group)
+    assert said(outbox, OTHER) == []
+    assert [(plan.step, plan.is_idle, plan.rows) for plan in steps(group)] == [(n, True, []) for n in range(4)]
+
+
+def test_a_request_that_comes_in_the_middle_of_a_wave_is_taken_along():
+    group = CountingGroup(top_k=2)
+    group.works_for_others = lambda plan: plan.step < 3
+    outbox = run(*FORMED, WaveStarted(OTHER, 1, 1), generate("a"), group=group)
+    assert tokens(outbox) == {"a": [5, 6, 7]}
+    assert said(outbox, OTHER) == []
+
+
+def test_a_step_that_breaks_loses_nothing():
+    group = CountingGroup(top_k=2)
+    group.breaks_at_step = 1
+    again = [None, OpenExperts(2, [1]), None, formed(2, successor(OTHER))]
+    outbox = run(*FORMED, generate("a"), generate("b"), later=again, group=group)
+    assert tokens(outbox) == {"a": [5, 6, 7], "b": [5, 6, 7]}
+    assert [one.epoch for one in said(outbox, "supervisor") if isinstance(one, ExpertsOpened)] == [1, 2]
+    assert sum(isinstance(one, EngineStarted) for one in said(outbox, "supervisor")) == 1
+    assert said(outbox, OTHER) == [WaveStarted(HERE, 1, 1)]
+    assert said(outbox, successor(OTHER)) == [WaveStarted(HERE, 2, 1)]
+    assert OTHER not in outbox.peers
+
+
+def test_an_idle_engine_hears_of_it_from_the_supervisor():
+    group = CountingGroup(top_k=2)
+    outbox = run(*FORMED, later=[OpenExperts(2, [0, 1]), generate("a"), OpenExperts(2, [1]), formed(2)], group=group)
+    assert tokens(outbox) == {"a": [5, 6, 7]}
+    assert [call.epoch for call in group.calls if isinstance(call, OpenExpertGroup)] == [1, 2]
+
+
+def test_what_is_said_of_an_epoch_that_is_over_means_nothing():
+    group = CountingGroup(top_k=2)
+    outbox = run(OpenExperts(1, [1]), OpenExperts(3, [1]), OpenExperts(2, [1]), formed(1), formed(2), group=group)
+    assert not any(isinstance(call, JoinExpertGroup) for call in group.calls)
+    assert [message.epoch for message in said(outbox, "supervisor")] == [1, 3]
+
+
+def test_one_that_is_lost_while_all_join_is_waited_for_again():
+    group = CountingGroup(top_k=2)
+    group.broken_epochs = [1]
+    outbox = run(*FORMED, generate("a"), later=[None, formed(2, successor(OTHER))], group=group)
+    assert tokens(outbox) == {"a": [5, 6, 7]}
+    assert [one.epoch for one in said(outbox, "supervisor") if isinstance(one, ExpertsOpened)] == [1, 2]
+
+
+def test_the_wait_for_the_others_ends_and_says_for_whom_it_was():
+    with pytest.raises(DeadlineExceeded, match=r"engine-0 has waited .* \(epoch 1\); engine 1 was not heard of for"):
+        run(OpenExperts(1, [1]), later=[None] * 3, patience=-1.0)

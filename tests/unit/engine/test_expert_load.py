@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from engine_fakes import ENGINE, CountingGroup
+
+from eagleray.config import build_config
+from eagleray.engine import expert_load
+from eagleray.engine.expert_load import ExpertLoadReporter, join_loads
+from eagleray.engine.startup import start_engine
+from eagleray.executor import Executor
+from eagleray.messages.steps import WorkerExpertLoad
+
+
+def load(*counts: list[int]) -> WorkerExpertLoad:
+    return WorkerExpertLoad(np.array(counts, np.int64))
+
+
+def test_layers_come_in_order_of_the_stages():
+    joined = join_loads([load([1, 2], [3, 4]), load(), load([5, 6]), load()], tp_size=2)
+    assert joined.tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert joined.dtype == np.int64
+
+
+def test_ranks_that_have_counted_different_tokens_are_added():
+    assert join_loads([load([1, 2]), load([3, 4])], tp_size=2).tolist() == [[4, 6]]
+
+
+def test_a_stage_without_experts_has_nothing_to_say():
+    assert join_loads([load(), load([3, 4])], tp_size=1).tolist() == [[3, 4]]
+    assert join_loads([load()], tp_size=1).shape == (0, 0)
+
+
+@pytest.fixture
+def reporter():
+    group = CountingGroup(top_k=2)
+    return ExpertLoadReporter(ENGINE, start_engine(build_config(), Executor(group), depth=1, deadline=math.inf).core)
+
+
+def test_it_is_told_when_work_ends_and_only_then(reporter):
+    assert reporter.report(is_idle=True) is None
+    assert reporter.report(is_idle=False) is None
+    assert reporter.report(is_idle=False) is None
+    told = reporter.report(is_idle=True)
+    assert told is not None
+    assert (told.engine, told.layers, told.counts.shape) == (ENGINE, [0, 1], (2, 4))
+    assert reporter.report(is_idle=True) is None
+
+
+def test_while_there_is_work_it_is_told_now_and_then(reporter, monkeypatch):
+    monkeypatch.setattr(expert_load, "LOAD_SECONDS", 0.0)
+    assert all(reporter.report(is_idle=False) is not None for _ in range(2))
+
+
+def test_who_is_new_hears_it_too(reporter):
+    reporter.renew()
+    assert reporter.report(is_idle=True) is not None
+    assert reporter.report(is_idle=True) is None

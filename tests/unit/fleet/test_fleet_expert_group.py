@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagleray.fleet.expert_group import ExpertGroup
+from eagleray.identity import EngineId, successor
+from eagleray.messages.lifecycle import OpenExperts
+from eagleray.messages.steps import EngineOpened, ExpertGroupOpened
+from eagleray.messages.workers import Topology
+
+ALONE = Topology(tensor_parallel_size=1, pipeline_parallel_size=1, nodes=["here"], addresses=["127.0.0.1"])
+ENGINES = [EngineId("i", rank) for rank in range(3)]
+
+
+def opened(engine: EngineId) -> EngineOpened:
+    return EngineOpened(rank=engine.rank, topology=ALONE, opened=[ExpertGroupOpened(store=engine.label)])
+
+
+def complete(group: ExpertGroup, *engines: EngineId) -> None:
+    for engine in engines:
+        assert group.open(engine, group.epoch, opened(engine))
+    assert group.is_complete
+
+
+def test_it_is_complete_when_all_have_opened():
+    group = ExpertGroup(range(3))
+    assert group.call == OpenExperts(1, [0, 1, 2])
+    for engine in (ENGINES[2], ENGINES[0]):
+        assert group.open(engine, 1, opened(engine))
+    assert not group.is_complete
+    assert group.call == OpenExperts(1, [1])
+    assert group.open(ENGINES[1], 1, opened(ENGINES[1]))
+    assert group.is_complete
+    assert group.engines == ENGINES
+    assert group.members == [opened(engine) for engine in ENGINES]
+
+
+def test_the_loss_of_one_that_has_opened_begins_the_next_epoch():
+    group = ExpertGroup(range(2))
+    complete(group, *ENGINES[:2])
+    group.lose(ENGINES[1])
+    assert group.call == OpenExperts(2, [0, 1])
+    complete(group, ENGINES[0], successor(ENGINES[1]))
+    assert group.engines == [ENGINES[0], successor(ENGINES[1])]
+
+
+def test_the_loss_of_one_that_has_not_opened_changes_nothing():
+    group = ExpertGroup(range(2))
+    group.open(ENGINES[0], 1, opened(ENGINES[0]))
+    group.lose(ENGINES[1])
+    assert group.call == OpenExperts(1, [1])
+    complete(group, successor(ENGINES[1]))
+    group.lose(ENGINES[1])  # it was lost before
+    assert group.is_complete
+
+
+def test_who_finds_the_group_broken_begins_the_next_epoch_too():
+    group = ExpertGroup(range(2))
+    complete(group, *ENGINES[:2])
+    assert group.open(ENGINES[0], 2, opened(ENGINES[0]))
+    assert group.call == OpenExperts(2, [1])
+    group.lose(ENGINES[1])  # of which it was the first to know
+    assert group.call == OpenExperts(2, [1])
+    assert not group.open(successor(ENGINES[1]), 1, opened(successor(ENGINES[1])))
+    complete(group, successor(ENGINES[1]))
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["open", "break", "lose"]), st.integers(0, 2)), max_size=40)
+
+
+@given(EVENTS)
+def test_a_group_never_has_somebody_who_is_gone_or_who_has_left_it(events):
+    group, there = ExpertGroup(range(3)), list(ENGINES)
+    epochs = [0, 0, 0]  # that each has opened for last
+    for kind, rank in events:
+        engine = there[rank]
+        if kind == "lose":
+            group.lose(engine)
+            there[rank], epochs[rank] = successor(engine), 0
+        else:
+            epochs[rank] = max(epochs[rank], group.epoch) + (kind == "break" and epochs[rank] == group.epoch)
+            group.open(engine, epochs[rank], opened(engine))
+        assert set(group.engines) <= set(there)
+        assert all(epochs[one.rank] == group.epoch for one in group.engines)
+        assert group.is_complete == (group.call.missing == [])

@@ -1,0 +1,129 @@
+"""Engines that share experts: the supervisor brings them together, again and again."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import pytest
+from fleet_fakes import KILLED, FakeMember, FakeProcess, Fleet, fleet, in_loop
+
+from eagleray.fleet import recovery
+from eagleray.identity import EngineId, successor
+from eagleray.messages.lifecycle import ExpertsFormed, ExpertsOpened, OpenExperts
+from eagleray.messages.membership import Joined, Left
+from eagleray.messages.steps import EngineOpened, ExpertGroupOpened
+from eagleray.messages.workers import Topology
+
+ENGINES = [EngineId("i", rank) for rank in range(2)]
+TOGETHER = {"data_parallel_size": 2, "enable_expert_parallel": True}
+ALONE = Topology(tensor_parallel_size=1, pipeline_parallel_size=1, nodes=["here"], addresses=["127.0.0.1"])
+
+Message = TypeVar("Message")
+
+
+@pytest.fixture(autouse=True)
+def short_delays(monkeypatch):
+    monkeypatch.setattr(recovery, "FIRST_DELAY", 0.01)
+
+
+async def hear(member: FakeMember, kind: type[Message]) -> Message:
+    """The next message of that kind."""
+    while not isinstance(message := await member.receive(), kind):
+        pass
+    return message
+
+
+async def hear_call(member: FakeMember, epoch: int, missing: list[int]) -> None:
+    while (await hear(member, OpenExperts)) != OpenExperts(epoch, missing):
+        pass
+
+
+def opened(engine: EngineId, epoch: int) -> EngineOpened:
+    return EngineOpened(rank=engine.rank, topology=ALONE, opened=[ExpertGroupOpened(store=f"{engine.label}:{epoch}")])
+
+
+def open_for(member: FakeMember, epoch: int) -> None:
+    assert member.attach is not None
+    engine = member.attach.member
+    assert isinstance(engine, EngineId)
+    member.send(ExpertsOpened(engine, epoch, opened(engine, epoch)))
+
+
+async def bring_up(it: Fleet) -> tuple[list[FakeProcess], list[FakeMember]]:
+    """Two engines that have joined each other."""
+    processes = sorted([await it.launcher.next(), await it.launcher.next()], key=lambda process: process.id.rank)
+    members = [await it.bind(process) for process in processes]
+    for member in members:
+        open_for(member, 1)
+    for member in members:
+        formed = await hear(member, ExpertsFormed)
+        assert formed.engines == [Joined(e, m.inbox.address) for e, m in zip(ENGINES, members, strict=True)]
+        assert formed.members == [opened(engine, 1) for engine in ENGINES]
+        member.start()
+    await it.supervisor.serving.wait()
+    return processes, members
+
+
+@in_loop
+async def test_engines_open_and_join_when_all_have():
+    async with fleet(**TOGETHER) as it:
+        processes = {process.id: process for process in [await it.launcher.next() for _ in range(2)]}
+        first = await it.bind(processes[ENGINES[0]])
+        await hear_call(first, 1, [0, 1])
+        open_for(first, 1)
+        await hear_call(first, 1, [1])
+        second = await it.bind(processes[ENGINES[1]])
+        await hear_call(second, 1, [1])
+        open_for(second, 1)
+        assert (await hear(first, ExpertsFormed)) == (await hear(second, ExpertsFormed))
+
+
+@in_loop
+async def test_who_lives_on_waits_for_the_successor_and_joins_it():
+    async with fleet(**TOGETHER) as it:
+        processes, (first, _) = await bring_up(it)
+        processes[1].end()
+        assert (await hear(first, Left)).member == ENGINES[1]
+        await hear_call(first, 2, [0, 1])
+        open_for(first, 2)
+        replacement = await it.bind(await it.launcher.next())
+        await hear_call(replacement, 2, [1])
+        open_for(replacement, 2)
+        for member in (first, replacement):
+            formed = await hear(member, ExpertsFormed)
+            assert (formed.epoch, [one.member for one in formed.engines]) == (2, [ENGINES[0], successor(ENGINES[1])])
+        replacement.start()
+        await it.until(lambda: it.supervisor._seat_of(successor(ENGINES[1])).phase.name == "UP")
+        assert processes[0].signals == []
+
+
+@in_loop
+async def test_a_group_that_is_found_broken_is_formed_anew():
+    async with fleet(**TOGETHER) as it:
+        _, (first, second) = await bring_up(it)
+        open_for(first, 2)
+        await hear_call(second, 2, [1])
+        open_for(second, 2)
+        assert (await hear(first, ExpertsFormed)).epoch == 2
+
+
+@in_loop
+async def test_who_waits_for_others_is_not_late(monkeypatch):
+    monkeypatch.setattr("eagleray.fleet.supervisor.START_MARGIN_SECONDS", 0.0)
+    async with fleet(startup_timeout=1.0, **TOGETHER) as it:
+        processes = {process.id: process for process in [await it.launcher.next() for _ in range(2)]}
+        first = await it.bind(processes[ENGINES[0]])
+        open_for(first, 1)
+        await it.until(lambda: processes[ENGINES[1]].signals == ["kill"])
+        processes[ENGINES[1]].end()
+        assert (await it.launcher.next()).id == successor(ENGINES[1])
+        assert processes[ENGINES[0]].signals == []
+
+
+@in_loop
+async def test_without_one_of_them_none_can_serve():
+    async with fleet(max_engine_restarts=0, **TOGETHER) as it:
+        processes, _ = await bring_up(it)
+        processes[0].end()
+        await it.until(it.supervisor.failed.done)
+        assert KILLED in str(it.supervisor.failed.exception())
