@@ -80,7 +80,8 @@ class LLM:
         """Complete every prompt; results in the order of the prompts.
 
         A prompt is a text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`, with an optional
-        `cache_salt`. One `SamplingParams` serves all prompts, or there is one for each.
+        `cache_salt`. One `SamplingParams` serves all prompts, or there is one for each. With the option
+        `enable_return_routed_experts` outputs have `routed_experts`, but where parameters say otherwise.
 
         Raises `InvalidRequest` at once if a prompt or parameter is wrong (nothing goes on running then), and
         `EngineFailed` if engines end again and again (options `max_request_restarts` and `max_engine_restarts`).
@@ -190,6 +191,8 @@ class LLM:
         try:
             for prompt, one, rank in zip(prompts, all_params, priorities, strict=True):
                 parsed, cache_salt = _parse(prompt)
+                if self.config.model.enable_return_routed_experts and one.return_routed_experts is None:
+                    one = msgspec.structs.replace(one, return_routed_experts=True)
                 streams.append(self._fleet.generate(parsed, one, priority=rank, cache_salt=cache_salt))
             with tqdm(total=len(streams), desc="prompts", disable=not use_tqdm) as bar:
 

@@ -23,10 +23,12 @@ __all__ = [
     "Latency",
     "LatencyFigures",
     "ThroughputFigures",
+    "answer_all",
     "max_model_len",
     "measure_latency",
     "measure_throughput",
     "vocab_size",
+    "warm_up",
 ]
 
 WARM_UP = Shape(num_input=16, num_output=4)
@@ -85,11 +87,24 @@ def max_model_len(llm: LLM) -> int | None:
 
 def measure_throughput(llm: LLM, jobs: Sequence[Job], *, detokenize: bool) -> ThroughputFigures:
     """All of `jobs` at once. A short request warms up first."""
-    _generate(llm, make_jobs([WARM_UP], vocab_size=vocab_size(llm), seed=WARM_UP_SEED), detokenize=detokenize)
-    duration, outputs = _generate(llm, jobs, detokenize=detokenize)
+    warm_up(llm)
+    figures, _ = answer_all(llm, jobs, detokenize=detokenize)
+    return figures
+
+
+def warm_up(llm: LLM) -> None:
+    """With a short request."""
+    _generate(llm, make_jobs([WARM_UP], vocab_size=vocab_size(llm), seed=WARM_UP_SEED), detokenize=True)
+
+
+def answer_all(
+    llm: LLM, jobs: Sequence[Job], *, detokenize: bool, routed_experts: bool = False
+) -> tuple[ThroughputFigures, list[RequestOutput]]:
+    """All of `jobs` at once. `routed_experts`: ask which experts compute each token."""
+    duration, outputs = _generate(llm, jobs, detokenize=detokenize, routed_experts=routed_experts)
     lengths = [len(output.outputs[0].token_ids) for output in outputs]
     num_input = sum(len(job.prompt) for job in jobs)
-    return ThroughputFigures(
+    figures = ThroughputFigures(
         num_requests=len(jobs),
         num_short=sum(length < job.num_output for length, job in zip(lengths, jobs, strict=True)),
         duration_s=duration,
@@ -100,6 +115,7 @@ def measure_throughput(llm: LLM, jobs: Sequence[Job], *, detokenize: bool) -> Th
         num_cached_tokens=sum(output.num_cached_tokens for output in outputs),
         num_output_tokens=sum(lengths),
     )
+    return figures, outputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,10 +168,18 @@ def measure_latency(llm: LLM, batches: Batches) -> Latency:
     )
 
 
-def _generate(llm: LLM, jobs: Sequence[Job], *, detokenize: bool) -> tuple[float, list[RequestOutput]]:
+def _generate(
+    llm: LLM, jobs: Sequence[Job], *, detokenize: bool, routed_experts: bool = False
+) -> tuple[float, list[RequestOutput]]:
     """Seconds, and the answers. Greedy, and on past the end-of-sequence token."""
     params = [
-        SamplingParams(temperature=0.0, max_tokens=job.num_output, ignore_eos=True, detokenize=detokenize)
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=job.num_output,
+            ignore_eos=True,
+            detokenize=detokenize,
+            return_routed_experts=routed_experts,
+        )
         for job in jobs
     ]
     prompts = [{"prompt_token_ids": job.prompt} for job in jobs]

@@ -1,4 +1,5 @@
-"""`eagleray bench throughput [MODEL]`: tokens a second of a model that has all its requests at once."""
+"""`eagleray bench throughput [MODEL]`: tokens a second of a model that has all its requests at once; and what it costs
+to report which experts compute each token."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 
 from eagleray.bench.offline import ThroughputFigures, max_model_len, measure_throughput, vocab_size
 from eagleray.bench.report import facts, write_json
+from eagleray.bench.routed_experts import Rounds, RoutedExpertsFigures, measure_routed_experts
 from eagleray.bench.workload import make_jobs
 from eagleray.cli.bench_flags import (
     add_result_flags,
@@ -33,18 +35,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="make text of the answers, as programs usually want it (default: on)",
     )
+    parser.add_argument(
+        "--routed-experts",
+        action="store_true",
+        help="measure with requests that ask which experts compute each token, and with others that do not, in turn",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=Rounds().count,
+        metavar="N",
+        help="with --routed-experts: how often each way (default: %(default)s)",
+    )
     add_config_flags(parser, sections=SECTIONS)
 
 
 def run(arguments: argparse.Namespace) -> None:
     check_result_files(arguments)
     options = {"log_level": "warning"} | config_options(arguments, sections=SECTIONS)
+    if arguments.routed_experts:
+        options["enable_return_routed_experts"] = True
+    rounds = Rounds(count=arguments.rounds, detokenize=arguments.detokenize)
     workload = workload_from(arguments, seed=build_config(**options).model.seed or 0)
+    figures: ThroughputFigures | RoutedExpertsFigures
     with LLM(**options) as llm:
         shapes = workload.within(max_model_len(llm)).shapes()
-        jobs = make_jobs(shapes, vocab_size=vocab_size(llm), seed=workload.seed)
-        figures = measure_throughput(llm, jobs, detokenize=arguments.detokenize)
-    print(_describe(figures))
+        if arguments.routed_experts:
+            figures = measure_routed_experts(llm, shapes, rounds, seed=workload.seed)
+            print(_compare(figures))
+        else:
+            jobs = make_jobs(shapes, vocab_size=vocab_size(llm), seed=workload.seed)
+            figures = measure_throughput(llm, jobs, detokenize=arguments.detokenize)
+            print(_describe(figures))
     if arguments.json:
         write_json(Path(arguments.json), "throughput", options_of(arguments), figures)
 
@@ -61,5 +83,17 @@ def _describe(figures: ThroughputFigures) -> str:
             "all tokens/s": f"{figures.total_tokens_per_s:,.1f}",
             "input tokens": f"{figures.num_input_tokens:,}{cached}",
             "output tokens": f"{figures.num_output_tokens:,}",
+        }
+    )
+
+
+def _compare(figures: RoutedExpertsFigures) -> str:
+    return facts(
+        {
+            "requests": f"{figures.without[0].num_requests}, {len(figures.without)} times each way",
+            "output tokens/s without": ", ".join(f"{one.output_tokens_per_s:,.1f}" for one in figures.without),
+            "output tokens/s with": ", ".join(f"{one.output_tokens_per_s:,.1f}" for one in figures.reporting),
+            "with / without": f"{figures.ratio:.3f} (median of the rounds)",
+            "rows": f"{figures.num_rows:,} of {figures.bytes_per_row} bytes each",
         }
     )

@@ -33,7 +33,7 @@ from eagleray.identity import ClientId, EngineId
 from eagleray.log import get_logger
 from eagleray.messages.lifecycle import Attach, ClientStarted, Stop, SupervisorToMember
 from eagleray.messages.membership import EngineInfo, Joined, Left
-from eagleray.messages.outputs import Chunks, EngineStats, EngineToClient, WorkersReturned
+from eagleray.messages.outputs import Chunks, EngineStats, EngineToClient, ExpertLoad, WorkersReturned
 from eagleray.messages.sampling import SamplingParams
 
 __all__ = ["Client"]
@@ -112,6 +112,11 @@ class Client:
     def stats(self) -> Mapping[EngineId, EngineStats]:
         """The newest report of each engine that is there, and has sent one."""
         return self._members.stats
+
+    @property
+    def expert_load(self) -> Mapping[EngineId, ExpertLoad]:
+        """The newest report of each engine that is there of how much its experts had to do."""
+        return self._members.expert_load
 
     @property
     def engine_info(self) -> EngineInfo | None:
@@ -259,6 +264,8 @@ class Client:
                 self._dispatch.deliver(engine, chunks)
             case EngineStats():
                 self._router.report(message)
+            case ExpertLoad():
+                self._members.report(message)
             case WorkersReturned():
                 self._worker_calls.deliver(message)
             case Attach(supervisor=supervisor, members=members, pulse=ticket, missing=missing):

@@ -78,6 +78,7 @@ class Request:
             entry.next_message(
                 token_ids=self.state.completions[index].token_ids,
                 prompt_logprobs_from=self.state.prompt_logprobs_from if index == 0 else 1,
+                routed_experts_from=self.state.completions[index].routed_experts_from,
                 is_suspect=self.deaths.is_suspect,
             )
             for index, entry in self.running.items()

@@ -93,7 +93,12 @@ class Intake:
         tokenizer = self.preprocessor.tokenizer
         return Request(
             state=RequestState(
-                name, prompt=prompt.text, prompt_token_ids=token_ids, params=params, tokenizer=tokenizer
+                name,
+                prompt=prompt.text,
+                prompt_token_ids=token_ids,
+                params=params,
+                tokenizer=tokenizer,
+                routing=info.routing,
             ),
             running={index: Entry(message) for index, message in enumerate(messages)},
             deaths=Deaths(self._max_request_restarts),

@@ -23,8 +23,11 @@ class Entry:
         an older sending, hits nobody."""
         self._num_sendings = 0
 
-    def next_message(self, *, token_ids: list[int], prompt_logprobs_from: int, is_suspect: bool) -> Generate:
-        """The message that goes on after `token_ids`, and after the prompt log-probabilities before that position."""
+    def next_message(
+        self, *, token_ids: list[int], prompt_logprobs_from: int, routed_experts_from: int | None, is_suspect: bool
+    ) -> Generate:
+        """The message that goes on after `token_ids`, and after the prompt log-probabilities and the routed experts
+        before those positions."""
         self._num_sendings += 1
         if self._num_sendings == 1:
             return self.message
@@ -34,5 +37,6 @@ class Entry:
             request_id=self.name,
             output_token_ids=list(token_ids),
             prompt_logprobs_from=prompt_logprobs_from,
+            routed_experts_from=routed_experts_from,
             is_suspect=is_suspect,
         )

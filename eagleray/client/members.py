@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 from eagleray.identity import EngineId
 from eagleray.messages.membership import EngineInfo
-from eagleray.messages.outputs import EngineStats
+from eagleray.messages.outputs import EngineStats, ExpertLoad
 
 __all__ = ["Members"]
+
+Report = TypeVar("Report", EngineStats, ExpertLoad)
+
+
+class Reports(Generic[Report]):
+    """Of one kind, from engines: the newest of each one that is here."""
+
+    def __init__(self) -> None:
+        self.newest: dict[EngineId, Report] = {}
+        self._early: dict[int, Report] = {}
+        """By rank: one that was faster than the news that its engine has joined. An idle engine says no other."""
+
+    def take(self, report: Report, *, is_here: bool) -> None:
+        if is_here:
+            self.newest[report.engine] = report
+        else:
+            self._early[report.engine.rank] = report
+
+    def join(self, engine: EngineId) -> None:
+        early = self._early.pop(engine.rank, None)
+        if early is not None and early.engine == engine:
+            self.newest[engine] = early
+
+    def leave(self, engine: EngineId) -> None:
+        self.newest.pop(engine, None)
 
 
 class Members:
@@ -15,14 +42,22 @@ class Members:
     def __init__(self) -> None:
         self.engines: dict[EngineId, EngineInfo] = {}
         """Those that have joined, in the order in which they did."""
-        self.stats: dict[EngineId, EngineStats] = {}
-        """The newest report of each of them that has sent one."""
-        self._early: dict[int, EngineStats] = {}
-        """By rank: a report that was faster than the news that its engine has joined. An idle engine says no other."""
+        self._stats = Reports[EngineStats]()
+        self._expert_load = Reports[ExpertLoad]()
         self._cause: str | None = None
         self._awaited: set[int] = set()
         """Ranks of the engines that are coming back."""
         self._last_info: EngineInfo | None = None
+
+    @property
+    def stats(self) -> dict[EngineId, EngineStats]:
+        """The newest report of each of them that has sent one."""
+        return self._stats.newest
+
+    @property
+    def expert_load(self) -> dict[EngineId, ExpertLoad]:
+        """The same of how much their experts had to do; of models that have some."""
+        return self._expert_load.newest
 
     @property
     def expects_engines(self) -> bool:
@@ -54,9 +89,8 @@ class Members:
     def join(self, engine: EngineId, info: EngineInfo) -> None:
         self.engines[engine] = self._last_info = info
         self._awaited.discard(engine.rank)
-        early = self._early.pop(engine.rank, None)
-        if early is not None and early.engine == engine:
-            self.stats[engine] = early
+        self._stats.join(engine)
+        self._expert_load.join(engine)
 
     def remember(self, info: EngineInfo) -> None:
         """Engines that are away serve this."""
@@ -65,7 +99,8 @@ class Members:
     def leave(self, engine: EngineId, *, cause: str, returns: bool) -> None:
         """`engine` is gone. It may never have joined: then it failed while it started."""
         self.engines.pop(engine, None)
-        self.stats.pop(engine, None)
+        self._stats.leave(engine)
+        self._expert_load.leave(engine)
         self._cause = cause
         newest = self.of_rank(engine.rank)
         if newest is not None and newest.incarnation > engine.incarnation:
@@ -79,12 +114,15 @@ class Members:
         """None is here, and none will come."""
         self.engines.clear()
         self.stats.clear()
+        self.expert_load.clear()
         self._awaited.clear()
         self._cause = cause
 
-    def report(self, stats: EngineStats) -> None:
+    def report(self, report: EngineStats | ExpertLoad) -> None:
         """What an engine says of its load; it counts while the engine is here."""
-        if stats.engine in self.engines:
-            self.stats[stats.engine] = stats
-        else:
-            self._early[stats.engine.rank] = stats
+        is_here = report.engine in self.engines
+        match report:
+            case EngineStats():
+                self._stats.take(report, is_here=is_here)
+            case ExpertLoad():
+                self._expert_load.take(report, is_here=is_here)

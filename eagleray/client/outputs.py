@@ -5,8 +5,9 @@ Shaped as users of vLLM know them. Plain data; made by `request_state`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import FinishReason
 
 __all__ = ["CompletionDelta", "CompletionOutput", "Logprob", "RequestDelta", "RequestOutput"]
@@ -41,6 +42,12 @@ class CompletionOutput:
     """A string: `stop`, `length` or `abort`."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for anything else, the end-of-sequence token included."""
+    routed_experts: Array | None = field(default=None, compare=False)
+    """Which experts computed the tokens of prompt and completion from position `routed_experts_start` on, by the
+    model's own numbers, from the likeliest to the least likely: uint8, or uint16 for more than 256 experts,
+    [num_tokens - 1 - start, num_moe_layers, top_k]. The last token has none, for it was not computed; a completion that
+    was aborted has what there was. None if not asked for."""
+    routed_experts_start: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +79,11 @@ class CompletionDelta:
     finish_reason: FinishReason | None = None
     """Not None exactly once, in the completion's last delta."""
     stop_reason: int | str | None = None
+    routed_experts: Array | None = field(default=None, compare=False)
+    """As in `CompletionOutput`, what is new of them: those of the prompt come before there are tokens. None if there
+    are no new ones."""
+    routed_experts_start: int = 0
+    """Position in the sequence of the first of them: those of all deltas follow each other."""
 
 
 @dataclass(slots=True, kw_only=True)

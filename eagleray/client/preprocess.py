@@ -83,6 +83,7 @@ class Preprocessor:
         Raises `InvalidRequest` for parameters that this model or this server cannot follow.
         """
         self._check(params)
+        routed_experts_from = _routed_experts_from(params, engine, len(token_ids))
         check_text(cache_salt, "cache_salt")
         if not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
             raise InvalidRequest(f"`priority` must be a 64-bit integer, but it is {priority!r}", param="priority")
@@ -97,6 +98,7 @@ class Preprocessor:
                 stopping=stopping,
                 priority=int(priority),
                 cache_salt=str(cache_salt),
+                routed_experts_from=routed_experts_from,
             )
             for index in range(params.n)
         ]
@@ -210,6 +212,31 @@ def _of_child(sampling: Sampling, index: int) -> Sampling:
         seed=child_seed(sampling.seed, index),
         prompt_logprobs=sampling.prompt_logprobs if index == 0 else None,
     )
+
+
+def _routed_experts_from(params: SamplingParams, engine: EngineInfo, num_prompt_tokens: int) -> int | None:
+    """The first position whose routed experts are asked for; None: they are not. Raises `InvalidRequest`."""
+    if not params.return_routed_experts:
+        return None
+    if not engine.has_experts:
+        raise InvalidRequest(
+            f"`return_routed_experts`: the model ({engine.architecture}) has no experts; leave it out",
+            param="return_routed_experts",
+        )
+    if engine.routing is None:
+        raise InvalidRequest(
+            "`return_routed_experts`: this engine does not keep them; start it with the option "
+            "`enable_return_routed_experts`",
+            param="return_routed_experts",
+        )
+    start = params.routed_experts_prompt_start
+    if start > num_prompt_tokens:
+        raise InvalidRequest(
+            f"`routed_experts_prompt_start` is {start}, but the prompt has {num_prompt_tokens} tokens: it must be at "
+            "most that",
+            param="routed_experts_prompt_start",
+        )
+    return start
 
 
 def _check_ids(token_ids: Iterable[Any] | None, vocab_size: int, param: str) -> list[int]:

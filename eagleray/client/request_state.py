@@ -9,8 +9,10 @@ from __future__ import annotations
 from eagleray.client.detokenizer import Detokenizer
 from eagleray.client.logprobs import PromptLogprobsBuilder, position_logprobs
 from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob, RequestDelta, RequestOutput
+from eagleray.client.routed_experts import RoutedRows
 from eagleray.client.tokenizer import Tokenizer
 from eagleray.errors import EagleRayError, RequestFailed
+from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason, TokenLogprobs
 from eagleray.messages.sampling import SamplingParams
 
@@ -18,13 +20,16 @@ __all__ = ["Completion", "RequestState"]
 
 
 class Completion:
-    """One of the `n` completions."""
+    """One of the `n` completions. `routed`: what is to keep its routed experts, if they are asked for."""
 
-    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, index: int, params: SamplingParams, tokenizer: Tokenizer | None, routed: RoutedRows | None = None
+    ) -> None:
         self.index = index
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self._routed = routed
         self._tokenizer = tokenizer if params.detokenize else None
         self._detokenizer: Detokenizer | None = None
         """None without texts, and after the end."""
@@ -50,11 +55,23 @@ class Completion:
         self._num_taken_texts = 0
         self._end_was_taken = False
 
+    @property
+    def routed_experts_from(self) -> int | None:
+        """The first position whose routed experts are still missing; None: they are not asked for."""
+        return None if self._routed is None else self._routed.end
+
+    @property
+    def has_begun(self) -> bool:
+        """Something of it may have been read."""
+        return bool(self.token_ids) or (self._routed is not None and self._routed.end > self._routed.start)
+
     def deliver(self, chunk: Chunk) -> None:
         """What a step brought. Nothing is delivered after the end."""
         assert self.finish_reason is None, "a chunk after the end"
         self.token_ids += chunk.token_ids
         self._logprobs += chunk.logprobs
+        if chunk.routed_experts is not None and self._routed is not None:
+            self._routed.add(chunk.routed_experts)
         self.finish_reason = chunk.finish_reason
         self.stop_reason = chunk.stop_token_id
         hides_last = chunk.finish_reason is FinishReason.STOP and not self._shows_stop
@@ -71,8 +88,9 @@ class Completion:
         self._detokenize()
         text = "".join(self._texts[self._num_taken_texts :])
         token_ids = self.token_ids[self._num_taken_tokens :]
+        routed = None if self._routed is None else self._routed.take()
         is_end = self.finish_reason is not None and not self._end_was_taken
-        if not (text or token_ids or is_end):
+        if not (text or token_ids or is_end or routed):
             return None
         delta = CompletionDelta(
             index=self.index,
@@ -82,6 +100,8 @@ class Completion:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
+        if routed is not None:
+            delta.routed_experts, delta.routed_experts_start = routed.experts, routed.start
         self._num_taken_texts, self._num_taken_tokens = len(self._texts), len(self.token_ids)
         self._end_was_taken |= is_end
         return delta
@@ -89,7 +109,7 @@ class Completion:
     def output(self) -> CompletionOutput:
         """All of it, whatever has been taken."""
         self._detokenize()
-        return CompletionOutput(
+        output = CompletionOutput(
             index=self.index,
             text="".join(self._texts),
             token_ids=list(self.token_ids),
@@ -98,6 +118,9 @@ class Completion:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
+        if self._routed is not None:
+            output.routed_experts, output.routed_experts_start = self._routed.all(), self._routed.start
+        return output
 
     def _positions(self, start: int) -> list[dict[int, Logprob]] | None:
         """The log-probabilities of the tokens from `start` on, if they were asked for."""
@@ -127,10 +150,13 @@ class Completion:
         """What was generated beyond these does not count."""
         del self.token_ids[num_tokens:]
         del self._logprobs[num_tokens:]
+        if self._routed is not None:
+            self._routed.cut(num_tokens)
 
 
 class RequestState:
-    """A request with its completions. `tokenizer` None: no texts."""
+    """A request with its completions. `tokenizer` None: no texts. `routing`: of engines that can say which experts
+    computed a token."""
 
     def __init__(
         self,
@@ -140,10 +166,18 @@ class RequestState:
         prompt_token_ids: list[int],
         params: SamplingParams,
         tokenizer: Tokenizer | None,
+        routing: RoutingInfo | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
-        self.completions = [Completion(index, params, tokenizer) for index in range(params.n)]
+
+        def rows() -> RoutedRows | None:
+            if not params.return_routed_experts or routing is None:
+                return None
+            start = params.routed_experts_prompt_start
+            return RoutedRows(routing, start=start, num_prompt_tokens=len(prompt_token_ids))
+
+        self.completions = [Completion(index, params, tokenizer, rows()) for index in range(params.n)]
         self.failure: EagleRayError | None = None
         self._prompt = prompt
         self._prompt_logprobs: PromptLogprobsBuilder | None = None
@@ -177,7 +211,7 @@ class RequestState:
 
     def resume(self) -> None:
         """Another engine goes on: what that finds in its cache is no news, if readers may have been told already."""
-        if self.completions[0].token_ids or self.prompt_logprobs_from > 1 or self._num_cached_tokens:
+        if self.completions[0].has_begun or self.prompt_logprobs_from > 1 or self._num_cached_tokens:
             self._counts_cached_tokens = False
 
     def abort(self) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 
-from eagleray.messages.outputs import EngineStats
+from eagleray.messages.outputs import EngineStats, ExpertLoad
 from eagleray.metrics.engine import EngineCollector
+from eagleray.metrics.experts import ExpertText
 from eagleray.metrics.families import Families
 from eagleray.metrics.ledger import Ledger
 from eagleray.metrics.processes import ServerProcesses
@@ -22,15 +23,24 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 class Metrics:
     """What one API server counts, in `ledger`, and what it reports.
 
-    `stats` is asked at each scrape for the newest word of every engine. `ledger` stays its maker's to close.
+    `stats` and `expert_load` are asked at each scrape for the newest word of every engine. `ledger` stays its maker's
+    to close.
     """
 
-    def __init__(self, model_name: str, stats: Callable[[], Iterable[EngineStats]], ledger: Ledger) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        ledger: Ledger,
+        *,
+        stats: Callable[[], Iterable[EngineStats]],
+        expert_load: Callable[[], Iterable[ExpertLoad]],
+    ) -> None:
         families = Families(ledger, model_name=model_name)
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(model_name, stats))
         self._registry.register(ServerProcesses(ledger.processes))
         self._registry.register(families)
+        self._experts = ExpertText(model_name, expert_load)
         self.requests = RequestMetrics(families)
         self.recovery = RecoveryMetrics(families)
         self._http = families.counter(
@@ -46,4 +56,4 @@ class Metrics:
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + self._experts.text().encode()

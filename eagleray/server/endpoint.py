@@ -26,6 +26,8 @@ class Operation(NamedTuple):
     """Struct of the JSON body; None: no body."""
     gives: Any = None
     """Type of the JSON answer; None: plain text, or nothing."""
+    gives_msgpack: bool = False
+    """Also as msgpack, to those who accept it."""
     streams: type | None = None
     """Struct of the events under `"stream": true`; None: does not stream."""
     headers: Mapping[str, str] = {}

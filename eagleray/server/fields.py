@@ -46,6 +46,16 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         list[int] | None, Meta(description="Report the log-probabilities of these ids at every position.")
     ] = None
     prompt_logprobs: int | None = None
+    return_routed_experts: Annotated[
+        bool | None,
+        Meta(
+            description="Report which experts computed each token, where the server has it on. Default: as it has, on "
+            "/inference/v1/generate; false elsewhere."
+        ),
+    ] = None
+    routed_experts_prompt_start: Annotated[int | None, Meta(description="First position of the prompt to report.")] = (
+        None
+    )
     detokenize: Annotated[bool | None, Meta(description="false: no text, token ids only.")] = None
     skip_special_tokens: bool | None = None
 

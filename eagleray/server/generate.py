@@ -22,9 +22,10 @@ from eagleray.server.fields import (
     stream_options,
 )
 from eagleray.server.generation import Generation, Generations, Order
-from eagleray.server.headers import ROUTING_HEADERS
+from eagleray.server.headers import MSGPACK, ROUTING_HEADERS, accepts
 from eagleray.server.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs, prompt_logprobs
-from eagleray.server.replies import Emit, EventStream, json_reply, unless_disconnected
+from eagleray.server.replies import Emit, EventStream, json_reply, msgpack_reply, unless_disconnected
+from eagleray.server.routed_experts import RoutedExpertsField, RoutedExpertsFormat, routed_experts
 from eagleray.server.service import Service
 from eagleray.server.usage import Usage, total_usage, usage_so_far
 
@@ -51,6 +52,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: int | None = None
     cache_salt: str | None = None
     timeout: Timeout | None = None
+    routed_experts_format: RoutedExpertsFormat | None = None
 
 
 class GenerateChoice(msgspec.Struct, kw_only=True):
@@ -59,6 +61,7 @@ class GenerateChoice(msgspec.Struct, kw_only=True):
     logprobs: Annotated[ChatLogprobs | None, Meta(description="Tokens are shown as `token_id:ID`.")] = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    routed_experts: RoutedExpertsField = UNSET
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True):
@@ -99,6 +102,7 @@ class GenerateRoute:
             "Continue token ids.",
             takes=GenerateRequest,
             gives=GenerateResponse,
+            gives_msgpack=True,
             streams=GenerateResponse,
             headers=ROUTING_HEADERS,
             refuses=(400, 404, 413, 429, 500, 503, 504),
@@ -113,13 +117,16 @@ class GenerateRoute:
             job = self._read(body, request)
         if body.stream:
             return EventStream(functools.partial(self._stream, job), job.order.request_id)
-        return json_reply(await unless_disconnected(request.receive, self._whole(job)))
+        answer = await unless_disconnected(request.receive, self._whole(job))
+        return msgpack_reply(answer) if accepts(request.headers, MSGPACK) else json_reply(answer)
 
     def _read(self, body: GenerateRequest, request: Request) -> Job:
         fields = body.sampling_params
         decided: dict[str, int | bool | None] = {"logprobs": fields.logprobs}
         if fields.detokenize is None:
             decided["detokenize"] = bool(fields.stop)
+        if fields.return_routed_experts is None:
+            decided["return_routed_experts"] = self._service.keeps_routed_experts
         order = Order.of(
             self._service,
             request,
@@ -160,6 +167,7 @@ def _choice(job: Job, part: CompletionDelta | CompletionOutput) -> GenerateChoic
         logprobs=None if part.logprobs is None else chat_logprobs(part.token_ids, part.logprobs, k, None),
         finish_reason=part.finish_reason,
         stop_reason=part.stop_reason,
+        routed_experts=routed_experts(part, job.body.routed_experts_format),
     )
 
 

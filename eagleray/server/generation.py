@@ -127,10 +127,11 @@ class Generation:
 
     async def result(self) -> RequestOutput:
         """All of it, when it has ended."""
-        # One delta, to learn when the first token came; the rest is cheaper in one piece.
-        first = await anext(self._deltas)
-        if any(output.token_ids for output in first.outputs):
-            self._timer.first_token()
+        # Deltas, to learn when the first token came; the rest is cheaper in one piece.
+        async for delta in self._deltas:
+            if any(output.token_ids for output in delta.outputs):
+                self._timer.first_token()
+                break
         output = await self._stream.result()
         self.num_cached_tokens = output.num_cached_tokens
         self.prompt_logprobs = output.prompt_logprobs

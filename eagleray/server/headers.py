@@ -1,4 +1,5 @@
-"""What a caller may say in headers about where its request goes: to the engine of a rank, or where its session went."""
+"""What a caller may say in headers: which engine its request goes to, that of a rank or of its session; and in which
+form it would like the answer."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from starlette.datastructures import Headers
 
 from eagleray.errors import InvalidRequest
 
-__all__ = ["ROUTING_HEADERS", "rank_of", "session_of"]
+__all__ = ["MSGPACK", "ROUTING_HEADERS", "accepts", "rank_of", "session_of"]
+
+MSGPACK = "application/msgpack"
 
 RANK = "X-data-parallel-rank"
 SESSION = "X-Session-ID"
@@ -42,3 +45,9 @@ def session_of(headers: Headers) -> str | None:
     if given is not None and not SESSION_NAME.fullmatch(given):
         raise InvalidRequest(f"header {SESSION} must be 1 to 256 visible ASCII characters", param=SESSION)
     return given
+
+
+def accepts(headers: Headers, kind: str) -> bool:
+    """Whether the caller asks for answers of this media type by its name."""
+    names = (part.partition(";")[0].strip().lower() for part in headers.get("accept", "").split(","))
+    return kind in names

@@ -9,6 +9,7 @@ import msgspec
 
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.failures import ErrorReply
+from eagleray.server.headers import MSGPACK
 
 __all__ = ["describe"]
 
@@ -61,6 +62,8 @@ def _operation(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any
     success: dict[str, Any] = {"description": "Success."}
     if operation.gives is not None:
         success["content"] = {"application/json": {"schema": schema_of[operation.gives]}}
+    if operation.gives_msgpack:
+        success["content"][MSGPACK] = {"schema": schema_of[operation.gives]}
     if operation.streams is not None:
         success["content"]["text/event-stream"] = {"schema": schema_of[operation.streams]}
     described: dict[str, Any] = {"summary": operation.summary, "responses": {"200": success}}

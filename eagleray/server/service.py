@@ -33,11 +33,17 @@ class Service:
         self.model_root = str(checkpoint_dir(config.model))
         self.max_request_bytes = config.serving.max_request_bytes
         self.max_logprobs = config.model.max_logprobs
+        self.keeps_routed_experts = config.model.enable_return_routed_experts
         self.has_priorities = config.scheduling.scheduling_policy == "priority"
         self.ranks = local_ranks(config)
         """Of the engines that requests may ask for."""
         self.default_sampling: dict[str, Any] = default_sampling(config.model)
-        self.metrics = Metrics(self.model_name, lambda: client.stats.values(), ledger)
+        self.metrics = Metrics(
+            self.model_name,
+            ledger,
+            stats=lambda: client.stats.values(),
+            expert_load=lambda: client.expert_load.values(),
+        )
         client.observer = self.metrics.recovery
         self.created = int(time.time())
         self._serial = itertools.count()

@@ -91,6 +91,7 @@ def test_requests_that_fail_are_no_successes(server, tmp_path):
         (["serve", "--random-input-len", "500"], 1, "the first request to"),
         (["throughput", "/no/such/model"], 2, "there is no such directory"),
         (["throughput", "--num-prompts", "0"], 2, "--num-prompts must be at least 1"),
+        (["throughput", "--routed-experts", "--rounds", "0"], 2, "--rounds must be at least 1"),
         (["latency", "--output-len", "1"], 2, "--output-len must be at least 2"),
         (["startup", "--repeat", "0"], 2, "--repeat must be at least 1"),
         (["startup", "/no/such/model"], 2, "there is no such directory"),
@@ -112,6 +113,17 @@ def test_throughput(checkpoint, tmp_path):
     assert (found["num_requests"], found["num_input_tokens"], found["num_output_tokens"]) == (4, 40, 12)
     assert found["output_tokens_per_s"] == pytest.approx(12 / found["duration_s"])
     assert found["total_tokens_per_s"] == pytest.approx(52 / found["duration_s"])
+
+
+def test_throughput_with_routed_experts_and_without(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "moe", "qwen3_moe")
+    lengths = ("--num-prompts", "4", "--random-input-len", "10", "--random-output-len", "3", "--num-threads", "1")
+    rounds = ("--routed-experts", "--rounds", "2")
+    found = figures(tmp_path / "f.json", "throughput", str(checkpoint), *rounds, *lengths)
+    assert [len(found[name]) for name in ("without", "reporting")] == [2, 2]
+    assert {one["num_output_tokens"] for one in (*found["without"], *found["reporting"])} == {12}
+    assert (found["num_rows"], found["bytes_per_row"]) == (4 * 12, 3 * 3)
+    assert found["ratio"] > 0
 
 
 def test_latency(checkpoint, tmp_path):

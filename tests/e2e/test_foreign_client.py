@@ -37,7 +37,7 @@ needs_node = pytest.mark.skipif(NODE is None, reason="node is not here: the fore
 NOT_FOR_ALL = {"CallWorkers", "WorkersReturned"}
 """Of worker extensions, which are Python."""
 
-NOT_OF_CLIENTS = {"EngineStarted", "Failing"}
+NOT_OF_CLIENTS = {"EngineStarted", "ExpertsOpened", "Failing"}
 
 EVERYTHING = CLIENT_INBOX | CLIENT_OUTBOX
 MODULES = (lifecycle, membership, outputs, requests, sampling)

@@ -30,6 +30,7 @@ from eagleray.server.openai.responses import (
     ChatResponse,
 )
 from eagleray.server.replies import Emit, EventStream, json_reply, unless_disconnected
+from eagleray.server.routed_experts import routed_experts
 from eagleray.server.service import Service
 from eagleray.server.usage import total_usage, usage_so_far
 
@@ -138,6 +139,7 @@ class ChatRoute:
             finish_reason=part.finish_reason,
             stop_reason=part.stop_reason,
             token_ids=part.token_ids if job.body.return_token_ids else UNSET,
+            routed_experts=routed_experts(part, job.body.routed_experts_format),
         )
 
     async def _stream(self, job: Job, emit: Emit) -> None:
@@ -170,6 +172,7 @@ class ChatRoute:
             finish_reason=part.finish_reason,
             stop_reason=part.stop_reason,
             token_ids=part.token_ids if job.body.return_token_ids else UNSET,
+            routed_experts=routed_experts(part, job.body.routed_experts_format),
         )
 
     def _logprobs(self, job: Job, part: CompletionDelta | CompletionOutput) -> ChatLogprobs | None:

@@ -23,6 +23,7 @@ from eagleray.server.logprobs import CompletionLogprobs, Position, completion_lo
 from eagleray.server.openai.requests import CompletionRequest
 from eagleray.server.openai.responses import CompletionChoice, CompletionResponse
 from eagleray.server.replies import Emit, EventStream, json_reply, unless_disconnected
+from eagleray.server.routed_experts import routed_experts
 from eagleray.server.service import Service
 from eagleray.server.usage import Usage, total_usage, usage_so_far
 
@@ -172,6 +173,7 @@ class Writer:
             logprobs=self._logprobs(part, begins),
             finish_reason=part.finish_reason,
             stop_reason=part.stop_reason,
+            routed_experts=routed_experts(part, self._body.routed_experts_format),
         )
         if self._body.return_token_ids:
             choice.token_ids = part.token_ids

@@ -11,6 +11,7 @@ from eagleray.errors import InvalidRequest
 from eagleray.server.body import UNSUPPORTED, Empty, Null
 from eagleray.server.conversation import Message
 from eagleray.server.fields import SamplingFields, StreamOptions, Timeout
+from eagleray.server.routed_experts import RoutedExpertsFormat
 
 __all__ = ["ChatRequest", "CompletionRequest", "OpenAIRequest"]
 
@@ -31,6 +32,7 @@ class OpenAIRequest(SamplingFields, kw_only=True):
     return_token_ids: Annotated[bool | None, Meta(description="Also give the token ids of prompt and completions.")] = (
         None
     )
+    routed_experts_format: RoutedExpertsFormat | None = None
     user: Annotated[str | None, Meta(description="OpenAI's label of the end user; no effect on the answer.")] = None
     safety_identifier: Annotated[str | None, Meta(description="OpenAI's newer name of `user`.")] = None
     metadata: Annotated[

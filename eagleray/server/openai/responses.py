@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from eagleray.server.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobList
+from eagleray.server.routed_experts import RoutedExpertsField
 from eagleray.server.usage import Usage
 
 __all__ = [
@@ -34,11 +35,13 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_logprobs: PromptLogprobList | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    routed_experts: RoutedExpertsField = UNSET
 
     @property
     def says_something(self) -> bool:
         """As an event. Tokens may have no text yet: a character is incomplete, or a stop string may have begun."""
-        return bool(self.text or self.finish_reason or self.logprobs or self.token_ids or self.prompt_logprobs)
+        told = self.text or self.finish_reason or self.logprobs or self.token_ids or self.prompt_logprobs
+        return bool(told or self.routed_experts)
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
@@ -65,6 +68,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    routed_experts: RoutedExpertsField = UNSET
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):
@@ -90,12 +94,13 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    routed_experts: RoutedExpertsField = UNSET
 
     @property
     def says_something(self) -> bool:
         """Tokens may have no text yet: a character is incomplete, or a stop string may have begun."""
         told = self.delta.role is not UNSET or self.delta.content
-        return bool(told or self.finish_reason or self.logprobs or self.token_ids)
+        return bool(told or self.finish_reason or self.logprobs or self.token_ids or self.routed_experts)
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):

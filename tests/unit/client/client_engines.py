@@ -12,7 +12,7 @@ import numpy as np
 from client_fakes import INFO, FakeEngine
 from client_tokenizers import load
 
-from eagleray.messages.outputs import Chunk, Chunks, FinishReason, PromptLogprobs, TokenLogprobs
+from eagleray.messages.outputs import Chunk, Chunks, FinishReason, PromptLogprobs, RoutedExperts, TokenLogprobs
 from eagleray.messages.requests import Generate
 
 TEXT = "Größe 😀 and 👍🏽 hello 東京 again, café мир over the lazy dog. "
@@ -29,6 +29,12 @@ def spoken(seed, place):
     return SPEECH[(seed + place) % len(SPEECH)]
 
 
+def routed_rows(token_ids, start, end):
+    """Which experts computed the tokens of these positions: it follows from the tokens up to each. [n, 2, 2]"""
+    sums = np.cumsum(np.array(token_ids[:end]) * (1 + np.arange(end)))[start:, None]
+    return ((sums * [1, 3, 5, 7] + [0, 1, 2, 3]) % INFO.routing.num_experts).astype(np.uint16).reshape(-1, 2, 2)
+
+
 @dataclass
 class Run:
     """A request of the engine."""
@@ -38,6 +44,7 @@ class Run:
     """Of the output."""
     num_computed: int = 0
     prompt_logprobs_from: int = 1
+    routed_experts_from: int | None = None
     is_new: bool = True
     finish_reason: FinishReason | None = field(default=None)
 
@@ -46,7 +53,7 @@ class Run:
         sampling, stopping = self.message.sampling, self.message.stopping
         num_known = len(self.message.prompt_token_ids) + len(self.token_ids)
         end = min(self.num_computed + CHUNK, num_known)
-        fields = {"prompt_logprobs": self._prompt_logprobs(end)}
+        fields = {"prompt_logprobs": self._prompt_logprobs(end), "routed_experts": self._routed_experts(end)}
         self.num_computed = end
         if end == num_known:
             token_id = spoken(sampling.seed, len(self.token_ids))
@@ -58,7 +65,7 @@ class Run:
                 self.finish_reason, fields["stop_token_id"] = FinishReason.STOP, token_id
             elif len(self.token_ids) >= stopping.max_tokens:
                 self.finish_reason = FinishReason.LENGTH
-        if "token_ids" not in fields and fields["prompt_logprobs"] is None:
+        if all(value is None for value in fields.values()):
             return None
         num_cached, self.is_new = num_cached_tokens if self.is_new else 0, False
         return Chunk(
@@ -67,6 +74,13 @@ class Run:
             num_cached_tokens=num_cached,
             **fields,
         )
+
+    def _routed_experts(self, end):
+        start = self.routed_experts_from
+        if start is None or start >= end:
+            return None
+        self.routed_experts_from = end
+        return RoutedExperts(start, routed_rows([*self.message.prompt_token_ids, *self.token_ids], start, end))
 
     def _prompt_logprobs(self, end):
         prompt = self.message.prompt_token_ids
@@ -120,7 +134,12 @@ class ComputingEngine(FakeEngine):
             token_ids = list(message.output_token_ids)
             assert token_ids == [spoken(message.sampling.seed, place) for place in range(len(token_ids))]
             assert len(token_ids) < message.stopping.max_tokens
-            self._runs[name] = Run(message, token_ids, prompt_logprobs_from=message.prompt_logprobs_from)
+            self._runs[name] = Run(
+                message,
+                token_ids,
+                prompt_logprobs_from=message.prompt_logprobs_from,
+                routed_experts_from=message.routed_experts_from,
+            )
         self._num_taken = len(self.names)
         for name in self.aborted:
             self._runs.pop(name, None)

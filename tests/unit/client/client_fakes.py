@@ -20,13 +20,21 @@ from eagleray.errors import ChannelClosed
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.codec import Codec
 from eagleray.messages.lifecycle import Attach
-from eagleray.messages.membership import EngineInfo, Joined, Left
+from eagleray.messages.membership import EngineInfo, Joined, Left, RoutingInfo
 from eagleray.messages.outputs import Chunk, Chunks
 from eagleray.messages.requests import Abort, CallWorkers, Generate
 from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX
 
 CLIENT = ClientId("test", 0)
-INFO = EngineInfo(architecture="Tiny", vocab_size=500, max_model_len=64, block_size=4, num_kv_blocks=100)
+INFO = EngineInfo(
+    architecture="Tiny",
+    vocab_size=500,
+    max_model_len=64,
+    block_size=4,
+    num_kv_blocks=100,
+    has_experts=True,
+    routing=RoutingInfo(num_layers=2, num_experts=300, top_k=2),
+)
 
 
 class Network:

@@ -7,8 +7,9 @@ import contextlib
 import itertools
 import logging
 
+import numpy as np
 import pytest
-from client_engines import POISON, SPEECH, ComputingEngine, spoken
+from client_engines import POISON, SPEECH, ComputingEngine, routed_rows, spoken
 from client_fakes import INFO, FakeEngine, asynchronous, attached, started
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -184,6 +185,46 @@ def test_prompt_logprobs_go_on_at_the_first_missing_position():
     asyncio.run(asyncio.wait_for(scenario(), 10))
 
 
+@pytest.mark.parametrize("deaths", [(), (1,), (2,), (3,), (5, 1), (0, 1, 1), (8, 9)])
+@pytest.mark.parametrize("start", [0, 4, 9])
+def test_routed_experts_over_deaths(start, deaths):
+    prompt = Prompt(token_ids=list(range(5, 14)))
+    params = SamplingParams(
+        n=2, seed=1, max_tokens=7, return_routed_experts=True, routed_experts_prompt_start=start, prompt_logprobs=0
+    )
+
+    async def scenario():
+        output, deltas = await disturbed(prompt, params, *deaths)
+        for completion in output.outputs:
+            token_ids = [*prompt.token_ids, *completion.token_ids]
+            expected = routed_rows(token_ids, start, len(token_ids) - 1)
+            assert np.array_equal(completion.routed_experts, expected)
+            assert (completion.routed_experts.dtype, completion.routed_experts_start) == (np.uint16, start)
+            parts = [part for delta in deltas for part in delta.outputs if part.index == completion.index]
+            parts = [part for part in parts if part.routed_experts is not None]
+            assert np.array_equal(np.concatenate([part.routed_experts for part in parts]), expected)
+            starts = np.cumsum([start, *(len(part.routed_experts) for part in parts)]).tolist()
+            assert [part.routed_experts_start for part in parts] == starts[:-1]
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_routed_experts_go_on_at_the_first_missing_position():
+    async def scenario():
+        async with fleet_of(2) as (setup, fleet):
+            prompt = Prompt(token_ids=list(range(5, 14)))
+            stream = setup.client.generate(prompt, SamplingParams(return_routed_experts=True), rank=0)
+            await fleet.engines[0].step(2)  # positions 0 to 3
+            await fleet.kill(0)
+            successor = (await fleet.join(0)).read()
+            assert successor.requests[successor.names[0]].routed_experts_from == 4
+            stream.abort()
+            (output,) = (await stream.result()).outputs
+            assert np.array_equal(output.routed_experts, routed_rows(prompt.token_ids, 0, 4))
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
 def length_of(seed, stop_token_id):
     """Tokens until this one, at most 20."""
     return next((place + 1 for place in range(20) if spoken(seed, place) == stop_token_id), 20)
@@ -240,8 +281,12 @@ def test_no_order_of_deaths_changes_an_output(actions, chunked):
             prompt = Prompt(token_ids=list(range(5, 5 + (9 if chunked else 3))))
             streams = [
                 setup.client.generate(prompt, SamplingParams(seed=1, max_tokens=12, logprobs=0)),
-                setup.client.generate(prompt, SamplingParams(seed=0, max_tokens=40, stop="and 👍")),
-                setup.client.generate(prompt, SamplingParams(seed=5, n=3, max_tokens=7, prompt_logprobs=0)),
+                setup.client.generate(
+                    prompt, SamplingParams(seed=0, max_tokens=40, stop="and 👍", return_routed_experts=True)
+                ),
+                setup.client.generate(
+                    prompt, SamplingParams(seed=5, n=3, max_tokens=7, prompt_logprobs=0, return_routed_experts=True)
+                ),
                 setup.client.generate(prompt, SamplingParams(seed=9, max_tokens=9), session="s"),
             ]
             for action, rank in actions:
@@ -267,6 +312,10 @@ def test_no_order_of_deaths_changes_an_output(actions, chunked):
         ]
         assert logprobs == [-place / 4 for place in range(1, len(prompt.token_ids))]
         assert last.outputs[0].token_ids == [spoken(9, place) for place in range(9)]
+        assert last.outputs[0].routed_experts is None
+        for output in (*stopped.outputs, *several.outputs):
+            token_ids = [*prompt.token_ids, *output.token_ids]
+            assert np.array_equal(output.routed_experts, routed_rows(token_ids, 0, len(token_ids) - 1))
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 

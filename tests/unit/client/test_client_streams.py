@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 from client_fakes import CLIENT, INFO, FakeEngine, Setup, asynchronous, attached, started
 from client_tokenizers import write_checkpoint
@@ -22,7 +23,7 @@ from eagleray.errors import (
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.lifecycle import Attach, ClientStarted, Stop
 from eagleray.messages.membership import Joined, Left
-from eagleray.messages.outputs import EngineStats, FinishReason
+from eagleray.messages.outputs import EngineStats, ExpertLoad, FinishReason
 from eagleray.messages.sampling import SamplingParams
 
 PROMPT = Prompt(token_ids=[5, 6, 7])
@@ -93,6 +94,25 @@ async def test_the_newest_stats_of_an_engine_that_is_there():
         await setup.engine.leave()
         await setup.deliver(report(setup.engine, 3))
         assert setup.client.stats == {}
+
+
+@asynchronous
+async def test_the_newest_load_of_the_experts_of_an_engine_that_is_there():
+    def load(engine, count):
+        return ExpertLoad(engine=engine.id, layers=[1], counts=np.full((1, 300), count))
+
+    async with attached() as setup:
+        assert setup.client.expert_load == {}
+        await setup.deliver(load(setup.engine, 1), load(setup.engine, 2))
+        (found,) = setup.client.expert_load.values()
+        assert (found.engine, found.layers, found.counts.max()) == (setup.engine.id, [1], 2)
+        early = FakeEngine(setup, incarnation=1)
+        await setup.deliver(load(early, 7))
+        assert list(setup.client.expert_load) == [setup.engine.id]
+        await setup.engine.leave()
+        assert setup.client.expert_load == {}
+        await early.join()
+        assert [found.counts.max() for found in setup.client.expert_load.values()] == [7]
 
 
 @asynchronous

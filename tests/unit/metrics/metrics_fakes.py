@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from eagleray.messages.outputs import EngineStats
+from eagleray.messages.outputs import EngineStats, ExpertLoad
 from eagleray.metrics import Ledger, Metrics
 
 Make = Callable[..., Metrics]
@@ -19,9 +19,9 @@ def instance(directory: Path) -> Iterator[Make]:
     """A function that makes the metrics of a server of this instance: `make(stats, server)`."""
     with contextlib.ExitStack() as stack:
 
-        def make(stats: Iterable[EngineStats] = (), server: int = 0) -> Metrics:
+        def make(stats: Iterable[EngineStats] = (), server: int = 0, expert_load: Iterable[ExpertLoad] = ()) -> Metrics:
             ledger = stack.enter_context(contextlib.closing(Ledger.open(directory, server)))
-            return Metrics("tiny", lambda: stats, ledger)
+            return Metrics("tiny", ledger, stats=lambda: stats, expert_load=lambda: expert_load)
 
         yield make
 

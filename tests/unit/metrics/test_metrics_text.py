@@ -6,11 +6,14 @@ import math
 import time
 
 import msgspec
+import numpy as np
 import pytest
 from metrics_fakes import families, samples
+from prometheus_client.parser import text_string_to_metric_families
 
 from eagleray.identity import EngineId
-from eagleray.messages.outputs import EngineStats, FinishReason
+from eagleray.messages.outputs import EngineStats, ExpertLoad, FinishReason
+from eagleray.metrics.experts import ExpertText
 
 STATS = EngineStats(
     engine=EngineId("test", 3),
@@ -198,3 +201,36 @@ def test_the_process_of_each_server_is_told_apart(make):
     assert values["process_resident_memory_bytes", "0"] > 0
     assert values["process_cpu_seconds_total", "1"] > 0
     assert values["process_open_fds", "1"] > 0
+
+
+def load(rank=0, incarnation=0, *, layers=(1, 4), counts=((4, 0, 2), (3, 3, 3))):
+    return ExpertLoad(engine=EngineId("test", rank, incarnation), layers=list(layers), counts=np.array(counts))
+
+
+def test_the_load_of_experts_by_layer_and_expert(make):
+    metrics = make(expert_load=[load(), load(1, layers=[0], counts=[[0, 0, 0]])])
+    values = samples(metrics)
+    tokens = {key[1:]: value for key, value in values.items() if key[0] == "eagleray:expert_tokens_total"}
+    expected = {("0", str(expert), "1"): count for expert, count in enumerate([4, 0, 2])}
+    expected |= {("0", str(expert), "4"): 3 for expert in range(3)} | {
+        ("1", str(expert), "0"): 0 for expert in range(3)
+    }
+    assert tokens == expected
+    balance = {key[1:]: value for key, value in values.items() if key[0] == "eagleray:expert_balance"}
+    assert balance == {("0", "1"): 0.5, ("0", "4"): 1.0, ("1", "0"): 1.0}
+    sample = families(metrics)["eagleray:expert_balance"].samples[0]
+    assert sample.labels == {"model_name": "tiny", "engine": "0", "layer": "1"}
+
+
+def test_the_load_of_experts_of_the_newest_incarnation(make):
+    assert "eagleray:expert_balance" not in families(make())
+    metrics = make(expert_load=[load(0, 1, counts=[[7, 7, 7]] * 2), load(0, 0)], server=1)
+    assert metrics.text().count(b'expert_tokens_total{model_name="tiny",engine="0",layer="1",expert="0"} 7\n') == 1
+    assert metrics.text().count(b'expert="0"}') == 2
+
+
+@pytest.mark.parametrize("name", ["plain", 'a "quoted" name', "back\\slash", "two\nlines", "ü"])
+def test_any_name_of_a_model_can_be_read_back(name):
+    text = ExpertText(name, lambda: [load()]).text()
+    for family in text_string_to_metric_families(text):
+        assert {sample.labels["model_name"] for sample in family.samples} == {name}

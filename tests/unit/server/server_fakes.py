@@ -21,7 +21,7 @@ from eagleray.config import Config, build_config
 from eagleray.errors import ChannelClosed
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.lifecycle import Stop
-from eagleray.messages.membership import EngineInfo, Joined, Left
+from eagleray.messages.membership import EngineInfo, Joined, Left, RoutingInfo
 from eagleray.messages.outputs import (
     Chunk,
     Chunks,
@@ -214,11 +214,17 @@ class Api:
 
         self.run(hear())
 
-    def join(self, engine: EngineId = ENGINE, *, max_model_len: int = 64) -> None:
+    def join(self, engine: EngineId = ENGINE, *, max_model_len: int = 64, routing: RoutingInfo | None = None) -> None:
         if engine in self.client.engines:
             self.leave("it comes back as another", engine)
         info = EngineInfo(
-            architecture="Tiny", vocab_size=320, max_model_len=max_model_len, block_size=4, num_kv_blocks=32
+            architecture="Tiny",
+            vocab_size=320,
+            max_model_len=max_model_len,
+            block_size=4,
+            num_kv_blocks=32,
+            has_experts=routing is not None,
+            routing=routing,
         )
         self.hear(Joined(engine, "somewhere", info))
 

@@ -1,0 +1,191 @@
+"""Which experts computed a request's tokens: what may be asked, and what a reader gets."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from client_fakes import CLIENT, INFO
+from client_tokenizers import load
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagleray.client.preprocess import Preprocessor
+from eagleray.client.request_state import RequestState
+from eagleray.client.routed_experts import RoutedRows
+from eagleray.errors import InvalidRequest
+from eagleray.messages.membership import RoutingInfo
+from eagleray.messages.outputs import Chunk, FinishReason, RoutedExperts
+from eagleray.messages.sampling import SamplingParams
+
+TOKENIZER = load("byte_level")
+PREPROCESSOR = Preprocessor(client=CLIENT, tokenizer=None, eos_token_ids=(2,), max_logprobs=20)
+ROUTING = RoutingInfo(num_layers=3, num_experts=256, top_k=2)
+PROMPT = [5, 6, 7]
+
+
+def rows(start, end, salt=0):
+    """Of positions `start` to `end`: [n, 3, 2]"""
+    return np.array([[[position + salt, layer] for layer in range(3)] for position in range(start, end)], np.uint8)
+
+
+def part(start, end, salt=0):
+    return RoutedExperts(start, rows(start, end, salt).reshape(-1, 3, 2))
+
+
+def state(*, routing=ROUTING, **params):
+    params = SamplingParams(**{"return_routed_experts": True, **params})
+    return RequestState("x", prompt=None, prompt_token_ids=PROMPT, params=params, tokenizer=TOKENIZER, routing=routing)
+
+
+def chunk(*token_ids, **fields):
+    return Chunk(request_id="", token_ids=list(token_ids), **fields)
+
+
+def only(delta):
+    (output,) = delta.outputs
+    return output
+
+
+# What may be asked.
+
+
+def asked(info=INFO, **params):
+    made = PREPROCESSOR.requests(PROMPT, SamplingParams(**params), info, request_id="x", seed=1)
+    return [request.routed_experts_from for request in made]
+
+
+def test_they_are_asked_for_from_a_position_on():
+    assert asked() == asked(return_routed_experts=False) == [None]
+    assert asked(return_routed_experts=True) == [0]
+    assert asked(return_routed_experts=True, routed_experts_prompt_start=3, n=2) == [3, 3]
+    assert asked(routed_experts_prompt_start=99) == [None], "a start alone asks for nothing"
+
+
+@pytest.mark.parametrize(
+    ("info", "params", "param", "message"),
+    [
+        ({"has_experts": False, "routing": None}, {}, "return_routed_experts", r"the model \(Tiny\) has no experts"),
+        ({"routing": None}, {}, "return_routed_experts", "the option `enable_return_routed_experts`"),
+        ({}, {"routed_experts_prompt_start": 4}, "routed_experts_prompt_start", "is 4, but the prompt has 3 tokens"),
+    ],
+)
+def test_what_cannot_be_reported_is_refused(info, params, param, message):
+    with pytest.raises(InvalidRequest, match=message) as refusal:
+        asked(msgspec.structs.replace(INFO, **info), return_routed_experts=True, **params)
+    assert refusal.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("routed_experts_prompt_start", -1),
+        ("routed_experts_prompt_start", 1.5),
+        ("routed_experts_prompt_start", True),
+        ("return_routed_experts", "yes"),
+        ("return_routed_experts", 1),
+    ],
+)
+def test_values_that_make_no_sense(name, value):
+    with pytest.raises(InvalidRequest, match=f"`{name}` must be"):
+        SamplingParams(**{name: value})
+
+
+# What a reader gets.
+
+
+def test_deltas_bring_what_is_new_and_the_whole_has_all():
+    request = state()
+    request.deliver(0, chunk(routed_experts=part(0, 2)))
+    delta = only(request.take())
+    assert (delta.token_ids, delta.text, delta.routed_experts_start) == ([], "", 0)
+    assert np.array_equal(delta.routed_experts, rows(0, 2))
+    assert request.take() is None
+    request.deliver(0, chunk(40, routed_experts=part(2, 3)))
+    request.deliver(0, chunk(41, routed_experts=part(3, 4)))
+    delta = only(request.take())
+    assert (delta.token_ids, delta.routed_experts_start) == ([40, 41], 2)
+    assert np.array_equal(delta.routed_experts, rows(2, 4))
+    request.deliver(0, chunk(42, finish_reason=FinishReason.LENGTH))
+    delta = only(request.take())
+    assert (delta.token_ids, delta.routed_experts) == ([42], None)
+    (output,) = request.output().outputs
+    assert np.array_equal(output.routed_experts, rows(0, 4))
+    assert (output.routed_experts.dtype, output.routed_experts_start) == (np.uint8, 0)
+
+
+def test_what_is_known_is_never_replaced():
+    request = state()
+    request.deliver(0, chunk(routed_experts=part(0, 2)))
+    assert request.completions[0].routed_experts_from == 2
+    request.resume()
+    request.deliver(0, chunk(40, routed_experts=part(1, 3, salt=100)))
+    (output,) = request.output().outputs
+    assert np.array_equal(output.routed_experts, np.concatenate([rows(0, 2), rows(2, 3, salt=100)]))
+
+
+def test_a_stop_string_cuts_rows_with_its_tokens():
+    hello, world = (TOKENIZER.encode(text, add_special_tokens=False)[0] for text in ("hello", " world"))
+    request = state(stop=TOKENIZER.token_to_text(world)[:2])
+    request.deliver(0, chunk(hello, routed_experts=part(0, 3)))
+    assert len(only(request.take()).routed_experts) == 3
+    request.deliver(0, chunk(world, hello, hello, routed_experts=part(3, 6)))
+    assert request.is_finished
+    (output,) = request.output().outputs
+    assert output.token_ids == [hello, world]
+    assert np.array_equal(output.routed_experts, rows(0, 4))
+    assert np.array_equal(only(request.take()).routed_experts, rows(3, 4))
+
+
+def test_an_abort_leaves_what_there_is():
+    request = state(routed_experts_prompt_start=1)
+    assert request.output().outputs[0].routed_experts.shape == (0, 3, 2)
+    request.deliver(0, chunk(routed_experts=part(1, 2)))
+    request.abort()
+    delta = only(request.take())
+    assert (delta.finish_reason, delta.routed_experts_start) == ("abort", 1)
+    (output,) = request.output().outputs
+    assert np.array_equal(output.routed_experts, rows(1, 2))
+
+
+def test_each_completion_has_its_own():
+    request = state(n=2)
+    request.deliver(1, chunk(40, routed_experts=part(0, 3, salt=9)))
+    request.deliver(0, chunk(routed_experts=part(0, 1)))
+    first, second = request.output().outputs
+    assert np.array_equal(first.routed_experts, rows(0, 1))
+    assert np.array_equal(second.routed_experts, rows(0, 3, salt=9))
+
+
+def test_nothing_that_was_not_asked_for():
+    for request in (state(return_routed_experts=None), state(return_routed_experts=False), state(routing=None)):
+        request.deliver(0, chunk(40, routed_experts=part(0, 3)))
+        assert only(request.take()).routed_experts is None
+        assert request.output().outputs[0].routed_experts is None
+        assert request.completions[0].routed_experts_from is None
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(2, np.uint8), (256, np.uint8), (257, np.uint16), (512, np.uint16)])
+def test_the_smallest_dtype_that_holds_the_experts(num_experts, dtype):
+    kept = RoutedRows(RoutingInfo(num_layers=1, num_experts=num_experts, top_k=1), start=0, num_prompt_tokens=1)
+    assert kept.all().dtype == dtype
+    kept.add(RoutedExperts(0, np.array([[[num_experts - 1]]], dtype)))
+    assert kept.all().tolist() == [[[num_experts - 1]]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), max_size=30), st.integers(0, 4))
+def test_parts_in_any_sizes(parts, start):
+    """Each brings so many new rows, after so many that are known; read or not."""
+    kept = RoutedRows(ROUTING, start=start, num_prompt_tokens=4)
+    taken = []
+    for num_new, num_known, is_read in parts:
+        begin = max(start, kept.end - num_known)
+        kept.add(part(begin, kept.end + num_new, salt=0))
+        if is_read and (news := kept.take()) is not None:
+            assert news.start == start + sum(map(len, taken))
+            taken.append(news.experts)
+    assert np.array_equal(kept.all(), rows(start, kept.end).reshape(-1, 3, 2))
+    if (news := kept.take()) is not None:
+        taken.append(news.experts)
+    assert np.array_equal(np.concatenate([kept.all()[:0], *taken]), kept.all())
+    assert kept.take() is None
