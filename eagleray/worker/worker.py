@@ -64,6 +64,9 @@ __all__ = ["Worker"]
 
 logger = get_logger(__name__)
 
+JOIN_SECONDS = 60.0
+"""Engines that share experts are told of each other when all are there: what is left is to connect."""
+
 
 class Worker:
     """`rank` is the worker's number in its engine; `mesh` is its place; `device` and `model` are there once opened and
@@ -172,7 +175,7 @@ class Worker:
             msgspec.structs.replace(member, opened=[member.opened[rank] for rank in self.mesh.tp_ranks])
             for member in members
         ]
-        self._groups.experts.join(epoch, stage, timeout=self._config.execution.startup_timeout)
+        self._groups.experts.join(epoch, stage, timeout=JOIN_SECONDS)
         try:
             self.model.settle_experts()
             self._broken = None

@@ -155,7 +155,7 @@ def test_the_load_of_the_experts_is_told(http, prompts):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("dispatch", ["all-gather", "all-to-all"])
+@pytest.mark.parametrize("dispatch", [pytest.param("all-gather", marks=pytest.mark.grid), "all-to-all"])
 def test_engines_of_several_workers(checkpoint, prompts, expected, dispatch):
     options = ("--tensor-parallel-size", "2", "--expert-dispatch", dispatch)
     with serve(str(checkpoint), *TOGETHER, *options) as server, connect(server) as http:

@@ -161,7 +161,7 @@ def port_grabber():
 
 
 def test_start_and_stop_again_and_again():
-    rounds(9)
+    rounds(6)
 
 
 @pytest.mark.slow

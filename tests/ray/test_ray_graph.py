@@ -156,7 +156,7 @@ def test_a_killed_worker_is_named(cluster, runtime_dir, resources):
                 opened.step(plan(step)).result()
 
 
-@pytest.mark.parametrize("resources", [None, FAR])
+@pytest.mark.parametrize("resources", [pytest.param(None, marks=pytest.mark.grid), FAR])
 def test_ranks_may_be_ahead_of_the_one_that_samples(cluster, runtime_dir, resources):
     """Between nodes, Ray's receiving side would block, and nothing would get past the answer that nobody takes yet."""
     asked = with_our_modules(config(2, 2, resources=resources))
