@@ -49,7 +49,7 @@ def expected(checkpoint, prompts):
     return [answers[str(number)].token_ids for number in range(NUM_PROMPTS)]
 
 
-@pytest.fixture(scope="module", params=["all-gather", "all-to-all"])
+@pytest.fixture(scope="module", params=["all-gather", pytest.param("all-to-all", marks=pytest.mark.grid)])
 def server(checkpoint, request):
     with serve(str(checkpoint), *TOGETHER, "--expert-dispatch", request.param) as server:
         yield server

@@ -111,7 +111,7 @@ def test_an_engine_of_two(checkpoint, undisturbed, how):
     assert server.process.returncode == 0, server.log
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.grid)])
 def test_a_worker(checkpoint, undisturbed, how):
     with serve(checkpoint, *OPTIONS, *WORKERS) as server:
         engine = server.child("engine-0")
@@ -136,7 +136,7 @@ def test_the_only_engine_while_its_worker_is_stopped(checkpoint, undisturbed):
         wait_until_gone([engine, worker], END_SECONDS)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.grid)])
 def test_an_api_server_of_two(checkpoint, undisturbed, how):
     """Its own connections break; those of the other, and all new ones, do not notice."""
     with serve(checkpoint, *OPTIONS, "--api-server-count", "2") as server:

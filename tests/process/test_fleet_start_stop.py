@@ -207,7 +207,7 @@ def test_stopped_while_it_starts():
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.grid)])
 def test_every_process_may_go_and_is_replaced(how):
     """One after another, while requests run. Those that are at an API server go with it, and are asked again."""
 
@@ -236,6 +236,7 @@ async def ask_again(fleet: Fleet, count: int) -> list[int]:
             pass  # the API server has gone
 
 
+@pytest.mark.grid
 def test_all_engines_killed_at_once_and_again():
     async def scenario():
         async with Fleet(2, 1) as fleet:

@@ -151,6 +151,7 @@ async def test_an_engine_whose_workers_are_no_actors_takes_what_they_need(cluste
         assert wait_until(lambda: all(is_gone(pid) for pid in workers), NOTICE_SECONDS)
 
 
+@pytest.mark.grid
 @in_loop
 async def test_an_engine_may_call_its_workers_by_a_graph(cluster, checkpoint, expected):
     options = config(cluster, 1, model=checkpoint, executor="ray-graph", tp=2, **MODEL)
@@ -346,6 +347,7 @@ async def test_a_group_that_was_named_is_used(cluster, make_group: MakeGroup):
         assert "it has room for 2 of 3 engines" in await made.spawn(0).end()
 
 
+@pytest.mark.grid
 @in_loop
 async def test_workers_find_their_share_of_a_given_group(cluster, checkpoint, expected, make_group: MakeGroup):
     group = make_group(*[ACC] * 4)
@@ -357,6 +359,7 @@ async def test_workers_find_their_share_of_a_given_group(cluster, checkpoint, ex
         await made.stop(*engines)
 
 
+@pytest.mark.grid
 @in_loop
 async def test_two_instances_share_a_cluster(cluster):
     async with (

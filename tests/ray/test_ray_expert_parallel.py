@@ -34,7 +34,7 @@ def expected(checkpoint: Path) -> list[int]:
         return engine.run()["a"].token_ids
 
 
-@pytest.fixture(params=["strict-spread", "pack"])
+@pytest.fixture(params=["strict-spread", pytest.param("pack", marks=pytest.mark.grid)])
 def server(cluster: str, checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     """Two engines on two nodes, which have connections between them, or on one node that has memory for both."""
     ray = ("--ray-address", cluster, "--ray-worker-resources", json.dumps(ACC))

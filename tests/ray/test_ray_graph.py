@@ -66,6 +66,7 @@ def graph(*, hosts: int = 1, timeout: float = 20.0, **options: Any) -> Iterator[
         team.close()
 
 
+@pytest.mark.grid
 def test_a_codec_that_lends_memory_stalls_the_graph(cluster):
     """What `detach` is for: a result that is held blocks the channel when it comes round to the same buffer."""
     with graph(timeout=5) as (made, _):
@@ -79,7 +80,7 @@ def test_a_codec_that_lends_memory_stalls_the_graph(cluster):
         held.clear()
 
 
-@pytest.mark.parametrize("resources", [None, FAR])
+@pytest.mark.parametrize("resources", [pytest.param(None, marks=pytest.mark.grid), FAR])
 def test_detached_results_may_be_held_for_ever(cluster, resources):
     with graph(hosts=2, timeout=10, resources=resources) as (made, hosts):
         held = [made.results(made.execute([b"x", np.arange(step)])) for step in range(5 * MAX_STEPS)]
@@ -145,7 +146,7 @@ def test_a_worker_that_raises_is_named(cluster, runtime_dir):
             opened.step(plan(1)).result()
 
 
-@pytest.mark.parametrize("resources", [None, FAR])
+@pytest.mark.parametrize("resources", [pytest.param(None, marks=pytest.mark.grid), FAR])
 def test_a_killed_worker_is_named(cluster, runtime_dir, resources):
     with executor(runtime_dir, resources=resources) as (opened, engine):
         opened.call(LoadNullModel(), CacheAllocated, timeout=30)
@@ -181,6 +182,7 @@ def test_a_worker_that_hangs_is_missed_by_the_channels_timeout(cluster, runtime_
             opened.step(plan(0)).result()
 
 
+@pytest.mark.grid
 def test_a_worker_that_hangs_is_missed_by_its_silence(cluster, runtime_dir):
     with executor(runtime_dir, heartbeat_timeout=1.5) as (opened, engine):
         os.kill(pid_of(engine, "tp0-pp0"), signal.SIGSTOP)
@@ -195,7 +197,7 @@ def test_a_worker_that_cannot_be_made_leaves_nothing(cluster, runtime_dir):
     assert ray.is_initialized()
 
 
-@pytest.mark.parametrize("is_step", [True, False])
+@pytest.mark.parametrize("is_step", [True, pytest.param(False, marks=pytest.mark.grid)])
 def test_one_rank_that_fails_is_heard_while_the_other_waits_for_it(cluster, runtime_dir, is_step):
     asked = with_our_modules(config(2))
     group = start_ray_graph(

@@ -116,6 +116,7 @@ def test_engines_that_are_actors(cluster, checkpoint, expected):
         assert num_groups() == 2
 
 
+@pytest.mark.grid
 def test_engines_that_are_actors_share_the_users_placement_group(cluster, checkpoint, expected, make_group):
     group = groups.handle(make_group({"acc": 1}, {"acc": 1}))
     options = {"data_parallel_backend": "ray", "data_parallel_size": 2, "ray_worker_resources": ACC}

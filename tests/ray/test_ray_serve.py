@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_checkpoint(tmp_path_factory.mktemp("serve"), "qwen3", max_position_embeddings=10_000))
 
 
-@pytest.fixture(params=["ray", "in-process"])
+@pytest.fixture(params=["ray", pytest.param("in-process", marks=pytest.mark.grid)])
 def server(cluster: str, checkpoint: str, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     """Two engines on two nodes, whose workers are actors too, or part of them."""
     ray = ("--ray-address", cluster, "--ray-worker-resources", json.dumps(ACC))

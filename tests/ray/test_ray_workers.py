@@ -228,6 +228,7 @@ def test_a_worker_that_does_not_end_is_killed(start: Start) -> None:
     assert not Path(f"/proc/{pid}").exists() or ray_cluster.wait_until(lambda: not Path(f"/proc/{pid}").exists(), 3)
 
 
+@pytest.mark.grid
 def test_a_failure_after_any_stage_leaves_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fixtures look whether anything is left."""
 
