@@ -14,6 +14,7 @@ settings.load_profile("eagleray")
 UNIT = Path(__file__).parent / "unit"
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where tests run side by side (pytest-xdist), those that start processes take turns: they share the ports, the
     memory and the cores of the machine, and some look for what others may have left. Unit tests run beside them."""
