@@ -10,7 +10,7 @@ serve: $(READY)  ## Serve a model (MODEL=path, ARGS="--port 8000 ..."); without 
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
 
 test: lint  ## Everything that must hold before a change lands.
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not grid and not hosts"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not grid and not hosts"
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 # Tests do not time: a slow machine is no failure.
 settings.register_profile("eagleray", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("eagleray")
 
-UNIT = Path(__file__).parent / "unit"
+
+class TakingTurns(LoadScopeScheduling):
+    """Where tests run side by side, those that start processes take turns: they share the ports, the memory and the
+    cores of the machine, and some look for what others may have left. Unit tests run beside them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid.partition("::")[0] if nodeid.startswith("tests/unit/") else "processes"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run side by side (pytest-xdist), those that start processes take turns: they share the ports, the
-    memory and the cores of the machine, and some look for what others may have left. Unit tests run beside them."""
-    for item in items:
-        if UNIT not in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("processes"))
+def pytest_xdist_make_scheduler(config, log):
+    return TakingTurns(config, log)
