@@ -36,16 +36,16 @@ PATH = "/inference/v1/generate"
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {},
-    "a step at a time": {"async_scheduling": False},
     "small chunks": {"max_num_batched_tokens": 16},
     "without a prefix cache": {"enable_prefix_caching": False},
     "every request preempted": {"block_size": 4, "max_model_len": 160, "num_kv_blocks": 42},
-    "a process": {"executor": "processes"},
     "tp": {"tensor_parallel_size": 2},
     "pp": {"pipeline_parallel_size": 2},
     "dp": {"data_parallel_size": 2},
 }
 GRID: dict[str, dict[str, Any]] = {
+    "a step at a time": {"async_scheduling": False},
+    "a process": {"executor": "processes"},
     "ray": {"executor": "ray"},
     "ray-graph, pp": {"executor": "ray-graph", "pipeline_parallel_size": 2},
     "tp and pp": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
@@ -91,6 +91,10 @@ def check(checkpoint, outputs: list[Any], *, start: int = 0) -> None:
 # From Python.
 
 
+MANY = {"num_experts": 300, "moe_intermediate_size": 16, "num_experts_per_tok": 4}
+DENSE_FIRST = {"norm_topk_prob": False, "num_hidden_layers": 4, "mlp_only_layers": [0]}
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -109,14 +113,13 @@ def test_rows_are_what_transformers_routers_choose(checkpoint, options):
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
-        ("mixtral", {}),
-        ("qwen3_moe", {"num_experts": 300, "moe_intermediate_size": 16, "num_experts_per_tok": 4}),
-        ("qwen3_moe", {"decoder_sparse_step": 2}),
-        ("qwen3_moe", {"norm_topk_prob": False, "num_hidden_layers": 4, "mlp_only_layers": [0]}),
-        ("deepseek_v2", {}),
-        ("deepseek_v3", {}),
+        pytest.param("mixtral", {}, id="mixtral", marks=pytest.mark.grid),
+        pytest.param("qwen3_moe", MANY, id="300 experts"),
+        pytest.param("qwen3_moe", {"decoder_sparse_step": 2}, id="every second layer", marks=pytest.mark.grid),
+        pytest.param("qwen3_moe", DENSE_FIRST, id="a dense layer first", marks=pytest.mark.grid),
+        pytest.param("deepseek_v2", {}, id="deepseek-v2", marks=pytest.mark.grid),
+        pytest.param("deepseek_v3", {}, id="deepseek-v3"),
     ],
-    ids=["mixtral", "300 experts", "every second layer", "a dense layer first", "deepseek-v2", "deepseek-v3"],
 )
 def test_other_models(tmp_path, family, overrides):
     other = make_checkpoint(tmp_path, family, tokenizer=False, **overrides)

@@ -13,12 +13,9 @@ from ray_cluster import ACC, FAR
 # (executor, family, tensor parallel, pipeline parallel, asynchronous, resource): each pair of values at least once.
 # "far" are workers on two other nodes, reached by TCP; tensors between them go by gloo.
 PAIRS = [
-    ("ray", "qwen3", 2, 1, True, ACC),
     ("ray", "qwen3_moe", 1, 2, False, FAR),
     ("ray", "qwen3", 2, 2, True, FAR),
     ("ray-graph", "qwen3_moe", 2, 1, False, FAR),
-    ("ray-graph", "qwen3", 1, 2, True, ACC),
-    ("ray-graph", "qwen3_moe", 1, 1, True, ACC),
 ]
 GRID = [
     (executor, family, tp, pp, ahead, resource)

@@ -32,6 +32,9 @@ from eagleray.identity import EngineId
 from eagleray.messages.sampling import Sampling
 from eagleray.messages.steps import CacheAllocated, GroupsOpened, LoadNullModel, OpenGroups, RowStart, StepPlan
 
+pytestmark = pytest.mark.grid
+"""`test_ray_agree` has the executor in the usual suite."""
+
 HERE = str(Path(__file__).parent)
 MAX_STEPS = 4
 
@@ -66,7 +69,6 @@ def graph(*, hosts: int = 1, timeout: float = 20.0, **options: Any) -> Iterator[
         team.close()
 
 
-@pytest.mark.grid
 def test_a_codec_that_lends_memory_stalls_the_graph(cluster):
     """What `detach` is for: a result that is held blocks the channel when it comes round to the same buffer."""
     with graph(timeout=5) as (made, _):
@@ -80,7 +82,7 @@ def test_a_codec_that_lends_memory_stalls_the_graph(cluster):
         held.clear()
 
 
-@pytest.mark.parametrize("resources", [pytest.param(None, marks=pytest.mark.grid), FAR])
+@pytest.mark.parametrize("resources", [None, FAR])
 def test_detached_results_may_be_held_for_ever(cluster, resources):
     with graph(hosts=2, timeout=10, resources=resources) as (made, hosts):
         held = [made.results(made.execute([b"x", np.arange(step)])) for step in range(5 * MAX_STEPS)]
@@ -146,7 +148,7 @@ def test_a_worker_that_raises_is_named(cluster, runtime_dir):
             opened.step(plan(1)).result()
 
 
-@pytest.mark.parametrize("resources", [pytest.param(None, marks=pytest.mark.grid), FAR])
+@pytest.mark.parametrize("resources", [None, FAR])
 def test_a_killed_worker_is_named(cluster, runtime_dir, resources):
     with executor(runtime_dir, resources=resources) as (opened, engine):
         opened.call(LoadNullModel(), CacheAllocated, timeout=30)
@@ -157,7 +159,7 @@ def test_a_killed_worker_is_named(cluster, runtime_dir, resources):
                 opened.step(plan(step)).result()
 
 
-@pytest.mark.parametrize("resources", [pytest.param(None, marks=pytest.mark.grid), FAR])
+@pytest.mark.parametrize("resources", [None, FAR])
 def test_ranks_may_be_ahead_of_the_one_that_samples(cluster, runtime_dir, resources):
     """Between nodes, Ray's receiving side would block, and nothing would get past the answer that nobody takes yet."""
     asked = with_our_modules(config(2, 2, resources=resources))
@@ -182,7 +184,6 @@ def test_a_worker_that_hangs_is_missed_by_the_channels_timeout(cluster, runtime_
             opened.step(plan(0)).result()
 
 
-@pytest.mark.grid
 def test_a_worker_that_hangs_is_missed_by_its_silence(cluster, runtime_dir):
     with executor(runtime_dir, heartbeat_timeout=1.5) as (opened, engine):
         os.kill(pid_of(engine, "tp0-pp0"), signal.SIGSTOP)
@@ -197,7 +198,7 @@ def test_a_worker_that_cannot_be_made_leaves_nothing(cluster, runtime_dir):
     assert ray.is_initialized()
 
 
-@pytest.mark.parametrize("is_step", [True, pytest.param(False, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("is_step", [True, False])
 def test_one_rank_that_fails_is_heard_while_the_other_waits_for_it(cluster, runtime_dir, is_step):
     asked = with_our_modules(config(2))
     group = start_ray_graph(
