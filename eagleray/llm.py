@@ -231,7 +231,6 @@ class _Fleet:
             stack.push_async_callback(fleet.stop_client)
             supervisor.adopt(client_id, fleet.client.address)
             await fleet.guard(fleet.supervisor.serving.wait())
-            await fleet.guard(fleet.wait_until_whole())
             stack.pop_all()
             return fleet
 

@@ -31,7 +31,7 @@ from eagleray.config.resolve import checkpoint_dir, tokenizer_dir
 from eagleray.errors import ChannelClosed, DeadlineExceeded, EngineFailed, Unavailable
 from eagleray.identity import ClientId, EngineId
 from eagleray.log import get_logger
-from eagleray.messages.lifecycle import Attach, ClientStarted, Stop, SupervisorToMember
+from eagleray.messages.lifecycle import Attach, ClientStarted, Knows, Stop, SupervisorToMember
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.outputs import Chunks, EngineStats, EngineToClient, ExpertLoad, WorkersReturned
 from eagleray.messages.sampling import SamplingParams
@@ -295,6 +295,7 @@ class Client:
         if isinstance(joined.member, EngineId) and joined.engine is not None and joined.member not in self.engines:
             self._outbox.connect(joined.member, joined.address)
             self._dispatch.join(joined.member, joined.engine)
+            self._outbox.send(SUPERVISOR, Knows(self._client_id, joined.member))
             self._members_changed.set()
 
     def _leave(self, engine: EngineId, cause: str, returns: bool) -> None:

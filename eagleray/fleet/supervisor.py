@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -43,6 +44,7 @@ from eagleray.messages.lifecycle import (
     ExpertsFormed,
     ExpertsOpened,
     Failing,
+    Knows,
     MemberToSupervisor,
     Register,
     Stop,
@@ -84,7 +86,8 @@ class Supervisor:
         self.runtime_dir = runtime_dir
         """Where the sockets of this instance are."""
         self.serving = asyncio.Event()
-        """Set once everything that was started or adopted at first has started, or was given up."""
+        """Set once everything that was started or adopted at first has started, or was given up, and clients know the
+        engines."""
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """Gets the exception that ends this instance, never a result."""
@@ -95,8 +98,10 @@ class Supervisor:
         self._ends = ends
         self._seats: dict[PeerId, Seat] = {}
         """By place: the identity of the first that takes it."""
-        self._adopted: set[PeerId] = set()
-        """Clients of this process that have not started."""
+        self._adopted: set[ClientId] = set()
+        """Clients of this process."""
+        self._known: set[tuple[ClientId, EngineId]] = set()
+        """Which client has said that it knows which engine; of the time until `serving` is set."""
         self._is_ending = False
         self._inbox: AsyncInbox[MemberToSupervisor] = AsyncInbox(
             runtime_dir, "supervisor", Codec(SUPERVISOR_INBOX).decode, host=self.host
@@ -304,6 +309,10 @@ class Supervisor:
                 self._started(engine, info)
             case ClientStarted(client):
                 self._started(client, None)
+            case Knows(client, engine):
+                if not self.serving.is_set():
+                    self._known.add((client, engine))
+                    self._check_serving()
             case ExpertsOpened():
                 self._opened(message)
             case Failing(member, cause):
@@ -326,7 +335,6 @@ class Supervisor:
             seconds_away = seat.started()
             if seconds_away is not None:
                 logger.info("%s serves again after %.1f s", member.label, seconds_away)
-        self._adopted.discard(member)
         self._board.join(member, info)
         self._check_serving()
 
@@ -357,8 +365,12 @@ class Supervisor:
 
     def _check_serving(self) -> None:
         settled = (seat.phase is Phase.UP or seat.expected is None for seat in self._seats.values())
-        if not self._adopted and all(settled):
+        up = {seat.member for seat in self._seats.values() if seat.phase is Phase.UP}
+        engines = {member for member in up if isinstance(member, EngineId)}
+        clients = {member for member in up if isinstance(member, ClientId)} | self._adopted
+        if all(settled) and self._known.issuperset(itertools.product(clients, engines)):
             self.serving.set()
+            self._known.clear()
 
     def _silent(self, member: PeerId, seconds: float) -> None:
         if seat := self._seat_of(member):

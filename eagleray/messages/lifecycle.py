@@ -34,6 +34,7 @@ __all__ = [
     "ExpertsOpened",
     "Failed",
     "Failing",
+    "Knows",
     "MemberToSupervisor",
     "OpenExperts",
     "Register",
@@ -144,6 +145,14 @@ class ClientStarted(msgspec.Struct, frozen=True, tag=True):
     client: ClientId
 
 
+class Knows(msgspec.Struct, frozen=True, tag=True):
+    """The client has heard of the engine: requests can go there from now on. Clients of the instance's own say so,
+    since it counts as ready only then."""
+
+    client: ClientId
+    engine: EngineId
+
+
 class Failing(msgspec.Struct, frozen=True, tag=True):
     """I am about to end because of this. For those whose end is reported by others, and later."""
 
@@ -175,4 +184,4 @@ class ExpertsOpened(msgspec.Struct, frozen=True, tag=True):
     opened: EngineOpened
 
 
-MemberToSupervisor = EngineStarted | ClientStarted | Failing | Register | Alive | ExpertsOpened
+MemberToSupervisor = EngineStarted | ClientStarted | Knows | Failing | Register | Alive | ExpertsOpened

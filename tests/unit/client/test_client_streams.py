@@ -21,7 +21,7 @@ from eagleray.errors import (
     Unavailable,
 )
 from eagleray.identity import ClientId, EngineId
-from eagleray.messages.lifecycle import Attach, ClientStarted, Stop
+from eagleray.messages.lifecycle import Attach, ClientStarted, Knows, Stop
 from eagleray.messages.membership import Joined, Left
 from eagleray.messages.outputs import EngineStats, ExpertLoad, FinishReason
 from eagleray.messages.sampling import SamplingParams
@@ -48,7 +48,7 @@ def report(engine, num_running=0):
 @asynchronous
 async def test_it_says_that_it_has_started_and_knows_who_is_there():
     async with attached() as setup:
-        assert setup.network.mail["supervisor"] == [ClientStarted(CLIENT)]
+        assert setup.network.mail["supervisor"] == [Knows(CLIENT, setup.engine.id), ClientStarted(CLIENT)]
         assert setup.client.address == "client"
         assert setup.client.engine_info == INFO
         assert await setup.client.wait_until_ready(5) == INFO

@@ -11,7 +11,7 @@ from client_fakes import CLIENT, Setup, asynchronous
 
 from eagleray.client import Prompt, supervision
 from eagleray.errors import EngineFailed
-from eagleray.messages.lifecycle import Attach, ClientStarted
+from eagleray.messages.lifecycle import Attach, ClientStarted, Knows
 from eagleray.messages.sampling import SamplingParams
 
 
@@ -51,7 +51,7 @@ async def test_a_ticket_is_used_before_the_client_says_that_it_has_started():
     await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined()], pulse=b"ticket"))
     (pulse,) = FakePulse.started
     assert pulse.ticket == b"ticket"
-    assert setup.network.mail["supervisor"] == [ClientStarted(CLIENT)]
+    assert setup.network.mail["supervisor"] == [Knows(CLIENT, setup.engine.id), ClientStarted(CLIENT)]
     await setup.client.close()
     await setup.running
     assert pulse.is_closed

@@ -13,7 +13,7 @@ from eagleray.config import build_config
 from eagleray.fleet import Supervisor
 from eagleray.identity import ClientId, EngineId, PeerId
 from eagleray.messages.codec import Codec
-from eagleray.messages.lifecycle import ApiServerSpec, Attach, Bound, ClientStarted, EngineSpec, EngineStarted
+from eagleray.messages.lifecycle import ApiServerSpec, Attach, Bound, ClientStarted, EngineSpec, EngineStarted, Knows
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX, ENGINE_OUTBOX, SUPERVISOR_OUTBOX
 from eagleray.transport import AsyncInbox, Outbox, Pulse, make_runtime_dir, remove_runtime_dir
@@ -96,7 +96,7 @@ class FakeLauncher:
 
 
 class FakeMember:
-    """Has an inbox, and says what the test wants."""
+    """Has an inbox, and says what the test wants; by itself only which engines it knows, if it is a client."""
 
     def __init__(self, fleet: Fleet, name: str):
         self.inbox = AsyncInbox(fleet.supervisor.runtime_dir, name, Codec(CLIENT_INBOX | SUPERVISOR_OUTBOX).decode)
@@ -104,6 +104,9 @@ class FakeMember:
         self.outbox.connect("supervisor", fleet.address)
         self.attach: Attach | None = None
         self.pulse: Pulse | None = None
+        self.tells_whom_it_knows = True
+        self._received: asyncio.Queue[Any] = asyncio.Queue()
+        self._reading = asyncio.create_task(self._read())
         fleet.ends.callback(self.close)
 
     def send(self, message):
@@ -111,12 +114,12 @@ class FakeMember:
 
     async def receive(self):
         async with asyncio.timeout(SECONDS):
-            return await self.inbox.receive()
+            return await self._received.get()
 
     async def attached(self) -> Attach:
-        self.attach = await self.receive()
-        assert isinstance(self.attach, Attach)
-        return self.attach
+        attach = await self.receive()
+        assert isinstance(attach, Attach)
+        return attach
 
     def start(self):
         """Report that it works, and have a pulse if it shall."""
@@ -126,7 +129,23 @@ class FakeMember:
         member = self.attach.member
         self.send(EngineStarted(member, INFO) if isinstance(member, EngineId) else ClientStarted(member))
 
+    async def _read(self):
+        while True:
+            message = await self.inbox.receive()
+            if isinstance(message, Attach):
+                self.attach = message
+            if self.tells_whom_it_knows:
+                for one in message.members if isinstance(message, Attach) else [message]:
+                    self._tell_that_it_knows(one)
+            self._received.put_nowait(message)
+
+    def _tell_that_it_knows(self, message):
+        match self.attach.member, message:
+            case ClientId() as client, Joined(EngineId() as engine):
+                self.send(Knows(client, engine))
+
     def close(self):
+        self._reading.cancel()
         if self.pulse is not None:
             self.pulse.close()
         self.inbox.close()

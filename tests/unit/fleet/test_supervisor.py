@@ -9,7 +9,7 @@ from eagleray.errors import ConfigError, EngineFailed
 from eagleray.fleet import recovery
 from eagleray.identity import ClientId, EngineId, successor
 from eagleray.messages.failure import Failure
-from eagleray.messages.lifecycle import Alive, Attach, Bound, EngineStarted, Failed, Failing, Register, Stop
+from eagleray.messages.lifecycle import Alive, Attach, Bound, EngineStarted, Failed, Failing, Knows, Register, Stop
 from eagleray.messages.membership import Joined, Left
 from eagleray.transport import Outbox
 
@@ -39,12 +39,28 @@ async def test_all_take_one_path_and_hear_of_each_other():
         assert await client.receive() == Joined(ENGINES[0], first.inbox.address, INFO)
         assert not it.supervisor.serving.is_set()
         second = await it.bring_up(processes[ENGINES[1]])
-        await it.supervisor.serving.wait()
         known = Joined(ENGINES[0], first.inbox.address, INFO)
         assert known in second.attach.members
         assert Joined(API_SERVER, client.inbox.address) in second.attach.members
         assert await client.receive() == Joined(ENGINES[1], second.inbox.address, INFO)
+        await it.supervisor.serving.wait()
         assert it.supervisor.engines == set(ENGINES[:2])
+
+
+@in_loop
+async def test_it_serves_when_its_api_servers_have_heard_of_its_engines():
+    """Who is told that it serves may ask at once."""
+    async with fleet(api_server_count=1) as it:
+        engine, api_server = [await it.launcher.next() for _ in range(2)]
+        client = await it.bind(api_server)
+        client.tells_whom_it_knows = False
+        client.start()
+        await it.bring_up(engine)
+        assert joined(engine.id)(await client.receive())
+        await asyncio.sleep(0.1)
+        assert not it.supervisor.serving.is_set()
+        client.send(Knows(api_server.id, engine.id))
+        await it.supervisor.serving.wait()
 
 
 @in_loop
