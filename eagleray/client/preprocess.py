@@ -216,7 +216,14 @@ def _of_child(sampling: Sampling, index: int) -> Sampling:
 
 def _routed_experts_from(params: SamplingParams, engine: EngineInfo, num_prompt_tokens: int) -> int | None:
     """The first position whose routed experts are asked for; None: they are not. Raises `InvalidRequest`."""
+    start = params.routed_experts_prompt_start
     if not params.return_routed_experts:
+        if start:
+            raise InvalidRequest(
+                f"`routed_experts_prompt_start` is {start}, but the request does not ask for routed experts: add "
+                "`return_routed_experts`, or drop it",
+                param="routed_experts_prompt_start",
+            )
         return None
     if not engine.has_experts:
         raise InvalidRequest(
@@ -229,7 +236,6 @@ def _routed_experts_from(params: SamplingParams, engine: EngineInfo, num_prompt_
             "`enable_return_routed_experts`",
             param="return_routed_experts",
         )
-    start = params.routed_experts_prompt_start
     if start > num_prompt_tokens:
         raise InvalidRequest(
             f"`routed_experts_prompt_start` is {start}, but the prompt has {num_prompt_tokens} tokens: it must be at "

@@ -101,7 +101,7 @@ class Completion:
             stop_reason=self.stop_reason,
         )
         if routed is not None:
-            delta.routed_experts, delta.routed_experts_start = routed.experts, routed.start
+            delta.routed_experts_start, delta.routed_experts = routed
         self._num_taken_texts, self._num_taken_tokens = len(self._texts), len(self.token_ids)
         self._end_was_taken |= is_end
         return delta

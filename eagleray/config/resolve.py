@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from eagleray.config.sections import CacheConfig, Config, ModelConfig, RayConfig
+from eagleray.config.sections import CacheConfig, Config, ModelConfig, ParallelConfig, RayConfig
 from eagleray.errors import CheckpointError, ConfigError
 
 __all__ = [
@@ -172,7 +172,7 @@ def check_experts(config: Config) -> None:
     """Raises `ConfigError` for options of expert parallelism that do not fit together. What depends on the model is
     checked when it is loaded."""
     _check_experts_are_divided(config)
-    _check_redundant_experts(config)
+    _check_experts_are_balanced(config)
     if expert_engines(config) > 1:
         _check_tokens_differ(config)
         _check_one_stage(config)
@@ -268,13 +268,17 @@ def _check_experts_are_divided(config: Config) -> None:
             raise ConfigError(f"option `{name}` is for whole experts on each worker: add `enable_expert_parallel`")
 
 
-def _check_redundant_experts(config: Config) -> None:
+def _check_experts_are_balanced(config: Config) -> None:
     """Without measured load nobody knows which experts need copies."""
-    if config.parallel.num_redundant_experts > 0 and not config.parallel.enable_eplb:
+    if config.parallel.enable_eplb:
+        return
+    if config.parallel.num_redundant_experts > 0:
         raise ConfigError(
             "option `num_redundant_experts` makes room for copies of experts with much load: add `enable_eplb`, which "
             "measures it"
         )
+    if config.parallel.eplb_step_interval != ParallelConfig().eplb_step_interval:
+        raise ConfigError("option `eplb_step_interval` is how often experts move: add `enable_eplb`, which moves them")
 
 
 def _check_tokens_differ(config: Config) -> None:

@@ -41,7 +41,7 @@ class ExpertLoadReporter:
         self._due = math.inf if is_idle else now + LOAD_SECONDS
         tp_size = self._core.executor.topology.tensor_parallel_size
         counts = join_loads(self._core.read_expert_load(), tp_size=tp_size)
-        return ExpertLoad(engine=self._engine, layers=list(range(len(counts))), counts=counts)
+        return ExpertLoad(engine=self._engine, counts=counts)
 
 
 def join_loads(loads: list[WorkerExpertLoad], *, tp_size: int) -> Array:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import numpy as np
 
 from eagleray.identity import PeerId
+from eagleray.messages.arrays import Array
 
 __all__ = ["EngineInfo", "Joined", "Left", "RoutingInfo"]
 
@@ -16,6 +20,20 @@ class RoutingInfo(msgspec.Struct, frozen=True, kw_only=True):
     """That have experts."""
     num_experts: int
     top_k: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of experts' numbers: the smallest that holds them all."""
+        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
+
+    @property
+    def row_bytes(self) -> int:
+        """What the experts of one token take."""
+        return self.num_layers * self.top_k * self.dtype.itemsize
+
+    def rows(self, experts: bytes | bytearray) -> Array:
+        """[num_tokens, num_layers, top_k], read-only if `experts` is; it shares their memory."""
+        return np.frombuffer(experts, self.dtype).reshape(-1, self.num_layers, self.top_k)
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -66,9 +66,9 @@ class RoutedExperts(msgspec.Struct, frozen=True, eq=False):
     """Which experts computed the tokens at positions `start`, `start + 1`, … of the sequence, prompt included."""
 
     start: int
-    experts: Array
-    """uint8, or uint16 from 257 experts on: [num_tokens, num_moe_layers, top_k], from the likeliest expert to the least
-    likely, by the model's own numbers"""
+    experts: bytes
+    """[num_tokens, num_moe_layers, top_k], from the likeliest expert to the least, by the model's own numbers: see
+    `RoutingInfo.rows`. Plain bytes, since every token of every request may bring some."""
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -134,10 +134,8 @@ class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True, tag=True, eq=False):
     """How many tokens each expert has had since the engine's incarnation began."""
 
     engine: EngineId
-    layers: list[int]
-    """The numbers of the layers that have experts."""
     counts: Array
-    """int64 [num_moe_layers, num_experts]"""
+    """int64 [num_moe_layers, num_experts]: of the layers that have experts, in the model's order"""
 
 
 EngineToClient = Chunks | EngineStats | ExpertLoad | WorkersReturned

@@ -51,7 +51,7 @@ class ExpertText:
     def _labels(self, load: ExpertLoad) -> list[str]:
         """Of each layer."""
         engine = f'model_name="{self._model_name}",engine="{load.engine.rank}"'
-        return [f'{engine},layer="{layer}"' for layer in load.layers]
+        return [f'{engine},layer="{layer}"' for layer in range(len(load.counts))]
 
 
 def _escaped(value: str) -> str:

@@ -36,9 +36,10 @@ class RoutedRows:
 
     def __init__(self, routing: RoutingInfo, *, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
+        self._row_bytes = routing.row_bytes
         shape = (num_blocks * block_size, routing.num_layers, routing.top_k)
         # calloc'd: memory is taken only by what is stored
-        self._rows = np.zeros(shape, np.uint8 if routing.num_experts <= 256 else np.uint16)
+        self._rows = np.zeros(shape, routing.dtype)
 
     @staticmethod
     def captured(num_tokens: Mapping[Run, int]) -> list[Captured]:
@@ -54,17 +55,18 @@ class RoutedRows:
 
         `experts`: [tokens of all `captured`, in their order; num_layers; top_k].
         """
+        assert experts.dtype == self._rows.dtype
         if len(self._rows):
             self._rows[[slot for run, start, end in captured for slot in self._slots(run, start, end)]] = experts
         news: dict[Run, RoutedExperts] = {}
-        offset = 0
+        data, size, offset = experts.tobytes(), self._row_bytes, 0
         for run, start, end in captured:
             wanted_from = run.request.routed_experts_from
             if run.is_current and wanted_from is not None and wanted_from < end:
                 if wanted_from >= start:
-                    rows = experts[offset + wanted_from - start : offset + end - start]
+                    rows = data[(offset + wanted_from - start) * size : (offset + end - start) * size]
                 else:  # what was found in the cache, too
-                    rows = self._rows[self._slots(run, wanted_from, end)]
+                    rows = self._rows[self._slots(run, wanted_from, end)].tobytes()
                 news[run] = RoutedExperts(wanted_from, rows)
                 run.request.routed_experts_from = end
             offset += end - start

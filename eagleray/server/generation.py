@@ -13,11 +13,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from starlette.requests import Request
 
 from eagleray.client import CompletionDelta, CompletionOutput, Logprob, Prompt, RequestOutput, RequestStream
+from eagleray.errors import InvalidRequest
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
 from eagleray.metrics import RequestTimer
 from eagleray.server.body import field_names
 from eagleray.server.headers import rank_of, session_of
+from eagleray.server.routed_experts import RoutedExpertsFormat
 from eagleray.server.service import Service
 
 __all__ = ["Generation", "Generations", "Order", "OrderFields", "all_of"]
@@ -35,6 +37,7 @@ class OrderFields(Protocol):
     priority: int | None
     cache_salt: str | None
     timeout: float | None
+    routed_experts_format: RoutedExpertsFormat | None
 
 
 class Order(NamedTuple):
@@ -70,7 +73,13 @@ class Order(NamedTuple):
         only_prompt: bool = False,
         field_names: Mapping[str, str] = {},
     ) -> Order:
-        """Raises `InvalidRequest` for a wrong header, or a priority that could have no effect."""
+        """Raises `InvalidRequest` for a wrong header, and for a priority or a format that could have no effect."""
+        if fields.routed_experts_format is not None and not params.return_routed_experts:
+            raise InvalidRequest(
+                "`routed_experts_format` is for requests that ask for routed experts: add `return_routed_experts`, or "
+                "drop it",
+                param="routed_experts_format",
+            )
         state = request.scope["state"]
         return cls(
             request_id=state["request_id"],

@@ -12,9 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from eagleray.models.moe.slots import SlotMap
-
-__all__ = ["ExpertProducts", "Stored", "TorchProducts", "compute_experts", "find_slots"]
+__all__ = ["ExpertProducts", "Stored", "TorchProducts", "compute_experts"]
 
 Products = Sequence[Callable[[Tensor], Tensor]]
 
@@ -95,15 +93,6 @@ def compute_experts(x: Tensor, slots: Tensor, weights: Tensor, gate_up: Products
     # [num_tokens, 1, top_k] x [num_tokens, top_k, hidden_size]; with float32 weights the sum is in float32
     outputs = _multiply_pairs(x, slots, gate_up, down).to(weights.dtype)
     return torch.bmm(weights[:, None], outputs)[:, 0].to(x.dtype)
-
-
-def find_slots(ids: Tensor, slots: SlotMap) -> Tensor:
-    """[num_tokens, top_k] in which of the rank's slots these experts are, by the row's copy; -1: in none."""
-    table = torch.from_numpy(slots.table).to(ids.device)
-    num_copies = torch.from_numpy(slots.num_copies).to(ids.device)
-    ids = ids.long()
-    rows = torch.arange(len(ids), device=ids.device)[:, None]
-    return table[ids, rows % num_copies[ids]]
 
 
 def _multiply_pairs(x: Tensor, slots: Tensor, gate_up: Products, down: Products) -> Tensor:

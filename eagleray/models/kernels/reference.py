@@ -21,7 +21,7 @@ from eagleray.models.batch import Batch, Int32Array
 from eagleray.models.cache import KVCache
 from eagleray.models.kernels.attention import AttentionPlan, TensorBatch, attend, plan_attention
 from eagleray.models.kernels.context import ForwardContext
-from eagleray.models.kernels.experts import ExpertProducts, TorchProducts, compute_experts, find_slots
+from eagleray.models.kernels.experts import ExpertProducts, TorchProducts, compute_experts
 from eagleray.models.kernels.latent import LatentHeads, latent_attention
 from eagleray.models.kernels.plain_linear import GatedLinear, PlainLinear, StoredGatedLinear
 from eagleray.models.kernels.ranking import Ranking
@@ -154,7 +154,7 @@ class Kernels:
             ids, weights = self.route(scores, mixture)
             if trace is not None:
                 trace.note(layer, ids)
-            return compute_experts(x, ids if slots is None else find_slots(ids, slots), weights, gate_up, down)
+            return compute_experts(x, ids if slots is None else slots.find(ids), weights, gate_up, down)
 
         return compute
 

@@ -16,57 +16,23 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from eagleray.models.kernels.experts import ExpertProducts
+from eagleray.models.moe.slots import ABSENT, LayerSlots
 from eagleray.parallel import RowGroup
 
 __all__ = [
     "AllGatherDispatch",
     "AllToAllDispatch",
     "Dispatch",
-    "Products",
     "Routes",
-    "SlotsOfLayer",
-    "choose_slots",
     "local_slots",
     "pack_rows",
     "plan_routes",
     "unpack_rows",
 ]
-
-ABSENT = -1
-"""In place of a slot that is on another rank."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SlotsOfLayer:
-    """Where the experts of a layer are, on all ranks. The arrays may be changed in place between steps."""
-
-    table: npt.NDArray[np.int32]
-    """[num_experts, max_copies] the slot of an expert's c-th copy, counted over all ranks"""
-    num_copies: npt.NDArray[np.int32]
-    """[num_experts] at least 1"""
-    slots_per_rank: int
-
-
-class Products(Protocol):
-    """What a rank computes with the experts in its own slots; see `Kernels.expert_products`. `slots`: int32 [n, top_k],
-    -1 for an expert of another rank, which adds nothing; `weights`: float32 [n, top_k]."""
-
-    def pairs(self, x: Tensor, slots: Tensor) -> Tensor:
-        """float32 [n, top_k, hidden_size]"""
-        ...
-
-    def sums(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-        """float32 [n, hidden_size]: the weighted outputs of a row, added up in order"""
-        ...
-
-    def weighted_sum(self, outputs: Tensor, weights: Tensor) -> Tensor:
-        """float32 [n, hidden_size], of the outputs of `pairs`"""
-        ...
 
 
 class Dispatch(Protocol):
@@ -77,8 +43,8 @@ class Dispatch(Protocol):
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        products: Products,
-        placement: SlotsOfLayer,
+        products: ExpertProducts,
+        places: LayerSlots,
         counts: Sequence[int],
     ) -> Tensor:
         """x [n, hidden_size], ids and weights [n, top_k] -> float32 [n, hidden_size]. `ids` are experts; `counts`: how
@@ -97,14 +63,14 @@ class AllGatherDispatch:
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        products: Products,
-        placement: SlotsOfLayer,
+        products: ExpertProducts,
+        places: LayerSlots,
         counts: Sequence[int],
     ) -> Tensor:
         group, parts = self._group, (x, ids.int(), weights.float())
         x, ids, weights = unpack_rows(group.all_gather(pack_rows(*parts), counts), like=parts)
-        slots = choose_slots(ids, placement, first_row=0)
-        own = local_slots(slots, group.rank, placement.slots_per_rank)
+        slots = places.everywhere.find(ids)
+        own = local_slots(slots, group.rank, places.slots_per_rank)
         return group.reduce_scatter(products.sums(x, own, weights), counts)
 
 
@@ -119,16 +85,16 @@ class AllToAllDispatch:
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        products: Products,
-        placement: SlotsOfLayer,
+        products: ExpertProducts,
+        places: LayerSlots,
         counts: Sequence[int],
     ) -> Tensor:
         group, (num_rows, top_k) = self._group, ids.shape
-        slots = choose_slots(ids, placement, first_row=sum(counts[: group.rank]))
-        routes = plan_routes(slots // placement.slots_per_rank, group.size)
+        slots = places.everywhere.find(ids, first_row=sum(counts[: group.rank]))
+        routes = plan_routes(slots // places.slots_per_rank, group.size)
         receive_counts = self._exchange_counts(routes.row_counts, x.device)
 
-        wanted = local_slots(slots[routes.rows], routes.ranks[:, None], placement.slots_per_rank)
+        wanted = local_slots(slots[routes.rows], routes.ranks[:, None], places.slots_per_rank)
         parts = (x[routes.rows], wanted)
         received = group.all_to_all(pack_rows(*parts), routes.row_counts, receive_counts)
         rows, own = unpack_rows(received, like=parts)
@@ -147,16 +113,6 @@ class AllToAllDispatch:
         own = torch.tensor([row_counts], device=device)
         counts: list[int] = self._group.all_gather(own, [1] * size)[:, self._group.rank].tolist()
         return counts
-
-
-def choose_slots(ids: Tensor, placement: SlotsOfLayer, *, first_row: int) -> Tensor:
-    """The slot that computes each pair, int32 like ids [n, top_k]. The copies of an expert take turns over the rows of
-    all ranks, of which this rank's begin with `first_row`."""
-    table = torch.as_tensor(placement.table, device=ids.device)
-    num_copies = torch.as_tensor(placement.num_copies, device=ids.device)
-    ids = ids.long()
-    rows = torch.arange(first_row, first_row + len(ids), device=ids.device)[:, None]
-    return table[ids, rows % num_copies[ids]]
 
 
 def local_slots(slots: Tensor, rank: int | Tensor, slots_per_rank: int) -> Tensor:

@@ -91,7 +91,7 @@ class MoeBlock:
         assert plan.dispatch is not None and self.slots is not None
         ids, weights = self._kernels.route(scores, self._mixture)
         plan.trace.note(self.number, ids)
-        out = plan.dispatch(x, ids, weights, self.products, self.slots.everywhere, plan.row_counts)
+        out = plan.dispatch(x, ids, weights, self.products, self.slots, plan.row_counts)
         return out.to(self._kernels.hidden_dtype(x.dtype))
 
 

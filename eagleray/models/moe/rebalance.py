@@ -88,7 +88,7 @@ class Rebalancer:
             new = balance(tokens, len(old), size, old)
             needed = moves(old, new)
             if needed:
-                self._exchange(block, needed, slots.everywhere.slots_per_rank)
+                self._exchange(block, needed, slots.slots_per_rank)
                 slots.put(new)
             num_moves += len(needed)
             before += rank_loads(tokens, old, size).max()

@@ -32,7 +32,7 @@ class ExpertTrace:
         self.top_k = top_k
         self.keeps_ids = keeps_ids
         self.dtype = torch.uint8 if num_experts <= 256 else torch.uint16
-        """Of `ids`: the smallest one that holds the number of every expert."""
+        """Of `ids`: the smallest one that holds the number of every expert, as `RoutingInfo.dtype`."""
         self.counts = torch.zeros((num_layers, num_experts), dtype=torch.int64, device=device)
         """[num_layers, num_experts] pairs of a token and an expert since the model was made. Stays where it is in
         memory: kernels add to it."""

@@ -80,7 +80,8 @@ class Run:
         if start is None or start >= end:
             return None
         self.routed_experts_from = end
-        return RoutedExperts(start, routed_rows([*self.message.prompt_token_ids, *self.token_ids], start, end))
+        rows = routed_rows([*self.message.prompt_token_ids, *self.token_ids], start, end)
+        return RoutedExperts(start, rows.tobytes())
 
     def _prompt_logprobs(self, end):
         prompt = self.message.prompt_token_ids

@@ -30,7 +30,7 @@ def rows(start, end, salt=0):
 
 
 def part(start, end, salt=0):
-    return RoutedExperts(start, rows(start, end, salt).reshape(-1, 3, 2))
+    return RoutedExperts(start, rows(start, end, salt).tobytes())
 
 
 def state(*, routing=ROUTING, **params):
@@ -59,7 +59,13 @@ def test_they_are_asked_for_from_a_position_on():
     assert asked() == asked(return_routed_experts=False) == [None]
     assert asked(return_routed_experts=True) == [0]
     assert asked(return_routed_experts=True, routed_experts_prompt_start=3, n=2) == [3, 3]
-    assert asked(routed_experts_prompt_start=99) == [None], "a start alone asks for nothing"
+
+
+@pytest.mark.parametrize("asks", [None, False])
+def test_a_start_without_asking_is_refused(asks):
+    with pytest.raises(InvalidRequest, match="add `return_routed_experts`") as refusal:
+        asked(return_routed_experts=asks, routed_experts_prompt_start=1)
+    assert refusal.value.param == "routed_experts_prompt_start"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +175,7 @@ def test_nothing_that_was_not_asked_for():
 def test_the_smallest_dtype_that_holds_the_experts(num_experts, dtype):
     kept = RoutedRows(RoutingInfo(num_layers=1, num_experts=num_experts, top_k=1), start=0, num_prompt_tokens=1)
     assert kept.all().dtype == dtype
-    kept.add(RoutedExperts(0, np.array([[[num_experts - 1]]], dtype)))
+    kept.add(RoutedExperts(0, np.array([[[num_experts - 1]]], dtype).tobytes()))
     assert kept.all().tolist() == [[[num_experts - 1]]]
 
 
@@ -182,10 +188,11 @@ def test_parts_in_any_sizes(parts, start):
         begin = max(start, kept.end - num_known)
         kept.add(part(begin, kept.end + num_new, salt=0))
         if is_read and (news := kept.take()) is not None:
-            assert news.start == start + sum(map(len, taken))
-            taken.append(news.experts)
+            first, new = news
+            assert first == start + sum(map(len, taken))
+            taken.append(new)
     assert np.array_equal(kept.all(), rows(start, kept.end).reshape(-1, 3, 2))
     if (news := kept.take()) is not None:
-        taken.append(news.experts)
+        taken.append(news[1])
     assert np.array_equal(np.concatenate([kept.all()[:0], *taken]), kept.all())
     assert kept.take() is None

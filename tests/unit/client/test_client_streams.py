@@ -99,13 +99,13 @@ async def test_the_newest_stats_of_an_engine_that_is_there():
 @asynchronous
 async def test_the_newest_load_of_the_experts_of_an_engine_that_is_there():
     def load(engine, count):
-        return ExpertLoad(engine=engine.id, layers=[1], counts=np.full((1, 300), count))
+        return ExpertLoad(engine=engine.id, counts=np.full((1, 300), count))
 
     async with attached() as setup:
         assert setup.client.expert_load == {}
         await setup.deliver(load(setup.engine, 1), load(setup.engine, 2))
         (found,) = setup.client.expert_load.values()
-        assert (found.engine, found.layers, found.counts.max()) == (setup.engine.id, [1], 2)
+        assert (found.engine, found.counts.max()) == (setup.engine.id, 2)
         early = FakeEngine(setup, incarnation=1)
         await setup.deliver(load(early, 7))
         assert list(setup.client.expert_load) == [setup.engine.id]

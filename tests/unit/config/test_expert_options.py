@@ -38,6 +38,8 @@ def test_how_tokens_and_experts_come_together(options, dispatch, engines):
         ({"num_redundant_experts": 2}, "`num_redundant_experts` is for whole experts"),
         ({"expert_dispatch": "all-to-all"}, "`expert_dispatch` is for whole experts"),
         (EP | {"num_redundant_experts": 2}, "`num_redundant_experts` .* add `enable_eplb`"),
+        (EP | {"eplb_step_interval": 100}, "`eplb_step_interval` .* add `enable_eplb`"),
+        ({"eplb_step_interval": 100}, "`eplb_step_interval` .* add `enable_eplb`"),
         (SEVERAL | {"expert_dispatch": "all-reduce"}, "all-reduce is for one engine.* data_parallel_size is 2"),
         (SEVERAL | {"pipeline_parallel_size": 2}, "one stage, but pipeline_parallel_size is 2"),
         (SEVERAL | BY_RAY | {"executor": "ray-graph"}, "cannot use executor ray-graph"),

@@ -203,23 +203,23 @@ def test_the_process_of_each_server_is_told_apart(make):
     assert values["process_open_fds", "1"] > 0
 
 
-def load(rank=0, incarnation=0, *, layers=(1, 4), counts=((4, 0, 2), (3, 3, 3))):
-    return ExpertLoad(engine=EngineId("test", rank, incarnation), layers=list(layers), counts=np.array(counts))
+def load(rank=0, incarnation=0, *, counts=((4, 0, 2), (3, 3, 3))):
+    return ExpertLoad(engine=EngineId("test", rank, incarnation), counts=np.array(counts))
 
 
 def test_the_load_of_experts_by_layer_and_expert(make):
-    metrics = make(expert_load=[load(), load(1, layers=[0], counts=[[0, 0, 0]])])
+    metrics = make(expert_load=[load(), load(1, counts=[[0, 0, 0]])])
     values = samples(metrics)
     tokens = {key[1:]: value for key, value in values.items() if key[0] == "eagleray:expert_tokens_total"}
-    expected = {("0", str(expert), "1"): count for expert, count in enumerate([4, 0, 2])}
-    expected |= {("0", str(expert), "4"): 3 for expert in range(3)} | {
+    expected = {("0", str(expert), "0"): count for expert, count in enumerate([4, 0, 2])}
+    expected |= {("0", str(expert), "1"): 3 for expert in range(3)} | {
         ("1", str(expert), "0"): 0 for expert in range(3)
     }
     assert tokens == expected
     balance = {key[1:]: value for key, value in values.items() if key[0] == "eagleray:expert_balance"}
-    assert balance == {("0", "1"): 0.5, ("0", "4"): 1.0, ("1", "0"): 1.0}
+    assert balance == {("0", "0"): 0.5, ("0", "1"): 1.0, ("1", "0"): 1.0}
     sample = families(metrics)["eagleray:expert_balance"].samples[0]
-    assert sample.labels == {"model_name": "tiny", "engine": "0", "layer": "1"}
+    assert sample.labels == {"model_name": "tiny", "engine": "0", "layer": "0"}
 
 
 def test_the_load_of_experts_of_the_newest_incarnation(make):

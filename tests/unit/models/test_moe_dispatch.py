@@ -16,8 +16,6 @@ from ranks import together
 from eagleray.models.moe.dispatch import (
     AllGatherDispatch,
     AllToAllDispatch,
-    SlotsOfLayer,
-    choose_slots,
     local_slots,
     pack_rows,
     plan_routes,
@@ -77,8 +75,8 @@ class Experts:
         return (down @ (F.silu(gate @ row) * (up @ row))).float()
 
 
-def make_placement(experts: list[int], num_ranks: int) -> SlotsOfLayer:
-    return LayerSlots(np.array(experts), num_experts=EXPERTS, rank=0, num_ranks=num_ranks).everywhere
+def make_placement(experts: list[int], num_ranks: int) -> LayerSlots:
+    return LayerSlots(np.array(experts), num_experts=EXPERTS, rank=0, num_ranks=num_ranks)
 
 
 @st.composite
@@ -161,7 +159,7 @@ def test_copies_take_turns_over_the_rows_of_all_ranks(data, num_ranks, first, co
     experts = data.draw(placements(num_ranks))
     placement = make_placement(experts, num_ranks)
     ids = make_rows(count, torch.float32, first)[1]
-    slots = choose_slots(ids, placement, first_row=first)
+    slots = placement.everywhere.find(ids, first_row=first)
     assert slots.shape == ids.shape
     for row in range(count):
         for place in range(TOP_K):

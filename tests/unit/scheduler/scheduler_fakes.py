@@ -463,10 +463,10 @@ class Engine:
         until = message.routed_experts_from
         for chunk in self.chunks[key]:
             if chunk.routed_experts is not None:
-                told = chunk.routed_experts
-                assert until == told.start and len(told.experts) > 0
-                until += len(told.experts)
-                assert np.array_equal(told.experts, experts[told.start : until])
+                start, told = chunk.routed_experts.start, ROUTING.rows(chunk.routed_experts.experts)
+                assert until == start and len(told) > 0
+                until += len(told)
+                assert np.array_equal(told, experts[start:until])
         return until
 
     def check_all_free(self):

@@ -45,7 +45,7 @@ def speak(api, request):
         if known is None or known >= end:
             return None
         start, known = known, end
-        return RoutedExperts(start, rows(start, end))
+        return RoutedExperts(start, rows(start, end).tobytes())
 
     if (part := computed(num_prompt - 1)) is not None:
         yield Chunk(request_id=name, routed_experts=part)
@@ -149,6 +149,13 @@ def test_a_prompt_alone_has_its_rows(api):
         (COMPLETIONS, {**ASKS, "routed_experts_prompt_start": 99}, "routed_experts_prompt_start"),
         (CHAT, {**ASKS, "routed_experts_prompt_start": 99}, "routed_experts_prompt_start"),
         (CHAT, {"routed_experts_format": 3}, "routed_experts_format"),
+        (CHAT, {"top": {"routed_experts_format": "npy"}}, "routed_experts_format"),
+        (COMPLETIONS, {"routed_experts_prompt_start": 1}, "routed_experts_prompt_start"),
+        (
+            GENERATE,
+            {"top": {"routed_experts_format": "raw"}, "return_routed_experts": False},
+            "routed_experts_format",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -205,8 +212,8 @@ def test_rows_without_tokens_are_no_first_token(api, stream):
 
 def test_the_load_of_the_experts_is_a_metric(api):
     counts = np.array([[4, 0], [3, 3]])
-    api.hear(ExpertLoad(engine=ENGINE, layers=[1, 2], counts=counts))
+    api.hear(ExpertLoad(engine=ENGINE, counts=counts))
     values = metrics(api)
-    assert values["eagleray:expert_tokens_total", "0", "0", "1"] == 4
-    assert values["eagleray:expert_balance", "0", "1"] == 0.5
-    assert values["eagleray:expert_balance", "0", "2"] == 1.0
+    assert values["eagleray:expert_tokens_total", "0", "0", "0"] == 4
+    assert values["eagleray:expert_balance", "0", "0"] == 0.5
+    assert values["eagleray:expert_balance", "0", "1"] == 1.0

@@ -303,4 +303,11 @@ void run_team(int num_threads, Work&& work) {
 
 inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
+// Call `work` with a zero of the type that C's `dtype` names: 0 float32, 1 bfloat16.
+template <class Work>
+void with_type(int dtype, Work&& work) {
+  if (dtype == 0) work(float{});
+  else work(Bf16{});
+}
+
 }  // namespace eagleray

@@ -56,16 +56,6 @@ template void sum_pairs(Crew&, const Experts&, const ExpertRows<Bf16>&, const Sl
 
 using namespace eagleray;
 
-namespace {
-
-template <class Work>
-void with_type(int dtype, Work&& work) {
-  if (dtype == 0) work(float{});
-  else work(Bf16{});
-}
-
-}  // namespace
-
 #pragma GCC visibility push(default)
 extern "C" {
 

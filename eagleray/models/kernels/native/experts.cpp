@@ -141,16 +141,6 @@ template void compute_experts(Crew&, const Mixture&, const Experts&, const SlotM
 
 using namespace eagleray;
 
-namespace {
-
-template <class Work>
-void with_type(int dtype, Work&& work) {
-  if (dtype == 0) work(float{});
-  else work(Bf16{});
-}
-
-}  // namespace
-
 #pragma GCC visibility push(default)
 extern "C" {
 

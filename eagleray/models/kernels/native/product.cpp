@@ -266,17 +266,7 @@ template void multiply_all(const Team&, const Product<Bf16>*, int64_t);
 
 // ---- for tests, benchmarks and loading. dtype: 0 float, 1 bfloat16.
 
-namespace {
-
 using namespace eagleray;
-
-template <class Work>
-void with_type(int dtype, Work&& work) {
-  if (dtype == 0) work(float{});
-  else work(Bf16{});
-}
-
-}  // namespace
 
 #pragma GCC visibility push(default)
 extern "C" {

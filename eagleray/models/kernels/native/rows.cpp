@@ -83,16 +83,6 @@ template void embed(const Team&, const Table<Bf16>&, const int32_t*, int64_t, fl
 
 using namespace eagleray;
 
-namespace {
-
-template <class Work>
-void with_type(int dtype, Work&& work) {
-  if (dtype == 0) work(float{});
-  else work(Bf16{});
-}
-
-}  // namespace
-
 #pragma GCC visibility push(default)
 extern "C" {
 

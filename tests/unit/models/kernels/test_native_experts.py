@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagleray.models.kernels import abi
-from eagleray.models.kernels.experts import find_slots
 from eagleray.models.kernels.native_experts import native_mixture, native_slots
 from eagleray.models.kernels.routing import Mixture
 from eagleray.models.moe.slots import SlotMap
@@ -317,7 +316,7 @@ def test_ranks_that_have_some_of_the_experts(library: ctypes.CDLL, num_tokens: i
         part, ids_too, counts_too = layer.compute(x, scores, nothing, slots=slots, experts=experts)
         assert torch.equal(ids_too, ids)
         assert torch.equal(counts_too, counts)
-        absent = (find_slots(ids, slots) < 0).all(dim=1)
+        absent = (slots.find(ids) < 0).all(dim=1)
         assert (part[absent] == 0).all()
         for threads, max_tokens in ((2, 1000), (1, 7), (2, 1)):
             again = layer.compute(
