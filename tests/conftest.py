@@ -11,11 +11,15 @@ settings.load_profile("eagleray")
 
 
 class TakingTurns(LoadScopeScheduling):
-    """Where tests run side by side, those that start processes take turns: they share the ports, the memory and the
-    cores of the machine, and some look for what others may have left. Unit tests run beside them."""
+    """Where tests run side by side, those that start processes take turns, and so do those that start a Ray cluster:
+    they share the memory and the cores of the machine, and some look for what others may have left. Unit tests come
+    last, on whoever has time."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.partition("::")[0] if nodeid.startswith("tests/unit/") else "processes"
+        path = nodeid.partition("::")[0]
+        if path.startswith("tests/unit/"):
+            return path
+        return "ray" if path.startswith("tests/ray/") else "processes"
 
 
 def pytest_xdist_make_scheduler(config, log):

@@ -38,8 +38,8 @@ def check(report: dict[str, Any], num_requests: int) -> None:
 
 @pytest.mark.timeout(180)
 def test_no_request_fails_or_changes_while_processes_die(checkpoint, tmp_path):
-    options = ("--requests", "64", "--concurrency", "4", "--every", "0.7", "--settled", "4", "--heartbeat-timeout", "1")
-    check(chaos(tmp_path / "log", "--model", str(checkpoint), *options, seconds=170), 64)
+    options = ("--requests", "40", "--concurrency", "4", "--every", "1", "--settled", "4", "--heartbeat-timeout", "1")
+    check(chaos(tmp_path / "log", "--model", str(checkpoint), *options, seconds=170), 40)
 
 
 @pytest.mark.slow

@@ -213,7 +213,8 @@ def test_an_option_that_does_not_exist(checkpoint):
 
 
 @pytest.mark.parametrize(
-    "option", ["--tensor-parallel-size", pytest.param("--pipeline-parallel-size", marks=pytest.mark.grid)]
+    ("option", "size"),
+    [("--tensor-parallel-size", "3"), pytest.param("--pipeline-parallel-size", "9", marks=pytest.mark.grid)],
 )
-def test_a_parallel_size_that_does_not_fit(checkpoint, option):
-    assert option[2:].replace("-", "_") in refusal(checkpoint, "--port", "0", option, "9")
+def test_a_parallel_size_that_does_not_fit(checkpoint, option, size):
+    assert option[2:].replace("-", "_") in refusal(checkpoint, "--port", "0", option, size)

@@ -20,7 +20,7 @@ from eagleray.client import Client
 from eagleray.config import Config, build_config
 from eagleray.errors import ChannelClosed
 from eagleray.identity import ClientId, EngineId
-from eagleray.messages.lifecycle import Stop
+from eagleray.messages.lifecycle import Knows, Stop
 from eagleray.messages.membership import EngineInfo, Joined, Left, RoutingInfo
 from eagleray.messages.outputs import (
     Chunk,
@@ -74,6 +74,7 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
+        """But for the membership's messages."""
         self.receivers: list[Any] = []
         """Whom each of them was sent to."""
         self.speak: Callable[[Generate], Iterator[Chunk]] | None = None
@@ -104,6 +105,8 @@ class ScriptedEngine:
     def disconnect(self, peer: Any) -> None: ...
 
     def send(self, peer: Any, message: Any) -> None:
+        if isinstance(message, Knows):
+            return
         self.sent.append(message)
         self.receivers.append(peer)
         if isinstance(message, Generate) and self.speak is not None:
