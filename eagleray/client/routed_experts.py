@@ -18,6 +18,8 @@ class RoutedRows:
 
     def __init__(self, routing: RoutingInfo, *, start: int, num_prompt_tokens: int) -> None:
         self.start = start
+        self.end = start
+        """The first position that is missing."""
         self._num_prompt_tokens = num_prompt_tokens
         self._routing = routing
         self._row_bytes = routing.row_bytes
@@ -25,22 +27,21 @@ class RoutedRows:
         self._num_taken = 0
         """Bytes."""
 
-    @property
-    def end(self) -> int:
-        """The first position that is missing."""
-        return self.start + len(self._known) // self._row_bytes
-
     def add(self, part: RoutedExperts) -> None:
         """The next rows, perhaps with known ones before them."""
-        num_repeated = self.end - part.start
-        assert num_repeated >= 0, f"routed experts from position {part.start} on, after those before {self.end}"
-        assert len(part.experts) % self._row_bytes == 0, f"{len(part.experts)} bytes in rows of {self._row_bytes}"
-        self._known += part.experts[num_repeated * self._row_bytes :] if num_repeated else part.experts
+        experts, size = part.experts, self._row_bytes
+        if part.start != self.end:
+            assert part.start < self.end, f"routed experts from position {part.start} on, after those before {self.end}"
+            experts = experts[(self.end - part.start) * size :]
+        num_new, rest = divmod(len(experts), size)
+        assert rest == 0, f"{len(experts)} bytes in rows of {size}"
+        self._known += experts
+        self.end += num_new
 
     def cut(self, num_output_tokens: int) -> None:
         """Of the output only so many tokens count, and the last token of all has no row."""
-        num_rows = self._num_prompt_tokens + num_output_tokens - 1 - self.start
-        del self._known[max(0, num_rows) * self._row_bytes :]
+        self.end = max(self.start, min(self.end, self._num_prompt_tokens + num_output_tokens - 1))
+        del self._known[(self.end - self.start) * self._row_bytes :]
 
     def take(self) -> tuple[int, Array] | None:
         """What is new since the last call, and the position of its first row; None if nothing is."""

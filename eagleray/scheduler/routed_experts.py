@@ -11,7 +11,6 @@ same step writes it. Owned and driven by the scheduler; which blocks have rows i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,12 +22,9 @@ from eagleray.scheduler.request import Run
 __all__ = ["Captured", "RoutedRows"]
 
 
-class Captured(NamedTuple):
-    """A step reports the experts of this run's tokens at positions `start` to `end - 1`."""
-
-    run: Run
-    start: int
-    end: int
+Captured = tuple[Run, int, int]
+"""A step reports the experts of this run's tokens at positions start to end - 1. Not a class of its own: one is made
+for every token of every request."""
 
 
 class RoutedRows:
@@ -45,7 +41,7 @@ class RoutedRows:
     def captured(num_tokens: Mapping[Run, int]) -> list[Captured]:
         """What a step is to report that has just been planned: all that it computes of requests that want rows."""
         return [
-            Captured(run, run.num_computed_tokens - count, run.num_computed_tokens)
+            (run, run.num_computed_tokens - count, run.num_computed_tokens)
             for run, count in num_tokens.items()
             if run.request.routed_experts_from is not None
         ]
@@ -57,26 +53,35 @@ class RoutedRows:
         """
         assert experts.dtype == self._rows.dtype
         if len(self._rows):
-            self._rows[[slot for run, start, end in captured for slot in self._slots(run, start, end)]] = experts
+            self._rows[self._all_slots(captured)] = experts
         news: dict[Run, RoutedExperts] = {}
         data, size, offset = experts.tobytes(), self._row_bytes, 0
         for run, start, end in captured:
-            wanted_from = run.request.routed_experts_from
-            if run.is_current and wanted_from is not None and wanted_from < end:
-                if wanted_from >= start:
-                    rows = data[(offset + wanted_from - start) * size : (offset + end - start) * size]
-                else:  # what was found in the cache, too
-                    rows = self._rows[self._slots(run, wanted_from, end)].tobytes()
-                news[run] = RoutedExperts(wanted_from, rows)
-                run.request.routed_experts_from = end
-            offset += end - start
+            request = run.request
+            wanted_from, rows = request.routed_experts_from, data[offset : (offset := offset + (end - start) * size)]
+            if run is not request.run or wanted_from is None or wanted_from >= end:
+                continue
+            if wanted_from > start:
+                rows = rows[(wanted_from - start) * size :]
+            elif wanted_from < start:  # what was found in the cache, too
+                rows = self._rows[self._slots(run, wanted_from, end)].tobytes()
+            news[run] = RoutedExperts(wanted_from, rows)
+            request.routed_experts_from = end
         return news
+
+    def _all_slots(self, captured: Sequence[Captured]) -> list[int]:
+        size = self._block_size
+        slots = []
+        for run, start, end in captured:
+            if end - start == 1:
+                slots.append(run.block_ids[start // size] * size + start % size)
+            else:
+                slots += self._slots(run, start, end)
+        return slots
 
     def _slots(self, run: Run, start: int, end: int) -> list[int]:
         size = self._block_size
         first = start // size
-        if end - start == 1:
-            return [run.block_ids[first] * size + start % size]
         blocks = run.block_ids[first : -(-end // size)]
         slots = [slot for block in blocks for slot in range(block * size, (block + 1) * size)]
         return slots[start - first * size : end - first * size]

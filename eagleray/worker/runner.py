@@ -92,7 +92,10 @@ class Runner:
         if not plan.capture:
             return None
         assert self._experts is not None, "routed experts of a model that has none"
-        return self._experts.begin(lines_of(plan.capture, inputs), inputs.batch.num_tokens)
+        num_tokens = inputs.batch.num_tokens
+        if inputs.batch.num_decodes == num_tokens and plan.capture == plan.rows:  # a token each, in order
+            return self._experts.begin(np.arange(num_tokens), num_tokens)
+        return self._experts.begin(lines_of(plan.capture, inputs), num_tokens)
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> Sampled:
         """The next token of every row whose last known one was computed."""
