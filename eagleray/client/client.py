@@ -31,7 +31,7 @@ from eagleray.config.resolve import checkpoint_dir, tokenizer_dir
 from eagleray.errors import ChannelClosed, DeadlineExceeded, EngineFailed, Unavailable
 from eagleray.identity import ClientId, EngineId
 from eagleray.log import get_logger
-from eagleray.messages.lifecycle import Attach, ClientStarted, Knows, Stop, SupervisorToMember
+from eagleray.messages.lifecycle import Attach, ClientStarted, Knows, Stop, SupervisorToMember, Unreachable
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.outputs import Chunks, EngineStats, EngineToClient, ExpertLoad, WorkersReturned
 from eagleray.messages.sampling import SamplingParams
@@ -41,6 +41,9 @@ __all__ = ["Client"]
 logger = get_logger(__name__)
 
 SUPERVISOR: Literal["supervisor"] = "supervisor"
+
+WATCH_SECONDS = 1.0
+"""Between looks at the connections."""
 
 
 class Client:
@@ -63,7 +66,7 @@ class Client:
         self._dispatch = Dispatch(client_id, router=router, send=outbox.send)
         self._router = router
         self._worker_calls = WorkerCalls(client_id, send=outbox.send)
-        self._supervision = Supervision(on_silent=self._lose_supervisor)
+        self._supervision = Supervision(on_lost=self._lose_supervisor)
         self._failure: str | None = None
         """Why nothing will ever be done again, if that is so."""
         self._is_closed = False
@@ -152,6 +155,7 @@ class Client:
 
         What is still in flight then fails.
         """
+        watch = asyncio.create_task(self._watch_connections())
         try:
             while True:
                 try:
@@ -164,8 +168,19 @@ class Client:
             if not (self._is_closed or self._supervision.is_lost):
                 raise
         finally:
+            watch.cancel()
             if not self._is_closed and self._failure is None:
                 self._fail("this client no longer hears its engines")
+
+    async def _watch_connections(self) -> None:
+        """An engine that cannot be reached must not be waited for."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            for peer in self._outbox.take_broken():
+                if isinstance(peer, EngineId):
+                    self._outbox.send(SUPERVISOR, Unreachable(self._client_id, peer))
+                else:
+                    self._supervision.lose("the connection to the supervisor broke")
 
     async def wait_until_ready(self, timeout: float) -> EngineInfo:
         """Wait for an engine, at most `timeout` seconds.
@@ -311,7 +326,7 @@ class Client:
         self._worker_calls.fail(EngineFailed(cause))
         self._members_changed.set()
 
-    def _lose_supervisor(self, seconds: float) -> None:
-        self._fail(f"the supervisor was not heard of for {seconds:.0f} s")
+    def _lose_supervisor(self, cause: str) -> None:
+        self._fail(cause)
         logger.error("%s: this client ends", self._failure)
         self._inbox.close()

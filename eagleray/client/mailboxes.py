@@ -33,4 +33,7 @@ class Outbox(Protocol):
     def send(self, peer: PeerId | Literal["supervisor"], message: ClientToEngine | MemberToSupervisor) -> None:
         """Never blocks."""
 
+    def take_broken(self) -> list[PeerId | Literal["supervisor"]]:
+        """Those whose connections have broken since the last call: what was sent may be lost."""
+
     def close(self) -> None: ...

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from eagleray.client.client import Client
 from eagleray.config import Config
-from eagleray.identity import ClientId
+from eagleray.identity import ClientId, PeerId
 from eagleray.messages.codec import Codec
 from eagleray.messages.lifecycle import MemberToSupervisor, SupervisorToMember
 from eagleray.messages.outputs import EngineToClient
@@ -32,7 +33,7 @@ def open_client(
     """
     decode = Codec[SupervisorToMember | EngineToClient](CLIENT_INBOX).decode
     inbox = AsyncInbox(runtime_dir, client_id.label, decode, host=host)
-    outbox: Outbox[object, ClientToEngine | MemberToSupervisor] = Outbox(
+    outbox: Outbox[PeerId | Literal["supervisor"], ClientToEngine | MemberToSupervisor] = Outbox(
         Codec[ClientToEngine | MemberToSupervisor](CLIENT_OUTBOX).encode
     )
     try:

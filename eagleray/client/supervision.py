@@ -12,11 +12,11 @@ __all__ = ["Supervision"]
 
 
 class Supervision:
-    """`on_silent` is called once, in the event loop, when the supervisor was not heard for too long; with seconds."""
+    """`on_lost` is called once, in the event loop, with the cause."""
 
-    def __init__(self, *, on_silent: Callable[[float], None]) -> None:
+    def __init__(self, *, on_lost: Callable[[str], None]) -> None:
         self.is_lost = False
-        self._on_silent = on_silent
+        self._on_lost = on_lost
         self._pulse: Pulse | None = None
 
     def start(self, ticket: bytes) -> None:
@@ -26,10 +26,15 @@ class Supervision:
 
             def tell(seconds: float) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know any more
-                    loop.call_soon_threadsafe(self._lose, seconds)
+                    loop.call_soon_threadsafe(self._fall_silent, seconds)
 
             self.close()
             self._pulse = Pulse.start(ticket, on_silent=tell)
+
+    def lose(self, cause: str) -> None:
+        """The supervisor is there no more, or cannot be reached."""
+        self.is_lost = True
+        self._on_lost(cause)
 
     def close(self) -> None:
         """Fall silent. Harmless when repeated."""
@@ -37,7 +42,6 @@ class Supervision:
             self._pulse.close()
             self._pulse = None
 
-    def _lose(self, seconds: float) -> None:
+    def _fall_silent(self, seconds: float) -> None:
         if self._pulse is not None:  # else it was closed meanwhile
-            self.is_lost = True
-            self._on_silent(seconds)
+            self.lose(f"the supervisor was not heard of for {seconds:.0f} s")

@@ -11,12 +11,12 @@ import msgspec
 from eagleray.engine.company import Alone, Pace
 from eagleray.engine.core import EngineCore
 from eagleray.engine.expert_load import ExpertLoadReporter
-from eagleray.engine.mail import EngineInbox, EngineMail, EngineOutbox
+from eagleray.engine.mail import SUPERVISOR, EngineInbox, EngineMail, EngineOutbox
 from eagleray.engine.strangers import Strangers
-from eagleray.errors import InvalidRequest
+from eagleray.errors import EngineFailed, InvalidRequest
 from eagleray.identity import ClientId, EngineId
 from eagleray.log import get_logger
-from eagleray.messages.lifecycle import Attach, ExpertsFormed, OpenExperts, Stop
+from eagleray.messages.lifecycle import Attach, ExpertsFormed, OpenExperts, Stop, Unreachable
 from eagleray.messages.membership import Joined, Left
 from eagleray.messages.outputs import Chunk, Chunks, EngineStats, FinishReason
 from eagleray.messages.requests import Abort, CallWorkers, Generate
@@ -86,11 +86,19 @@ class EngineLoop:
         message = self._receive(IDLE_SECONDS if is_idle else 0)
         if is_idle:
             self._core.executor.check()
+            self._check_connections()
         while message is not None:
             self._handle(message)
             message = self._receive(0)
         for client in self._strangers.expire(time.monotonic()):
             logger.warning("%s has asked for something, but did not join: forgotten", client.label)
+
+    def _check_connections(self) -> None:
+        """Who cannot be reached must not wait for ever for what was sent."""
+        for peer in self._outbox.take_broken():
+            if isinstance(peer, str):
+                raise EngineFailed("the connection to the supervisor broke")
+            self._outbox.send(SUPERVISOR, Unreachable(self._engine, peer))
 
     def _receive(self, timeout: float) -> EngineMail | None:
         """Clients may be programs of others: what they say by mistake must not end the engine for everybody."""
@@ -150,6 +158,7 @@ class EngineLoop:
         is_idle = not scheduler.has_work
         if now < self._stats_due and is_idle == self._has_reported_idle:
             return
+        self._check_connections()
         self._stats_due = math.inf if is_idle else now + STATS_SECONDS
         self._has_reported_idle = is_idle
         stats = EngineStats(engine=self._engine, **msgspec.structs.asdict(scheduler.stats()))

@@ -102,6 +102,10 @@ class Board:
         """Where it listens."""
         return Joined(member, self._addresses[member])
 
+    def take_unreachable(self) -> list[PeerId]:
+        """Members that listen, and to whom the connection has broken since the last call."""
+        return self._outbox.take_broken()
+
     @property
     def clients(self) -> list[ClientId]:
         """Those that listen."""

@@ -43,6 +43,15 @@ class Guests:
         """It is still there."""
         self._leases.renew(client)
 
+    def __contains__(self, client: ClientId) -> bool:
+        return client in self._leases
+
+    def expel(self, client: ClientId, cause: str) -> None:
+        """It cannot stay: it is told so, and may register again."""
+        logger.info("%s is gone: %s", client.label, cause)
+        self._leases.end(client)
+        self._board.expel(Left(client, cause, returns=False))
+
     async def stop(self, stop: Stop) -> None:
         """Wait until all have left, for the grace at most. Who has finished says no more that it is there."""
         self._board.send_stop(self._leases, stop)

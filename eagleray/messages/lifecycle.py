@@ -41,6 +41,7 @@ __all__ = [
     "Stop",
     "SupervisorToEngine",
     "SupervisorToMember",
+    "Unreachable",
 ]
 
 
@@ -153,6 +154,14 @@ class Knows(msgspec.Struct, frozen=True, tag=True):
     engine: EngineId
 
 
+class Unreachable(msgspec.Struct, frozen=True, tag=True):
+    """The connection from `sender` to `receiver` has broken: what was on its way may be lost, and nothing arrives any
+    more. One of them must go, so that the other is told what is lost."""
+
+    sender: PeerId
+    receiver: PeerId
+
+
 class Failing(msgspec.Struct, frozen=True, tag=True):
     """I am about to end because of this. For those whose end is reported by others, and later."""
 
@@ -184,4 +193,4 @@ class ExpertsOpened(msgspec.Struct, frozen=True, tag=True):
     opened: EngineOpened
 
 
-MemberToSupervisor = EngineStarted | ClientStarted | Knows | Failing | Register | Alive | ExpertsOpened
+MemberToSupervisor = EngineStarted | ClientStarted | Knows | Unreachable | Failing | Register | Alive | ExpertsOpened

@@ -4,6 +4,9 @@ An inbox is a zmq PULL socket that its owner binds; an outbox holds one PUSH soc
 Queues are unbounded in number: what flows here is small (token ids) and bounded by the requests that were admitted,
 and a send that blocked would stop the engine for every client.
 
+A connection between hosts that breaks is not made again: it may have taken messages with it, and better none arrive
+than some. The owner of the outbox asks which have broken (`take_broken`), and does something about it.
+
 On one host an inbox is a Unix socket in the instance's directory, between hosts a TCP port with CURVE (see `tcp`). Its
 address says which, and has all that is needed to connect: `ipc://PATH`, or `tcp://HOST:PORT?KEY`, which is secret.
 """
@@ -17,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from eagleray.errors import ChannelClosed
 from eagleray.transport import tcp
@@ -30,6 +34,15 @@ Peer = TypeVar("Peer", bound=Hashable)
 
 LINGER_MS = 1000
 """How long a closed outbox still tries to hand over what it took."""
+
+BREAKS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+"""After any of these nothing that is sent arrives."""
 
 OWNED_COPY_BYTES = 65536
 """zmq copies frames smaller than this on sending; larger ones it keeps alive and sends from where they are."""
@@ -91,6 +104,8 @@ class Outbox(Generic[Peer, Message]):
     def __init__(self, encode: Callable[[Message], list[Frame]]) -> None:
         self._encode = encode
         self._sockets: dict[Peer, zmq.Socket[bytes]] = {}
+        self._monitors: dict[Peer, zmq.Socket[bytes]] = {}
+        """Of the peers on other hosts whose connection has not been found broken."""
 
     def connect(self, peer: Peer, address: str) -> None:
         """From now on `peer` is reached at `address`. A connection to an older address of it is closed.
@@ -102,8 +117,11 @@ class Outbox(Generic[Peer, Message]):
         try:
             socket.sndhwm = 0
             socket.copy_threshold = OWNED_COPY_BYTES
+            if not address.startswith("ipc://"):
+                self._monitors[peer] = socket.get_monitor_socket(BREAKS)
             _connect(socket, address)
         except BaseException:
+            self._forget_monitor(peer, socket)
             socket.close(linger=0)
             raise
         self._sockets[peer] = socket
@@ -111,7 +129,21 @@ class Outbox(Generic[Peer, Message]):
     def disconnect(self, peer: Peer, *, linger_ms: int = LINGER_MS) -> None:
         """Forget `peer`; fine if it is unknown."""
         if socket := self._sockets.pop(peer, None):
+            self._forget_monitor(peer, socket)
             socket.close(linger=linger_ms)
+
+    def take_broken(self) -> list[Peer]:
+        """The peers whose connections have broken since the last call, by a network between hosts, or because they are
+        gone. They are never reached again at the address that they had. To be asked now and then."""
+        broken = [peer for peer, monitor in self._monitors.items() if _has_broken(monitor)]
+        for peer in broken:
+            self._forget_monitor(peer, self._sockets[peer])
+        return broken
+
+    def _forget_monitor(self, peer: Peer, socket: zmq.Socket[bytes]) -> None:
+        if monitor := self._monitors.pop(peer, None):
+            socket.disable_monitor()
+            monitor.close(linger=0)
 
     def __contains__(self, peer: Peer) -> bool:
         return peer in self._sockets
@@ -128,6 +160,13 @@ class Outbox(Generic[Peer, Message]):
         """Disconnect from everybody; what was queued still goes out, for at most a second."""
         for peer in list(self._sockets):
             self.disconnect(peer)
+
+
+def _has_broken(monitor: zmq.Socket[bytes]) -> bool:
+    while monitor.poll(0):
+        if recv_monitor_message(monitor)["event"] & BREAKS:
+            return True
+    return False
 
 
 def _open(context: zmq.Context[Any], runtime_dir: Path, name: str, host: str | None) -> tuple[Any, str]:
@@ -153,6 +192,5 @@ def _connect(socket: zmq.Socket[bytes], address: str) -> None:
         socket.connect(address)
         return
     tcp.keep_alive(socket)
-    # A connection that broke may have taken messages with it: better none than some. Who lives on has a new address.
-    socket.reconnect_ivl = -1
+    socket.reconnect_ivl = -1  # see above
     tcp.connect(socket, address)

@@ -60,16 +60,28 @@ class Commands:
         """An engine in a process of its own."""
         self._llm = LLM(checkpoint, num_threads=1, num_kv_blocks=128, **options)
 
+    def tokens(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        """Of the answers, greedy."""
+        assert self._llm is not None
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        return [output.outputs[0].token_ids for output in self._llm.generate(prompts, params, use_tqdm=False)]
+
     def generate_until_it_fails(self) -> None:
         """Requests without a pause, in rounds. Every round must give the tokens of the first."""
-        assert self._llm is not None
-        params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
-        first = None
-        while True:
-            tokens = [output.outputs[0].token_ids for output in self._llm.generate(PROMPTS, params, use_tqdm=False)]
-            first = first or tokens
-            assert tokens == first, "a round gave other tokens"
+        self._generate(float("inf"))
+
+    def generate_until(self, seconds: float) -> int:
+        """The same for so many seconds, and to the end of the round; how many rounds."""
+        return self._generate(time.monotonic() + seconds)
+
+    def _generate(self, end: float) -> int:
+        first, num_rounds = self.tokens(PROMPTS, 50), 1
+        say(event="round")
+        while time.monotonic() < end:
+            assert self.tokens(PROMPTS, 50) == first, "a round gave other tokens"
+            num_rounds += 1
             say(event="round")
+        return num_rounds
 
     def join(self, address: str) -> None:
         """Be a driver of the Ray cluster, without an engine."""

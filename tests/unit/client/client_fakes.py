@@ -72,6 +72,7 @@ class MemoryOutbox:
         self._addresses = {}
         self._codec = Codec(CLIENT_OUTBOX)
         self.is_closed = False
+        self.broken = []
         self.refuses = False
         """Whether nothing can be sent."""
 
@@ -80,6 +81,10 @@ class MemoryOutbox:
 
     def disconnect(self, peer):
         self._addresses.pop(peer, None)
+
+    def take_broken(self):
+        broken, self.broken = self.broken, []
+        return broken
 
     def send(self, peer, message):
         if self.refuses:

@@ -9,9 +9,9 @@ from typing import ClassVar
 import pytest
 from client_fakes import CLIENT, Setup, asynchronous
 
-from eagleray.client import Prompt, supervision
+from eagleray.client import Prompt, client, supervision
 from eagleray.errors import EngineFailed
-from eagleray.messages.lifecycle import Attach, ClientStarted, Knows
+from eagleray.messages.lifecycle import Attach, ClientStarted, Knows, Unreachable
 from eagleray.messages.sampling import SamplingParams
 
 
@@ -42,6 +42,7 @@ class FakePulse:
 @pytest.fixture(autouse=True)
 def pulses(monkeypatch):
     monkeypatch.setattr(supervision, "Pulse", FakePulse)
+    monkeypatch.setattr(client, "WATCH_SECONDS", 0.01)
     FakePulse.started = []
 
 
@@ -82,3 +83,27 @@ def test_silence_ends_the_client(caplog):
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
     assert "the supervisor was not heard of for 30 s: this client ends" in caplog.text
+
+
+@asynchronous
+async def test_an_engine_that_cannot_be_reached_is_told_to_the_supervisor():
+    setup = Setup()
+    await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined()]))
+    setup.network.mail["supervisor"].clear()
+    setup.outbox.broken = [setup.engine.id]
+    while not setup.network.mail["supervisor"]:
+        await asyncio.sleep(0.01)
+    assert setup.network.mail["supervisor"] == [Unreachable(CLIENT, setup.engine.id)]
+    await setup.client.close()
+
+
+@asynchronous
+async def test_a_client_that_cannot_reach_its_supervisor_ends():
+    setup = Setup()
+    await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined()]))
+    stream = setup.client.generate(Prompt(token_ids=[5, 6, 7]), SamplingParams())
+    setup.outbox.broken = ["supervisor"]
+    await setup.running
+    with pytest.raises(EngineFailed, match="the connection to the supervisor broke"):
+        await stream.result()
+    await setup.client.close()

@@ -159,6 +159,7 @@ class ListOutbox:
 
     def __init__(self) -> None:
         self.peers: dict[Any, str] = {}
+        self.broken: list[Any] = []
         self.sent: list[tuple[Any, Any]] = []
 
     def connect(self, peer: Any, address: str) -> None:
@@ -166,6 +167,10 @@ class ListOutbox:
 
     def disconnect(self, peer: Any) -> None:
         self.peers.pop(peer, None)
+
+    def take_broken(self) -> list[Any]:
+        broken, self.broken = self.broken, []
+        return broken
 
     def send(self, peer: Any, message: Any) -> None:
         self.sent.append((peer, message))

@@ -12,11 +12,12 @@ from engine_fakes import ENGINE, CountingGroup, ListInbox, ListOutbox
 from eagleray.config import build_config
 from eagleray.engine import strangers
 from eagleray.engine.loop import EngineLoop
+from eagleray.engine.mail import SUPERVISOR
 from eagleray.engine.startup import start_engine
-from eagleray.errors import WorkerFailed, WorkerLost
+from eagleray.errors import EngineFailed, WorkerFailed, WorkerLost
 from eagleray.executor import Executor
 from eagleray.identity import ClientId, EngineId, successor
-from eagleray.messages.lifecycle import Stop
+from eagleray.messages.lifecycle import Stop, Unreachable
 from eagleray.messages.membership import Joined, Left
 from eagleray.messages.outputs import Chunks, EngineStats, ExpertLoad
 from eagleray.messages.requests import Abort, Generate
@@ -169,6 +170,21 @@ def test_the_start_of_a_suspect_is_told_before_the_step_that_it_may_not_survive(
         loop.run()
     (chunk,) = [chunk for _, message in outbox.sent if isinstance(message, Chunks) for chunk in message.chunks]
     assert (chunk.request_id, chunk.is_started) == ("a", True)
+
+
+def test_a_client_that_cannot_be_reached_is_told_to_the_supervisor():
+    outbox = ListOutbox()
+    outbox.broken = [CLIENT]
+    open_loop(Joined(CLIENT, "c"), group=CountingGroup(), outbox=outbox).run()
+    assert [message for peer, message in outbox.sent if peer == SUPERVISOR] == [Unreachable(ENGINE, CLIENT)]
+
+
+@pytest.mark.parametrize("messages", [(), (Joined(CLIENT, "c"), generate("a"))])
+def test_an_engine_that_cannot_reach_its_supervisor_ends(messages):
+    outbox = ListOutbox()
+    outbox.broken = [SUPERVISOR]
+    with pytest.raises(EngineFailed, match="the connection to the supervisor broke"):
+        open_loop(*messages, group=CountingGroup(), outbox=outbox).run()
 
 
 def test_the_next_incarnation_of_a_client_is_somebody_else():

@@ -6,10 +6,21 @@ import pytest
 from fleet_fakes import INFO, KILLED, FakeMember, fleet, in_loop, joined, left
 
 from eagleray.errors import ConfigError, EngineFailed
-from eagleray.fleet import recovery
+from eagleray.fleet import recovery, supervisor
 from eagleray.identity import ClientId, EngineId, successor
 from eagleray.messages.failure import Failure
-from eagleray.messages.lifecycle import Alive, Attach, Bound, EngineStarted, Failed, Failing, Knows, Register, Stop
+from eagleray.messages.lifecycle import (
+    Alive,
+    Attach,
+    Bound,
+    EngineStarted,
+    Failed,
+    Failing,
+    Knows,
+    Register,
+    Stop,
+    Unreachable,
+)
 from eagleray.messages.membership import Joined, Left
 from eagleray.transport import Outbox
 
@@ -320,6 +331,71 @@ async def test_who_registers_again_is_somebody_else():
         assert left(first)(await engine.receive())
 
 
+@pytest.fixture
+def quick_news(monkeypatch):
+    monkeypatch.setattr(supervisor, "NEWS_SECONDS", 0.1)
+    monkeypatch.setattr(supervisor, "WATCH_SECONDS", 0.02)
+
+
+@pytest.mark.parametrize("is_engines_side", [True, False])
+@in_loop
+async def test_an_engine_that_a_client_and_it_cannot_reach_is_replaced(quick_news, is_engines_side):
+    async with fleet(api_server_count=1) as it:
+        processes = [await it.launcher.next() for _ in range(2)]
+        engine, client = [await it.bring_up(process) for process in processes]
+        pair = (ENGINES[0], API_SERVER) if is_engines_side else (API_SERVER, ENGINES[0])
+        (engine if is_engines_side else client).send(Unreachable(*pair))
+        news = await client.receive()
+        assert left(ENGINES[0])(news)
+        assert news.cause == f"the connection from {pair[0].label} to {pair[1].label} broke"
+        assert processes[0].signals == ["kill"]
+        processes[0].end()
+        assert (await it.launcher.next()).id == successor(ENGINES[0])
+
+
+@in_loop
+async def test_a_connection_that_broke_because_somebody_left_is_no_news(quick_news):
+    async with fleet(data_parallel_size=2) as it:
+        observer, processes = await it.adopt(), [await it.launcher.next() for _ in range(2)]
+        for process in processes:
+            await it.bring_up(process)
+            assert joined(process.id)(await observer.receive())
+        observer.send(Unreachable(observer.attach.member, processes[0].id))
+        processes[0].end()
+        assert await observer.receive() == Left(processes[0].id, KILLED, returns=True)
+        assert (await it.launcher.next()).id == successor(processes[0].id)
+        await asyncio.sleep(0.3)
+        assert not it.launcher.has_new and not processes[1].signals
+
+
+@pytest.mark.parametrize("is_engines_side", [True, False])
+@in_loop
+async def test_a_guest_that_cannot_be_reached_leaves(quick_news, is_engines_side):
+    async with fleet() as it:
+        process = await it.launcher.next()
+        engine, guest = await it.bring_up(process), await register(it)
+        guest.start()
+        me = guest.attach.member
+        assert joined(me)(await engine.receive())
+        pair = (ENGINES[0], me) if is_engines_side else (me, ENGINES[0])
+        (engine if is_engines_side else guest).send(Unreachable(*pair))
+        for member in (engine, guest):
+            assert left(me)(await member.receive())
+        assert not process.signals
+
+
+@in_loop
+async def test_a_member_that_the_supervisor_cannot_reach_is_replaced(quick_news, monkeypatch):
+    async with fleet() as it:
+        process = await it.launcher.next()
+        await it.bring_up(process)
+        broken = [[process.id]]
+        monkeypatch.setattr(it.supervisor._board, "take_unreachable", lambda: broken.pop() if broken else [])
+        await it.until(lambda: process.signals == ["kill"])
+        process.end()
+        assert (await it.launcher.next()).id == successor(process.id)
+
+
 @in_loop
 async def test_nonsense_from_strangers_disturbs_nobody():
     async with fleet() as it:
@@ -331,6 +407,7 @@ async def test_nonsense_from_strangers_disturbs_nobody():
         for address, lease in (("nowhere", 10.0), ("ipc://" + "x" * 1000, 10.0), (confused.inbox.address, -1.0)):
             confused.send(Register(address, lease))
         confused.send(Alive(ClientId("i", 5)))
+        confused.send(Unreachable(ClientId("i", 5), EngineId("i", 77)))
         confused.send(EngineStarted(EngineId("i", 77), INFO))
         guest = await register(it)
         assert guest.attach.members == []

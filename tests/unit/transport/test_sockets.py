@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import stat
+import struct
+import threading
+import time
 
 import pytest
 import zmq
@@ -214,12 +218,94 @@ def test_who_takes_the_port_of_a_dead_peer_hears_nothing(runtime_dir):
     outbox.disconnect("peer", linger_ms=0)
 
 
-def bind_again(socket: zmq.Socket, address: str) -> None:
+class Relay:
+    """A way to `server`, "tcp://host:port", that can be cut: both ends are told so by a reset."""
+
+    def __init__(self, server: str) -> None:
+        host, port = server.removeprefix("tcp://").split(":")
+        self._listener = socket.create_server((HOST, 0))
+        self.address = f"tcp://{HOST}:{self._listener.getsockname()[1]}"
+        self._server = host, int(port)
+        self._ends: list[socket.socket] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def cut(self) -> None:
+        for end in self._ends:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            end.shutdown(socket.SHUT_RD)  # wakes who reads it
+            end.close()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        near, _ = self._listener.accept()
+        far = socket.create_connection(self._server)
+        self._ends = [near, far]
+        for source, target in ((near, far), (far, near)):
+            threading.Thread(target=self._copy, args=(source, target), daemon=True).start()
+
+    @staticmethod
+    def _copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                target.sendall(data)
+
+
+def wait_for_broken(outbox: Outbox) -> list[str]:
+    deadline = time.monotonic() + 10
+    while not (broken := outbox.take_broken()):
+        assert time.monotonic() < deadline, "nothing has broken"
+        time.sleep(0.01)
+    return broken
+
+
+def test_a_connection_that_breaks_is_told_once(runtime_dir, far_inbox):
+    server, _, key = far_inbox.address.partition("?")
+    relay, outbox, near = Relay(server), Outbox(encode), Inbox(runtime_dir, "near", decode)
+    outbox.connect("far", f"{relay.address}?{key}")
+    outbox.connect("near", near.address)
+    for peer, inbox in (("far", far_inbox), ("near", near)):
+        outbox.send(peer, b"hello")
+        assert inbox.receive(10.0) == b"hello"
+    assert outbox.take_broken() == []
+    relay.cut()
+    assert wait_for_broken(outbox) == ["far"]
+    assert outbox.take_broken() == []
+    outbox.send("far", b"lost")
+    outbox.connect("far", far_inbox.address)  # as after it has come back
+    outbox.send("far", b"again")
+    assert far_inbox.receive(10.0) == b"again"
+    assert outbox.take_broken() == []
+    outbox.close()
+    near.close()
+
+
+def test_who_cannot_be_reached_from_the_start_is_told_too(far_inbox):
+    outbox = Outbox(encode)
+    key = far_inbox.address.partition("?")[2]
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+    outbox.connect("nobody", f"tcp://{HOST}:{port}?{key}")
+    assert wait_for_broken(outbox) == ["nobody"]
+    outbox.disconnect("nobody", linger_ms=0)
+
+
+def test_who_was_forgotten_has_not_broken(far_inbox):
+    outbox = Outbox(encode)
+    outbox.connect("peer", far_inbox.address)
+    outbox.send("peer", b"hello")
+    assert far_inbox.receive(10.0) == b"hello"
+    outbox.disconnect("peer")
+    far_inbox.close()
+    time.sleep(0.2)
+    assert outbox.take_broken() == []
+
+
+def bind_again(heir: zmq.Socket, address: str) -> None:
     for _ in range(100):  # zmq closes the port in a thread of its own
         with contextlib.suppress(zmq.ZMQError):
-            socket.bind(address)
+            heir.bind(address)
             return
-        socket.poll(50)
+        heir.poll(50)
     raise TimeoutError(address)
 
 

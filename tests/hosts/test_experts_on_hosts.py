@@ -1,0 +1,76 @@
+"""Engines that share their experts, on two hosts: tokens and experts come together over the network."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from harness import LocalEngine
+from programs import wait_until
+from ray_hosts import Driver, RayHosts, workers
+from simulated_hosts import Host, HostNetwork
+
+pytestmark = pytest.mark.hosts
+
+PROMPTS = [[5 + row, 6, 7] for row in range(4)]
+MAX_TOKENS = 40
+END_SECONDS = 10.0
+RESTART_SECONDS = 90.0
+
+
+@pytest.fixture(scope="module")
+def mixture(network: HostNetwork) -> Path:
+    """Of a small model with experts, where all hosts see it."""
+    return make_checkpoint(network.directory / "qwen3_moe", "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def expected(mixture: Path) -> list[list[int]]:
+    """The tokens of one engine that has all experts."""
+    with LocalEngine(mixture, dtype="float32") as engine:
+        for index, prompt in enumerate(PROMPTS):
+            engine.add(str(index), prompt, max_tokens=MAX_TOKENS)
+        return [answer.token_ids for answer in engine.run().values()]
+
+
+@pytest.fixture(params=["all-gather", "all-to-all"])
+def host(cluster: RayHosts, driver: Driver, mixture: Path, request: pytest.FixtureRequest) -> Iterator[Host]:
+    """Where the second engine is; the first one is on the head."""
+    host, resource = cluster.spare()
+    options = {
+        "executor": "in-process",
+        "dtype": "float32",
+        "data_parallel_backend": "ray",
+        "data_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "expert_dispatch": request.param,
+        "ray_engine_placement": "strict-spread",
+        "ray_address": cluster.address,
+        "ray_worker_resources": {resource: 1},
+    }
+    driver.do("open_llm", checkpoint=mixture, options=options)
+    assert len(workers(host)) == len(workers(cluster.head)) == 1
+    yield host
+    driver.do("close", timeout=30)
+    for each in (cluster.head, host):
+        wait_until(lambda each=each: not workers(each), f"no worker is left on {each.name}", END_SECONDS)
+    host.kill()
+
+
+def test_they_answer_as_one_engine_and_one_that_is_killed_costs_a_pause(driver, host, expected):
+    assert driver.do("tokens", prompts=PROMPTS, max_tokens=MAX_TOKENS) == expected
+    driver.begin("generate_until", seconds=12)  # every round must give the tokens of the first
+    driver.wait_for("round")
+    (engine,) = workers(host)
+    os.kill(engine, signal.SIGKILL)
+    assert driver.result(RESTART_SECONDS) > 1
+    assert driver.do("tokens", prompts=PROMPTS, max_tokens=MAX_TOKENS) == expected
+    assert workers(host) not in ([], [engine])
+
+
+def test_one_has_nothing_to_do_while_the_other_works(driver, host, expected):
+    assert driver.do("tokens", prompts=PROMPTS[:1], max_tokens=MAX_TOKENS) == expected[:1]
