@@ -33,7 +33,7 @@ from eagleray.messages.lifecycle import Attach, Bound, EngineSpec, EngineStarted
 from eagleray.messages.outputs import EngineToClient
 from eagleray.messages.waves import EngineToEngine
 from eagleray.messages.wires import ENGINE_INBOX, ENGINE_OUTBOX
-from eagleray.process import Parent
+from eagleray.process import Parent, settle
 from eagleray.transport import Inbox, Outbox, Pulse, make_runtime_dir, remove_runtime_dir
 
 __all__ = ["Engine", "Tell", "run"]
@@ -137,6 +137,7 @@ class Engine:
         )
         for member in attach.members:
             loop.join(member)
+        settle()
         if company is None:
             self._outbox.send(SUPERVISOR, has_started)
         loop.run()

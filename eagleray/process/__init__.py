@@ -1,6 +1,7 @@
 """Local processes: one way to spawn one, one way to notice its end."""
 
 from eagleray.process.parent import Parent
+from eagleray.process.settle import settle
 from eagleray.process.spawn import Child
 
-__all__ = ["Child", "Parent"]
+__all__ = ["Child", "Parent", "settle"]

@@ -20,7 +20,7 @@ import uvloop
 from eagleray.client import Client, open_client
 from eagleray.messages.lifecycle import ApiServerSpec, Bound
 from eagleray.metrics import Ledger
-from eagleray.process import Parent
+from eagleray.process import Parent, settle
 from eagleray.server.app import create_app
 
 __all__ = ["run"]
@@ -64,6 +64,7 @@ async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger) -> None:
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
     server = _Server(config)
+    settle()
     parent.send(Bound(client.address))
     with socket.socket(fileno=spec.listener_fd) as listener:
         serving = asyncio.create_task(_accept(server, listener, client))

@@ -10,8 +10,9 @@ import msgspec
 from eagleray.config.environment import let_waiting_threads_sleep
 from eagleray.messages.arrays import Frame
 from eagleray.messages.codec import Codec
-from eagleray.messages.steps import Call, Reply, WorkerFailure
+from eagleray.messages.steps import AllocateCache, Call, Reply, WorkerFailure
 from eagleray.messages.workers import WorkerSpec
+from eagleray.process import settle
 from eagleray.transport import Pulse
 from eagleray.worker.entry import end_cut_off
 
@@ -51,7 +52,10 @@ class WorkerEdge:
     def handle(self, frames: list[Frame]) -> list[Frame]:
         """The reply to a call; no frames if this rank has nothing to say. Raises `FailedCall`."""
         with self._lock:
-            reply = self._worker.handle(self._calls.decode(frames))
+            call = self._calls.decode(frames)
+            reply = self._worker.handle(call)
+            if isinstance(call.body, AllocateCache):  # the last call of a start
+                settle()
             if reply is None:
                 return []
             answer = self._replies.encode(reply)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from eagleray.errors import ChannelClosed
 from eagleray.messages.codec import Codec
-from eagleray.messages.steps import Call, Reply
+from eagleray.messages.steps import AllocateCache, Call, Reply
+from eagleray.process import settle
 from eagleray.transport import Listener
 from eagleray.worker.worker import Worker
 
@@ -24,8 +25,11 @@ def serve(worker: Worker, listener: Listener) -> None:
             frames = listener.receive(LOOK_SECONDS)
             if frames is None:
                 continue
-            reply = worker.handle(calls.decode(frames))
+            call = calls.decode(frames)
+            reply = worker.handle(call)
             if reply is not None:
                 listener.send(replies.encode(reply), SEND_SECONDS)
+            if isinstance(call.body, AllocateCache):  # the last call of a start
+                settle()
     except ChannelClosed:
         return

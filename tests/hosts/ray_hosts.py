@@ -16,7 +16,7 @@ from simulated_hosts import Host, HostNetwork
 __all__ = ["Driver", "Failure", "RayHosts", "workers"]
 
 PORT = 6379
-SPARES = 16
+SPARES = 24
 NODE_SECONDS = 60.0
 RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::DAGDriverProxyActor")
 DRIVER_SECONDS = 60.0
