@@ -24,6 +24,7 @@ from eagleray.config.resolve import expert_engines, local_ranks, served_names
 from eagleray.errors import ChannelClosed, EagleRayError, EngineFailed
 from eagleray.fleet.attach_file import attach_file
 from eagleray.fleet.board import Board
+from eagleray.fleet.connections import Connections
 from eagleray.fleet.expert_group import ExpertGroup
 from eagleray.fleet.guests import Guests
 from eagleray.fleet.loss import Loss
@@ -61,12 +62,6 @@ logger = get_logger(__name__)
 
 START_MARGIN_SECONDS = 15.0
 """Beyond `startup_timeout`, by which a process ends its own waits, and says what it has waited for."""
-
-WATCH_SECONDS = 1.0
-"""Between looks at the connections to members."""
-
-NEWS_SECONDS = 3.0
-"""A connection also breaks because a process ends, and that is known for certain a moment later."""
 
 FLUSH_SECONDS = 2.0
 """After a failure, what API servers get to tell their clients."""
@@ -123,11 +118,12 @@ class Supervisor:
         )
         ends.callback(self._board.close)
         self._guests = Guests(instance, self._board)
+        self._connections = Connections(self._board, self._guests, lose=partial(self._guarded, self._lose))
+        ends.callback(self._connections.close)
         self._experts = ExpertGroup(local_ranks(config)) if expert_engines(config) > 1 else None
         """None: engines do not share experts."""
         self._reader = self._loop.create_task(self._read_inbox(), name="supervisor-inbox")
-        self._watch = self._loop.create_task(self._watch_connections(), name="supervisor-connections")
-        ends.push_async_callback(self._end_tasks)
+        ends.push_async_callback(self._end_reader)
 
     @classmethod
     async def open(
@@ -322,7 +318,7 @@ class Supervisor:
                     self._known.add((client, engine))
                     self._check_serving()
             case Unreachable(sender, receiver):
-                self._loop.call_later(NEWS_SECONDS, self._guarded, self._separate, sender, receiver)
+                self._connections.broke(sender, receiver)
             case ExpertsOpened():
                 self._opened(message)
             case Failing(member, cause):
@@ -383,30 +379,11 @@ class Supervisor:
             self._known.clear()
 
     def _silent(self, member: PeerId, seconds: float) -> None:
+        self._lose(member, f"it was silent for {seconds:.0f} s")
+
+    def _lose(self, member: PeerId, reason: str) -> None:
         if seat := self._seat_of(member):
-            seat.lose(f"it was silent for {seconds:.0f} s", at_once=True)
-
-    async def _watch_connections(self) -> None:
-        while True:
-            await asyncio.sleep(WATCH_SECONDS)
-            for member in self._board.take_unreachable():
-                self._loop.call_later(NEWS_SECONDS, self._guarded, self._separate, member)
-
-    def _separate(self, *members: PeerId) -> None:
-        """The connection from the first to the last has broken, or from here to the only one, and messages may be lost.
-        One has to go, if they are still there: a client that was not started here, or else an engine, whose requests
-        go on elsewhere."""
-        if self._is_ending or not all(member in self._board for member in members):
-            return
-        sender = "".join(f"from {member.label} " for member in members[:-1])
-        reason = f"the connection {sender}to {members[-1].label} broke"
-        guests = [member for member in members if isinstance(member, ClientId) and member in self._guests]
-        engines = [member for member in members if isinstance(member, EngineId)]
-        for guest in guests[:1]:
-            self._guests.expel(guest, reason)
-        for member in () if guests else (engines or members)[:1]:
-            if seat := self._seat_of(member):
-                seat.lose(reason, at_once=True)
+            seat.lose(reason, at_once=True)
 
     def _fail(self, error: EagleRayError) -> None:
         """Nobody is started again; clients hear why."""
@@ -417,6 +394,7 @@ class Supervisor:
 
     def _close_seats(self) -> None:
         self._is_ending = True
+        self._connections.close()
         for seat in self._seats.values():
             seat.close()
 
@@ -439,10 +417,9 @@ class Supervisor:
             stronger()
         await seat.has_ended_within(END_SECONDS)
 
-    async def _end_tasks(self) -> None:
+    async def _end_reader(self) -> None:
         self._reader.cancel()
-        self._watch.cancel()
-        await asyncio.gather(self._reader, self._watch, return_exceptions=True)
+        await asyncio.gather(self._reader, return_exceptions=True)
 
     def _write_attach_file(self) -> None:
         if self._config.serving.attach_file is not None:

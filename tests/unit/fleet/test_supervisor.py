@@ -6,7 +6,7 @@ import pytest
 from fleet_fakes import INFO, KILLED, FakeMember, fleet, in_loop, joined, left
 
 from eagleray.errors import ConfigError, EngineFailed
-from eagleray.fleet import recovery, supervisor
+from eagleray.fleet import connections, recovery
 from eagleray.identity import ClientId, EngineId, successor
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import (
@@ -333,8 +333,8 @@ async def test_who_registers_again_is_somebody_else():
 
 @pytest.fixture
 def quick_news(monkeypatch):
-    monkeypatch.setattr(supervisor, "NEWS_SECONDS", 0.1)
-    monkeypatch.setattr(supervisor, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(connections, "NEWS_SECONDS", 0.1)
+    monkeypatch.setattr(connections, "WATCH_SECONDS", 0.02)
 
 
 @pytest.mark.parametrize("is_engines_side", [True, False])
