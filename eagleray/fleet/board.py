@@ -19,6 +19,9 @@ from eagleray.transport import Outbox, PulseMonitor
 
 __all__ = ["Board"]
 
+FIRST_BEAT_SECONDS = 120.0
+"""After it was attached a member is heard: before that it may load libraries, from a slow disk."""
+
 
 class Board:
     """`supervisor`: the address that members are told; `heartbeat_timeout`: seconds. `on_silent(member, seconds)` is
@@ -66,7 +69,7 @@ class Board:
         self._addresses[member] = address
         ticket = b""
         if has_pulse:
-            peer, ticket = self._pulse.invite()
+            peer, ticket = self._pulse.invite(within=FIRST_BEAT_SECONDS)
             self._pulses[member], self._members[peer] = peer, member
         present, missing = self._membership.attach(member)
         self._outbox.send(member, Attach(member, self._supervisor, present, ticket, missing))

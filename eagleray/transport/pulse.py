@@ -51,26 +51,39 @@ class Clocks(Generic[Who]):
         self._tick = tick
         self._ran = now
         self._heard: dict[Who, float] = {}
+        self._first: dict[Who, float] = {}
+        """Of those that are expected: the limit until they are heard."""
         self._lost: set[Who] = set()
+
+    def expect(self, who: Who, now: float, *, within: float) -> None:
+        """It has so many seconds to be heard for the first time."""
+        self._heard[who] = now
+        self._first[who] = within
 
     def hear(self, who: Who, now: float) -> None:
         if who not in self._lost:
             self._heard[who] = now
+            self._first.pop(who, None)
 
     def forget(self, who: Who) -> None:
         """Its silence is expected. It must not be heard any more."""
         self._heard.pop(who, None)
+        self._first.pop(who, None)
         self._lost.discard(who)
 
     def silent(self, now: float) -> list[tuple[Who, float]]:
-        """Who was heard once and not for the limit, and for how many seconds; each once. Ask every `tick` seconds."""
+        """Who was heard, or expected, and not for the limit, and for how many seconds; each once. Ask every `tick`
+        seconds."""
         if now - self._ran > self._tick + LATE_SECONDS:
             self._heard = dict.fromkeys(self._heard, now)
         self._ran = now
-        silent = [(who, now - heard) for who, heard in self._heard.items() if now - heard > self._limit]
+        silent = [
+            (who, now - heard) for who, heard in self._heard.items() if now - heard > self._first.get(who, self._limit)
+        ]
         for who, _ in silent:
             self._lost.add(who)
             del self._heard[who]
+            self._first.pop(who, None)
         return silent
 
 
@@ -82,8 +95,8 @@ class PulseTicket(msgspec.Struct, frozen=True, kw_only=True):
 
 class PulseMonitor:
     """The end that has several peers. Its thread calls `on_silent(peer, seconds)` once for a peer that was heard and
-    then, for `limit` seconds, was not; never for one that was not heard yet. `invite` and `forget` may be called from
-    any thread."""
+    then, for `limit` seconds, was not; for one that was not heard yet only if it was invited to come within a time.
+    `invite` and `forget` may be called from any thread."""
 
     def __init__(
         self,
@@ -128,10 +141,13 @@ class PulseMonitor:
             monitor.invite()
         return monitor
 
-    def invite(self) -> tuple[int, bytes]:
-        """A peer may come: (its number, which is never given again, its ticket)."""
+    def invite(self, *, within: float | None = None) -> tuple[int, bytes]:
+        """A peer may come: (its number, which is never given again, its ticket). `within`: seconds for it to be heard;
+        None: any."""
         with self._lock:
             peer = next(self._next)
+            if within is not None:
+                self._clocks.expect(peer, monotonic(), within=max(within, self._limit))
             secret = secrets.token_bytes(SECRET_BYTES)
             self._tickets[peer] = PulseTicket(contact=self._contact, secret=secret, limit=self._limit)
             return peer, msgspec.msgpack.encode(self._tickets[peer])

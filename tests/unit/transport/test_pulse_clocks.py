@@ -23,6 +23,20 @@ def test_who_was_never_heard_is_not_silent():
     assert [clocks.silent(float(now)) for now in range(1, 10)] == [[]] * 9
 
 
+def test_who_is_expected_has_its_time_and_then_the_limit():
+    clocks = Clocks(limit=3.0, tick=1.0, now=0.0)
+    for who in ("comes", "stays away", "is forgotten"):
+        clocks.expect(who, 0.0, within=6.0)
+    for now in (1.0, 2.0, 3.0, 4.0):
+        assert clocks.silent(now) == []
+    clocks.hear("comes", 4.5)
+    clocks.forget("is forgotten")
+    assert clocks.silent(5.0) == clocks.silent(6.0) == []
+    assert clocks.silent(6.5) == [("stays away", 6.5)]
+    assert clocks.silent(7.0) == []
+    assert clocks.silent(8.0) == [("comes", 3.5)]
+
+
 def test_time_in_which_the_listener_did_not_run_does_not_count():
     clocks = Clocks(limit=3.0, tick=1.0, now=0.0)
     clocks.hear("a", 0.5)
