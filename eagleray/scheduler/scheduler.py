@@ -24,7 +24,7 @@ from eagleray.scheduler.draft import Draft, InFlight
 from eagleray.scheduler.kv_cache import KVCache
 from eagleray.scheduler.queues import WaitingQueue
 from eagleray.scheduler.request import Output, Request, Run, new_request
-from eagleray.scheduler.routed_experts import RoutedRows
+from eagleray.scheduler.routed_experts import NOTHING, RoutedNews, RoutedRows
 from eagleray.scheduler.rows import RowTable
 from eagleray.scheduler.stats import Counters, SchedulerStats
 from eagleray.scheduler.suspects import Suspects
@@ -167,18 +167,19 @@ class Scheduler:
         self._counters.num_steps += 1
         tokens = dict(zip(result.rows, result.token_ids, strict=True))
         failures = {failure.row: failure.message for failure in result.failures}
-        routed = self._take_routed(flight, result)
+        news = self._store_routed(flight, result)
         outputs: list[Output] = []
         for run in flight.runs:
+            routed = None if news is None else news.tell(run)
             if run.row in failures:
                 # Held until here even if the run is over. What a failed row wrote is not to be trusted.
                 self._cache.forget(run.block_ids)
             if not run.is_current:
                 continue
             if run.row in failures:
-                outputs.append(self._fail(run, failures[run.row], routed.get(run)))
-            elif run.row in tokens or run.row in result.prompt_logprobs or run in routed:
-                outputs.append(self._deliver(run, tokens.get(run.row), result, routed.get(run)))
+                outputs.append(self._fail(run, failures[run.row], routed))
+            elif run.row in tokens or run.row in result.prompt_logprobs or routed is not None:
+                outputs.append(self._deliver(run, tokens.get(run.row), result, routed))
         self._release(flight)
         return outputs
 
@@ -279,7 +280,7 @@ class Scheduler:
             self._counters.num_prefix_hits += num_cached
 
     def _issue(self, draft: Draft) -> StepPlan:
-        captured = [] if self._routed is None else self._routed.captured(draft.num_tokens)
+        capture = NOTHING if self._routed is None else self._routed.capture(draft.num_tokens)
         plan = StepPlan(
             step=self._next_step,
             ends=self._running.take_ended(),
@@ -287,9 +288,9 @@ class Scheduler:
             grown=[(run.row, added) for run, added in draft.grown.items()],
             rows=[run.row for run in draft.num_tokens],
             num_tokens=list(draft.num_tokens.values()),
-            capture=[run.row for run, _, _ in captured],
+            capture=[run.row for run, _, _ in capture.parts],
         )
-        self._in_flight.append(InFlight(self._next_step, draft.num_tokens, captured))
+        self._in_flight.append(InFlight(self._next_step, draft.num_tokens, capture))
         self._next_step += 1
         self._is_rewound = False
         return plan
@@ -302,12 +303,12 @@ class Scheduler:
 
     # What apply() is made of.
 
-    def _take_routed(self, flight: InFlight, result: StepResult) -> dict[Run, RoutedExperts]:
-        """The rows that are new to the requests of this step."""
-        if self._routed is None or not flight.captured:
-            return {}
+    def _store_routed(self, flight: InFlight, result: StepResult) -> RoutedNews | None:
+        """The rows of this step, all of them before anybody is told; None if it has none."""
+        if self._routed is None or not flight.capture.parts:
+            return None
         assert result.routed_experts is not None, f"step {result.step} was to report routed experts"
-        return self._routed.take(flight.captured, result.routed_experts)
+        return self._routed.store(flight.capture, result.routed_experts)
 
     def _deliver(self, run: Run, token_id: int | None, result: StepResult, routed: RoutedExperts | None) -> Output:
         """The chunk for what a step produced for one request, which may end with it."""
