@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint
 from oracle import oracle
+from processes import children_of
 from serving import is_running
 
 from eagleray import LLM, SamplingParams
@@ -182,11 +183,6 @@ def test_every_worker_of_every_engine_is_called(checkpoint, tmp_path, monkeypatc
         assert llm.collective_rpc("pid") == [pids[0], child_of_ours("engine-1.1")]  # it waits for the new one
 
 
-def children_of(pid: int) -> list[int]:
-    path = Path(f"/proc/{pid}/task")
-    return [int(child) for task in path.iterdir() for child in (task / "children").read_text().split()]
-
-
 def child_of(pid: int) -> int:
     (child,) = children_of(pid)
     return child
@@ -232,8 +228,10 @@ def run_script(script: str) -> subprocess.CompletedProcess:
     text = "import gc, os, signal, sys, threading, time\nfrom eagleray import LLM, SamplingParams\n"
     text += f"""
 def children():
-    path = f"/proc/{{os.getpid()}}/task"
-    return [pid for task in os.listdir(path) for pid in open(f"{{path}}/{{task}}/children").read().split()]
+    sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+    from processes import children_of
+
+    return children_of(os.getpid())
 
 
 def wait_for_no_children():

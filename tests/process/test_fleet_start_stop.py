@@ -16,6 +16,7 @@ import httpx
 import pytest
 from checkpoints import make_checkpoint
 from null_engine import token
+from processes import children_of
 
 from eagleray.config import build_config
 from eagleray.fleet import Supervisor
@@ -37,8 +38,7 @@ def nothing_is_left(monkeypatch):
 
 
 def children() -> list[int]:
-    tasks = Path("/proc/self/task").iterdir()
-    return sorted(int(pid) for task in tasks for pid in (task / "children").read_text().split())
+    return children_of(os.getpid())
 
 
 def num_descriptors() -> int:

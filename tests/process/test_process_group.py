@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from processes import children_of
 
 from eagleray.config import build_config
 from eagleray.config.resolve import executor_name
@@ -52,8 +53,7 @@ def executor(workers: int, **options):
 
 def children() -> list[int]:
     """Processes that this one has started and that live."""
-    task = Path(f"/proc/{os.getpid()}/task")
-    return [int(pid) for thread in task.iterdir() for pid in (thread / "children").read_text().split()]
+    return children_of(os.getpid())
 
 
 def load_null(opened: Executor) -> None:

@@ -19,6 +19,7 @@ import pytest
 import ray_cluster
 from checkpoints import make_checkpoint
 from harness import LocalEngine
+from processes import children_of
 from ray.util.placement_group import placement_group_table
 from ray_cluster import ACC, AddNode, MakeGroup, new_engine, wait_until
 from ray_fleet import SECONDS, Engine, fleet
@@ -95,10 +96,6 @@ def actors() -> set[str]:
     return {entry["Name"] for entry in ray_cluster.living_actors()}
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
-
-
 def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
@@ -144,7 +141,7 @@ async def test_an_engine_whose_workers_are_no_actors_takes_what_they_need(cluste
         (entry,) = (e for e in placement_group_table().values() if e["name"] == f"{name}/engine-0")
         assert entry["bundles"] == {0: {"acc": tp}}
         assert await made.generate(engine, PROMPT) == expected
-        workers = children(ray_cluster.pid_of(f"{name}/engine-0"))
+        workers = children_of(ray_cluster.pid_of(f"{name}/engine-0"))
         assert len(workers) == (tp if executor == "processes" else 0)
         engine.spawned.kill()
         await engine.end()

@@ -1,0 +1,17 @@
+"""What the system says of processes."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+__all__ = ["children_of"]
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that this one has started and that live, in rising order. Its threads may come and go meanwhile."""
+    children: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            children += map(int, (thread / "children").read_text().split())
+    return sorted(children)
