@@ -32,9 +32,10 @@ class Supervision:
             self._pulse = Pulse.start(ticket, on_silent=tell)
 
     def lose(self, cause: str) -> None:
-        """The supervisor is there no more, or cannot be reached."""
-        self.is_lost = True
-        self._on_lost(cause)
+        """The supervisor is there no more, or cannot be reached. Only the first cause counts."""
+        if not self.is_lost:
+            self.is_lost = True
+            self._on_lost(cause)
 
     def close(self) -> None:
         """Fall silent. Harmless when repeated."""

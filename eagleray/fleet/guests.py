@@ -48,9 +48,8 @@ class Guests:
 
     def expel(self, client: ClientId, cause: str) -> None:
         """It cannot stay: it is told so, and may register again."""
-        logger.info("%s is gone: %s", client.label, cause)
         self._leases.end(client)
-        self._board.expel(Left(client, cause, returns=False))
+        self._leave(client, cause)
 
     async def stop(self, stop: Stop) -> None:
         """Wait until all have left, for the grace at most. Who has finished says no more that it is there."""
@@ -65,6 +64,8 @@ class Guests:
         self._leases.close()
 
     def _lapsed(self, client: ClientId, seconds: float) -> None:
-        cause = f"it has not said for {seconds:g} s that it is there"
+        self._leave(client, f"it has not said for {seconds:g} s that it is there")
+
+    def _leave(self, client: ClientId, cause: str) -> None:
         logger.info("%s is gone: %s", client.label, cause)
         self._board.expel(Left(client, cause, returns=False))
