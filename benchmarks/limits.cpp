@@ -61,8 +61,9 @@ double multiply(int threads) {
   double began = now();
 #pragma omp parallel num_threads(threads)
   {
-    Floats total[SUMS] = {}, a = {}, b = {};
+    Floats total[SUMS], a = {}, b = {};
     asm volatile("" : "+x"(a), "+x"(b));
+    for (int i = 0; i < SUMS; i++) total[i] = Floats{} + float(i);  // equal sums would be computed once for all
     for (int64_t round = 0; round < ROUNDS; round++)
 #pragma GCC unroll 16
       for (int i = 0; i < SUMS; i++) total[i] = step(total[i], a, b);

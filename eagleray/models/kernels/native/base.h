@@ -301,7 +301,7 @@ void run_team(int num_threads, Work&& work) {
   run_crew(num_threads, [&](Crew& crew) { crew.each(work); });
 }
 
-inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+constexpr int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
 // Call `work` with a zero of the type that C's `dtype` names: 0 float32, 1 bfloat16.
 template <class Work>

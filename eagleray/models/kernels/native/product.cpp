@@ -2,10 +2,12 @@
 //
 // What a tile reads must come from the second-level cache in time. So a block is made to fit there: up to 8 tiles of
 // rows, and as much of k as leaves room for two panels. While one panel is multiplied, the next is fetched, a part
-// during each tile.
+// during each tile. The rows of a large block are brought into the order in which tiles read them, once for all its
+// panels.
 #include "product.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "product_tile.h"
 
@@ -15,11 +17,19 @@ namespace {
 // ---- blocks
 
 constexpr int BLOCK_TILES = 8;
+constexpr int FEW_TILES = 2;         // whose rows stay where they are
 constexpr int BLOCK_PAIRS = 1024;    // of k, where there are several tiles: 4 KB of a row, 128 KB of a panel
 constexpr int BLOCK_PANELS = 4;      // for which the rows' block of k stays, if k has several
 constexpr int STREAM_AHEAD = 12288;  // bytes, where a panel is read once
 
 int64_t divide_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
+
+// This thread's memory for the rows of a block. It stays, and grows to what the largest block needs.
+uint32_t* memory_of_rows(int64_t words) {
+  static thread_local std::vector<uint32_t> memory;
+  if (int64_t(memory.size()) < words) memory.resize(words);
+  return memory.data();
+}
 
 // Some rows of a product.
 template <class T>
@@ -37,6 +47,7 @@ class Block {
       int64_t source = product.x_rows ? product.x_rows[begin + row] : begin + row;
       x[row] = product.x + source * product.x_stride;
     }
+    if (are_arranged()) arrange_tiles();
   }
 
   // Panel after panel; if k is long, one part of it after the other for a few panels, whose sums wait in between.
@@ -55,14 +66,26 @@ class Block {
           multiply_panel(panel, pairs, next, sums[panel - first]);
         }
       }
-      for (int64_t panel = first; panel < last; panel++) finish(panel, sums[panel - first]);
     }
   }
 
  private:
   const Product<T>& product;
   int64_t begin, num_rows, num_tiles, num_pairs;
-  const T* x[MAX_ROWS];
+  const T* x[MAX_ROWS];  // if they are arranged: at the first row of each tile, all of it
+
+  Span rows_of(int64_t tile) const { return {num_rows * tile / num_tiles, num_rows * (tile + 1) / num_tiles}; }
+  bool are_arranged() const { return num_tiles > FEW_TILES; }
+
+  void arrange_tiles() {
+    constexpr int64_t SLOT = arranged(TILE_ROWS<T>);
+    T* to = reinterpret_cast<T*>(memory_of_rows(num_tiles * SLOT * num_pairs));
+    for (int64_t tile = 0; tile < num_tiles; tile++, to += SLOT * num_pairs * PAIR<T>) {
+      Span rows = rows_of(tile);
+      arrange(x + rows.begin, rows.end - rows.begin, num_pairs, to);
+      x[rows.begin] = to;
+    }
+  }
 
   const T* weight(int64_t panel, int64_t pair) const {
     return product.weight + (panel * num_pairs + pair) * PANEL * PAIR<T>;
@@ -78,33 +101,30 @@ class Block {
   // sums: [num_rows, PANEL]. The tiles share the work of fetching `next`.
   void multiply_panel(int64_t panel, Span pairs, const T* next, float* sums) const {
     const T* from = weight(panel, pairs.begin);
+    bool last = pairs.end == num_pairs;
     int64_t count = pairs.end - pairs.begin, pace = next ? divide_up(128, num_tiles) : 0;
     Ahead ahead{reinterpret_cast<const char*>(next ? next : from), pace};
     if (num_tiles == 1) ahead = {reinterpret_cast<const char*>(from) + STREAM_AHEAD, 128};
 
-    for (int64_t tile = 0; tile < num_tiles; tile++) {
-      int64_t first = num_rows * tile / num_tiles, last = num_rows * (tile + 1) / num_tiles;
-      if (pairs.end == num_pairs)
-        for (int64_t row = first; row < last; row++) {
-          __builtin_prefetch(results(row, panel), 1);
-          __builtin_prefetch(results(row, panel) + 64, 1);
-        }
-      choose_tile<T>(last - first)(x + first, pairs.begin * PAIR<T>, from, count, sums + first * PANEL,
-                                   pairs.begin > 0, ahead);
-      ahead.from += pace * count;
+    for (int64_t tile = 0; tile < num_tiles; tile++, ahead.from += pace * count) {
+      Span rows = rows_of(tile);
+      float* to = sums + rows.begin * PANEL;
+      for (int64_t row = rows.begin; last && row < rows.end; row++) {
+        __builtin_prefetch(results(row, panel), 1);
+        __builtin_prefetch(results(row, panel) + 64, 1);
+      }
+      choose_tile<T>(rows.end - rows.begin, are_arranged())(x + rows.begin, pairs.begin * PAIR<T>, from, count, to,
+                                                            pairs.begin > 0, ahead);
+      if (last && product.ending == Ending::silu) finish_silu(panel, rows, to);
+      else if (last) finish_sums(panel, rows, to);
     }
   }
 
-  void finish(int64_t panel, const float* sums) const {
-    if (product.ending == Ending::silu) finish_silu(panel, sums);
-    else finish_sums(panel, sums);
-  }
-
-  void finish_sums(int64_t panel, const float* sums) const {
+  void finish_sums(int64_t panel, Span rows, const float* sums) const {
     int64_t first = panel * PANEL, count = std::min<int64_t>(PANEL, product.n - first);
     float bias[PANEL] = {}, edge[PANEL] = {};
     if (product.bias) std::copy_n(product.bias + first, count, bias);
-    for (int64_t row = 0; row < num_rows; row++, sums += PANEL) {
+    for (int64_t row = rows.begin; row < rows.end; row++, sums += PANEL) {
       float* y = reinterpret_cast<float*>(results(row, panel));
       float* to = count == PANEL ? y : edge;
       if (to != y && product.ending == Ending::add) std::copy_n(y, count, edge);
@@ -116,14 +136,14 @@ class Block {
     }
   }
 
-  void finish_silu(int64_t panel, const float* sums) const {
+  void finish_silu(int64_t panel, Span rows, const float* sums) const {
     int64_t inner = product.n / 2, first = panel * LANES, count = std::min<int64_t>(LANES, inner - first);
     float gate_bias[LANES] = {}, up_bias[LANES] = {};
     if (product.bias) {
       std::copy_n(product.bias + first, count, gate_bias);
       std::copy_n(product.bias + inner + first, count, up_bias);
     }
-    for (int64_t row = 0; row < num_rows; row++, sums += PANEL) {
+    for (int64_t row = rows.begin; row < rows.end; row++, sums += PANEL) {
       T edge[LANES], *y = reinterpret_cast<T*>(results(row, panel));
       Floats gate = load(sums) + load(gate_bias), up = load(sums + LANES) + load(up_bias);
       store(count == LANES ? y : edge, silu(gate) * up);
