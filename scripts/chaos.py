@@ -1,10 +1,11 @@
 """Load on a server while its processes die, and a report of what the clients saw of it: nothing but a pause.
 
-python scripts/chaos.py [--requests 1000] [--every 3] [--backend ray] [--expert-parallel] [-- options of serve]
+python scripts/chaos.py [--requests 1000] [--every 3] [--backend ray] [--hosts 3] [--expert-parallel] [-- options]
 
 The load is sent twice to the same server: first undisturbed, then while random engines, workers and API servers are
-killed (SIGKILL) or stopped (SIGSTOP) every few seconds. Every answer must be the same both times. A request whose own
-API server dies loses its connection; it is sent again here, as any client has to, and counted apart.
+killed (SIGKILL) or stopped (SIGSTOP) every few seconds; with `--hosts`, which needs root, each engine is on a host of
+its own, hosts die, and links to them are cut. Every answer must be the same both times. A request whose own API server
+dies loses its connection; it is sent again here, as any client has to, and counted apart.
 
 Exits with 0 if no request failed, no answer differs, all engines are back, and nothing is left at the end.
 """
@@ -16,19 +17,22 @@ import asyncio
 import itertools
 import json
 import random
+import shutil
 import statistics
 import sys
 import tempfile
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import chaos_hosts
 import chaos_ray
 from chaos_blows import Blow, Blows
+from chaos_hosts import Cluster
 from chaos_leaks import Leaks
 from chaos_load import Job, Outcome, differences, make_jobs, run_load
 from chaos_server import ChaosFailed, Member, Server
@@ -59,9 +63,8 @@ class Report:
     """Times that a request was sent again because its own API server had died."""
     failures: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
-    next_token_after_kill: dict[str, float] = field(default_factory=dict)
-    """Milliseconds from the death of an engine to the next token of a stream that it had."""
-    next_token_after_stop: dict[str, float] = field(default_factory=dict)
+    next_token: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Milliseconds from what was done to an engine or its host to the next token of a stream that it had."""
     leaks: dict[str, list[str]] = field(default_factory=dict)
     trouble: list[str] = field(default_factory=list)
     """What else must not be."""
@@ -72,7 +75,12 @@ class Report:
 
 
 def main() -> int:
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
+    if options.hosts and options.hosts <= options.data_parallel_size:
+        parser.error(
+            f"--hosts {options.hosts}: one that dies leaves too few for {options.data_parallel_size} engines; give more"
+        )
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory, ExitStack() as stack:
         root = Path(directory)
         report = _torment(options, root, stack)
@@ -82,22 +90,23 @@ def main() -> int:
 
 def _torment(options: argparse.Namespace, root: Path, stack: ExitStack) -> Report:
     report = Report(requests=options.requests)
-    arguments, find_more, ray_leaks = _arguments(options), list, list
-    if options.backend == "ray":
-        arguments += [
-            "--ray-address",
-            stack.enter_context(chaos_ray.cluster(root, num_engines=options.data_parallel_size)),
-        ]
-        find_more, ray_leaks = chaos_ray.members, chaos_ray.actors_and_groups
-    leaks = Leaks(ray_leaks)
-    server = Server(arguments, root, log=options.log or root / "log")
+    surroundings = _surroundings(options, root, stack)
+    leaks = Leaks(surroundings.left)
+    server = Server(
+        _arguments(options, root) + surroundings.arguments + options.server,
+        root,
+        log=options.log or root / "log",
+        enter=surroundings.enter,
+        temporary=surroundings.temporary,
+        env=surroundings.env,
+    )
     stack.callback(server.kill)
     try:
         server.wait_until_serving()
         server.wait_until_whole(num_engines=options.data_parallel_size, seconds=WHOLE_SECONDS)
-        _load(options, server, lambda: server.members() + find_more(), report)
+        _load(options, server, surroundings, report)
         server.wait_until_whole(num_engines=options.data_parallel_size, seconds=WHOLE_SECONDS)
-        report.restarts = _restarts(server.members() + find_more())
+        report.restarts = _restarts(server.members() + surroundings.labelled())
         if (code := server.stop()) != 0:
             report.trouble.append(f"told to stop, the server ended with exit code {code}")
         report.leaks = leaks.find(server)
@@ -106,7 +115,48 @@ def _torment(options: argparse.Namespace, root: Path, stack: ExitStack) -> Repor
     return report
 
 
-def _load(options: argparse.Namespace, server: Server, members: Callable[[], list[Member]], report: Report) -> None:
+@dataclass(frozen=True)
+class Surroundings:
+    """Where the server runs, and what belongs to it that is no descendant of it."""
+
+    arguments: list[str] = field(default_factory=list)
+    enter: Sequence[str] = ()
+    temporary: Path | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    members: Callable[[], list[Member]] = list
+    labelled: Callable[[], list[Member]] = list
+    """The same with their identities."""
+    left: Callable[[], list[str]] = list
+    hosts: Cluster | None = None
+
+
+def _surroundings(options: argparse.Namespace, root: Path, stack: ExitStack) -> Surroundings:
+    if options.hosts:
+        hosts = stack.enter_context(
+            chaos_hosts.cluster(root, num_hosts=options.hosts, missed_after=options.heartbeat_timeout)
+        )
+        return Surroundings(
+            hosts.arguments(),
+            enter=hosts.enter,
+            temporary=hosts.temporary,
+            env=hosts.env,
+            members=hosts.members,
+            labelled=hosts.labelled,
+            left=hosts.left,
+            hosts=hosts,
+        )
+    if options.backend == "ray":
+        address = stack.enter_context(chaos_ray.cluster(root, num_engines=options.data_parallel_size))
+        return Surroundings(
+            ["--ray-address", address],
+            members=chaos_ray.members,
+            labelled=chaos_ray.members,
+            left=chaos_ray.actors_and_groups,
+        )
+    return Surroundings()
+
+
+def _load(options: argparse.Namespace, server: Server, surroundings: Surroundings, report: Report) -> None:
     """The load undisturbed, the load with blows, and the difference."""
     jobs = make_jobs(options.requests, options.seed)
     expected = asyncio.run(
@@ -115,16 +165,17 @@ def _load(options: argparse.Namespace, server: Server, members: Callable[[], lis
     if failures := _failures(expected):
         raise ChaosFailed(f"without any blow requests failed: {failures[:SHOWN]}")
     blows = Blows(
-        members,
+        lambda: server.members() + surroundings.members(),
         every=options.every,
         settled=options.settled,
         missed_after=options.heartbeat_timeout,
         rng=random.Random(options.seed),
+        hosts=surroundings.hosts,
     )
     began = time.monotonic()
     got = asyncio.run(_disturbed(server, jobs, blows, options.concurrency))
     report.seconds = round(time.monotonic() - began, 1)
-    report.blows = dict(Counter(f"{_how(blow)} {blow.member.kind}" for blow in blows.struck))
+    report.blows = dict(Counter(f"{blow.how} {blow.member.kind}" for blow in blows.struck))
     report.resent = sum(outcome.num_resent for outcome in got)
     report.failures = _failures(got)
     report.tokens = sum(outcome.answer.num_tokens for outcome in got if outcome.answer is not None)
@@ -133,8 +184,10 @@ def _load(options: argparse.Namespace, server: Server, members: Callable[[], lis
             found = differences(one.answer, other.answer)
             report.mismatches += [f"request {number} ({one.job.kind}): {what}" for what in found]
     ends = [blow for blow in blows.struck if blow.ends_engine]
-    report.next_token_after_kill = _percentiles(got, [blow for blow in ends if not blow.is_stop])
-    report.next_token_after_stop = _percentiles(got, [blow for blow in ends if blow.is_stop])
+    for how in sorted({blow.how for blow in ends}):
+        report.next_token[how] = _percentiles(got, [blow for blow in ends if blow.how == how])
+    if surroundings.hosts is not None:
+        report.trouble += surroundings.hosts.trouble
     server.check()
 
 
@@ -192,15 +245,13 @@ def _restarts(members: Sequence[Member]) -> int:
     return sum(newest[m] for m in newest if "/" not in m)
 
 
-def _how(blow: Blow) -> str:
-    return "SIGSTOP" if blow.is_stop else "SIGKILL"
-
-
-def _arguments(options: argparse.Namespace) -> list[str]:
+def _arguments(options: argparse.Namespace, root: Path) -> list[str]:
     arguments = [] if options.model is None else [options.model]
+    if options.hosts and options.model is not None:  # where all hosts see it
+        arguments = [str(shutil.copytree(options.model, root / "model"))]
     given = {
         "--data-parallel-size": options.data_parallel_size,
-        "--data-parallel-backend": options.backend,
+        "--data-parallel-backend": "ray" if options.hosts else options.backend,
         "--api-server-count": options.api_server_count,
         "--max-request-restarts": MANY,
         "--max-engine-restarts": MANY,
@@ -211,7 +262,7 @@ def _arguments(options: argparse.Namespace) -> list[str]:
     }
     if options.expert_parallel:  # then the death of one engine is a pause for the streams of all
         arguments.append("--enable-expert-parallel")
-    return arguments + [str(word) for pair in given.items() for word in pair] + options.server
+    return arguments + [str(word) for pair in given.items() for word in pair]
 
 
 def _show(report: Report) -> str:
@@ -222,8 +273,7 @@ def _show(report: Report) -> str:
         f"sent again by clients   {report.resent}, whose own API server had died",
         f"failures                {len(report.failures)}",
         f"mismatches              {len(report.mismatches)}",
-        f"next token after SIGKILL of its engine, ms: {_pairs(report.next_token_after_kill)}",
-        f"next token after SIGSTOP of its engine, ms: {_pairs(report.next_token_after_stop)}",
+        *(f"next token after {how}, ms: {_pairs(values)}" for how, values in report.next_token.items()),
         *(f"left behind: {what:<19}{len(left)} {', '.join(left)}" for what, left in report.leaks.items()),
     ]
     for title, found in (("failure", report.failures), ("mismatch", report.mismatches), ("trouble", report.trouble)):
@@ -245,6 +295,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the requests and of the blows")
     parser.add_argument("--backend", choices=["processes", "ray"], default="processes", help="what an engine is")
+    parser.add_argument("--hosts", type=int, default=0, help="so many simulated hosts for engines; more than engines")
     parser.add_argument("--data-parallel-size", type=int, default=2, help="engines")
     parser.add_argument("--expert-parallel", action="store_true", help="the engines share the experts of the model")
     parser.add_argument("--api-server-count", type=int, default=2)

@@ -1,4 +1,5 @@
-"""What is done to the server: every few seconds a random process is killed, or stopped for ever."""
+"""What is done to the server: every few seconds a random process is killed, or stopped for ever; or a host dies, or
+its link breaks."""
 
 from __future__ import annotations
 
@@ -9,12 +10,16 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from chaos_server import Member, age
 
-__all__ = ["Blow", "Blows"]
+__all__ = ["CUT", "KILL", "SHORT_CUT", "STOP", "Blow", "Blows", "Hosts"]
 
-WEIGHTS = {"engine": 5, "worker": 3, "API server": 2, "driver": 1}
+KILL, STOP, CUT, SHORT_CUT = "SIGKILL", "SIGSTOP", "cut", "short cut"
+SIGNALS = {KILL: signal.SIGKILL, STOP: signal.SIGSTOP}
+
+WEIGHTS = {"engine": 5, "worker": 3, "API server": 2, "driver": 1, "host": 5}
 STOP_SHARE = 0.25
 """So many of the blows are SIGSTOP: a process that is still there, and says nothing any more."""
 
@@ -30,17 +35,31 @@ class Blow:
     when: float
     """By `time.monotonic`."""
     member: Member
-    is_stop: bool
-    """SIGSTOP rather than SIGKILL."""
+    how: str
+
+    @property
+    def is_stop(self) -> bool:
+        return self.how == STOP
 
     @property
     def ends_engine(self) -> bool:
         return self.member.kind != "API server"  # all engines of a driver end with it
 
 
+class Hosts(Protocol):
+    """What can be done to hosts as a whole."""
+
+    def hosts(self) -> list[Member]:
+        """Those that may be struck."""
+
+    def strike(self, host: Member, how: str) -> None:
+        """Until it is over, and there are as many hosts as before."""
+
+
 class Blows:
     """Strikes until it is cancelled: `every` so many seconds, and mostly who has been there for `settled` seconds.
-    `members` says who is there; one that is stopped is missed `missed_after` seconds later."""
+    `members` says who is there; one that is stopped is missed `missed_after` seconds later. `hosts`: if there are some
+    besides the one of the server."""
 
     def __init__(
         self,
@@ -50,8 +69,10 @@ class Blows:
         settled: float,
         missed_after: float,
         rng: random.Random,
+        hosts: Hosts | None = None,
     ) -> None:
         self._members = members
+        self._hosts = hosts
         self._every = every
         self._settled = settled
         self._missed_after = missed_after
@@ -76,6 +97,7 @@ class Blows:
         stopped = {blow.member.pid for blow in self.struck if blow.is_stop}
         is_hasty = self._rng.random() < HASTE_SHARE
         members = [member for member in await asyncio.to_thread(self._members) if member.pid not in stopped]
+        members += [] if self._hosts is None else await asyncio.to_thread(self._hosts.hosts)
         settled = [member for member in members if age(member.pid) >= self._settled]
         if not settled:
             return
@@ -83,10 +105,15 @@ class Blows:
         kinds = sorted({member.kind for member in there})
         (kind,) = self._rng.choices(kinds, [WEIGHTS[kind] for kind in kinds])
         member = self._rng.choice([member for member in there if member.kind == kind])
+        if self._hosts is not None and member.kind == "host":
+            how = self._rng.choice((KILL, CUT, SHORT_CUT))
+            self.struck.append(Blow(time.monotonic(), member, how))
+            await asyncio.to_thread(self._hosts.strike, member, how)
+            return
         # Who is stopped before it has said anything is missed only when its time to start is over.
-        is_stop = self._rng.random() < STOP_SHARE and not is_hasty
+        how = STOP if self._rng.random() < STOP_SHARE and not is_hasty else KILL
         try:
-            os.kill(member.pid, signal.SIGSTOP if is_stop else signal.SIGKILL)
+            os.kill(member.pid, SIGNALS[how])
         except ProcessLookupError:  # it was faster
             return
-        self.struck.append(Blow(time.monotonic(), member, is_stop))
+        self.struck.append(Blow(time.monotonic(), member, how))

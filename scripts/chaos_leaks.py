@@ -1,4 +1,4 @@
-"""What a server must not leave behind: processes, shared memory, directories, sockets, and what it had of Ray."""
+"""What a server must not leave behind: processes, shared memory, directories, sockets, and what it had elsewhere."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PATIENCE_SECONDS = 5.0
 class Leaks:
     """Made before the server starts, asked after it has ended.
 
-    `ray`: what the server could have left in a Ray cluster, as a list of names.
+    `elsewhere`: what the server could have left in a Ray cluster and on other hosts, as a list of names.
     """
 
-    def __init__(self, ray: Callable[[], list[str]] = list) -> None:
-        self._ray = ray
+    def __init__(self, elsewhere: Callable[[], list[str]] = list) -> None:
+        self._elsewhere = elsewhere
         self._segments = segments()
 
     def find(self, server: Server) -> dict[str, list[str]]:
@@ -42,8 +42,8 @@ class Leaks:
             "processes": [str(pid) for pid in server.survivors()],
             "shared memory": sorted(new - _held(new)) if new else [],
             "runtime directories": sorted(path.name for path in server.temporary.iterdir()),
-            "sockets": _unix_sockets(server.temporary) + _listening(server.url),
-            "Ray": self._ray(),
+            "sockets": _unix_sockets(server.tmpdir) + _listening(server.url),
+            "elsewhere": self._elsewhere(),
         }
 
 
@@ -66,9 +66,9 @@ def _held(names: set[str]) -> set[str]:
     return held
 
 
-def _unix_sockets(directory: Path) -> list[str]:
+def _unix_sockets(directory: str) -> list[str]:
     lines = Path("/proc/net/unix").read_text().splitlines()
-    return sorted({line.rpartition(" ")[2] for line in lines if str(directory) in line})
+    return sorted({line.rpartition(" ")[2] for line in lines if directory in line})
 
 
 def _listening(url: str) -> list[str]:

@@ -13,13 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
-__all__ = ["LABEL", "ChaosFailed", "Member", "Server", "age"]
+__all__ = ["HOST", "LABEL", "TITLES", "ChaosFailed", "Member", "Server", "age"]
 
 READY_SECONDS = 120.0
 END_SECONDS = 120.0
@@ -28,8 +28,14 @@ POLL_SECONDS = 0.05
 MARK = "EAGLERAY_CHAOS"
 """A variable of the server's environment, by which every process that comes of it is known, however it came about."""
 
+HOST = "host "
+"""Begins the label of a whole host."""
+
 LABEL = re.compile(r"(?P<role>engine|client)-(?P<number>\d+)(?:\.(?P<incarnation>\d+))?(?P<worker>/tp\d+-pp\d+)?")
 """Of `identity`: engine-0, engine-0.2, engine-0.2/tp1-pp0, client-1.3"""
+
+TITLES = {"ray::EngineHost": "engine", "ray::Host": "worker", "ray::GraphHost": "worker"}
+"""What Ray calls the processes of actors; a label instead needs setproctitle."""
 
 
 class ChaosFailed(Exception):
@@ -38,16 +44,19 @@ class ChaosFailed(Exception):
 
 @dataclass(frozen=True)
 class Member:
-    """A process of the instance."""
+    """A process of the instance, or a host of it."""
 
     pid: int
+    """Of a host: of what it has of the instance."""
     label: str
 
     @property
     def kind(self) -> str:
-        """`engine`, `worker`, `API server`, or `driver` for what has no identity."""
+        """`engine`, `worker`, `API server`, `host`, or `driver` for what has no identity."""
+        if self.label.startswith(HOST):
+            return "host"
         if (match := LABEL.fullmatch(self.label)) is None:
-            return "driver"
+            return TITLES.get(self.label, "driver")
         if match["worker"]:
             return "worker"
         return "engine" if match["role"] == "engine" else "API server"
@@ -71,25 +80,43 @@ def age(pid: int) -> float:
 
 
 class Server:
-    """`eagleray serve` with `arguments`. `root`: a directory of our own; `log`: the file that it writes to."""
+    """`eagleray serve` with `arguments`. `root`: a directory of our own; `log`: the file that it writes to.
 
-    def __init__(self, arguments: list[str], root: Path, *, log: Path) -> None:
+    `enter`: a command that runs it, as its only child, where it shall run. `temporary`: its directory for temporary
+    files as this program reaches it, where that is not below `root`; then `env`, of more variables, has its own TMPDIR.
+    """
+
+    def __init__(
+        self,
+        arguments: list[str],
+        root: Path,
+        *,
+        log: Path,
+        enter: Sequence[str] = (),
+        temporary: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.mark = secrets.token_hex(8)
-        self.temporary = root / "tmp"
+        self.temporary = temporary or root / "tmp"
         self.temporary.mkdir()
+        variables = {"TMPDIR": str(self.temporary), MARK: self.mark} | dict(env or {})
+        self.tmpdir = variables["TMPDIR"]
+        """Its name where the server runs."""
         self._log = log
+        self._is_entered = bool(enter)
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "eagleray.cli.main", "serve", *arguments, "--port", "0"],
+                [*enter, sys.executable, "-m", "eagleray.cli.main", "serve", *arguments, "--port", "0"],
                 stdin=subprocess.DEVNULL,
                 stderr=file,
-                env=os.environ | {"TMPDIR": str(self.temporary), MARK: self.mark},
+                env=os.environ | variables,
             )
         self.url = ""
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        """Of the supervisor, as this machine counts."""
+        return next(iter(_children(self._process.pid)), 0) if self._is_entered else self._process.pid
 
     @property
     def log(self) -> str:
@@ -133,7 +160,7 @@ class Server:
     def stop(self) -> int:
         """SIGTERM, and wait: the exit code. Raises `ChaosFailed` if it does not end."""
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+            _signal(self.pid or self._process.pid, signal.SIGTERM)
         try:
             return self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -10,7 +10,7 @@ same step writes it. Owned and driven by the scheduler; which blocks have rows i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import RoutedExperts
 from eagleray.scheduler.request import Run
 
-__all__ = ["NOTHING", "Capture", "RoutedNews", "RoutedRows"]
+__all__ = ["NOTHING", "Capture", "RoutedRows"]
 
 
 class Capture(NamedTuple):
@@ -47,30 +47,43 @@ class RoutedRows:
 
     def capture(self, num_tokens: Mapping[Run, int]) -> Capture:
         """What a step is to report that has just been planned: all that it computes of requests that want rows."""
-        capture, size, is_stored = Capture([], []), self._block_size, len(self._rows) > 0
-        for run, count in num_tokens.items():
-            if run.request.routed_experts_from is None:
-                continue
-            end = run.num_computed_tokens
-            capture.parts.append((run, end - count, end))
-            if is_stored and count == 1:
-                capture.slots.append(run.block_ids[(end - 1) // size] * size + (end - 1) % size)
-            elif is_stored:
-                capture.slots.extend(self._slots(run, end - count, end))
-        return capture
+        parts = [
+            (run, run.num_computed_tokens - count, run.num_computed_tokens)
+            for run, count in num_tokens.items()
+            if run.request.routed_experts_from is not None
+        ]
+        is_stored, size, slots = len(self._rows) > 0, self._block_size, list[int]()
+        for run, start, end in parts if is_stored else ():
+            if end - start == 1:
+                slots.append(run.block_ids[start // size] * size + start % size)
+            else:
+                slots.extend(self._slots(run, start, end))
+        return Capture(parts, slots)
 
-    def store(self, capture: Capture, experts: Array) -> RoutedNews:
-        """Store what a step reports; what is new to each request.
+    def store(self, capture: Capture, experts: Array) -> dict[Run, RoutedExperts]:
+        """Store what a step reports; what of it is new to the requests of these runs, which count as told. Runs that
+        are over are told nothing.
 
         `experts`: [tokens of all parts; num_layers; top_k].
         """
         assert experts.dtype == self._rows.dtype
         if capture.slots:
             self._rows[capture.slots] = experts
-        return RoutedNews(capture.parts, experts.tobytes(), self._row_bytes, self._read)
-
-    def _read(self, run: Run, start: int, end: int) -> bytes:
-        return self._rows[self._slots(run, start, end)].tobytes()
+        reported, row_bytes, offset = experts.tobytes(), self._row_bytes, 0
+        news: dict[Run, RoutedExperts] = {}
+        for run, start, end in capture.parts:
+            begin, offset = offset, offset + (end - start) * row_bytes
+            request = run.request
+            wanted_from = request.routed_experts_from
+            if wanted_from is None or wanted_from >= end or request.run is not run:
+                continue
+            request.routed_experts_from = end
+            if wanted_from >= start:
+                rows = reported[begin + (wanted_from - start) * row_bytes : offset]
+            else:  # what was found in the cache, too
+                rows = self._rows[self._slots(run, wanted_from, end)].tobytes()
+            news[run] = RoutedExperts(wanted_from, rows)
+        return news
 
     def _slots(self, run: Run, start: int, end: int) -> list[int]:
         size = self._block_size
@@ -78,42 +91,3 @@ class RoutedRows:
         blocks = run.block_ids[first : -(-end // size)]
         slots = [slot for block in blocks for slot in range(block * size, (block + 1) * size)]
         return slots[start - first * size : end - first * size]
-
-
-class RoutedNews:
-    """What a step reports, for the requests that have not been told. `experts`: of all `parts`. `read(run, start, end)`
-    gives rows that were stored before."""
-
-    def __init__(
-        self,
-        parts: Iterable[tuple[Run, int, int]],
-        experts: bytes,
-        row_bytes: int,
-        read: Callable[[Run, int, int], bytes],
-    ) -> None:
-        self._parts = iter(parts)
-        self._next = next(self._parts, None)
-        self._experts = experts
-        self._offset = 0
-        self._row_bytes = row_bytes
-        self._read = read
-
-    def tell(self, run: Run) -> RoutedExperts | None:
-        """What is new to its request, which counts as told; None if nothing is, or if the run is over. To be asked for
-        every run of the step, in order."""
-        if self._next is None or self._next[0] is not run:
-            return None
-        _, start, end = self._next
-        self._next = next(self._parts, None)
-        begin = self._offset
-        self._offset = begin + (end - start) * self._row_bytes
-        request = run.request
-        wanted_from = request.routed_experts_from
-        if request.run is not run or wanted_from is None or wanted_from >= end:
-            return None
-        request.routed_experts_from = end
-        if wanted_from >= start:
-            return RoutedExperts(
-                wanted_from, self._experts[begin + (wanted_from - start) * self._row_bytes : self._offset]
-            )
-        return RoutedExperts(wanted_from, self._read(run, wanted_from, end))  # what was found in the cache, too

@@ -24,7 +24,7 @@ from eagleray.scheduler.draft import Draft, InFlight
 from eagleray.scheduler.kv_cache import KVCache
 from eagleray.scheduler.queues import WaitingQueue
 from eagleray.scheduler.request import Output, Request, Run, new_request
-from eagleray.scheduler.routed_experts import NOTHING, RoutedNews, RoutedRows
+from eagleray.scheduler.routed_experts import NOTHING, RoutedRows
 from eagleray.scheduler.rows import RowTable
 from eagleray.scheduler.stats import Counters, SchedulerStats
 from eagleray.scheduler.suspects import Suspects
@@ -170,7 +170,7 @@ class Scheduler:
         news = self._store_routed(flight, result)
         outputs: list[Output] = []
         for run in flight.runs:
-            routed = None if news is None else news.tell(run)
+            routed = news.get(run)
             if run.row in failures:
                 # Held until here even if the run is over. What a failed row wrote is not to be trusted.
                 self._cache.forget(run.block_ids)
@@ -303,10 +303,10 @@ class Scheduler:
 
     # What apply() is made of.
 
-    def _store_routed(self, flight: InFlight, result: StepResult) -> RoutedNews | None:
-        """The rows of this step, all of them before anybody is told; None if it has none."""
+    def _store_routed(self, flight: InFlight, result: StepResult) -> dict[Run, RoutedExperts]:
+        """The rows of this step, all of them before anybody is told; what is new to each."""
         if self._routed is None or not flight.capture.parts:
-            return None
+            return {}
         assert result.routed_experts is not None, f"step {result.step} was to report routed experts"
         return self._routed.store(flight.capture, result.routed_experts)
 

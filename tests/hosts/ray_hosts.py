@@ -13,7 +13,7 @@ from typing import Any
 from programs import Program
 from simulated_hosts import Host, HostNetwork
 
-__all__ = ["Driver", "Failure", "RayHosts", "workers"]
+__all__ = ["Driver", "Failure", "RayCluster", "RayHosts", "workers"]
 
 PORT = 6379
 SPARES = 24
@@ -22,37 +22,26 @@ RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::DA
 DRIVER_SECONDS = 60.0
 
 
-class RayHosts:
-    """Each host has a node with 2 CPUs. The cluster wants a token.
+class RayCluster:
+    """Each host has a node with 2 CPUs, the head as well. The cluster wants a token."""
 
-    Custom resources name who shall take part: "duo" is on the first two hosts, "trio" on the first three, "spare-i" on
-    the first and on the i-th that was added later.
-    """
-
-    def __init__(self, network: HostNetwork) -> None:
+    def __init__(self, network: HostNetwork, *, head: Mapping[str, float] | None = None) -> None:
+        """`head`: custom resources of its node."""
         self.network = network
         self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        spares = {f"spare-{index}": 1 for index in range(SPARES)}
         self.head = network.add()
-        _wait_for_node(self._node(self.head, {"duo": 2, "trio": 1, **spares}))
-        others = [network.add(), network.add()]
-        started = [self._node(others[0], {"duo": 2, "trio": 1}), self._node(others[1], {"trio": 1})]
-        for program in started:
-            _wait_for_node(program)
-        self.hosts = [self.head, *others]
-        self._num_spares = 0
+        _wait_for_node(self._node(self.head, head or {}))
 
     @property
     def address(self) -> str:
         return f"{self.head.ip}:{PORT}"
 
-    def spare(self, *, env: Mapping[str, str] | None = None) -> tuple[Host, str]:
-        """One more host, to do harm to; and the resource that it shares with the head. `env`: of its node."""
-        resource = f"spare-{self._num_spares}"
-        self._num_spares += 1
-        host = self.network.add()
-        _wait_for_node(self._node(host, {resource: 1}, env))
-        return host, resource
+    def add(self, *resources: Mapping[str, float], env: Mapping[str, str] | None = None) -> list[Host]:
+        """A host, which is a node, for each of these custom resources. `env`: of the nodes."""
+        hosts = [self.network.add() for _ in resources]
+        for program in [self._node(host, each, env) for host, each in zip(hosts, resources, strict=True)]:
+            _wait_for_node(program)
+        return hosts
 
     def driver(self, *, env: Mapping[str, str] | None = None) -> Driver:
         """A program on the head. `env` instead of the cluster's token."""
@@ -69,6 +58,25 @@ class RayHosts:
         limits = ["--num-cpus=2", "--object-store-memory=80000000", f"--resources={json.dumps(dict(resources))}"]
         quiet = {"RAY_USAGE_STATS_ENABLED": "0"}
         return host.start([*ray, *limits, "--disable-usage-stats"], env={**self.token, **quiet, **(env or {})})
+
+
+class RayHosts(RayCluster):
+    """Custom resources name who shall take part: "duo" is on the first two hosts, "trio" on the first three, "spare-i"
+    on the first and on the i-th that was added later.
+    """
+
+    def __init__(self, network: HostNetwork) -> None:
+        spares = {f"spare-{index}": 1 for index in range(SPARES)}
+        super().__init__(network, head={"duo": 2, "trio": 1, **spares})
+        self.hosts = [self.head, *self.add({"duo": 2, "trio": 1}, {"trio": 1})]
+        self._num_spares = 0
+
+    def spare(self, *, env: Mapping[str, str] | None = None) -> tuple[Host, str]:
+        """One more host, to do harm to; and the resource that it shares with the head. `env`: of its node."""
+        resource = f"spare-{self._num_spares}"
+        self._num_spares += 1
+        (host,) = self.add({resource: 1}, env=env)
+        return host, resource
 
 
 def workers(host: Host) -> list[int]:

@@ -85,12 +85,16 @@ class Host:
         self._programs: list[Program] = []
         self._pid_namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
 
+    @property
+    def enter(self) -> list[str]:
+        """What runs the command behind it there, as its only child."""
+        return ["nsenter", f"--target={self.pid}", *NAMESPACES, "--"]
+
     def start(self, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Program:
         """Run `command` there. Of this program's environment it has PATH; its home is the private /tmp."""
-        enter = ["nsenter", f"--target={self.pid}", *NAMESPACES, "--"]
         base = {"PATH": os.environ["PATH"], "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}
         log = self._directory / f"{self.name}-{len(self._programs)}.log"
-        program = Program([*enter, *command], env={**base, **(env or {})}, log=log)
+        program = Program([*self.enter, *command], env={**base, **(env or {})}, log=log)
         self._programs.append(program)
         return program
 

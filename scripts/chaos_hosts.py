@@ -1,0 +1,163 @@
+"""Hosts of their own for a server whose engines are Ray actors, to be killed and cut off.
+
+Each is a simulated host of `tests/hosts`; the server and its clients are on the head, which is spared.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from chaos_blows import CUT, KILL, SHORT_CUT
+from chaos_server import HOST, LABEL, TITLES, ChaosFailed, Member
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "hosts"))
+
+from programs import wait_until
+from ray_hosts import Driver, RayCluster
+from simulated_hosts import Host, host_network, why_impossible
+
+__all__ = ["Cluster", "cluster"]
+
+RESOURCE = "engine"
+"""Every host but the head has one of it."""
+
+SHORT_SHARE = 0.3
+"""A link that is cut for so much of the time after which silence is noticed."""
+
+END_SECONDS = 75.0
+"""A process that is cut off ends itself: soon after it has noticed the silence, or, if nobody has called it yet, when
+Ray's node gives up, which takes a minute."""
+
+LATE_SECONDS = 1.0
+"""What was on its way when a link was cut arrives when it is healed."""
+
+TEMPORARY = "/tmp/eagleray-chaos"
+"""Of the server: on the head alone. Hosts that reached each other's Unix sockets could not be cut off."""
+
+RAYS_MEMORY = ("plasma", "ray", "sem.")
+
+
+class Cluster:
+    """Made by `cluster`. `missed_after`: seconds after which silence is noticed."""
+
+    def __init__(self, ray: RayCluster, driver: Driver, num_hosts: int, *, missed_after: float) -> None:
+        self.address = ray.address
+        self.enter = ray.head.enter
+        self.temporary = ray.head.path(TEMPORARY)
+        self.env = {**ray.token, "TMPDIR": TEMPORARY}
+        self.trouble: list[str] = []
+        self._ray = ray
+        self._driver = driver
+        self._missed_after = missed_after
+        self._hosts = ray.add(*([{RESOURCE: 1}] * num_hosts))
+
+    def arguments(self) -> list[str]:
+        """Of `serve`: an engine on each host that is needed."""
+        resources = f'{{"{RESOURCE}": 1}}'
+        placement = ["--ray-engine-placement", "strict-spread", "--ray-worker-resources", resources]
+        return ["--ray-address", self.address, "--executor", "in-process", *placement]
+
+    def hosts(self) -> list[Member]:
+        """Those that have an engine."""
+        there = [(host, _processes(host)) for host in self._hosts]
+        return [Member(processes[0].pid, f"{HOST}{host.name}") for host, processes in there if processes]
+
+    def strike(self, host: Member, how: str) -> None:
+        """One that is killed, or was cut off for long, is replaced: its Ray node is given up by then."""
+        (struck,) = (each for each in self._hosts if host.label == f"{HOST}{each.name}")
+        if how == SHORT_CUT:
+            self._ray.network.cut(struck)
+            time.sleep(SHORT_SHARE * self._missed_after)
+            self._ray.network.heal(struck)
+            return
+        assert how in (KILL, CUT), how
+        if how == CUT:
+            self._cut_off(struck)
+        struck.kill()
+        self._hosts.remove(struck)
+        self._hosts += self._ray.add({RESOURCE: 1})
+
+    def _cut_off(self, host: Host) -> None:
+        self._ray.network.cut(host)
+        time.sleep(self._missed_after)
+        try:
+            wait_until(lambda: not _processes(host), f"the engine on {host.name}, cut off, ends itself", END_SECONDS)
+        except TimeoutError as error:
+            self.trouble.append(str(error))
+        self._ray.network.heal(host)
+        time.sleep(LATE_SECONDS)
+
+    def members(self) -> list[Member]:
+        """The processes of engines and workers on all hosts."""
+        return [member for host in self._hosts for member in _processes(host)]
+
+    def labelled(self) -> list[Member]:
+        """The living actors by the names of engines and workers; their processes are not known."""
+        return [Member(0, match[0]) for name in self._look()["actors"] if (match := LABEL.search(name))]
+
+    def left(self) -> list[str]:
+        """What is alive of the server, but for its own processes on the head."""
+        found = self._look()
+        actors = [f"actor {name}" for name in found["actors"]] + [f"group {name}" for name in found["groups"]]
+        return actors + [
+            f"{what} on {host.name}"
+            for host in self._hosts
+            for what in [*(f"process {member.pid}" for member in _processes(host)), *_segments(host)]
+        ]
+
+    def _look(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = self._driver.do("cluster", address=self.address)
+        return found
+
+
+@contextmanager
+def cluster(root: Path, *, num_hosts: int, missed_after: float) -> Iterator[Cluster]:
+    """A head and so many hosts that see `root`. Meanwhile this process is in the network of the head."""
+    if reason := why_impossible():
+        raise ChaosFailed(f"--hosts: {reason}")
+    with host_network(root) as network:
+        ray = RayCluster(network)
+        driver = ray.driver()
+        with _in_network_of(ray.head):
+            yield Cluster(ray, driver, num_hosts, missed_after=missed_after)
+
+
+@contextmanager
+def _in_network_of(host: Host) -> Iterator[None]:
+    """This thread, and those that it starts."""
+    own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    there = os.open(f"/proc/{host.pid}/ns/net", os.O_RDONLY)
+    try:
+        _set_namespace(there)
+        yield
+        _set_namespace(own)
+    finally:
+        os.close(there)
+        os.close(own)
+
+
+def _set_namespace(descriptor: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)  # os.setns came with Python 3.12
+    if libc.setns(descriptor, 0) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def _processes(host: Host) -> list[Member]:
+    found = []
+    for pid, line in host.processes().items():
+        if match := LABEL.search(line):
+            found.append(Member(pid, match[0]))
+        elif title := next((title for title in TITLES if line.startswith(title)), None):
+            found.append(Member(pid, title))
+    return found
+
+
+def _segments(host: Host) -> list[str]:
+    names = (path.name for path in host.path("/dev/shm").iterdir())
+    return [f"shared memory {name}" for name in names if not name.startswith(RAYS_MEMORY)]
