@@ -81,6 +81,8 @@ def main() -> int:
         parser.error(
             f"--hosts {options.hosts}: one that dies leaves too few for {options.data_parallel_size} engines; give more"
         )
+    if options.hosts and (reason := chaos_hosts.why_impossible()):
+        parser.error(f"--hosts {options.hosts}: {reason}")
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory, ExitStack() as stack:
         root = Path(directory)
         report = _torment(options, root, stack)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from chaos_blows import CUT, KILL, SHORT_CUT
-from chaos_server import HOST, LABEL, TITLES, ChaosFailed, Member
+from chaos_server import HOST, LABEL, TITLES, Member
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "hosts"))
 
@@ -22,7 +22,7 @@ from programs import wait_until
 from ray_hosts import Driver, RayCluster
 from simulated_hosts import Host, host_network, why_impossible
 
-__all__ = ["Cluster", "cluster"]
+__all__ = ["Cluster", "cluster", "why_impossible"]
 
 RESOURCE = "engine"
 """Every host but the head has one of it."""
@@ -119,8 +119,6 @@ class Cluster:
 @contextmanager
 def cluster(root: Path, *, num_hosts: int, missed_after: float) -> Iterator[Cluster]:
     """A head and so many hosts that see `root`. Meanwhile this process is in the network of the head."""
-    if reason := why_impossible():
-        raise ChaosFailed(f"--hosts: {reason}")
     with host_network(root) as network:
         ray = RayCluster(network)
         driver = ray.driver()
@@ -136,8 +134,8 @@ def _in_network_of(host: Host) -> Iterator[None]:
     try:
         _set_namespace(there)
         yield
-        _set_namespace(own)
     finally:
+        _set_namespace(own)
         os.close(there)
         os.close(own)
 
