@@ -6,6 +6,7 @@ Driven by an executor's worker group. An exception leaves `handle` as a `WorkerF
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 
 import msgspec
 import numpy as np
@@ -54,6 +55,7 @@ from eagleray.parallel import Engines, Groups, Mesh, OpenedGroups
 from eagleray.worker.cores import set_threads
 from eagleray.worker.device import choose_device
 from eagleray.worker.extension import Extension
+from eagleray.worker.fresh_pages import FreshPages
 from eagleray.worker.memory import available_bytes, step_bytes
 from eagleray.worker.null import NullRunner
 from eagleray.worker.rows import Rows
@@ -87,6 +89,7 @@ class Worker:
         self._opened: OpenedGroups | None = None
         self._groups: Groups | None = None
         self._runner: Runner | NullRunner | None = None
+        self._pages: FreshPages | None = None
         self._extension: Extension | None = None
         self._has_failed = False
         self._broken: str | None = None  # why no step can be taken, until a group of engines is joined
@@ -105,7 +108,7 @@ class Worker:
 
     def close(self) -> None:
         """Leave the groups."""
-        for holder in (self._groups, self._opened):
+        for holder in (self._pages, self._groups, self._opened):
             if holder is not None:
                 holder.close()
 
@@ -139,7 +142,8 @@ class Worker:
         assert self._runner is not None, "a step before the cache was allocated"
         if self._broken is None:
             try:
-                return self._runner.step(plan)
+                with nullcontext() if self._pages is None else self._pages.step(plan):
+                    return self._runner.step(plan)
             except ExpertGroupBroken as error:
                 self._broken = str(error)
                 logger.warning("%s was not completed: %s", plan.label, error)
@@ -285,11 +289,13 @@ class Worker:
     def _allocate(self, num_blocks: int) -> CacheAllocated:
         model, block_size = self.model, self._config.cache.block_size
         num_rows = self._config.scheduling.max_num_seqs
+        cache = KVCache.allocate(
+            model.cache_shape(block_size), num_blocks=num_blocks, dtype=model.dtype, device=model.device
+        )
+        self._pages = FreshPages(cache)
         self._runner = Runner(
             model,
-            KVCache.allocate(
-                model.cache_shape(block_size), num_blocks=num_blocks, dtype=model.dtype, device=model.device
-            ),
+            cache,
             Rows(num_rows=num_rows, max_model_len=self._max_model_len(model), block_size=block_size),
             SamplingRows(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device),
         )

@@ -1,0 +1,138 @@
+"""Pages of the cache that come next are there before a step needs them, and nobody asks for any while one runs."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagleray.messages.steps import StepPlan
+from eagleray.models.cache import HUGE_PAGE, CacheShape, KVCache
+from eagleray.worker.fresh_pages import FreshPages
+
+BLOCK_BYTES = HUGE_PAGE // 4
+QUIET = 0.02
+SECONDS = 20.0
+
+
+def cache(num_blocks, num_layers=2):
+    shape = CacheShape(num_layers=num_layers, block_size=16, block=(BLOCK_BYTES // 4,))
+    return KVCache.allocate(shape, num_blocks=num_blocks, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def plan(*block_ids):
+    return StepPlan(step=0, ends=[], starts=[], grown=[(0, list(block_ids))], rows=[0], num_tokens=[1])
+
+
+class Asked:
+    """What the system was asked for: (layer, first block, blocks)."""
+
+    def __init__(self, of):
+        self._of = of
+        self.pieces = []
+
+    def __call__(self, address, size):
+        (layer,) = (n for n, x in enumerate(self._of.layers) if x.data_ptr() <= address < x.data_ptr() + x.nbytes)
+        first, rest = divmod(address - self._of.layers[layer].data_ptr(), BLOCK_BYTES)
+        assert rest == 0
+        self.pieces.append((layer, first, size // BLOCK_BYTES))
+
+    def until(self, num_pieces):
+        deadline = time.monotonic() + SECONDS
+        while len(self.pieces) < num_pieces:
+            assert time.monotonic() < deadline, f"{self.pieces} after {SECONDS} s"
+            time.sleep(0.005)
+        time.sleep(5 * QUIET)  # more would come in this time
+        return self.pieces
+
+
+@pytest.fixture
+def opened():
+    made = []
+
+    def open_pages(of, **options):
+        made.append(FreshPages(of, quiet_seconds=QUIET, **options))
+        return made[-1]
+
+    yield open_pages
+    for pages in made:
+        pages.close()
+        pages.close()
+    assert not any(thread.name == "fresh-pages" for thread in threading.enumerate())
+
+
+def test_so_far_ahead_layer_by_layer(opened):
+    of = cache(40)
+    asked = Asked(of)
+    pages = opened(of, ahead_bytes=2 * 8 * BLOCK_BYTES, populate=asked)
+    assert asked.until(4) == [(0, 0, 4), (1, 0, 4), (0, 4, 4), (1, 4, 4)]
+    with pages.step(plan(3, 9)):
+        pass
+    assert asked.until(8)[4:] == [(0, 8, 4), (1, 8, 4), (0, 12, 4), (1, 12, 4), (0, 16, 4), (1, 16, 4)]
+
+
+def test_what_was_used_meanwhile_is_passed_over_and_the_end_is_the_end(opened):
+    of = cache(22, num_layers=1)
+    asked = Asked(of)
+    pages = opened(of, populate=asked)
+    with pages.step(plan(14)):
+        pass
+    assert asked.until(3) == [(0, 12, 4), (0, 16, 4), (0, 20, 2)]
+
+
+def test_nothing_while_a_step_runs(opened):
+    of = cache(8)
+    asked = Asked(of)
+    pages = opened(of, populate=asked)
+    with pages.step(plan(0)):
+        time.sleep(10 * QUIET)
+        assert asked.pieces == []
+    assert len(asked.until(4)) == 4
+
+
+def test_a_step_that_begins_ends_it(opened):
+    of, began, let_go = cache(40), threading.Event(), threading.Event()
+    asked = Asked(of)
+
+    def populate(address, size):
+        asked(address, size)
+        began.set()
+        assert let_go.wait(SECONDS)
+
+    pages = opened(of, populate=populate)
+    assert began.wait(SECONDS)
+    with pages.step(plan(0)):
+        let_go.set()
+        time.sleep(5 * QUIET)
+        assert len(asked.pieces) == 1
+    assert len(asked.until(20)) == 21  # the first piece is asked for again
+
+
+def test_a_system_that_does_not_do_it_is_left_alone(opened):
+    calls = []
+
+    def refuse(address, size):
+        calls.append(address)
+        raise OSError(22, "madvise")
+
+    opened(cache(8), populate=refuse)
+    time.sleep(10 * QUIET)
+    assert len(calls) == 1
+
+
+def test_the_pages_are_there_and_hold_what_they_held(opened):
+    of = cache(80, num_layers=1)  # so large that the allocator asks the system for it
+    of.layers[0][0].fill_(3.0)
+    before = _resident_bytes()
+    pages = opened(of)
+    pages._thread.join(SECONDS)
+    assert _resident_bytes() - before > 0.8 * 80 * BLOCK_BYTES
+    assert bool((of.layers[0][0] == 3.0).all()) and not of.layers[0][1:].any()
+
+
+def _resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
