@@ -27,9 +27,10 @@ AT_ONCE = 3
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch):
+def nothing_is_left(monkeypatch, tmp_path_factory):
     """No process, no thread's descriptor, no directory."""
     before = children()
+    tmp_path_factory.getbasetemp()  # else pytest would make it in our directory
     with tempfile.TemporaryDirectory(prefix="er-") as directory:
         monkeypatch.setattr("tempfile.tempdir", directory)
         yield
