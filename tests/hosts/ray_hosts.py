@@ -43,9 +43,9 @@ class RayCluster:
             _wait_for_node(program)
         return hosts
 
-    def driver(self, *, env: Mapping[str, str] | None = None) -> Driver:
-        """A program on the head. `env` instead of the cluster's token."""
-        program = self.head.start(
+    def driver(self, *, on: Host | None = None, env: Mapping[str, str] | None = None) -> Driver:
+        """A program on the head, or on another host. `env` instead of the cluster's token."""
+        program = (on or self.head).start(
             [sys.executable, str(Path(__file__).with_name("engine_driver.py"))],
             env=self.token if env is None else env,
         )

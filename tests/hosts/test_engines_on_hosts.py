@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,33 @@ def test_nobody_listens_on_every_address_but_ray(cluster, steady, checkpoint, ex
     assert {pid: len(listening_anywhere(host, pid)) for host, pid in processes} == {
         pid: rays_own for _, pid in processes
     }
+
+
+def test_the_supervisor_may_run_outside_the_head(cluster, checkpoint):
+    """Two engines, on the head and on another host; the one on the head is killed, and its successor answers alike."""
+    supervised = {
+        "executor": "in-process",
+        "data_parallel_backend": "ray",
+        "data_parallel_size": 2,
+        "ray_engine_placement": "strict-spread",
+        "ray_address": cluster.address,
+        "ray_worker_resources": {"duo": 1},
+    }
+    away = cluster.driver(on=cluster.hosts[2])
+    try:
+        before = [set(workers(host)) for host in cluster.hosts]
+        away.do("open_llm", checkpoint=checkpoint, options=supervised)
+        news = [set(workers(host)) - known for host, known in zip(cluster.hosts, before, strict=True)]
+        assert [len(pids) for pids in news] == [1, 1, 0]
+        expected = away.do("tokens", prompts=[[5, 6, 7]], max_tokens=20)
+        away.begin("generate_until", seconds=10)  # every round must give the tokens of the first
+        away.wait_for("round")
+        os.kill(min(news[0]), signal.SIGKILL)
+        assert away.result() > 1
+        assert away.do("tokens", prompts=[[5, 6, 7]], max_tokens=20) == expected
+        away.do("close", timeout=30)
+    finally:
+        away.close()
 
 
 def listening_anywhere(host: Host, pid: int) -> list[int]:

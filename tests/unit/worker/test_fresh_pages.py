@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -125,14 +125,19 @@ def test_a_system_that_does_not_do_it_is_left_alone(opened):
 
 
 def test_the_pages_are_there_and_hold_what_they_held(opened):
-    of = cache(80, num_layers=1)  # so large that the allocator asks the system for it
-    of.layers[0][0].fill_(3.0)
-    before = _resident_bytes()
-    pages = opened(of)
-    pages._thread.join(SECONDS)
-    assert _resident_bytes() - before > 0.8 * 80 * BLOCK_BYTES
-    assert bool((of.layers[0][0] == 3.0).all()) and not of.layers[0][1:].any()
+    num_blocks = 20
+    memory = mmap.mmap(-1, num_blocks * BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    layer = torch.frombuffer(memory, dtype=torch.float32).view(num_blocks, BLOCK_BYTES // 4)
+    layer[0].fill_(3.0)
+    assert _resident_share(layer) < 0.5
+    opened(KVCache([layer], block_size=16))._thread.join(SECONDS)
+    assert _resident_share(layer) == 1.0
+    assert bool((layer[0] == 3.0).all()) and not layer[1:].any()
 
 
-def _resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+def _resident_share(layer):
+    num_pages = layer.nbytes // mmap.PAGESIZE
+    pages = (ctypes.c_ubyte * num_pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(layer.data_ptr()), ctypes.c_size_t(layer.nbytes), pages) == 0
+    return sum(page & 1 for page in pages) / num_pages
