@@ -108,6 +108,7 @@ class Server:
             self._process = subprocess.Popen(
                 [*enter, sys.executable, "-m", "eagleray.cli.main", "serve", *arguments, "--port", "0"],
                 stdin=subprocess.DEVNULL,
+                stdout=file,  # Ray writes there what it has to say of nodes
                 stderr=file,
                 env=os.environ | variables,
             )

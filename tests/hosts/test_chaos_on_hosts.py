@@ -20,7 +20,20 @@ def test_no_request_fails_or_changes_while_hosts_die_and_are_cut_off(tmp_path):
     if reason := why_impossible():
         pytest.skip(reason)
     log = tmp_path / "log"
-    options = ("--hosts", "3", "--requests", "60", "--concurrency", "4", "--every", "4", "--seed", "1")
+    options = (
+        "--hosts",
+        "3",
+        "--requests",
+        "300",
+        "--concurrency",
+        "4",
+        "--every",
+        "4",
+        "--settled",
+        "6",
+        "--seed",
+        "3",
+    )
     words = [sys.executable, str(SCRIPT), "--json", "--log", str(log), *options]
     run = subprocess.run(words, capture_output=True, text=True, timeout=380)
     assert run.stdout, run.stderr
