@@ -18,6 +18,8 @@ from eagleray.messages.sampling import SamplingParams
 
 __all__ = ["Completion", "RequestState"]
 
+OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+
 
 class Completion:
     """One of the `n` completions. `routed`: what is to keep its routed experts, if they are asked for."""
@@ -70,8 +72,10 @@ class Completion:
         assert self.finish_reason is None, "a chunk after the end"
         self.token_ids += chunk.token_ids
         self._logprobs += chunk.logprobs
-        if chunk.routed_experts is not None and self._routed is not None:
+        if self._routed is not None:
             self._routed.add(chunk.routed_experts)
+            if chunk.finish_reason in OWN_ENDS:
+                self._routed.check(len(self.token_ids))
         self.finish_reason = chunk.finish_reason
         self.stop_reason = chunk.stop_token_id
         hides_last = chunk.finish_reason is FinishReason.STOP and not self._shows_stop

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from eagleray.messages.arrays import Array
 from eagleray.messages.membership import RoutingInfo
-from eagleray.messages.outputs import RoutedExperts
 
 __all__ = ["RoutedRows"]
 
 
 class RoutedRows:
-    """The rows of positions `start` to `end`. What is known already is not replaced."""
+    """The rows of positions `start` to `end` - 1. What is known is never replaced."""
 
     def __init__(self, routing: RoutingInfo, *, start: int, num_prompt_tokens: int) -> None:
         self.start = start
-        self.end = start
-        """The first position that is missing."""
         self._num_prompt_tokens = num_prompt_tokens
         self._routing = routing
         self._row_bytes = routing.row_bytes
@@ -27,21 +24,27 @@ class RoutedRows:
         self._num_taken = 0
         """Bytes."""
 
-    def add(self, part: RoutedExperts) -> None:
-        """The next rows, perhaps with known ones before them."""
-        experts, size = part.experts, self._row_bytes
-        if part.start != self.end:
-            assert part.start < self.end, f"routed experts from position {part.start} on, after those before {self.end}"
-            experts = experts[(self.end - part.start) * size :]
-        num_new, rest = divmod(len(experts), size)
-        assert rest == 0, f"{len(experts)} bytes in rows of {size}"
+    @property
+    def end(self) -> int:
+        """The first position that is missing."""
+        return self.start + len(self._known) // self._row_bytes
+
+    def add(self, experts: bytes) -> None:
+        """The next rows."""
         self._known += experts
-        self.end += num_new
+
+    def check(self, num_output_tokens: int) -> None:
+        """The request has come to its own end with so many tokens: all rows must be here."""
+        expected = (self._last_end(num_output_tokens) - self.start) * self._row_bytes
+        assert len(self._known) == expected, f"{len(self._known)} bytes of routed experts, not {expected}"
 
     def cut(self, num_output_tokens: int) -> None:
-        """Of the output only so many tokens count, and the last token of all has no row."""
-        self.end = max(self.start, min(self.end, self._num_prompt_tokens + num_output_tokens - 1))
-        del self._known[(self.end - self.start) * self._row_bytes :]
+        """Of the output only so many tokens count."""
+        del self._known[(self._last_end(num_output_tokens) - self.start) * self._row_bytes :]
+
+    def _last_end(self, num_output_tokens: int) -> int:
+        """The last token of all has no row."""
+        return max(self.start, self._num_prompt_tokens + num_output_tokens - 1)
 
     def take(self) -> tuple[int, Array] | None:
         """What is new since the last call, and the position of its first row; None if nothing is."""

@@ -18,7 +18,6 @@ __all__ = [
     "ExpertLoad",
     "FinishReason",
     "PromptLogprobs",
-    "RoutedExperts",
     "TokenLogprobs",
     "WorkersReturned",
 ]
@@ -62,15 +61,6 @@ class PromptLogprobs(msgspec.Struct, frozen=True, eq=False):
     """int32 [num_positions]"""
 
 
-class RoutedExperts(msgspec.Struct, frozen=True, eq=False):
-    """Which experts computed the tokens at positions `start`, `start + 1`, … of the sequence, prompt included."""
-
-    start: int
-    experts: bytes
-    """[num_tokens, num_moe_layers, top_k], from the likeliest expert to the least, by the model's own numbers: see
-    `RoutingInfo.rows`. Plain bytes, since every token of every request may bring some."""
-
-
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one step did for one request."""
 
@@ -79,8 +69,10 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprobs] = []
     """One for each of `token_ids` if the request asked for them, else empty."""
     prompt_logprobs: PromptLogprobs | None = None
-    routed_experts: RoutedExperts | None = None
-    """Of the positions after those of earlier chunks, if the request asked: as far as they are computed."""
+    routed_experts: bytes = b""
+    """[num_tokens, num_moe_layers, top_k], if the request asked: the experts of the tokens after those of earlier
+    chunks, as far as they are computed; from the likeliest to the least, by the model's own numbers. See
+    `RoutingInfo.rows`. Plain bytes, since every token of every request may bring some."""
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache when this engine first scheduled the request."""
     is_started: bool = False

@@ -124,6 +124,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """[tokens of the rows `capture` of the plan, in its order; num_moe_layers; top_k] the experts of each token, by the
     model's own numbers, in the smallest unsigned dtype that holds them. With several stages each first rank of a stage
     reports its own layers, and the executor joins them."""
+    routed_slots: Array | None = None
+    """int32 [tokens as above] the slots of the cache that have these tokens' keys and values."""
     group_works: bool = False
     """Of engines that step together: one of them was not idle in this step."""
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from eagleray.messages.steps import RowStart
 from eagleray.scheduler.request import Run
-from eagleray.scheduler.routed_experts import NOTHING, Capture
 
 __all__ = ["Draft", "InFlight"]
 
@@ -40,7 +39,5 @@ class InFlight:
     step: int
     runs: dict[Run, int] = field(default_factory=dict)
     """How many tokens of each it computes."""
-    capture: Capture = NOTHING
-    """Whose experts it reports."""
     block_tables: list[list[int]] = field(default_factory=list)
     """Block tables of runs that are over, but that this step still reads and writes: given up when it is applied."""

@@ -103,6 +103,8 @@ class Run:
     block_ids: list[int]
     num_computed_tokens: int
     """In the cache, or written there by a step that was planned."""
+    num_reported_tokens: int
+    """Found in the cache, or written there by a step that was applied, if the request wants routed experts."""
     num_committed_blocks: int
     """The first this many blocks were made known to the prefix cache."""
     first_step: int

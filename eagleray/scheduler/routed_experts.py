@@ -1,38 +1,22 @@
 """Which experts computed the tokens whose keys and values are in the cache, and what of that is told when. Pure.
 
-Rows are stored by slot of the cache, as keys and values are, so that who finds a block finds its rows. A step that is
-planned says whose tokens it reports (`Capture`); when its result is applied, first all of its rows are stored, also
-those of runs that are over (their blocks are held until then, and others may have found them), and then every request
-is told what it has not been told. So what was told is never told again, whatever is computed again. Steps are applied
-in the order of their plans: the rows of a block are there when the first step that reads it is applied, even if the
-same step writes it. Owned and driven by the scheduler; which blocks have rows is known to the pool of blocks.
+Rows are stored by slot of the cache, as keys and values are, so that who finds a block finds its rows. A step reports
+all that it computes of requests that want rows. When its result is applied, first all of that is stored, also what is
+of runs that are over (their blocks are held until then, and others may have found them), and then every request is told
+what it has not been told. So what was told is never told again, whatever is computed again. Steps are applied in the
+order of their plans: the rows of a block are there when the first step that reads it is applied, even if the same step
+writes it. Owned and driven by the scheduler; which blocks have rows is known to the pool of blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
-
 import numpy as np
 
-from eagleray.messages.arrays import Array
 from eagleray.messages.membership import RoutingInfo
-from eagleray.messages.outputs import RoutedExperts
+from eagleray.messages.steps import StepResult
 from eagleray.scheduler.request import Run
 
-__all__ = ["NOTHING", "Capture", "RoutedRows"]
-
-
-class Capture(NamedTuple):
-    """What a step reports."""
-
-    parts: list[tuple[Run, int, int]]
-    """The experts of a run's tokens at positions start to end - 1."""
-    slots: list[int]
-    """[tokens of all parts] where they are stored; empty if nothing is."""
-
-
-NOTHING = Capture([], [])
+__all__ = ["RoutedRows"]
 
 
 class RoutedRows:
@@ -44,46 +28,44 @@ class RoutedRows:
         shape = (num_blocks * block_size, routing.num_layers, routing.top_k)
         # calloc'd: memory is taken only by what is stored
         self._rows = np.zeros(shape, routing.dtype)
+        self._reported = b""
+        self._num_told = 0  # bytes
 
-    def capture(self, num_tokens: Mapping[Run, int]) -> Capture:
-        """What a step is to report that has just been planned: all that it computes of requests that want rows."""
-        parts = [
-            (run, run.num_computed_tokens - count, run.num_computed_tokens)
-            for run, count in num_tokens.items()
-            if run.request.routed_experts_from is not None
-        ]
-        is_stored, size, slots = len(self._rows) > 0, self._block_size, list[int]()
-        for run, start, end in parts if is_stored else ():
-            if end - start == 1:
-                slots.append(run.block_ids[start // size] * size + start % size)
-            else:
-                slots.extend(self._slots(run, start, end))
-        return Capture(parts, slots)
-
-    def store(self, capture: Capture, experts: Array) -> dict[Run, RoutedExperts]:
-        """Store what a step reports; what of it is new to the requests of these runs, which count as told. Runs that
-        are over are told nothing.
-
-        `experts`: [tokens of all parts; num_layers; top_k].
-        """
+    def store(self, result: StepResult) -> None:
+        """Take in what a step reports. `news` tells it."""
+        experts = result.routed_experts
+        if experts is None:
+            self._reported, self._num_told = b"", 0
+            return
         assert experts.dtype == self._rows.dtype
-        if capture.slots:
-            self._rows[capture.slots] = experts
-        reported, row_bytes, offset = experts.tobytes(), self._row_bytes, 0
-        news: dict[Run, RoutedExperts] = {}
-        for run, start, end in capture.parts:
-            begin, offset = offset, offset + (end - start) * row_bytes
-            request = run.request
-            wanted_from = request.routed_experts_from
-            if wanted_from is None or wanted_from >= end or request.run is not run:
-                continue
-            request.routed_experts_from = end
-            if wanted_from >= start:
-                rows = reported[begin + (wanted_from - start) * row_bytes : offset]
-            else:  # what was found in the cache, too
-                rows = self._rows[self._slots(run, wanted_from, end)].tobytes()
-            news[run] = RoutedExperts(wanted_from, rows)
-        return news
+        if len(self._rows):
+            self._rows[result.routed_slots] = experts
+        self._reported, self._num_told = experts.tobytes(), 0
+
+    def news(self, run: Run, num_tokens: int) -> bytes:
+        """What is new to the run's request, which counts as told; a run that is over is told nothing. To be asked after
+        `store`, once for each run of the step, in the order of the plan.
+
+        `num_tokens`: what the step has computed of it.
+        """
+        request = run.request
+        wanted_from = request.routed_experts_from
+        if wanted_from is None:
+            return b""
+        start = run.num_reported_tokens
+        run.num_reported_tokens = end = start + num_tokens
+        begin = self._num_told
+        self._num_told = begin + num_tokens * self._row_bytes
+        if wanted_from >= end or request.run is not run:
+            return b""
+        request.routed_experts_from = end
+        if wanted_from < start:  # what was found in the cache, too
+            return self._rows[self._slots(run, wanted_from, end)].tobytes()
+        return self._reported[begin + (wanted_from - start) * self._row_bytes : self._num_told]
+
+    def check(self) -> None:
+        """All that a step reported was asked for, and all that was asked for was reported."""
+        assert self._num_told == len(self._reported), f"{len(self._reported)} bytes of rows, not {self._num_told}"
 
     def _slots(self, run: Run, start: int, end: int) -> list[int]:
         size = self._block_size

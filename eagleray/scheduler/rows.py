@@ -38,6 +38,7 @@ class RowTable:
             row=heapq.heappop(self._free),
             block_ids=block_ids,
             num_computed_tokens=num_cached_tokens,
+            num_reported_tokens=num_cached_tokens,
             num_committed_blocks=num_cached_blocks,
             first_step=step,
         )

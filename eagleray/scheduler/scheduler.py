@@ -16,7 +16,7 @@ from typing import Literal
 from eagleray.errors import ConfigError, InvalidRequest
 from eagleray.identity import ClientId
 from eagleray.messages.membership import RoutingInfo
-from eagleray.messages.outputs import Chunk, FinishReason, RoutedExperts
+from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.requests import Generate
 from eagleray.messages.steps import StepPlan, StepResult
 from eagleray.scheduler.admission import NUM_TOKEN_IDS
@@ -24,7 +24,7 @@ from eagleray.scheduler.draft import Draft, InFlight
 from eagleray.scheduler.kv_cache import KVCache
 from eagleray.scheduler.queues import WaitingQueue
 from eagleray.scheduler.request import Output, Request, Run, new_request
-from eagleray.scheduler.routed_experts import NOTHING, RoutedRows
+from eagleray.scheduler.routed_experts import RoutedRows
 from eagleray.scheduler.rows import RowTable
 from eagleray.scheduler.stats import Counters, SchedulerStats
 from eagleray.scheduler.suspects import Suspects
@@ -167,10 +167,11 @@ class Scheduler:
         self._counters.num_steps += 1
         tokens = dict(zip(result.rows, result.token_ids, strict=True))
         failures = {failure.row: failure.message for failure in result.failures}
-        news = self._store_routed(flight, result)
+        if (rows := self._routed) is not None:
+            rows.store(result)  # all of them before anybody is told
         outputs: list[Output] = []
-        for run in flight.runs:
-            routed = news.get(run)
+        for run, num_tokens in flight.runs.items():
+            routed = rows.news(run, num_tokens) if rows is not None else b""
             if run.row in failures:
                 # Held until here even if the run is over. What a failed row wrote is not to be trusted.
                 self._cache.forget(run.block_ids)
@@ -178,8 +179,10 @@ class Scheduler:
                 continue
             if run.row in failures:
                 outputs.append(self._fail(run, failures[run.row], routed))
-            elif run.row in tokens or run.row in result.prompt_logprobs or routed is not None:
+            elif run.row in tokens or run.row in result.prompt_logprobs or routed:
                 outputs.append(self._deliver(run, tokens.get(run.row), result, routed))
+        if rows is not None:
+            rows.check()
         self._release(flight)
         return outputs
 
@@ -280,7 +283,6 @@ class Scheduler:
             self._counters.num_prefix_hits += num_cached
 
     def _issue(self, draft: Draft) -> StepPlan:
-        capture = NOTHING if self._routed is None else self._routed.capture(draft.num_tokens)
         plan = StepPlan(
             step=self._next_step,
             ends=self._running.take_ended(),
@@ -288,9 +290,9 @@ class Scheduler:
             grown=[(run.row, added) for run, added in draft.grown.items()],
             rows=[run.row for run in draft.num_tokens],
             num_tokens=list(draft.num_tokens.values()),
-            capture=[run.row for run, _, _ in capture.parts],
+            capture=[run.row for run in draft.num_tokens if run.request.routed_experts_from is not None],
         )
-        self._in_flight.append(InFlight(self._next_step, draft.num_tokens, capture))
+        self._in_flight.append(InFlight(self._next_step, draft.num_tokens))
         self._next_step += 1
         self._is_rewound = False
         return plan
@@ -303,14 +305,7 @@ class Scheduler:
 
     # What apply() is made of.
 
-    def _store_routed(self, flight: InFlight, result: StepResult) -> dict[Run, RoutedExperts]:
-        """The rows of this step, all of them before anybody is told; what is new to each."""
-        if self._routed is None or not flight.capture.parts:
-            return {}
-        assert result.routed_experts is not None, f"step {result.step} was to report routed experts"
-        return self._routed.store(flight.capture, result.routed_experts)
-
-    def _deliver(self, run: Run, token_id: int | None, result: StepResult, routed: RoutedExperts | None) -> Output:
+    def _deliver(self, run: Run, token_id: int | None, result: StepResult, routed: bytes) -> Output:
         """The chunk for what a step produced for one request, which may end with it."""
         request = run.request
         prompt_logprobs = result.prompt_logprobs.get(run.row)
@@ -334,7 +329,7 @@ class Scheduler:
             stop_token_id=finish.stop_token_id if finish else None,
         )
 
-    def _fail(self, run: Run, message: str, routed: RoutedExperts | None) -> Output:
+    def _fail(self, run: Run, message: str, routed: bytes) -> Output:
         self._remove(run.request)
         return run.request.answer(finish_reason=FinishReason.ERROR, error=message, routed_experts=routed)
 

@@ -37,15 +37,18 @@ class ExpertsReader:
         self._has_row_shares = has_row_shares and tp.size > 1 and trace.num_layers > 0
         self._pinned = _PinnedCopy()
 
-    def begin(self, lines: IntArray, num_tokens: int) -> Reading | None:
-        """Read the experts of these tokens of the last pass, which had `num_tokens`, by the layers of this stage. To be
-        called on every rank of the tensor-parallel group; None on those that have nothing to report."""
-        ids = self._gather(lines, num_tokens) if self._has_row_shares else self._own(lines, num_tokens)
+    def begin(self, lines: IntArray | None, num_tokens: int) -> Reading | None:
+        """Read the experts of these tokens of the last pass, which had `num_tokens`, or of all, by the layers of this
+        stage. To be called on every rank of the tensor-parallel group; None on those that have nothing to report."""
+        if self._has_row_shares:
+            ids = self._gather(np.arange(num_tokens) if lines is None else lines, num_tokens)
+        else:
+            ids = self._own(lines, num_tokens)
         if ids is None:
             return None
         return self._pinned.begin(ids) if ids.is_cuda else lambda: ids.numpy()
 
-    def _own(self, lines: IntArray, num_tokens: int) -> Tensor | None:
+    def _own(self, lines: IntArray | None, num_tokens: int) -> Tensor | None:
         return self._ids(lines, num_tokens) if self._tp.rank == 0 else None
 
     def _gather(self, lines: IntArray, num_tokens: int) -> Tensor | None:
@@ -64,11 +67,12 @@ class ExpertsReader:
         in_order = gathered[torch.from_numpy(np.argsort(order)).to(gathered.device)]
         return in_order.unflatten(1, ids.shape[1:]).to(ids.dtype)
 
-    def _ids(self, lines: IntArray, num_rows: int) -> Tensor:
+    def _ids(self, lines: IntArray | None, num_rows: int) -> Tensor:
         """[num_lines, num_layers, top_k]"""
         trace = self._trace
         if trace.num_layers == 0:  # all experts are in other stages
-            return torch.empty((len(lines), 0, trace.top_k), dtype=trace.dtype)
+            num_lines = num_rows if lines is None else len(lines)
+            return torch.empty((num_lines, 0, trace.top_k), dtype=trace.dtype)
         return trace.ids(lines, num_rows)
 
 

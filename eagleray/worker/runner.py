@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import PromptLogprobs
 from eagleray.messages.steps import StageExperts, StepPlan, StepResult
 from eagleray.models.base import Model
@@ -55,7 +56,7 @@ class Runner:
         if not self._model.begin_step(plan.is_idle, inputs.batch.num_tokens):
             return StepResult(step=plan.step, rows=[], token_ids=[]) if self._mesh.is_sampler else None
         hidden = self._model.forward(inputs.batch, self._cache)  # [num_tokens, hidden_size]
-        reading = self._read_experts(plan, inputs)
+        reading, slots = self._read_experts(plan, inputs)
         prompt = self._score_prompts(inputs, hidden)
         self._rows.num_computed[inputs.rows] += inputs.num_tokens
         sampled = self._sample(inputs, hidden)
@@ -71,6 +72,7 @@ class Runner:
             prompt_logprobs=prompt,
             failures=sampled.failures,
             routed_experts=experts,
+            routed_slots=slots,
             group_works=True,
         )
 
@@ -87,15 +89,16 @@ class Runner:
         for row, block_ids in plan.grown:
             self._rows.grow(row, block_ids)
 
-    def _read_experts(self, plan: StepPlan, inputs: StepInputs) -> Reading | None:
-        """Those of the rows `plan.capture`, on the ranks that report them."""
+    def _read_experts(self, plan: StepPlan, inputs: StepInputs) -> tuple[Reading | None, Array | None]:
+        """Those of the rows `plan.capture`, on the ranks that report them, and the slots of these rows' tokens."""
         if not plan.capture:
-            return None
+            return None, None
         assert self._experts is not None, "routed experts of a model that has none"
-        num_tokens = inputs.batch.num_tokens
-        if inputs.batch.num_decodes == num_tokens and plan.capture == plan.rows:  # a token each, in order
-            return self._experts.begin(np.arange(num_tokens), num_tokens)
-        return self._experts.begin(lines_of(plan.capture, inputs), num_tokens)
+        batch = inputs.batch
+        if plan.capture == inputs.rows.tolist():  # all of the batch, in its order
+            return self._experts.begin(None, batch.num_tokens), batch.slots
+        lines = lines_of(plan.capture, inputs)
+        return self._experts.begin(lines, batch.num_tokens), batch.slots[lines]
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> Sampled:
         """The next token of every row whose last known one was computed."""

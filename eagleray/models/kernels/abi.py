@@ -134,6 +134,10 @@ class SlotMap(Structure):
     _fields_ = (("table", c_void_p), ("num_copies", c_void_p), ("max_copies", c_int64))
 
 
+class Trace(Structure):
+    _fields_ = (("ids", c_void_p), ("stride", c_int64), ("is_wide", c_int64))
+
+
 class Mix(Structure):
     _fields_ = (
         ("x", c_int64),
@@ -143,7 +147,7 @@ class Mix(Structure):
         ("experts", Experts),
         ("map", SlotMap),
         ("counts", c_void_p),
-        ("ids", c_void_p),
+        ("trace", Trace),
     )
 
 
@@ -154,6 +158,7 @@ class RoutedRows(Structure):
         ("hidden", c_void_p),
         ("hidden_stride", c_int64),
         ("ids", c_void_p),
+        ("trace", Trace),
     )
 
 

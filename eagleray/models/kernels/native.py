@@ -260,7 +260,8 @@ class _NativeForward:
 
 def _reserve_ids(what: abi.Mix, trace: ExpertTrace, layer: int, num_rows: int) -> None:
     trace.reserve(num_rows)
-    what.ids = trace.buffer(layer).data_ptr()
+    rows = trace.buffer(layer)
+    what.trace = abi.Trace(ids=rows.data_ptr(), stride=rows.stride(0), is_wide=rows.dtype == torch.uint16)
 
 
 def _embedding(values: Tensor, size: int, num_own: int, first: int, *, is_packed: bool) -> Operation:

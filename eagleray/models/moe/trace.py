@@ -21,6 +21,8 @@ MAX_TRACED_EXPERTS = 65_535
 
 MIN_ROWS = 64
 
+IntArray = npt.NDArray[np.integer]
+
 
 class ExpertTrace:
     """`num_layers`: those with experts. `keeps_ids`: of every pass, until the next one; without it nothing is kept but
@@ -33,11 +35,10 @@ class ExpertTrace:
         self.keeps_ids = keeps_ids
         self.dtype = torch.uint8 if num_experts <= 256 else torch.uint16
         """Of `ids`: the smallest one that holds the number of every expert, as `RoutingInfo.dtype`."""
-        self._numpy_type = np.uint8 if self.dtype == torch.uint8 else np.uint16
         self.counts = torch.zeros((num_layers, num_experts), dtype=torch.int64, device=device)
         """[num_layers, num_experts] pairs of a token and an expert since the model was made. Stays where it is in
         memory: kernels add to it."""
-        self._kept = torch.empty((num_layers, 0, top_k), dtype=torch.int32, device=device)
+        self._keep_in(torch.empty((0, num_layers, top_k), dtype=self.dtype, device=device))
         self._one = torch.ones(1, dtype=torch.int64, device=device)
 
     def note(self, layer: int, ids: Tensor) -> None:
@@ -46,28 +47,35 @@ class ExpertTrace:
         self.counts[layer].index_add_(0, pairs, self._one.expand(len(pairs)))
         if self.keeps_ids:
             self.reserve(len(ids))
-            self._kept[layer, : len(ids)].copy_(ids)
+            self._kept[: len(ids), layer].copy_(ids)
 
     def reserve(self, num_rows: int) -> None:
         """Make room for passes of so many rows; what is kept stays. Afterwards `buffer` is where it is until more rows
         are reserved."""
-        if self.keeps_ids and num_rows > self._kept.shape[1]:
+        if self.keeps_ids and num_rows > len(self._kept):
             capacity = max(MIN_ROWS, 1 << (num_rows - 1).bit_length())
-            grown = self._kept.new_zeros((self.num_layers, capacity, self.top_k))
-            grown[:, : self._kept.shape[1]] = self._kept
-            self._kept = grown
+            grown = self._kept.new_zeros((capacity, self.num_layers, self.top_k))
+            grown[: len(self._kept)] = self._kept
+            self._keep_in(grown)
 
     def buffer(self, layer: int) -> Tensor:
-        """int32 [reserved rows, top_k], into which kernels write a layer's experts themselves."""
-        return self._kept[layer]
+        """[reserved rows, top_k] of `dtype`, rows apart, into which kernels write a layer's experts themselves."""
+        return self._kept[:, layer]
 
-    def ids(self, lines: Tensor | npt.NDArray[np.integer] | Sequence[int], num_rows: int) -> Tensor:
+    def ids(self, lines: IntArray | Sequence[int] | None, num_rows: int) -> Tensor:
         """[len(lines), num_layers, top_k] of `dtype`, on the device: the experts of these rows of the last pass, which
-        had `num_rows`. A copy, in memory of its own."""
+        had `num_rows`, or of all of them. A copy, in memory of its own."""
         assert self.keeps_ids
-        if not self._kept.is_cuda:  # numpy takes a third of torch's time for so little
-            by_layer = self._kept.numpy()[:, :num_rows].take(np.asarray(lines, np.intp), axis=1)
-            return torch.from_numpy(by_layer.transpose(1, 0, 2).astype(self._numpy_type))
-        where = torch.as_tensor(lines, dtype=torch.int64).to(self._kept.device)
-        chosen = self._kept[:, :num_rows].index_select(1, where)
-        return chosen.transpose(0, 1).contiguous().to(self.dtype)
+        if self._host is not None:
+            return torch.from_numpy(self._host[:num_rows].copy() if lines is None else self._host.take(lines, axis=0))
+        kept = self._kept[:num_rows]
+        if lines is None:
+            return kept.clone()
+        where = torch.as_tensor(lines, dtype=torch.int64).to(kept.device)
+        if self.dtype == torch.uint16:  # which torch cannot index
+            return kept.view(torch.int16).index_select(0, where).view(torch.uint16)
+        return kept.index_select(0, where)
+
+    def _keep_in(self, memory: Tensor) -> None:
+        self._kept = memory
+        self._host = None if memory.is_cuda else memory.numpy()  # for so little, torch takes several times as long

@@ -12,7 +12,7 @@ import numpy as np
 from client_fakes import INFO, FakeEngine
 from client_tokenizers import load
 
-from eagleray.messages.outputs import Chunk, Chunks, FinishReason, PromptLogprobs, RoutedExperts, TokenLogprobs
+from eagleray.messages.outputs import Chunk, Chunks, FinishReason, PromptLogprobs, TokenLogprobs
 from eagleray.messages.requests import Generate
 
 TEXT = "Größe 😀 and 👍🏽 hello 東京 again, café мир over the lazy dog. "
@@ -78,10 +78,9 @@ class Run:
     def _routed_experts(self, end):
         start = self.routed_experts_from
         if start is None or start >= end:
-            return None
+            return b""
         self.routed_experts_from = end
-        rows = routed_rows([*self.message.prompt_token_ids, *self.token_ids], start, end)
-        return RoutedExperts(start, rows.tobytes())
+        return routed_rows([*self.message.prompt_token_ids, *self.token_ids], start, end).tobytes()
 
     def _prompt_logprobs(self, end):
         prompt = self.message.prompt_token_ids

@@ -15,7 +15,7 @@ from eagleray.client.request_state import RequestState
 from eagleray.client.routed_experts import RoutedRows
 from eagleray.errors import InvalidRequest
 from eagleray.messages.membership import RoutingInfo
-from eagleray.messages.outputs import Chunk, FinishReason, RoutedExperts
+from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.sampling import SamplingParams
 
 TOKENIZER = load("byte_level")
@@ -30,7 +30,7 @@ def rows(start, end, salt=0):
 
 
 def part(start, end, salt=0):
-    return RoutedExperts(start, rows(start, end, salt).tobytes())
+    return rows(start, end, salt).tobytes()
 
 
 def state(*, routing=ROUTING, **params):
@@ -112,11 +112,11 @@ def test_deltas_bring_what_is_new_and_the_whole_has_all():
     delta = only(request.take())
     assert (delta.token_ids, delta.routed_experts_start) == ([40, 41], 2)
     assert np.array_equal(delta.routed_experts, rows(2, 4))
-    request.deliver(0, chunk(42, finish_reason=FinishReason.LENGTH))
+    request.deliver(0, chunk(42, routed_experts=part(4, 5), finish_reason=FinishReason.LENGTH))
     delta = only(request.take())
-    assert (delta.token_ids, delta.routed_experts) == ([42], None)
+    assert (delta.token_ids, delta.routed_experts_start) == ([42], 4)
     (output,) = request.output().outputs
-    assert np.array_equal(output.routed_experts, rows(0, 4))
+    assert np.array_equal(output.routed_experts, rows(0, 5))
     assert (output.routed_experts.dtype, output.routed_experts_start) == (np.uint8, 0)
 
 
@@ -125,9 +125,15 @@ def test_what_is_known_is_never_replaced():
     request.deliver(0, chunk(routed_experts=part(0, 2)))
     assert request.completions[0].routed_experts_from == 2
     request.resume()
-    request.deliver(0, chunk(40, routed_experts=part(1, 3, salt=100)))
+    request.deliver(0, chunk(40, routed_experts=part(2, 3, salt=100)))
     (output,) = request.output().outputs
     assert np.array_equal(output.routed_experts, np.concatenate([rows(0, 2), rows(2, 3, salt=100)]))
+
+
+def test_a_row_that_is_missing_at_the_end_is_noticed():
+    request = state()
+    with pytest.raises(AssertionError, match="bytes of routed experts, not 18"):
+        request.deliver(0, chunk(40, routed_experts=part(0, 2), finish_reason=FinishReason.LENGTH))
 
 
 def test_a_stop_string_cuts_rows_with_its_tokens():
@@ -175,18 +181,17 @@ def test_nothing_that_was_not_asked_for():
 def test_the_smallest_dtype_that_holds_the_experts(num_experts, dtype):
     kept = RoutedRows(RoutingInfo(num_layers=1, num_experts=num_experts, top_k=1), start=0, num_prompt_tokens=1)
     assert kept.all().dtype == dtype
-    kept.add(RoutedExperts(0, np.array([[[num_experts - 1]]], dtype).tobytes()))
+    kept.add(np.array([[[num_experts - 1]]], dtype).tobytes())
     assert kept.all().tolist() == [[[num_experts - 1]]]
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), max_size=30), st.integers(0, 4))
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=30), st.integers(0, 4))
 def test_parts_in_any_sizes(parts, start):
-    """Each brings so many new rows, after so many that are known; read or not."""
+    """Each brings so many rows; read or not."""
     kept = RoutedRows(ROUTING, start=start, num_prompt_tokens=4)
     taken = []
-    for num_new, num_known, is_read in parts:
-        begin = max(start, kept.end - num_known)
-        kept.add(part(begin, kept.end + num_new, salt=0))
+    for num_new, is_read in parts:
+        kept.add(part(kept.end, kept.end + num_new))
         if is_read and (news := kept.take()) is not None:
             first, new = news
             assert first == start + sum(map(len, taken))

@@ -147,10 +147,10 @@ class FakeWorker:
         self._write(plan)
         for row, num_tokens in zip(plan.rows, plan.num_tokens, strict=True):
             self._read(self.rows[row], num_tokens)
-        experts = self._capture(plan)
+        experts, slots = self._capture(plan)
         result = self._sample(plan)
         self.is_sound = True
-        return msgspec.structs.replace(result, routed_experts=experts)
+        return msgspec.structs.replace(result, routed_experts=experts, routed_slots=slots)
 
     def lose(self) -> None:
         """The steps in flight are dropped: what they have written is not to be read."""
@@ -225,15 +225,19 @@ class FakeWorker:
         return row.block_ids[position // self.block_size], position % self.block_size
 
     def _capture(self, plan):
+        """The experts of what the step computes of these rows, and the slots of it."""
         assert plan.capture == [row for row in plan.rows if row in plan.capture]
         if not plan.capture:
-            return None
+            return None, None
         num_tokens = dict(zip(plan.rows, plan.num_tokens, strict=True))
-        digests = []
+        digests, slots = [], []
         for index in plan.capture:
             row = self.rows[index]
-            digests += row.digests[row.num_computed : row.num_computed + num_tokens[index]]
-        return experts_of(digests)
+            positions = range(row.num_computed, row.num_computed + num_tokens[index])
+            digests += [row.digests[position] for position in positions]
+            cells = [self._cell(row, position) for position in positions]
+            slots += [block * self.block_size + offset for block, offset in cells]
+        return experts_of(digests), np.array(slots, dtype=np.int32)
 
     def _sample(self, plan):
         rows, token_ids, logprobs, prompt_logprobs, failures = [], [], {}, {}, []
@@ -462,11 +466,10 @@ class Engine:
         experts = experts_of(prefix_digests([*message.prompt_token_ids, *output], seed=message.sampling.seed))
         until = message.routed_experts_from
         for chunk in self.chunks[key]:
-            if chunk.routed_experts is not None:
-                start, told = chunk.routed_experts.start, ROUTING.rows(chunk.routed_experts.experts)
-                assert until == start and len(told) > 0
+            if chunk.routed_experts:
+                told = ROUTING.rows(chunk.routed_experts)
+                assert np.array_equal(told, experts[until : until + len(told)])
                 until += len(told)
-                assert np.array_equal(told, experts[start:until])
         return until
 
     def check_all_free(self):

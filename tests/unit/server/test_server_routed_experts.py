@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_fakes import ENGINE, Call, Chunk, FinishReason, serving, settle
 
 from eagleray.messages.membership import RoutingInfo
-from eagleray.messages.outputs import ExpertLoad, RoutedExperts
+from eagleray.messages.outputs import ExpertLoad
 
 ROUTING = RoutingInfo(num_layers=3, num_experts=300, top_k=2)
 GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
@@ -43,11 +43,11 @@ def speak(api, request):
     def computed(end):
         nonlocal known
         if known is None or known >= end:
-            return None
+            return b""
         start, known = known, end
-        return RoutedExperts(start, rows(start, end).tobytes())
+        return rows(start, end).tobytes()
 
-    if (part := computed(num_prompt - 1)) is not None:
+    if part := computed(num_prompt - 1):
         yield Chunk(request_id=name, routed_experts=part)
     last = request.stopping.max_tokens - 1
     for place in range(last + 1):

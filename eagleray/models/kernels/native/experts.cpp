@@ -26,13 +26,25 @@ RoutedRows part_of(RoutedRows routed, int64_t begin, int64_t top_k) {
   routed.scores += begin * routed.scores_stride;
   routed.hidden += begin * routed.hidden_stride;
   routed.ids += begin * top_k;
+  Trace& trace = routed.trace;
+  if (trace.ids) trace.ids = static_cast<char*>(trace.ids) + begin * trace.stride * (trace.is_wide ? 2 : 1);
   return routed;
+}
+
+// The rows that this thread has routed.
+template <class Id>
+void write_trace(Span own, const int32_t* ids, int64_t top_k, const Trace& trace) {
+  for (int64_t token = own.begin; token < own.end; token++)
+    std::copy_n(ids + token * top_k, top_k, static_cast<Id*>(trace.ids) + token * trace.stride);
 }
 
 template <class T>
 void route_rows(const Team& team, const Mixture& mixture, int64_t count, const RoutedRows& routed, float* weights) {
   auto route_rounded = mixture.round_weights ? route<T> : route<float>;
   route_rounded(team, mixture, routed.scores, routed.scores_stride, count, routed.ids, weights);
+  if (!routed.trace.ids) return;
+  auto write = routed.trace.is_wide ? write_trace<uint16_t> : write_trace<uint8_t>;
+  write(share(team, count), routed.ids, mixture.top_k, routed.trace);  // `route` divides tokens as this does
 }
 
 // One thread does it, where every expert has the slot of its number.

@@ -66,13 +66,22 @@ struct ExpertRows {
   int64_t x_stride;
 };
 
+// Where the experts of each token are written for those who want to know: rows of uint16 if `is_wide`, else of uint8,
+// `stride` elements apart. Null: nobody does. `abi.py` mirrors it.
+struct Trace {
+  void* ids;
+  int64_t stride;
+  int64_t is_wide;
+};
+
 // Where it comes from, and goes to.
 struct RoutedRows {
   const float* scores;  // [count, num_experts], the router's
   int64_t scores_stride;
   float* hidden;        // [count, experts.hidden], to which the result is added
   int64_t hidden_stride;
-  int32_t* ids;         // [count, top_k], to which the chosen experts are written
+  int32_t* ids;         // [count, top_k] memory for the chosen experts
+  Trace trace;          // of `count` rows
 };
 
 // counts: [num_experts], to which the number of tokens of each is added; or null. All threads of the crew call.

@@ -55,7 +55,7 @@ struct Mix {
   Experts experts;
   SlotMap map;
   int64_t* counts;
-  int32_t* ids;  // [num_tokens, top_k], to which the chosen experts are written; null: nobody wants to know
+  Trace trace;
 };
 
 struct RowsToRows {  // add, clear, round
@@ -69,7 +69,7 @@ struct Batch {
   void* attention_scratch;
   void* expert_scratch;
   int64_t expert_tokens;  // for how many it is enough
-  int32_t* expert_ids;    // [num_tokens, top_k]
+  int32_t* expert_ids;    // [num_tokens, top_k] memory for those that a layer chooses
 };
 
 namespace {
@@ -133,7 +133,7 @@ class Run {
   void mix(const Mix& what) const {
     ExpertRows<T> tokens{num_tokens_, rows<T>(what.x), stride(what.x)};
     RoutedRows routed{rows<float>(what.scores), stride(what.scores), rows<float>(what.hidden), stride(what.hidden),
-                      what.ids ? what.ids : batch_.expert_ids};
+                      batch_.expert_ids, what.trace};
     compute_experts(crew_, what.mixture, what.experts, what.map, tokens, routed, what.counts,
                     {batch_.expert_scratch, batch_.expert_tokens});
   }
