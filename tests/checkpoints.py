@@ -12,7 +12,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
 
 CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -23,6 +23,7 @@ CLASSES = {
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
     "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
 }
 
 COMMON: dict[str, Any] = {
@@ -65,6 +66,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": LATENT | {"q_lora_rank": None, "n_shared_experts": 2},
     "deepseek_v3": LATENT | {"q_lora_rank": 24, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
+    "gpt_oss": {"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 48},
 }
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -144,9 +146,9 @@ def _vary(model: torch.nn.Module) -> None:
     """transformers starts norms at 1 and biases at 0, which would hide a norm or a bias that is left out."""
     router_biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     with torch.no_grad():
-        for parameter in [*model.parameters(), *router_biases]:
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        biases = [weight for name, weight in model.named_parameters() if weight.dim() == 1 or name.endswith("_bias")]
+        for parameter in [*biases, *router_biases]:
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,14 +28,16 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 BYTES_OF_DTYPE = {"F32": 4, "F16": 2, "BF16": 2}
+BYTES_OF_RAW_DTYPE = {"U8": 1}
+"""Of tensors that mean something else than the numbers in them."""
 
 
 class CheckpointWeights:
     """The weights of one checkpoint, as a context manager. See `weights.Weights`.
 
     `is_elsewhere` says which tensors other ranks have; of the others each of `num_sharing` ranks reads its part, except
-    those that `is_whole`, which this rank reads alone. `on_progress` is told bytes read and bytes in all, as they are
-    in the files: this rank's share of them.
+    those that `is_whole`, which this rank reads alone: all of them, or as many parts as `parts_wanted` says.
+    `on_progress` is told bytes read and bytes in all, as they are in the files: this rank's share of them.
     """
 
     def __init__(
@@ -46,9 +49,10 @@ class CheckpointWeights:
         on_progress: Callable[[int, int], None] | None,
         is_elsewhere: Callable[[str], bool] = lambda name: False,
         is_whole: Callable[[str], bool] = lambda name: False,
+        parts_wanted: Callable[[str], Fraction] = lambda name: Fraction(1),
         num_sharing: int = 1,
     ) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._on_progress = on_progress
         self.num_parameters = 0
@@ -61,10 +65,12 @@ class CheckpointWeights:
             self._left_over = {name for name in self._owners if not is_elsewhere(name)}
             self._num_sharing = num_sharing
             self._is_whole = is_whole
-            elsewhere = sum(map(self._num_bytes, self._owners.keys() - self._left_over))
-            alone = sum(map(self._num_bytes, filter(is_whole, self._left_over)))
-            shared = sum(path.stat().st_size for path in self._paths) - elsewhere - alone
-            self._total_bytes = shared // num_sharing + alone
+            whole = [name for name in self._left_over if is_whole(name)]
+            others = self._owners.keys() - set(whole)
+            elsewhere = sum(self._num_bytes(name) for name in others if name not in self._left_over)
+            shared = sum(path.stat().st_size for path in self._paths) - elsewhere - sum(map(self._num_bytes, whole))
+            alone = sum(self._num_bytes(name) * parts_wanted(name) for name in whole)
+            self._total_bytes = shared // num_sharing + int(alone)
             self._close = stack.pop_all().close
 
     def __enter__(self) -> CheckpointWeights:
@@ -78,12 +84,19 @@ class CheckpointWeights:
     def take(
         self, name: str, shape: tuple[int, ...], cut: Cut | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
-        return self._take([name], [shape], [cut], dtype or self._dtype)
+        return self._take([name], [shape], [cut], dtype or self.dtype)
+
+    def take_part(self, name: str, shape: tuple[int, ...], index: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        out = torch.empty(shape[1:], dtype=dtype or self.dtype, device=self._device)
+        self._read(name, shape, Cut(0, range(index, index + 1)), out[None], is_part=True)
+        with self._lock:
+            self.num_parameters += out.numel()
+        return out
 
     def take_rows(
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
     ) -> Tensor:
-        return self._take(names, shapes, cuts or [None] * len(names), self._dtype)
+        return self._take(names, shapes, cuts or [None] * len(names), self.dtype)
 
     def _take(
         self,
@@ -114,15 +127,16 @@ class CheckpointWeights:
         if self._on_progress is not None:
             self._on_progress(self._total_bytes, self._total_bytes)
 
-    def _read(self, name: str, shape: tuple[int, ...], cut: Cut | None, out: Tensor) -> None:
+    def _read(self, name: str, shape: tuple[int, ...], cut: Cut | None, out: Tensor, *, is_part: bool = False) -> None:
         if name not in self._owners:
             searched = ", ".join(map(str, self._paths))
             raise CheckpointError(f"tensor {name!r} of shape {list(shape)} is missing; searched in {searched}")
         index = self._owners[name]
         path, stored = self._paths[index], self._files[index].get_slice(name)
         kind = stored.get_dtype()
-        if kind not in BYTES_OF_DTYPE:
-            supported = ", ".join(BYTES_OF_DTYPE)
+        expected = BYTES_OF_RAW_DTYPE if out.dtype == torch.uint8 else BYTES_OF_DTYPE
+        if kind not in expected:
+            supported = ", ".join(expected)
             raise CheckpointError(f"{path}: tensor {name!r} is stored as {kind}; supported are {supported}")
         if (found := tuple(stored.get_shape())) != shape:
             raise CheckpointError(
@@ -131,13 +145,15 @@ class CheckpointWeights:
         _copy(stored[:] if cut is None else _part(stored, cut), out)
         with self._lock:
             self._left_over.discard(name)
-            self._units_read += self._num_bytes(name) * (self._num_sharing if self._is_whole(name) else 1)
+            num_bytes = self._num_bytes(name) // shape[0] if is_part else self._num_bytes(name)
+            self._units_read += num_bytes * (self._num_sharing if self._is_whole(name) else 1)
             if self._on_progress is not None:
                 self._on_progress(self._units_read // self._num_sharing, self._total_bytes)
 
     def _num_bytes(self, name: str) -> int:
         stored = self._files[self._owners[name]].get_slice(name)
-        return torch.Size(stored.get_shape()).numel() * BYTES_OF_DTYPE.get(stored.get_dtype(), 0)
+        bytes_of_dtype = BYTES_OF_DTYPE | BYTES_OF_RAW_DTYPE
+        return torch.Size(stored.get_shape()).numel() * bytes_of_dtype.get(stored.get_dtype(), 0)
 
 
 def _copy(source: Tensor, out: Tensor) -> None:

@@ -17,6 +17,8 @@ from eagleray.models.deepseek import load_layer as load_deepseek_layer
 from eagleray.models.deepseek import read_deepseek_v2, read_deepseek_v3
 from eagleray.models.dummy import DummyWeights
 from eagleray.models.freed_memory import give_back
+from eagleray.models.gpt_oss import load_layer as load_gpt_oss_layer
+from eagleray.models.gpt_oss import read_gpt_oss
 from eagleray.models.kernels.choose import kernels_for
 from eagleray.models.kernels.reference import Kernels, Operation
 from eagleray.models.layers.decoder import DecoderLayer, load_dense_layer
@@ -35,7 +37,7 @@ from eagleray.models.qwen3_moe import load_layer as load_qwen3_moe_layer
 from eagleray.models.qwen3_moe import read_qwen3_moe
 from eagleray.models.shares import check_experts, check_fits
 from eagleray.models.spec import ModelSpec
-from eagleray.models.tensor_names import is_elsewhere, is_not_a_weight, is_read_whole
+from eagleray.models.tensor_names import is_elsewhere, is_not_a_weight, is_read_whole, parts_wanted
 from eagleray.models.weights import Weights
 from eagleray.parallel import Group, Groups
 
@@ -51,6 +53,7 @@ class Family:
 FAMILIES = {
     "DeepseekV2ForCausalLM": Family(read_deepseek_v2, load_deepseek_layer),
     "DeepseekV3ForCausalLM": Family(read_deepseek_v3, load_deepseek_layer),
+    "GptOssForCausalLM": Family(read_gpt_oss, load_gpt_oss_layer),
     "LlamaForCausalLM": Family(read_llama),
     "MistralForCausalLM": Family(read_mistral),
     "MixtralForCausalLM": Family(read_mixtral, load_mixtral_layer),
@@ -114,6 +117,7 @@ def load_model(
             on_progress=on_progress,
             is_elsewhere=lambda name: is_elsewhere(name, spec, groups.mesh, plan),
             is_whole=lambda name: is_read_whole(name, plan),
+            parts_wanted=lambda name: parts_wanted(name, plan),
             num_sharing=groups.mesh.tp_size,
         )
 

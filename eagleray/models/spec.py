@@ -6,9 +6,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eagleray.models.config_file import ConfigFile
+from eagleray.models.kernels.gating import Clamp
 from eagleray.models.rope_spec import RopeSpec, read_rope, stretched
 
-__all__ = ["Defaults", "LatentSpec", "ModelSpec", "MoeSpec", "read_common", "uniform_windows", "windows_by_layer"]
+__all__ = [
+    "Defaults",
+    "LatentSpec",
+    "ModelSpec",
+    "MoeSpec",
+    "layer_windows",
+    "read_common",
+    "uniform_windows",
+    "windows_by_layer",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +49,10 @@ class MoeSpec:
     """Added to the sum that weights are divided by."""
     shared_intermediate_size: int = 0
     """Of the shared experts together, which compute every token; 0: there are none."""
+    clamp: Clamp | None = None
+    """What experts' gates do, if it is not silu."""
+    is_mxfp4: bool = False
+    """The checkpoint has the experts' projections in four bits (`mxfp4.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +114,8 @@ class ModelSpec:
     moe: MoeSpec | None = None
     latent: LatentSpec | None = None
     """None: every key head is cached."""
+    has_sinks: bool = False
+    """Every head gives a part of its attention to nothing (see `kernels.reference.Heads`)."""
     num_draft_layers: int = 0
     """Layers in the checkpoint behind the last one, which guess further tokens; they are left out."""
 
@@ -122,15 +138,16 @@ class Defaults:
     rope_theta: float = 10_000.0
 
 
-def read_common(config: ConfigFile, architecture: str, defaults: Defaults) -> ModelSpec:
-    """What all families read alike; a family then replaces what is special about it. Raises `CheckpointError`."""
+def read_common(
+    config: ConfigFile, architecture: str, defaults: Defaults, *, quantization: str | None = None
+) -> ModelSpec:
+    """What all families read alike; a family then replaces what is special about it. Raises `CheckpointError`.
+
+    `quantization`: the method that the family reads.
+    """
     if (activation := config.get("hidden_act") or "silu") not in ("silu", "swish"):
         config.fail(f"`hidden_act` {activation!r} is not supported; supported is silu")
-    if config.get("quantization_config") is not None:
-        config.fail(
-            "`quantization_config` is set; quantized checkpoints are not supported, only float32, float16 and "
-            "bfloat16 weights are"
-        )
+    _check_quantization(config, quantization)
     hidden_size = config.integer("hidden_size", defaults.hidden_size)
     num_heads = config.integer("num_attention_heads", defaults.num_heads)
     max_positions = config.integer("max_position_embeddings", defaults.max_position_embeddings)
@@ -162,18 +179,35 @@ def uniform_windows(config: ConfigFile, num_layers: int, default: int | None) ->
 def windows_by_layer(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
     """`use_sliding_window`, for the layers that `layer_types` names, or else those from `max_window_layers` on."""
     window = config.optional_integer("sliding_window", 4096) if config.boolean("use_sliding_window", False) else None
-    kinds = config.get("layer_types")
-    if kinds is None:
-        first = config.integer("max_window_layers", 28, minimum=0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
+    first = config.integer("max_window_layers", 28, minimum=0)
+    kinds = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(num_layers)]
+    return layer_windows(config, num_layers, window, kinds)
+
+
+def layer_windows(
+    config: ConfigFile, num_layers: int, window: int | None, default: list[str]
+) -> tuple[int | None, ...]:
+    """`window` for the layers that `layer_types` names; `default`: the kinds if it is left out."""
+    kinds = config.get("layer_types") or default
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         config.fail(f"`layer_types` must be a list of {num_layers}, one for each layer, but it is {kinds!r}")
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             config.fail(f"the layer type {kind!r} is not supported; supported are full_attention and sliding_attention")
         if kind == "sliding_attention" and window is None:
-            config.fail("`layer_types` names sliding_attention, but `use_sliding_window` is not set, or no window is")
+            config.fail("`layer_types` names sliding_attention, but no window is set, or `use_sliding_window` is false")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _check_quantization(config: ConfigFile, supported: str | None) -> None:
+    fields = config.get("quantization_config")
+    if fields is None or (supported and isinstance(fields, dict) and fields.get("quant_method") == supported):
+        return
+    but = f", but for {supported}," if supported else ""
+    config.fail(
+        f"`quantization_config` is set; quantized checkpoints{but} are not supported, only float32, float16 and "
+        "bfloat16 weights are"
+    )
 
 
 def _num_kv_heads(config: ConfigFile, defaults: Defaults, num_heads: int) -> int:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from eagleray.models.moe.plan import ExpertPlan
 from eagleray.models.spec import ModelSpec
 from eagleray.parallel import Mesh
 
-__all__ = ["is_elsewhere", "is_not_a_weight", "is_read_whole"]
+__all__ = ["is_elsewhere", "is_not_a_weight", "is_read_whole", "parts_wanted"]
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 EXPERT = re.compile(r"model\.layers\.(\d+)\..*\.experts\.(\d+)\.")
+EXPERTS_TOGETHER = re.compile(r"model\.layers\.(\d+)\..*\.experts\.(?!\d)")
+"""A tensor of all experts of a layer, from which each is taken."""
 SHARED_EXPERTS = ".shared_experts."
 
 
@@ -30,9 +33,23 @@ def is_elsewhere(name: str, spec: ModelSpec, mesh: Mesh, experts: ExpertPlan | N
 
 def is_read_whole(name: str, experts: ExpertPlan | None) -> bool:
     """Whether this rank reads all of it, where tensor-parallel ranks read a part of most tensors each."""
-    if experts is None or not experts.is_divided:
+    if experts is None:
+        return False
+    if EXPERTS_TOGETHER.match(name) is not None:
+        return True
+    if not experts.is_divided:
         return False
     return EXPERT.match(name) is not None or (experts.dispatch is not None and SHARED_EXPERTS in name)
+
+
+def parts_wanted(name: str, experts: ExpertPlan | None) -> Fraction:
+    """How much of a tensor of all experts this rank takes; 1 of any other."""
+    match = EXPERTS_TOGETHER.match(name)
+    if match is None or experts is None or not experts.is_divided or int(match[1]) not in experts.layers:
+        return Fraction(1)
+    slots = experts.slots(int(match[1]))
+    assert slots is not None
+    return Fraction(len(set(slots.own)), experts.num_experts)
 
 
 def is_not_a_weight(name: str, spec: ModelSpec) -> bool:

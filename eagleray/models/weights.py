@@ -25,11 +25,16 @@ class Cut:
 
 
 class Weights(Protocol):
-    """Tensors come in the model's dtype, or the one that is asked for, on its device, and the caller owns them. Each is
-    taken once, from any thread.
+    """Tensors come in the model's dtype, or the one that is asked for, on its device, and the caller owns them. Each,
+    or each part of it, is taken once, from any thread.
 
     Shapes are those of whole tensors, whatever is cut out of them; only what is wanted is read.
     """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        ...
 
     @property
     def num_parameters(self) -> int:
@@ -40,6 +45,10 @@ class Weights(Protocol):
         self, name: str, shape: tuple[int, ...], cut: Cut | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
         """Raises `CheckpointError` if it is not there or has another shape."""
+        ...
+
+    def take_part(self, name: str, shape: tuple[int, ...], index: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Part `index` of a tensor, along its first dimension: of the shape `shape[1:]`. uint8 is taken as it is."""
         ...
 
     def take_rows(

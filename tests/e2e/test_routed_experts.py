@@ -119,6 +119,7 @@ def test_rows_are_what_transformers_routers_choose(checkpoint, options):
         pytest.param("qwen3_moe", DENSE_FIRST, id="a dense layer first", marks=pytest.mark.grid),
         pytest.param("deepseek_v2", {}, id="deepseek-v2", marks=pytest.mark.grid),
         pytest.param("deepseek_v3", {}, id="deepseek-v3"),
+        pytest.param("gpt_oss", {}, id="gpt-oss"),
     ],
 )
 def test_other_models(tmp_path, family, overrides):

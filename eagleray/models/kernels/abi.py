@@ -14,6 +14,7 @@ __all__ = [
     "CLEAR",
     "EMBED",
     "ENDING_ADD",
+    "ENDING_CLAMPED",
     "ENDING_SILU",
     "ENDING_STORE",
     "GROUP_SCORES",
@@ -25,6 +26,7 @@ __all__ = [
     "Attend",
     "AttentionShape",
     "CBatch",
+    "Clamp",
     "Embed",
     "Experts",
     "Mix",
@@ -41,7 +43,7 @@ __all__ = [
 ]
 
 EMBED, NORMALIZE, MULTIPLY, ATTEND, MIX, ADD, CLEAR, ROUND = range(8)
-ENDING_STORE, ENDING_ADD, ENDING_SILU = range(3)
+ENDING_STORE, ENDING_ADD, ENDING_SILU, ENDING_CLAMPED = range(4)
 SCORINGS = ("softmax", "sigmoid")
 GROUP_SCORES = ("max", "top2")
 """A name's number is its place."""
@@ -55,6 +57,7 @@ class AttentionShape(Structure):
         ("block_size", c_int64),
         ("window", c_int64),
         ("scale", c_float),
+        ("sinks", c_void_p),
     )
 
 
@@ -79,6 +82,10 @@ class Normalize(Structure):
     )
 
 
+class Clamp(Structure):
+    _fields_ = (("alpha", c_float), ("limit", c_float))
+
+
 class Multiply(Structure):
     _fields_ = (
         ("x", c_int64),
@@ -86,6 +93,7 @@ class Multiply(Structure):
         ("n", c_int64),
         ("k", c_int64),
         ("ending", c_int64),
+        ("clamp", Clamp),
         ("weight", c_void_p),
         ("bias", c_void_p),
     )
@@ -127,6 +135,10 @@ class Experts(Structure):
         ("inner", c_int64),
         ("gate_up", c_void_p),
         ("down", c_void_p),
+        ("gate_up_bias", c_void_p),
+        ("down_bias", c_void_p),
+        ("ending", c_int32),
+        ("clamp", Clamp),
     )
 
 
@@ -173,6 +185,7 @@ class Product(Structure):
         ("k", c_int64),
         ("bias", c_void_p),
         ("ending", c_int32),
+        ("clamp", Clamp),
         ("y", c_void_p),
         ("y_stride", c_int64),
     )

@@ -25,6 +25,7 @@ __all__ = [
     "FreshRow",
     "TensorBatch",
     "attend",
+    "attend_with_sinks",
     "plan_attention",
 ]
 
@@ -129,59 +130,106 @@ def plan_attention(batch: TensorBatch, cache: Tensor, window: int | None) -> Att
     )
 
 
-def attend(queries: Tensor, keys_values: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
+def attend(
+    queries: Tensor, keys_values: Tensor, cache: Tensor, plan: AttentionPlan, sinks: Tensor | None = None
+) -> Tensor:
     """As `Kernels.attention`."""
     out = queries.new_empty(queries.shape)  # [num_tokens, num_heads, head_dim]
     if plan.num_decodes:
-        _attend_decodes(queries[: plan.num_decodes], cache, plan, out[: plan.num_decodes])
+        _attend_decodes(queries[: plan.num_decodes], cache, plan, sinks, out[: plan.num_decodes])
     for row in plan.prefills:
         mine, result = queries[row.start : row.end], out[row.start : row.end]
         if isinstance(row, FreshRow):
-            _attend_row(mine, keys_values[row.start : row.end], None, result)
+            _attend_row(mine, keys_values[row.start : row.end], None, sinks, result)
         else:
-            _attend_continued(mine, cache, row, plan, result)
+            _attend_continued(mine, cache, row, plan, sinks, result)
     return out.flatten(1)
 
 
-def _attend_decodes(queries: Tensor, cache: Tensor, plan: AttentionPlan, out: Tensor) -> None:
+def _attend_decodes(queries: Tensor, cache: Tensor, plan: AttentionPlan, sinks: Tensor | None, out: Tensor) -> None:
     if plan.order is None:
         for group in plan.decodes:
-            out[group.start : group.end] = _attend_group(queries[group.start : group.end], cache, group)
+            out[group.start : group.end] = _attend_group(queries[group.start : group.end], cache, group, sinks)
     else:
         queries = queries.index_select(0, plan.order)
-        results = [_attend_group(queries[group.start : group.end], cache, group) for group in plan.decodes]
+        results = [_attend_group(queries[group.start : group.end], cache, group, sinks) for group in plan.decodes]
         out.index_copy_(0, plan.order, torch.cat(results))
 
 
-def _attend_group(queries: Tensor, cache: Tensor, group: DecodeGroup) -> Tensor:
+def _attend_group(queries: Tensor, cache: Tensor, group: DecodeGroup, sinks: Tensor | None) -> Tensor:
     """[group size, num_heads, head_dim]"""
     size, num_kv_heads, head_dim = len(queries), cache.shape[2] // 2, cache.shape[3]
     context = cache.index_select(0, group.block_ids).view(size, -1, 2, num_kv_heads, head_dim)
     keys, values = context[:, : group.num_keys].permute(2, 0, 3, 1, 4)  # [size, num_kv_heads, num_keys, head_dim]
     # the heads that share a key are the queries of that key
     folded = queries.reshape(size, num_kv_heads, -1, head_dim)
-    out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
+    if sinks is None:
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
+    else:
+        out = attend_with_sinks(folded, keys, values, group.mask, sinks.view(num_kv_heads, -1))
     return out.reshape(queries.shape)
 
 
-def _attend_continued(queries: Tensor, cache: Tensor, row: ContinuedRow, plan: AttentionPlan, out: Tensor) -> None:
+def _attend_continued(
+    queries: Tensor, cache: Tensor, row: ContinuedRow, plan: AttentionPlan, sinks: Tensor | None, out: Tensor
+) -> None:
     assert plan.mask is not None
     context = cache.index_select(0, row.block_ids).flatten(0, 1)  # [keys, 2 * num_kv_heads, head_dim]
     for first, last, low, high in _pieces(row.end - row.start, row.num_keys, plan.window):
         mask = plan.mask[first - last :, low - high :].contiguous()  # CUDA's kernels want it aligned
-        _attend_row(queries[first:last], context[low:high], mask, out[first:last])
+        _attend_row(queries[first:last], context[low:high], mask, sinks, out[first:last])
 
 
-def _attend_row(queries: Tensor, keys_values: Tensor, mask: Tensor | None, out: Tensor) -> None:
+def _attend_row(queries: Tensor, keys_values: Tensor, mask: Tensor | None, sinks: Tensor | None, out: Tensor) -> None:
     """queries, out [n, num_heads, head_dim], keys_values [m, 2 * num_kv_heads, head_dim]; no mask: causal, n = m"""
     num_kv_heads = keys_values.shape[1] // 2
     grouped = queries.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
     shared = (-1, grouped.shape[1], -1, -1)  # the heads of a group see the same memory
     keys, values = keys_values.transpose(0, 1)[:, None].chunk(2)  # [num_kv_heads, 1, m, head_dim]
-    result = F.scaled_dot_product_attention(
-        grouped, keys.expand(shared), values.expand(shared), attn_mask=mask, is_causal=mask is None
-    )  # [num_kv_heads, heads of a group, n, head_dim]
+    keys, values = keys.expand(shared), values.expand(shared)
+    if sinks is None:
+        result = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=mask is None)
+    elif mask is None:
+        result = _attend_causally_with_sinks(grouped, keys, values, sinks.view(num_kv_heads, -1, 1))
+    else:
+        result = attend_with_sinks(grouped, keys, values, mask, sinks.view(num_kv_heads, -1, 1))
+    # [num_kv_heads, heads of a group, n, head_dim]
     out.unflatten(1, (num_kv_heads, -1)).copy_(result.permute(2, 0, 1, 3))
+
+
+# A sink is one more key in front of the others, with a value of zeros: queries have a feature more, in which that key
+# alone is not 0. So torch's fast kernels serve models with sinks, too.
+
+SPARE = 8
+"""Features that are added; CUDA's kernels want multiples of this."""
+
+
+def attend_with_sinks(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor) -> Tensor:
+    """As torch's attention: queries [.., n, head_dim], keys and values [.., m, head_dim]; `sinks` of every query, of a
+    shape that is broadcast to [.., n]."""
+    if mask is not None:
+        mask = F.pad(mask, (1, 0)).contiguous()
+    return F.scaled_dot_product_attention(
+        *_with_sinks(queries, keys, values, sinks), attn_mask=mask, scale=queries.shape[-1] ** -0.5
+    )[..., : queries.shape[-1]]
+
+
+def _attend_causally_with_sinks(queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) -> Tensor:
+    """The same without a mask, n = m. A query in front of the others, for the key in front of the others, keeps each
+    query in the line of its own key."""
+    queries, keys, values = _with_sinks(F.pad(queries, (0, 0, 1, 0)), keys, values, sinks)
+    size = queries.shape[-1] - SPARE
+    out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=size**-0.5)
+    return out[..., 1:, :size]
+
+
+def _with_sinks(queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    size = queries.shape[-1]
+    queries = F.pad(queries, (0, SPARE))
+    queries[..., size] = sinks.to(queries.dtype) * size**0.5
+    keys, values = (F.pad(x, (0, SPARE, 1, 0)) for x in (keys, values))
+    keys[..., 0, size] = 1
+    return queries, keys, values
 
 
 def _plan_decodes(batch: TensorBatch, cache: Tensor, window: int | None) -> tuple[Tensor | None, list[DecodeGroup]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from eagleray.models.batch import Batch, Int32Array
 from eagleray.models.cache import KVCache
 from eagleray.models.kernels import abi
+from eagleray.models.kernels.gating import Clamp
 from eagleray.models.kernels.latent import LatentHeads
 from eagleray.models.kernels.memory import WeightMemory
 from eagleray.models.kernels.native_experts import (
@@ -91,16 +93,16 @@ class NativeKernels(Kernels):
     def exact_linear(self, weight: Tensor) -> Operation:
         return self.linear(weight, None)  # it rounds nothing
 
-    def gated_linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
+    def gated_linear(self, weight: Tensor, bias: Tensor | None, clamp: Clamp | None = None) -> NativeLinear:
         inner, k = weight.shape[0] // 2, weight.shape[1]
         padded = -(-inner // LANES) * LANES  # a panel has as many gates and as many that they gate
         packed = self._memory.take(self.library.er_packed_size(2 * padded, k, self._kind), self.dtype)
         gate, up = weight.contiguous().chunk(2)
         self.library.er_pack_gate_up(gate.data_ptr(), up.data_ptr(), k, inner, k, packed.data_ptr(), self._kind, 1)
-        return self._linear(packed, bias, n=2 * inner, k=k, is_gated=True)
+        return self._linear(packed, bias, n=2 * inner, k=k, is_gated=True, clamp=clamp)
 
-    def _linear(self, packed: Tensor, bias: Tensor | None, *, n: int, k: int, is_gated: bool) -> NativeLinear:
-        return NativeLinear(self.library, packed, bias, n=n, k=k, is_gated=is_gated, num_threads=self.num_threads)
+    def _linear(self, packed: Tensor, bias: Tensor | None, **options: Any) -> NativeLinear:
+        return NativeLinear(self.library, packed, bias, num_threads=self.num_threads, **options)
 
     def norm(self, weight: Tensor, eps: float) -> Operation:
         kept = weight.float()
@@ -122,6 +124,7 @@ class NativeKernels(Kernels):
 
     def self_attention(self, heads: Heads) -> Callable[[Rows, Tensor, Context], Rows]:
         norms = [None if weight is None else weight.float() for weight in (heads.q_norm, heads.k_norm)]
+        sinks = None if heads.sinks is None else heads.sinks.float()
         size = heads.num_heads * heads.head_dim
 
         def apply(qkv: Value, cache: Tensor, block_size: int) -> Value:
@@ -134,6 +137,7 @@ class NativeKernels(Kernels):
                 block_size=block_size,
                 window=heads.window or 0,
                 scale=heads.head_dim**-0.5,
+                sinks=None if sinks is None else sinks.data_ptr(),
             )
             q_norm, k_norm = (None if weight is None else weight.data_ptr() for weight in norms)
             what = abi.Attend(shape=shape, q_norm=q_norm, k_norm=k_norm, eps=heads.norm_eps, cache=cache.data_ptr())

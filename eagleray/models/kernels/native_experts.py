@@ -79,17 +79,21 @@ class PackedExperts:
     def __init__(self, gate_up: Sequence[Operation], down: Sequence[Operation]) -> None:
         self.gate_up, self.down = _linears(gate_up), _linears(down)
         assert len(self.gate_up) == len(self.down) > 0
-        first, last = (
-            (ctypes.c_void_p * len(part))(*(one.packed.data_ptr() for one in part))
-            for part in (self.gate_up, self.down)
-        )
-        self._pointers = first, last
+        parts = self.gate_up, self.down
+        weights = [_pointers([one.packed for one in part]) for part in parts]
+        biases = [_pointers([one.bias for one in part if one.bias is not None]) for part in parts]
+        assert all(len(bias) in (0, len(self.down)) for bias in biases), "all experts have a bias, or none"
+        self._pointers = weights, biases
         self.experts = abi.Experts(
             num_slots=len(self.down),
             hidden=self.down[0].n,
             inner=self.down[0].k,
-            gate_up=ctypes.addressof(first),
-            down=ctypes.addressof(last),
+            gate_up=ctypes.addressof(weights[0]),
+            down=ctypes.addressof(weights[1]),
+            gate_up_bias=ctypes.addressof(biases[0]) if len(biases[0]) else None,
+            down_bias=ctypes.addressof(biases[1]) if len(biases[1]) else None,
+            ending=self.gate_up[0].ending,
+            clamp=self.gate_up[0].clamp,
         )
         """In C's form; it points into this object."""
 
@@ -159,7 +163,9 @@ class NativeProducts:
         return total
 
     def storage(self, slot: int) -> list[Tensor]:
-        return [part[slot].packed.view(torch.uint8) for part in (self._packed.gate_up, self._packed.down)]
+        products = self._packed.gate_up[slot], self._packed.down[slot]
+        memory = [part for product in products for part in (product.packed, product.bias) if part is not None]
+        return [part.view(torch.uint8).view(-1) for part in memory]
 
     def _check(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """As C takes them."""
@@ -176,5 +182,9 @@ class NativeProducts:
 
 
 def _linears(operations: Sequence[Operation]) -> list[NativeLinear]:
-    assert all(isinstance(operation, NativeLinear) and operation.bias is None for operation in operations)
+    assert all(isinstance(operation, NativeLinear) for operation in operations)
     return [operation for operation in operations if isinstance(operation, NativeLinear)]
+
+
+def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from eagleray.models.kernels import abi
+from eagleray.models.kernels.gating import Clamp
 from eagleray.models.kernels.program import threads_for
 from eagleray.models.kernels.recording import Value
 
@@ -29,6 +30,7 @@ class NativeLinear:
         n: int,
         k: int,
         is_gated: bool,
+        clamp: Clamp | None = None,
         num_threads: int,
     ) -> None:
         self.packed = packed
@@ -38,7 +40,9 @@ class NativeLinear:
         self._is_gated = is_gated
         self._num_threads = num_threads
         self._size = n // 2 if is_gated else n
-        self._ending = abi.ENDING_SILU if is_gated else abi.ENDING_STORE
+        self.clamp = abi.Clamp() if clamp is None else abi.Clamp(alpha=clamp.alpha, limit=clamp.limit)
+        gated_ending = abi.ENDING_SILU if clamp is None else abi.ENDING_CLAMPED
+        self.ending = gated_ending if is_gated else abi.ENDING_STORE
         self._out = torch.empty(0, self._size, dtype=packed.dtype if is_gated else torch.float32)
 
     def __call__(self, x: Value | Tensor) -> Value | Tensor:
@@ -48,7 +52,7 @@ class NativeLinear:
         if self.packed.dtype != torch.float32:
             x = x.recording.rounded(x)
         out = x.another(self._size, is_float=not self._is_gated)
-        what = abi.Multiply(n=self.n, k=self.k, ending=self._ending, weight=weight, bias=bias)
+        what = abi.Multiply(n=self.n, k=self.k, ending=self.ending, clamp=self.clamp, weight=weight, bias=bias)
         x.recording.append(abi.MULTIPLY, what, reads={"x": x}, writes={"out": out})
         return out
 
@@ -65,7 +69,8 @@ class NativeLinear:
             n=self.n,
             k=self.k,
             bias=bias,
-            ending=self._ending,
+            ending=self.ending,
+            clamp=self.clamp,
             y=self._out.data_ptr(),
             y_stride=self._size,
         )

@@ -28,19 +28,19 @@ class PlainLinear:
 
 
 class GatedLinear:
-    """silu of the first half of a product, times the second half."""
+    """A product whose first half gates the second half: `gate` takes both."""
 
-    def __init__(self, product: Function, silu_and_mul: Function) -> None:
+    def __init__(self, product: Function, gate: Function) -> None:
         self._product = product
-        self._silu_and_mul = silu_and_mul
+        self._gate = gate
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._silu_and_mul(self._product(x))
+        return self._gate(self._product(x))
 
 
 class StoredGatedLinear(GatedLinear):
     """Of a product whose weights can be overwritten."""
 
-    def __init__(self, product: PlainLinear, silu_and_mul: Function) -> None:
-        super().__init__(product, silu_and_mul)
+    def __init__(self, product: PlainLinear, gate: Function) -> None:
+        super().__init__(product, gate)
         self.storage = product.storage

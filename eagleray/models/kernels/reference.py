@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from eagleray.models.cache import KVCache
 from eagleray.models.kernels.attention import AttentionPlan, TensorBatch, attend, plan_attention
 from eagleray.models.kernels.context import ForwardContext
 from eagleray.models.kernels.experts import ExpertProducts, TorchProducts, compute_experts
+from eagleray.models.kernels.gating import Clamp, clamped_gate
 from eagleray.models.kernels.latent import LatentHeads, latent_attention
 from eagleray.models.kernels.plain_linear import GatedLinear, PlainLinear, StoredGatedLinear
 from eagleray.models.kernels.ranking import Ranking
@@ -72,6 +74,8 @@ class Heads:
     k_norm: Tensor | None
     """[head_dim] weights of the norm of each query's and each key's heads, if there is one."""
     norm_eps: float
+    sinks: Tensor | None = None
+    """[num_heads] a score that each head gives to no key, beside those of the keys: a part of its probabilities."""
 
 
 class Forward(Protocol):
@@ -101,12 +105,14 @@ class Kernels:
         product = self.linear(weight.float(), None)
         return lambda x: product(x.float())
 
-    def gated_linear(self, weight: Tensor, bias: Tensor | None) -> Operation:
-        """silu of the first half of the products with a weight [2 * size, in_features], times the second half."""
+    def gated_linear(self, weight: Tensor, bias: Tensor | None, clamp: Clamp | None = None) -> Operation:
+        """silu of the first half of the products with a weight [2 * size, in_features], times the second half; or what
+        `clamp` makes of both."""
         product = self.linear(weight, bias)
+        gate = self.silu_and_mul if clamp is None else partial(clamped_gate, clamp=clamp)
         if isinstance(product, PlainLinear):
-            return StoredGatedLinear(product, self.silu_and_mul)
-        return GatedLinear(product, self.silu_and_mul)
+            return StoredGatedLinear(product, gate)
+        return GatedLinear(product, gate)
 
     def norm(self, weight: Tensor, eps: float) -> Operation:
         """RMS norm of each row."""
@@ -247,10 +253,13 @@ class Kernels:
         """What all layers with this window share in one batch; `cache` is that of any layer."""
         return plan_attention(batch, cache, window)
 
-    def attention(self, queries: Tensor, keys_values: Tensor, cache: Tensor, plan: AttentionPlan) -> Tensor:
+    def attention(
+        self, queries: Tensor, keys_values: Tensor, cache: Tensor, plan: AttentionPlan, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attention of queries [num_tokens, num_heads, head_dim] over their rows' cached context, to which
-        `keys_values` (as in `write_cache`) have been written already -> [num_tokens, num_heads * head_dim]."""
-        return attend(queries, keys_values, cache, plan)
+        `keys_values` (as in `write_cache`) have been written already -> [num_tokens, num_heads * head_dim]. `sinks`:
+        see `Heads`."""
+        return attend(queries, keys_values, cache, plan, sinks)
 
     def route(self, scores: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
         """[num_tokens, num_experts] -> ids and weights of the experts of each token, [num_tokens, top_k] each, the
@@ -277,7 +286,7 @@ class _SelfAttention:
         self._kernels.rotate(normed, context.cos, context.sin, out=queries_keys)
         queries, keys_values = split[:, : heads.num_heads], split[:, heads.num_heads :]
         self._kernels.write_cache(keys_values, cache, context.slots)
-        return self._kernels.attention(queries, keys_values, cache, context.plans[heads.window])
+        return self._kernels.attention(queries, keys_values, cache, context.plans[heads.window], heads.sinks)
 
 
 def _embed(token_ids: Tensor, weight: Tensor, first: int) -> Tensor:

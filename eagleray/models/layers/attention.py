@@ -9,7 +9,7 @@ from eagleray.models.layers.linear import load_linear, load_summed_linear
 from eagleray.models.layers.sharing import RowSharing
 from eagleray.models.shares import equal_share, features, kv_heads
 from eagleray.models.spec import ModelSpec
-from eagleray.models.weights import Weights
+from eagleray.models.weights import Cut, Weights
 from eagleray.parallel import Group
 
 __all__ = ["Attention"]
@@ -54,6 +54,7 @@ class Attention:
                 q_norm=weights.take(f"{name}.q_norm.weight", (size,)) if spec.qk_norm else None,
                 k_norm=weights.take(f"{name}.k_norm.weight", (size,)) if spec.qk_norm else None,
                 norm_eps=spec.norm_eps,
+                sinks=weights.take(f"{name}.sinks", (spec.num_heads,), Cut(0, heads)) if spec.has_sinks else None,
             )
         )
 

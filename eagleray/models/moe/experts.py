@@ -30,8 +30,9 @@ LoadExpert = Callable[[int, Weights], Expert]
 
 
 class MoeBlock:
-    """`projections`: what the checkpoint calls an expert's gate, up and down projection. `round_weights`: see
-    `Mixture`. `router`: in place of a product with `{name}.gate`, rows to scores. `shared`: see `load_shared_experts`.
+    """`projections`: what the checkpoint calls an expert's gate, up and down projection; `load_expert`: for checkpoints
+    that have them in another form. `round_weights`: see `Mixture`. `router`: in place of a product with `{name}.gate`,
+    rows to scores. `shared`: see `load_shared_experts`.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class MoeBlock:
         plan: ExpertPlan,
         *,
         projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+        load_expert: LoadExpert | None = None,
         round_weights: bool = True,
         router: Operation | None = None,
         shared: Operation | None = None,
@@ -58,7 +60,7 @@ class MoeBlock:
         """Which of the stage's layers with experts it is."""
         self.slots = plan.slots(index)
         """None: every expert is here, cut."""
-        self.load_expert = _expert_loader(name, moe, hidden, kernels, plan, projections)
+        self.load_expert = load_expert or _expert_loader(name, moe, hidden, kernels, plan, projections)
         here = range(moe.num_experts) if self.slots is None else self.slots.own
         experts = [self.load_expert(expert, weights) for expert in here]
         gate_up, down = [first for first, _ in experts], [last for _, last in experts]

@@ -34,6 +34,7 @@ FAMILIES = {
     "qwen3_moe, a dense layer": ("qwen3_moe", {"mlp_only_layers": [1], "attention_bias": True}),
     "mixtral": ("mixtral", {}),
     "deepseek_v3": ("deepseek_v3", {}),
+    "gpt_oss": ("gpt_oss", {}),
 }
 
 

@@ -40,7 +40,9 @@ def random_batch(rows: list[tuple[int, int]], block_size: int) -> TensorBatch:
     )
 
 
-def naive_attention(queries: torch.Tensor, cache: torch.Tensor, batch: TensorBatch, window: int | None) -> torch.Tensor:
+def naive_attention(
+    queries: torch.Tensor, cache: torch.Tensor, batch: TensorBatch, window: int | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """One query and one head at a time, in float64."""
     num_kv_heads, block_size = cache.shape[2] // 2, cache.shape[1]
     group = queries.shape[1] // num_kv_heads
@@ -54,12 +56,22 @@ def naive_attention(queries: torch.Tensor, cache: torch.Tensor, batch: TensorBat
                 keys = keys_values[seen, head // group]
                 values = keys_values[seen, num_kv_heads + head // group]
                 scores = keys @ queries[token, head].double() / math.sqrt(queries.shape[2])
-                out[token, head] = torch.softmax(scores, 0) @ values
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1].double()))
+                out[token, head] = torch.softmax(scores, 0)[: len(values)] @ values
             token += 1
     return out.flatten(1)
 
 
-def attend(rows: list[tuple[int, int]], *, window: int | None, block_size: int, num_kv_heads: int, group: int) -> None:
+def attend(
+    rows: list[tuple[int, int]],
+    *,
+    window: int | None,
+    block_size: int,
+    num_kv_heads: int,
+    group: int,
+    has_sinks: bool = False,
+) -> None:
     batch = random_batch(rows, block_size)
     num_tokens = len(batch.slots)
     queries = torch.randn(num_tokens, num_kv_heads * group, HEAD_DIM)
@@ -67,8 +79,9 @@ def attend(rows: list[tuple[int, int]], *, window: int | None, block_size: int, 
     keys_values = torch.randn(num_tokens, 2 * num_kv_heads, HEAD_DIM)
     kernels = Kernels()
     kernels.write_cache(keys_values, cache, batch.slots)
-    out = kernels.attention(queries, keys_values, cache, kernels.plan_attention(batch, cache, window))
-    expected = naive_attention(queries, cache, batch, window)
+    sinks = torch.randn(num_kv_heads * group) * 2 if has_sinks else None
+    out = kernels.attention(queries, keys_values, cache, kernels.plan_attention(batch, cache, window), sinks)
+    expected = naive_attention(queries, cache, batch, window, sinks)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
 
 
@@ -88,6 +101,7 @@ ROWS = st.one_of(
     group=st.sampled_from([1, 3]),
     group_bytes=st.sampled_from([1, 4096, 1 << 20]),
     max_queries=st.sampled_from([4, 256]),
+    has_sinks=st.booleans(),
 )
 @example(
     rows=[(2, 1), (60, 1), (30, 1)],
@@ -97,13 +111,15 @@ ROWS = st.one_of(
     group=1,
     group_bytes=1,
     max_queries=4,
+    has_sinks=False,
 )
-def test_attention_of_any_batch(rows, window, block_size, num_kv_heads, group, group_bytes, max_queries):
+def test_attention_of_any_batch(rows, window, block_size, num_kv_heads, group, group_bytes, max_queries, has_sinks):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "GROUP_BYTES", group_bytes)
         patch.setattr(attention, "MAX_QUERIES", max_queries)
         patch.setattr(attention, "SMALL_CONTEXT", 2)
-        attend(rows, window=window, block_size=block_size, num_kv_heads=num_kv_heads, group=group)
+        sizes = {"block_size": block_size, "num_kv_heads": num_kv_heads, "group": group}
+        attend(rows, window=window, has_sinks=has_sinks, **sizes)
 
 
 def test_rows_of_very_different_lengths_are_not_padded_to_the_longest():

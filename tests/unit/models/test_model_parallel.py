@@ -44,6 +44,9 @@ CASES = {
     "qwen3_moe tp": ("qwen3_moe", {}, 2, 1),
     "qwen3_moe pp": ("qwen3_moe", {}, 1, 2),
     "qwen3_moe both, a dense layer": ("qwen3_moe", {"mlp_only_layers": [1]}, 2, 2),
+    "gpt_oss tp": ("gpt_oss", {}, 2, 1),
+    "gpt_oss both": ("gpt_oss", {"sliding_window": 20}, 2, 2),
+    "gpt_oss, one key head": ("gpt_oss", {"num_key_value_heads": 1}, 4, 1),
     "mixtral tp": ("mixtral", {}, 2, 1),
     "mixtral both": ("mixtral", {"tie_word_embeddings": True}, 2, 2),
 }
@@ -81,7 +84,7 @@ def test_in_chunks_and_token_by_token(case, tmp_path):
     assert all(not logits.numel() for rank, given in enumerate(results) for logits in given if rank != sampler)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
 def test_dummy_weights_are_the_same_however_they_are_cut(family, tmp_path):
     checkpoint = make_checkpoint(tmp_path, family, tokenizer=False)
     expected = logits_in_chunks(load(checkpoint, load_format="dummy", seed=3), PROMPT, 50)

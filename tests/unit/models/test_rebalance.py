@@ -38,15 +38,17 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def skewed(tmp_path_factory):
+@pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss"])
+def skewed(request, tmp_path_factory):
     """Of three experts of a token, two are among the first four, all on the first rank."""
-    checkpoint = make_checkpoint(tmp_path_factory.mktemp("skewed"), "qwen3_moe", tokenizer=False)
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("skewed"), request.param, tokenizer=False)
     tensors = load_file(checkpoint / "model.safetensors")
     for layer in range(NUM_LAYERS):
-        router = tensors[f"model.layers.{layer}.mlp.gate.weight"]
+        router = tensors[f"model.layers.{layer}.mlp.{'gate' if request.param == 'qwen3_moe' else 'router'}.weight"]
         router[1], router[3] = -router[0], -router[2]
         router[4:] *= 0.02
+        if request.param == "gpt_oss":  # whose experts have biases, which move with them
+            tensors[f"model.layers.{layer}.mlp.router.bias"].zero_()
     save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
     return checkpoint
 

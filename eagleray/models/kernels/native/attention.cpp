@@ -4,6 +4,7 @@
 namespace eagleray {
 namespace {
 
+constexpr float LOG2_E = 1.44269504088896341f;
 constexpr int64_t AHEAD = 4;  // slices that are fetched from memory before they are read
 
 // 16 lanes of a block.
@@ -80,7 +81,13 @@ class Attention : Places {
 
   void close(const Task& task) {
     for (int64_t row = 0; row < task.end - task.begin; row++)
-      finish(space_.totals[row], space_.totals[row] + width_, size_, out_ + offset(task, task.begin + row));
+      finish(space_.totals[row], space_.totals[row] + width_, sunk(task, row), size_,
+             out_ + offset(task, task.begin + row));
+  }
+
+  float sunk(const Task& task, int64_t row) const {
+    if (!shape.sinks) return 0;
+    return std::exp2(shape.sinks[head(task, task.begin + row)] * LOG2_E - space_.total_tops[row]);
   }
 
   void add(int64_t row, const float* part, float top) {
@@ -232,7 +239,7 @@ class Attention : Places {
   Workspace<T>& space_;
   const int64_t size_ = shape.head_dim, width_ = round_up(size_, LANES), lanes_ = lanes_of_block(shape);
   const int64_t values_at_ = lanes_ * size_;                // in a block of a kv head
-  const float scale_ = shape.scale * 1.44269504088896341f;  // for powers of 2
+  const float scale_ = shape.scale * LOG2_E;                // for powers of 2
 };
 
 // In which a crew divides a phase.

@@ -26,6 +26,7 @@ struct AttentionShape {
   int64_t block_size;               // tokens
   int64_t window;                   // 0: none; else a query at position p sees the positions > p - window
   float scale;                      // of the scores; positive
+  const float* sinks;               // [num_heads] a score of nothing, beside those of the keys; null: none
 };
 
 // What is computed in one step; the same for all layers.

@@ -49,10 +49,11 @@ struct Places {
     Span positions = seen(task);
     return {chunk_of(shape, positions.begin), chunk_of(shape, positions.end - 1) + 1};
   }
+  int64_t head(const Task& task, int64_t row) const { return task.kv_head * group + row % group; }
   // Of a row's query and result.
   int64_t offset(const Task& task, int64_t row) const {
-    int64_t token = rows.starts[task.request] + row / group, head = task.kv_head * group + row % group;
-    return (token * shape.num_heads + head) * shape.head_dim;
+    int64_t token = rows.starts[task.request] + row / group;
+    return (token * shape.num_heads + head(task, row)) * shape.head_dim;
   }
 };
 

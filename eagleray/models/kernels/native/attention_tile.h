@@ -195,9 +195,10 @@ __attribute__((noinline)) void merge(float* total, float* total_top, const float
   if (higher) *total_top = part_top;
 }
 
+// `sunk`: what no key has of the probabilities, as a sum like the others.
 template <class T>
-__attribute__((noinline)) void finish(const float* total, const float* sums, int64_t size, T* out) {
-  const float share = 1.0f / sum(load(sums));
+__attribute__((noinline)) void finish(const float* total, const float* sums, float sunk, int64_t size, T* out) {
+  const float share = 1.0f / (sum(load(sums)) + sunk);
   int64_t i = 0;
   for (; i + LANES <= size; i += LANES) store(out + i, load(total + i) * share);
   for (; i < size; i++) out[i] = from_float<T>(total[i] * share);

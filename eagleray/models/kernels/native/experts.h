@@ -19,6 +19,10 @@ struct Experts {
   int64_t inner;               // features of an expert, or of this rank's share of it
   const void* const* gate_up;  // by slot, T packed by `pack_gate_up`
   const void* const* down;     // by slot, T packed by `pack`
+  const float* const* gate_up_bias;  // by slot, [2 * inner], or null: none has
+  const float* const* down_bias;     // by slot, [hidden], or null
+  Ending ending;                     // of gate and up
+  Clamp clamp;
 };
 
 // Where the experts are. Row i of a batch takes the copy i % num_copies[e] of expert e. `abi.py` mirrors it.

@@ -69,10 +69,12 @@ void list_products(const Experts& experts, const ExpertRows<T>& rows, const Work
     auto gate_up = static_cast<const T*>(experts.gate_up[slot]), down = static_cast<const T*>(experts.down[slot]);
     T* inner = workspace.inner + begin * workspace.inner_stride;
     float* output = workspace.outputs + begin * experts.hidden;
-    *first++ = {rows.x, rows.x_stride, workspace.groups.tokens + begin, count, gate_up,
-                2 * experts.inner, experts.hidden, nullptr, Ending::silu, inner, workspace.inner_stride};
-    *second++ = {inner, workspace.inner_stride, nullptr, count, down,
-                 experts.hidden, experts.inner, nullptr, Ending::store, output, experts.hidden};
+    const float* gate_up_bias = experts.gate_up_bias ? experts.gate_up_bias[slot] : nullptr;
+    const float* down_bias = experts.down_bias ? experts.down_bias[slot] : nullptr;
+    *first++ = {rows.x, rows.x_stride, workspace.groups.tokens + begin, count, gate_up, 2 * experts.inner,
+                experts.hidden, gate_up_bias, experts.ending, experts.clamp, inner, workspace.inner_stride};
+    *second++ = {inner, workspace.inner_stride, nullptr, count, down, experts.hidden, experts.inner,
+                 down_bias, Ending::store, {}, output, experts.hidden};
   }
 }
 

@@ -93,9 +93,9 @@ class Block {
 
   // Where the results of a row and a panel go.
   char* results(int64_t row, int64_t panel) const {
-    bool silu = product.ending == Ending::silu;
-    int64_t offset = (begin + row) * product.y_stride + panel * (silu ? LANES : PANEL);
-    return static_cast<char*>(product.y) + offset * int64_t(silu ? sizeof(T) : sizeof(float));
+    bool gated = is_gated(product.ending);
+    int64_t offset = (begin + row) * product.y_stride + panel * (gated ? LANES : PANEL);
+    return static_cast<char*>(product.y) + offset * int64_t(gated ? sizeof(T) : sizeof(float));
   }
 
   // sums: [num_rows, PANEL]. The tiles share the work of fetching `next`.
@@ -115,7 +115,7 @@ class Block {
       }
       choose_tile<T>(rows.end - rows.begin, are_arranged())(x + rows.begin, pairs.begin * PAIR<T>, from, count, to,
                                                             pairs.begin > 0, ahead);
-      if (last && product.ending == Ending::silu) finish_silu(panel, rows, to);
+      if (last && is_gated(product.ending)) finish_gated(panel, rows, to);
       else if (last) finish_sums(panel, rows, to);
     }
   }
@@ -136,7 +136,7 @@ class Block {
     }
   }
 
-  void finish_silu(int64_t panel, Span rows, const float* sums) const {
+  void finish_gated(int64_t panel, Span rows, const float* sums) const {
     int64_t inner = product.n / 2, first = panel * LANES, count = std::min<int64_t>(LANES, inner - first);
     float gate_bias[LANES] = {}, up_bias[LANES] = {};
     if (product.bias) {
@@ -146,9 +146,17 @@ class Block {
     for (int64_t row = rows.begin; row < rows.end; row++, sums += PANEL) {
       T edge[LANES], *y = reinterpret_cast<T*>(results(row, panel));
       Floats gate = load(sums) + load(gate_bias), up = load(sums + LANES) + load(up_bias);
-      store(count == LANES ? y : edge, silu(gate) * up);
+      store(count == LANES ? y : edge, pass(gate, up));
       if (count < LANES) std::copy_n(edge, count, y);
     }
+  }
+
+  Floats pass(Floats gate, Floats up) const {
+    if (product.ending == Ending::silu) return silu(gate) * up;
+    const Floats limit = splat(product.clamp.limit), alpha = splat(product.clamp.alpha);
+    gate = gate > limit ? limit : gate;  // not `min`: NaN must stay
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    return gate / (1.0f + exp(-max(alpha * gate, splat(-87.0f)))) * (up + 1.0f);
   }
 };
 
@@ -160,7 +168,7 @@ struct Cut {
   int64_t panels, blocks;
 
   Cut(const Product<T>& product, int threads)
-      : panels(product.ending == Ending::silu ? divide_up(product.n / 2, LANES) : divide_up(product.n, PANEL)) {
+      : panels(is_gated(product.ending) ? divide_up(product.n / 2, LANES) : divide_up(product.n, PANEL)) {
     int64_t tiles = divide_up(product.num_rows, TILE_ROWS<T>);
     int64_t for_threads = divide_up(2 * threads, std::max<int64_t>(panels, 1));
     blocks = std::min(tiles, std::max(divide_up(tiles, BLOCK_TILES), for_threads));

@@ -23,7 +23,7 @@ int64_t packed_size(int64_t n, int64_t k);
 template <class T>
 void pack(const Team& team, const T* weight, int64_t stride, int64_t n, int64_t k, T* out);
 
-// gate, up: [inner, k] -> panels of 16 rows of gate and the 16 rows of up that belong to them, as `Ending::silu` takes
+// gate, up: [inner, k] -> panels of 16 rows of gate and the 16 rows of up that belong to them, as gated endings take
 // them. `out` has packed_size(2 * round_up(inner, 16), k) elements.
 template <class T>
 void pack_gate_up(const Team& team, const T* gate, const T* up, int64_t stride, int64_t inner, int64_t k, T* out);
@@ -33,9 +33,18 @@ template <class T, class Out>
 void unpack_row(const T* packed, int64_t row, int64_t k, Out* out);
 
 enum class Ending : int32_t {
-  store,  // float y = result
-  add,    // float y += result
-  silu,   // T y[row, j] = silu(gate j) * up j, for what `pack_gate_up` packed
+  store,    // float y = result
+  add,      // float y += result
+  silu,     // T y[row, j] = silu(gate j) * up j, for what `pack_gate_up` packed
+  clamped,  // the same for T y[row, j] = gate * sigmoid(alpha * gate) * (up + 1), with gate j at most `limit`, and up j
+            // between -limit and limit
+};
+
+inline bool is_gated(Ending ending) { return ending == Ending::silu || ending == Ending::clamped; }
+
+// Of `Ending::clamped`. `abi.py` mirrors it.
+struct Clamp {
+  float alpha, limit;
 };
 
 template <class T>
@@ -45,10 +54,11 @@ struct Product {
   const int32_t* x_rows;  // row i of the product is row x_rows[i] of x; null: row i
   int64_t num_rows;
   const T* weight;        // packed
-  int64_t n, k;           // n outputs; for silu 2 * inner, whatever `inner` was padded to
-  const float* bias;      // [n], for silu that of gate and then that of up; null: none
+  int64_t n, k;           // n outputs; if gated 2 * inner, whatever `inner` was padded to
+  const float* bias;      // [n], if gated that of gate and then that of up; null: none
   Ending ending;
-  void* y;                // [num_rows, n] float, or for silu [num_rows, inner] T
+  Clamp clamp;
+  void* y;                // [num_rows, n] float, or if gated [num_rows, inner] T
   int64_t y_stride;       // elements from row to row
 };
 

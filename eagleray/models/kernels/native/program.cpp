@@ -37,6 +37,7 @@ struct Normalize {
 struct Multiply {
   int64_t x, out;
   int64_t n, k, ending;
+  Clamp clamp;
   const void* weight;
   const float* bias;
 };
@@ -113,7 +114,7 @@ class Run {
 
   void multiply(const Multiply& what) const {
     Product<T> product{rows<T>(what.x), stride(what.x), nullptr, num_tokens_, static_cast<const T*>(what.weight), what.n,
-                       what.k, what.bias, Ending(what.ending), rows<void>(what.out), stride(what.out)};
+                       what.k, what.bias, Ending(what.ending), what.clamp, rows<void>(what.out), stride(what.out)};
     crew_.each([&](Team team) { eagleray::multiply(team, product); });
   }
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagleray.models.kernels.attention import attend_with_sinks
+
 DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
 EPS = 1e-6
 MAX_CONTEXT = 4096
@@ -24,6 +26,7 @@ class CShape(Structure):
         ("block_size", c_int64),
         ("window", c_int64),
         ("scale", c_float),
+        ("sinks", c_void_p),
     )
 
 
@@ -78,10 +81,13 @@ class Layer:
         block_size: int = 16,
         window: int = 0,
         norm: bool = False,
+        sinks: bool = False,
         threads: int = 1,
     ) -> None:
         self.library, self.dtype, self.threads = library, dtype, threads
-        self.shape = CShape(heads, kv_heads, head_dim, block_size, window, 1 / math.sqrt(head_dim))
+        self.sinks = torch.linspace(-3, 5, heads) if sinks else None
+        scale, there = 1 / math.sqrt(head_dim), None if self.sinks is None else self.sinks.data_ptr()
+        self.shape = CShape(heads, kv_heads, head_dim, block_size, window, scale, there)
         self.lanes = -(-block_size // 16) * 16
         self.norms = [torch.rand(head_dim) + 0.5 if norm else None for _ in range(2)]
         angles = torch.arange(MAX_CONTEXT)[:, None] * 0.5 ** torch.arange(head_dim // 2)
@@ -169,7 +175,10 @@ class Layer:
         scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.shape.scale
         distance = torch.arange(request.done - n, request.done)[:, None] - torch.arange(request.done)
         hidden = (distance < 0) | ((distance >= self.shape.window) & (self.shape.window > 0))
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), values).flatten(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, n, 1)), dim=-1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : request.done], values).flatten(1)
 
     @property
     def group(self) -> int:
@@ -198,9 +207,12 @@ def check_accuracy(library: ctypes.CDLL, dtype: torch.dtype, size: int, **shape:
     queries = layer.queries.view(size, layer.shape.num_heads, -1).transpose(0, 1)
     distance = torch.arange(size)[:, None] - torch.arange(size)
     seen = (distance >= 0) & ((distance < layer.shape.window) | (layer.shape.window == 0))
-    torchs = torch.nn.functional.scaled_dot_product_attention(
-        queries[None], keys[None], values[None], attn_mask=seen, scale=layer.shape.scale
-    )
+    batch = queries[None], keys[None], values[None]
+    if layer.sinks is None:
+        torchs = torch.nn.functional.scaled_dot_product_attention(*batch, attn_mask=seen)
+    else:
+        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
+        torchs = attend_with_sinks(*batch, mask, layer.sinks[:, None])
     assert error(out, truth) <= 1.2 * error(torchs[0].transpose(0, 1).flatten(1), truth) + 1e-7
 
 
@@ -221,6 +233,25 @@ def test_accuracy_of_groups(library: ctypes.CDLL, dtype: torch.dtype, heads: int
 @pytest.mark.parametrize("window", [0, 1, 40])
 def test_accuracy_of_blocks_and_windows(library: ctypes.CDLL, dtype: torch.dtype, block_size: int, window: int) -> None:
     check_accuracy(library, dtype, 600, block_size=block_size, window=window, heads=2, kv_heads=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 1, 40])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (71, 1)])
+def test_accuracy_with_sinks(library: ctypes.CDLL, dtype: torch.dtype, heads: int, kv_heads: int, window: int) -> None:
+    check_accuracy(library, dtype, 300, heads=heads, kv_heads=kv_heads, window=window, sinks=True)
+
+
+@pytest.mark.parametrize("score", [-1e4, 1e4])
+def test_sinks_that_take_nothing_or_all(library: ctypes.CDLL, score: float) -> None:
+    layer, plain = (Layer(library, torch.float32, sinks=sinks) for sinks in (True, False))
+    assert layer.sinks is not None
+    layer.sinks.fill_(score)
+    (request,) = layer.new_requests([40])
+    (twin,) = plain.new_requests([40])
+    twin.qkv = request.qkv
+    expected = run(plain, twin, [40]) if score < 0 else torch.zeros(40, layer.shape.num_heads * layer.shape.head_dim)
+    assert torch.equal(run(layer, request, [40]), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -289,6 +320,12 @@ def test_token_by_token_is_all_at_once(library: ctypes.CDLL, dtype: torch.dtype,
 @pytest.mark.parametrize("window", [0, 3, 50, 300])
 def test_token_by_token_with_windows(library: ctypes.CDLL, dtype: torch.dtype, block_size: int, window: int) -> None:
     check_steps(library, dtype, 330, block_size=block_size, window=window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 50])
+def test_token_by_token_with_sinks(library: ctypes.CDLL, dtype: torch.dtype, window: int) -> None:
+    check_steps(library, dtype, 1100, window=window, sinks=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

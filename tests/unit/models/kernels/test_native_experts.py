@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagleray.models.kernels import abi
+from eagleray.models.kernels.gating import Clamp, clamped_gate
 from eagleray.models.kernels.native_experts import native_mixture, native_slots
 from eagleray.models.kernels.routing import Mixture
 from eagleray.models.moe.slots import SlotMap
@@ -114,9 +115,12 @@ def test_combine(library: ctypes.CDLL, size: int) -> None:
 # ---- all together
 
 
+CLAMP = Clamp(alpha=1.7, limit=0.9)
+
+
 @dataclass(frozen=True)
 class Layer:
-    """Experts, plain and packed."""
+    """Experts, plain and packed. With biases, their gates are clamped, too."""
 
     library: ctypes.CDLL
     gate: Tensor  # [num_experts, inner, hidden_size]
@@ -126,6 +130,8 @@ class Layer:
     renormalize: bool
     round_weights: bool
     packed: tuple[list[Tensor], list[Tensor]]
+    gate_up_bias: Tensor | None = None  # [num_experts, 2 * inner]
+    down_bias: Tensor | None = None  # [num_experts, hidden_size]
 
     def compute(
         self,
@@ -149,6 +155,12 @@ class Layer:
         held = range(num_experts) if experts is None else experts
         gate_up, down = ((c_void_p * len(held))(*[part[e].data_ptr() for e in held]) for part in self.packed)
         packed = abi.Experts(len(held), size, inner, ctypes.addressof(gate_up), ctypes.addressof(down))
+        packed.ending = abi.ENDING_SILU
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            parts = self.gate_up_bias, self.down_bias
+            offsets = [(c_void_p * len(held))(*[part[e].data_ptr() for e in held]) for part in parts]
+            packed.gate_up_bias, packed.down_bias = map(ctypes.addressof, offsets)
+            packed.ending, packed.clamp = abi.ENDING_CLAMPED, abi.Clamp(CLAMP.alpha, CLAMP.limit)
         memory = self.library.er_experts_scratch_size(packed, self.top_k, max_tokens, dtype)
         scratch = torch.empty(memory, dtype=torch.uint8)
         scratch.fill_(0xFF)  # NaN, however it is read
@@ -168,14 +180,27 @@ class Layer:
     def truth(self, x: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
         """In float64, all experts for all tokens."""
         gate, up, down, x = (tensor.double() for tensor in (self.gate, self.up, self.down, x))
-        inner = F.silu(torch.einsum("nh,eih->nei", x, gate)) * torch.einsum("nh,eih->nei", x, up)
+        products = torch.cat([torch.einsum("nh,eih->nei", x, part) for part in (gate, up)], dim=2)
+        inner = self.pass_gate(products, self.gate_up_bias)
+        offset = 0 if self.down_bias is None else self.down_bias.double()
         share = torch.zeros(len(x), len(gate), dtype=torch.float64).scatter_(1, ids, self.weights(scores, ids))
-        return torch.einsum("nei,ehi,ne->nh", inner, down, share)
+        return torch.einsum("neh,ne->nh", torch.einsum("nei,ehi->neh", inner, down) + offset, share)
+
+    def pass_gate(self, gate_up: Tensor, bias: Tensor | None) -> Tensor:
+        """[.., 2 * inner] -> [.., inner]"""
+        if bias is not None:
+            return clamped_gate((gate_up + bias).to(gate_up.dtype), CLAMP)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
 
     def in_torch(self, x: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
         """In the model's dtype; the sum in that of the weights."""
-        parts = zip(self.gate, self.up, self.down, strict=True)
-        outputs = [F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down) for gate, up, down in parts]
+        outputs = []
+        for expert, (gate, up, down) in enumerate(zip(self.gate, self.up, self.down, strict=True)):
+            products = torch.cat((F.linear(x, gate), F.linear(x, up)), dim=1)
+            inner = self.pass_gate(products, None if self.gate_up_bias is None else self.gate_up_bias[expert])
+            offset = None if self.down_bias is None else self.down_bias[expert].to(x.dtype)
+            outputs.append(F.linear(inner, down, offset))
         weights = self.weights(scores, ids).to(x.dtype if self.round_weights else torch.float32)
         chosen = torch.stack(outputs)[ids, torch.arange(len(x))[:, None]]  # [num_tokens, top_k, hidden_size]
         return torch.bmm(weights[:, None], chosen.to(weights.dtype))[:, 0].to(x.dtype)
@@ -190,6 +215,7 @@ def make_layer(
     dtype: torch.dtype,
     *,
     renormalize: bool = True,
+    has_biases: bool = False,
 ) -> Layer:
     torch.manual_seed(num_experts * hidden_size)
     number = DTYPES.index(dtype)
@@ -206,7 +232,8 @@ def make_layer(
     for expert, out in enumerate(downs):
         library.er_pack(down[expert].data_ptr(), inner, hidden_size, inner, out.data_ptr(), number, 1)
     rounds = dtype == torch.bfloat16 and not renormalize
-    return Layer(library, gate, up, down, top_k, renormalize, rounds, (gate_up, downs))
+    biases = [torch.randn(num_experts, n) if has_biases else None for n in (2 * inner, hidden_size)]
+    return Layer(library, gate, up, down, top_k, renormalize, rounds, (gate_up, downs), *biases)
 
 
 def inputs(layer: Layer, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -255,6 +282,13 @@ def test_experts(
     dtype: torch.dtype,
 ) -> None:
     check_layer(make_layer(library, num_experts, top_k, hidden_size, inner, dtype), num_tokens)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 9, 300])
+def test_experts_with_biases_and_clamped_gates(library: ctypes.CDLL, num_tokens: int, dtype: torch.dtype) -> None:
+    for sizes in ((16, 4, 64, 48), (8, 2, 37, 21)):
+        check_layer(make_layer(library, *sizes, dtype, has_biases=True), num_tokens)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

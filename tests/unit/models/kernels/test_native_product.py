@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eagleray.models.kernels.abi import ENDING_ADD, ENDING_SILU, ENDING_STORE, Product
+from eagleray.models.kernels.abi import ENDING_ADD, ENDING_CLAMPED, ENDING_SILU, ENDING_STORE, Clamp, Product
 
 SIGNATURES = {
     "er_pack": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int, c_int),
@@ -23,7 +23,9 @@ SIGNATURES = {
     "er_multiply": (c_void_p, c_int64, c_int, c_int),
 }
 DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
-ENDINGS = (ENDING_STORE, ENDING_ADD, ENDING_SILU)
+ENDINGS = (ENDING_STORE, ENDING_ADD, ENDING_SILU, ENDING_CLAMPED)
+GATED = (ENDING_SILU, ENDING_CLAMPED)
+ALPHA, LIMIT = 1.7, 0.8
 NUM_ROWS = (1, 2, 3, 5, 8, 11, 12, 13, 16, 17, 24, 31, 32, 33, 64, 100)
 SPARE = 7.0  # what stands where nothing may be written
 
@@ -64,7 +66,7 @@ def random_rows(num_rows: int, k: int, dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class Weight:
-    """Of a linear layer; for `ENDING_SILU` n / 2 rows of gate, then as many of up."""
+    """Of a linear layer; if it is gated n / 2 rows of gate, then as many of up."""
 
     library: ctypes.CDLL
     plain: Tensor  # [n, k]
@@ -75,7 +77,7 @@ class Weight:
     def __post_init__(self) -> None:
         n, k = self.plain.shape
         dtype, stride = self.plain.dtype, self.plain.stride(0)
-        if self.ending == ENDING_SILU:
+        if self.ending in GATED:
             gate, up = self.plain.chunk(2)
             self.packed = room_for(self.library, 2 * -(-n // 32) * 16, k, dtype)
             rows = gate.data_ptr(), up.data_ptr(), stride, n // 2
@@ -90,9 +92,13 @@ class Weight:
         wide_bias = None if self.bias is None else self.bias.double()
         result = F.linear(x.double(), self.plain.double(), wide_bias)
         scale = F.linear(x.double().abs(), self.plain.double().abs(), None if wide_bias is None else wide_bias.abs())
-        if self.ending != ENDING_SILU:
+        if self.ending not in GATED:
             return result, scale
         (gate, up), (gate_scale, up_scale) = result.chunk(2, dim=1), scale.chunk(2, dim=1)
+        if self.ending == ENDING_CLAMPED:
+            gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
+            gated = gate * torch.sigmoid(ALPHA * gate)
+            return gated * up, 1.1 * gate_scale * up.abs() + gated.abs() * up_scale
         # the slope of silu is at most 1.1
         return F.silu(gate) * up, 1.1 * gate_scale * up.abs() + F.silu(gate).abs() * up_scale
 
@@ -109,9 +115,9 @@ class Call:
 
     def __init__(self, x: Tensor, weight: Weight, *, x_rows: Tensor | None = None, y: Tensor | None = None) -> None:
         n, k = weight.plain.shape
-        size = n // 2 if weight.ending == ENDING_SILU else n
+        size = n // 2 if weight.ending in GATED else n
         self.num_rows = len(x) if x_rows is None else len(x_rows)
-        dtype = weight.plain.dtype if weight.ending == ENDING_SILU else torch.float32
+        dtype = weight.plain.dtype if weight.ending in GATED else torch.float32
         self.memory = torch.full((self.num_rows, size + 3), SPARE, dtype=dtype)
         if y is not None:
             self.memory[:, :size] = y
@@ -127,6 +133,7 @@ class Call:
             k=k,
             bias=address(weight.bias),
             ending=weight.ending,
+            clamp=Clamp(ALPHA, LIMIT),
             y=self.memory.data_ptr(),
             y_stride=size + 3,
         )
@@ -246,7 +253,7 @@ def test_a_broken_row_is_no_other_rows_business(
     whole = [row for row in range(num_rows) if row not in (2, 4)]
     assert torch.equal(broken[whole], expected[whole])
     assert broken[2].isnan().all()
-    assert not broken[4].isfinite().any() or ending == ENDING_SILU
+    assert not broken[4].isfinite().any() or ending in GATED
 
 
 # ---- many products at once
@@ -258,7 +265,7 @@ def test_products_at_once(library: ctypes.CDLL, dtype: torch.dtype, threads: int
     x = random_rows(64, 96, dtype)
     calls, expected = [], []
     for index, count in enumerate([0, 1, 5, 0, 0, 13, 130, 2, 1, 0]):
-        weight = random_weight(library, 60 + 20 * index, 96, dtype, bias=True, ending=ENDINGS[index % 3])
+        weight = random_weight(library, 60 + 20 * index, 96, dtype, bias=True, ending=ENDINGS[index % 4])
         x_rows = torch.randint(64, (count,), dtype=torch.int32)
         calls.append(Call(x, weight, x_rows=x_rows))
         (alone,) = run(library, [Call(x, weight, x_rows=x_rows)], dtype)

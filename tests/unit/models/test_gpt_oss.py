@@ -1,0 +1,226 @@
+"""gpt-oss: what its config.json means, four-bit weights, and attention with sinks against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edit_config, make_checkpoint
+from harness import random_prompt
+from model_runs import PagedRun, load, logits_in_chunks
+from oracle import Oracle
+from ranks import run_ranks, topology
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from eagleray.errors import CheckpointError
+from eagleray.models import mxfp4, registry
+from eagleray.models.config_file import ConfigFile
+from eagleray.models.kernels.gating import Clamp
+from eagleray.models.kernels.packed import PackedKernels
+from eagleray.models.kernels.reference import Kernels
+from eagleray.models.moe.plan import ExpertOptions
+from eagleray.models.rope_spec import YarnRope
+from eagleray.parallel import Groups
+
+EXACT, ROUNDING = 1e-5, 1e-4
+PATH = Path("/somewhere/config.json")
+PROJECTIONS = ("gate_up_proj", "down_proj")
+
+
+def read(**fields: Any):
+    return registry.FAMILIES["GptOssForCausalLM"].read_spec(ConfigFile(PATH, fields))
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random_prompt(seed, length, 384)
+
+
+def pack(directory: Path, name: str = "model.safetensors") -> None:
+    """Make four-bit weights of a checkpoint's experts: any bits will do."""
+    tensors = load_file(directory / name)
+    generator = torch.Generator().manual_seed(0)
+    for key in [key for key in tensors if key.endswith(PROJECTIONS)]:
+        num_experts, num_in, num_out = tensors.pop(key).shape
+        shape = num_experts, num_out, num_in // 32
+        tensors[f"{key}_blocks"] = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        tensors[f"{key}_scales"] = torch.randint(121, 127, shape, generator=generator, dtype=torch.uint8)
+    save_file(tensors, directory / name, metadata={"format": "pt"})
+    edit_config(directory, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+
+
+def unpack(directory: Path, out: Path) -> Path:
+    """The same checkpoint with weights as transformers decodes them."""
+    tensors = load_file(directory / "model.safetensors")
+    for key in [key.removesuffix("_blocks") for key in tensors if key.endswith("_blocks")]:
+        blocks, scales = (tensors.pop(f"{key}_{part}") for part in ("blocks", "scales"))
+        tensors[key] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    out.mkdir()
+    (out / "config.json").write_text((directory / "config.json").read_text())
+    edit_config(out, "quantization_config")
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    directory = make_checkpoint(tmp_path_factory.mktemp("packed"), "gpt_oss", tokenizer=False)
+    pack(directory)
+    return directory
+
+
+# ---- config.json
+
+
+def test_fields_that_are_left_out():
+    spec = read()
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (36, 64, 8, 64)
+    assert spec.windows == (128, None) * 18
+    assert spec.has_sinks and spec.qkv_bias and spec.output_bias and not spec.qk_norm
+    assert isinstance(spec.rope, YarnRope) and (spec.rope.theta, spec.rope.truncate) == (150_000.0, False)
+    assert spec.max_model_len == 131_072
+    assert (spec.moe.num_experts, spec.moe.top_k, spec.moe.clamp) == (128, 4, Clamp(1.702, 7.0))
+    assert spec.moe.renormalize and all(spec.moe.layers) and not spec.moe.is_mxfp4
+
+
+def test_what_the_checkpoints_say():
+    """As the fields of the published ones."""
+    spec = read(
+        num_hidden_layers=4,
+        num_local_experts=32,
+        layer_types=["full_attention", "sliding_attention", "full_attention", "full_attention"],
+        sliding_window=64,
+        rope_scaling={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
+        rope_theta=150_000,
+        swiglu_limit=5.0,
+        quantization_config={"quant_method": "mxfp4"},
+    )
+    assert spec.windows == (None, 64, None, None)
+    assert (spec.moe.num_experts, spec.moe.clamp.limit, spec.moe.is_mxfp4) == (32, 5.0, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints, but for mxfp4, are not supported"),
+        ({"quantization_config": {"quant_method": "mxfp4"}, "intermediate_size": 100}, "must be multiples of 32"),
+        ({"layer_types": ["full_attention"]}, "`layer_types` must be a list of 36"),
+        ({"sliding_window": None}, "names sliding_attention, but no window is set"),
+        ({"swiglu_limit": -1}, "`swiglu_limit` must be"),
+        ({"num_experts_per_tok": 200}, "`num_experts_per_tok`"),
+    ],
+)
+def test_what_makes_no_sense(fields, problem):
+    with pytest.raises(CheckpointError, match=problem):
+        read(**fields)
+
+
+# ---- four-bit weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_number_and_scale(dtype):
+    """Of all bytes, with the scales of models; against transformers, which returns the transposed."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 2, 8, 16).expand(5, -1, -1, -1).contiguous()
+    scales = torch.randint(100, 150, (5, 2, 8), dtype=torch.uint8)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)  # [5, 256, 2]
+    for matrix, block, scale in zip(expected, blocks, scales, strict=True):
+        assert torch.equal(mxfp4.decode(block, scale, dtype), matrix.t())
+
+
+def test_a_packed_checkpoint_is_as_the_one_that_it_stands_for(packed, tmp_path):
+    plain = unpack(packed, tmp_path / "plain")
+    expected = logits_in_chunks(load(plain), prompt(60), 60)
+    assert torch.equal(logits_in_chunks(load(packed), prompt(60), 60), expected)
+    torch.testing.assert_close(expected, Oracle(plain).logits(prompt(60)), atol=ROUNDING, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dispatch", [None, "all-reduce", "all-to-all"])
+def test_packed_experts_are_divided(packed, dispatch):
+    expected = logits_in_chunks(load(packed), prompt(40), 40)
+
+    def work(groups: Groups) -> torch.Tensor:
+        model = load(packed, groups=groups, experts=ExpertOptions(dispatch=dispatch))
+        return logits_in_chunks(model, prompt(40), 13)
+
+    torch.testing.assert_close(run_ranks(work, topology(tp=2))[0], expected, atol=ROUNDING, rtol=1e-5)
+
+
+def test_progress_of_experts_that_are_taken_one_by_one(packed):
+    size = (packed / "model.safetensors").stat().st_size
+
+    def work(groups: Groups) -> list[tuple[int, int]]:
+        told: list[tuple[int, int]] = []
+        options = ExpertOptions(dispatch="all-gather")
+        load(packed, groups=groups, experts=options, on_progress=lambda *now: told.append(now))
+        return told
+
+    for told in run_ranks(work, topology(tp=2)):
+        assert told == sorted(told)
+        ((total),) = {total for _, total in told}
+        assert 0.4 * size < total < 0.7 * size
+        assert 0.8 * total < told[-2][0] <= total
+        assert told[-1] == (total, total)
+
+
+def test_dummy_weights_in_four_bits(packed):
+    logits = logits_in_chunks(load(packed, load_format="dummy"), prompt(20), 20)
+    assert logits.isfinite().all() and logits.std() > 0
+
+
+def test_a_packed_tensor_of_another_kind(packed, tmp_path):
+    tensors = load_file(packed / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    tensors[name] = tensors[name].float()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((packed / "config.json").read_text())))
+    with pytest.raises(CheckpointError, match="down_proj_scales' is stored as F32; supported are U8"):
+        load(tmp_path)
+
+
+# ---- numbers
+
+
+@pytest.fixture(params=["native", "packed", "plain"])
+def kernels(request, monkeypatch):
+    made = {"packed": PackedKernels, "plain": Kernels}
+    if request.param != "native":
+        monkeypatch.setattr(registry, "kernels_for", lambda *_: made[request.param]())
+
+
+@pytest.mark.parametrize("overrides", [{}, {"num_key_value_heads": 1}, {"head_dim": 24, "swiglu_limit": 0.5}])
+def test_logits_are_those_of_transformers(overrides, tmp_path, kernels):
+    """Whole, in pieces, and token by token; longer than the window."""
+    checkpoint = make_checkpoint(tmp_path, "gpt_oss", tokenizer=False, **overrides)
+    model, expected = load(checkpoint), Oracle(checkpoint).logits(prompt(130))
+    for chunk in (130, 37, 1):
+        torch.testing.assert_close(logits_in_chunks(model, prompt(130), chunk), expected, atol=ROUNDING, rtol=1e-5)
+
+
+def test_rows_of_a_batch(tmp_path, kernels):
+    """Decodes of very different lengths, a prompt that starts, one that goes on: no row sees another."""
+    model = load(make_checkpoint(tmp_path, "gpt_oss", tokenizer=False))
+    lengths = {"short": 3, "long": 400, "middle": 120, "first token": 1, "starts": 70, "goes on": 150}
+    computed = {"short": 2, "long": 399, "middle": 119, "goes on": 60}
+    run = PagedRun(model)
+    for seed, (name, length) in enumerate(lengths.items()):
+        run.add(name, prompt(length, seed))
+    run.step(computed)
+    together = run.step({name: length - computed.get(name, 0) for name, length in lengths.items()})
+    for seed, (name, length) in enumerate(lengths.items()):
+        alone = logits_in_chunks(model, prompt(length, seed), length)[computed.get(name, 0) :]
+        torch.testing.assert_close(together[name], alone, atol=10 * EXACT, rtol=0)
+
+
+def test_half_precision(tmp_path):
+    """As near to float32 as transformers is in the same dtype."""
+    checkpoint = make_checkpoint(tmp_path, "gpt_oss", tokenizer=False)
+    exact = logits_in_chunks(load(checkpoint), prompt(100), 100)
+    theirs = Oracle(checkpoint).model.to(torch.bfloat16)
+    with torch.inference_mode():
+        rounded = theirs(torch.tensor([prompt(100)])).logits[0].float()
+    ours = logits_in_chunks(load(checkpoint, dtype="bfloat16"), prompt(100), 100)
+    assert (ours - exact).pow(2).mean() < 1.5 * (rounded - exact).pow(2).mean()
