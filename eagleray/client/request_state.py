@@ -74,7 +74,7 @@ class Completion:
         self._logprobs += chunk.logprobs
         if self._routed is not None:
             self._routed.add(chunk.routed_experts)
-            if chunk.finish_reason in OWN_ENDS:
+            if chunk.finish_reason is not None and chunk.finish_reason in OWN_ENDS:
                 self._routed.check(len(self.token_ids))
         self.finish_reason = chunk.finish_reason
         self.stop_reason = chunk.stop_token_id

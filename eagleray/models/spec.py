@@ -195,7 +195,7 @@ def layer_windows(
         if kind not in ("full_attention", "sliding_attention"):
             config.fail(f"the layer type {kind!r} is not supported; supported are full_attention and sliding_attention")
         if kind == "sliding_attention" and window is None:
-            config.fail("`layer_types` names sliding_attention, but no window is set, or `use_sliding_window` is not set")
+            config.fail("`layer_types` names sliding_attention, but no window, or `use_sliding_window` is not set")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -42,14 +42,15 @@ class ExpertsReader:
         stage. To be called on every rank of the tensor-parallel group; None on those that have nothing to report."""
         if self._has_row_shares:
             ids = self._gather(np.arange(num_tokens) if lines is None else lines, num_tokens)
+        elif self._tp.rank != 0:
+            return None
+        elif self._trace.num_layers > 0 and (rows := self._trace.host_ids(lines, num_tokens)) is not None:
+            return lambda: rows
         else:
-            ids = self._own(lines, num_tokens)
+            ids = self._ids(lines, num_tokens)
         if ids is None:
             return None
         return self._pinned.begin(ids) if ids.is_cuda else lambda: ids.numpy()
-
-    def _own(self, lines: IntArray | None, num_tokens: int) -> Tensor | None:
-        return self._ids(lines, num_tokens) if self._tp.rank == 0 else None
 
     def _gather(self, lines: IntArray, num_tokens: int) -> Tensor | None:
         """Shares follow each other in the batch: each rank brings what is in its own, in the batch's order."""

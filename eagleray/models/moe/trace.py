@@ -22,6 +22,7 @@ MAX_TRACED_EXPERTS = 65_535
 MIN_ROWS = 64
 
 IntArray = npt.NDArray[np.integer]
+UnsignedArray = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 
 
 class ExpertTrace:
@@ -65,9 +66,9 @@ class ExpertTrace:
     def ids(self, lines: IntArray | Sequence[int] | None, num_rows: int) -> Tensor:
         """[len(lines), num_layers, top_k] of `dtype`, on the device: the experts of these rows of the last pass, which
         had `num_rows`, or of all of them. A copy, in memory of its own."""
-        assert self.keeps_ids
-        if self._host is not None:
-            return torch.from_numpy(self._host[:num_rows].copy() if lines is None else self._host.take(lines, axis=0))
+        host = self.host_ids(lines, num_rows)
+        if host is not None:
+            return torch.from_numpy(host)
         kept = self._kept[:num_rows]
         if lines is None:
             return kept.clone()
@@ -76,6 +77,14 @@ class ExpertTrace:
             return kept.view(torch.int16).index_select(0, where).view(torch.uint16)
         return kept.index_select(0, where)
 
+    def host_ids(self, lines: IntArray | Sequence[int] | None, num_rows: int) -> UnsignedArray | None:
+        """As `ids`, of a trace on the host, for which torch would take several times as long. None of one that is on a
+        device."""
+        assert self.keeps_ids
+        if self._host is None:
+            return None
+        return self._host[:num_rows].copy() if lines is None else self._host.take(lines, axis=0)
+
     def _keep_in(self, memory: Tensor) -> None:
         self._kept = memory
-        self._host = None if memory.is_cuda else memory.numpy()  # for so little, torch takes several times as long
+        self._host = None if memory.is_cuda else memory.numpy()
