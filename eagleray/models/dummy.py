@@ -27,6 +27,7 @@ class DummyWeights:
 
     def __init__(self, *, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self.dtype = dtype
+        self._seed = seed
         self.num_parameters = 0
         self._lock = threading.Lock()
         block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(seed)) * STANDARD_DEVIATION
@@ -49,25 +50,24 @@ class DummyWeights:
             self._fill_columns(out, start, row_size, cut.span)
         return out
 
-    def take_part(self, name: str, shape: tuple[int, ...], index: int, *, dtype: torch.dtype | None = None) -> Tensor:
-        if dtype == torch.uint8:  # of four-bit weights (`mxfp4.py`)
-            return self._take_bytes(f"{name}.{index}", shape[1:])
-        return self.take(f"{name}.{index}", shape[1:], dtype=dtype)
+    def take_part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
+        return self.take(f"{name}.{index}", shape[1:])
+
+    def take_bytes(self, name: str, shape: tuple[int, ...], index: int, *, parameters: int) -> Tensor:
+        """Of four-bit weights (`mxfp4.py`)."""
+        shape = shape[1:]
+        with self._lock:
+            self.num_parameters += torch.Size(shape).numel() * parameters
+        if name.endswith("_scales"):
+            return torch.full(shape, SCALE_BYTE, dtype=torch.uint8, device=self._block.device)
+        generator = torch.Generator().manual_seed(self._seed + zlib.crc32(f"{name}.{index}".encode()))
+        return torch.randint(256, shape, generator=generator, dtype=torch.uint8).to(self._block.device)
 
     def take_rows(
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
     ) -> Tensor:
         cuts = cuts or [None] * len(names)
         return torch.cat([self.take(*wanted) for wanted in zip(names, shapes, cuts, strict=True)])
-
-    def _take_bytes(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        out = torch.empty(shape, dtype=torch.uint8, device=self._block.device)
-        with self._lock:
-            self.num_parameters += out.numel()
-        if "scales" in name:
-            return out.fill_(SCALE_BYTE)
-        generator = torch.Generator(out.device).manual_seed(zlib.crc32(name.encode()))
-        return out.random_(256, generator=generator)
 
     def _fill(self, out: Tensor, start: int) -> None:
         """From the endless repetition of the block, what begins at `start`."""

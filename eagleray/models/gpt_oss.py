@@ -73,8 +73,8 @@ def read_gpt_oss(config: ConfigFile) -> ModelSpec:
             renormalize=True,  # a softmax over the chosen ones
             layers=(True,) * spec.num_layers,
             clamp=Clamp(
-                alpha=config.positive("swiglu_alpha", config.get("swiglu_alpha") or 1.702),
-                limit=config.positive("swiglu_limit", config.get("swiglu_limit") or 7.0),
+                alpha=config.number("swiglu_alpha", 1.702),
+                limit=config.number("swiglu_limit", 7.0),
             ),
             is_mxfp4=is_mxfp4,
         ),
@@ -131,6 +131,6 @@ def _take_matrix(weights: Weights, name: str, moe: MoeSpec, expert: int, num_out
     if not moe.is_mxfp4:
         return weights.take_part(name, (moe.num_experts, num_in, num_out), expert).t()
     shape = (moe.num_experts, num_out, num_in // mxfp4.BLOCK_SIZE)
-    blocks = weights.take_part(f"{name}_blocks", (*shape, mxfp4.BLOCK_BYTES), expert, dtype=torch.uint8)
-    scales = weights.take_part(f"{name}_scales", shape, expert, dtype=torch.uint8)
+    blocks = weights.take_bytes(f"{name}_blocks", (*shape, mxfp4.BLOCK_BYTES), expert, parameters=2)
+    scales = weights.take_bytes(f"{name}_scales", shape, expert, parameters=0)
     return mxfp4.decode(blocks, scales, weights.dtype)

@@ -22,12 +22,13 @@ from torch import Tensor
 from eagleray.errors import CheckpointError
 from eagleray.models.weights import Cut
 
-__all__ = ["CheckpointWeights"]
+__all__ = ["CheckpointWeights", "stored_dtype"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 BYTES_OF_DTYPE = {"F32": 4, "F16": 2, "BF16": 2}
+NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 BYTES_OF_RAW_DTYPE = {"U8": 1}
 """Of tensors that mean something else than the numbers in them."""
 
@@ -86,17 +87,25 @@ class CheckpointWeights:
     ) -> Tensor:
         return self._take([name], [shape], [cut], dtype or self.dtype)
 
-    def take_part(self, name: str, shape: tuple[int, ...], index: int, *, dtype: torch.dtype | None = None) -> Tensor:
-        out = torch.empty(shape[1:], dtype=dtype or self.dtype, device=self._device)
-        self._read(name, shape, Cut(0, range(index, index + 1)), out[None], is_part=True)
-        with self._lock:
-            self.num_parameters += out.numel()
-        return out
+    def take_part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
+        return self._take_part(name, shape, index, self.dtype, parameters=1)
+
+    def take_bytes(self, name: str, shape: tuple[int, ...], index: int, *, parameters: int) -> Tensor:
+        return self._take_part(name, shape, index, torch.uint8, parameters=parameters)
 
     def take_rows(
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
     ) -> Tensor:
         return self._take(names, shapes, cuts or [None] * len(names), self.dtype)
+
+    def _take_part(
+        self, name: str, shape: tuple[int, ...], index: int, dtype: torch.dtype, *, parameters: int
+    ) -> Tensor:
+        out = torch.empty(shape[1:], dtype=dtype, device=self._device)
+        self._read(name, shape, Cut(0, range(index, index + 1)), out[None], is_part=True)
+        with self._lock:
+            self.num_parameters += out.numel() * parameters
+        return out
 
     def _take(
         self,
@@ -154,6 +163,18 @@ class CheckpointWeights:
         stored = self._files[self._owners[name]].get_slice(name)
         bytes_of_dtype = BYTES_OF_DTYPE | BYTES_OF_RAW_DTYPE
         return torch.Size(stored.get_shape()).numel() * bytes_of_dtype.get(stored.get_dtype(), 0)
+
+
+def stored_dtype(directory: Path) -> str:
+    """float32, float16 or bfloat16: that of the first weight that is one of these. Raises `CheckpointError`."""
+    paths = _weight_files(directory)
+    for path in paths:
+        file = _open(path)
+        with file:
+            kinds = (file.get_slice(name).get_dtype() for name in file.keys())  # noqa: SIM118
+            if (kind := next((kind for kind in kinds if kind in NAMES), None)) is not None:
+                return NAMES[kind]
+    raise CheckpointError(f"{paths[0]}: there are no weights of float32, float16 or bfloat16")
 
 
 def _copy(source: Tensor, out: Tensor) -> None:

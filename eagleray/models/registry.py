@@ -25,7 +25,7 @@ from eagleray.models.layers.decoder import DecoderLayer, load_dense_layer
 from eagleray.models.layers.embedding import Head, load_embedding_and_head
 from eagleray.models.layers.rope import Rope
 from eagleray.models.llama import read_llama, read_mistral
-from eagleray.models.loading import CheckpointWeights
+from eagleray.models.loading import CheckpointWeights, stored_dtype
 from eagleray.models.mixtral import load_layer as load_mixtral_layer
 from eagleray.models.mixtral import read_mixtral
 from eagleray.models.moe.experts import MoeBlock
@@ -99,7 +99,9 @@ def load_model(
     family = _family(config)
     spec = family.read_spec(config)
     _check_options(spec, experts, groups)
-    kind = DTYPES[spec.dtype if dtype == "auto" else dtype]
+    if dtype == "auto":
+        dtype = spec.dtype or ("float32" if load_format == "dummy" else stored_dtype(directory))
+    kind = DTYPES[dtype]
     kernels = kernels_for(device, kind, spec)
     if deterministic:
         _check_invariant(spec, kernels, kind, device, groups)

@@ -101,8 +101,8 @@ class ModelSpec:
     tie_embeddings: bool
     max_model_len: int
     """Tokens of the longest sequence that the model was made for."""
-    dtype: str
-    """The checkpoint's own number format: bfloat16, float16 or float32."""
+    dtype: str | None
+    """The checkpoint's own number format: bfloat16, float16 or float32; None: config.json does not say."""
     windows: tuple[int | None, ...]
     """[num_layers] position i sees the `window` positions up to and with i; None: all of them."""
     qkv_bias: bool = False
@@ -179,16 +179,18 @@ def uniform_windows(config: ConfigFile, num_layers: int, default: int | None) ->
 def windows_by_layer(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
     """`use_sliding_window`, for the layers that `layer_types` names, or else those from `max_window_layers` on."""
     window = config.optional_integer("sliding_window", 4096) if config.boolean("use_sliding_window", False) else None
-    first = config.integer("max_window_layers", 28, minimum=0)
-    kinds = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(num_layers)]
-    return layer_windows(config, num_layers, window, kinds)
+    if config.get("layer_types") is None:
+        first = config.integer("max_window_layers", 28, minimum=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    return layer_windows(config, num_layers, window, [])
 
 
 def layer_windows(
     config: ConfigFile, num_layers: int, window: int | None, default: list[str]
 ) -> tuple[int | None, ...]:
     """`window` for the layers that `layer_types` names; `default`: the kinds if it is left out."""
-    kinds = config.get("layer_types") or default
+    kinds = config.get("layer_types")
+    kinds = default if kinds is None else kinds
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         config.fail(f"`layer_types` must be a list of {num_layers}, one for each layer, but it is {kinds!r}")
     for kind in kinds:
@@ -227,9 +229,10 @@ def _head_dim(config: ConfigFile, defaults: Defaults, hidden_size: int, num_head
     return head_dim
 
 
-def _dtype(config: ConfigFile) -> str:
-    """float32 if the file does not say."""
-    value = config.get("dtype") or config.get("torch_dtype") or "float32"
+def _dtype(config: ConfigFile) -> str | None:
+    value = config.get("dtype") or config.get("torch_dtype")
+    if value is None:
+        return None
     name = value.removeprefix("torch.") if isinstance(value, str) else value
     if name not in ("bfloat16", "float16", "float32"):
         config.fail(f"`dtype` {value!r} is not supported; supported are bfloat16, float16 and float32")

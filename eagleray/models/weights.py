@@ -38,7 +38,7 @@ class Weights(Protocol):
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all that was taken so far."""
+        """Elements of all that was taken so far, or what they stand for."""
         ...
 
     def take(
@@ -47,8 +47,12 @@ class Weights(Protocol):
         """Raises `CheckpointError` if it is not there or has another shape."""
         ...
 
-    def take_part(self, name: str, shape: tuple[int, ...], index: int, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Part `index` of a tensor, along its first dimension: of the shape `shape[1:]`. uint8 is taken as it is."""
+    def take_part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
+        """Part `index` of a tensor, along its first dimension: of the shape `shape[1:]`."""
+        ...
+
+    def take_bytes(self, name: str, shape: tuple[int, ...], index: int, *, parameters: int) -> Tensor:
+        """As `take_part`, of a tensor of uint8 that means something else; each byte stands for so many parameters."""
         ...
 
     def take_rows(

@@ -39,6 +39,7 @@ class RoutedRows:
             return
         assert experts.dtype == self._rows.dtype
         if len(self._rows):
+            assert result.routed_slots is not None
             self._rows[result.routed_slots] = experts
         self._reported, self._num_told = experts.tobytes(), 0
 

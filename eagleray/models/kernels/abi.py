@@ -39,6 +39,7 @@ __all__ = [
     "RowsToRows",
     "SlotMap",
     "Step",
+    "Trace",
     "declare",
 ]
 

@@ -186,9 +186,10 @@ def _attend_row(queries: Tensor, keys_values: Tensor, mask: Tensor | None, sinks
     grouped = queries.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
     shared = (-1, grouped.shape[1], -1, -1)  # the heads of a group see the same memory
     keys, values = keys_values.transpose(0, 1)[:, None].chunk(2)  # [num_kv_heads, 1, m, head_dim]
-    keys, values = keys.expand(shared), values.expand(shared)
     if sinks is None:
-        result = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=mask is None)
+        result = F.scaled_dot_product_attention(
+            grouped, keys.expand(shared), values.expand(shared), attn_mask=mask, is_causal=mask is None
+        )
     elif mask is None:
         result = _attend_causally_with_sinks(grouped, keys, values, sinks.view(num_kv_heads, -1, 1))
     else:
@@ -205,10 +206,10 @@ SPARE = 8
 
 
 def attend_with_sinks(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor) -> Tensor:
-    """As torch's attention: queries [.., n, head_dim], keys and values [.., m, head_dim]; `sinks` of every query, of a
-    shape that is broadcast to [.., n]."""
+    """As torch's attention: queries [.., n, head_dim], keys and values [.., m, head_dim], which are broadcast to the
+    queries' heads; `sinks` of every query, of a shape that is broadcast to [.., n]."""
     if mask is not None:
-        mask = F.pad(mask, (1, 0)).contiguous()
+        mask = F.pad(mask, (1, 0))
     return F.scaled_dot_product_attention(
         *_with_sinks(queries, keys, values, sinks), attn_mask=mask, scale=queries.shape[-1] ** -0.5
     )[..., : queries.shape[-1]]
@@ -229,7 +230,8 @@ def _with_sinks(queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) ->
     queries[..., size] = sinks.to(queries.dtype) * size**0.5
     keys, values = (F.pad(x, (0, SPARE, 1, 0)) for x in (keys, values))
     keys[..., 0, size] = 1
-    return queries, keys, values
+    shared = (*queries.shape[:-2], -1, -1)  # only now: heads of a group see the same memory
+    return queries, keys.expand(shared), values.expand(shared)
 
 
 def _plan_decodes(batch: TensorBatch, cache: Tensor, window: int | None) -> tuple[Tensor | None, list[DecodeGroup]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,8 +100,11 @@ class NativeKernels(Kernels):
         self.library.er_pack_gate_up(gate.data_ptr(), up.data_ptr(), k, inner, k, packed.data_ptr(), self._kind, 1)
         return self._linear(packed, bias, n=2 * inner, k=k, is_gated=True, clamp=clamp)
 
-    def _linear(self, packed: Tensor, bias: Tensor | None, **options: Any) -> NativeLinear:
-        return NativeLinear(self.library, packed, bias, num_threads=self.num_threads, **options)
+    def _linear(
+        self, packed: Tensor, bias: Tensor | None, *, n: int, k: int, is_gated: bool, clamp: Clamp | None = None
+    ) -> NativeLinear:
+        threads = self.num_threads
+        return NativeLinear(self.library, packed, bias, n=n, k=k, is_gated=is_gated, clamp=clamp, num_threads=threads)
 
     def norm(self, weight: Tensor, eps: float) -> Operation:
         kept = weight.float()

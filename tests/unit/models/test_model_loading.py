@@ -48,6 +48,16 @@ def refusal(checkpoint, **options) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_dtype_of_the_weights_where_config_json_has_none(tmp_path, dtype):
+    """As that of the published gpt-oss."""
+    checkpoint = make_checkpoint(tmp_path, "llama", tokenizer=False, dtype=dtype)
+    edit_config(checkpoint, "dtype")
+    assert load(checkpoint, dtype="auto").dtype == getattr(torch, dtype)
+    assert load(checkpoint, dtype="auto", load_format="dummy").dtype == torch.float32
+    assert load(checkpoint, dtype="float32").dtype == torch.float32
+
+
 def test_progress_reaches_the_size_of_the_files(checkpoint):
     told = []
     load(checkpoint, on_progress=lambda done, total: told.append((done, total)))

@@ -30,7 +30,7 @@ def test_fields_that_are_left_out_have_the_defaults_of_transformers():
     llama, mistral, mixtral = map(read, names)
     assert (llama.num_layers, llama.num_kv_heads, llama.head_dim, llama.max_model_len) == (32, 32, 128, 2048)
     assert llama.rope == DefaultRope(10_000.0)
-    assert (llama.norm_eps, llama.tie_embeddings, llama.dtype) == (1e-6, False, "float32")
+    assert (llama.norm_eps, llama.tie_embeddings, llama.dtype) == (1e-6, False, None)
     assert not (llama.qkv_bias or llama.output_bias or llama.mlp_bias or llama.qk_norm)
     assert (mistral.num_kv_heads, mistral.max_model_len, set(mistral.windows)) == (8, 131_072, {4096})
     assert (mixtral.norm_eps, mixtral.rope, set(mixtral.windows)) == (1e-5, DefaultRope(1e6), {None})

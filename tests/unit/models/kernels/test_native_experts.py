@@ -164,11 +164,15 @@ class Layer:
         memory = self.library.er_experts_scratch_size(packed, self.top_k, max_tokens, dtype)
         scratch = torch.empty(memory, dtype=torch.uint8)
         scratch.fill_(0xFF)  # NaN, however it is read
-        routed = abi.RoutedRows(scores.data_ptr(), num_experts, result.data_ptr(), size, ids.data_ptr())
+        told = torch.full((n, 3, self.top_k), 7, dtype=torch.uint8 if num_experts <= 256 else torch.uint16)
+        trace = abi.Trace(told[:, 1].data_ptr(), told.stride(0), int(num_experts > 256))
+        routed = abi.RoutedRows(scores.data_ptr(), num_experts, result.data_ptr(), size, ids.data_ptr(), trace)
         self.library.er_compute_experts(
             *(native_mixture(mixture, num_experts), packed, native_slots(slots, num_experts)),
             *(x.data_ptr(), x.shape[1], n, routed, counts.data_ptr(), scratch.data_ptr(), max_tokens, dtype, threads),
         )
+        assert torch.equal(told[:, 1].long(), ids.long())
+        assert (told[:, ::2].long() == 7).all(), "of the other layers nothing is overwritten"
         return result, ids.long(), counts
 
     def weights(self, scores: Tensor, ids: Tensor) -> Tensor:
@@ -270,7 +274,7 @@ def check_layer(layer: Layer, num_tokens: int) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 2, 9, 50, 300])
 @pytest.mark.parametrize(
     ("num_experts", "top_k", "hidden_size", "inner"),
-    [(16, 4, 64, 48), (8, 2, 37, 21), (5, 5, 96, 16), (60, 3, 130, 7), (1, 1, 33, 33)],
+    [(16, 4, 64, 48), (8, 2, 37, 21), (5, 5, 96, 16), (60, 3, 130, 7), (1, 1, 33, 33), (300, 5, 16, 8)],
 )
 def test_experts(
     library: ctypes.CDLL,
