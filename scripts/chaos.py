@@ -1,6 +1,7 @@
 """Load on a server while its processes die, and a report of what the clients saw of it: nothing but a pause.
 
-python scripts/chaos.py [--requests 1000] [--every 3] [--backend ray] [--hosts 3] [--expert-parallel] [-- options]
+python scripts/chaos.py [--requests 1000] [--every 3] [--backend ray] [--hosts 3] [--expert-parallel] [--routed-experts]
+    [-- options]
 
 The load is sent twice to the same server: first undisturbed, then while random engines, workers and API servers are
 killed (SIGKILL) or stopped (SIGSTOP) every few seconds; with `--hosts`, which needs root, each engine is on a host of
@@ -160,12 +161,15 @@ def _surroundings(options: argparse.Namespace, root: Path, stack: ExitStack) -> 
 
 def _load(options: argparse.Namespace, server: Server, surroundings: Surroundings, report: Report) -> None:
     """The load undisturbed, the load with blows, and the difference."""
-    jobs = make_jobs(options.requests, options.seed)
+    jobs = make_jobs(options.requests, options.seed, routed_experts=options.routed_experts)
     expected = asyncio.run(
         run_load(server.url, jobs, concurrency=options.concurrency, api_server_was_hit=lambda since: False)
     )
     if failures := _failures(expected):
         raise ChaosFailed(f"without any blow requests failed: {failures[:SHOWN]}")
+    choices = [choice for one in expected if one.answer is not None for choice in one.answer.choices.values()]
+    if options.routed_experts and not all(choice.rows for choice in choices):
+        raise ChaosFailed("not every answer has routed experts, though all asked for them")
     blows = Blows(
         lambda: server.members() + surroundings.members(),
         every=options.every,
@@ -264,6 +268,8 @@ def _arguments(options: argparse.Namespace, root: Path) -> list[str]:
     }
     if options.expert_parallel:  # then the death of one engine is a pause for the streams of all
         arguments.append("--enable-expert-parallel")
+    if options.routed_experts:
+        arguments.append("--enable-return-routed-experts")
     return arguments + [str(word) for pair in given.items() for word in pair]
 
 
@@ -300,6 +306,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hosts", type=int, default=0, help="so many simulated hosts for engines; more than engines")
     parser.add_argument("--data-parallel-size", type=int, default=2, help="engines")
     parser.add_argument("--expert-parallel", action="store_true", help="the engines share the experts of the model")
+    parser.add_argument(
+        "--routed-experts", action="store_true", help="all requests ask which experts computed their tokens"
+    )
     parser.add_argument("--api-server-count", type=int, default=2)
     parser.add_argument(
         "--heartbeat-timeout", type=float, default=3.0, help="seconds until a stopped process is missed"

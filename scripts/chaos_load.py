@@ -7,6 +7,7 @@ died must have the same answer as one that was not disturbed.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import random
 import time
@@ -67,6 +68,8 @@ class Choice:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    rows: bytes = b""
+    """Which experts computed each token, if that was asked for."""
     arrivals: list[float] = field(default_factory=list)
     """When tokens came, by `time.monotonic`; empty without a stream."""
 
@@ -98,9 +101,14 @@ class Refused(Exception):
     """The server answered, but not with a completion."""
 
 
-def make_jobs(count: int, seed: int) -> list[Job]:
-    """The same arguments make the same jobs."""
-    return [_make(kind, random.Random(f"{seed}/{i}")) for i, kind in zip(range(count), _cycle(), strict=False)]
+def make_jobs(count: int, seed: int, *, routed_experts: bool = False) -> list[Job]:
+    """The same arguments make the same jobs. `routed_experts`: all ask which experts computed their tokens."""
+    jobs = [_make(kind, random.Random(f"{seed}/{i}")) for i, kind in zip(range(count), _cycle(), strict=False)]
+    if routed_experts:
+        for job in jobs:
+            job.body["routed_experts_format"] = "raw"
+            job.body.get("sampling_params", job.body)["return_routed_experts"] = True
+    return jobs
 
 
 def _cycle() -> Any:
@@ -220,6 +228,8 @@ def _take(answer: Answer, event: dict[str, Any], now: float | None = None) -> No
         choice.logprobs += (part.get("logprobs") or {}).get("token_logprobs") or []
         choice.finish_reason = part.get("finish_reason") or choice.finish_reason
         choice.stop_reason = part.get("stop_reason") if part.get("finish_reason") else choice.stop_reason
+        if (experts := part.get("routed_experts")) is not None:
+            choice.rows += base64.b64decode(experts["data"])
         if now is not None and part.get("token_ids"):
             choice.arrivals.append(now)
     if usage := event.get("usage"):
@@ -240,6 +250,8 @@ def differences(expected: Answer, got: Answer) -> list[str]:
         for name in ("text", "finish_reason", "stop_reason"):
             if getattr(one, name) != getattr(other, name):
                 found.append(f"{name} of choice {index}: {getattr(other, name)!r} instead of {getattr(one, name)!r}")
+        if one.rows != other.rows:
+            found.append(f"routed experts of choice {index}: {_first_difference(list(one.rows), list(other.rows))}")
         if len(one.logprobs) != len(other.logprobs) or any(
             abs(a - b) > LOGPROB_TOLERANCE for a, b in zip(one.logprobs, other.logprobs, strict=True)
         ):

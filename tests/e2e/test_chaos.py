@@ -45,8 +45,20 @@ def test_no_request_fails_or_changes_while_processes_die(checkpoint, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_nor_while_engines_that_share_experts_die(tmp_path):
-    """With the embedded model, which has some."""
-    options = ("--requests", "200", "--concurrency", "4", "--every", "8", "--settled", "8", "--heartbeat-timeout", "2")
+    """With the embedded model, which has some; every request asks which of them computed its tokens."""
+    options = (
+        "--routed-experts",
+        "--requests",
+        "200",
+        "--concurrency",
+        "4",
+        "--every",
+        "8",
+        "--settled",
+        "8",
+        "--heartbeat-timeout",
+        "2",
+    )
     check(chaos(tmp_path / "log", "--expert-parallel", *options, seconds=380), 200)
 
 
