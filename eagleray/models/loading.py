@@ -31,6 +31,8 @@ BYTES_OF_DTYPE = {"F32": 4, "F16": 2, "BF16": 2}
 NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 BYTES_OF_RAW_DTYPE = {"U8": 1}
 """Of tensors that mean something else than the numbers in them."""
+FP8 = "F8_E4M3"
+ALL_BYTES = BYTES_OF_DTYPE | BYTES_OF_RAW_DTYPE | {FP8: 1}
 
 
 class CheckpointWeights:
@@ -39,6 +41,7 @@ class CheckpointWeights:
     `is_elsewhere` says which tensors other ranks have; of the others each of `num_sharing` ranks reads its part, except
     those that `is_whole`, which this rank reads alone: all of them, or as many parts as `parts_wanted` says.
     `on_progress` is told bytes read and bytes in all, as they are in the files: this rank's share of them.
+    `fp8_block`: see `ModelSpec`; without it weights in FP8 are refused.
     """
 
     def __init__(
@@ -52,9 +55,11 @@ class CheckpointWeights:
         is_whole: Callable[[str], bool] = lambda name: False,
         parts_wanted: Callable[[str], Fraction] = lambda name: Fraction(1),
         num_sharing: int = 1,
+        fp8_block: tuple[int, int] | None = None,
     ) -> None:
         self.dtype = dtype
         self._device = device
+        self._fp8_block = fp8_block
         self._on_progress = on_progress
         self.num_parameters = 0
         self._units_read = 0  # bytes of this rank, times `num_sharing`
@@ -144,14 +149,16 @@ class CheckpointWeights:
         path, stored = self._paths[index], self._files[index].get_slice(name)
         kind = stored.get_dtype()
         expected = BYTES_OF_RAW_DTYPE if out.dtype == torch.uint8 else BYTES_OF_DTYPE
-        if kind not in expected:
+        is_fp8 = kind == FP8 and self._fp8_block is not None and len(shape) == 2
+        if kind not in expected and not is_fp8:
             supported = ", ".join(expected)
             raise CheckpointError(f"{path}: tensor {name!r} is stored as {kind}; supported are {supported}")
         if (found := tuple(stored.get_shape())) != shape:
             raise CheckpointError(
                 f"{path}: tensor {name!r} has the shape {list(found)}, but config.json implies {list(shape)}"
             )
-        _copy(stored[:] if cut is None else _part(stored, cut), out)
+        part = stored[:] if cut is None else _part(stored, cut)
+        _copy(self._scaled(part, name, shape, cut) if is_fp8 else part, out)
         with self._lock:
             self._left_over.discard(name)
             num_bytes = self._num_bytes(name) // shape[0] if is_part else self._num_bytes(name)
@@ -159,10 +166,26 @@ class CheckpointWeights:
             if self._on_progress is not None:
                 self._on_progress(self._units_read // self._num_sharing, self._total_bytes)
 
+    def _scaled(self, part: Tensor, name: str, shape: tuple[int, ...], cut: Cut | None) -> Tensor:
+        """float32: a weight in FP8, or the part of it that `cut` leaves, times the scales of its blocks."""
+        assert self._fp8_block is not None
+        rows, columns = self._fp8_block
+        num_blocks = -(-shape[0] // rows), -(-shape[1] // columns)
+        scales = torch.empty(num_blocks)
+        self._read(f"{name}_scale_inv", num_blocks, None, scales)
+        wanted = [range(size) for size in shape]
+        if cut is not None:
+            wanted[cut.dim] = cut.span
+        of_columns = scales[:, torch.arange(wanted[1].start, wanted[1].stop) // columns]  # [row blocks, wanted columns]
+        numbers = part.float()
+        for block in range(wanted[0].start // rows, -(-wanted[0].stop // rows)):
+            first, last = block * rows - wanted[0].start, (block + 1) * rows - wanted[0].start
+            numbers[max(first, 0) : last] *= of_columns[block]
+        return numbers
+
     def _num_bytes(self, name: str) -> int:
         stored = self._files[self._owners[name]].get_slice(name)
-        bytes_of_dtype = BYTES_OF_DTYPE | BYTES_OF_RAW_DTYPE
-        return torch.Size(stored.get_shape()).numel() * bytes_of_dtype.get(stored.get_dtype(), 0)
+        return torch.Size(stored.get_shape()).numel() * ALL_BYTES.get(stored.get_dtype(), 0)
 
 
 def stored_dtype(directory: Path) -> str:

@@ -121,6 +121,7 @@ def load_model(
             is_whole=lambda name: is_read_whole(name, plan),
             parts_wanted=lambda name: parts_wanted(name, plan),
             num_sharing=groups.mesh.tp_size,
+            fp8_block=spec.fp8_block,
         )
 
     with open_weights(on_progress) as weights:

@@ -116,6 +116,8 @@ class ModelSpec:
     """None: every key head is cached."""
     has_sinks: bool = False
     """Every head gives a part of its attention to nothing (see `kernels.reference.Heads`)."""
+    fp8_block: tuple[int, int] | None = None
+    """Rows and columns of a weight that share a scale, in a checkpoint of FP8 weights."""
     num_draft_layers: int = 0
     """Layers in the checkpoint behind the last one, which guess further tokens; they are left out."""
 
@@ -143,11 +145,10 @@ def read_common(
 ) -> ModelSpec:
     """What all families read alike; a family then replaces what is special about it. Raises `CheckpointError`.
 
-    `quantization`: the method that the family reads.
+    `quantization`: a method that the family reads, beside that of all.
     """
     if (activation := config.get("hidden_act") or "silu") not in ("silu", "swish"):
         config.fail(f"`hidden_act` {activation!r} is not supported; supported is silu")
-    _check_quantization(config, quantization)
     hidden_size = config.integer("hidden_size", defaults.hidden_size)
     num_heads = config.integer("num_attention_heads", defaults.num_heads)
     max_positions = config.integer("max_position_embeddings", defaults.max_position_embeddings)
@@ -168,6 +169,7 @@ def read_common(
         max_model_len=stretched(rope, max_positions),
         dtype=_dtype(config),
         windows=(None,) * num_layers,
+        fp8_block=_fp8_block(config, quantization),
     )
 
 
@@ -201,15 +203,25 @@ def layer_windows(
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _check_quantization(config: ConfigFile, supported: str | None) -> None:
+def _fp8_block(config: ConfigFile, also: str | None) -> tuple[int, int] | None:
+    """Of FP8 weights with a scale for each block, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3). None if weights
+    are plain numbers, or quantized by the method `also`."""
     fields = config.get("quantization_config")
-    if fields is None or (supported and isinstance(fields, dict) and fields.get("quant_method") == supported):
-        return
-    but = f", but for {supported}," if supported else ""
-    config.fail(
-        f"`quantization_config` is set; quantized checkpoints{but} are not supported, only float32, float16 and "
-        "bfloat16 weights are"
-    )
+    method = fields.get("quant_method") if isinstance(fields, dict) else fields
+    if method is None or method == also:
+        return None
+    if method != "fp8" or not isinstance(fields, dict):
+        others = " and ".join(name for name in ("fp8", also) if name)
+        config.fail(
+            f"`quantization_config` says {method!r}; quantized checkpoints are not supported, but for {others}; "
+            "float32, float16 and bfloat16 weights are"
+        )
+    if (scheme := fields.get("activation_scheme", "dynamic")) != "dynamic":
+        config.fail(f"`activation_scheme` {scheme!r} is not supported; supported is dynamic")
+    block = fields.get("weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
+        config.fail(f"`weight_block_size` must be two sizes, [rows, columns], for fp8, but it is {block!r}")
+    return block[0], block[1]
 
 
 def _num_kv_heads(config: ConfigFile, defaults: Defaults, num_heads: int) -> int:

@@ -105,7 +105,7 @@ def test_what_the_checkpoints_say():
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints, but for mxfp4, are not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "not supported, but for fp8 and mxfp4"),
         ({"quantization_config": {"quant_method": "mxfp4"}, "intermediate_size": 100}, "must be multiples of 32"),
         ({"layer_types": ["full_attention"]}, "`layer_types` must be a list of 36"),
         ({"sliding_window": None}, "names sliding_attention, but no window, or"),
