@@ -181,7 +181,7 @@ def _load(options: argparse.Namespace, server: Server, surroundings: Surrounding
     began = time.monotonic()
     got = asyncio.run(_disturbed(server, jobs, blows, options.concurrency))
     report.seconds = round(time.monotonic() - began, 1)
-    report.blows = dict(Counter(f"{blow.how} {blow.member.kind}" for blow in blows.struck))
+    report.blows = dict(Counter(blow.label for blow in blows.struck))
     report.resent = sum(outcome.num_resent for outcome in got)
     report.failures = _failures(got)
     report.tokens = sum(outcome.answer.num_tokens for outcome in got if outcome.answer is not None)
@@ -190,8 +190,8 @@ def _load(options: argparse.Namespace, server: Server, surroundings: Surrounding
             found = differences(one.answer, other.answer)
             report.mismatches += [f"request {number} ({one.job.kind}): {what}" for what in found]
     ends = [blow for blow in blows.struck if blow.ends_engine]
-    for how in sorted({blow.how for blow in ends}):
-        report.next_token[how] = _percentiles(got, [blow for blow in ends if blow.how == how])
+    for label in sorted({blow.label for blow in ends}):
+        report.next_token[label] = _percentiles(got, [blow for blow in ends if blow.label == label])
     if surroundings.hosts is not None:
         report.trouble += surroundings.hosts.trouble
     server.check()
@@ -281,7 +281,7 @@ def _show(report: Report) -> str:
         f"sent again by clients   {report.resent}, whose own API server had died",
         f"failures                {len(report.failures)}",
         f"mismatches              {len(report.mismatches)}",
-        *(f"next token after {how}, ms: {_pairs(values)}" for how, values in report.next_token.items()),
+        *(f"next token after {label}, ms: {_pairs(values)}" for label, values in report.next_token.items()),
         *(f"left behind: {what:<19}{len(left)} {', '.join(left)}" for what, left in report.leaks.items()),
     ]
     for title, found in (("failure", report.failures), ("mismatch", report.mismatches), ("trouble", report.trouble)):

@@ -38,6 +38,10 @@ class Blow:
     how: str
 
     @property
+    def label(self) -> str:
+        return f"{self.how} {self.member.kind}"
+
+    @property
     def is_stop(self) -> bool:
         return self.how == STOP
 
