@@ -66,7 +66,19 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": LATENT | {"q_lora_rank": None, "n_shared_experts": 2},
     "deepseek_v3": LATENT | {"q_lora_rank": 24, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
-    "gpt_oss": {"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 48},
+    "gpt_oss": {
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 48,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+            "truncate": False,
+        },
+    },
 }
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
