@@ -24,6 +24,27 @@ OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 class Completion:
     """One of the `n` completions. `routed`: what is to keep its routed experts, if they are asked for."""
 
+    __slots__ = (  # every token of every request passes here
+        "_detokenizer",
+        "_end_was_taken",
+        "_has_logprobs",
+        "_is_watched",
+        "_logprobs",
+        "_num_asked",
+        "_num_detokenized",
+        "_num_taken_texts",
+        "_num_taken_tokens",
+        "_num_visible",
+        "_routed",
+        "_shows_stop",
+        "_texts",
+        "_tokenizer",
+        "finish_reason",
+        "index",
+        "stop_reason",
+        "token_ids",
+    )
+
     def __init__(
         self, index: int, params: SamplingParams, tokenizer: Tokenizer | None, routed: RoutedRows | None = None
     ) -> None:
@@ -71,9 +92,10 @@ class Completion:
         """What a step brought. Nothing is delivered after the end."""
         assert self.finish_reason is None, "a chunk after the end"
         self.token_ids += chunk.token_ids
-        self._logprobs += chunk.logprobs
+        if chunk.logprobs:
+            self._logprobs += chunk.logprobs
         if self._routed is not None:
-            self._routed.add(chunk.routed_experts)
+            self._routed.known.extend(chunk.routed_experts)
             if chunk.finish_reason is not None and chunk.finish_reason in OWN_ENDS:
                 self._routed.check(len(self.token_ids))
         self.finish_reason = chunk.finish_reason
@@ -161,6 +183,18 @@ class Completion:
 class RequestState:
     """A request with its completions. `tokenizer` None: no texts. `routing`: of engines that can say which experts
     computed a token."""
+
+    __slots__ = (
+        "_counts_cached_tokens",
+        "_num_cached_tokens",
+        "_prompt",
+        "_prompt_logprobs",
+        "_prompt_logprobs_were_taken",
+        "completions",
+        "failure",
+        "prompt_token_ids",
+        "request_id",
+    )
 
     def __init__(
         self,

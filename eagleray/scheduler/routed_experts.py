@@ -10,6 +10,8 @@ writes it. Owned and driven by the scheduler; which blocks have rows is known to
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from eagleray.messages.membership import RoutingInfo
@@ -28,45 +30,39 @@ class RoutedRows:
         shape = (num_blocks * block_size, routing.num_layers, routing.top_k)
         # calloc'd: memory is taken only by what is stored
         self._rows = np.zeros(shape, routing.dtype)
-        self._reported = b""
-        self._num_told = 0  # bytes
 
-    def store(self, result: StepResult) -> None:
-        """Take in what a step reports. `news` tells it."""
-        experts = result.routed_experts
-        if experts is None:
-            self._reported, self._num_told = b"", 0
-            return
-        assert experts.dtype == self._rows.dtype
-        if len(self._rows):
-            assert result.routed_slots is not None
-            self._rows[result.routed_slots] = experts
-        self._reported, self._num_told = experts.tobytes(), 0
+    def store(self, result: StepResult, runs: Mapping[Run, int]) -> list[bytes]:
+        """Take in what a step reports: what of it is new to the request of each run, in their order. It counts as told;
+        a run that is over is told nothing.
 
-    def news(self, run: Run, num_tokens: int) -> bytes:
-        """What is new to the run's request, which counts as told; a run that is over is told nothing. To be asked after
-        `store`, once for each run of the step, in the order of the plan.
-
-        `num_tokens`: what the step has computed of it.
+        `runs`: of the step, in the order of its plan, with the number of tokens that it has computed of each.
         """
-        request = run.request
-        wanted_from = request.routed_experts_from
-        if wanted_from is None:
-            return b""
-        start = run.num_reported_tokens
-        run.num_reported_tokens = end = start + num_tokens
-        begin = self._num_told
-        self._num_told = begin + num_tokens * self._row_bytes
-        if wanted_from >= end or request.run is not run:
-            return b""
-        request.routed_experts_from = end
-        if wanted_from < start:  # what was found in the cache, too
-            return self._rows[self._slots(run, wanted_from, end)].tobytes()
-        return self._reported[begin + (wanted_from - start) * self._row_bytes : self._num_told]
-
-    def check(self) -> None:
-        """All that a step reported was asked for, and all that was asked for was reported."""
-        assert self._num_told == len(self._reported), f"{len(self._reported)} bytes of rows, not {self._num_told}"
+        experts = result.routed_experts
+        reported = b"" if experts is None else experts.tobytes()
+        if experts is not None and len(self._rows):
+            assert experts.dtype == self._rows.dtype and result.routed_slots is not None
+            self._rows[result.routed_slots] = experts
+        row_bytes, last = self._row_bytes, 0
+        news: list[bytes] = []
+        for run, num_tokens in runs.items():
+            request = run.request
+            wanted_from = request.routed_experts_from
+            if wanted_from is None:
+                news.append(b"")
+                continue
+            first, last = last, last + num_tokens * row_bytes
+            start = run.num_reported_tokens
+            run.num_reported_tokens = end = start + num_tokens
+            if wanted_from >= end or request.run is not run:
+                news.append(b"")
+                continue
+            request.routed_experts_from = end
+            if wanted_from < start:  # what was found in the cache, too
+                news.append(self._rows[self._slots(run, wanted_from, end)].tobytes())
+            else:
+                news.append(reported[first + (wanted_from - start) * row_bytes : last])
+        assert last == len(reported), f"the step reports {len(reported)} bytes of rows, not {last}"
+        return news
 
     def _slots(self, run: Run, start: int, end: int) -> list[int]:
         size = self._block_size

@@ -167,11 +167,9 @@ class Scheduler:
         self._counters.num_steps += 1
         tokens = dict(zip(result.rows, result.token_ids, strict=True))
         failures = {failure.row: failure.message for failure in result.failures}
-        if (rows := self._routed) is not None:
-            rows.store(result)  # all of them before anybody is told
+        news = [b""] * len(flight.runs) if self._routed is None else self._routed.store(result, flight.runs)
         outputs: list[Output] = []
-        for run, num_tokens in flight.runs.items():
-            routed = rows.news(run, num_tokens) if rows is not None else b""
+        for run, routed in zip(flight.runs, news, strict=True):
             if run.row in failures:
                 # Held until here even if the run is over. What a failed row wrote is not to be trusted.
                 self._cache.forget(run.block_ids)
@@ -181,8 +179,6 @@ class Scheduler:
                 outputs.append(self._fail(run, failures[run.row], routed))
             elif run.row in tokens or run.row in result.prompt_logprobs or routed:
                 outputs.append(self._deliver(run, tokens.get(run.row), result, routed))
-        if rows is not None:
-            rows.check()
         self._release(flight)
         return outputs
 

@@ -95,7 +95,8 @@ class Runner:
             return None, None
         assert self._experts is not None, "routed experts of a model that has none"
         batch = inputs.batch
-        if plan.capture == inputs.rows.tolist():  # all of the batch, in its order
+        is_planned_order = batch.num_decodes == len(inputs.rows) or plan.rows == inputs.rows.tolist()
+        if len(plan.capture) == len(plan.rows) and is_planned_order:  # all of the batch, as it is
             return self._experts.begin(None, batch.num_tokens), batch.slots
         lines = lines_of(plan.capture, inputs)
         return self._experts.begin(lines, batch.num_tokens), batch.slots[lines]

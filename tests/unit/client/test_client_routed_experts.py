@@ -181,7 +181,7 @@ def test_nothing_that_was_not_asked_for():
 def test_the_smallest_dtype_that_holds_the_experts(num_experts, dtype):
     kept = RoutedRows(RoutingInfo(num_layers=1, num_experts=num_experts, top_k=1), start=0, num_prompt_tokens=1)
     assert kept.all().dtype == dtype
-    kept.add(np.array([[[num_experts - 1]]], dtype).tobytes())
+    kept.known.extend(np.array([[[num_experts - 1]]], dtype).tobytes())
     assert kept.all().tolist() == [[[num_experts - 1]]]
 
 
@@ -191,7 +191,7 @@ def test_parts_in_any_sizes(parts, start):
     kept = RoutedRows(ROUTING, start=start, num_prompt_tokens=4)
     taken = []
     for num_new, is_read in parts:
-        kept.add(part(kept.end, kept.end + num_new))
+        kept.known.extend(part(kept.end, kept.end + num_new))
         if is_read and (news := kept.take()) is not None:
             first, new = news
             assert first == start + sum(map(len, taken))
