@@ -138,15 +138,20 @@ def test_a_step_reports_the_rows_of_its_capture(num_experts, dtype):
     starts = [start(row, tokens) for row, tokens in prompts.items()]
     first = runner.step(plan(0, {4: 3, 2: 1, 0: 1, 1: 1}, starts=starts, capture=[4, 0, 1]))
     second = runner.step(plan(1, {4: 1, 2: 1, 0: 1, 1: 1}, capture=[4, 2]))
+    third = runner.step(plan(2, {2: 1, 4: 1}, capture=[2, 4]))
     assert first.routed_experts.dtype == second.routed_experts.dtype == dtype
     assert np.array_equal(first.routed_experts, experts([5, 6, 7, 2, 4], [0, 1, 2, 0, 0], num_experts))
     assert np.array_equal(second.routed_experts, experts([0, 0], [3, 1], num_experts))
-    assert first.group_works and model.num_balanced == 2
+    assert np.array_equal(third.routed_experts, experts([0, 0], [2, 4], num_experts))
+    places = [[(4, 0), (4, 1), (4, 2), (0, 0), (1, 0)], [(4, 3), (2, 1)], [(2, 2), (4, 4)]]
+    for result, expected in zip((first, second, third), places, strict=True):
+        assert result.routed_slots.tolist() == [row * 16 * 4 + position for row, position in expected]
+    assert first.group_works and model.num_balanced == 3
 
 
 def test_a_step_without_capture_reports_nothing():
     result = make_runner(RoutingModel()).step(plan(0, {0: 2}, starts=[start(0, [1, 2])]))
-    assert result.routed_experts is None
+    assert result.routed_experts is None and result.routed_slots is None
 
 
 def test_a_stage_that_does_not_sample_reports_its_layers():
