@@ -31,6 +31,7 @@ from eagleray.models.mixtral import read_mixtral
 from eagleray.models.moe.experts import MoeBlock
 from eagleray.models.moe.plan import ExpertOptions, ExpertPlan
 from eagleray.models.moe.rebalance import Rebalancer
+from eagleray.models.moe.trace import MAX_TRACED_EXPERTS
 from eagleray.models.qwen2 import read_qwen2
 from eagleray.models.qwen3 import read_qwen3
 from eagleray.models.qwen3_moe import load_layer as load_qwen3_moe_layer
@@ -73,8 +74,6 @@ DTYPES = {
 ALONE = Groups.alone()
 
 NO_OPTIONS = ExpertOptions()
-
-MAX_REPORTED_EXPERTS = (1 << 16) - 1
 
 
 def load_model(
@@ -161,10 +160,10 @@ def _check_options(spec: ModelSpec, experts: ExpertOptions, groups: Groups) -> N
     check_fits(spec, groups.mesh, has_whole_experts=is_divided)
     if is_divided:
         check_experts(spec, num_ranks=groups.experts.size, num_redundant=experts.num_redundant)
-    if experts.keeps_ids and spec.moe is not None and spec.moe.num_experts > MAX_REPORTED_EXPERTS:
+    if experts.keeps_ids and spec.moe is not None and spec.moe.num_experts > MAX_TRACED_EXPERTS:
         raise ConfigError(
             f"option `enable_return_routed_experts`: the model has {spec.moe.num_experts} experts, more than the "
-            f"{MAX_REPORTED_EXPERTS} that can be reported; drop it"
+            f"{MAX_TRACED_EXPERTS} that can be reported; drop it"
         )
 
 

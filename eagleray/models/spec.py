@@ -140,12 +140,10 @@ class Defaults:
     rope_theta: float = 10_000.0
 
 
-def read_common(
-    config: ConfigFile, architecture: str, defaults: Defaults, *, quantization: str | None = None
-) -> ModelSpec:
+def read_common(config: ConfigFile, architecture: str, defaults: Defaults, *, quantization: str = "fp8") -> ModelSpec:
     """What all families read alike; a family then replaces what is special about it. Raises `CheckpointError`.
 
-    `quantization`: a method that the family reads, beside that of all.
+    `quantization`: the method that the family's weights may be quantized by.
     """
     if (activation := config.get("hidden_act") or "silu") not in ("silu", "swish"):
         config.fail(f"`hidden_act` {activation!r} is not supported; supported is silu")
@@ -203,19 +201,20 @@ def layer_windows(
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _fp8_block(config: ConfigFile, also: str | None) -> tuple[int, int] | None:
+def _fp8_block(config: ConfigFile, supported: str) -> tuple[int, int] | None:
     """Of FP8 weights with a scale for each block, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3). None if weights
-    are plain numbers, or quantized by the method `also`."""
+    are plain numbers, or quantized by another method that is supported."""
     fields = config.get("quantization_config")
-    method = fields.get("quant_method") if isinstance(fields, dict) else fields
-    if method is None or method == also:
+    if fields is None:
         return None
-    if method != "fp8" or not isinstance(fields, dict):
-        others = " and ".join(name for name in ("fp8", also) if name)
+    method = fields.get("quant_method") if isinstance(fields, dict) else fields
+    if method != supported or not isinstance(fields, dict):
         config.fail(
-            f"`quantization_config` says {method!r}; quantized checkpoints are not supported, but for {others}; "
-            "float32, float16 and bfloat16 weights are"
+            f"`quantization_config` says {method!r}; quantized checkpoints of this architecture are not supported, but "
+            f"for {supported}; float32, float16 and bfloat16 weights are"
         )
+    if method != "fp8":
+        return None
     if (scheme := fields.get("activation_scheme", "dynamic")) != "dynamic":
         config.fail(f"`activation_scheme` {scheme!r} is not supported; supported is dynamic")
     block = fields.get("weight_block_size")

@@ -44,10 +44,10 @@ class ExpertsReader:
             ids = self._gather(np.arange(num_tokens) if lines is None else lines, num_tokens)
         elif self._tp.rank != 0:
             return None
-        elif self._trace.num_layers > 0 and (rows := self._trace.host_ids(lines, num_tokens)) is not None:
+        elif (rows := self._trace.host_ids(lines, num_tokens)) is not None:
             return lambda: rows
         else:
-            ids = self._ids(lines, num_tokens)
+            ids = self._trace.ids(lines, num_tokens)
         if ids is None:
             return None
         return self._pinned.begin(ids) if ids.is_cuda else lambda: ids.numpy()
@@ -60,21 +60,13 @@ class ExpertsReader:
         cuts = np.searchsorted(lines[order], bounds)
         rank = self._tp.rank
         own = lines[order][cuts[rank] : cuts[rank + 1]] - bounds[rank]
-        ids = self._ids(own, shares[rank])
+        ids = self._trace.ids(own, shares[rank])
         # int32: collectives do not know uint16
         gathered = self._tp.all_gather(ids.to(torch.int32).flatten(1), np.diff(cuts).tolist())
         if rank != 0:
             return None
         in_order = gathered[torch.from_numpy(np.argsort(order)).to(gathered.device)]
         return in_order.unflatten(1, ids.shape[1:]).to(ids.dtype)
-
-    def _ids(self, lines: IntArray | None, num_rows: int) -> Tensor:
-        """[num_lines, num_layers, top_k]"""
-        trace = self._trace
-        if trace.num_layers == 0:  # all experts are in other stages
-            num_lines = num_rows if lines is None else len(lines)
-            return torch.empty((num_lines, 0, trace.top_k), dtype=trace.dtype)
-        return trace.ids(lines, num_rows)
 
 
 class _PinnedCopy:

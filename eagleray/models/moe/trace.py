@@ -81,6 +81,7 @@ class ExpertTrace:
         """As `ids`, of a trace on the host, for which torch would take several times as long. None of one that is on a
         device."""
         assert self.keeps_ids
+        self.reserve(num_rows)  # where no layer has experts, nothing has made room
         if self._host is None:
             return None
         return self._host[:num_rows].copy() if lines is None else self._host.take(lines, axis=0)

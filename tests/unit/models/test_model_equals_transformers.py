@@ -63,6 +63,9 @@ VARIANTS = {
     ),
     "mixtral": ("mixtral", {}),
     "mixtral, tied, window": ("mixtral", {"tie_word_embeddings": True, "sliding_window": 30}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss, one key head": ("gpt_oss", {"num_key_value_heads": 1}),
+    "gpt_oss, clamped more": ("gpt_oss", {"head_dim": 24, "swiglu_limit": 0.5}),
 }  # fmt: skip
 
 
@@ -95,7 +98,7 @@ def test_a_prompt_whole_in_chunks_and_token_by_token(checkpoint):
         torch.testing.assert_close(logits_in_chunks(model, prompt(90), chunk), expected, atol=EXACT, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
 def test_long_prompts(family, tmp_path):
     """Long enough that attention takes the queries in pieces; Mistral with a window of 64."""
     checkpoint = make_checkpoint(tmp_path, family, tokenizer=False)
@@ -104,7 +107,7 @@ def test_long_prompts(family, tmp_path):
         torch.testing.assert_close(logits_in_chunks(model, prompt(620), chunk), expected, atol=EXACT, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "qwen3_moe", "mixtral", "gpt_oss"])
 def test_a_mixed_batch_is_each_row_alone(family, tmp_path):
     """Decodes of very different lengths, a prompt that starts, one that goes on: no row sees another."""
     model = load(make_checkpoint(tmp_path, family, tokenizer=False))

@@ -330,7 +330,7 @@ def test_progress_is_that_of_the_ranks_share(checkpoints, dispatch):
 
 
 def test_more_experts_than_can_be_reported(checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "MAX_REPORTED_EXPERTS", 7)
+    monkeypatch.setattr(registry, "MAX_TRACED_EXPERTS", 7)
     with pytest.raises(ConfigError, match="`enable_return_routed_experts`: the model has 8 experts, more than the 7"):
         load(checkpoints("qwen3_moe"), experts=ExpertOptions(keeps_ids=True))
     load(checkpoints("qwen3_moe"))

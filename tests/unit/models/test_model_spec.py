@@ -119,7 +119,10 @@ def test_which_layers_have_experts():
     ("fields", "expected"),
     [
         ({"hidden_act": "gelu"}, "`hidden_act` 'gelu' is not supported; supported is silu"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoints are not supported"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "not supported, but for fp8",
+        ),
         ({"hidden_size": "64"}, "`hidden_size` must be an integer of at least 1, but it is '64'"),
         ({"hidden_size": 0}, "`hidden_size` must be an integer of at least 1, but it is 0"),
         ({"num_hidden_layers": True}, "`num_hidden_layers` must be an integer of at least 1, but it is True"),
