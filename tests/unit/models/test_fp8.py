@@ -122,17 +122,11 @@ def test_what_is_wrong_with_a_checkpoint(tmp_path):
         ({"quant_method": "fp8", "weight_block_size": [128]}, "`weight_block_size` must be two sizes"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "`weight_block_size` must be two sizes"),
         ({"quant_method": "fp8", "activation_scheme": "static"}, "`activation_scheme` 'static' is not supported"),
-        (
-            {"quant_method": "awq"},
-            "says 'awq'; ",
-        ),
-        (
-            {"quant_method": "mxfp4"},
-            "says 'mxfp4'; ",
-        ),
-        ({}, "says None; quantized checkpoints of this architecture are not supported, but for fp8"),
-        ({"bits": 4}, "says None; quantized checkpoints of this architecture are not supported, but for fp8"),
-        ("gptq", "says 'gptq'; "),
+        ({"quant_method": "awq"}, "says 'awq'; .* not supported, but for fp8"),
+        ({"quant_method": "mxfp4"}, "says 'mxfp4'; .* not supported, but for fp8"),
+        ({}, "says None; .* not supported, but for fp8"),
+        ({"bits": 4}, "says None; .* not supported, but for fp8"),
+        ("gptq", "says 'gptq'; .* not supported, but for fp8"),
     ],
 )
 def test_what_is_refused(fields, problem, tmp_path):
