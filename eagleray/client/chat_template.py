@@ -2,26 +2,66 @@
 
 A template is a Jinja program that comes with a checkpoint. It is foreign code: it runs in Jinja's sandbox, sees plain
 data, and whatever it raises is told to the user as `InvalidRequest`. Its surroundings are those of transformers.
+A `RenderBudget` bounds the time that it takes and the text that it writes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from eagleray.errors import InvalidRequest
 
-__all__ = ["ChatTemplate"]
+__all__ = ["ChatTemplate", "OverBudget", "RenderBudget"]
 
 END_OF_TEXT = "CONTINUE_FINAL_MESSAGE_TAG "
 """Put after the last message to find its end in what the template made of it. The space shows if texts are trimmed."""
+
+
+MAX_PRODUCT = 2**20
+"""Length of what a template may make by repeating a text or a list, and bits of a number that it may compute."""
+
+
+class OverBudget(Exception):
+    """A rendering has taken more than its budget, or was cancelled."""
+
+
+class RenderBudget:
+    """Limits of one rendering: `seconds` from now on, and `max_chars` of output. Any thread may cancel it."""
+
+    def __init__(self, *, seconds: float, max_chars: int) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._seconds = seconds
+        self._max_chars = max_chars
+        self._cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """Make the next `check` raise."""
+        self._cancelled.set()
+
+    def check(self, num_chars: int = 0) -> None:
+        """Raise `OverBudget` if the time is up, or if the output has more than its characters."""
+        if self._cancelled.is_set():
+            raise OverBudget("its client has disconnected")
+        if num_chars > self._max_chars:
+            raise OverBudget(f"it wrote more than {self._max_chars} characters")
+        if time.monotonic() > self._deadline:
+            raise OverBudget(f"it was still running after {self._seconds:g} s")
+
+
+_budget: ContextVar[RenderBudget | None] = ContextVar("budget", default=None)
+"""Budget of the rendering that runs in this thread."""
 
 
 class ChatTemplate:
@@ -42,8 +82,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         documents: Sequence[Mapping[str, Any]] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
+        budget: RenderBudget | None = None,
     ) -> str:
-        """The prompt. Raises `InvalidRequest` if there is no template, or if it refuses the messages."""
+        """The prompt. Raises `InvalidRequest` if there is no template, or if it refuses the messages, and `OverBudget`
+        if it takes more than the `budget`."""
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
                 "`add_generation_prompt` begins a new message and `continue_final_message` goes on with the last one: "
@@ -72,7 +114,9 @@ class ChatTemplate:
             )
         template = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
         try:
-            text = template.render({**self._variables, **extra, **variables})
+            text = _render(template, {**self._variables, **extra, **variables}, budget)
+        except OverBudget:
+            raise
         except Exception as error:  # the template is foreign code: nothing that it raises may end anything but this
             raise InvalidRequest(
                 f"the chat template refuses these messages: {_explain(error)}", param="messages"
@@ -95,6 +139,24 @@ class ChatTemplate:
                     f"the model's chat template has an error in line {error.lineno}: {error.message}", param="messages"
                 ) from None
         return self._compiled[name]
+
+
+def _render(template: Template, variables: Mapping[str, Any], budget: RenderBudget | None) -> str:
+    token = _budget.set(budget)
+    try:
+        pieces, num_chars = [], 0
+        for piece in template.generate(variables):
+            num_chars += len(piece)
+            _check_budget(num_chars)
+            pieces.append(piece)
+        return "".join(pieces)
+    finally:
+        _budget.reset(token)
+
+
+def _check_budget(num_chars: int = 0) -> None:
+    if (budget := _budget.get()) is not None:
+        budget.check(num_chars)
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,11 +222,56 @@ class _GenerationBlock(Extension):
         return nodes.Scope(body, lineno=line)
 
 
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Checks the budget in every round of a loop and at every call, and refuses huge products."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        for loop in template.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, BOUNDED, [], [], None, None, lineno=loop.lineno)
+        return template
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_budget()
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if _product_size(operator, left, right) > MAX_PRODUCT:
+            raise TemplateError(f"the result of {operator!r} is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+BOUNDED = "_bounded"
+"""Name of the filter that every loop gets."""
+
+
+def _bounded(iterable: Iterable[Any]) -> Iterator[Any]:
+    for item in iterable:
+        _check_budget()
+        yield item
+
+
+def _product_size(operator: str, left: Any, right: Any) -> int:
+    """Entries of a repeated sequence, or bits of a number; 0 if it cannot be large."""
+    match operator, left, right:
+        case "*", (str() | list() | tuple()), int():
+            return len(left) * right
+        case "*", int(), (str() | list() | tuple()):
+            return left * len(right)
+        case "*", int(), int():
+            return left.bit_length() + right.bit_length()
+        case "**", int(), int():
+            return left.bit_length() * right
+        case _:
+            return 0
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
+    environment = _BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     environment.filters["tojson"] = _tojson
+    environment.filters[BOUNDED] = _bounded
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     return environment
 

@@ -11,7 +11,7 @@ from eagleray.client.logprobs import PromptLogprobsBuilder, position_logprobs
 from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob, RequestDelta, RequestOutput
 from eagleray.client.routed_experts import RoutedRows
 from eagleray.client.tokenizer import Tokenizer
-from eagleray.errors import EagleRayError, RequestFailed
+from eagleray.errors import EagleRayError, InvalidRequest, RequestFailed
 from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason, TokenLogprobs
 from eagleray.messages.sampling import SamplingParams
@@ -239,7 +239,8 @@ class RequestState:
     def deliver(self, index: int, chunk: Chunk) -> None:
         """What a step brought for completion `index`, which has not ended."""
         if chunk.finish_reason is FinishReason.ERROR:
-            self.failure = RequestFailed(chunk.error or "the engine does not say why the request failed")
+            error = InvalidRequest if chunk.is_user_error else RequestFailed
+            self.failure = error(chunk.error or "the engine does not say why the request failed")
             return
         if chunk.prompt_logprobs is not None and self._prompt_logprobs is not None:
             self._prompt_logprobs.add(chunk.prompt_logprobs)

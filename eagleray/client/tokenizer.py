@@ -6,15 +6,17 @@ token. Immutable once loaded, and usable from several threads.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from eagleray.client.chat_template import ChatTemplate
+from eagleray.client.chat_template import ChatTemplate, RenderBudget
 from eagleray.client.generation_config import eos_token_ids
 from eagleray.client.tokenizer_files import chat_template_source, load_backend, named_tokens, read_tokenizer_config
 from eagleray.errors import CheckpointError, ConfigError, InvalidRequest
@@ -50,6 +52,12 @@ class Tokenizer:
         self._anchor_length = len(self.decode_raw(self._anchor, skip_special_tokens=False))
         self._bytes: dict[int, bytes] = {}
 
+    @functools.cached_property
+    def max_token_chars(self) -> int:
+        """Most characters of a text that one token stands for."""
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+        return longest if self._backend.normalizer is None else longest * MAX_NORMALIZED_CHARS
+
     @classmethod
     def load(cls, directory: Path, *, chat_template: Path | None = None) -> Tokenizer:
         """Read the tokenizer of a checkpoint. `chat_template` is the file of a template to use in place of its own.
@@ -81,16 +89,22 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids. `add_special_tokens`: also what the model expects around a text, such as a first token."""
-        try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError:
-            if not isinstance(text, str):
-                raise InvalidRequest(f"a text is needed, but this is a {type(text).__name__}", param="prompt") from None
-            raise InvalidRequest(
-                "the text is not valid Unicode: it has half of a surrogate pair, which no token stands for",
-                param="prompt",
-            ) from None
+        """The token ids. `add_special_tokens`: also what the model expects around a text, such as a first token.
+
+        Raises `InvalidRequest` for what is no text, and for a text on which the tokenizer fails.
+        """
+        with _explaining_failures(text):
+            if len(text) <= SHORT_TEXT_CHARS:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def count_tokens(self, text: str) -> int:
+        """Number of tokens of `text`, without special ones. Does not hold Python's lock.
+
+        Raises `InvalidRequest` as `encode` does.
+        """
+        with _explaining_failures(text):
+            return len(self._backend.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of the tokens. Ids that are no token have none; bytes that are no text become U+FFFD."""
@@ -99,7 +113,9 @@ class Tokenizer:
     def decode_raw(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The same before `clean_up`."""
         try:
-            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            if len(ids) <= SHORT_TEXT_CHARS:
+                return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
         except (OverflowError, TypeError):
             raise InvalidRequest("token ids must be integers from 0 on that fit into 32 bits") from None
 
@@ -144,10 +160,12 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        budget: RenderBudget | None = None,
     ) -> str:
         """The prompt for a conversation; tokenize it without adding special tokens, the template writes them itself.
 
-        Raises `InvalidRequest` if there is no template, if a message is not made of text, or if the template refuses.
+        Raises `InvalidRequest` if there is no template, if a message is not made of text, or if the template refuses;
+        `OverBudget` if it takes more than the `budget`.
         """
         return self._chat_template.render(
             messages,
@@ -156,6 +174,7 @@ class Tokenizer:
             tools=tools,
             documents=documents,
             chat_template_kwargs=chat_template_kwargs,
+            budget=budget,
         )
 
     def _bytes_of(self, token_id: int) -> bytes:
@@ -167,6 +186,37 @@ class Tokenizer:
         # After another token, because some decoders treat the first one in a special way.
         text = self.decode_raw([*self._anchor, token_id], skip_special_tokens=False)
         return text[self._anchor_length :].encode()
+
+
+SHORT_TEXT_CHARS = 4096
+"""Longer texts are tokenized by the library's call for batches, which lets go of Python's lock. For short ones that is
+not worth its side effect: the library warns a program that forks after it."""
+
+MAX_NORMALIZED_CHARS = 4
+"""A normalizer may make one character of several: a letter and its accents."""
+
+
+@contextlib.contextmanager
+def _explaining_failures(text: Any) -> Iterator[None]:
+    """Turn what the library raises for `text` into `InvalidRequest`."""
+    try:
+        yield
+    except TypeError:
+        if not isinstance(text, str):
+            raise InvalidRequest(f"a text is needed, but this is a {type(text).__name__}", param="prompt") from None
+        raise InvalidRequest(
+            "the text is not valid Unicode: it has half of a surrogate pair, which no token stands for",
+            param="prompt",
+        ) from None
+    except BaseException as error:
+        # A panic of the library is no `Exception`, and its class cannot be imported.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InvalidRequest(
+            f"the tokenizer fails on this text of {len(text)} characters ({error}); it may repeat one character too "
+            "often",
+            param="prompt",
+        ) from None
 
 
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")

@@ -137,7 +137,12 @@ class EngineLoop:
         try:
             self._core.scheduler.add(request)
         except InvalidRequest as error:
-            chunk = Chunk(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=str(error))
+            chunk = Chunk(
+                request_id=request.request_id,
+                finish_reason=FinishReason.ERROR,
+                error=str(error),
+                is_user_error=True,
+            )
             self._publish([Output(request.client, chunk)])
 
     def _announce(self, outputs: list[Output]) -> None:

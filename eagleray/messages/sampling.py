@@ -13,9 +13,41 @@ import msgspec
 
 from eagleray.errors import InvalidRequest
 
-__all__ = ["Sampling", "SamplingParams", "Stopping"]
+__all__ = [
+    "MAX_BAD_WORDS",
+    "MAX_BAD_WORD_CHARS",
+    "MAX_INTEGER",
+    "MAX_LOGIT_BIASES",
+    "MAX_REPETITION_PENALTY",
+    "MAX_STOP_CHARS",
+    "MAX_STOP_STRINGS",
+    "MAX_STOP_TOKEN_IDS",
+    "MIN_REPETITION_PENALTY",
+    "Sampling",
+    "SamplingParams",
+    "Stopping",
+]
 
-MAX_SEED = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
+"""Largest integer of any field: what the wires between processes can carry."""
+MAX_SEED = MAX_INTEGER
+
+# Each of these is work for every token of every sequence that has it, in the API server or in the worker.
+MAX_STOP_STRINGS = 32
+"""OpenAI's API takes 4."""
+MAX_STOP_CHARS = 256
+"""Length of one stop string: that much text is held back while it may become one."""
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 64
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
+
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 100.0
+"""Beyond these, logits in float32 overflow."""
+
+MAX_SHOWN_CHARS = 200
+"""Of a wrong value, in an error."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,7 +73,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: float = 0.0
     """Subtracted once per occurrence of a token among the generated ones; in [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in prompt or output (Keskar et al., 2019); > 0."""
+    """Divides positive and multiplies negative logits of tokens in prompt or output (Keskar et al., 2019); in
+    [0.01, 100]."""
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these token ids; each in [-100, 100]."""
     allowed_token_ids: list[int] | None = None
@@ -92,28 +125,30 @@ def _check(params: SamplingParams) -> None:
         if value is not None:
             _require(isinstance(value, int) and not isinstance(value, bool), name, value, "an integer")
             _require(value >= least, name, value, f"at least {least}")
+            _require(value <= MAX_INTEGER, name, value, f"at most {MAX_INTEGER}")
     ranges = {
         "temperature": (0.0, math.inf),
         "top_p": (0.0, 1.0),
         "min_p": (0.0, 1.0),
         "presence_penalty": (-2.0, 2.0),
         "frequency_penalty": (-2.0, 2.0),
-        "repetition_penalty": (0.0, math.inf),
+        "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
     }
     for name, (low, high) in ranges.items():
         value = getattr(params, name)
-        _require(isinstance(value, int | float) and math.isfinite(value), name, value, "a finite number")
+        _require(_is_finite(value), name, value, "a finite number")
         limits = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
         _require(low <= value <= high, name, value, limits)
     _require(params.top_p > 0, "top_p", params.top_p, "greater than 0")
-    _require(params.repetition_penalty > 0, "repetition_penalty", params.repetition_penalty, "greater than 0")
     if params.seed is not None:
         _require(isinstance(params.seed, int), "seed", params.seed, "an integer")
         _require(-MAX_SEED <= params.seed <= MAX_SEED, "seed", params.seed, "a 64-bit integer")
     if params.max_tokens is not None:
         _require(params.min_tokens <= params.max_tokens, "min_tokens", params.min_tokens, "at most max_tokens")
+    _check_lists(params)
     for token_id, bias in (params.logit_bias or {}).items():
-        _require(math.isfinite(bias) and -100 <= bias <= 100, "logit_bias", {token_id: bias}, "between -100 and 100")
+        is_valid = _is_finite(bias) and -100 <= bias <= 100
+        _require(is_valid, "logit_bias", {token_id: bias}, "between -100 and 100")
     asks = params.return_routed_experts
     _require(asks is None or isinstance(asks, bool), "return_routed_experts", asks, "true or false")
     allowed = params.allowed_token_ids
@@ -126,9 +161,46 @@ def _check(params: SamplingParams) -> None:
         raise InvalidRequest("n > 1 with temperature 0 would give n equal completions; set a temperature", param="n")
 
 
+def _check_lists(params: SamplingParams) -> None:
+    """Raise `InvalidRequest` for a list with too many entries, or with a text that is too long."""
+    most = {
+        "stop_strings": MAX_STOP_STRINGS,
+        "bad_words": MAX_BAD_WORDS,
+        "stop_token_ids": MAX_STOP_TOKEN_IDS,
+        "logit_bias": MAX_LOGIT_BIASES,
+    }
+    for name, limit in most.items():
+        count = len(getattr(params, name) or ())
+        if count > limit:
+            field = "stop" if name == "stop_strings" else name
+            raise InvalidRequest(f"`{field}` may have at most {limit} entries, but it has {count}", param=field)
+    texts = (("stop", params.stop_strings, MAX_STOP_CHARS), ("bad_words", params.bad_words or [], MAX_BAD_WORD_CHARS))
+    for field, strings, limit in texts:
+        longest = max((len(text) for text in strings if isinstance(text, str)), default=0)
+        if longest > limit:
+            raise InvalidRequest(
+                f"each entry of `{field}` may have at most {limit} characters, but one has {longest}", param=field
+            )
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
+
+
 def _require(holds: bool, name: str, value: Any, expected: str) -> None:
     if not holds:
-        raise InvalidRequest(f"`{name}` must be {expected}, but it is {value!r}", param=name)
+        raise InvalidRequest(f"`{name}` must be {expected}, but it is {_show(value)}", param=name)
+
+
+def _show(value: Any) -> str:
+    """`value` as an error shows it: in full unless it is long, such as an integer of thousands of digits."""
+    if isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}…"
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -104,6 +104,8 @@ class RowFailure(msgspec.Struct, frozen=True):
 
     row: int
     message: str
+    is_user_error: bool = False
+    """The request's own parameters are to blame."""
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -18,7 +18,7 @@ from eagleray.identity import ClientId
 from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.requests import Generate
-from eagleray.messages.steps import StepPlan, StepResult
+from eagleray.messages.steps import RowFailure, StepPlan, StepResult
 from eagleray.scheduler.admission import NUM_TOKEN_IDS
 from eagleray.scheduler.draft import Draft, InFlight
 from eagleray.scheduler.kv_cache import KVCache
@@ -166,7 +166,7 @@ class Scheduler:
         assert flight.step == result.step, f"step {flight.step} is next to be applied, not {result.step}"
         self._counters.num_steps += 1
         tokens = dict(zip(result.rows, result.token_ids, strict=True))
-        failures = {failure.row: failure.message for failure in result.failures}
+        failures = {failure.row: failure for failure in result.failures}
         news = [b""] * len(flight.runs) if self._routed is None else self._routed.store(result, flight.runs)
         outputs: list[Output] = []
         for run, routed in zip(flight.runs, news, strict=True):
@@ -325,9 +325,14 @@ class Scheduler:
             stop_token_id=finish.stop_token_id if finish else None,
         )
 
-    def _fail(self, run: Run, message: str, routed: bytes) -> Output:
+    def _fail(self, run: Run, failure: RowFailure, routed: bytes) -> Output:
         self._remove(run.request)
-        return run.request.answer(finish_reason=FinishReason.ERROR, error=message, routed_experts=routed)
+        return run.request.answer(
+            finish_reason=FinishReason.ERROR,
+            error=failure.message,
+            is_user_error=failure.is_user_error,
+            routed_experts=routed,
+        )
 
     # Ends.
 

@@ -175,5 +175,8 @@ def _gather(
         rows=[rows[line] for line in sampled],
         token_ids=[token_ids[line] for line in sampled],
         logprobs={rows[line]: reports[rows[line]] for line in sampled if rows[line] in reports},
-        failures=[RowFailure(rows[line], message) for line, message in sorted(failed.items())],
+        failures=[
+            RowFailure(rows[line], message, is_user_error=message == NOTHING_LEFT)
+            for line, message in sorted(failed.items())
+        ],
     )

@@ -8,7 +8,7 @@ from client_tokenizers import load
 
 from eagleray.client import Logprob
 from eagleray.client.request_state import RequestState
-from eagleray.errors import RequestFailed
+from eagleray.errors import InvalidRequest, RequestFailed
 from eagleray.messages.outputs import Chunk, FinishReason, PromptLogprobs, TokenLogprobs
 from eagleray.messages.sampling import SamplingParams
 
@@ -173,3 +173,10 @@ def test_a_failure_keeps_what_came_before():
     assert isinstance(request.failure, RequestFailed)
     assert str(request.failure) == "it broke"
     assert only(request.take()).text == HE
+
+
+def test_request_state_error_of_the_user_is_an_invalid_request():
+    request = state()
+    request.deliver(0, chunk(finish_reason=FinishReason.ERROR, error="no token is left", is_user_error=True))
+    assert isinstance(request.failure, InvalidRequest)
+    assert str(request.failure) == "no token is left"

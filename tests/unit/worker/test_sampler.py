@@ -388,7 +388,7 @@ def test_a_row_without_finite_logits_fails_alone(bad: float, sampling: Sampling)
 def test_a_nan_is_found_even_where_no_token_is_allowed() -> None:
     sampling = Sampling(seed=0, temperature=0.0, allowed_token_ids=(1,))
     (failure,) = sample_one(torch.tensor([torch.nan, 1.0, 0.0]), sampling).failures
-    assert "no finite logits" in failure.message
+    assert "no finite logits" in failure.message and not failure.is_user_error
 
 
 def test_a_row_in_which_nothing_is_allowed_fails_alone() -> None:
@@ -398,7 +398,7 @@ def test_a_row_in_which_nothing_is_allowed_fails_alone() -> None:
     sampled = bench.sample(torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 2), [5, 2])
     assert (sampled.rows, sampled.token_ids, sampled.logprobs) == ([2], [2], {})
     (failure,) = sampled.failures
-    assert failure.row == 5 and "no token is left" in failure.message
+    assert failure.row == 5 and "no token is left" in failure.message and failure.is_user_error
 
 
 def test_minus_infinity_is_never_drawn() -> None:
