@@ -1,5 +1,6 @@
 """The client of the engines: prompts in, texts and tokens out. Used by the API server and by `LLM`."""
 
+from eagleray.client.chat_template import OverBudget, RenderBudget
 from eagleray.client.client import Client
 from eagleray.client.generation_config import default_sampling
 from eagleray.client.mailboxes import Inbox, Outbox
@@ -17,8 +18,10 @@ __all__ = [
     "Inbox",
     "Logprob",
     "Outbox",
+    "OverBudget",
     "Prompt",
     "RecoveryObserver",
+    "RenderBudget",
     "RequestDelta",
     "RequestOutput",
     "RequestStream",

@@ -72,10 +72,8 @@ class Client:
         self._is_closed = False
 
     @classmethod
-    def create(
-        cls, client_id: ClientId, config: Config, *, inbox: Inbox, outbox: Outbox, max_in_flight: int | None = None
-    ) -> Client:
-        """Reads the tokenizer. `max_in_flight`: requests; None: no limit.
+    def create(cls, client_id: ClientId, config: Config, *, inbox: Inbox, outbox: Outbox) -> Client:
+        """Read the tokenizer and make a client with it.
 
         Raises `CheckpointError` or `ConfigError` if the tokenizer cannot be read.
         """
@@ -94,7 +92,6 @@ class Client:
             preprocessor,
             seed=model.seed,
             max_request_restarts=config.recovery.max_request_restarts,
-            max_in_flight=max_in_flight,
             request_timeout=config.serving.request_timeout,
         )
         # Chance of its own in every client, whatever the seed: else all would choose the same engines.
@@ -149,6 +146,11 @@ class Client:
     def num_in_flight(self) -> int:
         """Requests that have not ended, and calls of the worker extension, one for each engine."""
         return len(self._dispatch.in_flight) + len(self._worker_calls)
+
+    @property
+    def num_queued_seqs(self) -> int:
+        """Sequences of requests in flight that have not got a token yet."""
+        return self._dispatch.in_flight.num_queued_seqs
 
     async def run(self) -> None:
         """Read the inbox until `close`, or until the supervisor falls silent. Whatever else ends this raises.
@@ -216,8 +218,8 @@ class Client:
         `DeadlineExceeded`; None: the server's own (`request_timeout`). Requests of one `session` go to the same engine
         as long as there is one. `rank`: the only engine that it may go to.
 
-        Raises `InvalidRequest` for what cannot be done, `Overloaded` if too much is in flight, `Unavailable` while no
-        engine takes requests and none is coming back, and `EngineFailed` once the instance has failed.
+        Raises `InvalidRequest` for what cannot be done, `Unavailable` while no engine takes requests and none is coming
+        back, and `EngineFailed` once the instance has failed.
         """
         request = self._intake.request(
             prompt,

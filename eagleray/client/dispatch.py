@@ -146,10 +146,19 @@ class Dispatch:
         )
         if choice is None:
             return False
-        for message in request.next_messages():
-            self._send(choice.engine, message)
+        self._send_all(choice.engine, request.next_messages())
         self.in_flight.assign(request, self._router.sent(choice, len(request.running)))
         return True
+
+    def _send_all(self, engine: EngineId, messages: Sequence[Generate]) -> None:
+        """Send all of them, or leave none behind."""
+        try:
+            for message in messages:
+                self._send(engine, message)
+        except BaseException:
+            # The request does not get in flight: nobody else would end what the engine has of it.
+            self._send(engine, Abort(self._client, [message.request_id for message in messages]))
+            raise
 
     def _place_all(self, requests: Iterable[Request]) -> list[Request]:
         """Send those for which there is an engine."""

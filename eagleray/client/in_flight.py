@@ -40,6 +40,8 @@ class Request:
     """With which it is; None while it waits for one."""
     sending: Sending | None = None
     """Until that engine has said the first of it."""
+    is_queued: bool = True
+    """No token of it has come yet, from any engine."""
     is_fresh: bool = False
     """That engine has not brought a token yet."""
     lost_at: float | None = None
@@ -104,6 +106,8 @@ class InFlight:
         self._requests: dict[str, Request] = {}
         self._completions: dict[str, tuple[Request, int]] = {}
         """Every completion that is with an engine, with its index, by the name that the engine knows it by."""
+        self.num_queued_seqs = 0
+        """Completions of the requests that are queued."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -123,6 +127,7 @@ class InFlight:
     def add(self, request: Request) -> RequestStream:
         request.stream = RequestStream(request.state, on_abort=lambda: self.abort(request))
         self._requests[request.state.request_id] = request
+        self.num_queued_seqs += len(request.state.completions)
         return request.stream
 
     def assign(self, request: Request, sending: Sending) -> None:
@@ -167,6 +172,8 @@ class InFlight:
         state, name = request.state, chunk.request_id
         if request.is_fresh:
             self._keeper.on_fresh(request, chunk)
+        if chunk.token_ids:
+            self._leave_queue(request)
         state.deliver(index, chunk)
         if state.failure is not None:
             others = [other for other in request.names if other != name]
@@ -192,4 +199,10 @@ class InFlight:
                 del self._completions[name]
             self._keeper.on_ended(request, len(request.running))
         del self._requests[request.state.request_id]
+        self._leave_queue(request)
         request.stream.wake(ended=True)
+
+    def _leave_queue(self, request: Request) -> None:
+        if request.is_queued:
+            request.is_queued = False
+            self.num_queued_seqs -= len(request.state.completions)

@@ -13,7 +13,7 @@ from eagleray.client.journal import Entry
 from eagleray.client.preprocess import Preprocessor, Prompt, check_seconds, check_text
 from eagleray.client.recovery import Deaths
 from eagleray.client.request_state import RequestState
-from eagleray.errors import InvalidRequest, Overloaded
+from eagleray.errors import InvalidRequest
 from eagleray.messages.membership import EngineInfo
 from eagleray.messages.sampling import SamplingParams
 
@@ -23,8 +23,7 @@ SEED_BITS = 63
 
 
 class Intake:
-    """Owned by the client. `max_in_flight`: requests; None: no limit. `request_timeout`: seconds, of requests that set
-    none; None: no limit."""
+    """Owned by the client. `request_timeout`: seconds, of requests that set none; None: no limit."""
 
     def __init__(
         self,
@@ -32,7 +31,6 @@ class Intake:
         *,
         seed: int | None,
         max_request_restarts: int,
-        max_in_flight: int | None = None,
         request_timeout: float | None = None,
     ) -> None:
         self.preprocessor = preprocessor
@@ -40,7 +38,6 @@ class Intake:
             secrets.randbits if seed is None else random.Random(seed).getrandbits, SEED_BITS
         )
         self._max_request_restarts = max_request_restarts
-        self._max_in_flight = max_in_flight
         self._request_timeout = request_timeout
         self._serials = itertools.count()
 
@@ -60,13 +57,8 @@ class Intake:
     ) -> Request:
         """For engines as `info` says, beside those that are in flight; see `Client.generate`.
 
-        Raises `InvalidRequest` or `Overloaded`.
+        Raises `InvalidRequest`.
         """
-        if self._max_in_flight is not None and len(in_flight) >= self._max_in_flight:
-            raise Overloaded(
-                f"there are {self._max_in_flight} requests in flight, as many as are allowed (option "
-                "`max_queued_requests`): try again in a moment"
-            )
         serial = next(self._serials)
         name = f"{self.preprocessor.client.label}-{serial}" if request_id is None else request_id
         check_text(name, "request_id")

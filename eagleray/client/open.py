@@ -24,12 +24,11 @@ def open_client(
     runtime_dir: Path,
     *,
     host: str | None = None,
-    max_in_flight: int | None = None,
 ) -> Client:
     """A client whose inbox is bound, in the running event loop.
 
-    `host`: the address of this host that engines of other hosts reach; None: there are none. `max_in_flight`: requests;
-    None: no limit. Raises what `Client.create` raises.
+    `host`: the address of this host that engines of other hosts reach; None: there are none. Raises what
+    `Client.create` raises.
     """
     decode = Codec[SupervisorToMember | EngineToClient](CLIENT_INBOX).decode
     inbox = AsyncInbox(runtime_dir, client_id.label, decode, host=host)
@@ -37,7 +36,7 @@ def open_client(
         Codec[ClientToEngine | MemberToSupervisor](CLIENT_OUTBOX).encode
     )
     try:
-        return Client.create(client_id, config, inbox=inbox, outbox=outbox, max_in_flight=max_in_flight)
+        return Client.create(client_id, config, inbox=inbox, outbox=outbox)
     except BaseException:
         inbox.close()
         raise

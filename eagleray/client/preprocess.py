@@ -6,7 +6,6 @@ with a sentence that names the parameter.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,11 +21,21 @@ from eagleray.messages.membership import EngineInfo
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import MAX_SEED, Sampling, SamplingParams, Stopping
 
-__all__ = ["MAX_COMPLETIONS", "Preprocessor", "Prompt", "check_seconds", "check_text", "child_seed"]
+__all__ = [
+    "MAX_COMPLETIONS",
+    "MAX_TIMEOUT_SECONDS",
+    "Preprocessor",
+    "Prompt",
+    "check_seconds",
+    "check_text",
+    "child_seed",
+]
 
 MAX_COMPLETIONS = 1024
 """Largest `n`: each completion is a request of its own, with a copy of the prompt."""
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_TIMEOUT_SECONDS = 31_536_000
+"""A year."""
 
 
 class Prompt(NamedTuple):
@@ -195,8 +204,11 @@ def check_text(value: Any, param: str) -> None:
 
 def check_seconds(timeout: Any) -> None:
     """Raises `InvalidRequest` for what is no time to wait."""
-    if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
-        raise InvalidRequest(f"`timeout` is a number of seconds above 0, but this is {timeout!r}", param="timeout")
+    if not (isinstance(timeout, int | float) and 0 < timeout <= MAX_TIMEOUT_SECONDS):
+        raise InvalidRequest(
+            f"`timeout` is a number of seconds above 0, but this is {timeout!r:.50}; the most is {MAX_TIMEOUT_SECONDS}",
+            param="timeout",
+        )
 
 
 def child_seed(seed: int, index: int) -> int:

@@ -297,8 +297,31 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
     api_server_count: Annotated[int, Meta(ge=1, description="Processes that answer HTTP, on the same port.")] = 1
     max_queued_requests: Annotated[
-        int, Meta(ge=1, description="Most requests that one API server has in flight; beyond them it answers 429.")
+        int,
+        Meta(
+            ge=1,
+            description="Most sequences (prompts x `n`) that wait for their first token in one API server; beyond them "
+            "it answers 429.",
+        ),
     ] = 4096
+    max_seqs_per_request: Annotated[int, Meta(ge=1, description="Most sequences (prompts x `n`) of one request.")] = (
+        1024
+    )
+    max_request_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Most token ids of one request: those of its prompts and of lists in its parameters, once for "
+            "each sequence. Also the most values in the JSON of its body.",
+        ),
+    ] = 2 * 2**20
+    max_request_logprobs: Annotated[
+        int,
+        Meta(ge=1, description="Most log-probabilities that one request with several sequences may ask for."),
+    ] = 2**20
+    chat_template_timeout: Annotated[
+        Seconds, Meta(description="Seconds that the chat template may take for one conversation.")
+    ] = 10.0
     request_timeout: Annotated[
         Seconds | None,
         Meta(description="Seconds after which a request that sets no `timeout` of its own is given up."),

@@ -67,7 +67,8 @@ class RequestMetrics:
         self.prompt_tokens.observe(num_prompt_tokens)
         self.params_n.observe(n)
         if max_tokens is not None:
-            self.params_max_tokens.observe(max_tokens)
+            # Bounded: a sum must not lose its precision to one request that asks for 2**60 tokens.
+            self.params_max_tokens.observe(min(max_tokens, MOST_TOKENS))
         return RequestTimer(self, arrival, n)
 
 

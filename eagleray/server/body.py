@@ -12,10 +12,10 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 
-from eagleray.errors import InvalidRequest
+from eagleray.errors import InvalidRequest, Overloaded
 from eagleray.server.failures import BodyTooLarge
 
-__all__ = ["UNSUPPORTED", "BodyDecoder", "Empty", "Null", "field_names"]
+__all__ = ["UNSUPPORTED", "BodyDecoder", "BodyLimits", "Empty", "Null", "field_names"]
 
 T = TypeVar("T")
 
@@ -33,28 +33,86 @@ Empty = Annotated[
 """Types of fields whose feature does not exist here. Clients send them even when they want nothing of it."""
 
 
+LARGE_BODY_BYTES = 2**20
+"""Bodies of this size are counted before they are decoded."""
+
+MAX_LENGTH_DIGITS = 20
+"""Digits of a Content-Length that are read: more are too many bytes in any case."""
+
+BODIES_AT_ONCE = 4
+"""Bodies of the largest size that may be held in memory at the same time."""
+
+
+class BodyLimits:
+    """What bodies may take of memory, one alone and all that are being received together."""
+
+    def __init__(self, *, max_bytes: int, max_values: int) -> None:
+        self.max_bytes = max_bytes
+        self.max_values = max_values
+        self._num_bytes_held = 0
+
+    @contextlib.contextmanager
+    def receiving(self) -> Iterator[bytearray]:
+        """Yield a buffer for one body, which counts until the block is left; see `extend`."""
+        buffer = bytearray()
+        try:
+            yield buffer
+        finally:
+            self._num_bytes_held -= len(buffer)
+
+    def extend(self, buffer: bytearray, chunk: bytes) -> None:
+        """Append to a body. Raises `BodyTooLarge`, and `Overloaded` if all bodies together are too large."""
+        num_bytes = len(buffer) + len(chunk)
+        self.check_length(num_bytes)
+        is_full = self._num_bytes_held + len(chunk) > BODIES_AT_ONCE * self.max_bytes
+        if is_full and num_bytes > LARGE_BODY_BYTES:  # there is always room for ordinary ones
+            raise Overloaded(
+                f"the bodies that this server is receiving have {self._num_bytes_held} bytes together, as many as it "
+                f"takes at once ({BODIES_AT_ONCE} times its option `max_request_bytes`): try again in a moment"
+            )
+        self._num_bytes_held += len(chunk)
+        buffer += chunk
+
+    def check_length(self, num_bytes: int) -> None:
+        """Raise `BodyTooLarge` if one body may not have so many bytes."""
+        if num_bytes > self.max_bytes:
+            raise BodyTooLarge(
+                f"the request's body is larger than {self.max_bytes} bytes, the most that this server accepts "
+                "(its option `max_request_bytes`); send less"
+            )
+
+    def check_values(self, body: bytearray) -> None:
+        """Raise `InvalidRequest` for a body of so many values that decoding it would take many times its own size."""
+        if len(body) < LARGE_BODY_BYTES:
+            return
+        count = body.count(b",")
+        if count > self.max_values:
+            raise InvalidRequest(
+                f"the body has {count} commas, but this server decodes at most {self.max_values} JSON values (its "
+                "option `max_request_tokens`); send less"
+            )
+
+
 class BodyDecoder(Generic[T]):
     """Reads the bodies of one route: JSON objects that are a `kind`, a struct."""
 
-    def __init__(self, kind: type[T], most_bytes: int) -> None:
+    def __init__(self, kind: type[T], limits: BodyLimits) -> None:
         self._kind = kind
         self._decoder = msgspec.json.Decoder(kind)
-        self._most_bytes = most_bytes
+        self._limits = limits
 
     async def read(self, request: Request) -> T:
         """The request's body. Raises `InvalidRequest`, or `BodyTooLarge` as soon as it is known to be."""
         announced = request.headers.get("content-length", "")
-        if announced.isdigit() and int(announced) > self._most_bytes:
-            raise self._too_large()
-        chunks, size = [], 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > self._most_bytes:
-                raise self._too_large()
-            chunks.append(chunk)
-        return self.decode(b"".join(chunks))
+        if announced.isascii() and announced.isdigit():
+            self._limits.check_length(int(announced[:MAX_LENGTH_DIGITS]))
+        with self._limits.receiving() as body:
+            async for chunk in request.stream():
+                self._limits.extend(body, chunk)
+            self._limits.check_values(body)
+            return self.decode(body)
 
-    def decode(self, body: bytes) -> T:
+    def decode(self, body: bytes | bytearray) -> T:
         """The request in `body`. Raises `InvalidRequest`."""
         try:
             return self._decoder.decode(body)
@@ -66,12 +124,6 @@ class BodyDecoder(Generic[T]):
             raise InvalidRequest(f"the body is not valid JSON: {error}") from None
         except RecursionError:
             raise InvalidRequest("the body is nested too deeply") from None
-
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(
-            f"the request's body is larger than {self._most_bytes} bytes, the most that this server accepts "
-            "(its option `max_request_bytes`); send less"
-        )
 
     def _explain(self, message: str) -> InvalidRequest:
         """msgspec says "Expected `int`, got `str` - at `$.max_tokens`"; say it in the user's terms."""

@@ -37,7 +37,7 @@ class CollectiveRpcRoute:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._body = BodyDecoder(CollectiveRpcRequest, service.max_request_bytes)
+        self._body = BodyDecoder(CollectiveRpcRequest, service.body_limits)
 
     def endpoints(self) -> list[Endpoint]:
         call = Operation(

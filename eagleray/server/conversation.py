@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
 
 from eagleray.server.body import Empty, Null
-from eagleray.server.service import LONG_TEXT, Service
+from eagleray.server.service import Service
 
 __all__ = ["Message", "TemplateFields", "TextPart", "render"]
 
@@ -52,18 +51,10 @@ class TemplateFields(Protocol):
 async def render(service: Service, messages: list[Message], fields: TemplateFields) -> str:
     """The prompt. Raises `InvalidRequest` for contradicting fields, or if the template refuses the messages."""
     continues = bool(fields.continue_final_message)
-    conversation = [message.for_template() for message in messages]
-
-    def apply() -> str:
-        return service.tokenizer.apply_chat_template(
-            conversation,
-            add_generation_prompt=not continues
-            if fields.add_generation_prompt is None
-            else fields.add_generation_prompt,
-            continue_final_message=continues,
-            chat_template_kwargs=fields.chat_template_kwargs,
-        )
-
-    if sum(len(message["content"]) for message in conversation) <= LONG_TEXT:
-        return apply()
-    return await asyncio.to_thread(apply)
+    service.text.check_messages(len(messages))
+    return await service.text.render(
+        [message.for_template() for message in messages],
+        add_generation_prompt=not continues if fields.add_generation_prompt is None else fields.add_generation_prompt,
+        continue_final_message=continues,
+        chat_template_kwargs=fields.chat_template_kwargs,
+    )

@@ -52,7 +52,6 @@ async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger) -> None:
         spec.config,
         Path(spec.runtime_dir),
         host=spec.host,
-        max_in_flight=spec.config.serving.max_queued_requests,
     )
     config = uvicorn.Config(
         create_app(client, spec.config, ledger),

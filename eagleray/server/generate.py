@@ -94,7 +94,7 @@ class GenerateRoute:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._body = BodyDecoder(GenerateRequest, service.max_request_bytes)
+        self._body = BodyDecoder(GenerateRequest, service.body_limits)
 
     def endpoints(self) -> list[Endpoint]:
         create = Operation(
@@ -131,7 +131,7 @@ class GenerateRoute:
             self._service,
             request,
             body,
-            prompts=[Prompt(token_ids=body.token_ids)],
+            make_prompts=functools.partial(_prompts, body.token_ids),
             params=sampling_params(fields, self._service.default_sampling, **decided),
             field_names=FIELD_NAMES,
         )
@@ -157,6 +157,10 @@ class GenerateRoute:
                     await emit(event)
         if job.options.include_usage:
             await emit(job.answer([], total_usage(generations.each)))
+
+
+async def _prompts(token_ids: list[int]) -> list[Prompt]:
+    return [Prompt(token_ids=token_ids)]
 
 
 def _choice(job: Job, part: CompletionDelta | CompletionOutput) -> GenerateChoice:

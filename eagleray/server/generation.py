@@ -6,7 +6,7 @@ Owns what happens to the engine's work when the HTTP request ends early, for wha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -46,7 +46,9 @@ class Order(NamedTuple):
     request_id: str
     arrival: float
     """When it came, by `time.perf_counter`."""
-    prompts: Sequence[Prompt]
+    num_prompts: int
+    make_prompts: Callable[[], Awaitable[Sequence[Prompt]]]
+    """Tokenizes them. Called when the request has been admitted."""
     params: SamplingParams
     priority: int
     cache_salt: str
@@ -68,7 +70,8 @@ class Order(NamedTuple):
         request: Request,
         fields: OrderFields,
         *,
-        prompts: Sequence[Prompt],
+        num_prompts: int = 1,
+        make_prompts: Callable[[], Awaitable[Sequence[Prompt]]],
         params: SamplingParams,
         only_prompt: bool = False,
         field_names: Mapping[str, str] = {},
@@ -84,7 +87,8 @@ class Order(NamedTuple):
         return cls(
             request_id=state["request_id"],
             arrival=state["arrival"],
-            prompts=prompts,
+            num_prompts=num_prompts,
+            make_prompts=make_prompts,
             params=params,
             priority=service.check_priority(fields.priority),
             cache_salt=fields.cache_salt or "",
@@ -168,18 +172,27 @@ class Generations:
     def __init__(self, service: Service, order: Order) -> None:
         self._service = service
         self._order = order
+        self.prompts: Sequence[Prompt] = []
         self.each: list[Generation] = []
+        """One for each of the prompts."""
 
     async def __aenter__(self) -> Generations:
         """Raises `InvalidRequest` or `Unavailable` (or `Overloaded`); nothing is running then."""
+        order = self._order
+        with field_names(order.field_names):
+            reservation = self._service.admission.reserve(order.num_prompts, order.params.n)
         try:
-            for prompt in self._order.prompts:
+            self.prompts = await self._make_prompts()
+            for prompt in self.prompts:
                 self.each.append(self._start(prompt))
+                reservation.use(order.params.n)
                 if len(self.each) % START_AT_ONCE == 0:
                     await asyncio.sleep(0)
         except BaseException:
             await self._close(FinishReason.ABORT)
             raise
+        finally:
+            reservation.release()
         return self
 
     async def __aexit__(
@@ -187,6 +200,14 @@ class Generations:
     ) -> None:
         # The cancellation of a request whose client went away is not an `Exception`.
         await self._close(FinishReason.ERROR if isinstance(error, Exception) else FinishReason.ABORT)
+
+    async def _make_prompts(self) -> Sequence[Prompt]:
+        order = self._order
+        with field_names(order.field_names):
+            prompts = await order.make_prompts()
+            token_ids = [prompt.token_ids or [] for prompt in prompts]
+            self._service.admission.check_size(token_ids, order.params, self._service.max_model_len)
+        return prompts
 
     def _start(self, prompt: Prompt) -> Generation:
         order = self._order
@@ -201,13 +222,17 @@ class Generations:
                 session=order.session,
                 rank=order.rank,
             )
-        timer = self._service.metrics.requests.begin(
-            arrival=order.arrival,
-            num_prompt_tokens=len(stream.prompt_token_ids),
-            n=order.params.n,
-            max_tokens=order.params.max_tokens,
-        )
-        return Generation(stream, timer, order)
+        try:
+            timer = self._service.metrics.requests.begin(
+                arrival=order.arrival,
+                num_prompt_tokens=len(stream.prompt_token_ids),
+                n=order.params.n,
+                max_tokens=order.params.max_tokens,
+            )
+            return Generation(stream, timer, order)
+        except BaseException:
+            stream.abort()  # nobody else knows of it yet
+            raise
 
     async def _close(self, reason: FinishReason) -> None:
         for generation in self.each:

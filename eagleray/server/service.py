@@ -5,7 +5,6 @@ Made once by `app.create_app`; holds no state of any request.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import importlib.metadata
 import itertools
@@ -17,11 +16,11 @@ from eagleray.config import Config
 from eagleray.config.resolve import checkpoint_dir, local_ranks, served_names
 from eagleray.errors import InvalidRequest, Unavailable, UnknownModel
 from eagleray.metrics import Ledger, Metrics
+from eagleray.server.admission import Admission
+from eagleray.server.body import BodyLimits
+from eagleray.server.text_processor import TextProcessor
 
 __all__ = ["Service"]
-
-LONG_TEXT = 4096
-"""Texts with more characters are tokenized in a thread: the event loop has others to serve."""
 
 
 class Service:
@@ -31,7 +30,11 @@ class Service:
         self.client = client
         self.model_names = served_names(config.model)
         self.model_root = str(checkpoint_dir(config.model))
-        self.max_request_bytes = config.serving.max_request_bytes
+        self.body_limits = BodyLimits(
+            max_bytes=config.serving.max_request_bytes, max_values=config.serving.max_request_tokens
+        )
+        self.admission = Admission(client, config.serving)
+        self._template_seconds = config.serving.chat_template_timeout
         self.max_logprobs = config.model.max_logprobs
         self.keeps_routed_experts = config.model.enable_return_routed_experts
         self.has_priorities = config.scheduling.scheduling_policy == "priority"
@@ -67,6 +70,23 @@ class Service:
                 "/inference/v1/generate"
             )
         return self.client.tokenizer
+
+    @functools.cached_property
+    def text(self) -> TextProcessor:
+        """What makes token ids of texts. Raises `InvalidRequest` if this server has no tokenizer."""
+        return TextProcessor(
+            self.tokenizer,
+            max_model_len=lambda: self.client.engine_info.max_model_len if self.client.engine_info else None,
+            template_seconds=self._template_seconds,
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """Raises `Unavailable` while no engine has told it."""
+        if self.client.engine_info is None:
+            self.check_engine()
+            raise Unavailable("no engine is ready, try again in a moment")
+        return self.client.engine_info.max_model_len
 
     def check_model(self, name: str | None) -> None:
         """Raises `UnknownModel` unless `name`, if given, is a name of the model served here."""
@@ -110,10 +130,3 @@ class Service:
     def unique(self, request_id: str) -> str:
         """A name for a request to the engine: callers may use one X-Request-Id for several requests."""
         return f"{request_id}-{next(self._serial)}"
-
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids of `text`."""
-        encode = self.tokenizer.encode
-        if len(text) <= LONG_TEXT:
-            return encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 import msgspec
@@ -14,8 +13,8 @@ from eagleray.errors import InvalidRequest
 from eagleray.server.body import BodyDecoder
 from eagleray.server.conversation import Message, render
 from eagleray.server.endpoint import Endpoint, Operation
-from eagleray.server.replies import json_reply
-from eagleray.server.service import LONG_TEXT, Service
+from eagleray.server.replies import json_reply, unless_disconnected
+from eagleray.server.service import Service
 
 __all__ = ["DetokenizeRequest", "DetokenizeResponse", "TokenRoutes", "TokenizeRequest", "TokenizeResponse"]
 
@@ -60,8 +59,8 @@ class TokenRoutes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._tokenize_body = BodyDecoder(TokenizeRequest, service.max_request_bytes)
-        self._detokenize_body = BodyDecoder(DetokenizeRequest, service.max_request_bytes)
+        self._tokenize_body = BodyDecoder(TokenizeRequest, service.body_limits)
+        self._detokenize_body = BodyDecoder(DetokenizeRequest, service.body_limits)
 
     def endpoints(self) -> list[Endpoint]:
         tokenize = Operation(
@@ -83,7 +82,7 @@ class TokenRoutes:
     async def tokenize(self, request: Request) -> Response:
         body = await self._tokenize_body.read(request)
         self._service.check_model(body.model)
-        tokens = await self._encode(body)
+        tokens = await unless_disconnected(request.receive, self._encode(body))
         tokenizer, engine = self._service.tokenizer, self._service.client.engine_info
         answer = TokenizeResponse(
             count=len(tokens),
@@ -98,28 +97,27 @@ class TokenRoutes:
             raise InvalidRequest("give either `prompt` or `messages`", param="prompt")
         if body.messages is not None:
             text = await render(self._service, body.messages, body)
-            return await self._service.encode(text, add_special_tokens=bool(body.add_special_tokens))
+            return await self._encode_text(text, add_special_tokens=bool(body.add_special_tokens))
         for name in CONVERSATION_FIELDS:
             if getattr(body, name) is not None:
                 raise InvalidRequest(f"`{name}` is only for `messages`, not for a `prompt`", param=name)
         assert body.prompt is not None
-        return await self._service.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        return await self._encode_text(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+
+    async def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        processor = self._service.text
+        return await processor.encode(text, add_special_tokens=add_special_tokens, max_tokens=processor.utility_tokens)
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._detokenize_body.read(request)
         self._service.check_model(body.model)
         self._check_known(body.tokens)
-        decode = self._service.tokenizer.decode
-        if len(body.tokens) <= LONG_TEXT:
-            text = decode(body.tokens, skip_special_tokens=False)
-        else:
-            text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)
-        return json_reply(DetokenizeResponse(text))
+        return json_reply(DetokenizeResponse(await self._service.text.decode(body.tokens)))
 
     def _check_known(self, token_ids: list[int]) -> None:
         engine, size = self._service.client.engine_info, self._service.tokenizer.vocab_size
         size = max(size, engine.vocab_size) if engine else size
-        for token_id in token_ids:
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id < size:
                 raise InvalidRequest(
                     f"`tokens`: {token_id} is not a token id; they go from 0 to {size - 1}", param="tokens"

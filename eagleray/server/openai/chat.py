@@ -59,7 +59,7 @@ class ChatRoute:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._body = BodyDecoder(ChatRequest, service.max_request_bytes)
+        self._body = BodyDecoder(ChatRequest, service.body_limits)
 
     def endpoints(self) -> list[Endpoint]:
         create = Operation(
@@ -84,18 +84,19 @@ class ChatRoute:
         self._service.check_model(body.model)
         self._service.check_open()
         options = stream_options(body.stream, body.stream_options)
-        params = self._params(body)
-        text = await render(self._service, body.messages, body)
-        token_ids = await self._service.encode(text, add_special_tokens=bool(body.add_special_tokens))
         order = Order.of(
             self._service,
             request,
             body,
-            prompts=[Prompt(text, token_ids)],
-            params=params,
+            make_prompts=functools.partial(self._prompts, body),
+            params=self._params(body),
             field_names=FIELD_NAMES,
         )
         return Job(body, order, options, int(time.time()))
+
+    async def _prompts(self, body: ChatRequest) -> list[Prompt]:
+        text = await render(self._service, body.messages, body)
+        return [Prompt(text, await self._service.text.encode(text, add_special_tokens=bool(body.add_special_tokens)))]
 
     def _params(self, body: ChatRequest) -> SamplingParams:
         max_tokens = _max_tokens(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 from collections.abc import Sequence
@@ -31,6 +32,9 @@ __all__ = ["CompletionRoute"]
 
 DEFAULT_MAX_TOKENS = 16
 
+TOKENIZE_AT_ONCE = 16
+"""After so many prompts that are short enough to be tokenized in the event loop, others get their turn."""
+
 
 class Job(NamedTuple):
     """A request that was understood: what to generate, and how to tell it."""
@@ -54,7 +58,7 @@ class CompletionRoute:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._body = BodyDecoder(CompletionRequest, service.max_request_bytes)
+        self._body = BodyDecoder(CompletionRequest, service.body_limits)
 
     def endpoints(self) -> list[Endpoint]:
         create = Operation(
@@ -79,40 +83,31 @@ class CompletionRoute:
         self._service.check_model(body.model)
         self._service.check_open()
         options = stream_options(body.stream, body.stream_options)
+        parts = _parts(body)
         order = Order.of(
             self._service,
             request,
             body,
-            prompts=await self._prompts(body),
+            num_prompts=len(parts),
+            make_prompts=functools.partial(self._prompts, parts, body),
             params=self._params(body),
             only_prompt=body.max_tokens == 0,
         )
         return Job(body, order, options, self._service.model_name, self._service.tokenizer, int(time.time()))
 
-    async def _prompts(self, body: CompletionRequest) -> list[Prompt]:
-        parts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        if not parts:
-            raise InvalidRequest("`prompt` is empty; give a text, or token ids", param="prompt")
-        token_ids = [part for part in parts if isinstance(part, int)]
-        if len(token_ids) == len(parts):
-            return [await self._prompt(token_ids, body)]
-        if token_ids:
-            raise InvalidRequest(
-                "`prompt` mixes token ids with whole prompts; put the ids of each prompt into a list of their own",
-                param="prompt",
-            )
-        return [await self._prompt(part, body) for part in parts if not isinstance(part, int)]
+    async def _prompts(self, parts: Sequence[str | list[int]], body: CompletionRequest) -> list[Prompt]:
+        prompts = []
+        for part in parts:
+            prompts.append(await self._prompt(part, body))
+            if len(prompts) % TOKENIZE_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return prompts
 
     async def _prompt(self, part: str | list[int], body: CompletionRequest) -> Prompt:
-        if isinstance(part, str):
-            return Prompt(
-                part, await self._service.encode(part, add_special_tokens=body.add_special_tokens is not False)
-            )
-        if body.add_special_tokens:
-            raise InvalidRequest(
-                "`add_special_tokens` is for texts: token ids are taken as they are", param="add_special_tokens"
-            )
-        return Prompt(token_ids=part)
+        if isinstance(part, list):
+            return Prompt(token_ids=part)
+        token_ids = await self._service.text.encode(part, add_special_tokens=body.add_special_tokens is not False)
+        return Prompt(part, token_ids)
 
     def _params(self, body: CompletionRequest) -> SamplingParams:
         decided: dict[str, int | None] = {"logprobs": body.logprobs}
@@ -146,6 +141,26 @@ class CompletionRoute:
             await all_of([tell(writer) for writer in _writers(job, generations)])
         if job.options.include_usage:
             await emit(job.answer([], total_usage(generations.each)))
+
+
+def _parts(body: CompletionRequest) -> list[str | list[int]]:
+    """Return the prompts of a request, each a text or token ids. Raises `InvalidRequest`."""
+    parts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if not parts:
+        raise InvalidRequest("`prompt` is empty; give a text, or token ids", param="prompt")
+    token_ids = [part for part in parts if isinstance(part, int)]
+    prompts: list[str | list[int]] = [part for part in parts if not isinstance(part, int)]
+    if token_ids and prompts:
+        raise InvalidRequest(
+            "`prompt` mixes token ids with whole prompts; put the ids of each prompt into a list of their own",
+            param="prompt",
+        )
+    prompts = prompts or [token_ids]
+    if body.add_special_tokens and any(isinstance(prompt, list) for prompt in prompts):
+        raise InvalidRequest(
+            "`add_special_tokens` is for texts: token ids are taken as they are", param="add_special_tokens"
+        )
+    return prompts
 
 
 class Writer:
@@ -209,7 +224,7 @@ class Writer:
 
 
 def _writers(job: Job, generations: Generations) -> list[Writer]:
-    pairs = zip(job.order.prompts, generations.each, strict=True)
+    pairs = zip(generations.prompts, generations.each, strict=True)
     return [
         Writer(job, prompt, generation, first_index=place * job.order.params.n)
         for place, (prompt, generation) in enumerate(pairs)

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from eagleray.client import Prompt
 from eagleray.client.preprocess import child_seed
-from eagleray.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Overloaded, Unavailable
+from eagleray.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Unavailable
 from eagleray.messages.lifecycle import Stop
 from eagleray.messages.outputs import Chunk, Chunks, FinishReason
+from eagleray.messages.requests import Abort
 from eagleray.messages.sampling import SamplingParams
 
 PROMPT = Prompt(token_ids=[5, 6, 7])
@@ -608,14 +609,39 @@ async def test_time_runs_while_a_request_waits_for_an_engine():
 
 
 @asynchronous
-async def test_a_client_that_is_full_takes_no_more():
-    async with attached(max_in_flight=2) as setup:
-        streams = [setup.client.generate(PROMPT, PARAMS) for _ in range(2)]
-        with pytest.raises(Overloaded, match="there are 2 requests in flight, as many as are allowed") as raised:
-            setup.client.generate(PROMPT, PARAMS)
-        assert raised.value.retry_after == 1
-        streams[0].abort()
-        setup.client.generate(PROMPT, PARAMS)
+async def test_num_queued_seqs_counts_completions_until_their_request_has_a_token():
+    async with attached() as setup:
+        client = setup.client
+        first = client.generate(PROMPT, SamplingParams(n=3))
+        client.generate(PROMPT, PARAMS)
+        assert client.num_queued_seqs == 4
+        await setup.engine.say((1, {"token_ids": [9]}))
+        assert client.num_queued_seqs == 1
+        await setup.engine.leave()
+        assert client.num_queued_seqs == 1
+        first.abort()
+        assert client.num_queued_seqs == 1
+        await client.close()
+        assert client.num_queued_seqs == 0
+
+
+@asynchronous
+async def test_generate_when_sending_fails_aborts_what_was_sent():
+    async with attached() as setup:
+        sent = []
+
+        def send(peer, message):
+            if len(sent) == 2:
+                sent.append(None)
+                raise OverflowError("a number that no wire can carry")
+            sent.append(message)
+
+        setup.client._dispatch._send = send
+        with pytest.raises(OverflowError):
+            setup.client.generate(PROMPT, SamplingParams(n=4))
+        names = [message.request_id for message in sent[:2]]
+        assert isinstance(sent[-1], Abort) and set(names) <= set(sent[-1].request_ids)
+        assert (setup.client.num_in_flight, setup.client.num_queued_seqs) == (0, 0)
 
 
 # Who is told.

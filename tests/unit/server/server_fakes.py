@@ -171,7 +171,6 @@ class Api:
             self.config,
             inbox=self.engine,
             outbox=self.engine,
-            max_in_flight=self.config.serving.max_queued_requests,
         )
         self.app = create_app(self.client, self.config, self.ledger)
         self._reading = asyncio.create_task(self.client.run())

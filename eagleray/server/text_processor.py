@@ -1,0 +1,174 @@
+"""Text to token ids and back for the routes of a server, in pieces or in threads where it would take long.
+
+The event loop serves everybody, and the thread that sends this process's heartbeat needs Python's lock: neither may
+wait until a text of megabytes is tokenized. Owned by `Service`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from eagleray.client import OverBudget, RenderBudget, Tokenizer
+from eagleray.errors import InvalidRequest, PromptTooLong
+
+__all__ = ["TextProcessor"]
+
+T = TypeVar("T")
+
+INLINE_CHARS = 4096
+"""Shorter texts are tokenized in the event loop, within about a millisecond."""
+INLINE_MESSAGES = 64
+INLINE_RENDER_SECONDS = 0.05
+"""A chat template that takes longer in the event loop is begun again in a thread."""
+
+PIECE_CHARS = 2**16
+"""Tokenizing this much takes some 50 ms. A client that disconnects is noticed in between."""
+PIECE_MARGIN_TOKENS = 16
+"""Cutting a text may cost a few tokens at each cut."""
+
+UNKNOWN_MODEL_LEN = 2**17
+"""Model length that is assumed before the first engine has told the true one."""
+UTILITY_TOKENS = 2**17
+"""Least limit of /tokenize and /detokenize: work of half a second, and 100 MB."""
+
+
+class TextProcessor:
+    """`max_model_len` returns the model's length in tokens, or None while no engine has told it. `template_seconds` is
+    the longest that a chat template may take."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, max_model_len: Callable[[], int | None], template_seconds: float
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._template_seconds = template_seconds
+        # One thread each: however many long texts there are, other requests keep the rest of the machine.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._rendering = ThreadPoolExecutor(1, thread_name_prefix="render")
+
+    @property
+    def utility_tokens(self) -> int:
+        """Most tokens of /tokenize and /detokenize, which also serve to find out whether a text is too long."""
+        return max(self._model_len, UTILITY_TOKENS)
+
+    async def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
+        """Return the token ids of `text`. `max_tokens`: by default the model's length.
+
+        Raises `PromptTooLong`, before it is tokenized, for a text that clearly has more tokens, and `InvalidRequest` as
+        `Tokenizer.encode` does.
+        """
+        limit = self._model_len if max_tokens is None else max_tokens
+        self._check_chars(len(text), limit)
+        encode = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        if len(text) <= INLINE_CHARS:
+            return encode()
+        if len(text) > PIECE_CHARS:
+            await self._check_tokens(text, limit)
+        return await self._in_thread(self._tokenizing, encode)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of the tokens, special ones included.
+
+        Raises `PromptTooLong` for more than `utility_tokens`, and `InvalidRequest` as `Tokenizer.decode` does.
+        """
+        if len(token_ids) > self.utility_tokens:
+            raise PromptTooLong(
+                f"there are {len(token_ids)} tokens, but at most {self.utility_tokens} are taken at a time: send fewer",
+                param="tokens",
+            )
+        decode = partial(self._tokenizer.decode, token_ids, skip_special_tokens=False)
+        return decode() if len(token_ids) <= INLINE_CHARS else await self._in_thread(self._tokenizing, decode)
+
+    def check_messages(self, count: int) -> None:
+        """Raise `PromptTooLong` for a conversation of more messages than the model's length has tokens."""
+        if count > self._model_len:
+            raise PromptTooLong(
+                f"there are {count} messages, which cannot fit into the {self._model_len} tokens of the model's length "
+                "(option `max_model_len`): send fewer",
+                param="messages",
+            )
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> str:
+        """Return the prompt that the chat template makes of `messages`.
+
+        Raises `PromptTooLong` for messages that cannot fit into the model's length, and `InvalidRequest` if the
+        template refuses them or takes too long.
+        """
+        num_chars = sum(len(message["content"]) for message in messages)
+        self._check_chars(num_chars, self._model_len)
+        render = partial(
+            self._tokenizer.apply_chat_template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        if len(messages) <= INLINE_MESSAGES and num_chars <= INLINE_CHARS:
+            try:
+                return render(budget=self._budget(INLINE_RENDER_SECONDS))
+            except OverBudget:
+                pass
+        return await self._render_in_thread(render)
+
+    async def _render_in_thread(self, render: Callable[..., str]) -> str:
+        budget = self._budget(self._template_seconds)
+        try:
+            return await self._in_thread(self._rendering, partial(render, budget=budget))
+        except asyncio.CancelledError:
+            budget.cancel()
+            raise
+        except OverBudget as error:
+            raise InvalidRequest(
+                f"the chat template was given up: {error}; send a shorter conversation, or raise the option "
+                "`chat_template_timeout` or `max_model_len`",
+                param="messages",
+            ) from None
+
+    def _budget(self, seconds: float) -> RenderBudget:
+        return RenderBudget(seconds=seconds, max_chars=self._model_len * self._tokenizer.max_token_chars)
+
+    @property
+    def _model_len(self) -> int:
+        return self._max_model_len() or UNKNOWN_MODEL_LEN
+
+    def _check_chars(self, num_chars: int, max_tokens: int) -> None:
+        longest = self._tokenizer.max_token_chars
+        if num_chars > max_tokens * longest:
+            raise PromptTooLong(
+                f"a text of {num_chars} characters cannot fit into {self._explain_limit(max_tokens)}: no token stands "
+                f"for more than {longest} characters",
+                param="prompt",
+            )
+
+    async def _check_tokens(self, text: str, max_tokens: int) -> None:
+        """Count the tokens of the pieces of `text` until there are clearly too many, and raise `PromptTooLong` then."""
+        num_tokens = 0
+        for num_pieces, start in enumerate(range(0, len(text), PIECE_CHARS), 1):
+            end = min(start + PIECE_CHARS, len(text))
+            count = partial(self._tokenizer.count_tokens, text[start:end])
+            num_tokens += await self._in_thread(self._tokenizing, count)
+            if num_tokens > max_tokens + PIECE_MARGIN_TOKENS * num_pieces:
+                raise PromptTooLong(
+                    f"a text of {len(text)} characters, of which the first {end} have about {num_tokens} tokens, "
+                    f"cannot fit into {self._explain_limit(max_tokens)}",
+                    param="prompt",
+                )
+
+    def _explain_limit(self, max_tokens: int) -> str:
+        if max_tokens == self._model_len:
+            return f"{max_tokens} tokens, the model's length (option `max_model_len`)"
+        return f"{max_tokens} tokens, the most that are taken at a time"
+
+    async def _in_thread(self, threads: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(threads, function)
