@@ -6,12 +6,15 @@ from eagleray.client.generation_config import default_sampling
 from eagleray.client.mailboxes import Inbox, Outbox
 from eagleray.client.open import open_client
 from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob, RequestDelta, RequestOutput
-from eagleray.client.preprocess import Prompt
+from eagleray.client.preprocess import MAX_COMPLETIONS, MAX_LOGPROB_TOKEN_IDS, MAX_TIMEOUT_SECONDS, Prompt
 from eagleray.client.recovery import RecoveryObserver
 from eagleray.client.stream import RequestStream
 from eagleray.client.tokenizer import Tokenizer
 
 __all__ = [
+    "MAX_COMPLETIONS",
+    "MAX_LOGPROB_TOKEN_IDS",
+    "MAX_TIMEOUT_SECONDS",
     "Client",
     "CompletionDelta",
     "CompletionOutput",

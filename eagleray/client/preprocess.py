@@ -23,6 +23,7 @@ from eagleray.messages.sampling import MAX_SEED, Sampling, SamplingParams, Stopp
 
 __all__ = [
     "MAX_COMPLETIONS",
+    "MAX_LOGPROB_TOKEN_IDS",
     "MAX_TIMEOUT_SECONDS",
     "Preprocessor",
     "Prompt",

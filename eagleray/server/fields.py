@@ -7,8 +7,17 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from eagleray.client import MAX_COMPLETIONS, MAX_LOGPROB_TOKEN_IDS, MAX_TIMEOUT_SECONDS
 from eagleray.errors import InvalidRequest
-from eagleray.messages.sampling import SamplingParams
+from eagleray.messages.sampling import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 
 __all__ = ["SAMPLING_NAMES", "SamplingFields", "StreamOptions", "Timeout", "sampling_params", "stream_options"]
 
@@ -16,6 +25,7 @@ Timeout = Annotated[
     float,
     Meta(
         gt=0,
+        extra_json_schema={"maximum": MAX_TIMEOUT_SECONDS},
         description="Seconds after which the request is given up with an error. Default: as the server is set up.",
     ),
 ]
@@ -24,7 +34,10 @@ Timeout = Annotated[
 class SamplingFields(msgspec.Struct, kw_only=True):
     """The fields of `SamplingParams`, which checks their values; `logprobs` differs by route."""
 
-    n: Annotated[int | None, Meta(description="Number of completions.")] = None
+    n: Annotated[
+        int | None,
+        Meta(description="Number of completions of each prompt.", extra_json_schema={"maximum": MAX_COMPLETIONS}),
+    ] = None
     temperature: Annotated[float | None, Meta(description="0 is greedy.")] = None
     top_p: float | None = None
     top_k: Annotated[int | None, Meta(description="0 or -1: all tokens.")] = None
@@ -33,17 +46,36 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float] | None, Meta(description="By token id.")] = None
+    logit_bias: Annotated[
+        dict[int, float] | None,
+        Meta(description="By token id.", extra_json_schema={"maxProperties": MAX_LOGIT_BIASES}),
+    ] = None
     allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    bad_words: Annotated[
+        list[str] | None,
+        Meta(
+            description=f"Texts that must not be generated, of at most {MAX_BAD_WORD_CHARS} characters each.",
+            extra_json_schema={"maxItems": MAX_BAD_WORDS},
+        ),
+    ] = None
+    stop: Annotated[
+        str | list[str] | None,
+        Meta(
+            description=f"Texts at which the completion ends, of at most {MAX_STOP_CHARS} characters each.",
+            extra_json_schema={"maxItems": MAX_STOP_STRINGS},
+        ),
+    ] = None
+    stop_token_ids: Annotated[list[int] | None, Meta(extra_json_schema={"maxItems": MAX_STOP_TOKEN_IDS})] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None
     logprob_token_ids: Annotated[
-        list[int] | None, Meta(description="Report the log-probabilities of these ids at every position.")
+        list[int] | None,
+        Meta(
+            description="Report the log-probabilities of these ids at every position.",
+            extra_json_schema={"maxItems": MAX_LOGPROB_TOKEN_IDS},
+        ),
     ] = None
     prompt_logprobs: int | None = None
     return_routed_experts: Annotated[

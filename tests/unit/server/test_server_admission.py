@@ -7,7 +7,9 @@ import asyncio
 import pytest
 from server_fakes import Call, serving, settle
 
+from eagleray.client import MAX_LOGPROB_TOKEN_IDS
 from eagleray.messages.outputs import Chunk, FinishReason
+from eagleray.messages.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
 
 def error_of(response, status=400):
@@ -125,3 +127,16 @@ def test_metrics_sum_of_max_tokens_stays_finite_and_exact(api):
         assert api.post("/v1/completions", {"prompt": "hello", "max_tokens": 2**62}).status_code == 200
     (line,) = [line for line in api.get("/metrics").text.splitlines() if "params_max_tokens_sum" in line]
     assert float(line.split()[-1]) == 3_000_000
+
+
+def test_openapi_names_the_limits_of_lists(api):
+    fields = api.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]
+    assert {
+        name: fields[name]["maxItems"] for name in ("stop", "bad_words", "stop_token_ids", "logprob_token_ids")
+    } == {
+        "stop": MAX_STOP_STRINGS,
+        "bad_words": MAX_BAD_WORDS,
+        "stop_token_ids": MAX_STOP_TOKEN_IDS,
+        "logprob_token_ids": MAX_LOGPROB_TOKEN_IDS,
+    }
+    assert fields["logit_bias"]["maxProperties"] == MAX_LOGIT_BIASES
