@@ -6,6 +6,7 @@ The dispatch sends and resumes them; this keeps the books, delivers, ends what h
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -172,7 +173,8 @@ class InFlight:
         state, name = request.state, chunk.request_id
         if request.is_fresh:
             self._keeper.on_fresh(request, chunk)
-        if chunk.token_ids:
+        if request.is_queued and chunk.token_ids:
+            request.stream.first_token_at = time.perf_counter()
             self._leave_queue(request)
         state.deliver(index, chunk)
         if state.failure is not None:

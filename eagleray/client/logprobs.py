@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import operator
+from bisect import bisect_right
 from collections.abc import Sequence
+from typing import overload
 
 from eagleray.client.outputs import Logprob
 from eagleray.client.tokenizer import Tokenizer
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 
-__all__ = ["PromptLogprobsBuilder", "position_logprobs"]
+__all__ = ["PromptLogprobsBuilder", "PromptPositions", "position_logprobs"]
 
 Position = dict[int, Logprob]
 
@@ -18,26 +21,69 @@ def position_logprobs(reported: TokenLogprobs, *, num_asked: int, tokenizer: Tok
     return _position(reported.token_ids, reported.logprobs, reported.rank, num_asked, tokenizer)
 
 
+class PromptPositions(Sequence[Position | None]):
+    """The log-probabilities of a prompt by position; None for the first, which nothing precedes.
+
+    Each is made when it is read: a long prompt's take a hundred times the memory of the numbers.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._parts: list[PromptLogprobs] = []
+        """Consecutive, from position 1 on."""
+        self._length = 1
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> Position | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Position | None]: ...
+
+    def __getitem__(self, index: int | slice) -> Position | list[Position | None] | None:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(self._length))]
+        place = range(self._length)[index]
+        if place == 0:
+            return None
+        part = self._parts[bisect_right(self._parts, place, key=lambda part: part.start) - 1]
+        row = place - part.start
+        token_ids, logprobs = part.token_ids[row].tolist(), part.logprobs[row].tolist()
+        return _position(token_ids, logprobs, int(part.ranks[row]), 0, self._tokenizer)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def append(self, part: PromptLogprobs) -> None:
+        """Add the next positions. Those that are known already are not replaced."""
+        num_known = self._length - part.start
+        assert num_known >= 0, f"prompt logprobs from position {part.start} on, after {self._length} positions"
+        if num_known < len(part.ranks):
+            rest = PromptLogprobs(
+                self._length, part.token_ids[num_known:], part.logprobs[num_known:], part.ranks[num_known:]
+            )
+            self._parts.append(rest)
+            self._length += len(rest.ranks)
+
+
 class PromptLogprobsBuilder:
     """The log-probabilities of one prompt, which come in parts while it is computed."""
 
     def __init__(self, num_prompt_tokens: int, tokenizer: Tokenizer | None) -> None:
         self._num_prompt_tokens = num_prompt_tokens
-        self._tokenizer = tokenizer
-        self.positions: list[Position | None] = [None]
-        """Of the prompt's first tokens; nothing precedes the first one."""
+        self.positions = PromptPositions(tokenizer)
 
     @property
     def is_complete(self) -> bool:
         return len(self.positions) == self._num_prompt_tokens
 
     def add(self, part: PromptLogprobs) -> None:
-        """The next positions. What is known already is not replaced."""
-        known = len(self.positions) - part.start
-        assert known >= 0, f"prompt logprobs from position {part.start} on, after {len(self.positions)} positions"
-        columns = part.token_ids.tolist(), part.logprobs.tolist(), part.ranks.tolist()
-        for token_ids, logprobs, rank in list(zip(*columns, strict=True))[known:]:
-            self.positions.append(_position(token_ids, logprobs, rank, 0, self._tokenizer))
+        """Add the next positions. Those that are known already are not replaced."""
+        self.positions.append(part)
 
 
 def _position(

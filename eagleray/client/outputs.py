@@ -5,6 +5,7 @@ Shaped as users of vLLM know them. Plain data; made by `request_state`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from eagleray.messages.arrays import Array
@@ -88,14 +89,15 @@ class CompletionDelta:
 
 @dataclass(slots=True, kw_only=True)
 class RequestDelta:
-    """What is new of a request since the last delta. Several steps of the engine in one, if the reader was slow."""
+    """What is new of a request since the last delta, or a part of it. Several steps of the engine in one, if the reader
+    was slow."""
 
     request_id: str
     outputs: list[CompletionDelta]
     """Only the completions with something new, by index."""
     finished: bool
     """This is the last delta."""
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     """In one delta, the one in which they are complete, if they were asked for."""
     num_cached_tokens: int = 0
     """Of the prompt, as in `RequestOutput`; the same number in every delta."""

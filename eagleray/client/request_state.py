@@ -6,8 +6,10 @@ is taken, unless there are stop strings to look for: whoever waits for the end o
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from eagleray.client.detokenizer import Detokenizer
-from eagleray.client.logprobs import PromptLogprobsBuilder, position_logprobs
+from eagleray.client.logprobs import PromptLogprobsBuilder, PromptPositions, position_logprobs
 from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob, RequestDelta, RequestOutput
 from eagleray.client.routed_experts import RoutedRows
 from eagleray.client.tokenizer import Tokenizer
@@ -19,6 +21,10 @@ from eagleray.messages.sampling import SamplingParams
 __all__ = ["Completion", "RequestState"]
 
 OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+
+MAX_DELTA_ENTRIES = 1024
+"""Tokens and log-probabilities of one delta. To make and to send so many takes some milliseconds; a reader that was
+slow gets the rest in further deltas, between which others get their turn."""
 
 
 class Completion:
@@ -37,6 +43,7 @@ class Completion:
         "_num_visible",
         "_routed",
         "_shows_stop",
+        "_text_ends",
         "_texts",
         "_tokenizer",
         "finish_reason",
@@ -71,6 +78,8 @@ class Completion:
         self._logprobs: list[TokenLogprobs] = []
         self._texts: list[str] = []
         """The text so far, in parts."""
+        self._text_ends: list[int] = []
+        """Number of tokens that each part and those before it are made of."""
         self._num_visible = 0
         """How many of the tokens have text: not one that ended the request."""
         self._num_detokenized = 0
@@ -103,44 +112,56 @@ class Completion:
         hides_last = chunk.finish_reason is FinishReason.STOP and not self._shows_stop
         self._num_visible = len(self.token_ids) - hides_last
         if self._is_watched:
-            self._detokenize()
+            self.detokenize(len(self.token_ids))
 
     def abort(self) -> None:
         """It ends here, with what it has."""
         self.finish_reason = FinishReason.ABORT
 
-    def take(self) -> CompletionDelta | None:
-        """What is new since the last call; None if nothing is."""
-        self._detokenize()
-        text = "".join(self._texts[self._num_taken_texts :])
-        token_ids = self.token_ids[self._num_taken_tokens :]
+    @property
+    def has_new_tokens(self) -> bool:
+        """Tokens have come that were not taken."""
+        return self._num_taken_tokens < len(self.token_ids)
+
+    @property
+    def is_taken(self) -> bool:
+        """It has ended, and everything was taken."""
+        return self._end_was_taken
+
+    def take(self, max_tokens: int) -> CompletionDelta | None:
+        """What is new since the last call, with at most `max_tokens` tokens; None if nothing is."""
+        start, end = self._num_taken_tokens, min(self._num_taken_tokens + max_tokens, len(self.token_ids))
+        self.detokenize(end)
+        has_all = end == len(self.token_ids)
+        num_texts = len(self._texts) if has_all else bisect_right(self._text_ends, end)
+        text = "".join(self._texts[self._num_taken_texts : num_texts])
         routed = None if self._routed is None else self._routed.take()
-        is_end = self.finish_reason is not None and not self._end_was_taken
-        if not (text or token_ids or is_end or routed):
+        is_end = has_all and self.finish_reason is not None and not self._end_was_taken
+        if not (text or end > start or is_end or routed):
             return None
         delta = CompletionDelta(
             index=self.index,
             text=text,
-            token_ids=token_ids,
-            logprobs=self._positions(self._num_taken_tokens),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+            token_ids=self.token_ids[start:end],
+            logprobs=self._positions(start, end),
+            finish_reason=self.finish_reason if has_all else None,
+            stop_reason=self.stop_reason if has_all else None,
         )
         if routed is not None:
             delta.routed_experts_start, delta.routed_experts = routed
-        self._num_taken_texts, self._num_taken_tokens = len(self._texts), len(self.token_ids)
+        self._num_taken_texts, self._num_taken_tokens = num_texts, end
         self._end_was_taken |= is_end
         return delta
 
-    def output(self) -> CompletionOutput:
+    def output(self, *, with_logprobs: bool = True) -> CompletionOutput:
         """All of it, whatever has been taken."""
-        self._detokenize()
+        self.detokenize(len(self.token_ids))
         output = CompletionOutput(
             index=self.index,
             text="".join(self._texts),
             token_ids=list(self.token_ids),
             cumulative_logprob=sum(entry.logprobs[0] for entry in self._logprobs) if self._has_logprobs else None,
-            logprobs=self._positions(0),
+            logprobs=self._positions(0, len(self.token_ids)) if with_logprobs else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -148,28 +169,31 @@ class Completion:
             output.routed_experts, output.routed_experts_start = self._routed.all(), self._routed.start
         return output
 
-    def _positions(self, start: int) -> list[dict[int, Logprob]] | None:
-        """The log-probabilities of the tokens from `start` on, if they were asked for."""
+    def _positions(self, start: int, end: int) -> list[dict[int, Logprob]] | None:
+        """The log-probabilities of the tokens `start` to `end` - 1, if they were asked for."""
         if not self._has_logprobs:
             return None
         return [
             position_logprobs(entry, num_asked=self._num_asked, tokenizer=self._tokenizer)
-            for entry in self._logprobs[start:]
+            for entry in self._logprobs[start:end]
         ]
 
-    def _detokenize(self) -> None:
-        """Make text of the tokens that came since the last time; a stop string in it is the end."""
+    def detokenize(self, end: int) -> None:
+        """Make text of the tokens before `end` that have none yet; a stop string in it is the end of the completion."""
         if self._detokenizer is None:
             return
-        start, self._num_detokenized = self._num_detokenized, self._num_visible
-        if stopped := self._detokenizer.push(self.token_ids[start : self._num_visible]):
+        start, visible = self._num_detokenized, min(end, self._num_visible)
+        self._num_detokenized = max(start, visible)
+        if stopped := self._detokenizer.push(self.token_ids[start:visible]):
             self._cut(start + stopped.num_tokens)
             self.finish_reason, self.stop_reason = FinishReason.STOP, stopped.stop_string
-        elif self.finish_reason is not None:
+        has_all = self.finish_reason is not None and end >= len(self.token_ids)
+        if has_all and not stopped:
             self._detokenizer.flush()
         if text := self._detokenizer.take():
             self._texts.append(text)
-        if self.finish_reason is not None:
+            self._text_ends.append(min(end, len(self.token_ids)))
+        if has_all:
             self._detokenizer = None
 
     def _cut(self, num_tokens: int) -> None:
@@ -186,12 +210,15 @@ class RequestState:
 
     __slots__ = (
         "_counts_cached_tokens",
+        "_first_to_take",
+        "_max_delta_tokens",
         "_num_cached_tokens",
         "_prompt",
         "_prompt_logprobs",
         "_prompt_logprobs_were_taken",
         "completions",
         "failure",
+        "has_more",
         "prompt_token_ids",
         "request_id",
     )
@@ -217,6 +244,12 @@ class RequestState:
 
         self.completions = [Completion(index, params, tokenizer, rows()) for index in range(params.n)]
         self.failure: EagleRayError | None = None
+        num_logprobs = (params.logprobs or 0) + len(params.logprob_token_ids or ())
+        self._max_delta_tokens = max(1, MAX_DELTA_ENTRIES // (1 + num_logprobs))
+        self._first_to_take = 0
+        """Index of the completion that is the first to be in the next delta."""
+        self.has_more = False
+        """The last delta did not hold all that there is: the next one can be taken at once."""
         self._prompt = prompt
         self._prompt_logprobs: PromptLogprobsBuilder | None = None
         if params.prompt_logprobs is not None:
@@ -260,8 +293,8 @@ class RequestState:
                 completion.abort()
 
     def take(self) -> RequestDelta | None:
-        """What is new since the last call; None if nothing is."""
-        outputs = [delta for completion in self.completions if (delta := completion.take())]
+        """What is new since the last call, as much as goes into one delta; None if nothing is."""
+        outputs = self._take_outputs()
         prompt_logprobs = None if self._prompt_logprobs_were_taken else self._complete_prompt_logprobs
         if not outputs and prompt_logprobs is None:
             return None
@@ -269,19 +302,36 @@ class RequestState:
         return RequestDelta(
             request_id=self.request_id,
             outputs=outputs,
-            finished=self._has_all,
+            finished=all(completion.is_taken for completion in self.completions),
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self._num_cached_tokens,
         )
 
-    def output(self) -> RequestOutput:
-        """All of it, whatever has been taken."""
+    def _take_outputs(self) -> list[CompletionDelta]:
+        """The deltas of the completions, by index. Where not all fit, those that are left out come first next time."""
+        count, room = len(self.completions), self._max_delta_tokens
+        first = self._first_to_take if self._first_to_take < count else 0
+        outputs = []
+        for place in range(first, first + count):
+            if room == 0:
+                self._first_to_take = place % count
+                break
+            if delta := self.completions[place % count].take(room):
+                room -= len(delta.token_ids)
+                outputs.append(delta)
+        self.has_more = room == 0 and any(completion.has_new_tokens for completion in self.completions)
+        return sorted(outputs, key=lambda delta: delta.index) if first else outputs
+
+    def output(self, *, with_logprobs: bool = True) -> RequestOutput:
+        """All of it, whatever has been taken. `with_logprobs` False: the log-probabilities were taken as deltas."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=self._complete_prompt_logprobs,
-            outputs=[completion.output() for completion in self.completions],
+            prompt_logprobs=list(self._complete_prompt_logprobs)
+            if with_logprobs and self._complete_prompt_logprobs is not None
+            else None,
+            outputs=[completion.output(with_logprobs=with_logprobs) for completion in self.completions],
             finished=self._has_all,
             num_cached_tokens=self._num_cached_tokens,
         )
@@ -291,6 +341,6 @@ class RequestState:
         return all(completion.finish_reason is not None for completion in self.completions)
 
     @property
-    def _complete_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+    def _complete_prompt_logprobs(self) -> PromptPositions | None:
         builder = self._prompt_logprobs
         return builder.positions if builder is not None and builder.is_complete else None

@@ -10,6 +10,9 @@ from eagleray.client.request_state import RequestState
 
 __all__ = ["RequestStream"]
 
+TOKENS_AT_ONCE = 4096
+"""After so many tokens were made into text, the event loop's others get their turn."""
+
 
 class RequestStream:
     """A request on its way. What becomes of engines meanwhile does not show here.
@@ -22,6 +25,10 @@ class RequestStream:
     """
 
     def __init__(self, state: RequestState, on_abort: Callable[[], None]) -> None:
+        self.first_token_at: float | None = None
+        """When the first token of any completion came, by `time.perf_counter`."""
+        self.on_news: Callable[[], None] | None = None
+        """Called when there is something new, for those who read with `take`."""
         self._state = state
         self._on_abort = on_abort
         self._news = asyncio.Event()
@@ -40,12 +47,12 @@ class RequestStream:
         try:
             while True:
                 self._news.clear()
-                if delta := self._state.take():
+                if delta := self.take():
                     yield delta
                     if delta.finished:
                         return
-                elif self._state.failure is not None:
-                    raise self._state.failure
+                    if self.has_more:
+                        await asyncio.sleep(0)
                 elif self._state.is_finished:  # somebody has read it before
                     return
                 else:
@@ -53,15 +60,41 @@ class RequestStream:
         finally:
             self.abort()
 
-    async def result(self) -> RequestOutput:
-        """The whole request, when it has ended. Cheaper than the deltas: nothing is done before the end."""
+    def take(self) -> RequestDelta | None:
+        """What is new now, as much as goes into one delta; None if nothing is. Raises as the iteration does."""
+        delta = self._state.take()
+        if delta is None and self._state.failure is not None:
+            raise self._state.failure
+        return delta
+
+    @property
+    def has_more(self) -> bool:
+        """The last delta did not hold all: before the next one is taken, others should get their turn."""
+        return self._state.has_more
+
+    async def wait_until_ended(self) -> None:
+        """Wait for the end. Raises as the iteration does."""
         try:
             await self._ended.wait()
         finally:
             self.abort()
         if self._state.failure is not None:
             raise self._state.failure
-        return self._state.output()
+
+    async def result(self, *, with_logprobs: bool = True) -> RequestOutput:
+        """The whole request, when it has ended. Cheaper than the deltas: nothing is done before the end.
+
+        `with_logprobs` False leaves log-probabilities out: they were read as deltas.
+        """
+        await self.wait_until_ended()
+        num_tokens = 0
+        for completion in self._state.completions:
+            completion.detokenize(len(completion.token_ids))
+            num_tokens += len(completion.token_ids)
+            if num_tokens > TOKENS_AT_ONCE:
+                num_tokens = 0
+                await asyncio.sleep(0)
+        return self._state.output(with_logprobs=with_logprobs)
 
     def abort(self) -> None:
         """End it now, with finish reason `abort`; what came so far stays readable. Harmless after the end."""
@@ -80,5 +113,7 @@ class RequestStream:
     def wake(self, *, ended: bool) -> None:
         """For the client: there is something new, and perhaps it is the last."""
         self._news.set()
+        if self.on_news is not None:
+            self.on_news()
         if ended:
             self._ended.set()

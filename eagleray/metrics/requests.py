@@ -86,18 +86,18 @@ class RequestTimer:
         self._num_tokens = [0] * n
         self._running = set(range(n))
 
-    def first_token(self) -> None:
-        """The first token of any completion came just now."""
-        self._first = time.perf_counter()
+    def first_token(self, at: float) -> None:
+        """The first token of any completion came at that time of `time.perf_counter`."""
+        self._first = at
         self._metrics.first_token.observe(self._first - self._arrival)
 
     def tokens(self, index: int, count: int) -> None:
         """Completion `index` got `count` more tokens just now."""
         if count == 0:
             return
-        if self._first is None:
-            self.first_token()
         now = time.perf_counter()
+        if self._first is None:
+            self.first_token(now)
         if self._num_tokens[index]:
             # Tokens that come together share the time: the reader was slow, not the engine.
             self._metrics.between_tokens.observe((now - self._last[index]) / count)

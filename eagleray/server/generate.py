@@ -23,7 +23,13 @@ from eagleray.server.fields import (
 )
 from eagleray.server.generation import Generation, Generations, Order
 from eagleray.server.headers import MSGPACK, ROUTING_HEADERS, accepts
-from eagleray.server.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs, prompt_logprobs
+from eagleray.server.logprobs import (
+    ChatLogprobs,
+    ChatLogprobsCollector,
+    PromptLogprobList,
+    chat_logprobs,
+    encoded_prompt_logprobs,
+)
 from eagleray.server.replies import Emit, EventStream, json_reply, msgpack_reply, unless_disconnected
 from eagleray.server.routed_experts import RoutedExpertsField, RoutedExpertsFormat, routed_experts
 from eagleray.server.service import Service
@@ -117,8 +123,9 @@ class GenerateRoute:
             job = self._read(body, request)
         if body.stream:
             return EventStream(functools.partial(self._stream, job), job.order.request_id)
-        answer = await unless_disconnected(request.receive, self._whole(job))
-        return msgpack_reply(answer) if accepts(request.headers, MSGPACK) else json_reply(answer)
+        is_msgpack = accepts(request.headers, MSGPACK)
+        answer = await unless_disconnected(request.receive, self._whole(job, is_msgpack=is_msgpack))
+        return msgpack_reply(answer) if is_msgpack else json_reply(answer)
 
     def _read(self, body: GenerateRequest, request: Request) -> Job:
         fields = body.sampling_params
@@ -137,45 +144,62 @@ class GenerateRoute:
         )
         return Job(body, order, stream_options(body.stream, body.stream_options))
 
-    async def _whole(self, job: Job) -> GenerateResponse:
+    async def _whole(self, job: Job, *, is_msgpack: bool) -> GenerateResponse:
+        collectors = [ChatLogprobsCollector(is_msgpack=is_msgpack) for _ in range(job.order.params.n)]
+
+        async def collect(part: CompletionDelta) -> None:
+            if (logprobs := _logprobs(job, part)) is not None:
+                collectors[part.index].add(logprobs)
+
         async with Generations(self._service, job.order) as generations:
             (generation,) = generations.each
-            output = await generation.result()
-        answer = job.answer([_choice(job, part) for part in output.outputs], total_usage(generations.each))
-        answer.prompt_logprobs = _prompt_logprobs(job, generation)
+            output = await generation.result(collect)
+        has_logprobs = job.order.has_logprobs
+        choices = [
+            _choice(job, part, collectors[part.index].take() if has_logprobs else None) for part in output.outputs
+        ]
+        answer = job.answer(choices, total_usage(generations.totals))
+        answer.prompt_logprobs = await _prompt_logprobs(job, generation, is_msgpack=is_msgpack)
         return answer
 
     async def _stream(self, job: Job, emit: Emit) -> None:
         begun = False
         async with Generations(self._service, job.order) as generations:
             (generation,) = generations.each
-            async for news in generation:
+            async for _, news in generations.news():
                 for part in news:
-                    event = job.answer([_choice(job, part)], usage_so_far(job.options, generations.each))
+                    choice = _choice(job, part, _logprobs(job, part))
+                    event = job.answer([choice], usage_so_far(job.options, generations.totals))
                     if not begun:
-                        begun, event.prompt_logprobs = True, _prompt_logprobs(job, generation)
+                        begun, event.prompt_logprobs = True, await _prompt_logprobs(job, generation)
                     await emit(event)
         if job.options.include_usage:
-            await emit(job.answer([], total_usage(generations.each)))
+            await emit(job.answer([], total_usage(generations.totals)))
 
 
 async def _prompts(token_ids: list[int]) -> list[Prompt]:
     return [Prompt(token_ids=token_ids)]
 
 
-def _choice(job: Job, part: CompletionDelta | CompletionOutput) -> GenerateChoice:
-    k = job.order.params.logprobs or 0
+def _choice(job: Job, part: CompletionDelta | CompletionOutput, logprobs: ChatLogprobs | None) -> GenerateChoice:
     return GenerateChoice(
         index=part.index,
         token_ids=part.token_ids,
-        logprobs=None if part.logprobs is None else chat_logprobs(part.token_ids, part.logprobs, k, None),
+        logprobs=logprobs,
         finish_reason=part.finish_reason,
         stop_reason=part.stop_reason,
         routed_experts=routed_experts(part, job.body.routed_experts_format),
     )
 
 
-def _prompt_logprobs(job: Job, generation: Generation) -> PromptLogprobList | None:
+def _logprobs(job: Job, part: CompletionDelta) -> ChatLogprobs | None:
+    if part.logprobs is None:
+        return None
+    return chat_logprobs(part.token_ids, part.logprobs, job.order.params.logprobs or 0, None)
+
+
+async def _prompt_logprobs(job: Job, generation: Generation, *, is_msgpack: bool = False) -> PromptLogprobList | None:
     if generation.prompt_logprobs is None:
         return None
-    return prompt_logprobs(generation.prompt_logprobs, job.order.params.prompt_logprobs or 0)
+    k = job.order.params.prompt_logprobs or 0
+    return await encoded_prompt_logprobs(generation.prompt_logprobs, k, is_msgpack=is_msgpack)

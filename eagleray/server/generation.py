@@ -6,13 +6,23 @@ Owns what happens to the engine's work when the HTTP request ends early, for wha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from starlette.requests import Request
 
-from eagleray.client import CompletionDelta, CompletionOutput, Logprob, Prompt, RequestOutput, RequestStream
+from eagleray.client import (
+    CompletionDelta,
+    CompletionOutput,
+    Logprob,
+    Prompt,
+    RequestDelta,
+    RequestOutput,
+    RequestStream,
+)
 from eagleray.errors import InvalidRequest
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
@@ -22,13 +32,13 @@ from eagleray.server.headers import rank_of, session_of
 from eagleray.server.routed_experts import RoutedExpertsFormat
 from eagleray.server.service import Service
 
-__all__ = ["Generation", "Generations", "Order", "OrderFields", "all_of"]
-
-
-T = TypeVar("T")
+__all__ = ["Generation", "Generations", "Order", "OrderFields", "TokenTotals"]
 
 START_AT_ONCE = 64
 """After this many prompts of one order, the event loop's others get their turn."""
+
+ENTRIES_AT_ONCE = 512
+"""After this many tokens and log-probabilities were sent, they get it too: it takes some milliseconds."""
 
 
 class OrderFields(Protocol):
@@ -62,6 +72,11 @@ class Order(NamedTuple):
     """It takes a token to compute a prompt. That one token was not asked for and is not shown."""
     field_names: Mapping[str, str]
     """What the request calls the fields that the client knows as `prompt`, `logprobs` and so on, where it differs."""
+
+    @property
+    def has_logprobs(self) -> bool:
+        """It asks for log-probabilities of the tokens that are generated."""
+        return self.params.logprobs is not None or bool(self.params.logprob_token_ids)
 
     @classmethod
     def of(
@@ -100,54 +115,77 @@ class Order(NamedTuple):
         )
 
 
-class Generation:
-    """One prompt on its way. Iterate over what is new of it, or wait for its `result`; not both."""
+@dataclass
+class TokenTotals:
+    """Tokens of all prompts of an HTTP request together."""
 
-    def __init__(self, stream: RequestStream, timer: RequestTimer, order: Order) -> None:
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+    """That were asked for, in all completions so far."""
+    num_cached_tokens: int = 0
+
+
+class Generation:
+    """One prompt on its way. Take what is new of it, or wait for its `result`; not both."""
+
+    def __init__(self, stream: RequestStream, timer: RequestTimer, order: Order, totals: TokenTotals) -> None:
         self._stream = stream
-        self._deltas = aiter(stream)
         self._timer = timer
         self._only_prompt = order.only_prompt
         self._wants_prompt_logprobs = order.params.prompt_logprobs is not None
+        self._has_logprobs = order.has_logprobs
         self._num_tokens = [0] * order.params.n
+        self._totals = totals
+        self._held: list[CompletionDelta] = []
+        """Tokens that came before the log-probabilities of the prompt were complete."""
         self.prompt_token_ids = stream.prompt_token_ids
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
         """Known before anything else is told, if they were asked for."""
-        self.num_cached_tokens = 0
+        self._num_cached_tokens = 0
+        totals.num_prompt_tokens += len(self.prompt_token_ids)
+
+    def on_news(self, callback: Callable[[], None]) -> None:
+        """Call it whenever `take` may have something."""
+        self._stream.on_news = callback
 
     @property
-    def num_completion_tokens(self) -> int:
-        """That were asked for, in all completions so far."""
-        return 0 if self._only_prompt else sum(self._num_tokens)
+    def has_more(self) -> bool:
+        """`take` has left something, since it returns a few milliseconds' work at most."""
+        return self._stream.has_more
 
-    def __aiter__(self) -> Generation:
-        return self
+    def take(self) -> tuple[list[CompletionDelta], bool]:
+        """Return what is new now, and whether it is the last of it. Raises what ended the request."""
+        delta = self._stream.take()
+        if delta is None:
+            return [], False
+        self._note_prompt(delta)
+        for output in delta.outputs:
+            self._timer.tokens(output.index, len(output.token_ids))
+            self._count(output)
+        self._held += delta.outputs
+        if self._wants_prompt_logprobs and self.prompt_logprobs is None and not delta.finished:
+            return [], False
+        news, self._held = self._held, []
+        return news, delta.finished
 
-    async def __anext__(self) -> list[CompletionDelta]:
-        """What is new, as soon as there is something."""
-        news: list[CompletionDelta] = []
-        while True:
-            delta = await anext(self._deltas)
-            self.num_cached_tokens = delta.num_cached_tokens
-            self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
-            for output in delta.outputs:
-                self._timer.tokens(output.index, len(output.token_ids))
-                self._count(output)
-            news += delta.outputs
-            waits = self._wants_prompt_logprobs and self.prompt_logprobs is None and not delta.finished
-            if news and not waits:
-                return news
+    async def wait_until_ended(self) -> None:
+        """Raises what ended the request early."""
+        await self._stream.wait_until_ended()
 
-    async def result(self) -> RequestOutput:
-        """All of it, when it has ended."""
-        # Deltas, to learn when the first token came; the rest is cheaper in one piece.
-        async for delta in self._deltas:
-            if any(output.token_ids for output in delta.outputs):
-                self._timer.first_token()
-                break
-        output = await self._stream.result()
-        self.num_cached_tokens = output.num_cached_tokens
-        self.prompt_logprobs = output.prompt_logprobs
+    async def result(self, collect: Callable[[CompletionDelta], Awaitable[None]]) -> RequestOutput:
+        """All of it, when it has ended. Log-probabilities are not in it: they are given to `collect` in parts."""
+        await self._stream.wait_until_ended()
+        if self._stream.first_token_at is not None:
+            self._timer.first_token(self._stream.first_token_at)
+        if self._has_logprobs or self._wants_prompt_logprobs:
+            async for delta in self._stream:
+                self._note_prompt(delta)
+                for part in delta.outputs:
+                    if self._only_prompt:
+                        _hide(part)
+                    await collect(part)
+        output = await self._stream.result(with_logprobs=False)
+        self._note_cached(output.num_cached_tokens)
         for choice in output.outputs:
             self._count(choice)
         return output
@@ -155,11 +193,20 @@ class Generation:
     async def close(self, reason: FinishReason) -> None:
         """Abort what still runs, for this reason. Harmless when it has ended."""
         self._stream.abort()
-        await self._deltas.aclose()
         self._timer.ended(reason)
 
+    def _note_prompt(self, delta: RequestDelta) -> None:
+        self._note_cached(delta.num_cached_tokens)
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+
+    def _note_cached(self, num_tokens: int) -> None:
+        self._totals.num_cached_tokens += num_tokens - self._num_cached_tokens
+        self._num_cached_tokens = num_tokens
+
     def _count(self, part: CompletionDelta | CompletionOutput) -> None:
-        self._num_tokens[part.index] += len(part.token_ids)
+        num_tokens = len(part.token_ids)
+        self._num_tokens[part.index] += num_tokens
+        self._totals.num_completion_tokens += 0 if self._only_prompt else num_tokens
         if part.finish_reason is not None:
             self._timer.finished(part.index, part.finish_reason, self._num_tokens[part.index])
         if self._only_prompt:
@@ -172,9 +219,12 @@ class Generations:
     def __init__(self, service: Service, order: Order) -> None:
         self._service = service
         self._order = order
+        num_logprobs = (order.params.logprobs or 0) + len(order.params.logprob_token_ids or ())
+        self._entries_per_token = 1 + num_logprobs
         self.prompts: Sequence[Prompt] = []
         self.each: list[Generation] = []
         """One for each of the prompts."""
+        self.totals = TokenTotals()
 
     async def __aenter__(self) -> Generations:
         """Raises `InvalidRequest` or `Unavailable` (or `Overloaded`); nothing is running then."""
@@ -200,6 +250,50 @@ class Generations:
     ) -> None:
         # The cancellation of a request whose client went away is not an `Exception`.
         await self._close(FinishReason.ERROR if isinstance(error, Exception) else FinishReason.ABORT)
+
+    async def news(self) -> AsyncIterator[tuple[int, list[CompletionDelta]]]:
+        """What is new of any prompt, with the prompt's place, as soon as there is something, until all have ended.
+
+        Between two pieces of a few milliseconds' work the event loop's others get their turn.
+        """
+        ready: dict[int, None] = dict.fromkeys(range(len(self.each)))
+        has_news = asyncio.Event()
+        for place, generation in enumerate(self.each):
+            generation.on_news(functools.partial(_put, ready, place, has_news))
+        running, num_entries = set(ready), 0
+        while running:
+            while not ready:
+                has_news.clear()
+                num_entries = 0
+                await has_news.wait()
+            place = next(iter(ready))
+            del ready[place]
+            if place not in running:
+                continue
+            generation = self.each[place]
+            news, is_last = generation.take()
+            if is_last:
+                running.discard(place)
+            elif generation.has_more:
+                ready[place] = None
+            if news:
+                yield place, news
+            num_entries += sum(len(part.token_ids) for part in news) * self._entries_per_token
+            if num_entries > ENTRIES_AT_ONCE:
+                num_entries = 0
+                await asyncio.sleep(0)
+
+    async def wait_until_ended(self) -> None:
+        """Wait for all. The first that fails ends the others, and its error is raised."""
+        if len(self.each) == 1:
+            await self.each[0].wait_until_ended()
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for generation in self.each:
+                    group.create_task(generation.wait_until_ended())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
     async def _make_prompts(self) -> Sequence[Prompt]:
         order = self._order
@@ -229,7 +323,7 @@ class Generations:
                 n=order.params.n,
                 max_tokens=order.params.max_tokens,
             )
-            return Generation(stream, timer, order)
+            return Generation(stream, timer, order, self.totals)
         except BaseException:
             stream.abort()  # nobody else knows of it yet
             raise
@@ -247,13 +341,6 @@ def _hide(part: CompletionDelta | CompletionOutput) -> None:
         part.finish_reason, part.stop_reason = FinishReason.LENGTH, None
 
 
-async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results. They run at the same time; the first exception ends them all and is raised."""
-    if len(work) == 1:
-        return [await work[0]]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+def _put(ready: dict[int, None], place: int, has_news: asyncio.Event) -> None:
+    ready[place] = None
+    has_news.set()

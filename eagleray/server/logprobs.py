@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import msgspec
 
 from eagleray.client import Logprob, Tokenizer
+from eagleray.server.encoded_list import EncodedList
 
 __all__ = [
     "ChatLogprobs",
+    "ChatLogprobsCollector",
     "ChatTokenLogprob",
     "CompletionLogprobs",
+    "CompletionLogprobsCollector",
     "Position",
     "PromptLogprob",
     "PromptLogprobList",
     "TokenLogprob",
     "chat_logprobs",
     "completion_logprobs",
-    "prompt_logprobs",
+    "encoded_prompt_logprobs",
+    "slices",
 ]
+
+ENTRIES_AT_ONCE = 1024
+"""Log-probabilities that are formatted before the event loop's others get their turn: it takes some milliseconds."""
 
 LEAST = -9999.0
 """JSON has no minus infinity, which is the log-probability of a token that was ruled out."""
@@ -35,6 +44,12 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     token_logprobs: list[float | None]
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
+
+    def extended(self, other: CompletionLogprobs) -> CompletionLogprobs:
+        """These, then those of `other`."""
+        return CompletionLogprobs(
+            *(getattr(self, name) + getattr(other, name) for name in CompletionLogprobs.__struct_fields__)
+        )
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -92,9 +107,50 @@ def chat_logprobs(
     return ChatLogprobs(content)
 
 
-def prompt_logprobs(positions: Sequence[Position | None], k: int) -> PromptLogprobList:
-    """As vLLM gives them."""
-    return [None if position is None else _by_token_id(position, k) for position in positions]
+class ChatLogprobsCollector:
+    """Puts the log-probabilities of one whole completion together from its parts, in the form of chat."""
+
+    def __init__(self, *, is_msgpack: bool = False) -> None:
+        self._content = EncodedList(is_msgpack=is_msgpack)
+
+    def add(self, logprobs: ChatLogprobs) -> None:
+        self._content.extend(logprobs.content)
+
+    def take(self) -> ChatLogprobs:
+        return ChatLogprobs(self._content.take())
+
+
+class CompletionLogprobsCollector:
+    """The same in the form of /v1/completions."""
+
+    def __init__(self) -> None:
+        self._columns = {name: EncodedList() for name in CompletionLogprobs.__struct_fields__}
+
+    def add(self, logprobs: CompletionLogprobs) -> None:
+        for name, column in self._columns.items():
+            column.extend(getattr(logprobs, name))
+
+    def take(self) -> CompletionLogprobs:
+        return CompletionLogprobs(**{name: column.take() for name, column in self._columns.items()})
+
+
+async def encoded_prompt_logprobs(
+    positions: Sequence[Position | None], k: int, *, is_msgpack: bool = False
+) -> PromptLogprobList:
+    """Return the log-probabilities of a prompt as vLLM gives them, encoded already."""
+    encoded = EncodedList(is_msgpack=is_msgpack)
+    for start, end in slices(len(positions), k):
+        part = positions[start:end]
+        encoded.extend([None if position is None else _by_token_id(position, k) for position in part])
+        await asyncio.sleep(0)
+    result: PromptLogprobList = encoded.take()
+    return result
+
+
+def slices(num_positions: int, k: int) -> Iterator[tuple[int, int]]:
+    """Cut so many positions of `k` and one log-probabilities each into pieces that may be formatted at once."""
+    step = max(1, ENTRIES_AT_ONCE // (1 + k))
+    return pairwise([*range(0, num_positions, step), num_positions])
 
 
 def _by_token_id(position: Position, k: int) -> dict[int, PromptLogprob]:

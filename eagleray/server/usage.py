@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from eagleray.server.fields import StreamOptions
-from eagleray.server.generation import Generation
+from eagleray.server.generation import TokenTotals
 
 __all__ = ["PromptTokensDetails", "Usage", "total_usage", "usage_so_far"]
 
@@ -25,16 +23,15 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptTokensDetails
 
 
-def total_usage(generations: Sequence[Generation]) -> Usage:
-    """Of all prompts together."""
-    num_prompt = sum(len(generation.prompt_token_ids) for generation in generations)
-    num_completion = sum(generation.num_completion_tokens for generation in generations)
-    num_cached = sum(generation.num_cached_tokens for generation in generations)
-    return Usage(num_prompt, num_completion, num_prompt + num_completion, PromptTokensDetails(num_cached))
+def total_usage(totals: TokenTotals) -> Usage:
+    """The usage of all prompts together."""
+    num_prompt, num_completion = totals.num_prompt_tokens, totals.num_completion_tokens
+    details = PromptTokensDetails(totals.num_cached_tokens)
+    return Usage(num_prompt, num_completion, num_prompt + num_completion, details)
 
 
-def usage_so_far(options: StreamOptions, generations: Sequence[Generation]) -> Usage | UnsetType | None:
+def usage_so_far(options: StreamOptions, totals: TokenTotals) -> Usage | UnsetType | None:
     """What an event says that is not the last one: null if the last one will say it, as OpenAI's API does."""
     if options.continuous_usage_stats:
-        return total_usage(generations)
+        return total_usage(totals)
     return None if options.include_usage else UNSET

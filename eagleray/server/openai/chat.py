@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import defaultdict
 from typing import NamedTuple
 
 from msgspec import UNSET, UnsetType
@@ -19,7 +20,13 @@ from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.fields import StreamOptions, sampling_params, stream_options
 from eagleray.server.generation import Generation, Generations, Order
 from eagleray.server.headers import ROUTING_HEADERS
-from eagleray.server.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs, prompt_logprobs
+from eagleray.server.logprobs import (
+    ChatLogprobs,
+    ChatLogprobsCollector,
+    PromptLogprobList,
+    chat_logprobs,
+    encoded_prompt_logprobs,
+)
 from eagleray.server.openai.requests import ChatRequest
 from eagleray.server.openai.responses import (
     ChatChoice,
@@ -52,6 +59,10 @@ class Job(NamedTuple):
     @property
     def id(self) -> str:
         return f"chatcmpl-{self.order.request_id}"
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.order.has_logprobs
 
 
 class ChatRoute:
@@ -119,24 +130,33 @@ class ChatRoute:
         return body.top_logprobs
 
     async def _whole(self, job: Job) -> ChatResponse:
+        collectors: defaultdict[int, ChatLogprobsCollector] = defaultdict(ChatLogprobsCollector)
+
+        async def collect(part: CompletionDelta) -> None:
+            if (logprobs := self._logprobs(job, part)) is not None:
+                collectors[part.index].add(logprobs)
+
         async with Generations(self._service, job.order) as generations:
             (generation,) = generations.each
-            output = await generation.result()
+            output = await generation.result(collect)
         return ChatResponse(
             id=job.id,
             created=job.created,
             model=self._service.model_name,
-            choices=[self._choice(job, part) for part in output.outputs],
-            usage=total_usage(generations.each),
-            prompt_logprobs=_prompt_logprobs(job, generation),
+            choices=[
+                self._choice(job, part, collectors[part.index].take() if job.has_logprobs else None)
+                for part in output.outputs
+            ],
+            usage=total_usage(generations.totals),
+            prompt_logprobs=await _prompt_logprobs(job, generation),
             prompt_token_ids=generation.prompt_token_ids if job.body.return_token_ids else UNSET,
         )
 
-    def _choice(self, job: Job, part: CompletionOutput) -> ChatChoice:
+    def _choice(self, job: Job, part: CompletionOutput, logprobs: ChatLogprobs | None) -> ChatChoice:
         return ChatChoice(
             index=part.index,
             message=ChatMessage(content=part.text),
-            logprobs=self._logprobs(job, part),
+            logprobs=logprobs,
             finish_reason=part.finish_reason,
             stop_reason=part.stop_reason,
             token_ids=part.token_ids if job.body.return_token_ids else UNSET,
@@ -147,19 +167,19 @@ class ChatRoute:
         begun: set[int] = set()
         async with Generations(self._service, job.order) as generations:
             (generation,) = generations.each
-            async for news in generation:
+            async for _, news in generations.news():
                 for part in news:
                     chunk = self._chunk(job, self._chunk_choice(job, part, begins=part.index not in begun))
-                    chunk.usage = usage_so_far(job.options, generations.each)
+                    chunk.usage = usage_so_far(job.options, generations.totals)
                     if not begun:
-                        chunk.prompt_logprobs = _prompt_logprobs(job, generation)
+                        chunk.prompt_logprobs = await _prompt_logprobs(job, generation)
                         chunk.prompt_token_ids = generation.prompt_token_ids if job.body.return_token_ids else UNSET
                     begun.add(part.index)
                     if chunk.choices[0].says_something:
                         await emit(chunk)
         if job.options.include_usage:
             last = self._chunk(job)
-            last.usage = total_usage(generations.each)
+            last.usage = total_usage(generations.totals)
             await emit(last)
 
     def _chunk(self, job: Job, *choices: ChatChunkChoice) -> ChatChunk:
@@ -176,7 +196,7 @@ class ChatRoute:
             routed_experts=routed_experts(part, job.body.routed_experts_format),
         )
 
-    def _logprobs(self, job: Job, part: CompletionDelta | CompletionOutput) -> ChatLogprobs | None:
+    def _logprobs(self, job: Job, part: CompletionDelta) -> ChatLogprobs | None:
         if part.logprobs is None:
             return None
         return chat_logprobs(part.token_ids, part.logprobs, job.body.top_logprobs or 0, self._service.tokenizer)
@@ -191,7 +211,7 @@ def _max_tokens(body: ChatRequest) -> int | None:
     return next(iter(limits), None)
 
 
-def _prompt_logprobs(job: Job, generation: Generation) -> PromptLogprobList | UnsetType:
+async def _prompt_logprobs(job: Job, generation: Generation) -> PromptLogprobList | UnsetType:
     if job.body.prompt_logprobs is None or generation.prompt_logprobs is None:
         return UNSET
-    return prompt_logprobs(generation.prompt_logprobs, job.body.prompt_logprobs)
+    return await encoded_prompt_logprobs(generation.prompt_logprobs, job.body.prompt_logprobs)

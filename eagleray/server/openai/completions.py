@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 from msgspec import UnsetType
@@ -18,9 +19,16 @@ from eagleray.messages.sampling import SamplingParams
 from eagleray.server.body import BodyDecoder
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.fields import StreamOptions, sampling_params, stream_options
-from eagleray.server.generation import Generation, Generations, Order, all_of
+from eagleray.server.generation import Generation, Generations, Order
 from eagleray.server.headers import ROUTING_HEADERS
-from eagleray.server.logprobs import CompletionLogprobs, Position, completion_logprobs, prompt_logprobs
+from eagleray.server.logprobs import (
+    CompletionLogprobs,
+    CompletionLogprobsCollector,
+    Position,
+    completion_logprobs,
+    encoded_prompt_logprobs,
+    slices,
+)
 from eagleray.server.openai.requests import CompletionRequest
 from eagleray.server.openai.responses import CompletionChoice, CompletionResponse
 from eagleray.server.replies import Emit, EventStream, json_reply, unless_disconnected
@@ -120,27 +128,22 @@ class CompletionRoute:
         return sampling_params(body, self._service.default_sampling, **decided)
 
     async def _whole(self, job: Job) -> CompletionResponse:
-        async with Generations(self._service, job.order) as generations:
-            outputs = await all_of([generation.result() for generation in generations.each])
         choices = []
-        for writer, output in zip(_writers(job, generations), outputs, strict=True):
-            choices += [writer.choice(part) for part in output.outputs]
-        return job.answer(choices, total_usage(generations.each))
+        async with Generations(self._service, job.order) as generations:
+            await generations.wait_until_ended()
+            for writer in _writers(job, generations):
+                choices += await writer.whole()
+        return job.answer(choices, total_usage(generations.totals))
 
     async def _stream(self, job: Job, emit: Emit) -> None:
         async with Generations(self._service, job.order) as generations:
-
-            async def tell(writer: Writer) -> None:
-                async for news in writer.generation:
-                    for part in news:
-                        begins = not writer.has_begun(part.index)  # told at once, even without a text yet
-                        choice = writer.choice(part)
-                        if begins or choice.says_something:
-                            await emit(job.answer([choice], usage_so_far(job.options, generations.each)))
-
-            await all_of([tell(writer) for writer in _writers(job, generations)])
+            writers = _writers(job, generations)
+            async for place, news in generations.news():
+                for part in news:
+                    async for choice in writers[place].choices(part):
+                        await emit(job.answer([choice], usage_so_far(job.options, generations.totals)))
         if job.options.include_usage:
-            await emit(job.answer([], total_usage(generations.each)))
+            await emit(job.answer([], total_usage(generations.totals)))
 
 
 def _parts(body: CompletionRequest) -> list[str | list[int]]:
@@ -167,59 +170,104 @@ class Writer:
     """The choices of one prompt, whole or in pieces. The first piece of each also tells what is asked of the prompt."""
 
     def __init__(self, job: Job, prompt: Prompt, generation: Generation, *, first_index: int) -> None:
-        self.generation = generation
+        self._generation = generation
         self._body = job.body
+        self._has_logprobs = job.order.has_logprobs
         self._prompt = prompt
         self._first_index = first_index
         self._tokenizer = job.tokenizer
         self._offsets: dict[int, int] = {}
         """Length of the text told so far of each completion, as its tokens' texts add up."""
 
-    def has_begun(self, index: int) -> bool:
-        """Whether something was told of that completion."""
-        return index in self._offsets
+    async def choices(self, part: CompletionDelta) -> AsyncIterator[CompletionChoice]:
+        """What to tell of this part of a completion. Log-probabilities of a long prompt are told in several pieces."""
+        begins = part.index not in self._offsets  # told at once, even without a text yet
+        self._offsets.setdefault(part.index, 0)
+        choice = self._choice(part)
+        if begins:
+            await self._tell_prompt(choice)
+            async for logprobs in self._echoed_logprobs(part.index):
+                if choice.logprobs is not None:
+                    yield choice
+                    choice = CompletionChoice(index=choice.index, text="")
+                choice.logprobs = logprobs
+        own = self._logprobs(part)
+        if choice.logprobs is None:
+            choice.logprobs = own
+        elif own is not None:
+            choice.logprobs = choice.logprobs.extended(own)
+        self._tell_end(choice, part)
+        if begins or choice.says_something:
+            yield choice
 
-    def choice(self, part: CompletionDelta | CompletionOutput) -> CompletionChoice:
-        """What to tell of this part of a completion."""
-        begins = not self.has_begun(part.index)
-        choice = CompletionChoice(
-            index=self._first_index + part.index,
-            text=part.text,
-            logprobs=self._logprobs(part, begins),
-            finish_reason=part.finish_reason,
-            stop_reason=part.stop_reason,
-            routed_experts=routed_experts(part, self._body.routed_experts_format),
-        )
+    async def whole(self) -> list[CompletionChoice]:
+        """All choices, when the prompt's generation has ended."""
+        collectors: defaultdict[int, CompletionLogprobsCollector] = defaultdict(CompletionLogprobsCollector)
+
+        async def collect(part: CompletionDelta) -> None:
+            if part.index not in self._offsets:
+                self._offsets[part.index] = 0
+                async for echoed in self._echoed_logprobs(part.index):
+                    collectors[part.index].add(echoed)
+            if (logprobs := self._logprobs(part)) is not None:
+                collectors[part.index].add(logprobs)
+
+        output = await self._generation.result(collect)
+        choices = []
+        for part in output.outputs:
+            choice = self._choice(part)
+            await self._tell_prompt(choice)
+            if self._has_logprobs:
+                choice.logprobs = collectors[part.index].take()
+            self._tell_end(choice, part)
+            choices.append(choice)
+        return choices
+
+    def _choice(self, part: CompletionDelta | CompletionOutput) -> CompletionChoice:
+        choice = CompletionChoice(index=self._first_index + part.index, text=part.text)
         if self._body.return_token_ids:
             choice.token_ids = part.token_ids
-        if begins:
-            self._tell_prompt(choice)
+        choice.routed_experts = routed_experts(part, self._body.routed_experts_format)
         return choice
 
-    def _tell_prompt(self, choice: CompletionChoice) -> None:
+    def _tell_end(self, choice: CompletionChoice, part: CompletionDelta | CompletionOutput) -> None:
+        choice.finish_reason, choice.stop_reason = part.finish_reason, part.stop_reason
+
+    async def _tell_prompt(self, choice: CompletionChoice) -> None:
+        generation = self._generation
         if self._body.echo:
             choice.text = self._prompt_text() + choice.text
         if self._body.return_token_ids:
-            choice.prompt_token_ids = self.generation.prompt_token_ids
-        if self._body.prompt_logprobs is not None and self.generation.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(self.generation.prompt_logprobs, self._body.prompt_logprobs)
+            choice.prompt_token_ids = generation.prompt_token_ids
+        if self._body.prompt_logprobs is not None and generation.prompt_logprobs is not None:
+            choice.prompt_logprobs = await encoded_prompt_logprobs(
+                generation.prompt_logprobs, self._body.prompt_logprobs
+            )
 
     def _prompt_text(self) -> str:
         if self._prompt.text is not None:
             return self._prompt.text
-        return self._tokenizer.decode(self.generation.prompt_token_ids, skip_special_tokens=False)
+        return self._tokenizer.decode(self._generation.prompt_token_ids, skip_special_tokens=False)
 
-    def _logprobs(self, part: CompletionDelta | CompletionOutput, begins: bool) -> CompletionLogprobs | None:
-        offset = self._offsets.setdefault(part.index, 0)
-        if part.logprobs is None:
-            return None
-        token_ids: Sequence[int] = part.token_ids
-        positions: Sequence[Position | None] = part.logprobs
-        if begins and self._body.echo and self.generation.prompt_logprobs is not None:
-            token_ids = [*self.generation.prompt_token_ids, *token_ids]
-            positions = [*self.generation.prompt_logprobs, *positions]
-        logprobs = completion_logprobs(token_ids, positions, self._body.logprobs or 0, offset, self._tokenizer)
-        self._offsets[part.index] += sum(map(len, logprobs.tokens))
+    async def _echoed_logprobs(self, index: int) -> AsyncIterator[CompletionLogprobs]:
+        """The log-probabilities of the prompt, in pieces, if they are told with the prompt itself."""
+        positions = self._generation.prompt_logprobs
+        if not self._body.echo or self._body.logprobs is None or positions is None:
+            return
+        for start, end in slices(len(positions), self._body.logprobs):
+            token_ids = self._generation.prompt_token_ids[start:end]
+            yield self._formatted(index, token_ids, positions[start:end])
+            await asyncio.sleep(0)
+
+    def _logprobs(self, part: CompletionDelta) -> CompletionLogprobs | None:
+        return None if part.logprobs is None else self._formatted(part.index, part.token_ids, part.logprobs)
+
+    def _formatted(
+        self, index: int, token_ids: Sequence[int], positions: Sequence[Position | None]
+    ) -> CompletionLogprobs:
+        offset, k = self._offsets[index], self._body.logprobs or 0
+        logprobs = completion_logprobs(token_ids, positions, k, offset, self._tokenizer)
+        self._offsets[index] += sum(map(len, logprobs.tokens))
         return logprobs
 
 

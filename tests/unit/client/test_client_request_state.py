@@ -7,7 +7,7 @@ import pytest
 from client_tokenizers import load
 
 from eagleray.client import Logprob
-from eagleray.client.request_state import RequestState
+from eagleray.client.request_state import MAX_DELTA_ENTRIES, RequestState
 from eagleray.errors import InvalidRequest, RequestFailed
 from eagleray.messages.outputs import Chunk, FinishReason, PromptLogprobs, TokenLogprobs
 from eagleray.messages.sampling import SamplingParams
@@ -180,3 +180,44 @@ def test_request_state_error_of_the_user_is_an_invalid_request():
     request.deliver(0, chunk(finish_reason=FinishReason.ERROR, error="no token is left", is_user_error=True))
     assert isinstance(request.failure, InvalidRequest)
     assert str(request.failure) == "no token is left"
+
+
+def test_request_state_slow_reader_gets_deltas_of_bounded_size():
+    request = state(n=3, temperature=1, logprobs=1)
+    entry = TokenLogprobs([HELLO, WORLD], [-1.0, -2.0], 1)
+    for index in range(3):
+        request.deliver(index, chunk(*[HELLO] * 1000, logprobs=[entry] * 1000, finish_reason=FinishReason.LENGTH))
+    deltas = []
+    while delta := request.take():
+        deltas.append(delta)
+        assert 0 < sum(len(output.token_ids) for output in delta.outputs) <= MAX_DELTA_ENTRIES // 2
+        assert request.has_more == (not delta.finished)
+    assert len(deltas) == 6 and deltas[-1].finished
+    for index, whole in enumerate(request.output().outputs):
+        parts = [output for delta in deltas for output in delta.outputs if output.index == index]
+        assert "".join(part.text for part in parts) == whole.text == HE * 1000
+        assert [token_id for part in parts for token_id in part.token_ids] == whole.token_ids
+        assert [position for part in parts for position in part.logprobs] == whole.logprobs
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+        for part in parts:
+            assert part.text == HE * len(part.token_ids)
+
+
+def test_request_state_completion_that_was_left_out_comes_first_next_time():
+    request = state(n=2, temperature=1)
+    for index in range(2):
+        request.deliver(index, chunk(*[HELLO] * 2000))
+    first, second = request.take(), request.take()
+    assert ([output.index for output in first.outputs], [output.index for output in second.outputs]) == ([0], [1])
+
+
+def test_request_state_stop_string_in_a_backlog_ends_with_the_last_delta():
+    request = state(stop=[WO[1:]], max_tokens=5000)
+    request.deliver(0, chunk(*[HELLO] * 3000))
+    request.deliver(0, chunk(WORLD, HELLO))
+    parts = []
+    while delta := request.take():
+        parts += delta.outputs
+    assert "".join(part.text for part in parts) == HE * 3000 + WO[:1] == request.output().outputs[0].text
+    assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["stop"]
+    assert parts[-1].stop_reason == WO[1:]

@@ -184,7 +184,7 @@ def test_any_server_tells_the_totals_of_all(make):
     two.http_answered("/live", "GET", 200)
     two.http_answered("/load", "GET", 200)
     for server in (one, two):
-        begin(server).first_token()
+        begin(server).first_token(time.perf_counter())
     for server in (one, two):
         values = samples(server)
         assert values["eagleray:http_requests_total", "GET", "/live", "200"] == 2
