@@ -7,7 +7,7 @@ with a sentence that names the parameter.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -59,6 +59,8 @@ class Preprocessor:
     def tokenize(self, prompt: Prompt, engine: EngineInfo) -> list[int]:
         """The prompt's token ids. Raises `InvalidRequest` for what is no prompt for this model."""
         if prompt.token_ids is not None:
+            if isinstance(prompt.token_ids, Sized):  # before millions of ids are looked at
+                _check_length(len(prompt.token_ids), engine.max_model_len)
             token_ids = _check_ids(prompt.token_ids, engine.vocab_size, "prompt")
         elif prompt.text is not None:
             token_ids = self._need_tokenizer("a text prompt", "prompt").encode(prompt.text, add_special_tokens=True)
@@ -69,12 +71,7 @@ class Preprocessor:
             raise InvalidRequest(
                 "the prompt is empty, but it needs at least one token to continue from", param="prompt"
             )
-        if len(token_ids) >= engine.max_model_len:
-            raise PromptTooLong(
-                f"the prompt has {len(token_ids)} tokens, but the model's length is {engine.max_model_len} tokens, "
-                f"prompt and output together: shorten the prompt to at most {engine.max_model_len - 1} tokens",
-                param="prompt",
-            )
+        _check_length(len(token_ids), engine.max_model_len)
         return token_ids
 
     def requests(
@@ -256,6 +253,15 @@ def _routed_experts_from(params: SamplingParams, engine: EngineInfo, num_prompt_
             param="routed_experts_prompt_start",
         )
     return start
+
+
+def _check_length(num_tokens: int, max_model_len: int) -> None:
+    if num_tokens >= max_model_len:
+        raise PromptTooLong(
+            f"the prompt has {num_tokens} tokens, but the model's length is {max_model_len} tokens, prompt and output "
+            f"together: shorten the prompt to at most {max_model_len - 1} tokens",
+            param="prompt",
+        )
 
 
 def _check_ids(token_ids: Iterable[Any] | None, vocab_size: int, param: str) -> list[int]:

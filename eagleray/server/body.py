@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Generic, TypeVar
@@ -38,6 +39,9 @@ LARGE_BODY_BYTES = 2**20
 
 MAX_LENGTH_DIGITS = 20
 """Digits of a Content-Length that are read: more are too many bytes in any case."""
+
+CONTAINER_WEIGHT = 4
+"""Numbers or texts that a list or an object counts as: it takes as much memory, and Python's collector looks at it."""
 
 BODIES_AT_ONCE = 4
 """Bodies of the largest size that may be held in memory at the same time."""
@@ -83,14 +87,16 @@ class BodyLimits:
 
     def check_values(self, body: bytearray) -> None:
         """Raise `InvalidRequest` for a body of so many values that decoding it would take many times its own size."""
-        if len(body) < LARGE_BODY_BYTES:
-            return
-        count = body.count(b",")
-        if count > self.max_values:
-            raise InvalidRequest(
-                f"the body has {count} commas, but this server decodes at most {self.max_values} JSON values (its "
-                "option `max_request_tokens`); send less"
-            )
+        counts = {
+            "commas": (body.count(b","), self.max_values),
+            "brackets and braces": (body.count(b"[") + body.count(b"{"), self.max_values // CONTAINER_WEIGHT),
+        }
+        for what, (count, limit) in counts.items():
+            if count > limit:
+                raise InvalidRequest(
+                    f"the body has {count} {what}, but this server decodes at most {limit} (its option "
+                    f"`max_request_tokens` is {self.max_values}); send less"
+                )
 
 
 class BodyDecoder(Generic[T]):
@@ -109,8 +115,11 @@ class BodyDecoder(Generic[T]):
         with self._limits.receiving() as body:
             async for chunk in request.stream():
                 self._limits.extend(body, chunk)
+            if len(body) < LARGE_BODY_BYTES:
+                return self.decode(body)
             self._limits.check_values(body)
-            return self.decode(body)
+            with _without_gc():
+                return self.decode(body)
 
     def decode(self, body: bytes | bytearray) -> T:
         """The request in `body`. Raises `InvalidRequest`."""
@@ -157,6 +166,16 @@ class BodyDecoder(Generic[T]):
         properties = [item for part in components.values() for item in part.get("properties", {}).items()]
         unsupported = {name for name, schema in properties if UNSUPPORTED in schema}
         return unsupported, {name: ", ".join(values) for name, schema in properties if (values := _choices(schema))}
+
+
+@contextlib.contextmanager
+def _without_gc() -> Iterator[None]:
+    """Python's collector would look at all objects again and again while a body makes hundreds of thousands."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextlib.contextmanager

@@ -95,6 +95,9 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
         watch.cancel()
         # The work's own clean-up (it tells the engine) is over before the request counts as answered.
         await asyncio.gather(task, watch, return_exceptions=True)
+        # A task that failed keeps this frame, by its exception, and so itself: with a body of megabytes, until Python's
+        # collector comes by.
+        del task, watch
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -70,16 +70,16 @@ class TextProcessor:
             await self._check_tokens(text, limit)
         return await self._in_thread(self._tokenizing, encode)
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of the tokens, special ones included.
-
-        Raises `PromptTooLong` for more than `utility_tokens`, and `InvalidRequest` as `Tokenizer.decode` does.
-        """
-        if len(token_ids) > self.utility_tokens:
+    def check_decodable(self, num_tokens: int) -> None:
+        """Raise `PromptTooLong` for more than `utility_tokens`."""
+        if num_tokens > self.utility_tokens:
             raise PromptTooLong(
-                f"there are {len(token_ids)} tokens, but at most {self.utility_tokens} are taken at a time: send fewer",
+                f"there are {num_tokens} tokens, but at most {self.utility_tokens} are taken at a time: send fewer",
                 param="tokens",
             )
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of the tokens, special ones included. Raises `InvalidRequest` as `Tokenizer.decode` does."""
         decode = partial(self._tokenizer.decode, token_ids, skip_special_tokens=False)
         return decode() if len(token_ids) <= INLINE_CHARS else await self._in_thread(self._tokenizing, decode)
 

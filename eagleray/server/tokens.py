@@ -111,6 +111,7 @@ class TokenRoutes:
     async def detokenize(self, request: Request) -> Response:
         body = await self._detokenize_body.read(request)
         self._service.check_model(body.model)
+        self._service.text.check_decodable(len(body.tokens))
         self._check_known(body.tokens)
         return json_reply(DetokenizeResponse(await self._service.text.decode(body.tokens)))
 

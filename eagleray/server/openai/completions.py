@@ -151,14 +151,16 @@ def _parts(body: CompletionRequest) -> list[str | list[int]]:
     parts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if not parts:
         raise InvalidRequest("`prompt` is empty; give a text, or token ids", param="prompt")
-    token_ids = [part for part in parts if isinstance(part, int)]
-    prompts: list[str | list[int]] = [part for part in parts if not isinstance(part, int)]
-    if token_ids and prompts:
+    kinds = set(map(type, parts))  # quick even for a million of them
+    if int not in kinds:
+        prompts: list[str | list[int]] = parts  # type: ignore[assignment]
+    elif kinds == {int}:
+        prompts = [parts]  # type: ignore[list-item]
+    else:
         raise InvalidRequest(
             "`prompt` mixes token ids with whole prompts; put the ids of each prompt into a list of their own",
             param="prompt",
         )
-    prompts = prompts or [token_ids]
     if body.add_special_tokens and any(isinstance(prompt, list) for prompt in prompts):
         raise InvalidRequest(
             "`add_special_tokens` is for texts: token ids are taken as they are", param="add_special_tokens"

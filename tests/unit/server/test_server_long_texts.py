@@ -175,9 +175,12 @@ def test_chat_when_the_client_leaves_the_template_ends(tmp_path):
 
 
 def test_body_with_more_values_than_tokens_is_not_decoded(api):
-    body = b'{"prompt": [' + b"[]," * 2_200_000 + b"[]]}"
-    error = error_of(api.request("POST", "/v1/completions", content=body))
-    assert "the body has 2200000 commas" in error["message"] and "`max_request_tokens`" in error["message"]
+    for body, what in (
+        (b'{"prompt": [' + b"1," * 2_200_000 + b"1]}", "2200000 commas"),
+        (b'{"prompt": [' + b"[]," * 600_000 + b"[]]}", "600003 brackets and braces"),
+    ):
+        error = error_of(api.request("POST", "/v1/completions", content=body))
+        assert f"the body has {what}" in error["message"] and "`max_request_tokens`" in error["message"]
 
 
 def test_bodies_that_are_too_large_together_are_refused_for_now(checkpoint):
