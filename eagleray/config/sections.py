@@ -268,16 +268,17 @@ class RecoveryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         int,
         Meta(
             ge=0,
-            description="How often a request goes on elsewhere after its engine has died, before it fails with the "
-            "cause.",
+            description="How many engines a request may lose in a row, without a token between them, and still go on "
+            "elsewhere; then it fails with the cause.",
         ),
     ] = 3
     max_engine_restarts: Annotated[
         int,
         Meta(
             ge=0,
-            description="How often in a row an engine or API server is started again without having worked for "
-            "10 seconds, before it is given up.",
+            description="How often in a row an engine that ended by an exception of its own, without having worked for "
+            "10 seconds, is started again before it is given up. What was killed or lost is started again for as long "
+            "as it takes. 0: no engine and no API server is ever started again.",
         ),
     ] = 5
     watchdog_timeout: Annotated[

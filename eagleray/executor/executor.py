@@ -149,14 +149,15 @@ class Executor:
         cause = failure.cause
         if cause.is_user_error:
             raise cause.as_user_error()
+        is_partner_gone = cause.kind == ChannelClosed.__name__
         try:
-            is_partner_gone = cause.kind == ChannelClosed.__name__
             deadline = time.monotonic() + (PARTNER_SECONDS if is_partner_gone else ROOT_CAUSE_SECONDS)
             while (left := deadline - time.monotonic()) > 0:
                 self._group.receive(left)
         except WorkerLost as lost:
             raise WorkerLost(f"{lost} ({failure.worker.label} noticed it: {cause})") from None
-        raise WorkerFailed(f"{failure.worker.label}: {cause}\n{cause.traceback}".rstrip())
+        kind = WorkerLost if is_partner_gone else WorkerFailed
+        raise kind(f"{failure.worker.label}: {cause}\n{cause.traceback}".rstrip())
 
     def _explain(self, call_id: int, what: str, ranks: Sequence[int], seconds: float) -> str:
         answered = self._replies[call_id]

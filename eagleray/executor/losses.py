@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from eagleray.errors import WorkerLost
+from eagleray.errors import ChannelClosed, WorkerFailed, WorkerLost
 from eagleray.messages.failure import Failure
 
 __all__ = ["PARTNER_SECONDS", "Losses"]
@@ -34,7 +34,9 @@ class Losses:
             case Failure(is_user_error=True):
                 self._take(reason.as_user_error())
             case _:
-                self._take(WorkerLost(f"worker {label} ended: {reason}\n{reason.traceback}".rstrip()))
+                # a closed channel is the end of another worker, which may be reported later
+                kind = WorkerLost if reason.kind == ChannelClosed.__name__ else WorkerFailed
+                self._take(kind(f"worker {label} ended: {reason}\n{reason.traceback}".rstrip()))
 
     def expect(self) -> None:
         """From now on workers end because they were told to."""

@@ -29,8 +29,10 @@ class Loss:
     @property
     def what_follows(self) -> str:
         match self.verdict:
-            case Again(delay):
-                return f"starting {successor(self.member).label}" + (f" in {delay:g} s" if delay else "")
+            case Again(delay, failed_starts):
+                when = f" in {delay:g} s" if delay else ""
+                why = f" ({failed_starts} starts in a row have failed)" if failed_starts > 1 else ""
+                return f"starting {successor(self.member).label}{when}{why}"
             case EndInstance():
                 return "the instance ends"
             case _:

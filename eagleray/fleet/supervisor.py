@@ -63,6 +63,11 @@ logger = get_logger(__name__)
 START_MARGIN_SECONDS = 15.0
 """Beyond `startup_timeout`, by which a process ends its own waits, and says what it has waited for."""
 
+MAX_ENGINE_DELAY = 30.0
+MAX_API_SERVER_DELAY = 1.0
+"""Longest pauses in seconds before the next start of an engine, which loads a model, and of an API server, without
+which nobody is answered."""
+
 FLUSH_SECONDS = 2.0
 """After a failure, what API servers get to tell their clients."""
 
@@ -238,7 +243,7 @@ class Supervisor:
         seat = Seat(
             first,
             spawn=spawn,
-            decide=self._decide,
+            decide=partial(self._decide, first),
             watcher=self,
             post=self._post,
             start_seconds=self._start_seconds(first),
@@ -265,12 +270,16 @@ class Supervisor:
         spec = ApiServerSpec(client, self._config, str(self.runtime_dir), listener_fd, host=self.host)
         return self._api_servers.spawn(spec, on_message=on_message, on_exit=on_exit)
 
-    def _decide(self, history: History, worked: float | None, failure: Failure | None) -> tuple[History, Verdict]:
+    def _decide(
+        self, member: PeerId, history: History, worked: float | None, failure: Failure | None
+    ) -> tuple[History, Verdict]:
+        is_engine, max_restarts = isinstance(member, EngineId), self._config.recovery.max_engine_restarts
         return decide(
             history,
             worked=worked,
             failure=failure,
-            max_restarts=self._config.recovery.max_engine_restarts,
+            max_restarts=max_restarts if is_engine or max_restarts == 0 else None,
+            max_delay=MAX_ENGINE_DELAY if is_engine else MAX_API_SERVER_DELAY,
             instance_has_served=self.serving.is_set(),
         )
 

@@ -21,6 +21,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     traceback: str = ""
     is_user_error: bool = False
     """The message is for the user and complete; the traceback is of no interest."""
+    library: str = ""
+    """Top-level package that defines the exception's class, such as `ray`; empty if it is not known."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -30,6 +32,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
             # what we raise on purpose says all in its message
             traceback="" if isinstance(error, EagleRayError) else "".join(traceback.format_exception(error)),
             is_user_error=isinstance(error, UserError),
+            library=type(error).__module__.partition(".")[0],
         )
 
     def as_user_error(self) -> EagleRayError:

@@ -25,7 +25,7 @@ from ray_workers import Facts
 from eagleray.cluster import groups
 from eagleray.config import Config
 from eagleray.config.sections import RayConfig
-from eagleray.errors import ClusterError, ConfigError, DeadlineExceeded, WorkerLost
+from eagleray.errors import ClusterError, ConfigError, DeadlineExceeded, WorkerFailed, WorkerLost
 from eagleray.executor.executor import Executor
 from eagleray.executor.queue_group import QueueGroup
 from eagleray.executor.ray_actors import start_ray_actors
@@ -198,16 +198,18 @@ def test_a_removed_group_is_a_loss_with_its_cause(start: Start, make_group: Make
 
 
 @pytest.mark.parametrize(
-    ("worker", "said"),
+    ("worker", "kind", "said"),
     [
-        ("raises", r"engine-0/tp1-pp0 ended: KeyError: 'no such weight'"),
-        ("is_killed", r"engine-0/tp1-pp0: its process died"),
-        ("ends", r"engine-0/tp1-pp0: it has ended"),
-        ("nosuch", r"engine-0/tp.-pp0 ended: AttributeError"),
+        ("raises", WorkerFailed, r"engine-0/tp1-pp0 ended: KeyError: 'no such weight'"),
+        ("is_killed", WorkerLost, r"engine-0/tp1-pp0: its process died"),
+        ("ends", WorkerLost, r"engine-0/tp1-pp0: it has ended"),
+        ("nosuch", WorkerFailed, r"engine-0/tp.-pp0 ended: AttributeError"),
     ],
 )
-def test_a_worker_that_is_lost_before_it_attaches_ends_the_start(start: Start, worker: str, said: str) -> None:
-    with pytest.raises(WorkerLost, match=said):
+def test_a_worker_that_is_lost_before_it_attaches_ends_the_start(
+    start: Start, worker: str, kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
         start(config(tp=2), worker)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from eagleray.errors import CheckpointError, DeadlineExceeded, ExpertGroupBroken, WorkerFailed, WorkerLost
 from eagleray.executor import Executor
+from eagleray.executor.losses import Losses
 from eagleray.identity import EngineId, WorkerId
 from eagleray.messages.failure import Failure
 from eagleray.messages.steps import (
@@ -128,6 +129,32 @@ def test_a_death_is_the_cause_of_what_others_say_of_it():
     group.lost = "engine-0/tp0-pp0 was killed by SIGKILL"
     with pytest.raises(WorkerLost, match=r"tp0-pp0 was killed by SIGKILL \(engine-0/tp1-pp0 noticed it: RuntimeError"):
         pending.result()
+
+
+def test_a_closed_channel_is_the_loss_of_a_worker_that_nobody_has_reported(monkeypatch):
+    monkeypatch.setattr("eagleray.executor.executor.PARTNER_SECONDS", 0.01)
+    group = FakeGroup(world_size=2)
+    executor = Executor(group)
+    pending = executor.step(plan(1))
+    group.replies.append(Reply(1, 1, failure("ChannelClosed", is_user_error=False)))
+    with pytest.raises(WorkerLost, match="engine-0/tp1-pp0: ChannelClosed: it broke"):
+        pending.result()
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("it was killed by SIGKILL", WorkerLost),
+        (Failure(kind="ChannelClosed", message="x"), WorkerLost),
+        (Failure(kind="KeyError", message="x"), WorkerFailed),
+        (Failure(kind="CheckpointError", message="x", is_user_error=True), CheckpointError),
+    ],
+)
+def test_losses_report_tells_a_worker_that_failed_from_one_that_was_lost(reason, kind):
+    losses = Losses(lambda: None)
+    losses.report("engine-0/tp0-pp0", reason)
+    with pytest.raises(kind):
+        losses.check()
 
 
 def test_news_are_heard_while_nobody_waits():

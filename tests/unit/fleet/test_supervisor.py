@@ -193,7 +193,62 @@ async def test_a_mistake_that_is_made_later_is_tried_again():
 
 
 @in_loop
-async def test_who_dies_again_and_again_is_given_up_and_the_last_one_ends_the_instance():
+async def test_what_is_killed_again_and_again_is_started_for_as_long_as_it_takes(monkeypatch):
+    monkeypatch.setattr("eagleray.fleet.supervisor.MAX_ENGINE_DELAY", 0.02)
+    async with fleet(data_parallel_size=2, api_server_count=1, max_engine_restarts=1) as it:
+        processes = {process.id: process for process in [await it.launcher.next() for _ in range(3)]}
+        for process in processes.values():
+            await it.bring_up(process)
+        for blow in range(30):
+            for process in processes.values():
+                process.end(["it was killed by SIGKILL", "it was killed by SIGSEGV"][blow % 2])
+            successors = [await it.launcher.next() for _ in processes]
+            processes = {process.id: process for process in successors}
+            if blow % 10 == 9:
+                for process in successors:
+                    await it.bring_up(process)
+        assert {process.id.incarnation for process in processes.values()} == {30}
+        assert not it.supervisor.failed.done()
+
+
+@in_loop
+async def test_a_start_that_fails_twice_for_one_cause_ends_an_instance_that_never_served():
+    async with fleet(data_parallel_size=2) as it:
+        first = [await it.launcher.next() for _ in range(2)]
+        failing = next(process for process in first if process.id == ENGINES[0])
+        failing.say(Failed(BUG))
+        failing.end("it ended with exit code 1")
+        successor_of_it = await it.launcher.next()
+        assert not it.supervisor.failed.done()
+        successor_of_it.say(Failed(BUG))
+        with pytest.raises(EngineFailed, match="there is a bug"):
+            await it.supervisor.failed
+
+
+@in_loop
+async def test_a_start_that_fails_twice_for_one_cause_later_is_given_up_and_the_others_serve_on():
+    async with fleet(data_parallel_size=2) as it:
+        processes = [await it.launcher.next() for _ in range(2)]
+        for process in processes:
+            await it.bring_up(process)
+        await it.supervisor.serving.wait()
+        for _ in range(2):
+            processes[0].end()
+            processes[0] = await it.launcher.next()
+            processes[0].say(Failed(MISTAKE))
+        await it.until(lambda: it.supervisor.engines == {processes[1].id})
+        assert not it.supervisor.failed.done()
+        processes[1].end()
+        for _ in range(2):
+            last = await it.launcher.next()
+            last.say(Failed(MISTAKE))
+            last.end("it ended with exit code 1")
+        with pytest.raises(ConfigError, match="the cache is too small"):
+            await it.supervisor.failed
+
+
+@in_loop
+async def test_who_fails_again_and_again_is_given_up_and_the_last_one_ends_the_instance():
     async with fleet(data_parallel_size=2, max_engine_restarts=1) as it:
         observer = await it.adopt()
         for returns in (True, False):
@@ -201,19 +256,23 @@ async def test_who_dies_again_and_again_is_given_up_and_the_last_one_ends_the_in
                 await it.bring_up(process)
                 other = process
                 assert joined(process.id)(await observer.receive())
+            await it.bring_up(process)
+            assert joined(process.id)(await observer.receive())
+            process.say(Failed(BUG))
+            assert await observer.receive() == Left(process.id, str(BUG), returns=returns)
             process.end()
-            assert await observer.receive() == Left(process.id, KILLED, returns=returns)
         await it.supervisor.serving.wait()
         assert it.supervisor.engines == {other.id}
         assert not it.supervisor.failed.done()
-        other.end("its disk is full")
+        other.say(Failed(BUG))
+        other.end()
         assert (await observer.receive()).returns
         last = await it.launcher.next()
-        last.end("its disk is full")
-        with pytest.raises(EngineFailed, match=r"engine-1\.1 is gone: its disk is full"):
+        last.say(Failed(Failure.of(OSError("its disk is full"))))
+        with pytest.raises(EngineFailed, match=r"engine-1\.1 failed: OSError: its disk is full"):
             await it.supervisor.failed
         assert not (await observer.receive()).returns
-        assert (await observer.receive()).cause == "engine-1.1 is gone: its disk is full"
+        assert (await observer.receive()).cause.startswith("engine-1.1 failed: OSError: its disk is full")
 
 
 @in_loop
