@@ -27,7 +27,7 @@ from eagleray.client.supervision import Supervision
 from eagleray.client.tokenizer import Tokenizer
 from eagleray.client.worker_calls import WorkerCalls
 from eagleray.config import Config
-from eagleray.config.resolve import checkpoint_dir, tokenizer_dir
+from eagleray.config.resolve import checkpoint_dir, local_ranks, tokenizer_dir
 from eagleray.errors import ChannelClosed, DeadlineExceeded, EngineFailed, Unavailable
 from eagleray.identity import ClientId, EngineId
 from eagleray.log import get_logger
@@ -95,7 +95,9 @@ class Client:
             request_timeout=config.serving.request_timeout,
         )
         # Chance of its own in every client, whatever the seed: else all would choose the same engines.
-        router = Router(rng=random.Random(), match_prefixes=config.cache.enable_prefix_caching)
+        router = Router(
+            rng=random.Random(), match_prefixes=config.cache.enable_prefix_caching, ranks=local_ranks(config)
+        )
         return cls(client_id, inbox=inbox, outbox=outbox, intake=intake, router=router)
 
     @property
@@ -125,7 +127,7 @@ class Client:
 
     @property
     def expects_engines(self) -> bool:
-        """An engine has left and returns."""
+        """Whether an engine is starting, for the first time or again."""
         return self._failure is None and self._members.expects_engines
 
     @property

@@ -49,7 +49,8 @@ class Dispatch:
     def start(self, request: Request) -> RequestStream:
         """A new request: it goes to an engine, or waits for one. Its time begins to run.
 
-        Raises `InvalidRequest` for a rank that there is not, and what `send` raises; then it is not in flight.
+        Raises `InvalidRequest` for a rank that does not exist, `Unavailable` for one that was given up, and what
+        `send` raises; then it is not in flight.
         """
         self._place(request)
         if request.timeout is not None:
@@ -110,7 +111,7 @@ class Dispatch:
             self._send(request.engine, Abort(self._client, request.names))
 
     def on_fresh(self, request: Request, chunk: Chunk) -> None:
-        request.deaths.was_started()
+        request.deaths.was_started(has_token=bool(chunk.token_ids))
         if request.sending is not None and not chunk.is_started:
             # Prompt log-probabilities need a computed prompt: then the cache was not asked for all it has.
             asks = request.message.sampling.prompt_logprobs is None

@@ -83,6 +83,7 @@ class Request:
                 prompt_logprobs_from=self.state.prompt_logprobs_from if index == 0 else 1,
                 routed_experts_from=self.state.completions[index].routed_experts_from,
                 is_suspect=self.deaths.is_suspect,
+                announce_start=self.deaths.asks_for_start,
             )
             for index, entry in self.running.items()
         ]

@@ -24,7 +24,13 @@ class Entry:
         self._num_sendings = 0
 
     def next_message(
-        self, *, token_ids: list[int], prompt_logprobs_from: int, routed_experts_from: int | None, is_suspect: bool
+        self,
+        *,
+        token_ids: list[int],
+        prompt_logprobs_from: int,
+        routed_experts_from: int | None,
+        is_suspect: bool,
+        announce_start: bool,
     ) -> Generate:
         """The message that goes on after `token_ids`, and after the prompt log-probabilities and the routed experts
         before those positions."""
@@ -39,4 +45,5 @@ class Entry:
             prompt_logprobs_from=prompt_logprobs_from,
             routed_experts_from=routed_experts_from,
             is_suspect=is_suspect,
+            announce_start=announce_start,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 from eagleray.identity import EngineId
@@ -37,16 +38,18 @@ class Reports(Generic[Report]):
 
 
 class Members:
-    """The engines that this client may speak to, each with its incarnation."""
+    """The engines that this client may speak to, each with its incarnation. `ranks`: those of the deployment."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Iterable[int] = ()) -> None:
         self.engines: dict[EngineId, EngineInfo] = {}
         """Those that have joined, in the order in which they did."""
         self._stats = Reports[EngineStats]()
         self._expert_load = Reports[ExpertLoad]()
         self._cause: str | None = None
-        self._awaited: set[int] = set()
-        """Ranks of the engines that are coming back."""
+        self._awaited = set(ranks)
+        """Ranks whose engines are starting, for the first time or again."""
+        self._given_up: dict[int, str] = {}
+        """Causes by rank, of engines that will not come back."""
         self._last_info: EngineInfo | None = None
 
     @property
@@ -61,7 +64,7 @@ class Members:
 
     @property
     def expects_engines(self) -> bool:
-        """An engine has left and returns."""
+        """Whether an engine is starting, for the first time or again."""
         return bool(self._awaited)
 
     @property
@@ -71,15 +74,19 @@ class Members:
 
     @property
     def info(self) -> EngineInfo | None:
-        """What is served, also while the engines that served it are coming back; None if nothing is."""
+        """What is served, also while the engines that serve it are starting again; None if nothing is."""
         if self.engines:
             return next(iter(self.engines.values()))
         return self._last_info if self._awaited else None
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of those that are here or coming back, in order."""
+        """The ranks whose engines are here or starting, in order."""
         return sorted({engine.rank for engine in self.engines} | self._awaited)
+
+    def why_given_up(self, rank: int) -> str | None:
+        """Why the engine of this rank will not come back; None if it is here or starting, or there is no such rank."""
+        return self._given_up.get(rank)
 
     def of_rank(self, rank: int) -> EngineId | None:
         """The engine of this rank; None while it is away."""
@@ -89,6 +96,7 @@ class Members:
     def join(self, engine: EngineId, info: EngineInfo) -> None:
         self.engines[engine] = self._last_info = info
         self._awaited.discard(engine.rank)
+        self._given_up.pop(engine.rank, None)
         self._stats.join(engine)
         self._expert_load.join(engine)
 
@@ -109,6 +117,7 @@ class Members:
             self._awaited.add(engine.rank)
         else:
             self._awaited.discard(engine.rank)
+            self._given_up[engine.rank] = cause
 
     def end(self, cause: str) -> None:
         """None is here, and none will come."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from eagleray.client.members import Members
 from eagleray.client.recent_blocks import RecentBlocks, Use, block_hashes
-from eagleray.errors import InvalidRequest
+from eagleray.errors import InvalidRequest, Unavailable
 from eagleray.identity import EngineId
 from eagleray.messages.membership import EngineInfo
 from eagleray.messages.outputs import EngineStats
@@ -74,10 +74,10 @@ class _Engine:
 
 
 class Router:
-    """`match_prefixes` False: the engines have no prefix cache."""
+    """`match_prefixes` False: the engines have no prefix cache. `ranks`: see `Members`."""
 
-    def __init__(self, *, rng: random.Random, match_prefixes: bool = True) -> None:
-        self.members = Members()
+    def __init__(self, *, rng: random.Random, match_prefixes: bool = True, ranks: Iterable[int] = ()) -> None:
+        self.members = Members(ranks)
         self._rng = rng
         self._match_prefixes = match_prefixes
         self._engines: dict[EngineId, _Engine] = {}
@@ -108,7 +108,7 @@ class Router:
     ) -> Choice | None:
         """Where a request with this prompt shall go; None: nowhere now, it must wait for an engine to join.
 
-        Raises `InvalidRequest` for a rank that there is not.
+        Raises `InvalidRequest` for a rank that does not exist, and `Unavailable` for one that was given up.
         """
         hashes = self._hashes(token_ids, cache_salt)
         if rank is not None:
@@ -153,6 +153,8 @@ class Router:
 
     def _of_rank(self, rank: int) -> EngineId | None:
         ranks = self.members.ranks
+        if (cause := self.members.why_given_up(rank)) is not None:
+            raise Unavailable(f"data-parallel rank {rank} is not served any more: {cause}")
         if rank not in ranks:
             raise InvalidRequest(
                 f"there is no data-parallel rank {rank!r}: the ranks of this deployment are {_ranges(ranks)}",

@@ -76,7 +76,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache when this engine first scheduled the request."""
     is_started: bool = False
-    """Of a suspect: it is about to be computed."""
+    """The request is about to be computed. Said of suspects, and where `announce_start` asks for it."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The stop token that ended the request; None for the model's own end-of-sequence token."""

@@ -32,6 +32,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
     is_suspect: bool = False
     """Engines have died with this request more than once: run no two such at a time, and say when one is started (a
     `Chunk` with `is_started`, sent before its first step), so that its client knows which one it was."""
+    announce_start: bool = False
+    """Say when it is started, as of a suspect, although it may run among others."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -58,6 +58,8 @@ class Request:
     """First position whose routed experts were not delivered yet; None if the request does not want them."""
     is_suspect: bool = False
     """Engines have died with it: see `suspects`."""
+    announce_start: bool = False
+    """Its client wants to be told before it is computed."""
     was_started: bool = False
     num_cached_tokens: int = 0
     """Prompt tokens found in the cache at the first start; 0 again once the client was told."""
@@ -179,4 +181,5 @@ def new_request(
         prompt_logprobs_from=message.prompt_logprobs_from,
         routed_experts_from=message.routed_experts_from,
         is_suspect=message.is_suspect,
+        announce_start=message.announce_start or message.is_suspect,
     )

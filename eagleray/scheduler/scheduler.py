@@ -156,7 +156,8 @@ class Scheduler:
         return plan
 
     def take_notices(self) -> list[Output]:
-        """What clients must have been told before the last plan is carried out: that it starts a suspect."""
+        """Chunks that clients must have been sent before the last plan is carried out: they name the requests that it
+        starts, as far as clients asked for that."""
         notices, self._notices = self._notices, []
         return notices
 
@@ -261,7 +262,7 @@ class Scheduler:
         draft.add(run, num_tokens)
         if not request.was_started:
             self._count_lookup(request, num_cached)
-            if request.is_suspect:
+            if request.announce_start:
                 self._notices.append(Output(request.client, Chunk(request_id=request.request_id, is_started=True)))
         self._advance(run, num_tokens)
 

@@ -107,7 +107,7 @@ class Service:
         client = self.client
         if client.engines:
             return
-        if client.expects_engines:
+        if client.expects_engines and client.cause:
             raise Unavailable(f"no engine is there until one has been started again: {client.cause}")
         raise Unavailable(f"no engine is ready{f': {client.cause}' if client.cause else ', try again in a moment'}")
 

@@ -118,7 +118,7 @@ export class Client {
     const hit = [...this.requests].filter(([, { engine }]) => engine === name(member));
     for (const [wireName, request] of hit) {
       this.requests.delete(wireName); // late chunks belong to nobody
-      if (request.deaths < SUSPECT_DEATHS || request.hasBegun) request.deaths += 1;
+      if (request.deaths === 0 || request.hasBegun) request.deaths = request.hasToken ? 1 : request.deaths + 1;
       if (request.deaths > MOST_DEATHS) request.reject(new Error(`engines died of it, the last one because: ${cause}`));
       else this.send(request);
     }
@@ -134,7 +134,7 @@ export class Client {
     const load = ({ id }) => [...this.requests.values()].filter(({ engine }) => engine === name(id)).length;
     const engine = engines.reduce((least, other) => (load(other) < load(least) ? other : least));
     const wireName = `r${this.serial++}`; // never used again
-    Object.assign(request, { engine: name(engine.id), hasBegun: false });
+    Object.assign(request, { engine: name(engine.id), hasBegun: false, hasToken: false });
     request.engines.push(engine.id);
     this.requests.set(wireName, request);
     this.tell(engine.outbox, {
@@ -143,6 +143,7 @@ export class Client {
       ...request.message,
       output_token_ids: request.tokenIds,
       is_suspect: request.deaths >= SUSPECT_DEATHS,
+      announce_start: request.deaths > 0,
     });
   }
 
@@ -152,6 +153,7 @@ export class Client {
     // Fields that have their default are left out by the engine.
     const { token_ids = [], finish_reason = null, error = null } = chunk;
     request.hasBegun = true;
+    request.hasToken ||= token_ids.length > 0;
     request.tokenIds.push(...token_ids);
     if (finish_reason === null) return;
     this.requests.delete(chunk.request_id);

@@ -146,9 +146,10 @@ class ComputingEngine(FakeEngine):
 
     async def _schedule(self):
         suspects = [run for run in self._runs.values() if run.message.is_suspect][:1]
-        for run in suspects:
+        others = [run for run in self._runs.values() if not run.message.is_suspect]
+        for run in suspects + [run for run in others if run.message.announce_start]:
             name = run.message.request_id
             if name not in self._announced:
                 self._announced.add(name)
                 await self._setup.deliver(Chunks(self.id, [Chunk(request_id=name, is_started=True)]))
-        return [run for run in self._runs.values() if not run.message.is_suspect] + suspects
+        return others + suspects

@@ -152,7 +152,9 @@ class FakeEngine:
 class Setup:
     """A client with its mailboxes and one engine, and the task that runs it."""
 
-    def __init__(self, *, kind="byte_level", seed=None, eos_token_ids=(2,), max_request_restarts=3, **options):
+    def __init__(
+        self, *, kind="byte_level", seed=None, eos_token_ids=(2,), max_request_restarts=3, ranks=(), **options
+    ):
         self.network = Network()
         self.inbox = MemoryInbox()
         self.outbox = MemoryOutbox(self.network)
@@ -161,7 +163,7 @@ class Setup:
             client=CLIENT, tokenizer=self.tokenizer, eos_token_ids=eos_token_ids, max_logprobs=20
         )
         intake = Intake(preprocessor, seed=seed, max_request_restarts=max_request_restarts, **options)
-        router = Router(rng=random.Random(1))
+        router = Router(rng=random.Random(1), ranks=ranks)
         self.client = Client(CLIENT, inbox=self.inbox, outbox=self.outbox, intake=intake, router=router)
         self.engine = FakeEngine(self)
         self.running = asyncio.create_task(self.client.run())

@@ -374,7 +374,8 @@ class Engine:
     def _note_started(self, notices: list[Output]) -> None:
         for client, chunk in notices:
             assert chunk == Chunk(request_id=chunk.request_id, is_started=True)
-            assert self.messages[client, chunk.request_id].is_suspect and chunk.request_id not in self.started
+            message = self.messages[client, chunk.request_id]
+            assert (message.is_suspect or message.announce_start) and chunk.request_id not in self.started
             self.started.append(chunk.request_id)
 
     def _check_suspects(self, plan: StepPlan) -> None:

@@ -3,6 +3,7 @@ the fake engine checks at every step."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from scheduler_fakes import ALICE, BOB, Engine, request, undisturbed
 
@@ -52,6 +53,16 @@ def test_the_start_is_told_with_the_plan_and_nothing_else_is():
     ((client, chunk),) = engine.scheduler.take_notices()
     assert (client, chunk.request_id, chunk.is_started, chunk.token_ids) == (ALICE, "a", True, [])
     assert engine.scheduler.take_notices() == []
+
+
+def test_a_start_is_told_of_requests_that_ask_for_it_and_they_run_together():
+    engine = Engine()
+    asking = [msgspec.structs.replace(request(name, [7]), announce_start=True) for name in "ab"]
+    engine.add(*asking, request("free", [7]))
+    engine.step()
+    assert engine.started == ["a", "b"]
+    assert sorted(starts(engine)) == ["a", "b", "free"]
+    finish(engine)
 
 
 def test_the_first_chunk_with_something_in_it_tells_what_was_cached():
