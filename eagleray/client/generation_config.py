@@ -7,6 +7,7 @@ from typing import Any
 
 from eagleray.client.tokenizer_files import read_json
 from eagleray.config import ModelConfig
+from eagleray.config.json_files import shown
 from eagleray.config.resolve import checkpoint_dir
 from eagleray.errors import CheckpointError, InvalidRequest
 from eagleray.messages.sampling import SamplingParams
@@ -23,6 +24,12 @@ SAMPLING_FIELDS = {
 }
 """Field of generation_config.json → field of `SamplingParams`. As in vLLM, `do_sample` has no say."""
 
+MAX_TOKEN_ID = 2**31 - 1
+"""Token ids have 32 bits."""
+
+MAX_EOS_TOKENS = 1024
+"""Published models have up to three."""
+
 
 def default_sampling(model: ModelConfig) -> dict[str, Any]:
     """The fields of `SamplingParams` for which the checkpoint's generation_config.json has a value.
@@ -36,7 +43,7 @@ def default_sampling(model: ModelConfig) -> dict[str, Any]:
     defaults = {ours: found[name] for name, ours in SAMPLING_FIELDS.items() if found.get(name) is not None}
     try:
         SamplingParams(**defaults)
-    except InvalidRequest as error:
+    except (InvalidRequest, TypeError, OverflowError) as error:  # the latter two: a list, or a number without end
         raise CheckpointError(f"{path}: {error}; `generation_config` none ignores this file") from None
     return defaults
 
@@ -46,12 +53,19 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         match read_json(path).get("eos_token_id"):
-            case int(token_id):
-                return (token_id,)
-            case list(token_ids) if all(isinstance(token_id, int) for token_id in token_ids):
-                return tuple(token_ids)
             case None:
                 pass
+            case list(token_ids) if len(token_ids) <= MAX_EOS_TOKENS and all(map(_is_token_id, token_ids)):
+                return tuple(token_ids)
+            case token_id if _is_token_id(token_id):
+                return (token_id,)
             case other:
-                raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, but it is {other!r}")
+                raise CheckpointError(
+                    f"{path}: eos_token_id must be a token id or a list of up to {MAX_EOS_TOKENS} of them, but it is "
+                    f"{shown(other)}"
+                )
     return ()
+
+
+def _is_token_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_TOKEN_ID

@@ -6,7 +6,6 @@ lacks; what wins over what is as in transformers 5, so that prompts become the t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,25 +13,21 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from eagleray.config.json_files import read_bounded, read_json_object, shown
 from eagleray.errors import CheckpointError
 
 __all__ = ["chat_template_source", "load_backend", "named_tokens", "read_json", "read_tokenizer_config"]
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MAX_TOKENIZER_BYTES = 128 * 2**20
+"""Published vocabularies of 256,000 tokens take 35 MiB."""
+
 EXTRA_TOKENS = ("extra_special_tokens", "additional_special_tokens")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if there is no such file. Raises `CheckpointError` for anything else in it."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found a {type(value).__name__}")
-    return value
+    return read_json_object(path) if path.is_file() else {}
 
 
 def read_tokenizer_config(directory: Path) -> dict[str, Any]:
@@ -60,12 +55,7 @@ def load_backend(directory: Path, config: Mapping[str, Any]) -> Backend:
             f"{path}: not found, but the tokenizer is read from it. Give the directory of one with the option "
             "`tokenizer`, or set `skip_tokenizer_init` to work with token ids alone"
         )
-    try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:  # that is the type which the library raises
-        raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
-    backend.no_truncation()
-    backend.no_padding()
+    backend = _read_backend(path)
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     missing: dict[str, AddedToken] = {}
     for token in _all_added_tokens(directory, config):
@@ -79,14 +69,20 @@ def chat_template_source(directory: Path, config: Mapping[str, Any]) -> dict[str
     """The chat templates by name; a single one is the `default`. Empty if there is none."""
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return {"default": path.read_text(encoding="utf-8")}
+        try:
+            return {"default": read_bounded(path).decode("utf-8")}
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path}: is not UTF-8: {error}") from None
     match config.get("chat_template"):
         case None:
             return {}
         case str(template):
             return {"default": template}
         case list(templates):
-            return {entry["name"]: entry["template"] for entry in templates}
+            named = {entry["name"]: entry["template"] for entry in templates}
+            if not all(isinstance(text, str) for pair in named.items() for text in pair):
+                raise TypeError("a chat template has a name and a text")
+            return named
         case other:
             raise CheckpointError(
                 f"{directory / 'tokenizer_config.json'}: chat_template must be a text or a list of named texts, but it "
@@ -94,14 +90,34 @@ def chat_template_source(directory: Path, config: Mapping[str, Any]) -> dict[str
             )
 
 
+def _read_backend(path: Path) -> Backend:
+    """The tokenizer of a tokenizer.json. Raises `CheckpointError` for one that cannot be read or cannot encode."""
+    size = path.stat().st_size
+    if size > MAX_TOKENIZER_BYTES:
+        raise CheckpointError(
+            f"{path}: has {size / 2**20:,.0f} MiB, but no tokenizer needs more than {MAX_TOKENIZER_BYTES // 2**20}; it "
+            "may be damaged"
+        )
+    try:
+        backend = Backend.from_file(str(path))
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode("a", add_special_tokens=False)
+    except BaseException as error:  # the library raises plain exceptions, and panics, which are none
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise CheckpointError(f"{path}: not a tokenizer: {shown(str(error))}") from None
+    return backend
+
+
 def _all_added_tokens(directory: Path, config: Mapping[str, Any]) -> Iterator[AddedToken]:
     """In the order in which those that are missing get their ids."""
     special = set(named_tokens(config).values())
-    by_id = {int(index): _added_token(value) for index, value in config.get("added_tokens_decoder", {}).items()}
+    by_id = {_id(index): _added_token(value) for index, value in config.get("added_tokens_decoder", {}).items()}
     if not by_id:
         for content, index in read_json(directory / "added_tokens.json").items():
             is_special = content in special
-            by_id[index] = AddedToken(content, normalized=not is_special, special=is_special)
+            by_id[_id(index)] = AddedToken(content, normalized=not is_special, special=is_special)
     for _, token in sorted(by_id.items(), key=lambda entry: entry[0]):
         yield token
     for name in NAMED_TOKENS:
@@ -111,6 +127,14 @@ def _all_added_tokens(directory: Path, config: Mapping[str, Any]) -> Iterator[Ad
         value = config.get(name) or []
         for token in value.values() if isinstance(value, Mapping) else value:
             yield _special(token)
+
+
+def _id(value: Any) -> int:
+    """The token id that is a key or a value in one of the files."""
+    try:
+        return int(value)
+    except (ValueError, OverflowError):
+        raise TypeError(f"a token id must be a number, but it is {shown(value)}") from None
 
 
 def _is_token(value: Any) -> bool:

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eagleray.models.config_file import ConfigFile
+from eagleray.config.json_files import shown
+from eagleray.models.config_file import MAX_EXPERTS, MAX_LAYERS, ConfigFile
 from eagleray.models.kernels.reference import Kernels, Operation
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
 from eagleray.models.layers.latent_attention import LatentAttention
 from eagleray.models.layers.mlp import MLP
 from eagleray.models.moe.experts import MoeBlock, load_shared_experts
 from eagleray.models.moe.plan import ExpertPlan
-from eagleray.models.rope_spec import softmax_factor
+from eagleray.models.rope_spec import check_head_dim, softmax_factor
 from eagleray.models.spec import Defaults, LatentSpec, ModelSpec, MoeSpec, read_common
 from eagleray.models.weights import Weights
 from eagleray.parallel import Group
@@ -50,10 +51,10 @@ def read_deepseek_v2(config: ConfigFile) -> ModelSpec:
         )
     method = config.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
-        config.fail(f"`topk_method` {method!r} is not supported; supported are greedy and group_limited_greedy")
+        config.fail(f"`topk_method` {shown(method)} is not supported; supported are greedy and group_limited_greedy")
     is_grouped = method == "group_limited_greedy"
     moe = MoeSpec(
-        num_experts=config.integer("n_routed_experts", 64),
+        num_experts=config.integer("n_routed_experts", 64, maximum=MAX_EXPERTS),
         top_k=config.integer("num_experts_per_tok", None),
         intermediate_size=(size := config.integer("moe_intermediate_size", 1407)),
         renormalize=False,
@@ -71,7 +72,7 @@ def read_deepseek_v3(config: ConfigFile) -> ModelSpec:
     _expect(config, "scoring_func", "sigmoid")
     _expect(config, "topk_method", "noaux_tc")
     moe = MoeSpec(
-        num_experts=config.integer("n_routed_experts", 256),
+        num_experts=config.integer("n_routed_experts", 256, maximum=MAX_EXPERTS),
         top_k=config.integer("num_experts_per_tok", 8),
         intermediate_size=(size := config.integer("moe_intermediate_size", 2048)),
         renormalize=config.boolean("norm_topk_prob", True),
@@ -87,7 +88,7 @@ def read_deepseek_v3(config: ConfigFile) -> ModelSpec:
     )
     is_interleaved = config.boolean("rope_interleave", True)
     spec = _read(config, "DeepseekV3ForCausalLM", DEEPSEEK_V3, moe, is_interleaved=is_interleaved, first_moe_layer=3)
-    return replace(spec, num_draft_layers=config.integer("num_nextn_predict_layers", 1, minimum=0))
+    return replace(spec, num_draft_layers=config.integer("num_nextn_predict_layers", 1, minimum=0, maximum=MAX_LAYERS))
 
 
 def load_layer(
@@ -138,8 +139,8 @@ def _read(
     """`moe`: without its layers. `first_moe_layer`: if the file does not say."""
     if config.integer("moe_layer_freq", 1) != 1:
         config.fail(
-            f"`moe_layer_freq` {config.get('moe_layer_freq')} is not supported; supported is 1, experts in every layer "
-            "from `first_k_dense_replace` on"
+            f"`moe_layer_freq` {shown(config.get('moe_layer_freq'))} is not supported; supported is 1, experts in "
+            "every layer from `first_k_dense_replace` on"
         )
     _check_choice(config, moe)
     spec = read_common(config, architecture, defaults)
@@ -161,6 +162,7 @@ def _read_latent(config: ConfigFile, spec: ModelSpec, *, is_interleaved: bool) -
     plain, rotated = config.integer("qk_nope_head_dim", 128), config.integer("qk_rope_head_dim", 64)
     if rotated % 2 != 0:
         config.fail(f"`qk_rope_head_dim` must be even, to be rotated, but it is {rotated}")
+    check_head_dim(config, spec.rope, rotated)
     return LatentSpec(
         q_lora_rank=config.optional_integer("q_lora_rank", 1536),
         kv_lora_rank=config.integer("kv_lora_rank", 512),
@@ -175,12 +177,12 @@ def _read_latent(config: ConfigFile, spec: ModelSpec, *, is_interleaved: bool) -
 def _expect(config: ConfigFile, name: str, supported: str) -> None:
     """Of a field that may be left out."""
     if (found := config.get(name)) not in (None, supported):
-        config.fail(f"`{name}` {found!r} is not supported; supported is {supported}")
+        config.fail(f"`{name}` {shown(found)} is not supported; supported is {supported}")
 
 
 def _num_shared(config: ConfigFile, default: int) -> int:
     """null: none."""
-    return config.optional_integer("n_shared_experts", default) or 0
+    return config.optional_integer("n_shared_experts", default, maximum=MAX_EXPERTS) or 0
 
 
 def _check_choice(config: ConfigFile, moe: MoeSpec) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagleray.models import mxfp4
-from eagleray.models.config_file import ConfigFile
+from eagleray.models.config_file import MAX_EXPERTS, MAX_POSITIONS, ConfigFile
 from eagleray.models.kernels.gating import Clamp
 from eagleray.models.kernels.reference import Kernels
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
@@ -56,18 +56,19 @@ def read_gpt_oss(config: ConfigFile) -> ModelSpec:
     has_bias = config.boolean("attention_bias", True)
     alternating = ["sliding_attention", "full_attention"]
     kinds = [alternating[layer % 2] for layer in range(spec.num_layers)]
+    window = config.optional_integer("sliding_window", 128, maximum=MAX_POSITIONS)
     is_mxfp4 = config.get("quantization_config") is not None
     if is_mxfp4 and (spec.hidden_size % mxfp4.BLOCK_SIZE or spec.intermediate_size % mxfp4.BLOCK_SIZE):
         size = mxfp4.BLOCK_SIZE
         config.fail(f"with {QUANTIZATION}, `hidden_size` and `intermediate_size` must be multiples of {size}")
     return replace(
         spec,
-        windows=layer_windows(config, spec.num_layers, config.optional_integer("sliding_window", 128), kinds),
+        windows=layer_windows(config, spec.num_layers, window, kinds),
         qkv_bias=has_bias,
         output_bias=has_bias,
         has_sinks=True,
         moe=MoeSpec(
-            num_experts=(count := config.integer("num_local_experts", 128)),
+            num_experts=(count := config.integer("num_local_experts", 128, maximum=MAX_EXPERTS)),
             top_k=config.integer("num_experts_per_tok", 4, maximum=count),
             intermediate_size=spec.intermediate_size,
             renormalize=True,  # a softmax over the chosen ones

@@ -6,10 +6,11 @@ on the model's device. Every problem is a `CheckpointError` that names the file 
 
 from __future__ import annotations
 
-import json
+import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
@@ -19,10 +20,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from eagleray.config.json_files import read_json_object, shown
 from eagleray.errors import CheckpointError
+from eagleray.models.tensor_names import LAYER
 from eagleray.models.weights import Cut
 
-__all__ = ["CheckpointWeights", "stored_dtype"]
+__all__ = ["CheckpointWeights", "stored_dtype", "stored_weights"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -32,7 +35,19 @@ NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 BYTES_OF_RAW_DTYPE = {"U8": 1}
 """Of tensors that mean something else than the numbers in them."""
 FP8 = "F8_E4M3"
+MAX_INDEX_BYTES = 128 * 2**20
+"""Published models with the most experts have an index of about 20 MiB."""
 ALL_BYTES = BYTES_OF_DTYPE | BYTES_OF_RAW_DTYPE | {FP8: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """The content of weight files by their headers."""
+
+    num_parameters: int
+    """Numbers in all tensors; a byte of four-bit weights counts as two."""
+    layers: frozenset[int]
+    """Layers that have a tensor."""
 
 
 class CheckpointWeights:
@@ -106,6 +121,7 @@ class CheckpointWeights:
     def _take_part(
         self, name: str, shape: tuple[int, ...], index: int, dtype: torch.dtype, *, parameters: int
     ) -> Tensor:
+        self._stored(name, shape, dtype)
         out = torch.empty(shape[1:], dtype=dtype, device=self._device)
         self._read(name, shape, Cut(0, range(index, index + 1)), out[None], is_part=True)
         with self._lock:
@@ -119,6 +135,8 @@ class CheckpointWeights:
         cuts: Sequence[Cut | None],
         dtype: torch.dtype,
     ) -> Tensor:
+        for name, shape in zip(names, shapes, strict=True):  # what is not there is not to be allocated either
+            self._stored(name, shape, dtype)
         wanted = [shape if cut is None else cut.shape(shape) for shape, cut in zip(shapes, cuts, strict=True)]
         num_rows = [shape[0] for shape in wanted]
         out = torch.empty((sum(num_rows), *wanted[0][1:]), dtype=dtype, device=self._device)
@@ -141,24 +159,33 @@ class CheckpointWeights:
         if self._on_progress is not None:
             self._on_progress(self._total_bytes, self._total_bytes)
 
-    def _read(self, name: str, shape: tuple[int, ...], cut: Cut | None, out: Tensor, *, is_part: bool = False) -> None:
+    def _stored(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        """The tensor in its file. Raises `CheckpointError` unless it is there, of this shape, and can be read as that
+        dtype."""
         if name not in self._owners:
             searched = ", ".join(map(str, self._paths))
             raise CheckpointError(f"tensor {name!r} of shape {list(shape)} is missing; searched in {searched}")
         index = self._owners[name]
         path, stored = self._paths[index], self._files[index].get_slice(name)
         kind = stored.get_dtype()
-        expected = BYTES_OF_RAW_DTYPE if out.dtype == torch.uint8 else BYTES_OF_DTYPE
-        is_fp8 = kind == FP8 and self._fp8_block is not None and len(shape) == 2
-        if kind not in expected and not is_fp8:
+        expected = BYTES_OF_RAW_DTYPE if dtype == torch.uint8 else BYTES_OF_DTYPE
+        if kind not in expected and not self._is_fp8(kind, shape):
             supported = ", ".join(expected)
             raise CheckpointError(f"{path}: tensor {name!r} is stored as {kind}; supported are {supported}")
         if (found := tuple(stored.get_shape())) != shape:
             raise CheckpointError(
                 f"{path}: tensor {name!r} has the shape {list(found)}, but config.json implies {list(shape)}"
             )
+        return stored
+
+    def _is_fp8(self, kind: str, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of that kind and shape is a weight with a scale for each block."""
+        return kind == FP8 and self._fp8_block is not None and len(shape) == 2
+
+    def _read(self, name: str, shape: tuple[int, ...], cut: Cut | None, out: Tensor, *, is_part: bool = False) -> None:
+        stored = self._stored(name, shape, out.dtype)
         part = stored[:] if cut is None else _part(stored, cut)
-        _copy(self._scaled(part, name, shape, cut) if is_fp8 else part, out)
+        _copy(self._scaled(part, name, shape, cut) if self._is_fp8(stored.get_dtype(), shape) else part, out)
         with self._lock:
             self._left_over.discard(name)
             num_bytes = self._num_bytes(name) // shape[0] if is_part else self._num_bytes(name)
@@ -200,6 +227,20 @@ def stored_dtype(directory: Path) -> str:
     raise CheckpointError(f"{paths[0]}: there are no weights of float32, float16 or bfloat16")
 
 
+def stored_weights(directory: Path) -> StoredWeights:
+    """Read the headers of all weight files. Raises `CheckpointError`."""
+    count, layers = 0, set()
+    for path in _weight_files(directory):
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                stored = file.get_slice(name)
+                per_element = 2 if stored.get_dtype() in BYTES_OF_RAW_DTYPE else 1
+                count += math.prod(stored.get_shape()) * per_element
+                if (match := LAYER.match(name)) is not None:
+                    layers.add(int(match[1]))
+    return StoredWeights(count, frozenset(layers))
+
+
 def _copy(source: Tensor, out: Tensor) -> None:
     if source.dtype == out.dtype and out.device.type == "cpu" and source.is_contiguous():
         # by one thread: torch would wake all of its own for every tensor
@@ -224,16 +265,26 @@ def _weight_files(directory: Path) -> list[Path]:
             f"{directory}: there is neither {SINGLE_FILE} nor {INDEX_FILE}; weights are read from safetensors files "
             "only (for random weights instead: --load-format dummy)"
         )
-    try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    weight_map = read_json_object(index, max_bytes=MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(
-            f"{index}: is not an index of safetensors files, a JSON object with a `weight_map`: {error!r}"
-        ) from error
+            f"{index}: is not an index of safetensors files: its `weight_map` must name a file for each tensor, but it "
+            f"is {shown(weight_map)}"
+        )
+    shards = sorted(set(weight_map.values()))
+    if not shards:
+        raise CheckpointError(f"{index}: its `weight_map` names no file")
     for shard in shards:
-        if not (path := directory / str(shard)).is_file():
+        if not _is_file(path := directory / shard):
             raise CheckpointError(f"{path}: not found, but {index} names it; the download may be incomplete")
     return [directory / shard for shard in shards]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def _open(path: Path) -> Any:

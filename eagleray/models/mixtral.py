@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eagleray.models.config_file import ConfigFile
+from eagleray.models.config_file import MAX_EXPERTS, ConfigFile
 from eagleray.models.kernels.reference import Kernels
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
 from eagleray.models.moe.experts import MoeBlock
@@ -34,7 +34,7 @@ def read_mixtral(config: ConfigFile) -> ModelSpec:
         spec,
         windows=uniform_windows(config, spec.num_layers, default=None),
         moe=MoeSpec(
-            num_experts=(count := config.integer("num_local_experts", 8)),
+            num_experts=(count := config.integer("num_local_experts", 8, maximum=MAX_EXPERTS)),
             top_k=config.integer("num_experts_per_tok", 2, maximum=count),
             intermediate_size=spec.intermediate_size,
             renormalize=True,

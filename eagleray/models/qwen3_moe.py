@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eagleray.models.config_file import ConfigFile
+from eagleray.config.json_files import shown
+from eagleray.models.config_file import MAX_EXPERTS, ConfigFile
 from eagleray.models.kernels.reference import Kernels
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer, load_dense_layer
 from eagleray.models.moe.experts import MoeBlock
@@ -37,8 +38,7 @@ def read_qwen3_moe(config: ConfigFile) -> ModelSpec:
         output_bias=attention_bias,
         qk_norm=True,
         moe=MoeSpec(
-            # the name in config.json differs between versions of transformers
-            num_experts=(count := config.integer("num_experts", config.optional_integer("num_local_experts", 128))),
+            num_experts=(count := _num_experts(config)),
             top_k=config.integer("num_experts_per_tok", 8, maximum=count),
             intermediate_size=config.integer("moe_intermediate_size", 768),
             renormalize=config.boolean("norm_topk_prob", False),
@@ -47,11 +47,18 @@ def read_qwen3_moe(config: ConfigFile) -> ModelSpec:
     )
 
 
+def _num_experts(config: ConfigFile) -> int:
+    """The name in config.json differs between versions of transformers."""
+    default = config.optional_integer("num_local_experts", 128, maximum=MAX_EXPERTS)
+    return config.integer("num_experts", default, maximum=MAX_EXPERTS)
+
+
 def _moe_layers(config: ConfigFile, num_layers: int) -> tuple[bool, ...]:
     step = config.integer("decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
-        config.fail(f"`mlp_only_layers` must be a list of layer numbers, but it is {dense!r}")
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        config.fail(f"`mlp_only_layers` must be a list of layer numbers, but it is {shown(dense)}")
+    dense = set(dense)
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
 

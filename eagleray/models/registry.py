@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from eagleray.config.json_files import shown
 from eagleray.errors import ConfigError
 from eagleray.models.base import Model
 from eagleray.models.config_file import ConfigFile
@@ -25,7 +26,7 @@ from eagleray.models.layers.decoder import DecoderLayer, load_dense_layer
 from eagleray.models.layers.embedding import Head, load_embedding_and_head
 from eagleray.models.layers.rope import Rope
 from eagleray.models.llama import read_llama, read_mistral
-from eagleray.models.loading import CheckpointWeights, stored_dtype
+from eagleray.models.loading import CheckpointWeights, stored_dtype, stored_weights
 from eagleray.models.mixtral import load_layer as load_mixtral_layer
 from eagleray.models.mixtral import read_mixtral
 from eagleray.models.moe.experts import MoeBlock
@@ -37,6 +38,7 @@ from eagleray.models.qwen3 import read_qwen3
 from eagleray.models.qwen3_moe import load_layer as load_qwen3_moe_layer
 from eagleray.models.qwen3_moe import read_qwen3_moe
 from eagleray.models.shares import check_experts, check_fits
+from eagleray.models.size import num_parameters, weight_bytes
 from eagleray.models.spec import ModelSpec
 from eagleray.models.tensor_names import is_elsewhere, is_not_a_weight, is_read_whole, parts_wanted
 from eagleray.models.weights import Weights
@@ -71,6 +73,9 @@ DTYPES = {
     "float": torch.float32,
 }
 
+FAR_MORE = 2
+"""Times the weights that there are. What is nearer is told tensor by tensor."""
+
 ALONE = Groups.alone()
 
 NO_OPTIONS = ExpertOptions()
@@ -87,12 +92,14 @@ def load_model(
     groups: Groups = ALONE,
     deterministic: bool = False,
     experts: ExpertOptions = NO_OPTIONS,
+    total_memory: int | None = None,
 ) -> Model:
     """The model of a checkpoint directory, or the part that `groups` leaves to this rank, ready to compute.
 
     `dtype`, `load_format` and `deterministic` are those of `config.ModelConfig`; `seed` is that of dummy weights.
-    `on_progress` is told bytes read and bytes in all, of this rank's share. Raises `CheckpointError`, and `ConfigError`
-    if the model cannot be divided so, or `deterministic` not be kept.
+    `on_progress` is told bytes read and bytes in all, of this rank's share; `total_memory`: bytes that the device has.
+    Raises `CheckpointError`, and `ConfigError` if the model cannot be divided so, does not fit into the memory, or
+    `deterministic` cannot be kept.
     """
     config = ConfigFile.read(directory)
     family = _family(config)
@@ -101,6 +108,10 @@ def load_model(
     if dtype == "auto":
         dtype = spec.dtype or ("float32" if load_format == "dummy" else stored_dtype(directory))
     kind = DTYPES[dtype]
+    if load_format != "dummy":
+        _check_stored(config, spec, directory)
+    if total_memory is not None:
+        _check_memory(config, spec, kind, groups, total_memory)
     kernels = kernels_for(device, kind, spec)
     if deterministic:
         _check_invariant(spec, kernels, kind, device, groups)
@@ -148,10 +159,40 @@ def _family(config: ConfigFile) -> Family:
     names = config.get("architectures")
     supported = ", ".join(FAMILIES)
     if not isinstance(names, list) or len(names) != 1:
-        config.fail(f"`architectures` must name one architecture, but it is {names!r}; supported are {supported}")
-    if names[0] not in FAMILIES:
-        config.fail(f"the architecture {names[0]!r} is not supported; supported are {supported}")
-    return FAMILIES[names[0]]
+        config.fail(f"`architectures` must name one architecture, but it is {shown(names)}; supported are {supported}")
+    name = names[0]
+    if not isinstance(name, str) or name not in FAMILIES:
+        config.fail(f"the architecture {shown(name)} is not supported; supported are {supported}")
+    return FAMILIES[name]
+
+
+def _check_stored(config: ConfigFile, spec: ModelSpec, directory: Path) -> None:
+    """Raises `CheckpointError` if config.json describes layers that the weight files have not, or far more weights.
+
+    A tensor that is missing, or has another shape, is named when it is read.
+    """
+    described, stored = num_parameters(spec), stored_weights(directory)
+    if spec.num_layers - 1 not in stored.layers:
+        config.fail(
+            f"`num_hidden_layers` is {spec.num_layers}, but the weight files beside it have no tensor of layer "
+            f"{spec.num_layers - 1}; they do not belong together, or the download is incomplete"
+        )
+    if described > FAR_MORE * stored.num_parameters:
+        config.fail(
+            f"describes a model of {described:,} parameters, but the weight files beside it hold "
+            f"{stored.num_parameters:,}; they do not belong together, or the download is incomplete"
+        )
+
+
+def _check_memory(config: ConfigFile, spec: ModelSpec, dtype: torch.dtype, groups: Groups, total_memory: int) -> None:
+    """Raises `ConfigError` if this rank's weights can never fit."""
+    needed = weight_bytes(spec, itemsize=dtype.itemsize, mesh=groups.mesh, num_expert_ranks=max(1, groups.experts.size))
+    if needed > total_memory:
+        raise ConfigError(
+            f"{config.path}: the weights that it describes take {needed / 2**30:,.1f} GiB of a worker as "
+            f"{str(dtype).removeprefix('torch.')}, but there are {total_memory / 2**30:,.1f} GiB in all; divide them "
+            "among more workers (`tensor_parallel_size`, `pipeline_parallel_size`)"
+        )
 
 
 def _check_options(spec: ModelSpec, experts: ExpertOptions, groups: Groups) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from eagleray.models.config_file import ConfigFile
+from eagleray.config.json_files import shown
+from eagleray.models.config_file import MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB_SIZE, ConfigFile
 from eagleray.models.kernels.gating import Clamp
-from eagleray.models.rope_spec import RopeSpec, read_rope, stretched
+from eagleray.models.rope_spec import RopeSpec, check_head_dim, read_rope, stretched
 
 __all__ = [
     "Defaults",
@@ -146,25 +147,32 @@ def read_common(config: ConfigFile, architecture: str, defaults: Defaults, *, qu
     `quantization`: the method that the family's weights may be quantized by.
     """
     if (activation := config.get("hidden_act") or "silu") not in ("silu", "swish"):
-        config.fail(f"`hidden_act` {activation!r} is not supported; supported is silu")
+        config.fail(f"`hidden_act` {shown(activation)} is not supported; supported is silu")
     hidden_size = config.integer("hidden_size", defaults.hidden_size)
     num_heads = config.integer("num_attention_heads", defaults.num_heads)
-    max_positions = config.integer("max_position_embeddings", defaults.max_position_embeddings)
+    max_positions = config.integer("max_position_embeddings", defaults.max_position_embeddings, maximum=MAX_POSITIONS)
     rope = read_rope(config, default_theta=defaults.rope_theta, max_position_embeddings=max_positions)
-    num_layers = config.integer("num_hidden_layers", defaults.num_layers)
+    if not 1 <= (max_model_len := stretched(rope, max_positions)) <= MAX_POSITIONS:
+        config.fail(
+            f"`max_position_embeddings` and the rope's `factor` make a length of {max_model_len} tokens; what is "
+            f"possible is 1 to {MAX_POSITIONS}"
+        )
+    num_layers = config.integer("num_hidden_layers", defaults.num_layers, maximum=MAX_LAYERS)
+    head_dim = _head_dim(config, defaults, hidden_size, num_heads)
+    check_head_dim(config, rope, head_dim)
     return ModelSpec(
         architecture=architecture,
-        vocab_size=config.integer("vocab_size", defaults.vocab_size),
+        vocab_size=config.integer("vocab_size", defaults.vocab_size, maximum=MAX_VOCAB_SIZE),
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size", defaults.intermediate_size),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(config, defaults, num_heads),
-        head_dim=_head_dim(config, defaults, hidden_size, num_heads),
+        head_dim=head_dim,
         norm_eps=config.number("rms_norm_eps", defaults.norm_eps),
         rope=rope,
         tie_embeddings=config.boolean("tie_word_embeddings", False),
-        max_model_len=stretched(rope, max_positions),
+        max_model_len=max_model_len,
         dtype=_dtype(config),
         windows=(None,) * num_layers,
         fp8_block=_fp8_block(config, quantization),
@@ -173,12 +181,14 @@ def read_common(config: ConfigFile, architecture: str, defaults: Defaults, *, qu
 
 def uniform_windows(config: ConfigFile, num_layers: int, default: int | None) -> tuple[int | None, ...]:
     """The field `sliding_window` for every layer."""
-    return (config.optional_integer("sliding_window", default),) * num_layers
+    return (config.optional_integer("sliding_window", default, maximum=MAX_POSITIONS),) * num_layers
 
 
 def windows_by_layer(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
     """`use_sliding_window`, for the layers that `layer_types` names, or else those from `max_window_layers` on."""
-    window = config.optional_integer("sliding_window", 4096) if config.boolean("use_sliding_window", False) else None
+    window = None
+    if config.boolean("use_sliding_window", False):
+        window = config.optional_integer("sliding_window", 4096, maximum=MAX_POSITIONS)
     if config.get("layer_types") is None:
         first = config.integer("max_window_layers", 28, minimum=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
@@ -192,10 +202,12 @@ def layer_windows(
     kinds = config.get("layer_types")
     kinds = default if kinds is None else kinds
     if not isinstance(kinds, list) or len(kinds) != num_layers:
-        config.fail(f"`layer_types` must be a list of {num_layers}, one for each layer, but it is {kinds!r}")
+        config.fail(f"`layer_types` must be a list of {num_layers}, one for each layer, but it is {shown(kinds)}")
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
-            config.fail(f"the layer type {kind!r} is not supported; supported are full_attention and sliding_attention")
+            config.fail(
+                f"the layer type {shown(kind)} is not supported; supported are full_attention and sliding_attention"
+            )
         if kind == "sliding_attention" and window is None:
             config.fail("`layer_types` names sliding_attention, but no window, or `use_sliding_window` is not set")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -210,16 +222,16 @@ def _fp8_block(config: ConfigFile, supported: str) -> tuple[int, int] | None:
     method = fields.get("quant_method") if isinstance(fields, dict) else fields
     if method != supported or not isinstance(fields, dict):
         config.fail(
-            f"`quantization_config` says {method!r}; quantized checkpoints of this architecture are not supported, but "
-            f"for {supported}; float32, float16 and bfloat16 weights are"
+            f"`quantization_config` says {shown(method)}; quantized checkpoints of this architecture are not "
+            f"supported, but for {supported}; float32, float16 and bfloat16 weights are"
         )
     if method != "fp8":
         return None
     if (scheme := fields.get("activation_scheme", "dynamic")) != "dynamic":
-        config.fail(f"`activation_scheme` {scheme!r} is not supported; supported is dynamic")
+        config.fail(f"`activation_scheme` {shown(scheme)} is not supported; supported is dynamic")
     block = fields.get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
-        config.fail(f"`weight_block_size` must be two sizes, [rows, columns], for fp8, but it is {block!r}")
+        config.fail(f"`weight_block_size` must be two sizes, [rows, columns], for fp8, but it is {shown(block)}")
     return block[0], block[1]
 
 
@@ -246,5 +258,5 @@ def _dtype(config: ConfigFile) -> str | None:
         return None
     name = value.removeprefix("torch.") if isinstance(value, str) else value
     if name not in ("bfloat16", "float16", "float32"):
-        config.fail(f"`dtype` {value!r} is not supported; supported are bfloat16, float16 and float32")
+        config.fail(f"`dtype` {shown(value)} is not supported; supported are bfloat16, float16 and float32")
     return str(name)

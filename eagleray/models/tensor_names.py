@@ -9,11 +9,11 @@ from eagleray.models.moe.plan import ExpertPlan
 from eagleray.models.spec import ModelSpec
 from eagleray.parallel import Mesh
 
-__all__ = ["is_elsewhere", "is_not_a_weight", "is_read_whole", "parts_wanted"]
+__all__ = ["LAYER", "is_elsewhere", "is_not_a_weight", "is_read_whole", "parts_wanted"]
 
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
-EXPERT = re.compile(r"model\.layers\.(\d+)\..*\.experts\.(\d+)\.")
-EXPERTS_TOGETHER = re.compile(r"model\.layers\.(\d+)\..*\.experts\.(?!\d)")
+LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+EXPERT = re.compile(r"model\.layers\.(\d{1,9})\..*\.experts\.(\d{1,9})\.")
+EXPERTS_TOGETHER = re.compile(r"model\.layers\.(\d{1,9})\..*\.experts\.(?!\d)")
 """A tensor of all experts of a layer, from which each is taken."""
 SHARED_EXPERTS = ".shared_experts."
 

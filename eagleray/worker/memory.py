@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from eagleray.models.shares import num_kv_heads
 from eagleray.models.spec import ModelSpec
 from eagleray.parallel import Mesh
 
-__all__ = ["available_bytes", "step_bytes"]
+__all__ = ["available_bytes", "step_bytes", "total_bytes"]
 
 CPU_SHARE = 0.5
 """Part of the host's free memory that the cache may take: other programs live there too."""
@@ -36,6 +37,14 @@ def available_bytes(device: torch.device, *, gpu_memory_utilization: float, step
             )
         return available
     return int((_host_free() - step_bytes) * CPU_SHARE)
+
+
+def total_bytes(device: torch.device) -> int:
+    """Bytes of memory that the device has, used or not: of the host with its swap, under the container's limit."""
+    if device.type == "cuda":
+        total: int = torch.cuda.mem_get_info(device)[1]
+        return total
+    return min([_meminfo("MemTotal") + _meminfo("SwapTotal"), *(limit for limit, _ in _cgroup_limits())])
 
 
 def step_bytes(
@@ -72,9 +81,18 @@ def step_bytes(
 
 
 def _host_free() -> int:
-    """Bytes that this process could still take, in the smaller of host and cgroup (versions 2 and 1)."""
+    """Bytes that this process could still take, in the smaller of host and cgroup."""
+    return max(0, min([_meminfo("MemAvailable"), *(limit - used for limit, used in _cgroup_limits())]))
+
+
+def _meminfo(name: str) -> int:
+    """Bytes that /proc/meminfo says of the whole host."""
     lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def _cgroup_limits() -> Iterator[tuple[int, int]]:
+    """Bytes that the container may use and does use, by cgroups of version 2 and 1; nothing where there is no limit."""
     for limit_file, used_file in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -84,5 +102,4 @@ def _host_free() -> int:
         except OSError:
             continue
         if limit != "max":
-            free = min(free, int(limit) - int(used))
-    return max(free, 0)
+            yield int(limit), int(used)

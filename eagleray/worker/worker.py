@@ -56,7 +56,7 @@ from eagleray.worker.cores import set_threads
 from eagleray.worker.device import choose_device
 from eagleray.worker.extension import Extension
 from eagleray.worker.fresh_pages import FreshPages
-from eagleray.worker.memory import available_bytes, step_bytes
+from eagleray.worker.memory import available_bytes, step_bytes, total_bytes
 from eagleray.worker.null import NullRunner
 from eagleray.worker.rows import Rows
 from eagleray.worker.runner import Runner
@@ -214,6 +214,7 @@ class Worker:
                 groups=self._groups,
                 deterministic=config.deterministic,
                 experts=self._expert_options(),
+                total_memory=total_bytes(self.device),
             )
         model = self.model
         logger.info(

@@ -166,24 +166,74 @@ def test_damaged_files_are_named(tmp_path):
         Tokenizer.load(tmp_path)
     directory = write_checkpoint(tmp_path)
     (directory / "tokenizer_config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: not valid JSON"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: cannot be read as JSON"):
         Tokenizer.load(directory)
     (directory / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="expected a JSON object, found a list"):
+    with pytest.raises(CheckpointError, match="must hold a JSON object, but holds a list"):
         Tokenizer.load(directory)
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": 5}))
     with pytest.raises(CheckpointError, match="chat_template must be"):
         Tokenizer.load(directory)
-    for wrong in ({"added_tokens_decoder": {"5": "x"}}, {"chat_template": [{}]}, {"added_tokens_decoder": [1]}):
+    for wrong in (
+        {"added_tokens_decoder": {"5": "x"}},
+        {"added_tokens_decoder": {"five": {"content": "x"}}},
+        {"added_tokens_decoder": [1]},
+        {"additional_special_tokens": 5},
+        {"extra_special_tokens": [[]]},
+        {"chat_template": [{}]},
+        {"chat_template": [{"name": "default", "template": 5}]},
+    ):
         (directory / "tokenizer_config.json").write_text(json.dumps(wrong))
         with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: its tokens or chat templates"):
             Tokenizer.load(directory)
     (directory / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer"):
         Tokenizer.load(directory)
-    directory = write_checkpoint(tmp_path, generation_config={"eos_token_id": "x"})
-    with pytest.raises(CheckpointError, match="eos_token_id must be"):
+    for wrong in ("x", -1, 2**31, True, 1.5, [1] * 2000, [[]], {}):
+        directory = write_checkpoint(tmp_path, generation_config={"eos_token_id": wrong})
+        with pytest.raises(CheckpointError, match="eos_token_id must be"):
+            Tokenizer.load(directory)
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", DEEP),
+        ("tokenizer.json", "null"),
+        ("tokenizer.json", '{"model": {"type": "WordLevel", "vocab": {}, "unk_token": "?"}, "added_tokens": []}'),
+        ("tokenizer_config.json", DEEP),
+        ("tokenizer_config.json", '{"a": 1' + "0" * 5000 + "}"),
+        ("generation_config.json", DEEP),
+        ("generation_config.json", '{"eos_token_id": ' + DEEP),
+        ("config.json", DEEP),
+        ("chat_template.jinja", "\udcff"),
+        ("added_tokens.json", '{"x": "y"}'),
+        ("added_tokens.json", '{"x": Infinity}'),
+        ("special_tokens_map.json", "5"),
+    ],
+)
+def test_tokenizer_nonsense_in_any_file_is_one_sentence(tmp_path, name, content):
+    directory = write_checkpoint(tmp_path)
+    (directory / name).write_text(content, errors="surrogateescape")
+    with pytest.raises(CheckpointError) as caught:
         Tokenizer.load(directory)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_tokenizer_file_that_is_too_large_is_not_read(tmp_path):
+    directory = write_checkpoint(tmp_path)
+    for name, limit in (("tokenizer.json", 128), ("tokenizer_config.json", 32), ("chat_template.jinja", 32)):
+        path = directory / name
+        kept = path.read_bytes() if path.exists() else None
+        with path.open("wb") as file:
+            file.truncate(limit * 2**20 + 1)  # of zeros, and without a block on the disk
+        with pytest.raises(CheckpointError, match=f"{limit}"):
+            Tokenizer.load(directory)
+        path.unlink() if kept is None else path.write_bytes(kept)
 
 
 def test_what_is_no_text_and_no_token_is_refused():

@@ -11,7 +11,7 @@ from checkpoints import edit_config, make_checkpoint
 from model_runs import load
 from safetensors.torch import load_file, save_file
 
-from eagleray.errors import CheckpointError
+from eagleray.errors import CheckpointError, ConfigError
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
@@ -164,11 +164,73 @@ def test_a_truncated_shard(sharded):
     assert refusal(sharded).startswith(f"{shard}: is not a complete safetensors file")
 
 
-@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": ["b"]}}'])
-def test_a_damaged_index(sharded, text):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON: it is nested too deeply"),
+        ("[]", "must hold a JSON object"),
+        ("{}", "is not an index of safetensors files"),
+        ('{"weight_map": []}', "is not an index of safetensors files"),
+        ('{"weight_map": {"a": ["b"]}}', "is not an index of safetensors files"),
+        ('{"weight_map": {}}', "its `weight_map` names no file"),
+    ],
+)
+def test_a_damaged_index(sharded, text, said):
     (sharded / "model.safetensors.index.json").write_text(text)
-    message = refusal(sharded)
-    assert message.startswith(f"{sharded / 'model.safetensors.index.json'}: is not an index of safetensors files")
+    assert refusal(sharded).startswith(f"{sharded / 'model.safetensors.index.json'}: {said}")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\u0000b", ".", "/dev/null"])
+def test_an_index_that_names_what_is_no_file(sharded, name):
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {Q_PROJ: name}}))
+    assert "not found, but" in refusal(sharded)
+
+
+@pytest.mark.parametrize("header", [b"[" * 100_000, b"{" * 100, b"\xff" * 100, b'{"a":' * 50_000, b"{}"])
+def test_a_header_of_nonsense(checkpoint, header):
+    (checkpoint / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert len(refusal(checkpoint)) < 1000
+
+
+def test_more_layers_than_the_files_hold_are_told_before_a_weight_is_read(checkpoint):
+    edit_config(checkpoint, num_hidden_layers=8000)
+    told = []
+    message = refusal(checkpoint, on_progress=lambda done, total: told.append(done))
+    assert "`num_hidden_layers` is 8000, but the weight files beside it have no tensor of layer 7999" in message
+    assert told == []
+
+
+@pytest.mark.parametrize(
+    "fields", [{"hidden_size": 2**20}, {"intermediate_size": 2**24}, {"vocab_size": 2**23}, {"head_dim": 2**20}]
+)
+def test_more_weights_than_the_files_hold_are_told_before_one_is_read(checkpoint, fields):
+    edit_config(checkpoint, **fields)
+    assert "parameters, but the weight files beside it hold 1" in refusal(checkpoint)
+
+
+def test_a_tensor_is_not_allocated_before_its_shape_is_known_to_fit(checkpoint, monkeypatch):
+    edit_config(checkpoint, intermediate_size=97)
+    allocated = []
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda shape, **kwargs: allocated.append(tuple(shape)) or empty(shape, **kwargs)
+    )
+    assert "config.json implies [97, 64]" in refusal(checkpoint)
+    assert not [shape for shape in allocated if 97 in shape or 194 in shape]
+
+
+def test_weights_that_can_never_fit_into_the_memory_are_refused(checkpoint):
+    with pytest.raises(ConfigError, match=r"take .* GiB of a worker as float32, but there are 0\.0 GiB in all"):
+        load(checkpoint, total_memory=100_000)
+    load(checkpoint, total_memory=2**30)
+
+
+@pytest.mark.parametrize("fields", [{"hidden_size": 2**20}, {"num_hidden_layers": 8000, "intermediate_size": 2**20}])
+def test_dummy_weights_that_can_never_fit_into_the_memory_are_refused(checkpoint, fields):
+    edit_config(checkpoint, **fields)
+    with pytest.raises(ConfigError, match="`tensor_parallel_size`"):
+        load(checkpoint, load_format="dummy", total_memory=2**33)
 
 
 def test_a_tensor_missing_from_every_shard(sharded):

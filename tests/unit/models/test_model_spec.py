@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from eagleray.errors import CheckpointError
 from eagleray.models.config_file import ConfigFile
+from eagleray.models.layers.rope import Rope
 from eagleray.models.registry import FAMILIES
 from eagleray.models.rope_spec import DefaultRope, DynamicRope, LinearRope, Llama3Rope, YarnRope
+from eagleray.models.size import num_parameters
 
 PATH = Path("/somewhere/config.json")
 
@@ -159,3 +164,161 @@ def test_more_experts_for_a_token_than_there_are():
     expected = "`num_experts_per_tok` must be at most 4, but it is 5"
     assert expected in refusal("MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=5)
     assert expected in refusal("Qwen3MoeForCausalLM", num_experts=4, num_experts_per_tok=5)
+
+
+# What no model has.
+
+ABSURD = [
+    ("LlamaForCausalLM", {"hidden_size": 2**40}, "`hidden_size` must be at most 16777216, but it is 1099511627776"),
+    ("LlamaForCausalLM", {"num_hidden_layers": 10**9}, "`num_hidden_layers` must be at most 8192"),
+    ("Qwen3MoeForCausalLM", {"num_experts": 10**9}, "`num_experts` must be at most 32768, but it is 1000000000"),
+    ("MixtralForCausalLM", {"num_local_experts": 10**9}, "`num_local_experts` must be at most 32768"),
+    ("DeepseekV3ForCausalLM", {"n_routed_experts": 10**9}, "`n_routed_experts` must be at most 32768"),
+    ("LlamaForCausalLM", {"vocab_size": 2**60}, "`vocab_size` must be at most"),
+    ("LlamaForCausalLM", {"hidden_size": 10**4000}, "`hidden_size` must be at most"),
+    ("LlamaForCausalLM", {"max_position_embeddings": 2**40}, "`max_position_embeddings` must be at most 2147483647"),
+    ("LlamaForCausalLM", {"rope_theta": float("inf")}, "`rope_theta` must be above 1 and at most 1e+30, but it is inf"),
+    ("LlamaForCausalLM", {"rope_theta": float("nan")}, "`rope_theta` must be a positive number, but it is nan"),
+    ("LlamaForCausalLM", {"rope_theta": 10**400}, "`rope_theta` must be above 1 and at most 1e+30"),
+    ("LlamaForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 1e300}}, "`factor` must be above 1e-06"),
+    (
+        "LlamaForCausalLM",
+        {"rope_scaling": {"type": "linear", "factor": 1e6}, "max_position_embeddings": 10**6},
+        "length",
+    ),
+    ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": 1e-5}}, "make a length of 0 tokens"),
+    ("LlamaForCausalLM", {"rope_scaling": {"type": "llama3"} | LLAMA3 | {"high_freq_factor": 1}}, "must be above"),
+    ("LlamaForCausalLM", {"rope_scaling": {"type": "dynamic", "factor": 2}, "head_dim": 2}, "at least 4 features"),
+    ("LlamaForCausalLM", {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 0.5}}, "above 0.999"),
+    ("Qwen3MoeForCausalLM", {"mlp_only_layers": [[]]}, "`mlp_only_layers` must be a list of layer numbers"),
+    ("Qwen3ForCausalLM", {"layer_types": ["x" * 10**6]}, "`layer_types` must be a list of 32"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "fields", "expected"), ABSURD)
+def test_absurd_numbers_are_refused_in_a_short_sentence(architecture, fields, expected):
+    message = refusal(architecture, **fields)
+    assert expected in message
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        '{"hidden_size": 1' + "0" * 5000 + "}",
+        "\xff",
+        "",
+        "[]",
+        '{"a": "' + "x" * 2**25,
+    ],
+)
+def test_a_config_file_of_nonsense_is_refused_in_a_short_sentence(tmp_path, text):
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError) as caught:
+        ConfigFile.read(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}/config.json: ")
+    assert len(str(caught.value)) < 300
+
+
+VALUES = st.one_of(
+    st.sampled_from(
+        [0, -1, 1, 2, 3, 2**31, 2**63, 10**400, 0.5, 1e300, 1e-300, float("inf"), float("nan"), True, None]
+    ),
+    st.text(max_size=3),
+    st.lists(st.integers(-1, 9), max_size=3),
+    st.just({}),
+    st.just([[]]),
+)
+FIELDS = [
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "hidden_act",
+    "tie_word_embeddings",
+    "dtype",
+    "torch_dtype",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "sliding_window",
+    "use_sliding_window",
+    "layer_types",
+    "max_window_layers",
+    "quantization_config",
+    "attention_bias",
+    "mlp_bias",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "n_routed_experts",
+    "n_shared_experts",
+    "n_group",
+    "topk_group",
+    "topk_method",
+    "scoring_func",
+    "routed_scaling_factor",
+    "first_k_dense_replace",
+    "moe_layer_freq",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "num_nextn_predict_layers",
+    "rope_interleave",
+    "swiglu_alpha",
+    "swiglu_limit",
+]
+ROPE_FIELDS = [
+    "rope_type",
+    "type",
+    "factor",
+    "rope_theta",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+    "truncate",
+    "partial_rotary_factor",
+]
+ROPES = st.dictionaries(
+    st.sampled_from(ROPE_FIELDS),
+    st.one_of(VALUES, st.sampled_from(["yarn", "llama3", "linear", "dynamic"])),
+    max_size=6,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    architecture=st.sampled_from(sorted(FAMILIES)),
+    fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4),
+    rope=st.one_of(st.none(), ROPES),
+)
+def test_any_config_is_a_model_or_a_refusal(architecture, fields, rope):
+    fields = fields if rope is None else fields | {"rope_scaling": rope}
+    try:
+        spec = FAMILIES[architecture].read_spec(ConfigFile(PATH, fields))
+    except CheckpointError as error:
+        assert len(str(error)) < 500
+        return
+    Rope(spec.rope, spec.head_dim, dtype=torch.float32, device=torch.device("cpu")).table(torch.arange(3))
+    assert 1 <= spec.max_model_len < 2**31
+    assert num_parameters(spec) > 0

@@ -1,0 +1,78 @@
+"""How much a model is: the numbers of its weights, as its configuration implies them. Pure.
+
+Checked before anything of that size is read or allocated. Biases, norms and scales are left out, so the numbers are
+never larger than those of the model.
+"""
+
+from __future__ import annotations
+
+from eagleray.models.spec import ModelSpec
+from eagleray.parallel import Mesh
+
+__all__ = ["num_parameters", "weight_bytes"]
+
+BYTES_OF_FOUR_BITS = 0.5
+
+WHOLE = Mesh()
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Numbers in the weights of the whole model."""
+    layers = range(spec.num_layers)
+    others = spec.num_layers * _attention(spec) + _num_dense(spec, layers) * _dense(spec)
+    return others + _num_moe(spec, layers) * (_experts(spec) + _beside_experts(spec)) + _embeddings(spec, WHOLE)
+
+
+def weight_bytes(spec: ModelSpec, *, itemsize: int, mesh: Mesh, num_expert_ranks: int) -> int:
+    """Bytes of the weights that the worker at this place of the mesh has, each number in `itemsize` bytes.
+
+    `num_expert_ranks`: workers that have the experts of a layer between them.
+    """
+    layers, tp = mesh.layers(spec.num_layers), mesh.tp_size
+    of_experts = BYTES_OF_FOUR_BITS if spec.moe is not None and spec.moe.is_mxfp4 else itemsize
+    experts = _num_moe(spec, layers) * _experts(spec) // num_expert_ranks
+    others = len(layers) * _attention(spec) + _num_dense(spec, layers) * _dense(spec)
+    others += _num_moe(spec, layers) * _beside_experts(spec) + _embeddings(spec, mesh)
+    return int(experts * of_experts) + others // tp * itemsize
+
+
+def _attention(spec: ModelSpec) -> int:
+    if (latent := spec.latent) is None:
+        return 2 * spec.hidden_size * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    queries = spec.num_heads * latent.query_dim
+    rank = latent.q_lora_rank
+    of_queries = spec.hidden_size * queries if rank is None else rank * (spec.hidden_size + queries)
+    of_keys = spec.hidden_size * latent.cached_size
+    of_heads = latent.kv_lora_rank * spec.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    return of_queries + of_keys + of_heads + spec.num_heads * latent.v_head_dim * spec.hidden_size
+
+
+def _dense(spec: ModelSpec) -> int:
+    return 3 * spec.hidden_size * spec.intermediate_size
+
+
+def _experts(spec: ModelSpec) -> int:
+    return 0 if spec.moe is None else 3 * spec.hidden_size * spec.moe.intermediate_size * spec.moe.num_experts
+
+
+def _beside_experts(spec: ModelSpec) -> int:
+    """Numbers of the router and the shared experts of a layer."""
+    if spec.moe is None:
+        return 0
+    return spec.hidden_size * (spec.moe.num_experts + 3 * spec.moe.shared_intermediate_size)
+
+
+def _embeddings(spec: ModelSpec, mesh: Mesh) -> int:
+    """Numbers of the embedding and the head, as far as a stage has them."""
+    count = int(mesh.is_first_stage) + int(mesh.is_last_stage)
+    if spec.tie_embeddings:
+        count = min(count, 1)
+    return count * spec.vocab_size * spec.hidden_size
+
+
+def _num_moe(spec: ModelSpec, layers: range) -> int:
+    return 0 if spec.moe is None else sum(spec.moe.layers[index] for index in layers)
+
+
+def _num_dense(spec: ModelSpec, layers: range) -> int:
+    return len(layers) - _num_moe(spec, layers)
