@@ -14,6 +14,7 @@
     ├── EngineFailed                  an engine ended; `cause` says why
     ├── WorkerFailed                  a worker raised; identity, type, message and traceback of the original
     ├── WorkerLost                    a worker died, or was silent for too long; says which, and how it ended
+    ├── ClusterLost                   a Ray cluster, or a part of it, that was there is gone
     ├── DeadlineExceeded              a wait ended without what it waited for
     └── ChannelClosed                 the other side is gone, or we closed
         └── ExpertGroupBroken         an engine that shares the experts is gone; the others go on with its successor
@@ -27,6 +28,7 @@ __all__ = [
     "ChannelClosed",
     "CheckpointError",
     "ClusterError",
+    "ClusterLost",
     "ConfigError",
     "DeadlineExceeded",
     "EagleRayError",
@@ -106,6 +108,11 @@ class WorkerFailed(EagleRayError):
 
 class WorkerLost(EagleRayError):
     """A worker is gone, or was not heard of for too long."""
+
+
+class ClusterLost(EagleRayError):
+    """A Ray cluster that was joined, or a part of it that held an engine, is gone. Another try may find it back, or do
+    without: nobody's mistake."""
 
 
 class DeadlineExceeded(EagleRayError, TimeoutError):

@@ -7,13 +7,15 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import ray
 from ray._private import services
 
+from eagleray.cluster.local_cluster import LocalCluster, OnLost
 from eagleray.cluster.preflight import check_in, check_reachable
-from eagleray.errors import ClusterError
+from eagleray.errors import ClusterError, ClusterLost
 from eagleray.log import get_logger
 
 __all__ = ["Connection", "connect"]
@@ -40,23 +42,49 @@ class Connection:
         self._disconnect()
 
 
-def connect(ray_address: str | None, *, namespace: str) -> Connection:
+def connect(ray_address: str | None, *, namespace: str, on_lost: OnLost | None = None) -> Connection:
     """Become a driver of a Ray cluster.
 
     `ray_address`: host:port; `auto` for one that runs here (or `RAY_ADDRESS`); `local` for a new one on this host; None
     for what `auto` finds, else a new one. A process that is a driver already stays what it is, and `close` leaves
-    it so. Raises `ClusterError`.
+    it so. When a cluster that was started here dies this process ends; `on_lost` is called with the cause before.
+    Raises `ClusterError`.
     """
     if ray.is_initialized():
         return _stay(ray_address)
     address = _resolve(ray_address)
     if address is None:
-        logger.info("starting a local Ray cluster")
-        _init(address="local", namespace=namespace, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES)
-    else:
-        check_in(address)
-        _init(address=address, namespace=namespace)
-    return _connection(ray.shutdown, is_own=address is None)
+        return _start_local(namespace, on_lost or _log_loss)
+    check_in(address)
+    _init(address=address, namespace=namespace)
+    return _connection(ray.shutdown, is_own=False)
+
+
+def _start_local(namespace: str, on_lost: OnLost) -> Connection:
+    with ExitStack() as undo:
+        try:
+            cluster = LocalCluster(on_lost)
+        except OSError as error:
+            raise ClusterError(
+                f"a local Ray cluster needs a directory for its logs and sockets: {error}; set RAY_TMPDIR to a "
+                "directory that can be written to"
+            ) from None
+        undo.callback(cluster.close)
+        logger.info("starting a local Ray cluster; its logs are in %s while it runs", cluster.directory)
+        _init(
+            address="local",
+            namespace=namespace,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(cluster.directory),
+        )
+        connection = _connection(cluster.close, is_own=True)
+        undo.pop_all()
+        return connection
+
+
+def _log_loss(error: ClusterLost) -> None:
+    logger.error("%s", error)
 
 
 def _stay(ray_address: str | None) -> Connection:
@@ -113,7 +141,7 @@ def _init(**options: object) -> None:
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(log_to_driver=True, logging_level=logging.ERROR, **options)  # type: ignore[arg-type]
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # Ray raises that itself, for one, when a node does not start
         ray.shutdown()
         raise ClusterError(f"Ray at {options['address']}: {' '.join(str(error).split())}") from error
     finally:

@@ -11,6 +11,7 @@ from eagleray.cluster.connect import connect
 from eagleray.cluster.devices import device_index
 from eagleray.cluster.environment import worker_environment
 from eagleray.cluster.host import Host, HostInfo, own_versions
+from eagleray.cluster.local_cluster import OnLost
 from eagleray.cluster.nodes import snapshot
 from eagleray.cluster.placement import Placement, place
 from eagleray.cluster.spawn import Actors, spawn
@@ -64,16 +65,18 @@ def open_team(
     wait: Wait,
     kind: type[Host] = Host,
     max_concurrency: int = 1,
+    on_lost: OnLost | None = None,
 ) -> Team:
     """Bring the actors of `engine` to life. `context`: the cluster and placement group that the asking program is in.
 
-    `kind`: the actors' class; `max_concurrency`: the threads that their methods run in (1: the process's main thread).
+    `kind`: the actors' class; `max_concurrency`: the threads that their methods run in (1: the process's main thread);
+    `on_lost`: see `connect`.
     Raises `ClusterError`, `ConfigError` or `WorkerLost`, and leaves nothing behind then.
     """
     with ExitStack() as ends:
         is_actor = context is not None and bool(context.bundles)
         asked = None if context is None or is_actor else context.address
-        connection = connect(config.ray.ray_address or asked, namespace=engine.instance)
+        connection = connect(config.ray.ray_address or asked, namespace=engine.instance, on_lost=on_lost)
         ends.callback(connection.close)
         is_same_cluster = context is not None and (is_actor or context.address == connection.address)
         placement = place(

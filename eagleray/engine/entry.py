@@ -119,7 +119,7 @@ class Engine:
         _load_libraries(spec.config, in_placement_group=in_placement_group)
         if attach.pulse:
             ends.callback(Pulse.start(attach.pulse, on_silent=self._end_cut_off).close)
-        executor = open_executor(spec.engine, spec.config, runtime_dir=self._runtime_dir, ray=spec.ray)
+        executor = open_executor(spec.engine, spec.config, runtime_dir=self._runtime_dir, ray=spec.ray, on_lost=tell)
         ends.callback(executor.close)
         depth = steps_in_flight(spec.config, in_placement_group=in_placement_group)
         started = start_engine(spec.config, executor, depth=depth, deadline=deadline)

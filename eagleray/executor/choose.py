@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from eagleray.config import Config
@@ -14,15 +15,29 @@ from eagleray.messages.workers import RayContext
 __all__ = ["open_executor"]
 
 
-def open_executor(engine: EngineId, config: Config, *, runtime_dir: Path, ray: RayContext | None = None) -> Executor:
+def open_executor(
+    engine: EngineId,
+    config: Config,
+    *,
+    runtime_dir: Path,
+    ray: RayContext | None = None,
+    on_lost: Callable[[Exception], None] | None = None,
+) -> Executor:
     """The executor that `config` asks for, its workers running. Raises, and leaves nothing behind, if one does not.
 
-    `ray`: what this program is in, if it runs inside a Ray cluster.
+    `ray`: what this program is in, if it runs inside a Ray cluster. `on_lost`: called with the cause, from a thread,
+    before this process ends because a Ray cluster that it has started is lost.
     """
-    return Executor(_open_group(engine, config, runtime_dir, ray))
+    return Executor(_open_group(engine, config, runtime_dir, ray, on_lost))
 
 
-def _open_group(engine: EngineId, config: Config, runtime_dir: Path, ray: RayContext | None) -> WorkerGroup:
+def _open_group(
+    engine: EngineId,
+    config: Config,
+    runtime_dir: Path,
+    ray: RayContext | None,
+    on_lost: Callable[[Exception], None] | None,
+) -> WorkerGroup:
     name = executor_name(config, in_placement_group=ray is not None and ray.placement_group is not None)
     match name:
         case "in-process":
@@ -36,8 +51,8 @@ def _open_group(engine: EngineId, config: Config, runtime_dir: Path, ray: RayCon
         case "ray":
             from eagleray.executor.ray_actors import start_ray_actors
 
-            return start_ray_actors(engine, config, runtime_dir=runtime_dir, context=ray)
+            return start_ray_actors(engine, config, runtime_dir=runtime_dir, context=ray, on_lost=on_lost)
         case "ray-graph":
             from eagleray.executor.ray_graph import start_ray_graph
 
-            return start_ray_graph(engine, config, runtime_dir=runtime_dir, context=ray)
+            return start_ray_graph(engine, config, runtime_dir=runtime_dir, context=ray, on_lost=on_lost)

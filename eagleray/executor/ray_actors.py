@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+from eagleray.cluster.local_cluster import OnLost
 from eagleray.cluster.spawn import Actors
 from eagleray.cluster.team import open_team
 from eagleray.cluster.waiting import Wait
@@ -26,17 +27,23 @@ END_SECONDS = 3.0
 
 
 def start_ray_actors(
-    engine: EngineId, config: Config, *, runtime_dir: Path, context: RayContext | None, worker: str = WORKER
+    engine: EngineId,
+    config: Config,
+    *,
+    runtime_dir: Path,
+    context: RayContext | None,
+    on_lost: OnLost | None = None,
+    worker: str = WORKER,
 ) -> QueueGroup:
     """The workers of `engine`, every one attached to the queue.
 
     `context`: the cluster and placement group that the asking program is in. `worker`: what each actor runs,
-    `module:function`, called with an encoded `WorkerSpec`. Raises `ClusterError`, `ConfigError`, `WorkerLost` or
-    `DeadlineExceeded`, and leaves nothing behind then.
+    `module:function`, called with an encoded `WorkerSpec`. `on_lost`: see `cluster.connect`. Raises `ClusterError`,
+    `ConfigError`, `WorkerLost` or `DeadlineExceeded`, and leaves nothing behind then.
     """
     wait = Wait(config.execution.startup_timeout, "startup_timeout")
     with ExitStack() as stack:
-        team = open_team(engine, config, context=context, wait=wait)
+        team = open_team(engine, config, context=context, wait=wait, on_lost=on_lost)
         stack.callback(team.close)
         topology, labels = team.topology, team.labels
         broadcaster = Broadcaster.open(num_peers=topology.world_size, runtime_dir=runtime_dir, host=team.host)

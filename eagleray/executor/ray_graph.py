@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eagleray.cluster.graph import Frames, Graph, GraphHost, call_hosts, end_hosts, explain, lend, wait_until_alive
+from eagleray.cluster.local_cluster import OnLost
 from eagleray.cluster.team import Team, open_team
 from eagleray.cluster.waiting import Wait
 from eagleray.cluster.watch import Watch
@@ -37,12 +38,18 @@ END_SECONDS = 3.0
 
 
 def start_ray_graph(
-    engine: EngineId, config: Config, *, runtime_dir: Path, context: RayContext | None, worker: str = WORKER
+    engine: EngineId,
+    config: Config,
+    *,
+    runtime_dir: Path,
+    context: RayContext | None,
+    on_lost: OnLost | None = None,
+    worker: str = WORKER,
 ) -> RayGraphGroup:
     """The workers of `engine`, every one alive and in the graph. Arguments and errors as `start_ray_actors`."""
     wait = Wait(config.execution.startup_timeout, "startup_timeout")
     with ExitStack() as stack:
-        team = open_team(engine, config, context=context, wait=wait, kind=GraphHost, max_concurrency=2)
+        team = open_team(engine, config, context=context, wait=wait, kind=GraphHost, max_concurrency=2, on_lost=on_lost)
         stack.callback(team.close)
         labels, topology = team.labels, team.topology
         replies: Replies = queue.SimpleQueue()

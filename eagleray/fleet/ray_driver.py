@@ -51,7 +51,9 @@ def run(payload: bytes, parent: Parent) -> None:
     with ExitStack() as ends:
         with parent.telling():
             connection = connect(
-                options.ray_address or (None if spec.ray is None else spec.ray.address), namespace=spec.instance
+                options.ray_address or (None if spec.ray is None else spec.ray.address),
+                namespace=spec.instance,
+                on_lost=parent.tell,
             )
             ends.callback(connection.close)
             places = _places(spec, connection)

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from eagleray.config import Config
-from eagleray.errors import ChannelClosed, ClusterError, EngineFailed
+from eagleray.errors import ChannelClosed, ClusterError, ClusterLost, EngineFailed
 from eagleray.fleet.loss import as_exception
 from eagleray.fleet.spawned import OnExit, OnMessage
 from eagleray.identity import EngineId
@@ -47,6 +47,9 @@ CONNECT_SECONDS = 120.0
 """How long a driver may take to connect. Ray itself gives up earlier."""
 
 END_SECONDS = 15.0
+
+FIRST_DELAYS = (0.0, 1.0, 2.0)
+"""Seconds before each further attempt to get a first driver connected."""
 
 LOST_STORE = "it ended with exit code 1"
 """What Ray does to a driver, without a word to us, a minute after the cluster's control store was lost."""
@@ -113,6 +116,8 @@ class RayLauncher:
             on_silent=lambda pulse, seconds: self._post(self._driver_is_silent, pulse, seconds),
         )
         self._driver: _Driver | None = None
+        self._was_connected = False
+        """A driver was: the cluster is the right one, whatever the next one says."""
         self._child: Child | None = None
         self._host = ""
 
@@ -132,10 +137,7 @@ class RayLauncher:
         """
         launcher = cls(config, instance=instance, runtime_dir=runtime_dir, ray=ray, engine_target=engine_target)
         try:
-            driver = launcher._start_driver()
-            await driver.answered.wait()
-            if driver.ready is None:
-                raise as_exception("the process that drives Ray", driver.reason, driver.failure)
+            await launcher._connect_first()
         except BaseException:
             await launcher.close()
             raise
@@ -175,6 +177,20 @@ class RayLauncher:
         if self._driver is not None and self._child is not None:
             self._child.kill()
 
+    async def _connect_first(self) -> None:
+        """A driver that dies while it starts is replaced a few times: who has killed it, or its cluster, may not do it
+        again."""
+        for delay in (*FIRST_DELAYS, None):
+            driver = self._start_driver()
+            await driver.answered.wait()
+            if driver.ready is not None:
+                return
+            error = as_exception("the process that drives Ray", driver.reason, driver.failure)
+            if delay is None or (driver.failure is not None and driver.failure.kind != ClusterLost.__name__):
+                raise error
+            logger.warning("%s; starting another one in %g s", error, delay)
+            await asyncio.sleep(delay)
+
     def _start_driver(self) -> _Driver:
         number = self._num_drivers
         pulse, ticket = self._pulse.invite()
@@ -205,9 +221,8 @@ class RayLauncher:
 
     def _connection_is_late(self) -> None:
         if (driver := self._driver) is not None and self._child is not None:
-            driver.failure = Failure.of(
-                ClusterError(f"Ray: no connection within {CONNECT_SECONDS:.0f} s (the process that drives it hangs)")
-            )
+            late = ClusterError(f"Ray: no connection within {CONNECT_SECONDS:.0f} s (the process that drives it hangs)")
+            driver.failure = _as_loss(Failure.of(late)) if self._was_connected else Failure.of(late)
             self._child.kill()
 
     def _driver_is_silent(self, pulse: int, seconds: float) -> None:
@@ -236,7 +251,10 @@ class RayLauncher:
         driver.timer.cancel()
         driver.ready = ready
         self._host = ready.host
-        if not ready.is_own and (self._ray is None or self._ray.address != ready.cluster):
+        self._was_connected = True
+        if ready.is_own:
+            self._config = _with_local_cluster(self._config)
+        elif self._ray is None or self._ray.address != ready.cluster:
             self._ray = RayContext(address=ready.cluster)  # successors join the same cluster, or say why they cannot
         self._outbox.connect("driver", ready.address)
         for engine in self._engines.values():
@@ -259,7 +277,7 @@ class RayLauncher:
 
     def _driver_said(self, driver: _Driver, message: ChildToParent) -> None:
         if isinstance(message, Failed):
-            driver.failure = message.cause
+            driver.failure = _as_loss(message.cause) if self._was_connected else message.cause
 
     def _driver_ended(self, driver: _Driver, reason: str) -> None:
         is_lost = reason == LOST_STORE and driver.ready is not None and driver.failure is None
@@ -280,3 +298,16 @@ class RayLauncher:
     def _post(self, function: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know any more
             self._loop.call_soon_threadsafe(function, *args)
+
+
+def _as_loss(cause: Failure) -> Failure:
+    """What a driver says of a cluster that others were connected to: no mistake of the user's."""
+    if cause.kind != ClusterError.__name__:
+        return cause
+    return Failure.of(ClusterLost(cause.message))
+
+
+def _with_local_cluster(config: Config) -> Config:
+    """What successors of a driver that has started a cluster are told: they start one, too, and look for no other."""
+    ray = msgspec.structs.replace(config.ray, ray_address="local")
+    return msgspec.structs.replace(config, ray=ray)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from eagleray.errors import ClusterError, DeadlineExceeded, EngineFailed, WorkerLost
+from eagleray.errors import ClusterError, ClusterLost, DeadlineExceeded, EngineFailed, WorkerLost
 from eagleray.messages.failure import Failure
 
 __all__ = ["Again", "EndInstance", "GiveUp", "History", "Verdict", "decide"]
@@ -25,8 +25,8 @@ FIRST_DELAY = 0.5
 """Seconds before the second restart in a row; the first one is at once. The delay doubles with each start that fails.
 A process that ended soon after its start has no longer delay than this: it can start, and requests wait for it."""
 
-LOST = frozenset({WorkerLost.__name__, EngineFailed.__name__})
-"""Kinds of failures by which one process reports the end of another."""
+LOST = frozenset({WorkerLost.__name__, EngineFailed.__name__, ClusterLost.__name__})
+"""Kinds of failures by which a process reports the end of another, of a node or of a cluster."""
 
 VARYING = re.compile(r"0x[0-9a-f]+|\d[\d.]*")
 """Parts of a message that differ from start to start: incarnations, ports, addresses, sizes."""

@@ -2,6 +2,6 @@
 
 from eagleray.process.parent import Parent
 from eagleray.process.settle import settle
-from eagleray.process.spawn import Child
+from eagleray.process.spawn import Child, explain_exit
 
-__all__ = ["Child", "Parent", "settle"]
+__all__ = ["Child", "Parent", "explain_exit", "settle"]

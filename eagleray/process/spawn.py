@@ -18,7 +18,7 @@ from eagleray.messages.codec import Codec
 from eagleray.messages.lifecycle import ChildToParent
 from eagleray.process.birth import Birth, read_frame, write_frame
 
-__all__ = ["Child"]
+__all__ = ["Child", "explain_exit"]
 
 
 class Child:
@@ -93,7 +93,7 @@ class Child:
         self._socket.close()
         if self._pidfd is not None:
             os.close(self._pidfd)
-        self._on_exit(_explain(returncode))
+        self._on_exit(explain_exit(returncode))
 
 
 def _open_pidfd(pid: int) -> int | None:
@@ -109,7 +109,8 @@ def _program() -> str:
     return f"import sys; sys.path[:] = {sys.path!r}; from eagleray.process.child import main; sys.exit(main())"
 
 
-def _explain(returncode: int) -> str:
+def explain_exit(returncode: int) -> str:
+    """Say how a process ended, in the words of a log line."""
     if returncode >= 0:
         return f"it ended with exit code {returncode}"
     known = -returncode in {number.value for number in signal.Signals}  # real-time signals have no names

@@ -41,10 +41,13 @@ _locks: dict[Path, int] = {}
 """The directories of this process, and the descriptors that hold their locks."""
 
 
-def make_runtime_dir() -> Path:
-    """A new directory, mode 0700, for the sockets of one instance. Removes those whose owners are gone."""
-    parent = tempfile.gettempdir()
-    if len(parent) > MAX_DIR_LENGTH - len(f"/{PREFIX}12345678{SUFFIX}"):
+def make_runtime_dir(parent: str | None = None, *, max_length: int = MAX_DIR_LENGTH) -> Path:
+    """A new directory, mode 0700, for the sockets of one instance. Removes those whose owners are gone.
+
+    It is made in `parent`, or else where temporary files go, unless its path would be longer than `max_length`.
+    """
+    parent = parent or tempfile.gettempdir()
+    if len(parent) > max_length - len(f"/{PREFIX}12345678{SUFFIX}"):
         parent = "/tmp"
     _sweep(parent)
     while True:

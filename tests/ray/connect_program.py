@@ -1,6 +1,7 @@
 """A program that joins the Ray cluster of the address it is given, says which that is, and leaves it.
 
-With a second argument, `run`, it runs an actor there before.
+With the argument `run` it runs an actor there before; with `hold` it stays until its standard input ends, and says so
+if it ends because the cluster is lost.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 import ray
 
 from eagleray.cluster.connect import connect
-from eagleray.errors import ClusterError
+from eagleray.errors import ClusterError, ClusterLost
 
 
 class Actor:
@@ -18,15 +19,22 @@ class Actor:
         pass
 
 
+def say_lost(error: ClusterLost) -> None:
+    print(f"lost: {error}", flush=True)
+
+
 def main() -> None:
     try:
-        connection = connect(sys.argv[1] if sys.argv[1] != "none" else None, namespace="program")
+        connection = connect(sys.argv[1] if sys.argv[1] != "none" else None, namespace="program", on_lost=say_lost)
     except ClusterError as error:
         print(f"ClusterError: {error}")
         return
     if "run" in sys.argv[2:]:
-        ray.get(ray.remote(num_cpus=1)(Actor).remote().say.remote(), timeout=30)
-    print(connection.address)
+        actor = ray.remote(num_cpus=1)(Actor).remote()
+        ray.get(actor.say.remote(), timeout=30)
+    print(connection.address, flush=True)
+    if "hold" in sys.argv[2:]:
+        sys.stdin.read()
     connection.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import ray_cluster
+from processes import children_of
 from ray._common.usage import usage_lib
+from serving import is_running
 
 from eagleray.cluster.connect import connect
 from eagleray.cluster.context import current
@@ -60,6 +63,29 @@ def test_without_an_address_a_cluster_is_started_and_ends_with_the_connection(ho
     with pytest.raises(ClusterError):
         check_reachable(address)
     assert ray_cluster.wait_until(lambda: not processes_below(home), 10)
+
+
+@pytest.mark.parametrize(("victim", "name"), [("raylet", "raylet"), ("gcs_server", "control store")])
+def test_connect_to_a_local_cluster_that_dies_ends_the_program_and_leaves_nothing(
+    home: Path, victim: str, name: str
+) -> None:
+    command = [sys.executable, str(HERE / "connect_program.py"), "local", "run", "hold"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment(home), text=True, **pipes) as program:
+        assert program.stdout is not None
+        program.stdout.readline()
+        daemons = descendants(program.pid)
+        (pid,) = [pid for pid in daemons if Path(f"/proc/{pid}/comm").read_text().strip() == victim]
+        os.kill(pid, signal.SIGKILL)
+        said = program.stdout.read()
+        assert program.wait(10) == 1
+    assert f"lost: the Ray cluster that was started on this host is lost: its {name} is gone" in said
+    assert not [pid for pid in daemons if is_running(pid)]
+    assert not list(home.glob("eagleray-*"))
+
+
+def descendants(pid: int) -> list[int]:
+    return [found for child in children_of(pid) for found in (child, *descendants(child))]
 
 
 def processes_below(path: Path) -> list[str]:

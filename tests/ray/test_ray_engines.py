@@ -417,4 +417,4 @@ async def test_a_cluster_that_is_lost(cluster, own_cluster):
         for incarnation in (1, 2):
             again = made.spawn(0, incarnation)
             assert f"Ray cluster {address}: cannot be reached" in await again.end()
-            assert [failure.kind for failure in again.failures] == ["ClusterError"]
+            assert [failure.kind for failure in again.failures] == ["ClusterLost"]

@@ -12,6 +12,7 @@ import pytest
 import ray_cluster
 from checkpoints import make_checkpoint
 from fleets import SECONDS, connect, label, stream_tokens, tokens, wait_until_running, wait_until_whole
+from processes import children_of
 from ray_cluster import ACC
 from serving import ServerProcess, serve, wait_until_gone
 
@@ -71,6 +72,41 @@ def test_the_process_that_drives_ray_is_killed(server: ServerProcess) -> None:
             got += event
         assert got == expected
         assert wait_until_whole(http, 2) == {rank: incarnation + 1 for rank, incarnation in there.items()}
+
+
+@pytest.mark.parametrize(
+    ("backend", "victim"),
+    [
+        ("ray", "raylet"),
+        pytest.param("ray", "gcs_server", marks=pytest.mark.grid),
+        pytest.param("processes", "raylet", marks=pytest.mark.grid),
+        pytest.param("processes", "gcs_server", marks=pytest.mark.grid),
+    ],
+)
+def test_serve_with_a_local_cluster_that_dies_starts_another_one(checkpoint: str, backend: str, victim: str) -> None:
+    """And its streams go on."""
+    options = ("--ray-address", "local", "--data-parallel-backend", backend, "--executor", "ray")
+    model = (checkpoint, "--dtype", "float32", "--max-model-len", "2048", "--num-kv-blocks", "512")
+    with serve(*model, *options) as server, connect(server) as http:
+        expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
+        events = stream_tokens(http, PROMPT, max_tokens=LONG, temperature=0)
+        got = next(events)
+        (pid,) = [pid for pid in descendants(server.process.pid) if name_of(pid) == victim]
+        os.kill(pid, signal.SIGKILL)
+        server.wait_for("the Ray cluster that was started on this host is lost", 10.0)
+        for event in events:
+            got += event
+        assert got == expected
+        there = descendants(server.process.pid)
+    wait_until_gone(there, SECONDS)
+
+
+def descendants(pid: int) -> list[int]:
+    return [found for child in children_of(pid) for found in (child, *descendants(child))]
+
+
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 def test_a_supervisor_that_is_killed_leaves_nothing(server: ServerProcess) -> None:

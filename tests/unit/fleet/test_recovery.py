@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagleray.errors import CheckpointError, ClusterError, ConfigError, DeadlineExceeded, EngineFailed, WorkerLost
+from eagleray.errors import (
+    CheckpointError,
+    ClusterError,
+    ClusterLost,
+    ConfigError,
+    DeadlineExceeded,
+    EngineFailed,
+    WorkerLost,
+)
 from eagleray.fleet.recovery import WORKED_SECONDS, Again, EndInstance, GiveUp, History, decide
 from eagleray.messages.failure import Failure
 
@@ -13,7 +21,13 @@ LOST_CLUSTER = Failure.of(ClusterError("the cluster cannot be reached"))
 LOST_WORKER = Failure.of(WorkerLost("worker engine-0/tp1-pp0: it was killed by SIGKILL"))
 RAY_ERROR = Failure(kind="RpcError", message="the control store is gone", library="ray")
 
-OUTSIDE = [None, LOST_WORKER, Failure.of(EngineFailed("the driver was silent for 10 s")), RAY_ERROR]
+OUTSIDE = [
+    None,
+    LOST_WORKER,
+    Failure.of(EngineFailed("the driver was silent for 10 s")),
+    Failure.of(ClusterLost("a node is gone")),
+    RAY_ERROR,
+]
 """What an end from outside leaves behind."""
 
 
