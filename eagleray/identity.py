@@ -11,7 +11,19 @@ from typing import TypeVar
 
 import msgspec
 
-__all__ = ["ClientId", "EngineId", "PeerId", "WorkerId", "new_instance_name", "successor"]
+__all__ = [
+    "ClientId",
+    "EngineId",
+    "PeerId",
+    "WorkerId",
+    "cluster_name",
+    "display_name",
+    "new_instance_name",
+    "successor",
+]
+
+SEPARATOR = "@"
+"""Not in a name that is given."""
 
 Peer = TypeVar("Peer", bound="EngineId | ClientId")
 
@@ -61,6 +73,20 @@ def successor(member: Peer) -> Peer:
     return msgspec.structs.replace(member, incarnation=member.incarnation + 1)
 
 
-def new_instance_name() -> str:
-    """A name that no other instance on this cluster has."""
-    return secrets.token_hex(4)
+def new_instance_name(given: str | None = None) -> str:
+    """The name of an instance that is starting: no other has it, now or later. It begins with the one that is `given`.
+
+    What an earlier instance of the same given name has left on its way is thus not taken for this one's.
+    """
+    unique = secrets.token_hex(4)
+    return unique if given is None else f"{given}{SEPARATOR}{unique}"
+
+
+def display_name(instance: str) -> str:
+    """What people call an instance: the name that was given, or else the one that it has."""
+    return instance.partition(SEPARATOR)[0]
+
+
+def cluster_name(instance: str, label: str) -> str:
+    """The name of an actor or a placement group in the instance's namespace of a Ray cluster."""
+    return f"{display_name(instance)}/{label}"

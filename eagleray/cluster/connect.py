@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import ray
 from ray._private import services
 
+from eagleray.cluster.instances import check_alone
 from eagleray.cluster.local_cluster import LocalCluster, OnLost
 from eagleray.cluster.preflight import check_in, check_reachable
 from eagleray.errors import ClusterError, ClusterLost
@@ -57,6 +58,11 @@ def connect(ray_address: str | None, *, namespace: str, on_lost: OnLost | None =
         return _start_local(namespace, on_lost or _log_loss)
     check_in(address)
     _init(address=address, namespace=namespace)
+    try:
+        check_alone(namespace)
+    except BaseException:
+        ray.shutdown()
+        raise
     return _connection(ray.shutdown, is_own=False)
 
 

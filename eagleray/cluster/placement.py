@@ -15,7 +15,7 @@ from eagleray.cluster.shortage import explain, room
 from eagleray.cluster.waiting import Wait
 from eagleray.config import Config
 from eagleray.errors import ClusterError, ConfigError
-from eagleray.identity import EngineId
+from eagleray.identity import EngineId, cluster_name
 
 __all__ = ["Placement", "place"]
 
@@ -108,7 +108,7 @@ def _open_own(
     grows = not config.ray.ray_nodes and can_grow(nodes)  # by other nodes than those that were named
     if room(nodes, worker, strategy) < world_size and not grows:
         raise ClusterError(_shortage(nodes, worker, config))
-    name = f"{engine.instance}/{engine.label}"
+    name = cluster_name(engine.instance, engine.label)
 
     near = [node for node in nodes if node.node_id == engine_node]
     if strategy in ("PACK", "STRICT_PACK") and room(near, worker, strategy, free=True) >= world_size:

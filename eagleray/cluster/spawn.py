@@ -20,6 +20,7 @@ from eagleray.cluster.loss import shorten
 from eagleray.cluster.placement import Placement
 from eagleray.cluster.waiting import Wait
 from eagleray.errors import ClusterError, EagleRayError, WorkerLost
+from eagleray.identity import cluster_name
 from eagleray.log import get_logger
 
 __all__ = ["Actor", "Actors", "Sentinel", "spawn"]
@@ -94,7 +95,8 @@ def spawn(
     kind: type[Host],
     max_concurrency: int,
 ) -> Actors:
-    """Ask Ray for one actor per rank, in the bundles of `placement`. Named `<namespace>/<label>`."""
+    """Ask Ray for one actor per rank, in the bundles of `placement`. Named `<name of the instance>/<label>`,
+    in the instance's own namespace."""
     resources = dict(placement.worker)
     options = {
         "num_cpus": resources.pop("CPU", 0),
@@ -112,7 +114,8 @@ def spawn(
     try:
         for label, bundle in zip(labels, placement.bundles, strict=True):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle.index)
-            handle = actor_class.options(name=f"{namespace}/{label}", scheduling_strategy=strategy, **options).remote(
+            name = cluster_name(namespace, label)
+            handle = actor_class.options(name=name, scheduling_strategy=strategy, **options).remote(
                 label, log_level, environment.literal
             )
             made.append(Actor(label, handle))

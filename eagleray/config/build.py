@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from eagleray.config.resolve import cache_bytes, check_executor, check_experts, check_fleet
+from eagleray.config.resolve import cache_bytes, check_executor, check_experts, check_fleet, check_instance_name
 from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
 
@@ -44,6 +44,7 @@ def build_config(**options: Any) -> Config:
             raise ConfigError(_explain(error)) from None
     config = Config(**built)
     cache_bytes(config.cache)  # a size that cannot be read is an error now, not when the cache is allocated
+    check_instance_name(config)
     check_fleet(config)
     check_executor(config)
     check_experts(config)

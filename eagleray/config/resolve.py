@@ -18,6 +18,7 @@ __all__ = [
     "check_executor",
     "check_experts",
     "check_fleet",
+    "check_instance_name",
     "checkpoint_dir",
     "engine_index",
     "engines_on_host",
@@ -39,6 +40,8 @@ DEMO_MODEL_DIR = Path(__file__).parent.parent / "demo_model"
 DEMO_MODEL_NAME = "eagleray-demo"
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+INSTANCE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 WORKER_GROUP_OPTIONS = ("bundle_indices", "ray_placement_strategy", "ray_graph_timeout")
 """Options of Ray that only make sense where the workers are actors of their own."""
@@ -207,6 +210,15 @@ def check_executor(config: Config) -> None:
             raise ConfigError(
                 f"option `ray_worker_resources`: {name} must be a whole number or a fraction of one, but is {amount}"
             )
+
+
+def check_instance_name(config: Config) -> None:
+    """Raise `ConfigError` for a name that cannot be a part of the names of actors."""
+    name = config.execution.instance_name
+    if name is not None and not INSTANCE_NAME.fullmatch(name):
+        raise ConfigError(
+            f"option `instance_name` is {name[:100]!r}, but a name has 1 to 64 letters, digits, `.`, `_` and `-`"
+        )
 
 
 def check_fleet(config: Config) -> None:

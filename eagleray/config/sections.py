@@ -134,6 +134,13 @@ class ExecutionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         str | None,
         Meta(description="`module:Class` whose methods `LLM.collective_rpc` can call on every worker."),
     ] = None
+    instance_name: Annotated[
+        str | None,
+        Meta(
+            description="Name of this deployment: up to 64 letters, digits, `.`, `_` and `-`. Its actors and placement "
+            "groups on Ray are named by it, and no other deployment on the cluster may have it. Default: a random one."
+        ),
+    ] = None
     startup_timeout: Annotated[
         float, Meta(gt=0, description="Seconds an engine may take from its start until it can take requests.")
     ] = 600.0

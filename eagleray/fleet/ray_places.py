@@ -24,7 +24,7 @@ from eagleray.config.resolve import local_ranks
 from eagleray.errors import ClusterError
 from eagleray.fleet.plan import EngineSize, Hold, divide, engine_size, free_of_holds, plan
 from eagleray.fleet.room import Shortage, explain
-from eagleray.identity import EngineId
+from eagleray.identity import EngineId, cluster_name
 
 __all__ = ["GivenGroup", "OwnGroups", "Place", "Places"]
 
@@ -120,7 +120,7 @@ class OwnGroups:
 
     def _create(self, engine: EngineId, size: EngineSize, nodes: list[str] | None) -> str:
         """Ray is asked for what it may not have yet, too: that is how an autoscaler hears of it."""
-        name = f"{engine.instance}/{engine.label}"
+        name = cluster_name(engine.instance, engine.label)
         if nodes is None:
             return groups.create(name, size.bundle, size.num_bundles, size.strategy)
         on = [[node] for node in nodes]

@@ -141,8 +141,10 @@ class Supervisor:
         """
         ends = AsyncExitStack()
         try:
-            instance, runtime_dir = new_instance_name(), make_runtime_dir()
+            instance, runtime_dir = new_instance_name(config.execution.instance_name), make_runtime_dir()
             ends.callback(remove_runtime_dir, runtime_dir)
+            if config.execution.instance_name is not None:
+                logger.info("instance %s", instance)
             processes = ProcessLauncher(
                 engine_target=engine_target,
                 api_server_target="eagleray.server.entry:run",

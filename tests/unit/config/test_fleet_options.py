@@ -130,3 +130,13 @@ def test_the_flags_of_a_fleet():
     serving = config.serving
     assert (serving.api_server_count, serving.request_timeout, serving.max_queued_requests) == (3, 30.0, 7)
     assert "default: pack" in parser.format_help()
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a@b", "x" * 65, "ä", "a b", "a\n"])
+def test_instance_name_that_cannot_name_an_actor_is_refused(name):
+    with pytest.raises(ConfigError, match=r"option `instance_name` is .* 1 to 64 letters"):
+        build_config(instance_name=name)
+
+
+def test_instance_name_with_every_kind_of_character_is_taken():
+    assert build_config(instance_name="A-b_c.9" + "x" * 57).execution.instance_name is not None
