@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from eagleray.errors import ClusterError, ConfigError
 
@@ -15,12 +16,14 @@ __all__ = [
     "assign",
     "fitting",
     "in_rank_order",
+    "keep_together",
     "show",
     "take",
     "worker_resources",
 ]
 
 Resources = Mapping[str, float]
+Slot = TypeVar("Slot")
 
 PRECISION = 1e-4
 """Ray counts resources in units of this."""
@@ -65,10 +68,35 @@ def in_rank_order(bundles: Iterable[Bundle], engine_node: str) -> list[Bundle]:
     return sorted(bundles, key=lambda b: (b.node_id != engine_node, first[b.node_id], b.index))
 
 
+def keep_together(slots: Sequence[Slot], *, node_of: Callable[[Slot], str], group: int, count: int) -> list[Slot]:
+    """Choose `count` of `slots`, each with room for one worker, so that as many as possible of the groups of `group`
+    workers that follow one another are on one node each. Nodes are taken in order of their first slot.
+
+    There must be enough slots; `count` is a multiple of `group`.
+    """
+    by_node: dict[str, list[Slot]] = {}
+    for slot in slots:
+        by_node.setdefault(node_of(slot), []).append(slot)
+    chosen: list[Slot] = []
+    for free in by_node.values():
+        num_whole = min(len(free) // group, (count - len(chosen)) // group) * group
+        chosen += free[:num_whole]
+        del free[:num_whole]
+    rest = [slot for free in sorted(by_node.values(), key=len, reverse=True) for slot in free]
+    return chosen + rest[: count - len(chosen)]
+
+
 def assign(
-    bundles: Sequence[Bundle], *, worker: Resources, world_size: int, engine_node: str, indices: Sequence[int] = ()
+    bundles: Sequence[Bundle],
+    *,
+    worker: Resources,
+    world_size: int,
+    engine_node: str,
+    tensor: int = 1,
+    indices: Sequence[int] = (),
 ) -> list[Bundle]:
     """The bundle of each rank. A bundle takes as many workers as fit into it; `indices`, if given, are taken exactly.
+    The `tensor` workers of a stage, which talk in every layer, are on one node where that is possible.
 
     Raises `ConfigError` for indices that make no sense, `BundlesBusy` if others hold what is needed, `ClusterError` if
     the bundles are too few, too small or of the wrong kind.
@@ -87,7 +115,7 @@ def assign(
             f"the placement group has room for {room} workers of {show(worker)}, but others hold a part of it: "
             f"{len(slots)} of the {world_size} workers fit now; its bundles are {held}"
         )
-    return slots[:world_size]
+    return keep_together(slots, node_of=lambda bundle: bundle.node_id, group=tensor, count=world_size)
 
 
 def take(bundles: Sequence[Bundle], indices: Sequence[int], *, worker: Resources) -> list[Bundle]:

@@ -22,7 +22,7 @@ from eagleray.identity import EngineId, WorkerId
 from eagleray.log import get_logger
 from eagleray.messages.workers import RayContext, Topology
 
-__all__ = ["Team", "check_hosts", "lay_out", "open_team"]
+__all__ = ["Team", "check_hosts", "lay_out", "open_team", "warn_of_network"]
 
 logger = get_logger(__name__)
 
@@ -95,6 +95,7 @@ def open_team(
         check_hosts(labels, infos)
         addresses = {node.node_id: node.ip for node in snapshot()}
         topology, devices = lay_out(config, infos, addresses)
+        warn_of_network(engine.label, config, topology)
         has_others = any(node != connection.node_id for node in topology.nodes)
         return Team(
             actors=actors,
@@ -123,6 +124,25 @@ def lay_out(
     # are any.
     own = [topology.local_ranks(rank).index(rank) for rank in range(topology.world_size)]
     return topology, [place if index is None else index for index, place in zip(devices, own, strict=True)]
+
+
+def warn_of_network(label: str, config: Config, topology: Topology) -> None:
+    """Say which nodes the workers of a stage are on if they are on several, unless that was asked for."""
+    tensor = topology.tensor_parallel_size
+    stages = [range(first, first + tensor) for first in range(0, topology.world_size, tensor)]
+    apart = [stage for stage in stages if len({topology.nodes[rank] for rank in stage}) > 1]
+    if not apart or config.ray.ray_placement_strategy in ("SPREAD", "STRICT_SPREAD"):
+        return
+    nodes = sorted({f"{topology.addresses[rank]} ({topology.nodes[rank][:8]})" for stage in apart for rank in stage})
+    logger.warning(
+        "%s: the %d workers of a tensor-parallel group are on %d nodes (%s): every layer waits for the network "
+        "between them; a smaller `tensor_parallel_size` with `pipeline_parallel_size` stages avoids that, and "
+        "`ray_placement_strategy` STRICT_PACK refuses it",
+        label,
+        tensor,
+        len(nodes),
+        ", ".join(nodes),
+    )
 
 
 def _labels(engine: EngineId, config: Config) -> list[str]:

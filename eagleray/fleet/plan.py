@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from eagleray.cluster.bundles import Bundle, Resources, fitting, in_rank_order, show, worker_resources
+from eagleray.cluster.bundles import Bundle, Resources, fitting, in_rank_order, keep_together, show, worker_resources
 from eagleray.cluster.nodes import Node
 from eagleray.config import Config
 from eagleray.config.resolve import executor_name
@@ -26,6 +26,8 @@ Policy = Literal["pack", "spread", "strict-spread"]
 class EngineSize:
     bundle: Resources
     num_bundles: int
+    tensor: int = 1
+    """Bundles of one stage, whose workers talk in every layer: on one node where that is possible."""
     strategy: str = "PACK"
     """As `ray_placement_strategy`: how the bundles of one engine are spread over nodes."""
 
@@ -49,7 +51,12 @@ def engine_size(config: Config, offered: Iterable[Resources]) -> EngineSize:
     worker = worker_resources(config.ray.ray_worker_resources, config.execution.device, offered)
     world_size = config.parallel.world_size
     if executor_name(config, in_placement_group=True) in ("ray", "ray-graph"):
-        return EngineSize(bundle=worker, num_bundles=world_size, strategy=config.ray.ray_placement_strategy)
+        return EngineSize(
+            bundle=worker,
+            num_bundles=world_size,
+            tensor=config.parallel.tensor_parallel_size,
+            strategy=config.ray.ray_placement_strategy,
+        )
     return EngineSize(bundle={name: _whole(amount * world_size) for name, amount in worker.items()}, num_bundles=1)
 
 
@@ -76,13 +83,14 @@ def plan(
 
 
 def divide(
-    bundles: Sequence[Bundle], *, worker: Resources, world_size: int, num_engines: int, near: str = ""
+    bundles: Sequence[Bundle], *, worker: Resources, world_size: int, num_engines: int, tensor: int = 1, near: str = ""
 ) -> list[list[int]]:
     """The bundles of a placement group divided among engines, in order: for each engine the bundle of each worker.
 
-    A bundle takes as many workers as fit into it. Raises `ClusterError` if the group is too small.
+    A bundle takes as many workers as fit into it. An engine is on one node where that is possible, else its stages of
+    `tensor` workers each are. Raises `ClusterError` if the group is too small.
     """
-    slots = [bundle.index for bundle in in_rank_order(bundles, near) for _ in range(fitting(bundle.total, worker))]
+    slots = [bundle for bundle in in_rank_order(bundles, near) for _ in range(fitting(bundle.total, worker))]
     if len(slots) < world_size * num_engines:
         held = ", ".join(f"{bundle.index}: {show(bundle.total)}" for bundle in sorted(bundles, key=lambda b: b.index))
         fits = len(slots) // world_size
@@ -91,7 +99,15 @@ def divide(
             f"x {show(worker)}; its bundles are {held or 'none that may be used'}; "
             + (f"`data_parallel_size` {fits} would fit" if fits else "set `ray_worker_resources` to what they hold")
         )
-    return [slots[first : first + world_size] for first in range(0, world_size * num_engines, world_size)]
+    shares = []
+    for _ in range(num_engines):
+        room = Counter(bundle.node_id for bundle in slots)
+        on_one = [bundle for bundle in slots if room[bundle.node_id] >= world_size]
+        stages = keep_together(on_one or slots, node_of=lambda bundle: bundle.node_id, group=tensor, count=world_size)
+        for bundle in stages:
+            slots.remove(bundle)
+        shares.append([bundle.index for bundle in stages])
+    return shares
 
 
 def free_of_holds(nodes: Sequence[Node], holds: Iterable[Hold], bundle: Resources) -> list[Node]:
@@ -150,12 +166,14 @@ def _choose(room: Mapping[str, int], load: Mapping[str, int], size: EngineSize) 
         case "SPREAD":
             return _round_robin(order, room, count)
         case _:
-            return single or _fill(widest, room, count)
+            return single or _fill(widest, room, count, size.tensor)
 
 
-def _fill(order: Sequence[str], room: Mapping[str, int], count: int) -> list[str] | None:
+def _fill(order: Sequence[str], room: Mapping[str, int], count: int, tensor: int) -> list[str] | None:
     slots = [node for node in order for _ in range(room[node])]
-    return slots[:count] if len(slots) >= count else None
+    if len(slots) < count:
+        return None
+    return keep_together(slots, node_of=lambda node: node, group=tensor, count=count)
 
 
 def _round_robin(order: Sequence[str], room: Mapping[str, int], count: int) -> list[str] | None:

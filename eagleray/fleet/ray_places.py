@@ -200,7 +200,12 @@ class GivenGroup:
             return [bundle.index for bundle in exact]
         ranks = local_ranks(self._config)
         shares = divide(
-            bundles, worker=size.bundle, world_size=size.num_bundles, num_engines=len(ranks), near=self._near
+            bundles,
+            worker=size.bundle,
+            world_size=size.num_bundles,
+            num_engines=len(ranks),
+            tensor=size.tensor,
+            near=self._near,
         )
         return shares[ranks.index(rank)]
 

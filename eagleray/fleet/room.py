@@ -37,7 +37,7 @@ def explain(
     advice = [f"`data_parallel_size` {most}"] if most else []
     if size.num_bundles > 1:
         for t, p in sizes_within(tensor=tensor, pipeline=pipeline)[1:]:
-            if _most(alive, replace(size, num_bundles=t * p), num_engines, policy) == num_engines:
+            if _most(alive, replace(size, num_bundles=t * p, tensor=t), num_engines, policy) == num_engines:
                 stages = f" with `pipeline_parallel_size` {p}" if pipeline > 1 else ""
                 advice.append(f"`tensor_parallel_size` {t}{stages}")
                 break

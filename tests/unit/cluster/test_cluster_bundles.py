@@ -39,6 +39,14 @@ def test_bundles_are_cut_to_the_world_size_only_after_sorting() -> None:
     assert indices(assign(bundles, worker=GPU, world_size=2, engine_node=ENGINE)) == [2, 0]
 
 
+def test_assign_keeps_a_tensor_parallel_group_on_one_node_if_one_has_room() -> None:
+    bundles = make((ENGINE, GPU), ("a", GPU), ("a", GPU), ("b", GPU), ("b", GPU))
+    options = {"worker": GPU, "engine_node": ENGINE, "tensor": 2}
+    assert indices(assign(bundles, world_size=2, **options)) == [1, 2]
+    assert indices(assign(bundles, world_size=4, **options)) == [1, 2, 3, 4]
+    assert indices(assign(bundles[:4], world_size=4, **options)) == [1, 2, 0, 3]  # the second group must straddle
+
+
 def test_an_engine_on_a_node_without_bundles_is_no_trouble() -> None:
     bundles = make(("a", GPU), ("b", GPU))
     assert indices(assign(bundles, worker=GPU, world_size=2, engine_node=ENGINE)) == [0, 1]

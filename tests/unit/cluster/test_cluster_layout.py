@@ -6,8 +6,9 @@ import pytest
 
 from eagleray.cluster.devices import device_index
 from eagleray.cluster.host import HostInfo
-from eagleray.cluster.team import lay_out
+from eagleray.cluster.team import lay_out, warn_of_network
 from eagleray.config import Config
+from eagleray.config.build import build_config
 from eagleray.config.sections import ExecutionConfig, ParallelConfig
 from eagleray.errors import ClusterError
 
@@ -66,3 +67,23 @@ def test_where_a_custom_resource_stands_for_gpus_the_workers_of_a_node_take_one_
     config = Config(parallel=ParallelConfig(tensor_parallel_size=3), execution=ExecutionConfig(device="cuda"))
     infos = [info("a", []), info("a", []), info("b", [])]
     assert lay_out(config, infos, {"a": "1", "b": "2"})[1] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "strategy", "said"),
+    [
+        (["a", "a", "b", "b"], "PACK", None),
+        (["a", "a", "b", "c"], "PACK", "the 2 workers of a tensor-parallel group are on 2 nodes (ip-b (b), ip-c (c))"),
+        (["a", "b", "c", "d"], "SPREAD", None),
+    ],
+)
+def test_warn_of_network_names_the_nodes_of_a_group_that_straddles(
+    nodes: list[str], strategy: str, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = build_config(
+        tensor_parallel_size=2, pipeline_parallel_size=2, executor="ray", ray_placement_strategy=strategy
+    )
+    topology, _ = lay_out(config, [info(node, []) for node in nodes], {node: f"ip-{node}" for node in nodes})
+    warn_of_network("engine-0", config, topology)
+    assert said is None or said in caplog.text
+    assert bool(caplog.text) == (said is not None)

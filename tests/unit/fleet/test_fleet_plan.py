@@ -47,6 +47,13 @@ def test_pack_fills_one_node_after_the_other() -> None:
     assert places([node("b", 2), node("a", 2), node("c", 2)], size(), 5) == ["a", "a", "b", "b", "c"]
 
 
+def test_place_keeps_a_tensor_parallel_group_on_one_node_if_one_has_room() -> None:
+    two_stages = replace(size(4), tensor=2)
+    assert places([node("a", 3), node("b", 2)], two_stages, 1) == ["aabb"]
+    assert places([node("a", 1), node("b", 5), node("c", 3)], replace(size(6), tensor=2), 1) == ["bbbbcc"]
+    assert places([node("a", 1), node("b", 1), node("c", 2)], two_stages, 1) == ["ccab"]  # not possible for both
+
+
 def test_spread_takes_the_node_with_the_fewest_engines() -> None:
     assert places([node("a", 4), node("b", 1), node("c", 2)], size(), 6, policy="spread") == list("abcaca")
 
@@ -155,6 +162,9 @@ def test_a_group_is_divided_among_engines_in_order() -> None:
     assert divide(bundles, worker=GPU, world_size=2, num_engines=2) == [[0, 2], [1, 3]]
     assert divide(bundles, worker=GPU, world_size=1, num_engines=3, near="b") == [[1], [3], [0]]
     large = [Bundle(index=0, node_id="a", total={"GPU": 4}, free={})]
+    uneven = [Bundle(index=i, node_id=n, total=GPU, free=GPU) for i, n in enumerate("aaabb")]
+    assert divide(uneven, worker=GPU, world_size=2, num_engines=2, tensor=2) == [[0, 1], [3, 4]]
+    assert divide(uneven, worker=GPU, world_size=4, num_engines=1, tensor=2) == [[0, 1, 3, 4]]
     assert divide(large, worker={"GPU": 0.5}, world_size=2, num_engines=4) == [[0, 0]] * 4
 
 
@@ -171,10 +181,10 @@ def test_a_group_that_is_too_small_says_how_many_engines_fit() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"tensor_parallel_size": 2}, EngineSize(bundle={"CPU": 1}, num_bundles=2)),
+        ({"tensor_parallel_size": 2}, EngineSize(bundle={"CPU": 1}, num_bundles=2, tensor=2)),
         (
             {"tensor_parallel_size": 2, "ray_worker_resources": {"GPU": 0.5}, "ray_placement_strategy": "SPREAD"},
-            EngineSize(bundle={"GPU": 0.5}, num_bundles=2, strategy="SPREAD"),
+            EngineSize(bundle={"GPU": 0.5}, num_bundles=2, tensor=2, strategy="SPREAD"),
         ),
         ({"executor": "in-process"}, EngineSize(bundle={"CPU": 1}, num_bundles=1)),
         (
