@@ -20,7 +20,7 @@ from eagleray.cluster.spawn import Actors, spawn
 from eagleray.cluster.team import check_hosts
 from eagleray.cluster.waiting import Wait
 from eagleray.cluster.watch import why_ended
-from eagleray.errors import EngineFailed
+from eagleray.errors import WorkerLost
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import EngineSpec
 
@@ -57,7 +57,8 @@ def open_engine_actor(
 ) -> EngineActor:
     """Bring the engine of `spec` to life in a bundle of a placement group, of which it `takes` that much.
 
-    `target`: see `EngineHost.bind`. Raises `ClusterError`, or what binding raises, and leaves nothing behind then.
+    `target`: see `EngineHost.bind`. Raises `ClusterError`, `ClusterLost`, `WorkerLost`, or what binding raises,
+    and leaves nothing behind then.
     """
     label, instance, options = spec.engine.label, spec.engine.instance, spec.config.ray
     environment = worker_environment(
@@ -94,5 +95,5 @@ def _bind(handle: Any, label: str, target: str, spec: EngineSpec, wait: Wait) ->
     except RayTaskError as error:
         raise (error.cause if isinstance(error.cause, Exception) else error) from None
     except RayError as error:
-        raise EngineFailed(f"{label}: {shorten(str(error))}") from None
+        raise WorkerLost(f"{label}: {shorten(str(error))}") from None
     return address

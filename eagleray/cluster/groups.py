@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ray._raylet import PlacementGroupID
@@ -18,7 +18,18 @@ from eagleray.cluster.bundles import Bundle, Resources
 from eagleray.cluster.nodes import Node
 from eagleray.errors import ClusterError, EagleRayError
 
-__all__ = ["bundles_of", "create", "find", "handle", "is_ready", "pending_reason", "remove", "wait_until_ready"]
+__all__ = [
+    "are_on_living_nodes",
+    "bundles_of",
+    "create",
+    "find",
+    "handle",
+    "have_nodes",
+    "is_ready",
+    "pending_reason",
+    "remove",
+    "wait_until_ready",
+]
 
 REMOVE_SECONDS = 5.0
 LOOK_SECONDS = 0.02
@@ -81,6 +92,18 @@ def wait_until_ready(group_id: str, seconds: float) -> bool:
 def pending_reason(group_id: str) -> str:
     """Ray's word for why a group is not ready."""
     return str(_entry(group_id)["stats"]["scheduling_state"]).lower().replace("_", " ")
+
+
+def are_on_living_nodes(bundles: Iterable[Bundle], nodes: Sequence[Node]) -> bool:
+    """Whether no bundle was lost with its node. Ray looks for another node for one that was."""
+    living = {node.node_id for node in nodes if node.is_alive}
+    return all(bundle.node_id in living for bundle in bundles)
+
+
+def have_nodes(group_id: str, indices: Iterable[int]) -> bool:
+    """Whether these bundles of a group that was ready are still on nodes, as far as the control store knows."""
+    nodes = _entry(group_id)["bundles_to_node_id"]
+    return all(nodes.get(index) for index in indices)
 
 
 def bundles_of(group_id: str, nodes: Sequence[Node]) -> list[Bundle]:

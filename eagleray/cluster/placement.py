@@ -9,18 +9,27 @@ from functools import partial
 
 from eagleray.cluster import groups
 from eagleray.cluster.autoscaler import can_grow
-from eagleray.cluster.bundles import Bundle, BundlesBusy, Resources, assign, take, worker_resources
+from eagleray.cluster.bundles import (
+    Bundle,
+    BundlesBusy,
+    Resources,
+    assign,
+    fitting,
+    keep_together,
+    take,
+    worker_resources,
+)
 from eagleray.cluster.nodes import Node, only, snapshot
 from eagleray.cluster.shortage import explain, room
 from eagleray.cluster.waiting import Wait
 from eagleray.config import Config
-from eagleray.errors import ClusterError, ConfigError
+from eagleray.errors import ClusterError, ClusterLost, ConfigError
 from eagleray.identity import EngineId, cluster_name
 
-__all__ = ["Placement", "place"]
+__all__ = ["Placement", "place", "ready_bundles"]
 
-NEAR_SECONDS = 3.0
-"""How long to insist that the engine's own node takes all workers, when it seems to have room for them."""
+PIN_SECONDS = 3.0
+"""How long to insist on the nodes that seem to have room for the workers: somebody else may have been faster."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ def place(
     `current_bundles`: those of it that are this engine's, by rank, if that was decided already.
 
     Raises `ConfigError` or `ClusterError` at once for what no waiting would help, and after `ray_placement_timeout`
-    for the rest.
+    for the rest; `ClusterLost` if `current_bundles` were lost with their node.
     """
     wait = Wait(config.ray.ray_placement_timeout, "ray_placement_timeout")
     given = config.ray.placement_group or current_group
@@ -62,17 +71,21 @@ def place(
     with ExitStack() as ends:
         group_id, worker = _open_own(engine, config, engine_node, wait, ends)
         bundles = _as_new(groups.bundles_of(group_id, []))
-        chosen = assign(bundles, worker=worker, world_size=config.parallel.world_size, engine_node=engine_node)
+        chosen = assign(
+            bundles,
+            worker=worker,
+            world_size=config.parallel.world_size,
+            engine_node=engine_node,
+            tensor=config.parallel.tensor_parallel_size,
+        )
         return Placement(group_id, worker, chosen, ends.pop_all())
 
 
 def _place_in_given(group_id: str, config: Config, engine_node: str, mine: Sequence[int], wait: Wait) -> Placement:
-    while not groups.is_ready(group_id):
-        wait.again(lambda: f"placement group {group_id} is not ready ({groups.pending_reason(group_id)})")
     while True:
-        nodes = snapshot()
+        nodes, bundles = ready_bundles(group_id, wait, mine=mine)
         allowed = {node.node_id for node in only(nodes, config.ray.ray_nodes)}
-        bundles = [bundle for bundle in groups.bundles_of(group_id, nodes) if bundle.node_id in allowed]
+        bundles = [bundle for bundle in bundles if bundle.node_id in allowed]
         worker = worker_resources(
             config.ray.ray_worker_resources, config.execution.device, [bundle.total for bundle in bundles]
         )
@@ -85,6 +98,7 @@ def _place_in_given(group_id: str, config: Config, engine_node: str, mine: Seque
                     worker=worker,
                     world_size=config.parallel.world_size,
                     engine_node=engine_node,
+                    tensor=config.parallel.tensor_parallel_size,
                     indices=config.ray.bundle_indices,
                 )
             )
@@ -94,28 +108,51 @@ def _place_in_given(group_id: str, config: Config, engine_node: str, mine: Seque
             return Placement(group_id, worker, chosen, ExitStack())
 
 
+def ready_bundles(group_id: str, wait: Wait, *, mine: Sequence[int] = ()) -> tuple[list[Node], list[Bundle]]:
+    """Wait until each bundle of a group is on a living node; return the nodes and the bundles.
+
+    `mine`: the bundles that were chosen already, so that they were on nodes before. Those alone are looked at then, and
+    `ClusterLost` is raised if one was lost with its node.
+    """
+    while True:
+        nodes = snapshot()
+        bundles = groups.bundles_of(group_id, nodes) if mine or groups.is_ready(group_id) else []
+        if mine and not groups.are_on_living_nodes([b for b in bundles if b.index in mine], nodes):
+            raise ClusterLost(f"placement group {group_id} has lost a bundle with its node")
+        if mine or (bundles and groups.are_on_living_nodes(bundles, nodes)):
+            return nodes, bundles
+        wait.again(lambda: f"placement group {group_id} is not ready ({groups.pending_reason(group_id)})")
+
+
 def _open_own(
     engine: EngineId, config: Config, engine_node: str, wait: Wait, ends: ExitStack
 ) -> tuple[str, dict[str, float]]:
     """A new group that is ready, and what a worker takes of it; `ends` removes it.
 
-    On the engine's own node, if that has room and the strategy allows it; else where Ray finds room.
+    On the engine's own node, if that has room and the strategy allows it; else on the nodes that keep the workers of
+    a stage together, if there are some now; else where Ray finds room.
     """
     nodes = only(snapshot(), config.ray.ray_nodes)
     strategy, world_size = config.ray.ray_placement_strategy, config.parallel.world_size
     totals = [node.total for node in nodes if node.is_alive]
     worker = worker_resources(config.ray.ray_worker_resources, config.execution.device, totals)
-    grows = not config.ray.ray_nodes and can_grow(nodes)  # by other nodes than those that were named
-    if room(nodes, worker, strategy) < world_size and not grows:
-        raise ClusterError(_shortage(nodes, worker, config))
+    while room(nodes, worker, strategy) < world_size:
+        grows = False if config.ray.ray_nodes else can_grow(nodes)  # by other nodes than those that were named
+        if grows:
+            break
+        shortage = _shortage(nodes, worker, config)
+        if grows is not None:
+            raise ClusterError(shortage)
+        wait.again(partial(str, shortage))
+        nodes = only(snapshot(), config.ray.ray_nodes)
     name = cluster_name(engine.instance, engine.label)
 
-    near = [node for node in nodes if node.node_id == engine_node]
-    if strategy in ("PACK", "STRICT_PACK") and room(near, worker, strategy, free=True) >= world_size:
-        group_id = groups.create(name, worker, world_size, strategy, on=[[engine_node]] * world_size)
+    pinned = _choose_nodes(nodes, worker, config, engine_node) if strategy in ("PACK", "STRICT_PACK") else None
+    if pinned is not None:
+        group_id = groups.create(name, worker, world_size, strategy, on=[[node] for node in pinned])
         with ExitStack() as undo:
             undo.callback(groups.remove, group_id)
-            if groups.wait_until_ready(group_id, min(NEAR_SECONDS, wait.left)):
+            if groups.wait_until_ready(group_id, min(PIN_SECONDS, wait.left)):
                 ends.push(undo.pop_all())
                 return group_id, worker
 
@@ -125,6 +162,22 @@ def _open_own(
     while not groups.is_ready(group_id):
         wait.again(lambda: _shortage(only(snapshot(), config.ray.ray_nodes), worker, config))
     return group_id, worker
+
+
+def _choose_nodes(nodes: Sequence[Node], worker: Resources, config: Config, engine_node: str) -> Sequence[str] | None:
+    """The node of each worker, by rank: all on one if that has room now, the engine's own if it can be; else, if the
+    strategy allows it, the workers of each stage on one. None: what is free now does not do."""
+    parallel = config.parallel
+    alive = sorted((node for node in nodes if node.is_alive), key=lambda node: node.node_id != engine_node)
+    slots = [node.node_id for node in alive for _ in range(max(0, fitting(node.free, worker)))]
+    whole = next((node for node in slots if slots.count(node) >= parallel.world_size), None)
+    if whole is not None:
+        return [whole] * parallel.world_size
+    if config.ray.ray_placement_strategy == "STRICT_PACK" or len(slots) < parallel.world_size:
+        return None
+    return keep_together(
+        slots, node_of=lambda node: node, group=parallel.tensor_parallel_size, count=parallel.world_size
+    )
 
 
 def _as_new(bundles: Sequence[Bundle]) -> list[Bundle]:

@@ -19,7 +19,7 @@ from eagleray.cluster.host import Host, HostInfo
 from eagleray.cluster.loss import shorten
 from eagleray.cluster.placement import Placement
 from eagleray.cluster.waiting import Wait
-from eagleray.errors import ClusterError, EagleRayError, WorkerLost
+from eagleray.errors import ClusterError, ClusterLost, EagleRayError, WorkerLost
 from eagleray.identity import cluster_name
 from eagleray.log import get_logger
 
@@ -43,12 +43,14 @@ class Actor:
 class Actors:
     """The actors of one engine, by rank. They exist when Ray has been asked for them; `where` waits until they do."""
 
-    def __init__(self, actors: Sequence[Actor]) -> None:
+    def __init__(self, actors: Sequence[Actor], placement: Placement) -> None:
         self.actors = actors
+        self._placement = placement
         self._sentinels: list[Sentinel] = []
 
     def where(self, wait: Wait) -> list[HostInfo]:
-        """What each says of itself. Raises `ClusterError` if it cannot be brought to life, `WorkerLost` if it died."""
+        """What each says of itself. Raises `ClusterError` if it cannot be brought to life, `WorkerLost` or
+        `ClusterLost` if it died, or its node."""
         refs = {actor.handle.where.remote(): actor for actor in self.actors}
         found: dict[str, HostInfo] = {}
         waiting = list(refs)
@@ -57,7 +59,11 @@ class Actors:
             for ref in ready:
                 found[refs[ref].label] = _said(refs[ref], ref)
             if not ready:
-                wait.note(partial(_silence, [refs[ref].label for ref in waiting]))
+                late = [refs[ref].label for ref in waiting]
+                bundles = [bundle.index for bundle in self._placement.bundles]
+                if not groups.have_nodes(self._placement.group_id, bundles):  # Ray would look for others without end
+                    raise ClusterLost(f"a node that was to hold {', '.join(late)} is gone")
+                wait.note(partial(_silence, late))
         return [found[actor.label] for actor in self.actors]
 
     def run(self, target: str, payloads: Sequence[bytes]) -> list[Sentinel]:
@@ -120,9 +126,9 @@ def spawn(
             )
             made.append(Actor(label, handle))
     except Exception as error:
-        Actors(made).kill()
+        Actors(made, placement).kill()
         raise ClusterError(f"Ray does not take the actor of {label}: {shorten(str(error))}") from error
-    return Actors(made)
+    return Actors(made, placement)
 
 
 def _said(actor: Actor, ref: Any) -> HostInfo:
@@ -131,10 +137,12 @@ def _said(actor: Actor, ref: Any) -> HostInfo:
     except RuntimeEnvSetupError as error:
         raise ClusterError(f"{actor.label}: Ray could not set up its runtime_env: {shorten(str(error))}") from None
     except ActorDiedError as error:
-        reason = shorten(str(error))
+        said = f"{actor.label} did not come to life: {shorten(str(error))}"
+        if not error.actor_init_failed:  # it was killed, or its node died
+            raise WorkerLost(said) from None
         if "No module named 'eagleray" in str(error):
-            reason += "; eagleray must be installed on every node"
-        raise ClusterError(f"{actor.label} did not come to life: {reason}") from None
+            said += "; eagleray must be installed on every node"
+        raise ClusterError(said) from None
     except RayError as error:
         raise WorkerLost(f"worker {actor.label}: {shorten(str(error))}") from None
     return info

@@ -18,10 +18,11 @@ from eagleray.cluster import groups
 from eagleray.cluster.autoscaler import can_grow
 from eagleray.cluster.bundles import Bundle, assign
 from eagleray.cluster.nodes import Node, only, snapshot
+from eagleray.cluster.placement import ready_bundles
 from eagleray.cluster.waiting import Wait
 from eagleray.config import Config
 from eagleray.config.resolve import local_ranks
-from eagleray.errors import ClusterError
+from eagleray.errors import ClusterError, ClusterLost
 from eagleray.fleet.plan import EngineSize, Hold, divide, engine_size, free_of_holds, plan
 from eagleray.fleet.room import Shortage, explain
 from eagleray.identity import EngineId, cluster_name
@@ -56,7 +57,8 @@ class Places(Protocol):
         """`find` is about to be called for it."""
 
     def find(self, engine: EngineId, wait: Wait) -> Place:
-        """Wait for room. Raises `ClusterError` with what there is, at once where no waiting would help."""
+        """Wait for room. Raises `ClusterError` with what there is, at once where no waiting would help; `ClusterLost`
+        if there was room before."""
 
 
 class OwnGroups:
@@ -69,6 +71,8 @@ class OwnGroups:
         self._lock = threading.Lock()
         self._expected: dict[int, EngineId] = {}
         self._holds: dict[EngineId, Hold] = {}
+        self._fitted: set[int] = set()
+        """Ranks that the cluster had room for: when it has none any longer, it has lost a node."""
 
     def expect(self, engine: EngineId) -> None:
         with self._lock:
@@ -82,9 +86,15 @@ class OwnGroups:
                 with ExitStack() as undo:
                     group_id = self._create(engine, size, nodes)
                     undo.callback(groups.remove, group_id)
-                    if self._becomes_ready(engine, group_id, is_pinned=nodes is not None, wait=wait):
-                        ends.push(undo.pop_all())
-                        return self._place(engine, group_id, size, ends.pop_all())
+                    if self._becomes_ready(group_id, is_pinned=nodes is not None, wait=wait):
+                        there = snapshot()
+                        bundles = groups.bundles_of(group_id, there)
+                        if groups.are_on_living_nodes(bundles, there):
+                            ends.push(undo.pop_all())
+                            self._hold(engine, [bundle.node_id for bundle in bundles], group_id)
+                            address = _address(there, bundles[0])
+                            return Place(group_id, range(size.num_bundles), bundles[0], address, size, ends.pop_all())
+                self._release(engine)  # somebody else was faster, or a node is gone
 
     def _reserve(self, engine: EngineId, wait: Wait) -> tuple[EngineSize, list[str] | None]:
         """The node of each bundle, which nobody else of this instance is given now. None: of a cluster that grows."""
@@ -98,10 +108,11 @@ class OwnGroups:
                 if hold := self._holds.get(engine):
                     return size, list(hold.nodes)
             shortage = self._explain(usable, size)
-            if not self._config.ray.ray_nodes and can_grow(nodes):
+            grows = False if self._config.ray.ray_nodes else can_grow(nodes)
+            if grows:
                 return size, None
-            if not shortage.may_pass:
-                raise ClusterError(shortage.text)
+            if grows is not None and not shortage.may_pass:
+                raise (ClusterLost if engine.rank in self._fitted else ClusterError)(shortage.text)
             wait.again(partial(str, shortage.text))
 
     def _hold_for_all(self, nodes: Sequence[Node], size: EngineSize) -> None:
@@ -117,6 +128,7 @@ class OwnGroups:
         )
         for rank, chosen in found.items():
             self._holds[waiting[rank]] = Hold(nodes=chosen)
+            self._fitted.add(rank)
 
     def _create(self, engine: EngineId, size: EngineSize, nodes: list[str] | None) -> str:
         """Ray is asked for what it may not have yet, too: that is how an autoscaler hears of it."""
@@ -125,16 +137,13 @@ class OwnGroups:
             return groups.create(name, size.bundle, size.num_bundles, size.strategy)
         on = [[node] for node in nodes]
         group_id = groups.create(name, size.bundle, size.num_bundles, "PACK", on=on)
-        with self._lock:
-            self._holds[engine] = Hold(nodes=nodes, group_id=group_id)
+        self._hold(engine, nodes, group_id)
         return group_id
 
-    def _becomes_ready(self, engine: EngineId, group_id: str, *, is_pinned: bool, wait: Wait) -> bool:
+    def _becomes_ready(self, group_id: str, *, is_pinned: bool, wait: Wait) -> bool:
         deadline = time.monotonic() + PIN_SECONDS
         while not groups.is_ready(group_id):
             if is_pinned and time.monotonic() >= deadline:
-                with self._lock:
-                    del self._holds[engine]
                 return False
             wait.again(lambda: self._missing(group_id))
         return True
@@ -145,16 +154,17 @@ class OwnGroups:
         reason = groups.pending_reason(group_id)
         return f"the placement group is not ready ({reason}): {self._explain(nodes, size).text}"
 
-    def _place(self, engine: EngineId, group_id: str, size: EngineSize, ends: ExitStack) -> Place:
-        nodes = snapshot()
-        bundles = groups.bundles_of(group_id, nodes)
+    def _hold(self, engine: EngineId, nodes: Sequence[str], group_id: str) -> None:
         with self._lock:
-            self._holds[engine] = Hold(nodes=[bundle.node_id for bundle in bundles], group_id=group_id)
-        return Place(group_id, range(size.num_bundles), bundles[0], _address(nodes, bundles[0]), size, ends)
+            self._holds[engine] = Hold(nodes=nodes, group_id=group_id)
 
-    def _forget(self, engine: EngineId) -> None:
+    def _release(self, engine: EngineId) -> None:
         with self._lock:
             self._holds.pop(engine, None)
+
+    def _forget(self, engine: EngineId) -> None:
+        self._release(engine)
+        with self._lock:
             if self._expected.get(engine.rank) == engine:
                 del self._expected[engine.rank]
 
@@ -183,11 +193,9 @@ class GivenGroup:
 
     def find(self, engine: EngineId, wait: Wait) -> Place:
         group_id = self._group_id
-        while not groups.is_ready(group_id):
-            wait.again(lambda: f"placement group {group_id} is not ready ({groups.pending_reason(group_id)})")
-        nodes = snapshot()
+        nodes, bundles = ready_bundles(group_id, wait)
         allowed = {node.node_id for node in only(nodes, self._config.ray.ray_nodes)}
-        bundles = [bundle for bundle in groups.bundles_of(group_id, nodes) if bundle.node_id in allowed]
+        bundles = [bundle for bundle in bundles if bundle.node_id in allowed]
         size = engine_size(self._config, [bundle.total for bundle in bundles])
         mine = self._share(bundles, size, engine.rank)
         home = next(bundle for bundle in bundles if bundle.index == mine[0])

@@ -6,13 +6,14 @@ import json
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import ray
 
 from eagleray.errors import CheckpointError
 from eagleray.messages.lifecycle import EngineSpec
 
-__all__ = ["Ends", "Raises", "Refuses", "Waits"]
+__all__ = ["Ends", "Lingers", "Raises", "Refuses", "Waits"]
 
 
 class Waits:
@@ -38,6 +39,18 @@ class Waits:
 
     def run(self, tell: Callable[[Exception], None]) -> None:
         time.sleep(600)
+
+
+class Lingers(Waits):
+    """The first one does not bind."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        try:
+            Path(os.environ["LINGERS"]).touch(exist_ok=False)
+        except FileExistsError:
+            super().__init__(spec)
+        else:
+            time.sleep(600)
 
 
 class Ends(Waits):

@@ -378,7 +378,40 @@ async def test_the_loss_of_a_node_is_the_cause(cluster, add_node: AddNode):
         assert "on node 127.0.0.9 " in await engine.end(2 * NOTICE_SECONDS)
         again = made.spawn(0, incarnation=1)
         assert "the cluster cannot hold an engine of {short: 1}" in await again.end()
-        assert [failure.kind for failure in again.failures] == ["ClusterError"]
+        assert [failure.kind for failure in again.failures] == ["ClusterLost"], (
+            "it could once: no mistake of the user's"
+        )
+
+
+@in_loop
+async def test_the_loss_of_a_node_while_an_engine_binds_is_no_mistake_of_the_users(cluster, add_node, tmp_path):
+    """Its successor takes the node that is left."""
+    remove = add_node(resources={"short": 1}, node_ip_address="127.0.0.9")
+    env_vars = {"PYTHONPATH": f"{HERE}:{Path(HERE).parent}", "LINGERS": str(tmp_path / "lingers")}
+    options = config(cluster, 1, resources={"short": 1.0}, ray_runtime_env={"env_vars": env_vars})
+    async with fleet(options, instance(), **stand_in("Lingers")) as made:
+        engine = made.spawn(0)
+        while not (tmp_path / "lingers").exists():
+            assert not engine.ends
+            await asyncio.sleep(0.02)
+        remove()
+        await engine.end(2 * NOTICE_SECONDS)
+        (failure,) = engine.failures
+        assert failure.kind == "WorkerLost" and not failure.is_user_error
+        add_node(resources={"short": 1}, node_ip_address="127.0.0.10")
+        (said,) = await facts(made.spawn(0, incarnation=1))
+        assert ips([said]) == ["127.0.0.10"]
+
+
+@in_loop
+async def test_two_instances_of_one_name_are_refused_while_both_live(cluster):
+    options = config(cluster, 1)
+    async with fleet(options, "prod@1", **stand_in("Waits")) as made:
+        await facts(made.spawn(0))
+        assert groups() == actors() == {"prod/engine-0"}
+        with pytest.raises(ClusterError, match="option `instance_name` is prod, but another instance of that name"):
+            async with fleet(options, "prod@2"):
+                pass
 
 
 @in_loop

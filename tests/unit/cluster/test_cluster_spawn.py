@@ -1,0 +1,73 @@
+"""What the end of an actor that has not yet said where it is means."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+
+from eagleray.cluster import spawn
+from eagleray.cluster.bundles import Bundle
+from eagleray.cluster.placement import Placement
+from eagleray.cluster.spawn import Actor, Actors
+from eagleray.cluster.waiting import Wait
+from eagleray.errors import ClusterError, ClusterLost, UserError, WorkerLost
+
+LABEL = "engine-0/tp0-pp0"
+
+
+class _Method:
+    def remote(self) -> str:
+        return "reference"
+
+
+class _Handle:
+    where = _Method()
+
+
+def actors(monkeypatch: pytest.MonkeyPatch, error: Exception | None, *, has_node: bool = True) -> Actors:
+    """One actor, whose first answer is `error`, or does not come."""
+
+    def get(reference: str) -> Any:
+        assert error is not None
+        raise error
+
+    def wait(references: list[str], **options: Any) -> tuple[list[str], list[str]]:
+        return ([], references) if error is None else (references, [])
+
+    monkeypatch.setattr(spawn.ray, "get", get)
+    monkeypatch.setattr(spawn.ray, "wait", wait)
+    monkeypatch.setattr(spawn.groups, "have_nodes", lambda group_id, indices: has_node)
+    bundle = Bundle(index=0, node_id="", total={}, free={})
+    return Actors([Actor(LABEL, _Handle())], Placement("group", {}, [bundle], ExitStack()))
+
+
+def died(message: str) -> ActorDiedError:
+    return ActorDiedError(ActorDiedErrorContext(error_message=message, actor_id=b"\0" * 16))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        died("The actor is dead because its node has died. Node Id: 0, NodeIP: 127.0.0.9"),
+        ActorUnavailableError("The actor is unavailable: its node does not answer", b"\0" * 16),
+    ],
+)
+def test_where_of_an_actor_whose_node_died_is_a_loss(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    with pytest.raises(WorkerLost, match=LABEL) as caught:
+        actors(monkeypatch, error).where(Wait(5.0, "startup_timeout"))
+    assert not isinstance(caught.value, UserError)
+
+
+def test_where_of_an_actor_whose_constructor_fails_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    cause = RayTaskError("__init__", "Traceback\nModuleNotFoundError: No module named 'eagleray'", ImportError("x"))
+    with pytest.raises(ClusterError, match=r"did not come to life: .*eagleray must be installed on every node"):
+        actors(monkeypatch, ActorDiedError(cause)).where(Wait(5.0, "startup_timeout"))
+
+
+def test_where_while_the_placement_group_has_lost_a_node_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ClusterLost, match=f"a node that was to hold {LABEL} is gone"):
+        actors(monkeypatch, None, has_node=False).where(Wait(5.0, "startup_timeout"))
