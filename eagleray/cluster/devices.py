@@ -6,16 +6,21 @@ workers can reach each other's memory, and takes the one that Ray has assigned t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from eagleray.errors import ClusterError
 
-__all__ = ["device_index", "shown"]
+__all__ = ["device_index", "may_have_devices", "shown"]
 
 
 def shown(visible: str | None) -> list[str] | None:
     """CUDA_VISIBLE_DEVICES as a list of ids; None where every GPU is seen."""
     return None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+
+
+def may_have_devices(resources: Mapping[str, float]) -> bool:
+    """Whether an actor that takes these resources may use a GPU: a resource of the user's own may stand for one."""
+    return not resources.keys() <= {"CPU", "memory"}
 
 
 def device_index(assigned: Sequence[str], visible: str | None) -> int | None:

@@ -35,8 +35,8 @@ class BoundEngine(Protocol):
 class EngineHost(Host):
     """`bind` and `live` are called once each, in this order; both run on the main thread of the process."""
 
-    def __init__(self, label: str, log_level: str, environment: dict[str, str]) -> None:
-        super().__init__(label, log_level, environment)
+    def __init__(self, label: str, log_level: str) -> None:
+        super().__init__(label, log_level)
         self._ends = ExitStack()
         self._engine: BoundEngine | None = None
 

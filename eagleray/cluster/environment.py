@@ -1,7 +1,8 @@
 """The environment of workers: the engine's, by default, less what belongs to one process, one host, or nobody else.
 
 Pure. A list of what to pass on would always lack the variable that a library started to read last week; a list of
-what not to pass on is short.
+what not to pass on is short. Variables travel in a message to the actor, because Ray writes a `runtime_env` to its
+logs, its control store and command lines; only those that a process needs before it takes messages are left to Ray.
 """
 
 from __future__ import annotations
@@ -12,27 +13,34 @@ from typing import Any
 
 import msgspec
 
+from eagleray.cluster.secrets import may_be_secret
 from eagleray.errors import ConfigError
 
-__all__ = ["WorkerEnvironment", "worker_environment"]
+__all__ = ["WorkerEnvironment", "inheritable", "worker_environment"]
 
-OF_ONE_PROCESS = (
+OF_ONE_RANK = (
     "*_VISIBLE_DEVICES",
     "GROUP_RANK",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
-    "OMP_NUM_THREADS",  # Ray sets 1 in actors, an engine inside one would pass it on: `num_threads` decides
     "OMPI_*",
     "PMI_*",
     "PMIX_*",
     "RANK",
-    "RAY_*",  # Ray gives each worker its own; ours have been read by then
     "ROLE_RANK",
     "SLURM_*",
     "TORCHELASTIC_*",
     "WORLD_SIZE",
+)
+
+OF_ONE_PROCESS = (
+    *OF_ONE_RANK,
+    "OMP_NUM_THREADS",  # Ray sets 1 in actors, an engine inside one would pass it on: `num_threads` decides
+    "PYTHONBREAKPOINT",  # Ray sets it in each driver and worker
+    "RAY_*",  # Ray gives each worker its own; ours have been read by then
+    "SPT_NOENV",  # Ray sets it in each worker
     "__*",
 )
 
@@ -58,8 +66,19 @@ OF_ONE_HOST = (
     "XDG_*",
 )
 
-SECRETS = ("*_TOKEN", "*_KEY", "*SECRET*", "*PASSWORD*", "*PASSWD*", "*CREDENTIAL*")
-"""Ray keeps a worker's environment in its control store and writes it to logs."""
+AT_START = (
+    "GLIBC_TUNABLES",  # the C library
+    "KMP_*",  # OpenMP and BLAS, when they are loaded: RAY_preload_python_modules may load torch before the actor exists
+    "LD_*",  # the dynamic loader
+    "MALLOC_*",  # allocators: glibc's and, by LD_PRELOAD, jemalloc
+    "MKL_*",
+    "OMP_*",
+    "OPENBLAS_*",
+    "PYTHON*",  # the interpreter
+    "TCMALLOC_*",
+)
+"""Variables that are read before an actor takes messages. Ray sets them as the process starts; an actor that has some
+cannot have a process that Ray has started in advance. GOMP_*, which every engine has, is read late enough."""
 
 ALL_DEVICES = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
@@ -70,15 +89,27 @@ ALL_DEVICES = {
 
 class WorkerEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     runtime_env: dict[str, Any]
-    """For Ray."""
-    literal: dict[str, str]
-    """Variables that the worker sets itself: Ray would replace what looks like `$NAME` in their values."""
+    """For Ray; empty if there is nothing that Ray must do."""
+    variables: dict[str, str]
+    """Variables that the actor is sent, and sets itself."""
+    withheld: list[str]
+    """Names of variables that workers do not get because they may be secrets."""
+
+
+def inheritable(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
+    """What another job may take over of a program's runtime_env, as Ray has resolved it: less what tells the program's
+    rank and devices. Ray has put a setup hook into the variables; the field beside them would be one hook too many."""
+    rest = {name: value for name, value in runtime_env.items() if name != "worker_process_setup_hook"}
+    if env_vars := rest.pop("env_vars", {}):
+        rest["env_vars"] = {name: value for name, value in env_vars.items() if not _matches(name, OF_ONE_RANK)}
+    return rest
 
 
 def worker_environment(
     environ: Mapping[str, str],
     *,
     runtime_env: Mapping[str, Any],
+    inherited: Mapping[str, str] | None = None,
     exclude: Sequence[str] = (),
     include: Sequence[str] = (),
     sees_all_devices: bool = True,
@@ -86,24 +117,34 @@ def worker_environment(
     """The environment of workers, from this process's and the user's options.
 
     `exclude` are patterns of variables that workers do not get; `include` patterns of those that they get though they
-    look like secrets. `runtime_env` is the user's: its variables win, one by one, and go to Ray as they are. An actor
-    that does not see all GPUs of its node sees those that Ray has assigned to it.
+    look like secrets. `runtime_env` is the user's: its variables win, one by one, and go to Ray as they are, except
+    secrets. `inherited` are the variables of this process's own runtime_env, which Ray hands down. An actor that does
+    not see all GPUs of its node sees those that Ray has assigned to it.
     """
     theirs = runtime_env.get("env_vars", {})
     if not isinstance(theirs, Mapping) or not all(isinstance(value, str) for value in theirs.values()):
         raise ConfigError("option `ray_runtime_env`: env_vars must map names to strings")
-    passed = {
+    known = {*theirs, *(inherited or {})}
+    wanted = {
         name: value
         for name, value in environ.items()
-        if name not in theirs
-        and not _matches(name, (*OF_ONE_PROCESS, *OF_ONE_HOST, *exclude))
-        and (_matches(name, include) or not _matches(name.upper(), SECRETS))
+        if name not in known and not _matches(name, (*OF_ONE_PROCESS, *OF_ONE_HOST, *exclude))
     }
-    literal = {name: value for name, value in passed.items() if "$" in value}
-    plain = {name: value for name, value in passed.items() if name not in literal}
+    withheld = [name for name in wanted if may_be_secret(name, wanted[name]) and not _matches(name, include)]
+    passed = {name: value for name, value in wanted.items() if name not in withheld}
+    # Ray would replace what looks like `$NAME` in a value; in the user's own variables that is what they expect.
+    at_start = {name: value for name, value in passed.items() if _matches(name, AT_START) and "$" not in value}
+    secret = {name: value for name, value in theirs.items() if may_be_secret(name, value) and "$" not in value}
+    env_vars = {
+        **at_start,
+        **(ALL_DEVICES if sees_all_devices else {}),
+        **{name: value for name, value in theirs.items() if name not in secret},
+    }
+    rest = {name: value for name, value in runtime_env.items() if name != "env_vars"}
     return WorkerEnvironment(
-        runtime_env={**runtime_env, "env_vars": {**plain, **(ALL_DEVICES if sees_all_devices else {}), **theirs}},
-        literal=literal,
+        runtime_env={**rest, "env_vars": env_vars} if env_vars else rest,
+        variables={**{name: value for name, value in passed.items() if name not in at_start}, **secret},
+        withheld=sorted(withheld),
     )
 
 

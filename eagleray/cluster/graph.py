@@ -53,8 +53,8 @@ class GraphHost(Host):
     """`run` makes the worker, and is its sentinel; meanwhile `handle` is called by the graph's thread, or by an actor
     call while no step is under way. An actor of two threads."""
 
-    def __init__(self, label: str, log_level: str, environment: dict[str, str]) -> None:
-        super().__init__(label, log_level, environment)
+    def __init__(self, label: str, log_level: str) -> None:
+        super().__init__(label, log_level)
         self._edge: Edge | None = None
         self._is_alive = threading.Event()
         self._is_ending = threading.Event()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import socket
+import time
 from importlib.metadata import version
 
 import msgspec
@@ -40,9 +41,8 @@ def own_versions() -> dict[str, str]:
 class Host:
     """Not decorated: `spawn` makes it an actor. One method runs at a time, on the main thread of its process."""
 
-    def __init__(self, label: str, log_level: str, environment: dict[str, str]) -> None:
+    def __init__(self, label: str, log_level: str) -> None:
         self._label = label
-        os.environ.update(environment)
         _take_back_omp_threads()
         _take_back_priority()
         setup_logging(label, log_level)
@@ -52,7 +52,11 @@ class Host:
         """What Ray prefixes this process's lines with."""
         return self._label
 
-    def where(self) -> HostInfo:
+    def where(self, variables: dict[str, str]) -> HostInfo:
+        """Take these variables into the environment, and tell where it is. The first call: nothing that reads them has
+        been imported. Arguments of the constructor would be kept in Ray's control store."""
+        os.environ.update(variables)
+        time.tzset()
         context = ray.get_runtime_context()
         return HostInfo(
             node_id=context.get_node_id(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,15 +43,16 @@ class Actor:
 class Actors:
     """The actors of one engine, by rank. They exist when Ray has been asked for them; `where` waits until they do."""
 
-    def __init__(self, actors: Sequence[Actor], placement: Placement) -> None:
+    def __init__(self, actors: Sequence[Actor], placement: Placement, variables: Mapping[str, str]) -> None:
         self.actors = actors
         self._placement = placement
+        self._variables = variables
         self._sentinels: list[Sentinel] = []
 
     def where(self, wait: Wait) -> list[HostInfo]:
-        """What each says of itself. Raises `ClusterError` if it cannot be brought to life, `WorkerLost` or
-        `ClusterLost` if it died, or its node."""
-        refs = {actor.handle.where.remote(): actor for actor in self.actors}
+        """Hand each its environment. What each says of itself. Raises `ClusterError` if it cannot be brought to life,
+        `WorkerLost` or `ClusterLost` if it died, or its node."""
+        refs = {actor.handle.where.remote(dict(self._variables)): actor for actor in self.actors}
         found: dict[str, HostInfo] = {}
         waiting = list(refs)
         while waiting:
@@ -112,23 +113,27 @@ def spawn(
         "namespace": namespace,
         "max_concurrency": max_concurrency,
         "max_restarts": 0,
-        "runtime_env": environment.runtime_env,
+        "runtime_env": environment.runtime_env or None,
     }
     group = groups.handle(placement.group_id)
     actor_class = ray.remote(kind)
     made: list[Actor] = []
+    if environment.withheld:
+        logger.info(
+            "environment variables that may be secrets are not passed on to %s: %s (`ray_env_include` passes one on)",
+            ", ".join(labels),
+            ", ".join(environment.withheld),
+        )
     try:
         for label, bundle in zip(labels, placement.bundles, strict=True):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle.index)
             name = cluster_name(namespace, label)
-            handle = actor_class.options(name=name, scheduling_strategy=strategy, **options).remote(
-                label, log_level, environment.literal
-            )
+            handle = actor_class.options(name=name, scheduling_strategy=strategy, **options).remote(label, log_level)
             made.append(Actor(label, handle))
     except Exception as error:
-        Actors(made, placement).kill()
+        Actors(made, placement, {}).kill()
         raise ClusterError(f"Ray does not take the actor of {label}: {shorten(str(error))}") from error
-    return Actors(made, placement)
+    return Actors(made, placement, environment.variables)
 
 
 def _said(actor: Actor, ref: Any) -> HostInfo:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from eagleray.cluster.connect import connect
-from eagleray.cluster.devices import device_index
+from eagleray.cluster.devices import device_index, may_have_devices
 from eagleray.cluster.environment import worker_environment
 from eagleray.cluster.host import Host, HostInfo, own_versions
 from eagleray.cluster.local_cluster import OnLost
@@ -163,6 +163,7 @@ def _spawn(
         runtime_env=config.ray.ray_runtime_env,
         exclude=config.ray.ray_env_exclude,
         include=config.ray.ray_env_include,
+        sees_all_devices=may_have_devices(placement.worker),
     )
     return spawn(
         placement,

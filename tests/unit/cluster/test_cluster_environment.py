@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagleray.cluster.environment import WorkerEnvironment, worker_environment
+from eagleray.cluster.environment import WorkerEnvironment, inheritable, worker_environment
 from eagleray.errors import ConfigError
 
 
@@ -18,7 +18,13 @@ def make(environ: Mapping[str, str], **options: Any) -> WorkerEnvironment:
 
 
 def variables(environ: Mapping[str, str], **options: Any) -> dict[str, str]:
-    env_vars: dict[str, str] = make(environ, **options).runtime_env["env_vars"]
+    """All that the workers get, by whichever way."""
+    made = make(environ, **options)
+    return {**made.runtime_env.get("env_vars", {}), **made.variables}
+
+
+def by_ray(environ: Mapping[str, str], **options: Any) -> dict[str, str]:
+    env_vars: dict[str, str] = make(environ, **options).runtime_env.get("env_vars", {})
     return env_vars
 
 
@@ -36,11 +42,15 @@ def test_what_belongs_to_one_process_or_host_is_not(name: str) -> None:
     assert name not in variables({name: "1"})
 
 
-@pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "RAY_AUTH_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "db_password", "MYSECRETS"]
-)
-def test_secrets_are_not(name: str) -> None:
-    assert name not in variables({name: "x"})
+def test_environment_with_secrets_withholds_and_names_them() -> None:
+    secret = {"DATABASE_URL": "postgres://u:pw@db", "HF_TOKEN": "x", "DB_PWD": "y"}
+    made = make({**secret, "LANG": "C.UTF-8"})
+    assert made.withheld == ["DATABASE_URL", "DB_PWD", "HF_TOKEN"]
+    assert made.variables == {"LANG": "C.UTF-8"}
+
+
+def test_environment_names_no_secret_that_would_not_be_passed_anyway() -> None:
+    assert make({"PWD": "/a", "RAY_AUTH_TOKEN": "x", "B_KEY": "y"}, exclude=["B_*"]).withheld == []
 
 
 def test_a_secret_is_passed_if_it_is_asked_for() -> None:
@@ -67,14 +77,51 @@ def test_the_rest_of_the_users_runtime_env_goes_through() -> None:
 
 
 def test_ray_is_told_to_leave_the_visible_devices_alone() -> None:
-    assert variables({})["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1"
+    assert by_ray({})["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1"
 
 
-def test_values_that_ray_would_expand_go_another_way() -> None:
-    made = make({"PS1": "$HOME>", "LIBS": "/a:$ORIGIN/b", "C": "1"}, runtime_env={"env_vars": {"P": "${PATH}:/x"}})
-    assert made.literal == {"PS1": "$HOME>", "LIBS": "/a:$ORIGIN/b"}
-    assert not {"PS1", "LIBS"} & made.runtime_env["env_vars"].keys()
+def test_ray_sets_only_what_is_read_before_the_actor_takes_messages() -> None:
+    early = {"LD_PRELOAD": "/a.so", "PYTHONPATH": "/p", "MALLOC_CONF": "x", "OMP_PROC_BIND": "true"}
+    made = make({**early, "SOME_SETTING": "1"}, sees_all_devices=False)
+    assert made.runtime_env == {"env_vars": early}
+    assert made.variables == {"SOME_SETTING": "1"}
+
+
+def test_ray_is_given_no_runtime_env_if_it_has_nothing_to_do() -> None:
+    """So that an actor can have a process that Ray has started in advance."""
+    environ = {"SOME_SETTING": "1", "GOMP_SPINCOUNT": "1000", "PYTHONBREAKPOINT": "ray.util.rpdb.set_trace"}
+    assert make(environ, sees_all_devices=False).runtime_env == {}
+
+
+def test_values_that_ray_would_expand_go_by_message() -> None:
+    made = make({"PS1": "$HOME>", "LD_LIBRARY_PATH": "/a:$ORIGIN/b"}, runtime_env={"env_vars": {"P": "${PATH}:/x"}})
+    assert made.variables == {"PS1": "$HOME>", "LD_LIBRARY_PATH": "/a:$ORIGIN/b"}
     assert made.runtime_env["env_vars"]["P"] == "${PATH}:/x"  # the user's own are Ray's to expand
+
+
+def test_secrets_of_the_users_runtime_env_go_by_message() -> None:
+    made = make({}, runtime_env={"env_vars": {"HF_TOKEN": "given", "A": "1"}}, sees_all_devices=False)
+    assert made.runtime_env == {"env_vars": {"A": "1"}}
+    assert made.variables == {"HF_TOKEN": "given"}
+
+
+def test_variables_that_ray_hands_down_are_left_to_it() -> None:
+    made = make({"JOBVAR": "expanded", "B": "1"}, inherited={"JOBVAR": "${X}"}, sees_all_devices=False)
+    assert made.variables == {"B": "1"}
+    assert made.runtime_env == {}
+
+
+def test_inheritable_is_a_runtime_env_without_rank_devices_and_hook() -> None:
+    """Ray has put the hook into the variables."""
+    hook = {"__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "module.function"}
+    env_vars = {"JOBVAR": "1", "OMP_NUM_THREADS": "4", **hook}
+    given = {
+        "working_dir": "gcs://a.zip",
+        "worker_process_setup_hook": "function",
+        "env_vars": {**env_vars, "CUDA_VISIBLE_DEVICES": "", "RANK": "0", "MASTER_ADDR": "here"},
+    }
+    assert inheritable(given) == {"working_dir": "gcs://a.zip", "env_vars": env_vars}
+    assert inheritable({"pip": ["x"]}) == {"pip": ["x"]}
 
 
 @pytest.mark.parametrize("env_vars", [["A=1"], {"A": 1}])
@@ -83,14 +130,14 @@ def test_variables_that_are_no_strings_are_refused(env_vars: object) -> None:
         make({}, runtime_env={"env_vars": env_vars})
 
 
-@given(st.dictionaries(st.text("ABC_", min_size=1), st.text("x$", max_size=3)))
+@given(st.dictionaries(st.text("LD_ABC", min_size=1), st.text("x$", max_size=3)))
 def test_a_variable_travels_at_most_one_way_and_unchanged(environ: dict[str, str]) -> None:
     made = make(environ)
     env_vars = made.runtime_env["env_vars"]
-    assert not env_vars.keys() & made.literal.keys()
-    assert all(environ[name] == value for name, value in (env_vars | made.literal).items() if name in environ)
+    assert not env_vars.keys() & made.variables.keys()
+    assert all(environ[name] == value for name, value in (env_vars | made.variables).items() if name in environ)
 
 
 def test_an_actor_sees_all_devices_of_its_node_or_its_own_alone() -> None:
-    assert "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES" in variables({})
-    assert "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES" not in variables({}, sees_all_devices=False)
+    assert "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES" in by_ray({})
+    assert "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES" not in by_ray({}, sees_all_devices=False)
