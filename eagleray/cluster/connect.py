@@ -18,6 +18,7 @@ from eagleray.cluster.local_cluster import LocalCluster, OnLost
 from eagleray.cluster.preflight import check_in, check_reachable
 from eagleray.errors import ClusterError, ClusterLost
 from eagleray.log import get_logger
+from eagleray.messages.workers import RayContext
 
 __all__ = ["Connection", "connect"]
 
@@ -43,13 +44,16 @@ class Connection:
         self._disconnect()
 
 
-def connect(ray_address: str | None, *, namespace: str, on_lost: OnLost | None = None) -> Connection:
+def connect(
+    ray_address: str | None, *, namespace: str, program: RayContext | None = None, on_lost: OnLost | None = None
+) -> Connection:
     """Become a driver of a Ray cluster.
 
     `ray_address`: host:port; `auto` for one that runs here (or `RAY_ADDRESS`); `local` for a new one on this host; None
     for what `auto` finds, else a new one. A process that is a driver already stays what it is, and `close` leaves
-    it so. When a cluster that was started here dies this process ends; `on_lost` is called with the cause before.
-    Raises `ClusterError`.
+    it so. In the cluster of `program`, this process's job has that program's runtime_env, which Ray hands down to the
+    actors; the packages that it names are kept for as long as one of the two jobs lives. When a cluster that was
+    started here dies this process ends; `on_lost` is called with the cause before. Raises `ClusterError`.
     """
     if ray.is_initialized():
         return _stay(ray_address)
@@ -57,7 +61,7 @@ def connect(ray_address: str | None, *, namespace: str, on_lost: OnLost | None =
     if address is None:
         return _start_local(namespace, on_lost or _log_loss)
     check_in(address)
-    _init(address=address, namespace=namespace)
+    _init(address=address, namespace=namespace, **_inherited(program, address))
     try:
         check_alone(namespace)
     except BaseException:
@@ -129,6 +133,15 @@ def _resolve(ray_address: str | None) -> str | None:
         logger.info("a Ray cluster that ran here is gone (%s)", error)
         return None
     return str(found)
+
+
+def _inherited(program: RayContext | None, address: str) -> dict[str, object]:
+    """Options of `ray.init` that give the job what `program` has. Ray's hooks have worked on that already."""
+    if program is None or program.address != address or not program.runtime_env:
+        return {}
+    # Under `ray job submit` Ray merges the submitted runtime_env, a part of the program's, into this one.
+    os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"
+    return {"runtime_env": program.runtime_env, "_skip_env_hook": True}
 
 
 def _refuse_client(address: str) -> None:

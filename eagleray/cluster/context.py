@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from typing import Any
 
+from eagleray.cluster.environment import inheritable
 from eagleray.messages.workers import RayContext
 
-__all__ = ["current"]
+__all__ = ["current", "inherited_variables"]
 
 
 def current() -> RayContext | None:
-    """The cluster and the placement group of this program, if it has connected to Ray already. Never imports Ray.
+    """The cluster, placement group and runtime_env of this program, if it has connected to Ray already. Never imports
+    Ray.
 
     To be asked in the user's program: the engine's process, its child, is in no placement group.
     """
@@ -22,5 +26,19 @@ def current() -> RayContext | None:
     group = get_current_placement_group()
     return RayContext(
         address=ray.get_runtime_context().gcs_address,
+        runtime_env=inheritable(_runtime_env(ray)),
         placement_group=None if group is None else group.id.hex(),
     )
+
+
+def inherited_variables() -> dict[str, str]:
+    """Variables that the actors of this process, which is connected to Ray, get from its own runtime_env."""
+    import ray
+
+    variables: dict[str, str] = _runtime_env(ray).get("env_vars", {})
+    return variables
+
+
+def _runtime_env(ray: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(ray.get_runtime_context().get_runtime_env_string() or "{}")
+    return found

@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from eagleray.cluster.bundles import Bundle, Resources
+from eagleray.cluster.context import inherited_variables
 from eagleray.cluster.engine_host import EngineHost
 from eagleray.cluster.environment import worker_environment
 from eagleray.cluster.loss import shorten
@@ -64,6 +65,7 @@ def open_engine_actor(
     environment = worker_environment(
         os.environ,
         runtime_env=options.ray_runtime_env,
+        inherited=inherited_variables(),
         exclude=options.ray_env_exclude,
         include=options.ray_env_include,
         sees_all_devices=not takes,  # it computes nothing itself, and passes on what it knows

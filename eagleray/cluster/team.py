@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from eagleray.cluster.connect import connect
+from eagleray.cluster.context import inherited_variables
 from eagleray.cluster.devices import device_index, may_have_devices
 from eagleray.cluster.environment import worker_environment
 from eagleray.cluster.host import Host, HostInfo, own_versions
@@ -76,7 +77,9 @@ def open_team(
     with ExitStack() as ends:
         is_actor = context is not None and bool(context.bundles)
         asked = None if context is None or is_actor else context.address
-        connection = connect(config.ray.ray_address or asked, namespace=engine.instance, on_lost=on_lost)
+        connection = connect(
+            config.ray.ray_address or asked, namespace=engine.instance, program=context, on_lost=on_lost
+        )
         ends.callback(connection.close)
         is_same_cluster = context is not None and (is_actor or context.address == connection.address)
         placement = place(
@@ -161,6 +164,7 @@ def _spawn(
     environment = worker_environment(
         os.environ,
         runtime_env=config.ray.ray_runtime_env,
+        inherited=inherited_variables(),
         exclude=config.ray.ray_env_exclude,
         include=config.ray.ray_env_include,
         sees_all_devices=may_have_devices(placement.worker),

@@ -53,6 +53,7 @@ def run(payload: bytes, parent: Parent) -> None:
             connection = connect(
                 options.ray_address or (None if spec.ray is None else spec.ray.address),
                 namespace=spec.instance,
+                program=spec.ray,
                 on_lost=parent.tell,
             )
             ends.callback(connection.close)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from eagleray.config import Config
@@ -15,6 +17,8 @@ class RayContext(msgspec.Struct, frozen=True, kw_only=True):
 
     address: str
     """Of the cluster, `host:port`."""
+    runtime_env: dict[str, Any] = {}
+    """The program's, with packages by their URIs: what its own actors would inherit."""
     placement_group: str | None = None
     """Id, in hex, of the placement group that the program runs in."""
     bundles: list[int] = []
