@@ -24,6 +24,7 @@ from eagleray.fleet import Supervisor
 from eagleray.identity import ClientId
 from eagleray.log import setup_logging
 from eagleray.messages.sampling import SamplingParams
+from eagleray.messages.workers import RayContext
 
 __all__ = ["LLM"]
 
@@ -43,8 +44,8 @@ class LLM:
     With `data_parallel_size` there are several engines, which share the prompts. When one ends, or is killed, its
     prompts go on elsewhere, and another takes its place.
 
-    In a Ray actor, engines join the actor's cluster, and its placement group if there is one. `placement_group` may
-    be Ray's object, its id or its name.
+    In a Ray actor, engines join the actor's cluster, and its placement group if that has room beside the actor; their
+    workers get the actor's runtime_env. `placement_group` may be Ray's object, its id or its name.
 
     Close it, or use it as a context manager, or let the program end: its processes end with it.
 
@@ -63,7 +64,8 @@ class LLM:
         self._thread = threading.Thread(target=self._loop.run_forever, name="eagleray-llm", daemon=True)
         self._thread.start()
         try:
-            self._fleet: _Fleet = self._run(_Fleet.start(self.config))
+            # The thread of the task knows which task that is; the loop's does not.
+            self._fleet: _Fleet = self._run(_Fleet.start(self.config, context.current()))
         except BaseException:
             _end_loop(self._loop, self._thread)
             raise
@@ -221,9 +223,9 @@ class _Fleet:
         self._reading = asyncio.create_task(client.run())
 
     @classmethod
-    async def start(cls, config: Config) -> _Fleet:
+    async def start(cls, config: Config, ray: RayContext | None) -> _Fleet:
         async with AsyncExitStack() as stack:
-            supervisor = await Supervisor.open(config, ray=context.current())
+            supervisor = await Supervisor.open(config, ray=ray)
             stack.push_async_callback(supervisor.stop, 0.0)
             supervisor.start_engines()
             client_id = ClientId(supervisor.instance, index=0)

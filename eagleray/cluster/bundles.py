@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from eagleray.errors import ClusterError, ConfigError
+from eagleray.errors import ClusterError, ConfigError, EagleRayError
+from eagleray.messages.workers import RayCaller
 
 __all__ = [
     "Bundle",
     "BundlesBusy",
+    "Choose",
     "Resources",
     "assign",
+    "check_caller_leaves_room",
     "fitting",
+    "held_in_group",
     "in_rank_order",
     "keep_together",
+    "less_held",
     "show",
     "take",
     "worker_resources",
@@ -38,6 +44,10 @@ class Bundle:
     """What no other actor holds of it."""
 
 
+Choose = Callable[[Sequence[Bundle]], list[Bundle]]
+"""Assigns bundles to workers, as `assign` and `take` do."""
+
+
 class BundlesBusy(ClusterError):
     """The bundles are large enough, but somebody else holds them. May pass."""
 
@@ -54,6 +64,21 @@ def worker_resources(asked: Resources, device: str, offered: Iterable[Resources]
 def fitting(room: Resources, worker: Resources) -> int:
     """How many workers fit into `room`."""
     return min(int((room.get(name, 0.0) + PRECISION / 2) / amount) for name, amount in worker.items())
+
+
+def held_in_group(resources: Resources, group_id: str) -> dict[int, dict[str, float]]:
+    """Of all that a process holds, by Ray's names, what it holds of each bundle of the group, by index."""
+    held: dict[int, dict[str, float]] = {}
+    for name, amount in resources.items():
+        match = re.fullmatch(rf"(.+)_group_(\d+)_{re.escape(group_id)}", name)
+        if match is not None and match[1] != "bundle":  # every member of the group holds a little of that
+            held.setdefault(int(match[2]), {})[match[1]] = amount
+    return held
+
+
+def less_held(total: Resources, held: Resources) -> dict[str, float]:
+    """What is left of a bundle beside what somebody holds of it."""
+    return {name: amount - held.get(name, 0.0) for name, amount in total.items()}
 
 
 def in_rank_order(bundles: Iterable[Bundle], engine_node: str) -> list[Bundle]:
@@ -144,6 +169,22 @@ def take(bundles: Sequence[Bundle], indices: Sequence[int], *, worker: Resources
                 f"{show(known[index].total)}, but {_takes(count, worker)}: somebody else holds it"
             )
     return [known[index] for index in indices]
+
+
+def check_caller_leaves_room(caller: RayCaller, bundles: Sequence[Bundle], choose: Choose, busy: BundlesBusy) -> None:
+    """Raises `ClusterError` if the workers would not fit even when all others had let go of the group: the caller waits
+    for the engine, which would wait for the caller. `busy`: why they do not fit now."""
+    left = [less_held(bundle.total, caller.held.get(bundle.index, {})) for bundle in bundles]
+    rest = [replace(bundle, total=has, free=has) for bundle, has in zip(bundles, left, strict=True)]
+    try:
+        choose(rest)
+    except EagleRayError:
+        held = ", ".join(f"{show(held)} of bundle {index}" for index, held in sorted(caller.held.items()))
+        raise ClusterError(
+            f"{busy}; {caller.name}, which asks for the engine, holds {held} itself, so waiting would not help: give "
+            "that actor or task less (num_cpus, num_gpus, resources), add bundles to its group, or take executor "
+            "in-process or processes, whose workers use what the program holds"
+        ) from None
 
 
 def _takes(count: int, worker: Resources) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
-from eagleray.cluster.environment import inheritable
-from eagleray.messages.workers import RayContext
+from eagleray.cluster.bundles import held_in_group
+from eagleray.cluster.environment import ALL_DEVICES, inheritable
+from eagleray.messages.workers import RayCaller, RayContext
 
 __all__ = ["current", "inherited_variables"]
 
@@ -28,6 +30,9 @@ def current() -> RayContext | None:
         address=ray.get_runtime_context().gcs_address,
         runtime_env=inheritable(_runtime_env(ray)),
         placement_group=None if group is None else group.id.hex(),
+        group_bundles=[] if group is None else group.bundle_specs,
+        caller=None if group is None else _caller(ray, group.id.hex()),
+        devices=_devices(ray),
     )
 
 
@@ -37,6 +42,27 @@ def inherited_variables() -> dict[str, str]:
 
     variables: dict[str, str] = _runtime_env(ray).get("env_vars", {})
     return variables
+
+
+def _caller(ray: Any, group_id: str) -> RayCaller:
+    context = ray.get_runtime_context()
+    held = {
+        name: sum(amount for _, amount in assigned)
+        for name, assigned in context.worker.core_worker.resource_ids().items()
+    }
+    actor = context.get_actor_id()
+    what = f"actor {actor[:8]}" if actor else "a task"
+    return RayCaller(
+        name=f"{context.get_task_name() or 'the calling program'} ({what}, process {os.getpid()})",
+        held=held_in_group(held, group_id),
+    )
+
+
+def _devices(ray: Any) -> list[str]:
+    context = ray.get_runtime_context()
+    if context.worker.mode != ray.WORKER_MODE or not any(os.environ.get(name) for name in ALL_DEVICES):
+        return []
+    return [str(name) for name in context.get_accelerator_ids().get("GPU", [])]
 
 
 def _runtime_env(ray: Any) -> dict[str, Any]:

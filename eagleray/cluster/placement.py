@@ -12,8 +12,10 @@ from eagleray.cluster.autoscaler import can_grow
 from eagleray.cluster.bundles import (
     Bundle,
     BundlesBusy,
+    Choose,
     Resources,
     assign,
+    check_caller_leaves_room,
     fitting,
     keep_together,
     take,
@@ -25,6 +27,7 @@ from eagleray.cluster.waiting import Wait
 from eagleray.config import Config
 from eagleray.errors import ClusterError, ClusterLost, ConfigError
 from eagleray.identity import EngineId, cluster_name
+from eagleray.messages.workers import RayCaller
 
 __all__ = ["Placement", "place", "ready_bundles"]
 
@@ -55,9 +58,11 @@ def place(
     engine_node: str,
     current_group: str | None,
     current_bundles: Sequence[int] = (),
+    caller: RayCaller | None = None,
 ) -> Placement:
     """Wait for room for the workers of `engine` and assign it. `current_group`: the one that the program runs in;
-    `current_bundles`: those of it that are this engine's, by rank, if that was decided already.
+    `current_bundles`: those of it that are this engine's, by rank, if that was decided already; `caller`: what the
+    program is in it.
 
     Raises `ConfigError` or `ClusterError` at once for what no waiting would help, and after `ray_placement_timeout`
     for the rest; `ClusterLost` if `current_bundles` were lost with their node.
@@ -65,7 +70,9 @@ def place(
     wait = Wait(config.ray.ray_placement_timeout, "ray_placement_timeout")
     given = config.ray.placement_group or current_group
     if given is not None:
-        return _place_in_given(groups.find(given), config, engine_node, current_bundles, wait)
+        group_id = groups.find(given)
+        caller = caller if group_id == current_group else None
+        return _place_in_given(group_id, config, engine_node, current_bundles, caller, wait)
     if config.ray.bundle_indices:
         raise ConfigError("option `bundle_indices` names bundles of a placement group: give one by `placement_group`")
     with ExitStack() as ends:
@@ -81,7 +88,9 @@ def place(
         return Placement(group_id, worker, chosen, ends.pop_all())
 
 
-def _place_in_given(group_id: str, config: Config, engine_node: str, mine: Sequence[int], wait: Wait) -> Placement:
+def _place_in_given(
+    group_id: str, config: Config, engine_node: str, mine: Sequence[int], caller: RayCaller | None, wait: Wait
+) -> Placement:
     while True:
         nodes, bundles = ready_bundles(group_id, wait, mine=mine)
         allowed = {node.node_id for node in only(nodes, config.ray.ray_nodes)}
@@ -89,20 +98,22 @@ def _place_in_given(group_id: str, config: Config, engine_node: str, mine: Seque
         worker = worker_resources(
             config.ray.ray_worker_resources, config.execution.device, [bundle.total for bundle in bundles]
         )
-        try:
-            chosen = (
-                take(bundles, mine, worker=worker)
-                if mine
-                else assign(
-                    bundles,
-                    worker=worker,
-                    world_size=config.parallel.world_size,
-                    engine_node=engine_node,
-                    tensor=config.parallel.tensor_parallel_size,
-                    indices=config.ray.bundle_indices,
-                )
+        if mine:
+            choose: Choose = partial(take, indices=mine, worker=worker)
+        else:
+            choose = partial(
+                assign,
+                worker=worker,
+                world_size=config.parallel.world_size,
+                engine_node=engine_node,
+                tensor=config.parallel.tensor_parallel_size,
+                indices=config.ray.bundle_indices,
             )
+        try:
+            chosen = choose(bundles)
         except BundlesBusy as busy:  # by an engine that has just ended, perhaps
+            if caller is not None:
+                check_caller_leaves_room(caller, bundles, choose, busy)
             wait.again(partial(str, busy))
         else:
             return Placement(group_id, worker, chosen, ExitStack())

@@ -88,6 +88,7 @@ def open_team(
             engine_node=connection.node_id,
             current_group=context.placement_group if context is not None and is_same_cluster else None,
             current_bundles=context.bundles if context is not None and is_same_cluster else (),
+            caller=context.caller if context is not None else None,
         )
         ends.callback(placement.close)
         labels = _labels(engine, config)

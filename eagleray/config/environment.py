@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["BuildSettings", "build_settings", "let_waiting_threads_sleep"]
+__all__ = ["BuildSettings", "build_settings", "let_waiting_threads_sleep", "see_devices"]
 
 SPINS = "1000"
 """About ten microseconds: enough to bridge two products of a layer, too little to keep a core from others."""
@@ -22,6 +23,13 @@ def let_waiting_threads_sleep() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+
+
+def see_devices(names: Sequence[str]) -> None:
+    """Have this process and its children see these GPUs alone; without names, what they see anyway. Must come before
+    torch is imported."""
+    if names:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
 
 
 @dataclass(frozen=True)

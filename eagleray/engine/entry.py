@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from eagleray.config import Config
-from eagleray.config.environment import let_waiting_threads_sleep
+from eagleray.config.environment import let_waiting_threads_sleep, see_devices
 from eagleray.config.resolve import executor_name, steps_in_flight
 from eagleray.engine.company import Company
 from eagleray.engine.loop import EngineLoop
@@ -25,7 +25,7 @@ from eagleray.engine.mail import SUPERVISOR, EngineInbox, EngineOutbox
 from eagleray.engine.startup import StartedEngine, start_engine
 from eagleray.engine.watchdog import Watchdog
 from eagleray.errors import DeadlineExceeded
-from eagleray.executor.choose import open_executor
+from eagleray.executor.choose import is_in_placement_group, open_executor
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Failure
@@ -42,6 +42,9 @@ logger = get_logger(__name__)
 
 Tell = Callable[[Exception], None]
 """Takes the exception that an engine ends with; called from any thread."""
+
+HERE = ("in-process", "processes")
+"""Executors whose workers use what the program that asked for the engine was given."""
 
 ATTACH_SECONDS = 30.0
 
@@ -114,8 +117,10 @@ class Engine:
     def _live(self, attach: Attach, tell: Tell) -> None:
         spec, ends = self._spec, self._ends
         deadline = time.monotonic() + spec.config.execution.startup_timeout
-        in_placement_group = spec.ray is not None and spec.ray.placement_group is not None
+        in_placement_group = is_in_placement_group(spec.config, spec.ray)
         self._outbox.connect(SUPERVISOR, attach.supervisor)
+        if spec.ray is not None and executor_name(spec.config, in_placement_group=in_placement_group) in HERE:
+            see_devices(spec.ray.devices)
         _load_libraries(spec.config, in_placement_group=in_placement_group)
         if attach.pulse:
             ends.callback(Pulse.start(attach.pulse, on_silent=self._end_cut_off).close)

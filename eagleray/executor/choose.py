@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from eagleray.cluster.bundles import fitting, less_held, worker_resources
 from eagleray.config import Config
-from eagleray.config.resolve import executor_name, is_asynchronous
+from eagleray.config.resolve import engines_on_host, executor_name, is_asynchronous
 from eagleray.executor.executor import Executor
 from eagleray.executor.group import WorkerGroup
 from eagleray.identity import EngineId
 from eagleray.messages.workers import RayContext
 
-__all__ = ["open_executor"]
+__all__ = ["is_in_placement_group", "open_executor"]
 
 
 def open_executor(
@@ -31,6 +32,21 @@ def open_executor(
     return Executor(_open_group(engine, config, runtime_dir, ray, on_lost))
 
 
+def is_in_placement_group(config: Config, ray: RayContext | None) -> bool:
+    """Whether workers would go into the placement group that the program `ray` runs in.
+
+    They would not if the program holds what they need itself and the group has no room beside that: then they use what
+    the program holds, as its children.
+    """
+    if ray is None or ray.placement_group is None:
+        return False
+    held = {} if ray.caller is None else ray.caller.held
+    worker = worker_resources(config.ray.ray_worker_resources, config.execution.device, ray.group_bundles)
+    needed = config.parallel.world_size * engines_on_host(config)
+    beside = sum(fitting(less_held(has, held.get(index, {})), worker) for index, has in enumerate(ray.group_bundles))
+    return beside >= needed or sum(fitting(has, worker) for has in held.values()) < needed
+
+
 def _open_group(
     engine: EngineId,
     config: Config,
@@ -38,7 +54,7 @@ def _open_group(
     ray: RayContext | None,
     on_lost: Callable[[Exception], None] | None,
 ) -> WorkerGroup:
-    name = executor_name(config, in_placement_group=ray is not None and ray.placement_group is not None)
+    name = executor_name(config, in_placement_group=is_in_placement_group(config, ray))
     match name:
         case "in-process":
             from eagleray.executor.in_process import InProcessGroup, ThreadGroup

@@ -119,7 +119,13 @@ class RayLife:
 
     def _placed(self, place: Place) -> EngineSpec:
         """What the engine is told: where it is, and no longer how to get there."""
-        context = RayContext(address=self._cluster, placement_group=place.group_id, bundles=list(place.bundles))
+        asking = self._spec.ray
+        context = RayContext(
+            address=self._cluster,
+            placement_group=place.group_id,
+            caller=asking.caller if asking is not None and asking.placement_group == place.group_id else None,
+            bundles=list(place.bundles),
+        )
         config = self._spec.config
         ray = msgspec.structs.replace(config.ray, ray_address=None, placement_group=None, bundle_indices=[])
         return msgspec.structs.replace(

@@ -9,7 +9,16 @@ import msgspec
 from eagleray.config import Config
 from eagleray.identity import EngineId, WorkerId
 
-__all__ = ["RayContext", "Topology", "WorkerSpec"]
+__all__ = ["RayCaller", "RayContext", "Topology", "WorkerSpec"]
+
+
+class RayCaller(msgspec.Struct, frozen=True, kw_only=True):
+    """The actor or task that asks for an engine in its own placement group."""
+
+    name: str
+    """For people."""
+    held: dict[int, dict[str, float]]
+    """What it holds of the group, by index of the bundle. It will not let go of that while it waits for the engine."""
 
 
 class RayContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +30,12 @@ class RayContext(msgspec.Struct, frozen=True, kw_only=True):
     """The program's, with packages by their URIs: what its own actors would inherit."""
     placement_group: str | None = None
     """Id, in hex, of the placement group that the program runs in."""
+    group_bundles: list[dict[str, float]] = []
+    """What each bundle of that group holds in all."""
+    caller: RayCaller | None = None
+    """What the program is in that group."""
+    devices: list[str] = []
+    """GPUs that Ray has assigned to the program without setting CUDA_VISIBLE_DEVICES, because it was told not to."""
     bundles: list[int] = []
     """Of an engine that is an actor: which bundle of that group each of its workers has, by rank. Some may be equal."""
 

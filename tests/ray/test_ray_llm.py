@@ -86,6 +86,38 @@ def test_in_an_actor_of_a_placement_group(cluster, checkpoint, expected, make_gr
         ray.kill(actor)
 
 
+class Holder:
+    """A user's actor that holds all of the one bundle of its placement group."""
+
+    def try_ray(self, checkpoint: str) -> str:
+        began = time.monotonic()
+        with pytest.raises(ClusterError) as caught:
+            LLM(checkpoint, executor="ray", **OPTIONS)
+        assert time.monotonic() - began < 20, "no waiting would help"
+        return str(caught.value)
+
+    def generate(self, checkpoint: str) -> list[str]:
+        with LLM(checkpoint, **OPTIONS) as llm:
+            assert len(ray_cluster.living_actors()) == 1, "the engine computes itself"
+            return texts(llm)
+
+
+def test_llm_in_an_actor_that_holds_its_group_computes_there(cluster, checkpoint, expected, make_group):
+    group = groups.handle(make_group({"CPU": 1}))
+    here = os.path.dirname(__file__)
+    env_vars = {"PYTHONPATH": f"{here}:{os.path.dirname(here)}"}
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    holder = ray.remote(Holder).options(num_cpus=1, scheduling_strategy=strategy, runtime_env={"env_vars": env_vars})
+    actor = holder.remote()
+    try:
+        said = ray.get(actor.try_ray.remote(checkpoint), timeout=60)
+        assert "Holder.try_ray (actor " in said
+        assert "holds {CPU: 1} of bundle 0 itself" in said
+        assert ray.get(actor.generate.remote(checkpoint), timeout=60) == expected
+    finally:
+        ray.kill(actor)
+
+
 def kill_a_worker() -> None:
     (name,) = [e["Name"] for e in ray_cluster.living_actors() if e["Name"].endswith("/tp1-pp0")]
     os.kill(ray_cluster.pid_of(name), signal.SIGKILL)

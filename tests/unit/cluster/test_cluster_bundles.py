@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from eagleray.cluster.bundles import Bundle, BundlesBusy, assign, fitting, in_rank_order, take, worker_resources
+from eagleray.cluster.bundles import (
+    Bundle,
+    BundlesBusy,
+    assign,
+    check_caller_leaves_room,
+    fitting,
+    held_in_group,
+    in_rank_order,
+    take,
+    worker_resources,
+)
 from eagleray.errors import ClusterError, ConfigError
+from eagleray.messages.workers import RayCaller
 
 ENGINE = "node-e"
 
@@ -151,3 +164,40 @@ def test_what_a_worker_takes(
     asked: dict[str, float], device: str, offered: list[dict[str, float]], taken: dict[str, float]
 ) -> None:
     assert worker_resources(asked, device, offered) == taken
+
+
+GROUP_ID = "86ace7765aca02a7d3c7939445bf01000000"
+
+
+def test_held_in_group_is_what_a_process_holds_of_each_bundle() -> None:
+    resources = {
+        f"bundle_group_1_{GROUP_ID}": 0.001,
+        f"bundle_group_{GROUP_ID}": 0.001,
+        f"GPU_group_{GROUP_ID}": 1.0,
+        f"GPU_group_1_{GROUP_ID}": 1.0,
+        f"my_group_1_{GROUP_ID}": 2.0,
+        "CPU_group_0_ffff": 1.0,
+        "CPU": 1.0,
+    }
+    assert held_in_group(resources, GROUP_ID) == {1: {"GPU": 1.0, "my": 2.0}}
+
+
+@pytest.mark.parametrize("chosen_by_index", [False, True])
+def test_check_caller_leaves_room_names_the_caller_that_would_wait_for_itself(chosen_by_index: bool) -> None:
+    bundles = make((ENGINE, GPU), ("a", GPU), free={0: {}})
+    caller = RayCaller(name="Maker.make (actor 1a2b3c4d, process 7)", held={0: {"GPU": 1.0}})
+    given = [0] if chosen_by_index else []
+    choose = partial(assign, worker=GPU, world_size=2 - len(given), engine_node=ENGINE, indices=given)
+    with pytest.raises(BundlesBusy) as busy:
+        choose(bundles)
+    with pytest.raises(ClusterError, match=r"Maker.make \(actor 1a2b3c4d, process 7\), .*holds \{GPU: 1\} of bundle 0"):
+        check_caller_leaves_room(caller, bundles, choose, busy.value)
+
+
+def test_check_caller_leaves_room_of_bundles_that_others_hold_lets_it_wait() -> None:
+    bundles = make((ENGINE, GPU), ("a", GPU), free={0: {}, 1: {}})
+    caller = RayCaller(name="actor", held={0: {"GPU": 1.0}})
+    choose = partial(assign, worker=GPU, world_size=1, engine_node=ENGINE)
+    with pytest.raises(BundlesBusy) as busy:
+        choose(bundles)
+    check_caller_leaves_room(caller, bundles, choose, busy.value)
