@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import resource
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from eagleray.bench.report import write_json
 from eagleray.bench.serving import describe, panels, serving_figures
 from eagleray.bench.target import open_target
 from eagleray.bench.workload import DEFAULT_VOCAB_SIZE, Job, Workload, make_jobs
+from eagleray.cli.api_key import ENVIRONMENT_HELP, client_key
 from eagleray.cli.bench_flags import (
     add_result_flags,
     add_workload_flags,
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="/v1/completions, with token ids as prompts (default), or /v1/chat/completions, with words",
     )
     server.add_argument("--model", metavar="NAME", help="name of the model (default: the first one that is served)")
-    server.add_argument("--api-key", help="key to show (default: the environment's OPENAI_API_KEY)")
+    server.add_argument("--api-key", help=ENVIRONMENT_HELP)
     server.add_argument(
         "--vocab-size",
         type=int,
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     _allow_many_connections()
     client = HttpClient(
         arguments.base_url.removesuffix("/").removesuffix("/v1"),
-        api_key=arguments.api_key or os.environ.get("OPENAI_API_KEY"),
+        api_key=client_key(arguments.api_key),
     )
     model, jobs, load = uvloop.run(_measure(client, arguments, workload, starts))
     figures = serving_figures(load, jobs)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import eagleray
+from eagleray.cli.api_key import hide_api_keys
 from eagleray.errors import EagleRayError, UserError
 
 __all__ = ["main"]
@@ -24,6 +25,8 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 for a failure, 2 for a mistake in the arguments or options."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if not hide_api_keys(arguments):
+        print("eagleray: warning: others on this host can read the API key on the command line", file=sys.stderr)
     parser = argparse.ArgumentParser(prog="eagleray", description=eagleray.__doc__)
     parser.add_argument("--version", action="version", version=eagleray.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

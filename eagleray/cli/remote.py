@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from eagleray.cli.api_key import ENVIRONMENT_HELP, client_key
 from eagleray.errors import EagleRayError, Unavailable, UserError
 
 __all__ = ["Remote", "add_remote_flags"]
@@ -18,7 +18,7 @@ __all__ = ["Remote", "add_remote_flags"]
 def add_remote_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://localhost:8000/v1", help="the server's API (default: %(default)s)")
     parser.add_argument("--model-name", help="name of the model (default: the first one that the server has)")
-    parser.add_argument("--api-key", help="key to show (default: the environment's OPENAI_API_KEY)")
+    parser.add_argument("--api-key", help=ENVIRONMENT_HELP)
     parser.add_argument("--max-tokens", type=int, help="longest answer in tokens")
     parser.add_argument("--temperature", type=float, help="0 for the likeliest tokens (default: the model's)")
     parser.add_argument("-q", "--quick", metavar="TEXT", help="send this, print the answer and end")
@@ -31,7 +31,7 @@ class Remote:
         self._url = urlsplit(arguments.url)
         if self._url.scheme not in ("http", "https") or not self._url.hostname:
             raise UserError(f"--url {arguments.url}: expected http://HOST:PORT/v1")
-        key = arguments.api_key or os.environ.get("OPENAI_API_KEY")
+        key = client_key(arguments.api_key)
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._fields = {
             name: value for name in ("max_tokens", "temperature") if (value := getattr(arguments, name)) is not None

@@ -12,6 +12,7 @@ from typing import Any
 
 from eagleray.cli.options import add_config_flags, config_from
 from eagleray.config import Config
+from eagleray.config.api_keys import with_api_keys
 from eagleray.config.resolve import checkpoint_dir, served_names
 from eagleray.errors import ConfigError
 from eagleray.fleet import FLUSH_SECONDS, Supervisor
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    config = config_from(arguments, sections=SECTIONS)
+    config = with_api_keys(config_from(arguments, sections=SECTIONS))
     setup_logging("serve", config.execution.log_level)
     checkpoint_dir(config.model)  # a wrong path is an error now, not after processes have started
     if config.model.model is None:

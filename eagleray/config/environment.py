@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["BuildSettings", "build_settings", "let_waiting_threads_sleep", "see_devices"]
+__all__ = [
+    "API_KEY_VARIABLE",
+    "BuildSettings",
+    "build_settings",
+    "let_waiting_threads_sleep",
+    "see_devices",
+    "take_api_keys",
+]
+
+API_KEY_VARIABLE = "EAGLERAY_API_KEY"
 
 SPINS = "1000"
 """About ten microseconds: enough to bridge two products of a layer, too little to keep a core from others."""
@@ -30,6 +39,11 @@ def see_devices(names: Sequence[str]) -> None:
     torch is imported."""
     if names:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+
+
+def take_api_keys() -> str | None:
+    """The value of EAGLERAY_API_KEY, which no child of this process gets; None if it is not set."""
+    return os.environ.pop(API_KEY_VARIABLE, None)
 
 
 @dataclass(frozen=True)

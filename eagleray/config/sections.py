@@ -254,7 +254,8 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         float, Meta(gt=0, description="Seconds to wait for resources that the cluster has, or may get.")
     ] = 300.0
     ray_runtime_env: Annotated[
-        dict[str, Any], Meta(description="runtime_env of the workers, as JSON, merged over the engine's environment.")
+        dict[str, Any],
+        Meta(description="runtime_env of the workers, as JSON, merged over that of the calling program."),
     ] = {}
     ray_env_exclude: Annotated[
         list[str], Meta(description="Environment variables (patterns) of the engine that workers do not get.")
@@ -338,7 +339,18 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         str | None,
         Meta(description="File to write for front-ends of your own: where to attach, see docs/wire.md. Mode 0600."),
     ] = None
-    api_key: Annotated[list[str], Meta(description="Keys that clients must show one of; none: no key needed.")] = []
+    api_key: Annotated[
+        list[str],
+        Meta(
+            description="Keys that clients must show one of, besides those of `api_key_file` and of the variable "
+            "EAGLERAY_API_KEY (divided by commas or lines); none: no key needed. Better not on a command line, which "
+            "others can read until it is overwritten."
+        ),
+    ] = []
+    api_key_file: Annotated[
+        str | None,
+        Meta(description="File with more of such keys, one a line; lines that begin with # are comments."),
+    ] = None
     max_request_bytes: Annotated[int, Meta(ge=1, description="Largest request body that is accepted, in bytes.")] = (
         32 * 2**20
     )

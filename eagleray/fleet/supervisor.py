@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from eagleray.config import Config
+from eagleray.config.api_keys import without_api_keys
 from eagleray.config.resolve import expert_engines, local_ranks, served_names
 from eagleray.errors import ChannelClosed, EagleRayError, EngineFailed
 from eagleray.fleet.attach_file import attach_file
@@ -153,7 +154,7 @@ class Supervisor:
             )
             engines: Launcher[EngineSpec] = processes
             if config.parallel.data_parallel_backend == "ray":
-                engines = await _open_ray(config, instance, runtime_dir, ray)
+                engines = await _open_ray(without_api_keys(config), instance, runtime_dir, ray)
                 ends.push_async_callback(engines.close)
             supervisor = cls(
                 config,
@@ -263,7 +264,7 @@ class Supervisor:
         assert isinstance(engine, EngineId)
         self._board.expect(engine)
         runtime_dir = str(self.runtime_dir) if self.host is None else ""  # elsewhere it is not
-        spec = EngineSpec(engine, self._config, runtime_dir, ray=self._ray)
+        spec = EngineSpec(engine, without_api_keys(self._config), runtime_dir, ray=self._ray)
         return self._engines.spawn(spec, on_message=on_message, on_exit=on_exit)
 
     def _spawn_api_server(self, listener_fd: int, client: PeerId, on_message: OnMessage, on_exit: OnExit) -> Spawned:

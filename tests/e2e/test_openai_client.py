@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -14,6 +15,7 @@ from serving import serve
 from eagleray.client import Tokenizer
 
 KEY = "secret-key"
+OTHER_KEY = "other-secret"
 MODEL = "tiny"
 
 
@@ -24,8 +26,11 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    with serve(str(checkpoint), "--served-model-name", MODEL, "--api-key", KEY, "--max-model-len", "512") as server:
-        yield server
+    options = ("--served-model-name", MODEL, "--api-key", KEY, "--max-model-len", "512")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EAGLERAY_API_KEY", OTHER_KEY)
+        with serve(str(checkpoint), *options) as server:
+            yield server
     assert server.process.returncode == 0, server.log
 
 
@@ -225,6 +230,17 @@ def test_tokenize_and_back(server, tokenizer):
     assert tokens == tokenizer.encode("héllo", add_special_tokens=True)
     text = httpx.post(base + "/detokenize", json={"model": MODEL, "tokens": tokens}, headers=headers).json()["prompt"]
     assert text == "héllo"
+
+
+def test_api_keys_are_seen_by_nobody(server):
+    """Neither by `ps`, nor by children, in the log or at /server_info."""
+    info = httpx.get(server.url.removesuffix("/v1") + "/server_info", headers={"Authorization": f"Bearer {OTHER_KEY}"})
+    assert info.status_code == 200
+    lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in (server.process.pid, *server.children)]
+    environments = [Path(f"/proc/{pid}/environ").read_text() for pid in server.children]
+    for text in (info.text, server.log, *lines, *environments):
+        assert KEY not in text
+        assert OTHER_KEY not in text
 
 
 @pytest.mark.parametrize("route", ["/health", "/live", "/ready", "/version", "/openapi.json", "/metrics"])

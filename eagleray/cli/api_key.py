@@ -1,0 +1,76 @@
+"""API keys of the commands: where a client's comes from, and how those of a command line are hidden.
+
+Everybody on a host can read the command line of every process (`ps`, /proc/PID/cmdline). Linux shows what is in the
+process's own memory there, so the process can overwrite it. Owned and driven by the command line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagleray.config.api_keys import divided_keys
+from eagleray.config.environment import API_KEY_VARIABLE
+
+__all__ = ["ENVIRONMENT_HELP", "client_key", "hide_api_keys"]
+
+FLAG = "--api-key"
+ENVIRONMENT_HELP = f"key to show (default: the environment's {API_KEY_VARIABLE}, else its OPENAI_API_KEY)"
+
+ARG_START, ARG_END = 48, 49
+"""Fields of /proc/self/stat, counted from 1: where the arguments begin and end in memory."""
+
+
+def client_key(given: str | None) -> str | None:
+    """The key that a client shows: the one that was given, else one of the environment's."""
+    ours = divided_keys(os.environ.get(API_KEY_VARIABLE, ""))
+    return given or (ours[0] if ours else os.environ.get("OPENAI_API_KEY"))
+
+
+def hide_api_keys(arguments: Sequence[str]) -> bool:
+    """Overwrite the API keys among the arguments of this process's command line, where others see it.
+
+    What Python has of them stays. False if they may still be seen, on a system that has no way to change that.
+    """
+    keys = _keys_in(arguments)
+    return not keys or _overwrite(keys)
+
+
+def _keys_in(arguments: Sequence[str]) -> set[bytes]:
+    """Whole arguments, as the system shows them."""
+    found = set()
+    is_key = False
+    for argument in arguments:
+        if argument.startswith("-"):
+            is_key = argument == FLAG
+            if argument.startswith(FLAG + "="):
+                found.add(os.fsencode(argument))
+        elif is_key and argument:
+            found.add(os.fsencode(argument))
+    return found
+
+
+def _overwrite(keys: set[bytes]) -> bool:
+    try:
+        line = Path("/proc/self/cmdline").read_bytes()
+        stat = Path("/proc/self/stat").read_text()
+    except OSError:  # not Linux
+        return False
+    fields = stat[stat.rindex(")") + 1 :].split()  # from the third on: the second, a name, may contain blanks
+    start, end = (int(fields[number - 3]) for number in (ARG_START, ARG_END))
+    if not start or end - start != len(line):
+        return False
+    memory = (ctypes.c_char * len(line)).from_address(start)
+    if memory.raw != line:  # not what the system shows
+        return False
+    memory.raw = b"\0".join(_hidden(part) if part in keys else part for part in line.split(b"\0"))
+    return not keys & set(Path("/proc/self/cmdline").read_bytes().split(b"\0"))
+
+
+def _hidden(argument: bytes) -> bytes:
+    """Of the same length, because the next argument begins behind it."""
+    flag = FLAG.encode() + b"="
+    kept = flag if argument.startswith(flag) else b""
+    return kept + b"*" * (len(argument) - len(kept))

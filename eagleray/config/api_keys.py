@@ -1,0 +1,67 @@
+"""The keys that clients of the server must show one of, from wherever they were given."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from eagleray.config.environment import API_KEY_VARIABLE, take_api_keys
+from eagleray.config.sections import Config
+from eagleray.errors import ConfigError
+
+__all__ = ["divided_keys", "with_api_keys", "without_api_keys"]
+
+
+def with_api_keys(config: Config) -> Config:
+    """The configuration with the keys of its file and of the environment, which loses them.
+
+    A source that was given and holds no key is an error: a server that needs none would not be what was meant. Raises
+    `ConfigError`, which names no key.
+    """
+    keys = [*config.serving.api_key, *_of_file(config.serving.api_key_file), *_of_environment()]
+    if not all(keys):
+        raise ConfigError("option `api_key`: a key is empty: give one that is not, or drop the option")
+    return _replace(config, keys)
+
+
+def without_api_keys(config: Config) -> Config:
+    """The configuration for processes that check no keys."""
+    return _replace(config, [])
+
+
+def divided_keys(text: str) -> list[str]:
+    """The keys of a variable."""
+    return [key.strip() for key in re.split(r"[,\n]", text) if key.strip()]
+
+
+def _replace(config: Config, keys: list[str]) -> Config:
+    return msgspec.structs.replace(config, serving=msgspec.structs.replace(config.serving, api_key=keys))
+
+
+def _of_file(path: str | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        text = Path(path).expanduser().read_text()
+    except (OSError, UnicodeDecodeError, ValueError) as error:  # ValueError: a name that no file can have
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(
+            f"option `api_key_file`: cannot read {path!r}: {reason}: name a file with one key a line"
+        ) from None
+    lines = (line.strip() for line in text.splitlines())
+    if keys := [line for line in lines if line and not line.startswith("#")]:
+        return keys
+    raise ConfigError(f"option `api_key_file`: {path!r} holds no key: write one a line, or drop the option")
+
+
+def _of_environment() -> list[str]:
+    text = take_api_keys()
+    if text is None:
+        return []
+    if keys := divided_keys(text):
+        return keys
+    raise ConfigError(
+        f"the environment variable {API_KEY_VARIABLE} is set but holds no key: unset it, or give keys divided by commas"
+    )
