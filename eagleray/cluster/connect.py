@@ -6,13 +6,14 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import ray
 from ray._private import services
 
+from eagleray.cluster.environment import is_withheld
 from eagleray.cluster.instances import check_alone
 from eagleray.cluster.local_cluster import LocalCluster, OnLost
 from eagleray.cluster.preflight import check_in, check_reachable
@@ -45,21 +46,27 @@ class Connection:
 
 
 def connect(
-    ray_address: str | None, *, namespace: str, program: RayContext | None = None, on_lost: OnLost | None = None
+    ray_address: str | None,
+    *,
+    namespace: str,
+    program: RayContext | None = None,
+    keep: Sequence[str] = (),
+    on_lost: OnLost | None = None,
 ) -> Connection:
     """Become a driver of a Ray cluster.
 
     `ray_address`: host:port; `auto` for one that runs here (or `RAY_ADDRESS`); `local` for a new one on this host; None
     for what `auto` finds, else a new one. A process that is a driver already stays what it is, and `close` leaves
     it so. In the cluster of `program`, this process's job has that program's runtime_env, which Ray hands down to the
-    actors; the packages that it names are kept for as long as one of the two jobs lives. When a cluster that was
-    started here dies this process ends; `on_lost` is called with the cause before. Raises `ClusterError`.
+    actors; the packages that it names are kept for as long as one of the two jobs lives. A cluster that is started here
+    inherits the environment, but of what may be secrets only the variables that `keep` (patterns) names. When it dies
+    this process ends; `on_lost` is called with the cause before. Raises `ClusterError`.
     """
     if ray.is_initialized():
         return _stay(ray_address)
     address = _resolve(ray_address)
     if address is None:
-        return _start_local(namespace, on_lost or _log_loss)
+        return _start_local(namespace, keep, on_lost or _log_loss)
     check_in(address)
     _init(address=address, namespace=namespace, **_inherited(program, address))
     try:
@@ -70,7 +77,7 @@ def connect(
     return _connection(ray.shutdown, is_own=False)
 
 
-def _start_local(namespace: str, on_lost: OnLost) -> Connection:
+def _start_local(namespace: str, keep: Sequence[str], on_lost: OnLost) -> Connection:
     with ExitStack() as undo:
         try:
             cluster = LocalCluster(on_lost)
@@ -81,13 +88,14 @@ def _start_local(namespace: str, on_lost: OnLost) -> Connection:
             ) from None
         undo.callback(cluster.close)
         logger.info("starting a local Ray cluster; its logs are in %s while it runs", cluster.directory)
-        _init(
-            address="local",
-            namespace=namespace,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=str(cluster.directory),
-        )
+        with _secrets_hidden(keep):
+            _init(
+                address="local",
+                namespace=namespace,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(cluster.directory),
+            )
         connection = _connection(cluster.close, is_own=True)
         undo.pop_all()
         return connection
@@ -142,6 +150,22 @@ def _inherited(program: RayContext | None, address: str) -> dict[str, object]:
     # Under `ray job submit` Ray merges the submitted runtime_env, a part of the program's, into this one.
     os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"
     return {"runtime_env": program.runtime_env, "_skip_env_hook": True}
+
+
+@contextmanager
+def _secrets_hidden(keep: Sequence[str]) -> Iterator[None]:
+    """Inside, the environment has none, apart from Ray's own: workers inherit it from the cluster's processes."""
+    hidden = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("RAY_") and is_withheld(name, value, keep)
+    }
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def _refuse_client(address: str) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from eagleray.cluster.secrets import may_be_secret
 from eagleray.errors import ConfigError
 
-__all__ = ["WorkerEnvironment", "inheritable", "worker_environment"]
+__all__ = ["WorkerEnvironment", "inheritable", "is_withheld", "worker_environment"]
 
 OF_ONE_RANK = (
     "*_VISIBLE_DEVICES",
@@ -130,7 +130,7 @@ def worker_environment(
         for name, value in environ.items()
         if name not in known and not _matches(name, (*OF_ONE_PROCESS, *OF_ONE_HOST, *exclude))
     }
-    withheld = [name for name in wanted if may_be_secret(name, wanted[name]) and not _matches(name, include)]
+    withheld = [name for name, value in wanted.items() if is_withheld(name, value, include)]
     passed = {name: value for name, value in wanted.items() if name not in withheld}
     # Ray would replace what looks like `$NAME` in a value; in the user's own variables that is what they expect.
     at_start = {name: value for name, value in passed.items() if _matches(name, AT_START) and "$" not in value}
@@ -146,6 +146,11 @@ def worker_environment(
         variables={**{name: value for name, value in passed.items() if name not in at_start}, **secret},
         withheld=sorted(withheld),
     )
+
+
+def is_withheld(name: str, value: str, include: Sequence[str]) -> bool:
+    """Whether the variable may be a secret, and is none of those that were asked for."""
+    return may_be_secret(name, value) and not _matches(name, include)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

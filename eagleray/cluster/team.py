@@ -78,7 +78,11 @@ def open_team(
         is_actor = context is not None and bool(context.bundles)
         asked = None if context is None or is_actor else context.address
         connection = connect(
-            config.ray.ray_address or asked, namespace=engine.instance, program=context, on_lost=on_lost
+            config.ray.ray_address or asked,
+            namespace=engine.instance,
+            program=context,
+            keep=config.ray.ray_env_include,
+            on_lost=on_lost,
         )
         ends.callback(connection.close)
         is_same_cluster = context is not None and (is_actor or context.address == connection.address)

@@ -54,6 +54,7 @@ def run(payload: bytes, parent: Parent) -> None:
                 options.ray_address or (None if spec.ray is None else spec.ray.address),
                 namespace=spec.instance,
                 program=spec.ray,
+                keep=options.ray_env_include,
                 on_lost=parent.tell,
             )
             ends.callback(connection.close)

@@ -1,11 +1,12 @@
 """A program that joins the Ray cluster of the address it is given, says which that is, and leaves it.
 
-With the argument `run` it runs an actor there before; with `hold` it stays until its standard input ends, and says so
-if it ends because the cluster is lost.
+With the argument `run` it runs an actor there before, which must not have a secret of this program; with `hold` it
+stays until its standard input ends, and says so if it ends because the cluster is lost.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 import ray
@@ -15,8 +16,8 @@ from eagleray.errors import ClusterError, ClusterLost
 
 
 class Actor:
-    def say(self) -> None:
-        pass
+    def say(self) -> str | None:
+        return os.environ.get("SOME_TOKEN")
 
 
 def say_lost(error: ClusterLost) -> None:
@@ -31,7 +32,8 @@ def main() -> None:
         return
     if "run" in sys.argv[2:]:
         actor = ray.remote(num_cpus=1)(Actor).remote()
-        ray.get(actor.say.remote(), timeout=30)
+        assert ray.get(actor.say.remote(), timeout=30) is None
+        assert os.environ.get("SOME_TOKEN") == os.environ.get("EXPECTED")
     print(connection.address, flush=True)
     if "hold" in sys.argv[2:]:
         sys.stdin.read()

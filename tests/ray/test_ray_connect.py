@@ -57,8 +57,8 @@ def test_an_address_is_joined(cluster: str, home: Path) -> None:
 
 def test_without_an_address_a_cluster_is_started_and_ends_with_the_connection(home: Path) -> None:
     (home / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")  # of one that crashed
-    env = environment(home)
-    address = join("none", env)
+    env = environment(home, SOME_TOKEN="secret", EXPECTED="secret")
+    address = join("none", env, "run")
     assert address.rpartition(":")[2].isdigit()
     with pytest.raises(ClusterError):
         check_reachable(address)

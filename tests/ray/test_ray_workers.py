@@ -34,6 +34,7 @@ from eagleray.messages.steps import GroupsOpened, OpenGroups
 from eagleray.messages.workers import RayContext
 
 HERE = str(Path(__file__).parent)
+CANARY = "canary-4711-of-this-test"
 NOTICE_SECONDS = 1.0
 """Within this time the death of a process is known."""
 
@@ -118,6 +119,36 @@ def test_workers_beside_the_engine(start: Start, monkeypatch: pytest.MonkeyPatch
     assert [ray_cluster.pid_of(name) for name in sorted(names)] == [one.pid for one in said]
     group.close()
     group.close()
+
+
+def test_variables_of_workers_are_in_no_file_or_command_line_of_ray(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are sent, and so is a secret of the user's runtime_env; what may be a secret is not even that."""
+    monkeypatch.setenv("SOME_SETTING", CANARY)
+    monkeypatch.setenv("DATABASE_URL", "postgres://u:pw@host/" + CANARY)
+    monkeypatch.setenv("INCLUDED_TOKEN", CANARY)
+    theirs = {"env_vars": {"GIVEN_TOKEN": CANARY}}
+    group = start(config(tp=2, ray_runtime_env=theirs, ray_env_include=["INCLUDED_*"]))
+    for one in facts(group):
+        assert {one.environment.get(name) for name in ("SOME_SETTING", "INCLUDED_TOKEN", "GIVEN_TOKEN")} == {CANARY}
+        assert "DATABASE_URL" not in one.environment
+    group.close()
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    assert list(session.glob("logs/raylet.out"))
+    found = [path for path in session.rglob("*") if path.is_file() and CANARY in path.read_text(errors="replace")]
+    assert not found
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if CANARY in _read(path)]
+    assert not [
+        path for path in Path("/proc").glob("[0-9]*/environ") if "RAY_" in _read(path) and CANARY in _read(path)
+    ]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # the process has ended
+        return ""
 
 
 def test_workers_on_several_nodes_are_reached_by_tcp(start: Start) -> None:
