@@ -12,16 +12,21 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+import ray
 import ray_cluster
 from processes import children_of
 from ray._common.usage import usage_lib
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from serving import is_running
 
+from eagleray.cluster import groups
 from eagleray.cluster.connect import connect
 from eagleray.cluster.context import current
 from eagleray.cluster.preflight import check_cluster, check_reachable
 from eagleray.errors import ClusterError
+from eagleray.messages.workers import RayContext
 
 HERE = Path(__file__).parent
 TOKEN = "a1b2c3d4" * 8
@@ -206,3 +211,33 @@ def test_a_program_knows_its_cluster(cluster: str) -> None:
     assert context is not None
     assert context.address == cluster
     assert context.placement_group is None
+
+
+def test_an_actor_knows_what_it_holds_and_was_assigned(cluster: str, make_group: ray_cluster.MakeGroup) -> None:
+    class Asker:
+        def ask(self) -> bytes:
+            return msgspec.msgpack.encode(current())
+
+    group_id = make_group({"CPU": 1}, {"CPU": 2, "GPU": 1})
+    actor = (
+        ray.remote(Asker)
+        .options(
+            num_cpus=1,
+            num_gpus=1,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(groups.handle(group_id), 1),
+            runtime_env={"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "MINE": "1"}},
+        )
+        .remote()
+    )
+    try:
+        context = msgspec.msgpack.decode(ray.get(actor.ask.remote(), timeout=30), type=RayContext)
+    finally:
+        ray.kill(actor)
+    assert context.placement_group == group_id
+    assert context.group_bundles == [{"CPU": 1}, {"CPU": 2, "GPU": 1}]
+    assert context.caller is not None
+    assert context.caller.held == {1: {"CPU": 1, "GPU": 1}}
+    assert context.caller.name.startswith("Asker.ask (actor ")
+    assert context.runtime_env["env_vars"]["MINE"] == "1"
+    assert len(context.devices) == 1
+    assert context.devices[0].isdigit()
