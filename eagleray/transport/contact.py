@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from eagleray.errors import ChannelClosed
-from eagleray.transport.endpoint import local_address
+from eagleray.transport.endpoint import bind_local, local_address
 from eagleray.transport.tcp import be_client, be_server, bind_port, keep_alive
 
 __all__ = ["SECRET_BYTES", "Contact", "dial", "end", "has_mail", "listen"]
@@ -43,14 +43,14 @@ class Contact(msgspec.Struct, frozen=True, kw_only=True):
 def listen(*, runtime_dir: Path, name: str, host: str | None) -> tuple[zmq.Socket[bytes], Contact]:
     """A ROUTER socket, bound in `runtime_dir` and, with `host`, to a free port of that address.
 
-    Raises `ConfigError` if the address is not one of this host's.
+    Raises `ConfigError` if the address is not one of this host's, or if there is no room in the directory.
     """
     socket = _make(zmq.ROUTER)
     try:
         socket.router_mandatory = 1
         server_key = None if host is None else be_server(socket)
         name = f"{name}-{secrets.token_hex(4)}"
-        socket.bind(local_address(runtime_dir, name))
+        bind_local(socket, runtime_dir, name)
         tcp = None if host is None else bind_port(socket, host)
     except BaseException:
         socket.close(linger=0)

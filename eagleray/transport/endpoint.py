@@ -12,15 +12,22 @@ still tidy up do so without it, and do not keep others from doing the same.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
+import resource
 import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-__all__ = ["local_address", "make_runtime_dir", "remove_runtime_dir"]
+import zmq
+
+from eagleray.errors import ConfigError
+
+__all__ = ["bind_local", "check_room", "local_address", "make_runtime_dir", "no_room", "remove_runtime_dir"]
 
 PREFIX = "eagleray-"
 SUFFIX = ".run"
@@ -44,15 +51,23 @@ _locks: dict[Path, int] = {}
 def make_runtime_dir(parent: str | None = None, *, max_length: int = MAX_DIR_LENGTH) -> Path:
     """A new directory, mode 0700, for the sockets of one instance. Removes those whose owners are gone.
 
-    It is made in `parent`, or else where temporary files go, unless its path would be longer than `max_length`.
+    It is made in `parent`, or else where temporary files go, unless its path would be longer than `max_length`. Raises
+    `ConfigError` if there is no directory for temporary files in which that is possible.
     """
-    parent = parent or tempfile.gettempdir()
+    if parent is None:
+        try:
+            parent = tempfile.gettempdir()
+        except OSError as error:  # it has tried to write a file into each of them
+            raise _no_temporary_directory(error) from error
     if len(parent) > max_length - len(f"/{PREFIX}12345678{SUFFIX}"):
         parent = "/tmp"
     _sweep(parent)
     while True:
-        path = Path(tempfile.mkdtemp(prefix=PREFIX, suffix=SUFFIX, dir=parent))
-        lock = _lock(path)
+        try:
+            path = Path(tempfile.mkdtemp(prefix=PREFIX, suffix=SUFFIX, dir=parent))
+            lock = _lock(path)
+        except OSError as error:
+            raise no_room(parent, error) from error
         if lock is not None:
             _locks[path] = lock
             return path
@@ -65,8 +80,56 @@ def remove_runtime_dir(path: Path) -> None:
         os.close(lock)
 
 
+def check_room(path: Path, num_bytes: int) -> None:
+    """Raise `ConfigError` unless a file of so many bytes can be written in the directory."""
+    try:
+        with tempfile.TemporaryFile(dir=path) as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except OSError as error:
+        raise no_room(path, error) from error
+
+
+def no_room(path: str | Path, error: OSError) -> ConfigError:
+    """The error to raise when files or sockets cannot be made in the directory."""
+    if error.errno == errno.EFBIG:
+        return ConfigError(
+            f"cannot write to the directory {str(path)!r}: this process may not write files of the size that is needed "
+            f"(`ulimit -f` says {_file_size_limit()}): raise that limit"
+        )
+    return ConfigError(
+        f"cannot write to the directory {str(path)!r}: {error.strerror or error}; make room there, or let this "
+        "user write, or set the environment variable TMPDIR to another directory"
+    )
+
+
+def _no_temporary_directory(error: OSError) -> ConfigError:
+    if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+        hint = f"; files may have no more than {_file_size_limit()} here (`ulimit -f`): raise that limit if it is small"
+    else:
+        hint = ""
+    return ConfigError(
+        f"there is no directory for temporary files: {error.strerror or error}; set the environment variable TMPDIR to "
+        f"a directory with free space in which this user may write{hint}"
+    )
+
+
+def _file_size_limit() -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+
+
 def local_address(runtime_dir: Path, name: str) -> str:
     return f"ipc://{runtime_dir / name}"
+
+
+def bind_local(socket: zmq.Socket[Any], runtime_dir: Path, name: str) -> str:
+    """Bind the socket in the directory. Return its address. Raises `ConfigError` if there is no room for it."""
+    address = local_address(runtime_dir, name)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise no_room(runtime_dir, OSError(error.errno, os.strerror(error.errno or 0))) from error
+    return address
 
 
 def _lock(path: str | Path) -> int | None:

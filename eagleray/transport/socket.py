@@ -24,7 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from eagleray.errors import ChannelClosed
 from eagleray.transport import tcp
-from eagleray.transport.endpoint import local_address
+from eagleray.transport.endpoint import bind_local
 
 __all__ = ["AsyncInbox", "Inbox", "Outbox"]
 
@@ -52,7 +52,7 @@ class Inbox(Generic[Message]):
     """The inbox of a process that waits in a thread.
 
     Bound in `runtime_dir`, or to a free port of the address `host`, for peers of other hosts. Raises `ConfigError` if
-    that is not an address of this host.
+    that is not an address of this host, or if there is no room in the directory.
     """
 
     def __init__(
@@ -175,8 +175,7 @@ def _open(context: zmq.Context[Any], runtime_dir: Path, name: str, host: str | N
     try:
         socket.rcvhwm = 0
         if host is None:
-            address = local_address(runtime_dir, name)
-            socket.bind(address)
+            address = bind_local(socket, runtime_dir, name)
         else:
             tcp.keep_alive(socket)
             key = tcp.be_server(socket)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -13,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from eagleray.transport import make_runtime_dir, remove_runtime_dir
+from eagleray.errors import ConfigError
+from eagleray.transport import Inbox, check_room, make_runtime_dir, remove_runtime_dir
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +47,46 @@ def test_a_directory_of_ones_own():
     remove_runtime_dir(path)
     assert not path.exists()
     remove_runtime_dir(path)
+
+
+def test_temporary_directory_that_is_full_is_named(monkeypatch, parent):
+    def fail(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.mkdtemp", fail)
+    with pytest.raises(ConfigError, match=rf"'{parent}': No space left on device; .* TMPDIR to another directory"):
+        make_runtime_dir()
+
+
+def test_no_usable_temporary_directory_is_one_sentence(monkeypatch):
+    monkeypatch.setenv("TMPDIR", "/proc")
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc"])
+    with pytest.raises(ConfigError, match=r"there is no directory for temporary files: No usable .*'/proc'.* TMPDIR"):
+        make_runtime_dir()
+
+
+def test_check_room_names_directory_and_limit(monkeypatch, parent):
+    check_room(parent, 4096)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        with pytest.raises(ConfigError, match=rf"'{parent}': .*`ulimit -f` says 1000 bytes"):
+            check_room(parent, 4096)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    def fail(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", fail)
+    with pytest.raises(ConfigError, match=rf"'{parent}': No space left on device"):
+        check_room(parent, 4096)
+    assert list(parent.iterdir()) == []
+
+
+def test_socket_without_room_names_the_directory(parent):
+    with pytest.raises(ConfigError, match=rf"cannot write to the directory '{parent}/gone'"):
+        Inbox(parent / "gone", "name", bytes)
 
 
 def test_directories_of_the_living_stay():
