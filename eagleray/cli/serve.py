@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 async def _serve(config: Config, listener: socket.socket) -> None:
     began = time.monotonic()
-    told_to_stop = _stop_signal()
+    told_to_stop = _stop_signal(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     supervisor = await _open(config, told_to_stop)
     if supervisor is None:
         return
@@ -80,7 +80,8 @@ async def _open(config: Config, told_to_stop: asyncio.Future[None]) -> Superviso
 
 async def _stop(supervisor: Supervisor, grace: float) -> None:
     """Stop within `grace` seconds, or at once when a second signal comes."""
-    impatient = _stop_signal()
+    # Not SIGHUP: when a terminal is lost, the system and the shell may send one each.
+    impatient = _stop_signal(signal.SIGINT, signal.SIGTERM)
     stopping = asyncio.create_task(supervisor.stop(grace))
     await _first(stopping, impatient)
     if not stopping.done():
@@ -93,8 +94,8 @@ async def _first(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _stop_signal() -> asyncio.Future[None]:
-    """Done when the next SIGINT or SIGTERM arrives."""
+def _stop_signal(*numbers: signal.Signals) -> asyncio.Future[None]:
+    """Done when the next of these signals arrives. One that this program was started to ignore (nohup) stays so."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[None] = loop.create_future()
 
@@ -102,8 +103,9 @@ def _stop_signal() -> asyncio.Future[None]:
         if not stop.done():
             stop.set_result(None)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, tell)
+    for number in numbers:
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, tell)
     return stop
 
 

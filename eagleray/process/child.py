@@ -31,8 +31,9 @@ def main() -> int:
         return 1
     birth = msgspec.msgpack.decode(frame, type=Birth)
     setup_logging(birth.label, birth.log_level)
-    # Ctrl-C reaches the whole process group; the supervisor alone decides what it means.
+    # Ctrl-C and the loss of the terminal reach the whole process group; the supervisor alone decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # also for the programs that this process starts
     signal.signal(signal.SIGTERM, _end)
     parent = Parent(sock)
     parent.end_with_parent(birth.runtime_dir)

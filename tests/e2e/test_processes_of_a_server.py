@@ -130,7 +130,7 @@ def test_an_api_server_that_is_given_up_ends_the_instance_with_its_cause(checkpo
         wait_until_gone(pids, END_SECONDS)
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.grid)])
 def test_told_to_stop_it_finishes_what_runs_and_refuses_the_rest(checkpoint, how):
     with serve(checkpoint, *OPTIONS) as server, stream(server, max_tokens=1000) as lines:
         pids = server.children
@@ -145,6 +145,19 @@ def test_told_to_stop_it_finishes_what_runs_and_refuses_the_rest(checkpoint, how
         assert '"finish_reason":"length"' in rest[-2].replace(" ", "")
         assert server.wait() == 0
         wait_until_gone(pids, END_SECONDS)
+
+
+def test_lost_terminal_drains(checkpoint):
+    """The system and the shell tell every process of the terminal's group, perhaps both of them."""
+    with serve(checkpoint, *OPTIONS) as server, stream(server, max_tokens=1000) as lines:
+        pids = [*server.children, server.process.pid]
+        for pid in pids * 2:
+            os.kill(pid, signal.SIGHUP)
+        server.wait_for("stopping", 10)
+        rest = list(lines)
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2].replace(" ", "")
+        assert server.wait() == 0
 
 
 def test_a_second_signal_ends_it_at_once(checkpoint):
