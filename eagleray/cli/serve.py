@@ -17,6 +17,9 @@ from eagleray.config.resolve import checkpoint_dir, served_names
 from eagleray.errors import ConfigError
 from eagleray.fleet import FLUSH_SECONDS, Supervisor
 from eagleray.log import get_logger, setup_logging
+from eagleray.process import raise_open_files_limit
+from eagleray.server.http_limits import SPARE_FILES, connection_limit
+from eagleray.transport import check_room
 
 __all__ = ["add_arguments", "run"]
 
@@ -24,6 +27,9 @@ logger = get_logger(__name__)
 
 SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray", "serving")
 BACKLOG = 2048
+
+API_SERVER_BYTES = 2**20
+"""Room in the instance's directory for what an API server counts there."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     config = with_api_keys(config_from(arguments, sections=SECTIONS))
     setup_logging("serve", config.execution.log_level)
+    open_files = raise_open_files_limit(needed=(config.serving.max_connections or 0) + SPARE_FILES)
+    connection_limit(config.serving.max_connections, open_files=open_files)
     checkpoint_dir(config.model)  # a wrong path is an error now, not after processes have started
     if config.model.model is None:
         logger.info("no model was given: serving the embedded demo model, a toy of a few million parameters")
@@ -48,6 +56,7 @@ async def _serve(config: Config, listener: socket.socket) -> None:
         return
     grace = 0.0
     try:
+        check_room(supervisor.runtime_dir, config.serving.api_server_count * API_SERVER_BYTES)
         supervisor.start_engines()
         supervisor.start_api_servers(listener.fileno())
         serving = asyncio.create_task(supervisor.serving.wait())

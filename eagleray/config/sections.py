@@ -21,6 +21,7 @@ __all__ = [
 Positive = Annotated[int, Meta(ge=1)]
 Rank = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
+SocketSeconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -354,6 +355,30 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_request_bytes: Annotated[int, Meta(ge=1, description="Largest request body that is accepted, in bytes.")] = (
         32 * 2**20
     )
+    max_connections: Annotated[
+        Positive | None,
+        Meta(
+            description="Most connections that one API server keeps open; beyond them only routes that tell its state "
+            "answer. Default: 8192, or what the limit of open files allows."
+        ),
+    ] = None
+    max_header_bytes: Annotated[
+        int, Meta(ge=1024, le=2**24, description="Largest request line and headers together, in bytes.")
+    ] = 65536
+    max_header_count: Annotated[int, Meta(ge=8, description="Most headers of a request.")] = 256
+    header_timeout: Annotated[
+        SocketSeconds, Meta(description="Seconds from the first byte of a request to the end of its headers.")
+    ] = 30.0
+    body_timeout: Annotated[
+        SocketSeconds, Meta(description="Seconds that may pass without a further byte of a request's body.")
+    ] = 30.0
+    keep_alive_timeout: Annotated[
+        SocketSeconds, Meta(description="Seconds after which a connection without a request is closed.")
+    ] = 60.0
+    send_timeout: Annotated[
+        SocketSeconds,
+        Meta(description="Seconds after which a connection is cut whose client takes nothing of its answer."),
+    ] = 300.0
     enable_collective_rpc: Annotated[
         bool, Meta(description="Serve /collective_rpc: whoever may send requests may call the worker extension.")
     ] = False

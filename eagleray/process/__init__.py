@@ -1,7 +1,8 @@
 """Local processes: one way to spawn one, one way to notice its end."""
 
+from eagleray.process.open_files import open_files_limit, raise_open_files_limit
 from eagleray.process.parent import Parent
 from eagleray.process.settle import settle
 from eagleray.process.spawn import Child, explain_exit
 
-__all__ = ["Child", "Parent", "explain_exit", "settle"]
+__all__ = ["Child", "Parent", "explain_exit", "open_files_limit", "raise_open_files_limit", "settle"]

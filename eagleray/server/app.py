@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from eagleray.client import Client
 from eagleray.config import Config
@@ -31,7 +31,7 @@ from eagleray.server.tokens import TokenRoutes
 __all__ = ["create_app"]
 
 
-def create_app(client: Client, config: Config, ledger: Ledger) -> ASGIApp:
+def create_app(client: Client, config: Config, ledger: Ledger) -> Edge:
     """The application. `client` serves it, it counts in `ledger`; both stay their maker's to close.
 
     Raises `CheckpointError` for a generation_config.json that makes no sense.

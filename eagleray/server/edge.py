@@ -37,7 +37,8 @@ class Edge:
 
     def __init__(self, router: ASGIApp, endpoints: list[Endpoint], api_keys: list[str], metrics: Metrics) -> None:
         self._router = router
-        self._open_paths = {endpoint.path for endpoint in endpoints if endpoint.is_open}
+        self.open_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_open)
+        """Paths that need no API key: those that tell the state of the server."""
         self._keys = [key.encode() for key in api_keys]
         self._metrics = metrics
 
@@ -66,8 +67,12 @@ class Edge:
             method = scope["method"] if scope["method"] in METHODS else "other"
             self._metrics.http_answered(route, method, answer.status or CLIENT_GONE)
 
+    def count_refusal(self, status: int) -> None:
+        """Count an answer to what was not understood well enough to reach the application."""
+        self._metrics.http_answered("unknown", "other", status)
+
     def _check_key(self, path: str, headers: Headers) -> None:
-        if not self._keys or path in self._open_paths:
+        if not self._keys or path in self.open_paths:
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
         # Every key is compared, in constant time: the time taken tells nothing about any of them.

@@ -20,49 +20,98 @@ import uvloop
 from eagleray.client import Client, open_client
 from eagleray.messages.lifecycle import ApiServerSpec, Bound
 from eagleray.metrics import Ledger
-from eagleray.process import Parent, settle
+from eagleray.process import Parent, open_files_limit, settle
+from eagleray.server.acceptor import Acceptor
 from eagleray.server.app import create_app
+from eagleray.server.connection_counts import ConnectionCounts
+from eagleray.server.connections import HttpConnections
+from eagleray.server.edge import Edge
+from eagleray.server.http_limits import HttpLimits
+from eagleray.server.http_protocol import HttpProtocol
+from eagleray.transport import no_room
 
 __all__ = ["run"]
 
-KEEP_ALIVE_SECONDS = 60
 FLUSH_SECONDS = 2
 """What connections get to take the last bytes of their answers when the server ends."""
 DRAIN_POLL_SECONDS = 0.02
 
 
 class _Server(uvicorn.Server):
-    """Leaves the signals alone: the supervisor says when to stop, and how patiently."""
+    """Accepts in turn with the other servers, and limits what a connection may do.
+
+    Leaves the signals alone: the supervisor says when to stop, and how patiently.
+    """
+
+    def __init__(self, app: Edge, limits: HttpLimits, counts: ConnectionCounts) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=FLUSH_SECONDS,
+            )
+        )
+        self.servers = []  # uvicorn's own listeners
+        self._counts = counts
+        self._connections = HttpConnections(
+            limits, self.server_state, open_paths=app.open_paths, count_refusal=app.count_refusal
+        )
+        self._acceptor: Acceptor | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets is not None
+        self._acceptor = Acceptor(
+            sockets[0],
+            make_protocol=lambda is_reserved: HttpProtocol(self.config, self._connections, is_reserved=is_reserved),
+            connections=self._connections,
+            counts=self._counts,
+        )
+        self._acceptor.start()
+        self._watching = asyncio.create_task(self._connections.watch(self._acceptor.report))
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._acceptor is not None:
+            self._acceptor.close()
+        await super().shutdown(sockets)
+        if self._watching is not None:
+            self._watching.cancel()
+
 
 def run(payload: bytes, parent: Parent) -> None:
-    """Be the API server that `payload`, an encoded `ApiServerSpec`, describes."""
+    """Be the API server that `payload`, an encoded `ApiServerSpec`, describes. Raises `ConfigError`."""
     spec = msgspec.msgpack.decode(payload, type=ApiServerSpec)
-    with contextlib.closing(Ledger.open(Path(spec.runtime_dir) / "metrics", spec.client.index)) as ledger:
-        uvloop.run(_serve(spec, parent, ledger))
+    runtime_dir, index = Path(spec.runtime_dir), spec.client.index
+    with contextlib.ExitStack() as stack:
+        try:
+            ledger = stack.enter_context(contextlib.closing(Ledger.open(runtime_dir / "metrics", index)))
+            counts = ConnectionCounts(
+                runtime_dir / "connections", server=index, num_servers=spec.config.serving.api_server_count
+            )
+            stack.callback(counts.close)
+        except OSError as error:
+            raise no_room(runtime_dir, error) from error
+        uvloop.run(_serve(spec, parent, ledger, counts))
 
 
-async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger) -> None:
+async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: ConnectionCounts) -> None:
     client = open_client(
         spec.client,
         spec.config,
         Path(spec.runtime_dir),
         host=spec.host,
     )
-    config = uvicorn.Config(
-        create_app(client, spec.config, ledger),
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=FLUSH_SECONDS,
-    )
-    server = _Server(config)
+    limits = HttpLimits.of(spec.config, open_files=open_files_limit())
+    server = _Server(create_app(client, spec.config, ledger), limits, counts)
     settle()
     parent.send(Bound(client.address))
     with socket.socket(fileno=spec.listener_fd) as listener:

@@ -29,7 +29,10 @@ __all__ = [
     "BodyTooLarge",
     "ErrorBody",
     "ErrorReply",
+    "HeadersTooLarge",
+    "MalformedRequest",
     "Refusal",
+    "RequestTimedOut",
     "UnknownRoute",
     "WrongApiKey",
     "WrongMethod",
@@ -53,6 +56,18 @@ class WrongMethod(UserError):
 
 class BodyTooLarge(UserError):
     """The request's body is longer than the server accepts."""
+
+
+class MalformedRequest(UserError):
+    """What arrived is not a request of HTTP/1.1."""
+
+
+class HeadersTooLarge(UserError):
+    """The request line and headers are longer, or more, than the server accepts."""
+
+
+class RequestTimedOut(UserError):
+    """The client has not sent the rest of its request in time."""
 
 
 class WrongApiKey(UserError):
@@ -95,7 +110,10 @@ TABLE: dict[type[Exception], Rule] = {
     UnknownModel: Rule(404, "invalid_request_error", "model_not_found"),
     UnknownRoute: Rule(404, "invalid_request_error", "unknown_url"),
     WrongMethod: Rule(405, "invalid_request_error", "method_not_allowed"),
+    MalformedRequest: Rule(400, "invalid_request_error", "malformed_request"),
+    RequestTimedOut: Rule(408, "invalid_request_error", "request_timeout"),
     BodyTooLarge: Rule(413, "invalid_request_error", "request_too_large"),
+    HeadersTooLarge: Rule(431, "invalid_request_error", "headers_too_large"),
     Overloaded: Rule(429, "requests", "rate_limit_exceeded"),
     RequestFailed: Rule(500, "server_error", "request_failed"),
     EngineFailed: Rule(500, "server_error", "engine_failed"),

@@ -203,6 +203,14 @@ def test_a_port_in_use(checkpoint):
     assert f"cannot listen on 127.0.0.1:{port}" in message
 
 
+def test_files_that_may_have_no_size(checkpoint):
+    program = f"ulimit -f 0; exec {sys.executable} -m eagleray.cli.main serve --port 0 {checkpoint}"
+    run = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2, run.stderr
+    assert "Traceback" not in run.stderr
+    assert "`ulimit -f`" in run.stderr.strip().splitlines()[-1]
+
+
 def test_a_model_that_is_not_there():
     assert "there is no such directory" in refusal("/no/such/model", "--port", "0")
 

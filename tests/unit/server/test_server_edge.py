@@ -127,7 +127,7 @@ def test_every_error_of_ours_has_an_answer():
         if issubclass(kind, errors.UserError):
             assert refusal.status < 500
             assert refusal.reply.error.message == "because"
-    assert {rule.status for rule in TABLE.values()} == {400, 401, 404, 405, 413, 429, 500, 503, 504}
+    assert {rule.status for rule in TABLE.values()} == {400, 401, 404, 405, 408, 413, 429, 431, 500, 503, 504}
 
 
 def test_the_application_imports_neither_torch_nor_ray():

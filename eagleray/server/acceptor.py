@@ -1,0 +1,152 @@
+"""Takes connections from the socket that all API servers of an instance listen on, and gives each its protocol.
+
+Whichever server asks first gets a connection, so one that happens to be quicker would get all of a burst. Each
+therefore waits a moment while another has fewer connections, and takes what nobody has taken by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+
+from eagleray.log import get_logger
+from eagleray.server.connection_counts import ConnectionCounts
+from eagleray.server.connections import HttpConnections
+
+__all__ = ["Acceptor"]
+
+logger = get_logger(__name__)
+
+MAX_AT_ONCE = 16
+"""Connections that are accepted before the event loop does anything else."""
+
+LOOK_AGAIN_SECONDS = 0.002
+
+YIELD_SECONDS = 0.01
+"""Time that a server with fewer connections gets to take the next one."""
+
+IMPATIENT_SECONDS = 0.1
+"""Time in which nobody is waited for, after a server with fewer connections has let one wait."""
+
+NO_FILES_SECONDS = 0.1
+"""Pause after the system had no file descriptor or memory for a connection."""
+
+OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+class Acceptor:
+    """Accepts from `listener`, which stays its owner's, from `start` until `close`.
+
+    `make_protocol` is called with whether the connection belongs to the reserve.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        make_protocol: Callable[[bool], asyncio.Protocol],
+        connections: HttpConnections,
+        counts: ConnectionCounts,
+    ) -> None:
+        self._listener = listener
+        self._make_protocol = make_protocol
+        self._connections = connections
+        self._counts = counts
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._yielding_since: float | None = None
+        """When this server began to leave the next connection to another."""
+        self._impatient_until = 0.0
+
+    def start(self) -> None:
+        self._listener.setblocking(False)
+        self._connections.on_closed = self.report
+        self.report()
+        self._watch()
+
+    def close(self) -> None:
+        """Accept no more. Connections that are open stay so."""
+        self._unwatch()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._connections.on_closed = None
+        self._counts.withdraw()
+
+    def report(self) -> None:
+        """Tell the other servers how many connections there are. Also to be called now and then."""
+        self._counts.set(len(self._connections))
+
+    def _watch(self) -> None:
+        self._loop.add_reader(self._listener, self._on_connection)
+
+    def _unwatch(self) -> None:
+        self._loop.remove_reader(self._listener)
+
+    def _pause(self, seconds: float) -> None:
+        self._unwatch()
+        self._timer = self._loop.call_later(seconds, self._go_on)
+
+    def _go_on(self) -> None:
+        self._watch()
+        self._on_connection()
+
+    def _on_connection(self) -> None:
+        """There may be a connection to accept, unless another server was quicker."""
+        now = self._loop.time()
+        least = self._counts.least_of_others()
+        if least is None:
+            self._yielding_since = None
+            self._accept(MAX_AT_ONCE)
+            return
+        if len(self._connections) <= least + least // 16 or now < self._impatient_until:
+            self._yielding_since = None
+            self._accept(1)
+            return
+        if self._yielding_since is None:
+            self._yielding_since = now
+        if now - self._yielding_since < YIELD_SECONDS:
+            self._pause(LOOK_AGAIN_SECONDS)
+            return
+        self._yielding_since = None
+        if self._accept(1):
+            self._impatient_until = now + IMPATIENT_SECONDS
+
+    def _accept(self, most: int) -> int:
+        """Accept up to `most` connections. Return how many there were."""
+        for count in range(most):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return count
+            except OSError as error:
+                if error.errno in OUT_OF_FILES:
+                    self._on_no_files(error)
+                # else it was closed before it was accepted
+                return count
+            task = self._loop.create_task(self._open(connection, is_within_limit=self._connections.admit()))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+            self.report()
+        return most
+
+    def _on_no_files(self, error: OSError) -> None:
+        self._connections.warn(
+            f"the system has nothing left for a further connection ({error.strerror}), {len(self._connections)} are "
+            "open: raise its limits, or lower `max_connections`"
+        )
+        self._connections.drop_waiting()
+        self._pause(NO_FILES_SECONDS)
+
+    async def _open(self, connection: socket.socket, *, is_within_limit: bool) -> None:
+        connection.setblocking(False)
+        protocol = self._make_protocol(not is_within_limit)
+        try:
+            await self._loop.connect_accepted_socket(lambda: protocol, connection)
+        except OSError as error:
+            logger.debug("a connection ended before it began: %s", error)
+            connection.close()
+        finally:
+            self._connections.arriving -= is_within_limit

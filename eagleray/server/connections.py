@@ -1,0 +1,150 @@
+"""The open HTTP connections of one API server: how many there may be, and for how long each may take for what.
+
+Owned by the server's event loop. The acceptor asks `admit` before each connection; `watch` runs as a task beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from uvicorn.server import ServerState
+
+from eagleray.errors import Unavailable
+from eagleray.log import get_logger
+from eagleray.server.http_limits import HttpLimits
+
+if TYPE_CHECKING:
+    from eagleray.server.http_protocol import HttpProtocol
+
+__all__ = ["HttpConnections"]
+
+logger = get_logger(__name__)
+
+RESERVED_CONNECTIONS = 64
+"""Connections beyond the limit, for routes that tell the server's state."""
+
+SMALL_REQUEST_BYTES = 8192
+"""Requests up to this size are received even while larger ones have used up the memory for unfinished requests."""
+
+TICK_SECONDS = 0.5
+
+FULL_RETRY_SECONDS = 5
+
+WARNING_SECONDS = 30.0
+"""Least time between two warnings that connections have run out."""
+
+
+class HttpConnections:
+    """The connections of `state`, which uvicorn's protocols keep. `open_paths`: what the reserve answers.
+
+    `count_refusal` is called with the status of each answer that the application never saw.
+    """
+
+    def __init__(
+        self,
+        limits: HttpLimits,
+        state: ServerState,
+        *,
+        open_paths: Collection[str],
+        count_refusal: Callable[[int], None],
+    ) -> None:
+        self.limits = limits
+        self.state = state
+        self.open_paths = open_paths
+        self.count_refusal = count_refusal
+        self.now = 0.0
+        """Seconds that the event loop has run, in steps of a tick: time in which it was stuck is not the clients'."""
+        self.waiting: dict[HttpProtocol, None] = {}
+        """Connections without a request that has arrived at least with its headers; the first waits longest."""
+        self.reserved: dict[HttpProtocol, None] = {}
+        """Connections beyond the limit, oldest first."""
+        self.unfinished_bytes = 0
+        self.arriving = 0
+        """Connections within the limit that were accepted and have no transport yet."""
+        self.on_closed: Callable[[], None] | None = None
+        """Called when there is a connection less."""
+        shortest = min(limits.header_timeout, limits.body_timeout, limits.keep_alive_timeout)
+        self._tick_seconds = min(TICK_SECONDS, shortest / 4)
+        self._warned_at = -WARNING_SECONDS
+
+    def __len__(self) -> int:
+        return len(self.state.connections) + self.arriving
+
+    def admit(self) -> bool:
+        """Make room for one more connection. Return whether it is within the limit; else it belongs to the reserve.
+
+        One within the limit counts in `arriving`, from which the caller takes it when it is open.
+        """
+        if len(self) - len(self.reserved) < self.limits.max_connections:
+            self.arriving += 1
+            return True
+        self.warn(
+            f"{self.limits.max_connections} connections are open, the most that option `max_connections` allows: "
+            "those that wait for a request are closed for new ones; if there are none, new ones get 503, but for "
+            + ", ".join(sorted(self.open_paths))
+        )
+        if self.drop_waiting():
+            self.arriving += 1
+            return True
+        if len(self.reserved) >= RESERVED_CONNECTIONS:
+            self._drop(next(iter(self.reserved)))
+        return False
+
+    def drop_waiting(self) -> bool:
+        """Close the connection that has waited longest for a request. Return whether there was one."""
+        if not self.waiting:
+            return False
+        self._drop(next(iter(self.waiting)))
+        return True
+
+    def is_full(self) -> Unavailable:
+        """The error for a request that only the reserve has a connection for."""
+        return Unavailable(
+            f"all {self.limits.max_connections} connections that this server keeps (its option `max_connections`) are "
+            "in use; try again in a moment",
+            retry_after=FULL_RETRY_SECONDS,
+        )
+
+    def forget(self, connection: HttpProtocol) -> None:
+        """The connection is closed, or about to be."""
+        self.waiting.pop(connection, None)
+        self.reserved.pop(connection, None)
+        # now, not when the event loop comes to it: the next connection may be in its place
+        self.state.connections.discard(connection)
+        if self.on_closed is not None:
+            self.on_closed()
+
+    def warn(self, text: str) -> None:
+        """Log it, unless something was logged so a moment ago: connections may arrive by the thousand."""
+        now = time.monotonic()
+        if now - self._warned_at >= WARNING_SECONDS:
+            self._warned_at = now
+            logger.warning("%s", text)
+
+    def has_room_for(self, unfinished_bytes: int) -> bool:
+        """Whether a request of which so much has arrived may go on."""
+        return unfinished_bytes <= SMALL_REQUEST_BYTES or self.unfinished_bytes <= self.limits.max_unfinished_bytes
+
+    async def watch(self, on_tick: Callable[[], None]) -> None:
+        """Close connections that take too long, until cancelled. `on_tick` is called twice a second or more often."""
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(self._tick_seconds)
+            now = time.monotonic()
+            # After a pause (a loop that was stuck, a process that was stopped) bytes may wait to be read.
+            self.tick(min(now - before, 2 * self._tick_seconds))
+            before = now
+            on_tick()
+
+    def tick(self, seconds: float) -> None:
+        """Let `seconds` pass."""
+        self.now += seconds
+        for connection in list(self.state.connections):
+            connection.check_time()  # type: ignore[union-attr]
+
+    def _drop(self, connection: HttpProtocol) -> None:
+        self.forget(connection)
+        connection.transport.abort()

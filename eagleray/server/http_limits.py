@@ -1,0 +1,64 @@
+"""How many connections an API server keeps, and what each may send in which time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from eagleray.config import Config
+from eagleray.errors import ConfigError
+
+__all__ = ["SPARE_FILES", "HttpLimits", "connection_limit"]
+
+DEFAULT_CONNECTIONS = 8192
+
+SPARE_FILES = 512
+"""Open files that are kept from connections: for sockets to engines, for the reserve, for what `/metrics` reads."""
+
+BODIES_IN_MEMORY = 4
+"""Largest bodies (`max_request_bytes`) that unfinished requests may hold together."""
+
+
+class HttpLimits(NamedTuple):
+    """What one connection may send and how long it may take; times in seconds."""
+
+    max_connections: int
+    max_header_bytes: int
+    max_header_count: int
+    max_unfinished_bytes: int
+    """Bytes of requests that have not arrived completely, over all connections."""
+    header_timeout: float
+    body_timeout: float
+    keep_alive_timeout: float
+    send_timeout: float
+
+    @classmethod
+    def of(cls, config: Config, *, open_files: int) -> HttpLimits:
+        """The limits that the options set, in a process that may have `open_files`. Raises `ConfigError`."""
+        serving = config.serving
+        return cls(
+            max_connections=connection_limit(serving.max_connections, open_files=open_files),
+            max_header_bytes=serving.max_header_bytes,
+            max_header_count=serving.max_header_count,
+            max_unfinished_bytes=BODIES_IN_MEMORY * serving.max_request_bytes,
+            header_timeout=serving.header_timeout,
+            body_timeout=serving.body_timeout,
+            keep_alive_timeout=serving.keep_alive_timeout,
+            send_timeout=serving.send_timeout,
+        )
+
+
+def connection_limit(wanted: int | None, *, open_files: int) -> int:
+    """Most connections of a process that may have `open_files`. `wanted`: option `max_connections`.
+
+    Raises `ConfigError` if `wanted` does not fit.
+    """
+    most = max(1, open_files - min(SPARE_FILES, open_files // 2))
+    if wanted is None:
+        return min(DEFAULT_CONNECTIONS, most)
+    if wanted > most:
+        raise ConfigError(
+            f"option `max_connections`: {wanted} were asked for, but with {open_files} open files, the most that this "
+            f"system lets a process have, an API server can keep {most}: lower it, or raise the hard limit "
+            "(`ulimit -Hn`, LimitNOFILE of systemd)"
+        )
+    return wanted

@@ -1,0 +1,395 @@
+"""HTTP/1.1 on one connection: uvicorn's protocol with limits of size and time, and answers to what is not HTTP.
+
+llhttp, which parses, has no limits, and reports trailers as if they were headers; uvicorn does not time requests that
+have begun. A request that breaks a limit gets an answer in the form of every other error, after the answers that are
+due on the same connection, and the connection is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import re
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httptools
+import msgspec
+from uvicorn import Config
+from uvicorn._types import ASGIReceiveEvent
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from eagleray.errors import EagleRayError, Overloaded, Unavailable
+from eagleray.server.connections import HttpConnections
+from eagleray.server.failures import HeadersTooLarge, MalformedRequest, RequestTimedOut, explain
+
+__all__ = ["HttpProtocol"]
+
+MAX_PIPELINED = 64
+"""Requests that may wait on one connection for the answer to an earlier one."""
+
+LINGER_SECONDS = 2.0
+"""Time in which a client that was refused may still send. A socket that is closed with unread bytes is reset, and the
+client might never see the answer."""
+
+LINGER_BYTES = 2**20
+"""Bytes that such a client may send in this time."""
+
+RESERVED_SECONDS = 5.0
+"""Time in which a connection of the reserve must send its request."""
+
+KEEPALIVE_IDLE_SECONDS = 60
+KEEPALIVE_INTERVAL_SECONDS = 15
+
+BUSY_RETRY_SECONDS = 5
+
+HOST = re.compile(rb"[A-Za-z0-9._~:\[\]%!$&'()*+,;=-]*")
+VERSIONS = ("1.1", "1.0")
+
+
+class Phase(enum.Enum):
+    """Which part of a request arrives next."""
+
+    BETWEEN = enum.auto()
+    """Nothing of the next request has arrived."""
+    HEADERS = enum.auto()
+    BODY = enum.auto()
+
+
+class _Body:
+    """A request's body as the application receives it. `error`: raised instead of the rest."""
+
+    def __init__(self, receive: Callable[[], Awaitable[ASGIReceiveEvent]]) -> None:
+        self._receive = receive
+        self.error: EagleRayError | None = None
+
+    async def receive(self) -> ASGIReceiveEvent:
+        event = await self._receive()
+        if self.error is not None:
+            raise self.error
+        return event
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection. `is_reserved`: it is beyond the limit of connections, and may only ask for the server's state."""
+
+    def __init__(self, config: Config, connections: HttpConnections, *, is_reserved: bool) -> None:
+        super().__init__(config, connections.state, app_state={})
+        self._shared = connections
+        self._limits = limits = connections.limits
+        self._is_reserved = is_reserved
+        patience = RESERVED_SECONDS if is_reserved else float("inf")
+        self._header_timeout = min(limits.header_timeout, patience)
+        self._idle_timeout = min(limits.keep_alive_timeout, patience)
+        self._phase = Phase.BETWEEN
+        self._since = connections.now
+        """When the present phase began; of a body, when its last byte came."""
+        self._num_messages = 0
+        self._header_bytes = 0
+        """Bytes of the present request line and headers, as far as they were parsed."""
+        self._overhead_bytes = 0
+        """Bytes of chunk sizes, extensions and trailers since the last byte of a body."""
+        self._body: _Body
+        """Of the last request whose headers are complete."""
+        self._unfinished_bytes = 0
+        """Bytes of the present body, which count in the sum over all connections."""
+        self._is_refused = False
+        """Nothing that arrives from now on is parsed."""
+        self._refusal = b""
+        """Answer that waits until those to earlier requests are complete."""
+        self._is_lingering = False
+        self._ignored_bytes = 0
+        """Bytes that arrived after their request was answered or refused."""
+
+    @property
+    def _is_answered(self) -> bool:
+        """Whether every request whose headers have arrived has its whole answer."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._since = self._shared.now
+        _configure(transport.get_extra_info("socket"), self._limits.send_timeout)
+        if self._is_reserved:
+            self._shared.reserved[self] = None
+        self._wait_for_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._shared.forget(self)
+        self._hold(0)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._phase is Phase.BODY and not self.cycle.response_complete:
+            self._since = self._shared.now
+        while data and not self._is_refused:
+            data = self._parse(data)
+        if self._is_refused:
+            self._ignored_bytes += len(data)
+            if self._ignored_bytes > LINGER_BYTES:
+                self.flow.pause_reading()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._phase = Phase.HEADERS
+        self._since = self._shared.now
+        self._num_messages += 1
+        self._header_bytes = self._overhead_bytes = self._ignored_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase is Phase.BODY:
+            return  # a trailer: whoever has checked the headers on the way here has not seen it
+        super().on_header(name, value)
+        if len(self.headers) > self._limits.max_header_count:
+            raise HeadersTooLarge(
+                f"the request has more than {self._limits.max_header_count} headers, the most that this server "
+                "accepts (its option `max_header_count`); send fewer"
+            )
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            return  # the parser stops here, see `_without_upgrade`
+        self._check_headers()
+        super().on_headers_complete()
+        self._body = _Body(self.cycle.receive)
+        self.cycle.receive = self._body.receive  # type: ignore[method-assign]
+        self._phase = Phase.BODY
+        self._since = self._shared.now
+        self._shared.waiting.pop(self, None)
+        if self._is_reserved:
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        self._overhead_bytes = -1
+        if not self.cycle.response_complete:
+            self._hold(self._unfinished_bytes + len(body))
+            if not self._shared.has_room_for(self._unfinished_bytes):
+                self._hold(0)
+                self._fail_body(_no_room(self._limits.max_unfinished_bytes))
+        else:
+            self._ignored_bytes += len(body)
+            if self._ignored_bytes > self._limits.max_unfinished_bytes:
+                self.transport.close()  # it would take forever to reach the next request
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._phase is not Phase.BODY:
+            return  # an upgrade: the body, if there is one, is still to come
+        self._phase = Phase.BETWEEN
+        self._since = self._shared.now
+        self._hold(0)
+        super().on_message_complete()
+        self._wait_for_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # `check_time` closes what is idle
+        if self.transport.is_closing():
+            return
+        if self._phase is not Phase.HEADERS:
+            self._since = self._shared.now
+        if self._refusal and self._is_answered:
+            self._end(self._refusal)
+        self._wait_for_request()
+
+    def check_time(self) -> None:
+        """Close the connection if it has taken longer than it may for what comes next."""
+        now = self._shared.now
+        if self.transport.is_closing():
+            return
+        passed = now - self._since
+        if self._is_lingering:
+            if passed > LINGER_SECONDS:
+                self.transport.abort()
+        elif self.flow.read_paused:  # by us: the client cannot go on
+            self._since = now
+        elif self._is_refused:
+            pass  # it waits for the answers to earlier requests
+        elif self._phase is Phase.HEADERS:
+            if passed > self._header_timeout:
+                self._refuse(_late_headers(self._header_timeout))
+        elif self._phase is Phase.BODY:
+            if passed > self._limits.body_timeout:
+                self._refuse(_late_body(self._limits.body_timeout))
+        elif self._is_answered and passed > self._idle_timeout:
+            self.transport.close()
+
+    def _parse(self, data: bytes) -> bytes:
+        """Parse the beginning of `data`. Return the rest."""
+        before, num_messages = self._phase, self._num_messages
+        # No more is parsed than headers may have, so that a limit is noticed before the memory is taken.
+        piece = data if before is Phase.BODY else data[: self._limits.max_header_bytes + 1]
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:
+            return self._without_upgrade() + data[upgrade.args[0] :]
+        except httptools.HttpParserError as error:
+            self._refuse(_cause_of(error))
+            return b""
+        if self._num_messages == num_messages + (before is Phase.BETWEEN):
+            self._count(len(piece))
+        return data[len(piece) :]
+
+    def _count(self, size: int) -> None:
+        """Count bytes that all belong to the present request."""
+        limit = self._limits.max_header_bytes
+        if self._phase is Phase.HEADERS:
+            self._header_bytes += size
+            if self._header_bytes > limit:
+                self._refuse(_large_headers(limit))
+        elif self._phase is Phase.BODY:
+            # -1: the parser has found bytes of the body among them
+            self._overhead_bytes = 0 if self._overhead_bytes < 0 else self._overhead_bytes + size
+            if self._overhead_bytes > limit:
+                self._refuse(_large_headers(limit))
+
+    def _check_headers(self) -> None:
+        """Raises what is wrong with the request line and the headers."""
+        limit = self._limits.max_header_bytes
+        request_line = len(self.parser.get_method()) + len(self.url) + len("  HTTP/1.1\r\n")
+        if request_line + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers) + 2 > limit:
+            raise _large_headers(limit)
+        version = self.parser.get_http_version()
+        if version not in VERSIONS:
+            raise MalformedRequest(f"this server speaks HTTP/1.1, not HTTP/{version}")
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (version == "1.1" and not hosts):
+            raise MalformedRequest(f"a request of HTTP/1.1 needs one header `Host`, but {len(hosts) or 'none'} came")
+        if hosts and not HOST.fullmatch(hosts[0]):
+            raise MalformedRequest("the header `Host` is not the name of a host")
+        path = _path_of(self.url)
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise Overloaded(
+                f"{MAX_PIPELINED} requests wait on this connection for the answer to an earlier one, the most that "
+                "this server keeps; open more connections"
+            )
+        if self._is_reserved and path not in self._shared.open_paths:
+            raise self._shared.is_full()
+
+    def _without_upgrade(self) -> bytes:
+        """The request line and headers once more, without the `Upgrade` that this server ignores.
+
+        The parser takes what follows such headers for another protocol, a body as well. It is replaced by a new one.
+        """
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._phase = Phase.BETWEEN
+        return b"\r\n".join([*lines, b"", b""])
+
+    def _refuse(self, error: EagleRayError) -> None:
+        """Answer with `error` and close the connection: what follows on it cannot be understood."""
+        self._is_refused = True
+        self._hold(0)
+        if self._phase is Phase.BODY:
+            self.cycle.keep_alive = False
+            if self.cycle.response_complete:  # without the body
+                self.transport.close()
+            else:
+                self._fail_body(error)
+            return
+        self._shared.waiting.pop(self, None)
+        self._refusal = self._answer(error)
+        if self._is_answered:
+            self._end(self._refusal)
+
+    def _fail_body(self, error: EagleRayError) -> None:
+        """Raise `error` where the application reads the body, so that it answers."""
+
+        self._body.error = error
+        self.cycle.message_event.set()
+
+    def _answer(self, error: EagleRayError) -> bytes:
+        request_id = secrets.token_hex(16)
+        status, headers, reply = explain(error, request_id)
+        self._shared.count_refusal(status)
+        body = msgspec.json.encode(reply)
+        headers |= {"content-type": "application/json", "content-length": str(len(body))}
+        headers |= {"x-request-id": request_id, "connection": "close"}
+        pairs = [*self.server_state.default_headers, *((n.encode(), v.encode()) for n, v in headers.items())]
+        return b"".join(
+            [STATUS_LINE[status], *(name + b": " + value + b"\r\n" for name, value in pairs), b"\r\n", body]
+        )
+
+    def _end(self, answer: bytes) -> None:
+        """Send the last answer of this connection, and close it when the client has had time to read it."""
+        self.transport.write(answer)
+        self._is_lingering = True
+        self._since = self._shared.now
+        self.flow.resume_reading()
+        self.transport.write_eof()
+
+    def _wait_for_request(self) -> None:
+        """Note that this connection could be closed without harm, if that is so."""
+        if self._is_answered and self._phase is not Phase.BODY and not (self._is_refused or self._is_reserved):
+            self._shared.waiting[self] = None
+
+    def _hold(self, num_bytes: int) -> None:
+        """Count this many bytes of the unfinished request."""
+        self._shared.unfinished_bytes += num_bytes - self._unfinished_bytes
+        self._unfinished_bytes = num_bytes
+
+
+def _configure(connection: socket.socket | None, send_timeout: float) -> None:
+    """Let the system find out that a client has vanished: it sees acknowledgements, which we don't."""
+    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    options = [
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_SECONDS),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_SECONDS),
+        # also for a client that is there and reads nothing
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(send_timeout * 1000))),
+    ]
+    with contextlib.suppress(OSError):  # it is closed already
+        for level, name, value in options:
+            connection.setsockopt(level, name, value)
+
+
+def _cause_of(error: httptools.HttpParserError) -> EagleRayError:
+    if isinstance(error.__context__, EagleRayError):  # raised by a method of ours that the parser has called
+        return error.__context__
+    return MalformedRequest(f"this is not a request of HTTP/1.1: {error}")
+
+
+def _path_of(target: bytes) -> str:
+    """Raises `MalformedRequest` for what is no path, nor a URL with one."""
+    try:
+        path = httptools.parse_url(target).path
+    except httptools.HttpParserError:
+        path = None
+    if path is None:
+        raise MalformedRequest("the target of the request is not a path, as in `GET /v1/models HTTP/1.1`")
+    return str(path.decode("latin-1"))
+
+
+def _large_headers(limit: int) -> HeadersTooLarge:
+    return HeadersTooLarge(
+        f"the request line and the headers take more than {limit} bytes, the most that this server accepts (its "
+        "option `max_header_bytes`); send less"
+    )
+
+
+def _late_headers(seconds: float) -> RequestTimedOut:
+    return RequestTimedOut(
+        f"the headers of the request did not arrive within {seconds:g} s (the server's option `header_timeout`)"
+    )
+
+
+def _late_body(seconds: float) -> RequestTimedOut:
+    return RequestTimedOut(
+        f"nothing more of the request's body arrived for {seconds:g} s (the server's option `body_timeout`)"
+    )
+
+
+def _no_room(most_bytes: int) -> Unavailable:
+    return Unavailable(
+        f"bodies that are still arriving take more than {most_bytes} bytes together, four times the server's option "
+        "`max_request_bytes`; try again in a moment",
+        retry_after=BUSY_RETRY_SECONDS,
+    )

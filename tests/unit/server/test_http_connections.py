@@ -1,0 +1,260 @@
+"""How many connections there may be, what those beyond may ask for, and which server accepts the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from contextlib import closing
+
+import pytest
+from http_fakes import HttpServer, request
+
+from eagleray.config import build_config
+from eagleray.errors import ConfigError
+from eagleray.server.acceptor import Acceptor
+from eagleray.server.connection_counts import ConnectionCounts
+from eagleray.server.connections import RESERVED_CONNECTIONS
+from eagleray.server.http_limits import HttpLimits
+
+
+@pytest.fixture
+def make_server():
+    with asyncio.Runner() as runner:
+        yield lambda **options: HttpServer(runner, **options)
+
+
+def busy(server):
+    """A connection whose answer takes its time."""
+    connection = server.connect()
+    connection.send(request("/stream"))
+    return connection
+
+
+def test_waiting_connection_gives_way_to_a_new_one(make_server, caplog):
+    server = make_server(max_connections=3)
+    working, first, second = busy(server), server.connect(), server.connect()
+    second.send(request())
+    first.send(b"GET / HT")
+    third = server.connect()
+    assert first.transport.is_aborted
+    assert working.is_open
+    assert second.is_open
+    third.send(request())
+    assert third.answer().status == 200
+    assert "3 connections are open, the most that option `max_connections` allows" in caplog.text
+
+
+def test_connection_beyond_the_limit_answers_for_the_state_alone(make_server):
+    server = make_server(max_connections=2)
+    streams = [busy(server), busy(server)]
+    live, other = server.connect(), server.connect()
+    assert (live.is_within_limit, other.is_within_limit) == (False, False)
+    live.send(request("/live"))
+    assert live.answer().headers["connection"] == "close"
+    other.send(request("/v1/completions", body=b"{}", method="POST"))
+    answer = other.answer()
+    assert answer.status == 503
+    assert "all 2 connections" in answer.error["message"]
+    assert int(answer.headers["retry-after"]) > 0
+    streams[0].lose()
+    assert server.connect().is_within_limit
+
+
+def test_connection_beyond_the_limit_has_less_time(make_server):
+    server = make_server(max_connections=1)
+    busy(server)
+    silent, slow = server.connect(), server.connect()
+    slow.send(b"GET /live")
+    server.pass_time(6.0)
+    assert silent.transport.is_closed
+    assert slow.answer().status == 408
+
+
+def test_full_reserve_drops_the_oldest(make_server):
+    server = make_server(max_connections=1)
+    busy(server)
+    reserved = [server.connect() for _ in range(RESERVED_CONNECTIONS + 1)]
+    assert reserved[0].transport.is_aborted
+    reserved[-1].send(request("/live"))
+    assert reserved[-1].answer().status == 200
+
+
+def test_warning_is_not_repeated_at_once(make_server, caplog):
+    server = make_server(max_connections=1)
+    for _ in range(100):
+        server.connect()
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "open_files", "limit"), [(None, 65536, 8192), (None, 1024, 512), (None, 64, 32), (500, 1024, 500)]
+)
+def test_connection_limit_leaves_files_for_others(wanted, open_files, limit):
+    limits = HttpLimits.of(build_config(max_connections=wanted), open_files=open_files)
+    assert limits.max_connections == limit
+
+
+def test_connection_limit_beyond_the_open_files_is_refused():
+    with pytest.raises(ConfigError, match=r"`max_connections`: 1000 were asked for, .* 1024 open files, .* keep 512"):
+        HttpLimits.of(build_config(max_connections=1000), open_files=1024)
+
+
+@pytest.fixture
+def clock():
+    return [100.0]
+
+
+@pytest.fixture
+def counts(tmp_path, clock):
+    """The counts of three servers."""
+    made = [
+        ConnectionCounts(tmp_path / "connections", server=server, num_servers=3, clock=lambda: clock[0])
+        for server in range(3)
+    ]
+    yield made
+    for one in made:
+        one.close()
+
+
+def test_least_of_others_are_those_that_accept(counts, clock):
+    first, second, third = counts
+    assert first.least_of_others() is None
+    first.set(0)
+    second.set(7)
+    assert first.least_of_others() == 7
+    third.set(5)
+    assert (first.least_of_others(), second.least_of_others(), third.least_of_others()) == (5, 0, 0)
+    clock[0] += 1.0
+    first.set(9)
+    clock[0] += 1.0
+    assert first.least_of_others() is None, "the others are stuck or dead"
+    assert second.least_of_others() == 9
+    first.withdraw()
+    assert second.least_of_others() is None
+
+
+def test_successor_begins_anew(counts, tmp_path, clock):
+    counts[0].set(40)
+    with closing(ConnectionCounts(tmp_path / "connections", server=0, num_servers=3, clock=lambda: clock[0])) as new:
+        assert counts[1].least_of_others() is None
+        new.set(0)
+        assert counts[1].least_of_others() == 0
+
+
+class Servers:
+    """Acceptors of one listening socket, in one event loop."""
+
+    def __init__(self, runner, listener, counts) -> None:
+        self.servers = [HttpServer(runner) for _ in counts]
+        self._runner = runner
+        self._clients: list[socket.socket] = []
+        self._duplicates: list[socket.socket] = []
+        self.listener = listener
+
+        async def start() -> None:
+            self.acceptors = [
+                Acceptor(
+                    self._duplicate(),
+                    make_protocol=server.protocol,
+                    connections=server.connections,
+                    counts=one,
+                )
+                for server, one in zip(self.servers, counts, strict=True)
+            ]
+            for acceptor in self.acceptors:
+                acceptor.start()
+
+        runner.run(start())
+
+    def _duplicate(self) -> socket.socket:
+        """A descriptor of the same socket: an event loop takes each but once."""
+        self._duplicates.append(self.listener.dup())
+        return self._duplicates[-1]
+
+    @property
+    def counts(self) -> list[int]:
+        return [len(server.connections) for server in self.servers]
+
+    def connect(self, number: int) -> None:
+        """Open so many connections at once, and wait until they are accepted."""
+        for _ in range(number):
+            self._clients.append(socket.create_connection(self.listener.getsockname()))
+
+        async def accepted() -> None:
+            async with asyncio.timeout(10):
+                while sum(self.counts) < len(self._clients):
+                    await asyncio.sleep(0.001)
+
+        self._runner.run(accepted())
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+        async def end() -> None:
+            for acceptor in self.acceptors:
+                acceptor.close()
+            async with asyncio.timeout(10):
+                while any(self.counts):
+                    await asyncio.sleep(0.001)
+
+        self._runner.run(end())
+        for listener in self._duplicates:
+            listener.close()
+
+
+@pytest.fixture
+def make_servers(tmp_path):
+    """A function that starts servers; only the indices in `accepting` have an acceptor."""
+    with asyncio.Runner() as runner, socket.create_server(("127.0.0.1", 0), backlog=200) as listener:
+        started = []
+        opened = []
+
+        def make(accepting, num_servers):
+            counts = [
+                ConnectionCounts(tmp_path / "connections", server=index, num_servers=num_servers)
+                for index in range(num_servers)
+            ]
+            opened.extend(counts)
+            servers = Servers(runner, listener, [counts[index] for index in accepting])
+            started.append(servers)
+            return servers, counts
+
+        yield make
+        for servers in started:
+            servers.close()
+        for one in opened:
+            one.close()
+
+
+@pytest.mark.parametrize("num_servers", [2, 4])
+def test_connections_are_spread_evenly(make_servers, num_servers):
+    servers, _ = make_servers(range(num_servers), num_servers)
+    servers.connect(48)
+    share = 48 // num_servers
+    assert all(abs(count - share) <= 2 for count in servers.counts), servers.counts
+
+
+def test_connections_are_taken_though_a_server_with_fewer_is_stuck(make_servers):
+    """It has said a moment ago that it accepts, and does not."""
+    servers, counts = make_servers([0], 2)
+    counts[1].set(0)
+    servers.connect(48)
+    assert servers.counts == [48]
+
+
+def test_lack_of_files_is_logged_and_ends(make_servers, monkeypatch, caplog):
+    servers, _ = make_servers([0], 1)
+    accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")] * 2
+
+    def fail(self):
+        if failures:
+            raise failures.pop()
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", fail)
+    servers.connect(1)
+    assert not failures
+    assert "nothing left for a further connection (Too many open files)" in caplog.text
+    assert len(caplog.records) == 1
