@@ -28,7 +28,7 @@ YIELD_SECONDS = 0.01
 """Time that a server with fewer connections gets to take the next one."""
 
 IMPATIENT_SECONDS = 0.1
-"""Time in which nobody is waited for, after a server with fewer connections has let one wait."""
+"""Time in which this server waits for no other, after one with fewer connections has left a connection waiting."""
 
 NO_FILES_SECONDS = 0.1
 """Pause after the system had no file descriptor or memory for a connection."""
@@ -58,7 +58,7 @@ class Acceptor:
         self._opening: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._yielding_since: float | None = None
-        """When this server began to leave the next connection to another."""
+        """Time since which this server leaves the next connection to another; None: it does not."""
         self._impatient_until = 0.0
 
     def start(self) -> None:

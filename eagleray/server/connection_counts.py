@@ -20,7 +20,7 @@ STAMP, COUNT, NUM_NUMBERS = range(3)
 """Places of a server's numbers: when it was last known to accept connections, and how many are open."""
 
 ALIVE_SECONDS = 1.5
-"""A server that has said nothing for so long is stuck, stopped or dead: nobody waits for it."""
+"""A server that has written nothing for longer is stuck, stopped or dead: the others do not wait for it."""
 
 
 class ConnectionCounts:
@@ -47,13 +47,13 @@ class ConnectionCounts:
         self.withdraw()
 
     def set(self, count: int) -> None:
-        """This server accepts, and has so many connections. To be repeated within `ALIVE_SECONDS`."""
+        """Publish that this server accepts, and has `count` connections. To be repeated within `ALIVE_SECONDS`."""
         start = self._server * NUM_NUMBERS
         self._numbers[start + COUNT] = count
         self._numbers[start + STAMP] = self._clock()
 
     def withdraw(self) -> None:
-        """This server accepts no connections: others need not wait for it."""
+        """Publish that this server accepts no connections, so that others do not wait for it."""
         self._numbers[self._server * NUM_NUMBERS + STAMP] = -ALIVE_SECONDS
 
     def least_of_others(self) -> int | None:

@@ -38,7 +38,7 @@ WARNING_SECONDS = 30.0
 
 
 class HttpConnections:
-    """The connections of `state`, which uvicorn's protocols keep. `open_paths`: what the reserve answers.
+    """The connections of `state`, which uvicorn's protocols keep. `open_paths`: routes of the reserve.
 
     `count_refusal` is called with the status of each answer that the application never saw.
     """
@@ -100,7 +100,7 @@ class HttpConnections:
         self._drop(next(iter(self.waiting)))
         return True
 
-    def is_full(self) -> Unavailable:
+    def full_error(self) -> Unavailable:
         """The error for a request that only the reserve has a connection for."""
         return Unavailable(
             f"all {self.limits.max_connections} connections that this server keeps (its option `max_connections`) are "
@@ -109,7 +109,7 @@ class HttpConnections:
         )
 
     def forget(self, connection: HttpProtocol) -> None:
-        """The connection is closed, or about to be."""
+        """Stop counting a connection that is closed, or about to be."""
         self.waiting.pop(connection, None)
         self.reserved.pop(connection, None)
         # now, not when the event loop comes to it: the next connection may be in its place
@@ -118,14 +118,14 @@ class HttpConnections:
             self.on_closed()
 
     def warn(self, text: str) -> None:
-        """Log it, unless something was logged so a moment ago: connections may arrive by the thousand."""
+        """Log `text`, unless a warning was logged a moment ago: connections may arrive by the thousand."""
         now = time.monotonic()
         if now - self._warned_at >= WARNING_SECONDS:
             self._warned_at = now
             logger.warning("%s", text)
 
     def has_room_for(self, unfinished_bytes: int) -> bool:
-        """Whether a request of which so much has arrived may go on."""
+        """Whether a request of which this much has arrived may go on."""
         return unfinished_bytes <= SMALL_REQUEST_BYTES or self.unfinished_bytes <= self.limits.max_unfinished_bytes
 
     async def watch(self, on_tick: Callable[[], None]) -> None:
@@ -135,7 +135,10 @@ class HttpConnections:
             await asyncio.sleep(self._tick_seconds)
             now = time.monotonic()
             # After a pause (a loop that was stuck, a process that was stopped) bytes may wait to be read.
-            self.tick(min(now - before, 2 * self._tick_seconds))
+            try:
+                self.tick(min(now - before, 2 * self._tick_seconds))
+            except Exception:  # the limits of time must hold for the other connections
+                logger.exception("checking the times of connections failed")
             before = now
             on_tick()
 
@@ -147,4 +150,4 @@ class HttpConnections:
 
     def _drop(self, connection: HttpProtocol) -> None:
         self.forget(connection)
-        connection.transport.abort()
+        connection.transport.close()  # the client still gets the rest of its last answer

@@ -38,7 +38,7 @@ class Edge:
     def __init__(self, router: ASGIApp, endpoints: list[Endpoint], api_keys: list[str], metrics: Metrics) -> None:
         self._router = router
         self.open_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_open)
-        """Paths that need no API key: those that tell the state of the server."""
+        """Paths that need no API key, because they tell the state of the server alone."""
         self._keys = [key.encode() for key in api_keys]
         self._metrics = metrics
 
@@ -68,7 +68,7 @@ class Edge:
             self._metrics.http_answered(route, method, answer.status or CLIENT_GONE)
 
     def count_refusal(self, status: int) -> None:
-        """Count an answer to what was not understood well enough to reach the application."""
+        """Count an answer of the HTTP protocol, to a request that did not reach the application."""
         self._metrics.http_answered("unknown", "other", status)
 
     def _check_key(self, path: str, headers: Headers) -> None:

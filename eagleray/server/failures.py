@@ -59,7 +59,7 @@ class BodyTooLarge(UserError):
 
 
 class MalformedRequest(UserError):
-    """What arrived is not a request of HTTP/1.1."""
+    """The bytes that arrived are not a request of HTTP/1.1."""
 
 
 class HeadersTooLarge(UserError):

@@ -1,4 +1,4 @@
-"""How many connections an API server keeps, and what each may send in which time."""
+"""The limits of an API server: number of connections, and what each may send in which time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BODIES_IN_MEMORY = 4
 
 
 class HttpLimits(NamedTuple):
-    """What one connection may send and how long it may take; times in seconds."""
+    """Limits of size and time; times in seconds."""
 
     max_connections: int
     max_header_bytes: int

@@ -1,4 +1,4 @@
-"""HTTP/1.1 on one connection: uvicorn's protocol with limits of size and time, and answers to what is not HTTP.
+"""HTTP/1.1 on one connection: uvicorn's protocol with limits of size and time, and answers to malformed requests.
 
 llhttp, which parses, has no limits, and reports trailers as if they were headers; uvicorn does not time requests that
 have begun. A request that breaks a limit gets an answer in the form of every other error, after the answers that are
@@ -49,8 +49,8 @@ HOST = re.compile(rb"[A-Za-z0-9._~:\[\]%!$&'()*+,;=-]*")
 VERSIONS = ("1.1", "1.0")
 
 
-class Phase(enum.Enum):
-    """Which part of a request arrives next."""
+class ReadPhase(enum.Enum):
+    """The part of a request that arrives next."""
 
     BETWEEN = enum.auto()
     """Nothing of the next request has arrived."""
@@ -73,7 +73,10 @@ class _Body:
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. `is_reserved`: it is beyond the limit of connections, and may only ask for the server's state."""
+    """The protocol of one connection.
+
+    `is_reserved`: it is beyond the limit of connections, and may only ask for the server's state.
+    """
 
     def __init__(self, config: Config, connections: HttpConnections, *, is_reserved: bool) -> None:
         super().__init__(config, connections.state, app_state={})
@@ -83,16 +86,16 @@ class HttpProtocol(HttpToolsProtocol):
         patience = RESERVED_SECONDS if is_reserved else float("inf")
         self._header_timeout = min(limits.header_timeout, patience)
         self._idle_timeout = min(limits.keep_alive_timeout, patience)
-        self._phase = Phase.BETWEEN
+        self._phase = ReadPhase.BETWEEN
         self._since = connections.now
-        """When the present phase began; of a body, when its last byte came."""
+        """Time at which the present phase began, or the last byte of a body came."""
         self._num_messages = 0
         self._header_bytes = 0
         """Bytes of the present request line and headers, as far as they were parsed."""
         self._overhead_bytes = 0
         """Bytes of chunk sizes, extensions and trailers since the last byte of a body."""
         self._body: _Body
-        """Of the last request whose headers are complete."""
+        """The body of the last request whose headers are complete."""
         self._unfinished_bytes = 0
         """Bytes of the present body, which count in the sum over all connections."""
         self._is_refused = False
@@ -122,7 +125,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._phase is Phase.BODY and not self.cycle.response_complete:
+        if self._phase is ReadPhase.BODY and not self.cycle.response_complete:
             self._since = self._shared.now
         while data and not self._is_refused:
             data = self._parse(data)
@@ -133,13 +136,13 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._phase = Phase.HEADERS
+        self._phase = ReadPhase.HEADERS
         self._since = self._shared.now
         self._num_messages += 1
         self._header_bytes = self._overhead_bytes = self._ignored_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._phase is Phase.BODY:
+        if self._phase is ReadPhase.BODY:
             return  # a trailer: whoever has checked the headers on the way here has not seen it
         super().on_header(name, value)
         if len(self.headers) > self._limits.max_header_count:
@@ -155,7 +158,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._body = _Body(self.cycle.receive)
         self.cycle.receive = self._body.receive  # type: ignore[method-assign]
-        self._phase = Phase.BODY
+        self._phase = ReadPhase.BODY
         self._since = self._shared.now
         self._shared.waiting.pop(self, None)
         if self._is_reserved:
@@ -175,9 +178,9 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._phase is not Phase.BODY:
+        if self._phase is not ReadPhase.BODY:
             return  # an upgrade: the body, if there is one, is still to come
-        self._phase = Phase.BETWEEN
+        self._phase = ReadPhase.BETWEEN
         self._since = self._shared.now
         self._hold(0)
         super().on_message_complete()
@@ -188,14 +191,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()  # `check_time` closes what is idle
         if self.transport.is_closing():
             return
-        if self._phase is not Phase.HEADERS:
+        if self._phase is not ReadPhase.HEADERS:
             self._since = self._shared.now
         if self._refusal and self._is_answered:
             self._end(self._refusal)
         self._wait_for_request()
 
     def check_time(self) -> None:
-        """Close the connection if it has taken longer than it may for what comes next."""
+        """Refuse or close the connection if the next part of a request is late."""
         now = self._shared.now
         if self.transport.is_closing():
             return
@@ -207,10 +210,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._since = now
         elif self._is_refused:
             pass  # it waits for the answers to earlier requests
-        elif self._phase is Phase.HEADERS:
+        elif self._phase is ReadPhase.HEADERS:
             if passed > self._header_timeout:
                 self._refuse(_late_headers(self._header_timeout))
-        elif self._phase is Phase.BODY:
+        elif self._phase is ReadPhase.BODY:
             if passed > self._limits.body_timeout:
                 self._refuse(_late_body(self._limits.body_timeout))
         elif self._is_answered and passed > self._idle_timeout:
@@ -220,7 +223,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Parse the beginning of `data`. Return the rest."""
         before, num_messages = self._phase, self._num_messages
         # No more is parsed than headers may have, so that a limit is noticed before the memory is taken.
-        piece = data if before is Phase.BODY else data[: self._limits.max_header_bytes + 1]
+        piece = data if before is ReadPhase.BODY else data[: self._limits.max_header_bytes + 1]
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as upgrade:
@@ -228,25 +231,25 @@ class HttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             self._refuse(_cause_of(error))
             return b""
-        if self._num_messages == num_messages + (before is Phase.BETWEEN):
+        if self._num_messages == num_messages + (before is ReadPhase.BETWEEN):
             self._count(len(piece))
         return data[len(piece) :]
 
     def _count(self, size: int) -> None:
         """Count bytes that all belong to the present request."""
         limit = self._limits.max_header_bytes
-        if self._phase is Phase.HEADERS:
+        if self._phase is ReadPhase.HEADERS:
             self._header_bytes += size
             if self._header_bytes > limit:
                 self._refuse(_large_headers(limit))
-        elif self._phase is Phase.BODY:
+        elif self._phase is ReadPhase.BODY:
             # -1: the parser has found bytes of the body among them
             self._overhead_bytes = 0 if self._overhead_bytes < 0 else self._overhead_bytes + size
             if self._overhead_bytes > limit:
                 self._refuse(_large_headers(limit))
 
     def _check_headers(self) -> None:
-        """Raises what is wrong with the request line and the headers."""
+        """Raise the error that says why the request line or the headers are refused, if they are."""
         limit = self._limits.max_header_bytes
         request_line = len(self.parser.get_method()) + len(self.url) + len("  HTTP/1.1\r\n")
         if request_line + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers) + 2 > limit:
@@ -266,7 +269,7 @@ class HttpProtocol(HttpToolsProtocol):
                 "this server keeps; open more connections"
             )
         if self._is_reserved and path not in self._shared.open_paths:
-            raise self._shared.is_full()
+            raise self._shared.full_error()
 
     def _without_upgrade(self) -> bytes:
         """The request line and headers once more, without the `Upgrade` that this server ignores.
@@ -278,14 +281,14 @@ class HttpProtocol(HttpToolsProtocol):
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
-        self._phase = Phase.BETWEEN
+        self._phase = ReadPhase.BETWEEN
         return b"\r\n".join([*lines, b"", b""])
 
     def _refuse(self, error: EagleRayError) -> None:
         """Answer with `error` and close the connection: what follows on it cannot be understood."""
         self._is_refused = True
         self._hold(0)
-        if self._phase is Phase.BODY:
+        if self._phase is ReadPhase.BODY:
             self.cycle.keep_alive = False
             if self.cycle.response_complete:  # without the body
                 self.transport.close()
@@ -325,7 +328,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _wait_for_request(self) -> None:
         """Note that this connection could be closed without harm, if that is so."""
-        if self._is_answered and self._phase is not Phase.BODY and not (self._is_refused or self._is_reserved):
+        if self._is_answered and self._phase is not ReadPhase.BODY and not (self._is_refused or self._is_reserved):
             self._shared.waiting[self] = None
 
     def _hold(self, num_bytes: int) -> None:
@@ -358,7 +361,7 @@ def _cause_of(error: httptools.HttpParserError) -> EagleRayError:
 
 
 def _path_of(target: bytes) -> str:
-    """Raises `MalformedRequest` for what is no path, nor a URL with one."""
+    """Return the path of a request target. Raises `MalformedRequest` if there is no path in the target."""
     try:
         path = httptools.parse_url(target).path
     except httptools.HttpParserError:

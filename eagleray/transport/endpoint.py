@@ -81,7 +81,7 @@ def remove_runtime_dir(path: Path) -> None:
 
 
 def check_room(path: Path, num_bytes: int) -> None:
-    """Raise `ConfigError` unless a file of so many bytes can be written in the directory."""
+    """Raise `ConfigError` unless a file of `num_bytes` can be written in the directory."""
     try:
         with tempfile.TemporaryFile(dir=path) as file:
             os.posix_fallocate(file.fileno(), 0, num_bytes)

@@ -1,4 +1,4 @@
-"""A connection without a socket: what it is sent is parsed at once, what it answers is kept, time is the test's."""
+"""A connection without a socket: bytes are parsed at once, answers are kept, the test moves the clock."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Answer(NamedTuple):
 
 
 class FakeTransport:
-    """What asyncio's transports do, at once."""
+    """A transport that does everything at once."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -66,7 +66,7 @@ class FakeTransport:
 
 
 class App:
-    """Answers with what it was asked. `/stream` waits for `go_on`, `/ignore` does not read the body."""
+    """An application that echoes requests. `/stream` waits for `go_on`, `/ignore` does not read the body."""
 
     def __init__(self) -> None:
         self.scopes: list[Any] = []

@@ -1,4 +1,4 @@
-"""How many connections there may be, what those beyond may ask for, and which server accepts the next one."""
+"""The limit of connections, the reserve beyond it, and which server accepts the next one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_waiting_connection_gives_way_to_a_new_one(make_server, caplog):
     second.send(request())
     first.send(b"GET / HT")
     third = server.connect()
-    assert first.transport.is_aborted
+    assert first.transport.is_closed
     assert working.is_open
     assert second.is_open
     third.send(request())
@@ -75,7 +75,7 @@ def test_full_reserve_drops_the_oldest(make_server):
     server = make_server(max_connections=1)
     busy(server)
     reserved = [server.connect() for _ in range(RESERVED_CONNECTIONS + 1)]
-    assert reserved[0].transport.is_aborted
+    assert reserved[0].transport.is_closed
     reserved[-1].send(request("/live"))
     assert reserved[-1].answer().status == 200
 
@@ -177,7 +177,7 @@ class Servers:
         return [len(server.connections) for server in self.servers]
 
     def connect(self, number: int) -> None:
-        """Open so many connections at once, and wait until they are accepted."""
+        """Open `number` connections at once, and wait until they are accepted."""
         for _ in range(number):
             self._clients.append(socket.create_connection(self.listener.getsockname()))
 
@@ -237,7 +237,7 @@ def test_connections_are_spread_evenly(make_servers, num_servers):
 
 
 def test_connections_are_taken_though_a_server_with_fewer_is_stuck(make_servers):
-    """It has said a moment ago that it accepts, and does not."""
+    """The other server has published a moment ago that it accepts, and does not."""
     servers, counts = make_servers([0], 2)
     counts[1].set(0)
     servers.connect(48)

@@ -1,4 +1,4 @@
-"""One connection: what HTTP is understood, what is refused, and how long everything may take."""
+"""HTTP on one connection: requests that are understood, requests that are refused, and their time limits."""
 
 from __future__ import annotations
 

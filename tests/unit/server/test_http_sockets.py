@@ -1,4 +1,4 @@
-"""Real sockets under the event loop that API servers use: what the system does to a connection that ends."""
+"""Real sockets under the event loop that API servers use, and the part of the system in the end of a connection."""
 
 from __future__ import annotations
 
