@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: serve test test-slow test-all test-hosts chaos lint clean
+.PHONY: serve test test-slow test-all test-hosts chaos fuzz lint clean
 
 serve: $(READY)  ## Serve a model (MODEL=path, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
@@ -23,6 +23,9 @@ test-hosts: $(READY)  ## Several hosts, each a network namespace with a Ray node
 
 chaos: $(READY)  ## Load while random processes are killed: no request may fail or change (ARGS="--backend ray --every 2 ...").
 	$(BIN)/python scripts/chaos.py $(ARGS)
+
+fuzz: $(READY)  ## Hostile requests, connections, readers and checkpoints: nobody else may notice (ARGS="--seed 3 --only bodies ...").
+	$(BIN)/python scripts/fuzz.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

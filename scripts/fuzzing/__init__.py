@@ -1,0 +1,1 @@
+"""Attacks on a server, and the canary that another client would be: the parts of scripts/fuzz.py."""

@@ -1,0 +1,148 @@
+"""What an attack gets to work with, and how the answers that it provokes are judged."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fuzzing.values import encode
+from fuzzing.wire import REPLY_SECONDS, Address, Reply, post
+
+__all__ = ["Arena", "Attack", "attack", "registered"]
+
+MOST_FINDINGS = 20
+ERROR_FIELDS = {"message": str, "type": str, "param": (str, type(None)), "code": (str, int, type(None))}
+TYPES = ("invalid_request_error", "requests", "server_error")
+OUR_FAULT = ("internal_error", "request_failed", "engine_failed", "worker_failed")
+"""Codes of errors that no request may cause."""
+
+
+class Arena:
+    """A server under attack. `seconds` is the time that an attack without an end of its own has; `pid` is the server's
+    first process."""
+
+    def __init__(self, address: Address, *, seed: int, seconds: float, pid: int, case: int | None = None) -> None:
+        self.address = address
+        self.seed = seed
+        self.seconds = seconds
+        self.pid = pid
+        self.case = case
+        """The only case of a random attack to run; None for all."""
+        self.statuses: Counter[str] = Counter()
+        self.findings: list[str] = []
+        self.refusals: Counter[str] = Counter()
+        self.in_flight: dict[str, float] = {}
+        """Cases under way, by what is sent, and since when."""
+
+    def rng(self, name: str) -> random.Random:
+        return random.Random(f"{self.seed}/{name}")
+
+    def find(self, what: str) -> None:
+        """Record a violation."""
+        if len(self.findings) < MOST_FINDINGS:
+            self.findings.append(what)
+
+    def expect(self, is_so: bool, what: str) -> None:
+        if not is_so:
+            self.find(what)
+
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | bytes,
+        what: str,
+        *,
+        want: tuple[int, ...] = (),
+        headers: Mapping[str, str] | None = None,
+        seconds: float = REPLY_SECONDS,
+    ) -> Reply:
+        """Send a well-formed request and judge its answer. `want`: the only statuses that are right."""
+        payload = body if isinstance(body, bytes) else encode(dict(body))
+        since = time.monotonic()
+        self.in_flight[what] = since
+        try:
+            reply = await post(self.address, path, payload, headers=headers, seconds=seconds)
+        finally:
+            self.in_flight.pop(what, None)
+        self.judge(reply, what, has_timeout=b'"timeout"' in payload)
+        if want and reply.status not in want:
+            self.find(f"{what}: answered {reply.status}, not {' or '.join(map(str, want))}: {_shown(reply)}")
+        return reply
+
+    def judge(self, reply: Reply, what: str, *, has_timeout: bool = False, may_be_silent: bool = False) -> None:
+        """Record what is wrong with an answer. `may_be_silent`: the server may close the connection without one."""
+        self.statuses[str(reply.status or "none")] += 1
+        if reply.status == 0:
+            if not may_be_silent or "no whole answer" in reply.trouble:
+                self.find(f"{what}: no answer after {reply.seconds:.1f} s: {reply.trouble}")
+            return
+        if reply.status < 400:
+            if any(f'"code":"{code}"'.encode() in reply.body for code in OUR_FAULT):
+                self.find(f"{what}: the stream ended with an error that no request may cause: {_shown(reply)}")
+            return
+        self._judge_error(reply, what, has_timeout)
+
+    def _judge_error(self, reply: Reply, what: str, has_timeout: bool) -> None:
+        if trouble := _wrong_form(reply):
+            self.find(f"{what}: {reply.status} not in the documented form ({trouble}): {_shown(reply)}")
+        else:
+            self.refusals[f"{reply.status} {reply.json()['error']['message'][:200]}"] += 1
+        if reply.status in (429, 503) and "retry-after" not in reply.headers:
+            self.find(f"{what}: {reply.status} without Retry-After: {_shown(reply)}")
+        is_allowed = reply.status == 503 or (reply.status == 504 and has_timeout)
+        if reply.status >= 500 and not is_allowed:
+            self.find(f"{what}: {reply.status}: {_shown(reply)}")
+
+
+def _wrong_form(reply: Reply) -> str:
+    """What is not as documented in the body of an error; empty if nothing."""
+    try:
+        error = reply.json()["error"]
+        for name, kind in ERROR_FIELDS.items():
+            if not isinstance(error[name], kind):
+                return f"{name} is {error[name]!r}"
+    except (ValueError, KeyError, TypeError) as error:
+        return repr(error)
+    return "" if error["type"] in TYPES else f"type is {error['type']!r}"
+
+
+def _shown(reply: Reply) -> str:
+    return repr(reply.body[-300:].decode(errors="replace")) if reply.body else reply.trouble
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A named attack. One that `is_random` runs for the time it is given; the others have an end of their own."""
+
+    name: str
+    group: str
+    about: str
+    run: Callable[[Arena], Awaitable[None]]
+    is_random: bool = False
+    open_files: int | None = None
+    """The attack needs a server of its own, with this limit of open files."""
+
+
+_REGISTERED: dict[str, Attack] = {}
+
+
+def registered() -> dict[str, Attack]:
+    """All attacks by name, in the order of their definition."""
+    return _REGISTERED
+
+
+def attack(
+    group: str, about: str, *, is_random: bool = False, open_files: int | None = None
+) -> Callable[[Callable[[Arena], Awaitable[None]]], Callable[[Arena], Awaitable[None]]]:
+    """Register a function, whose name is the attack's, with hyphens."""
+
+    def register(run: Callable[[Arena], Awaitable[None]]) -> Callable[[Arena], Awaitable[None]]:
+        name = run.__name__.replace("_", "-")
+        _REGISTERED[name] = Attack(name, group, about, run, is_random, open_files)
+        return run
+
+    return register
