@@ -28,6 +28,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import fuzzing.bodies
+import fuzzing.broken_checkpoints
 import fuzzing.raw_http
 import fuzzing.readers  # noqa: F401
 from chaos_server import ChaosFailed, Server
@@ -58,7 +59,7 @@ def main() -> int:
     chosen = _chosen(options)
     if options.list:
         for each in chosen:
-            print(f"{each.name:<26}{each.group:<12}{each.about}")
+            print(f"{each.name:<38}{each.group:<12}{each.about}")
         return 0
     _raise_open_files()
     outcomes = _run(options, chosen)
@@ -87,37 +88,65 @@ def _chosen(options: argparse.Namespace) -> list[Attack]:
 
 
 def _run(options: argparse.Namespace, chosen: Sequence[Attack]) -> list[Outcome]:
-    """Named attacks first, then random ones, which share what is left of the time."""
+    """Run named attacks, in an order that the seed decides, then random ones, which share what is left of the time."""
     deadline = time.monotonic() + options.seconds
-    outcomes: list[Outcome] = []
     named = [each for each in chosen if not each.is_random]
     at_random = [each for each in chosen if each.is_random]
-    rest = list(at_random)
+    if not options.attack:
+        random.Random(options.seed).shuffle(named)
+    reserve = 2 * LEAST_RANDOM_SECONDS * len(at_random)
+    outcomes: list[Outcome] = []
     with contextlib.ExitStack() as stack:
-        stands: dict[int | None, Stand] = {}
-        for each in [*named, *at_random]:
-            left = deadline - time.monotonic()
-            if left <= 0 and not options.attack:
-                break
-            seconds = left / max(len(rest), 1) - SETTLE_SECONDS / 2
-            if each.is_random:
-                rest.remove(each)
-            elif left < LEAST_RANDOM_SECONDS * 2 * len(rest):
-                continue
-            try:
-                if each.open_files not in stands:
-                    stands[each.open_files] = stack.enter_context(_stand(options, each.open_files))
-                outcome = stands[each.open_files].attack(each, max(seconds, LEAST_RANDOM_SECONDS))
-            except ChaosFailed as error:
-                outcome = Outcome(each.name, violations=[str(error)[-3000:]])
-                stands.pop(each.open_files, None)
-            outcomes.append(outcome)
-            print(table([outcome]).splitlines()[1], flush=True)
-            for text in outcome.refusals if options.verbose else ():
-                print(f"      {text}")
-            for text in outcome.violations:
-                print(f"    - {text[:500]}", flush=True)
+        field = Field(options, stack)
+        for each in named:
+            if options.attack or time.monotonic() < deadline - reserve:
+                outcomes.append(_shown(field.attack(each, LEAST_RANDOM_SECONDS), options))
+        for number, each in enumerate(at_random):
+            left = (deadline - time.monotonic()) / (len(at_random) - number) - SETTLE_SECONDS / 2
+            if options.attack or left > 0:
+                outcomes.append(_shown(field.attack(each, max(left, LEAST_RANDOM_SECONDS)), options))
     return outcomes
+
+
+def _shown(outcome: Outcome, options: argparse.Namespace) -> Outcome:
+    print(table([outcome]).splitlines()[1], flush=True)
+    for text in outcome.refusals if options.verbose else ():
+        print(f"      {text}")
+    for text in outcome.violations:
+        print(f"    - {text[:500]}", flush=True)
+    return outcome
+
+
+class Field:
+    """The servers that attacks need, each started when the first attack needs it. They end with `stack`."""
+
+    def __init__(self, options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
+        self._options = options
+        self._stack = stack
+        self._stands: dict[int | None, Stand] = {}
+
+    def attack(self, attack: Attack, seconds: float) -> Outcome:
+        if not attack.needs_server:
+            return _attack_alone(attack, self._options, seconds)
+        key = attack.open_files
+        try:
+            if key not in self._stands:
+                self._stands[key] = self._stack.enter_context(_stand(self._options, key))
+            return self._stands[key].attack(attack, seconds)
+        except ChaosFailed as error:  # the next attack gets another server
+            self._stands.pop(key, None)
+            return Outcome(attack.name, violations=[str(error)[-3000:]])
+
+
+def _attack_alone(attack: Attack, options: argparse.Namespace, seconds: float) -> Outcome:
+    """Run an attack that starts servers of its own."""
+    arena = Arena(("127.0.0.1", 0), seed=options.seed, seconds=seconds, case=options.case)
+    began = time.monotonic()
+    with _niceness():
+        asyncio.run(attack.run(arena))
+    outcome = Outcome(attack.name)
+    judge(outcome, arena, Notes(), Limits(), seconds=time.monotonic() - began)
+    return outcome
 
 
 class Stand:
@@ -132,9 +161,7 @@ class Stand:
     def attack(self, attack: Attack, seconds: float) -> Outcome:
         """Run an attack, wait until it is over for the server too, and judge. Raises `ChaosFailed`."""
         outcome = Outcome(attack.name)
-        arena = Arena(
-            self._address, seed=self._options.seed, seconds=seconds, pid=self._server.pid, case=self._options.case
-        )
+        arena = Arena(self._address, seed=self._options.seed, seconds=seconds, case=self._options.case)
         self._canary.notes()
         time.sleep(0.5)  # the first of the new notes are from before the attack
         began = time.monotonic()
@@ -259,7 +286,7 @@ def _raise_open_files() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of everything that is random")
-    parser.add_argument("--seconds", type=float, default=600.0, help="for all attacks together")
+    parser.add_argument("--seconds", type=float, default=900.0, help="for all attacks together")
     parser.add_argument("--only", action="append", choices=GROUPS, help="attacks of this group; may be given again")
     parser.add_argument("--attack", action="append", default=[], metavar="NAME", help="this attack; may be given again")
     parser.add_argument("--case", type=int, help="only this case of a random attack")

@@ -12,7 +12,7 @@ from typing import Any
 from fuzzing.values import encode
 from fuzzing.wire import REPLY_SECONDS, Address, Reply, post
 
-__all__ = ["Arena", "Attack", "attack", "registered"]
+__all__ = ["Arena", "Attack", "attack", "register", "registered"]
 
 MOST_FINDINGS = 20
 ERROR_FIELDS = {"message": str, "type": str, "param": (str, type(None)), "code": (str, int, type(None))}
@@ -22,14 +22,12 @@ OUR_FAULT = ("internal_error", "request_failed", "engine_failed", "worker_failed
 
 
 class Arena:
-    """A server under attack. `seconds` is the time that an attack without an end of its own has; `pid` is the server's
-    first process."""
+    """A server under attack. `seconds` is the time that an attack without an end of its own has."""
 
-    def __init__(self, address: Address, *, seed: int, seconds: float, pid: int, case: int | None = None) -> None:
+    def __init__(self, address: Address, *, seed: int, seconds: float, case: int | None = None) -> None:
         self.address = address
         self.seed = seed
         self.seconds = seconds
-        self.pid = pid
         self.case = case
         """The only case of a random attack to run; None for all."""
         self.statuses: Counter[str] = Counter()
@@ -126,6 +124,11 @@ class Attack:
     open_files: int | None = None
     """The attack needs a server of its own, with this limit of open files."""
 
+    @property
+    def needs_server(self) -> bool:
+        """Whether it is an attack on a server that runs, rather than on the start of one."""
+        return self.group != "checkpoints"
+
 
 _REGISTERED: dict[str, Attack] = {}
 
@@ -135,14 +138,27 @@ def registered() -> dict[str, Attack]:
     return _REGISTERED
 
 
+def register(
+    name: str,
+    group: str,
+    about: str,
+    run: Callable[[Arena], Awaitable[None]],
+    *,
+    is_random: bool = False,
+    open_files: int | None = None,
+) -> None:
+    """Add an attack to those that can be chosen by name."""
+    assert name not in _REGISTERED, name
+    _REGISTERED[name] = Attack(name, group, about, run, is_random, open_files)
+
+
 def attack(
     group: str, about: str, *, is_random: bool = False, open_files: int | None = None
 ) -> Callable[[Callable[[Arena], Awaitable[None]]], Callable[[Arena], Awaitable[None]]]:
-    """Register a function, whose name is the attack's, with hyphens."""
+    """Register a function as an attack of its name, with hyphens."""
 
-    def register(run: Callable[[Arena], Awaitable[None]]) -> Callable[[Arena], Awaitable[None]]:
-        name = run.__name__.replace("_", "-")
-        _REGISTERED[name] = Attack(name, group, about, run, is_random, open_files)
+    def add(run: Callable[[Arena], Awaitable[None]]) -> Callable[[Arena], Awaitable[None]]:
+        register(run.__name__.replace("_", "-"), group, about, run, is_random=is_random, open_files=open_files)
         return run
 
-    return register
+    return add

@@ -88,12 +88,12 @@ def _most(pairs: Sequence[tuple[float, float]]) -> float:
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """A line for each attack."""
-    lines = [f"{'attack':<26}{'s':>6}{'gap s':>8}{'/live s':>9}{'wait s':>8}{'+MB':>6}{'left':>6}  answers"]
+    lines = [f"{'attack':<38}{'s':>6}{'gap s':>8}{'/live s':>9}{'wait s':>8}{'+MB':>6}{'left':>6}  answers"]
     for one in outcomes:
         statuses = " ".join(f"{status}:{count}" for status, count in sorted(one.statuses.items()))
         mark = "  <-- BAD" if one.violations else ""
         lines.append(
-            f"{one.name:<26}{one.seconds:>6.1f}{one.gap:>8.2f}{one.live:>9.2f}{one.wait:>8.2f}"
+            f"{one.name:<38}{one.seconds:>6.1f}{one.gap:>8.2f}{one.live:>9.2f}{one.wait:>8.2f}"
             f"{one.growth / MEGABYTE:>6.0f}{one.left / MEGABYTE:>6.0f}  {statuses}{mark}"
         )
     return "\n".join(lines)
