@@ -4,13 +4,16 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: serve test test-slow test-all test-hosts chaos fuzz lint clean
+.PHONY: serve test quick test-slow test-all test-hosts chaos fuzz soak lint clean
 
 serve: $(READY)  ## Serve a model (MODEL=path, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
 
 test: lint  ## Everything that must hold before a change lands.
 	$(BIN)/python -m pytest -n 2 -m "not slow and not grid and not hosts"
+
+quick: $(READY)  ## Unit tests alone, in less than two minutes.
+	$(BIN)/python -m pytest -n 2 -m "not slow and not grid" tests/unit
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
@@ -26,6 +29,9 @@ chaos: $(READY)  ## Load while random processes are killed: no request may fail 
 
 fuzz: $(READY)  ## Hostile requests, connections, readers and checkpoints: nobody else may notice (ARGS="--seed 3 --only bodies ...").
 	$(BIN)/python scripts/fuzz.py $(ARGS)
+
+soak: $(READY)  ## 15 minutes of mixed load with kills: nothing may fail, grow or stay behind (ARGS="--minutes 3 --backend ray ...").
+	$(BIN)/python scripts/soak.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

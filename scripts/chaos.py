@@ -1,12 +1,15 @@
 """Load on a server while its processes die, and a report of what the clients saw of it: nothing but a pause.
 
-python scripts/chaos.py [--requests 1000] [--every 3] [--backend ray] [--hosts 3] [--expert-parallel] [--routed-experts]
-    [-- options]
+python scripts/chaos.py [--requests 1000] [--every 3] [--backend ray] [--ray-cluster own] [--hosts 3]
+    [--victims engine,raylet] [--expert-parallel] [--routed-experts] [-- options]
 
 The load is sent twice to the same server: first undisturbed, then while random engines, workers and API servers are
 killed (SIGKILL) or stopped (SIGSTOP) every few seconds; with `--hosts`, which needs root, each engine is on a host of
-its own, hosts die, and links to them are cut. Every answer must be the same both times. A request whose own API server
-dies loses its connection; it is sent again here, as any client has to, and counted apart.
+its own, hosts die, and links to them are cut. `--victims` may name `raylet` and `gcs`, Ray's node manager and its
+control store: those of a cluster that this program keeps, and whose nodes it starts again as an operator does, or,
+with `--ray-cluster own`, of the cluster that the server has started for itself. Every answer must be the same both
+times. A request whose own API server dies loses its connection; it is sent again here, as any client has to, and
+counted apart.
 
 Exits with 0 if no request failed, no answer differs, all engines are back, and nothing is left at the end.
 """
@@ -36,7 +39,7 @@ from chaos_blows import Blow, Blows
 from chaos_hosts import Cluster
 from chaos_leaks import Leaks
 from chaos_load import Job, Outcome, differences, make_jobs, run_load
-from chaos_server import ChaosFailed, Member, Server
+from chaos_server import CONTROL_STORE, RAYLET, ChaosFailed, Member, Server
 
 START_SECONDS = 25
 """What an engine gets to start: one that is stopped before it could say anything is missed after that."""
@@ -45,6 +48,22 @@ WHOLE_SECONDS = 150.0
 """After the last blow, every engine answers again."""
 
 SHOWN = 10
+RAY_START_SECONDS = 90
+"""The same where Ray itself may have to come back first."""
+
+VICTIMS = {
+    "engine": "engine",
+    "api-server": "API server",
+    "worker": "worker",
+    "driver": "driver",
+    "host": "host",
+    "raylet": RAYLET,
+    "gcs": CONTROL_STORE,
+}
+"""Names for the command line of what may be killed."""
+
+USUAL_VICTIMS = ["engine", "api-server", "worker", "driver", "host"]
+
 HIT_FACTOR, HIT_SECONDS = 5.0, 0.02
 """A stream was hit by a death if its pause around it is so many times its usual one, at least so long, and mostly after
 it: what had paused before was waiting for something else."""
@@ -82,6 +101,10 @@ def main() -> int:
         parser.error(
             f"--hosts {options.hosts}: one that dies leaves too few for {options.data_parallel_size} engines; give more"
         )
+    if unknown := [name for name in options.victims if name not in VICTIMS]:
+        parser.error(f"--victims: {unknown[0]!r} is none of {', '.join(VICTIMS)}")
+    if {"raylet", "gcs"} & set(options.victims) and (options.backend != "ray" or options.hosts):
+        parser.error("--victims: raylet and gcs need --backend ray without --hosts")
     if options.hosts and (reason := chaos_hosts.why_impossible()):
         parser.error(f"--hosts {options.hosts}: {reason}")
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory, ExitStack() as stack:
@@ -109,7 +132,7 @@ def _torment(options: argparse.Namespace, root: Path, stack: ExitStack) -> Repor
         server.wait_until_whole(num_engines=options.data_parallel_size, seconds=WHOLE_SECONDS)
         _load(options, server, surroundings, report)
         server.wait_until_whole(num_engines=options.data_parallel_size, seconds=WHOLE_SECONDS)
-        report.restarts = _restarts(server.members() + surroundings.labelled())
+        report.restarts = _restarts(server.members() + surroundings.labelled(server))
         if (code := server.stop()) != 0:
             report.trouble.append(f"told to stop, the server ended with exit code {code}")
         report.leaks = leaks.find(server)
@@ -126,8 +149,8 @@ class Surroundings:
     enter: Sequence[str] = ()
     temporary: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict)
-    members: Callable[[], list[Member]] = list
-    labelled: Callable[[], list[Member]] = list
+    members: Callable[[Server], list[Member]] = lambda server: []
+    labelled: Callable[[Server], list[Member]] = lambda server: []
     """The same with their identities."""
     left: Callable[[], list[str]] = list
     hosts: Cluster | None = None
@@ -143,18 +166,25 @@ def _surroundings(options: argparse.Namespace, root: Path, stack: ExitStack) -> 
             enter=hosts.enter,
             temporary=hosts.temporary,
             env=hosts.env,
-            members=hosts.members,
-            labelled=hosts.labelled,
+            members=lambda server: hosts.members(),
+            labelled=lambda server: hosts.labelled(),
             left=hosts.left,
             hosts=hosts,
         )
     if options.backend == "ray":
-        address = stack.enter_context(chaos_ray.cluster(root, num_engines=options.data_parallel_size))
+        if options.ray_cluster == "own":
+            chaos_ray.prepare(root)
+            return Surroundings(
+                ["--ray-address", "local"],
+                members=lambda server: chaos_ray.members_with(server.own_mark),
+                labelled=Server.engines,
+            )
+        ray = stack.enter_context(chaos_ray.cluster(root, num_engines=options.data_parallel_size))
         return Surroundings(
-            ["--ray-address", address],
-            members=chaos_ray.members,
-            labelled=chaos_ray.members,
-            left=chaos_ray.actors_and_groups,
+            ["--ray-address", ray.address],
+            members=lambda server: ray.members(),
+            labelled=Server.engines,
+            left=ray.left,
         )
     return Surroundings()
 
@@ -171,11 +201,12 @@ def _load(options: argparse.Namespace, server: Server, surroundings: Surrounding
     if options.routed_experts and not all(choice.rows for choice in choices):
         raise ChaosFailed("not every answer has routed experts, though all asked for them")
     blows = Blows(
-        lambda: server.members() + surroundings.members(),
+        lambda: server.members() + surroundings.members(server),
         every=options.every,
         settled=options.settled,
         missed_after=options.heartbeat_timeout,
         rng=random.Random(options.seed),
+        victims=[VICTIMS[name] for name in options.victims],
         hosts=surroundings.hosts,
     )
     began = time.monotonic()
@@ -262,7 +293,7 @@ def _arguments(options: argparse.Namespace, root: Path) -> list[str]:
         "--max-request-restarts": MANY,
         "--max-engine-restarts": MANY,
         "--heartbeat-timeout": options.heartbeat_timeout,
-        "--startup-timeout": START_SECONDS,
+        "--startup-timeout": RAY_START_SECONDS if {"raylet", "gcs"} & set(options.victims) else START_SECONDS,
         "--dtype": "float32",  # the answers are to be equal, not only valid
         "--num-threads": 1,
     }
@@ -303,6 +334,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the requests and of the blows")
     parser.add_argument("--backend", choices=["processes", "ray"], default="processes", help="what an engine is")
+    parser.add_argument(
+        "--ray-cluster", choices=["kept", "own"], default="kept", help="kept by this program, or the server's own"
+    )
+    parser.add_argument(
+        "--victims",
+        type=lambda text: text.split(","),
+        default=USUAL_VICTIMS,
+        help=f"what is killed: of {','.join(VICTIMS)}; all but raylet and gcs without it",
+    )
     parser.add_argument("--hosts", type=int, default=0, help="so many simulated hosts for engines; more than engines")
     parser.add_argument("--data-parallel-size", type=int, default=2, help="engines")
     parser.add_argument("--expert-parallel", action="store_true", help="the engines share the experts of the model")

@@ -8,18 +8,21 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from chaos_server import Member, age
+from chaos_server import CONTROL_STORE, RAYLET, Member, age
 
 __all__ = ["CUT", "KILL", "SHORT_CUT", "STOP", "Blow", "Blows", "Hosts"]
 
 KILL, STOP, CUT, SHORT_CUT = "SIGKILL", "SIGSTOP", "cut", "short cut"
 SIGNALS = {KILL: signal.SIGKILL, STOP: signal.SIGSTOP}
 
-WEIGHTS = {"engine": 5, "worker": 3, "API server": 2, "driver": 1, "host": 5}
+WEIGHTS = {"engine": 5, "worker": 3, "API server": 2, "driver": 1, "host": 5, RAYLET: 3, CONTROL_STORE: 1}
+NEVER_STOPPED = (RAYLET, CONTROL_STORE)
+"""Ray gives a node that is silent a minute or more; chaos is about what the server makes of deaths."""
+
 STOP_SHARE = 0.25
 """So many of the blows are SIGSTOP: a process that is still there, and says nothing any more."""
 
@@ -62,8 +65,8 @@ class Hosts(Protocol):
 
 class Blows:
     """Strikes until it is cancelled: `every` so many seconds, and mostly who has been there for `settled` seconds.
-    `members` says who is there; one that is stopped is missed `missed_after` seconds later. `hosts`: if there are some
-    besides the one of the server."""
+    `members` says who is there, and `victims` the kinds of them that may be hit; one that is stopped is missed
+    `missed_after` seconds later. `hosts`: if there are some besides the one of the server."""
 
     def __init__(
         self,
@@ -73,6 +76,7 @@ class Blows:
         settled: float,
         missed_after: float,
         rng: random.Random,
+        victims: Collection[str] = tuple(WEIGHTS),
         hosts: Hosts | None = None,
     ) -> None:
         self._members = members
@@ -81,6 +85,7 @@ class Blows:
         self._settled = settled
         self._missed_after = missed_after
         self._rng = rng
+        self._victims = victims
         self.struck: list[Blow] = []
 
     async def run(self) -> None:
@@ -102,6 +107,7 @@ class Blows:
         is_hasty = self._rng.random() < HASTE_SHARE
         members = [member for member in await asyncio.to_thread(self._members) if member.pid not in stopped]
         members += [] if self._hosts is None else await asyncio.to_thread(self._hosts.hosts)
+        members = [member for member in members if member.kind in self._victims]
         settled = [member for member in members if age(member.pid) >= self._settled]
         if not settled:
             return
@@ -115,7 +121,8 @@ class Blows:
             await asyncio.to_thread(self._hosts.strike, member, how)
             return
         # Who is stopped before it has said anything is missed only when its time to start is over.
-        how = STOP if self._rng.random() < STOP_SHARE and not is_hasty else KILL
+        may_stop = not is_hasty and kind not in NEVER_STOPPED
+        how = STOP if self._rng.random() < STOP_SHARE and may_stop else KILL
         try:
             os.kill(member.pid, SIGNALS[how])
         except ProcessLookupError:  # it was faster

@@ -1,63 +1,185 @@
-"""A Ray cluster for a server whose engines are actors, and what is in it."""
+"""Ray for a server whose engines are actors: a cluster that this program keeps, or the server's own.
+
+Owns the nodes of the former, and finds the processes of both by a variable in their environment.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from chaos_server import LABEL, Member
+from chaos_server import CONTROL_STORE, LABEL, RAYLET, TITLES, ChaosFailed, Member, free_port, processes_with
 
-__all__ = ["actors_and_groups", "cluster", "members"]
+__all__ = ["RayCluster", "cluster", "members_with", "prepare"]
 
 CPUS_PER_ENGINE = 4
+NUM_WORKER_NODES = 2
 OBJECT_STORE_BYTES = 100 * 2**20
 
+MARK = "EAGLERAY_CHAOS_RAY"
+"""A variable in the environment of each process of a cluster that this program has started."""
 
-@contextmanager
-def cluster(root: Path, *, num_engines: int) -> Iterator[str]:
-    """A cluster of one node on this host; its address. What its processes write goes to `root`."""
+DOWN_SECONDS = 3.0
+"""Time after which the operator starts a node again."""
+
+START_SECONDS = 60.0
+POLL_SECONDS = 0.2
+DAEMONS = {"/raylet/raylet": RAYLET, "/gcs/gcs_server": CONTROL_STORE}
+
+
+def prepare(root: Path) -> None:
+    """Let all of Ray's processes of this program write to `root`."""
     (root / "ray").mkdir()
     os.environ |= {"RAY_TMPDIR": str(root / "ray"), "RAY_AUTH_MODE": "disabled", "TMPDIR": str(root / "tmp")}
     os.environ.pop("RAY_ADDRESS", None)
+
+
+def members_with(mark: str) -> list[Member]:
+    """Engines, workers, raylets and control stores among the processes that have `mark` in their environment."""
+    found = []
+    for pid, line in processes_with(mark).items():
+        program = line.partition("\0")[0]
+        if label := next((label for name, label in DAEMONS.items() if program.endswith(name)), None):
+            found.append(Member(pid, label))
+        elif title := next((title for title in TITLES if line.startswith(title)), None):
+            match = LABEL.search(line)
+            found.append(Member(pid, match[0] if match else title))
+    return found
+
+
+class RayNode:
+    """A node of a cluster, as `ray start --block` keeps it: when one of its daemons dies, all of it ends."""
+
+    def __init__(self, arguments: list[str], log: Path, env: dict[str, str]) -> None:
+        self._words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
+        self._log = log
+        self._env = env
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        with self._log.open("ab") as file:
+            self._process = subprocess.Popen(
+                self._words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=os.environ | self._env
+            )
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(20)
+
+
+class RayCluster:
+    """A head without resources and two nodes for engines on this host; each is started again soon after it has ended,
+    as an operator does. A control store that has died has forgotten everything: its successor is a new cluster at
+    the same address, which the nodes join when they have noticed."""
+
+    def __init__(self, root: Path, *, num_engines: int) -> None:
+        self._mark = secrets.token_hex(8)
+        port = free_port()
+        self.address = f"{_own_address()}:{port}"
+        common = ["--object-store-memory", str(OBJECT_STORE_BYTES), "--min-worker-port", "0", "--max-worker-port", "0"]
+        head = ["--head", "--port", str(port), "--num-cpus", "0", "--include-dashboard", "false"]
+        cpus = str(CPUS_PER_ENGINE * -(-num_engines // NUM_WORKER_NODES))
+        worker = ["--address", self.address, "--num-cpus", cpus]
+        env = {MARK: self._mark}
+        self._nodes = [
+            RayNode([*arguments, *common], root / f"ray-node-{number}.log", env)
+            for number, arguments in enumerate([head, *[worker] * NUM_WORKER_NODES])
+        ]
+        self._is_ending = threading.Event()
+        self._operator = threading.Thread(target=self._keep, daemon=True)
+
+    def start(self) -> None:
+        """Start all nodes and wait for them. Raises `ChaosFailed`."""
+        head, *workers = self._nodes
+        head.start()
+        self._wait_for(CONTROL_STORE, 1)
+        for node in workers:
+            node.start()
+        self._wait_for(RAYLET, len(self._nodes))
+        self._operator.start()
+
+    def _wait_for(self, kind: str, count: int) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while sum(member.label == kind for member in self.members()) < count:
+            if time.monotonic() > deadline:
+                raise ChaosFailed(f"Ray has not started {count} x {kind} within {START_SECONDS:g} s")
+            time.sleep(POLL_SECONDS)
+
+    def members(self) -> list[Member]:
+        return members_with(f"{MARK}={self._mark}")
+
+    def left(self) -> list[str]:
+        """Every actor that is not dead and every placement group that is not removed."""
+        found = self._ask()
+        return [f"actor {name}" for name in found["actors"]] + [f"group {name}" for name in found["groups"]]
+
+    def census(self) -> dict[str, int]:
+        """The numbers of actors, of placement groups and of objects in the object stores."""
+        return {what: len(names) for what, names in self._ask().items()}
+
+    def _ask(self) -> dict[str, list[str]]:
+        """By another process: a driver would end with the cluster that it is connected to."""
+        words = [sys.executable, str(Path(__file__).with_name("chaos_ray_census.py")), self.address]
+        run = subprocess.run(words, capture_output=True, text=True, timeout=START_SECONDS)
+        if run.returncode != 0:
+            raise ChaosFailed(f"the Ray cluster at {self.address} does not say what is in it:\n{run.stderr[-1000:]}")
+        found: dict[str, list[str]] = json.loads(run.stdout.splitlines()[-1])
+        return found
+
+    def close(self) -> None:
+        self._is_ending.set()
+        if self._operator.is_alive():
+            self._operator.join()
+        for node in reversed(self._nodes):
+            node.stop()
+        for pid in processes_with(f"{MARK}={self._mark}"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+
+    def _keep(self) -> None:
+        """Start nodes again that have ended, each a while after that was noticed."""
+        down: dict[RayNode, float] = {}
+        while not self._is_ending.wait(POLL_SECONDS):
+            for node in self._nodes:
+                if node.is_up:
+                    down.pop(node, None)
+                elif time.monotonic() > down.setdefault(node, time.monotonic()) + DOWN_SECONDS:
+                    node.start()
+                    del down[node]
+
+
+@contextmanager
+def cluster(root: Path, *, num_engines: int) -> Iterator[RayCluster]:
+    """A cluster on this host, which ends with the context."""
+    prepare(root)
+    ray = RayCluster(root, num_engines=num_engines)
+    try:
+        ray.start()
+        yield ray
+    finally:
+        ray.close()
+
+
+def _own_address() -> str:
+    """The address that Ray gives a node of this host; its head can't have that of the loopback."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import ray
 
-        ray.init(
-            address="local",
-            num_cpus=CPUS_PER_ENGINE * num_engines,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-        )
-    try:
-        yield ray.get_runtime_context().gcs_address
-    finally:
-        ray.shutdown()
-
-
-def members() -> list[Member]:
-    """The living actors that have the name of an engine or of a worker."""
-    return [
-        Member(int(entry["Pid"]), match[0])
-        for entry in _actors()
-        if entry["State"] == "ALIVE" and (match := LABEL.search(entry["Name"]))
-    ]
-
-
-def actors_and_groups() -> list[str]:
-    """Every actor that is not dead and every placement group that is not removed."""
-    from ray.util.placement_group import placement_group_table
-
-    there = [f"actor {entry['Name'] or entry['ActorID']}" for entry in _actors() if entry["State"] != "DEAD"]
-    groups = placement_group_table().items()
-    return there + [f"group {entry['name'] or key}" for key, entry in groups if entry["state"] != "REMOVED"]
-
-
-def _actors() -> list[dict[str, object]]:
-    from ray._private.state import actors
-
-    return list(actors().values())
+        return str(ray.util.get_node_ip_address())

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,19 @@ from pathlib import Path
 
 import httpx
 
-__all__ = ["HOST", "LABEL", "TITLES", "ChaosFailed", "Member", "Server", "age"]
+__all__ = [
+    "CONTROL_STORE",
+    "HOST",
+    "LABEL",
+    "RAYLET",
+    "TITLES",
+    "ChaosFailed",
+    "Member",
+    "Server",
+    "age",
+    "free_port",
+    "processes_with",
+]
 
 READY_SECONDS = 120.0
 END_SECONDS = 120.0
@@ -33,6 +46,9 @@ HOST = "host "
 
 LABEL = re.compile(r"(?P<role>engine|client)-(?P<number>\d+)(?:\.(?P<incarnation>\d+))?(?P<worker>/tp\d+-pp\d+)?")
 """Of `identity`: engine-0, engine-0.2, engine-0.2/tp1-pp0, client-1.3"""
+
+RAYLET, CONTROL_STORE = "raylet", "control store"
+"""Labels of Ray's own processes."""
 
 TITLES = {"ray::EngineHost": "engine", "ray::Host": "worker", "ray::GraphHost": "worker"}
 """What Ray calls the processes of actors; a label instead needs setproctitle."""
@@ -52,9 +68,11 @@ class Member:
 
     @property
     def kind(self) -> str:
-        """`engine`, `worker`, `API server`, `host`, or `driver` for what has no identity."""
+        """`engine`, `worker`, `API server`, `host`, `raylet`, `control store`, or `driver` for all others."""
         if self.label.startswith(HOST):
             return "host"
+        if self.label in (RAYLET, CONTROL_STORE):
+            return self.label
         if (match := LABEL.fullmatch(self.label)) is None:
             return TITLES.get(self.label, "driver")
         if match["worker"]:
@@ -142,6 +160,12 @@ class Server:
                     found.append(Member(pid, label))
         return found
 
+    def engines(self) -> list[Member]:
+        """Engines that are there, by what the server says of them; their processes are not known."""
+        with httpx.Client(base_url=self.url, timeout=10.0, trust_env=False) as http:
+            entries = http.get("/server_info").json()["engines"]
+        return [Member(0, f"engine-{entry['rank']}.{entry['incarnation']}") for entry in entries]
+
     def check(self) -> None:
         """Raises `ChaosFailed` if the supervisor has ended."""
         if self._process.poll() is not None:
@@ -177,8 +201,12 @@ class Server:
 
     def survivors(self) -> list[int]:
         """Processes of this host that came of the server, whoever is their parent now."""
-        mark = f"{MARK}={self.mark}".encode()
-        return [pid for pid in _all_pids() if mark in _read(pid, "environ") and _is_running(pid)]
+        return list(processes_with(self.own_mark))
+
+    @property
+    def own_mark(self) -> str:
+        """The entry of the environment that all processes have that came of the server."""
+        return f"{MARK}={self.mark}"
 
     @staticmethod
     def _ask(http: httpx.Client, rank: int) -> str:
@@ -188,6 +216,22 @@ class Server:
         except httpx.TransportError as error:
             return repr(error)
         return f"{response.status_code} {response.text[:300]}"
+
+
+def processes_with(entry: str) -> dict[int, str]:
+    """The processes of this host that run with `entry` in their environment, and their command lines, in which NUL
+    separates the words."""
+    mark = entry.encode()
+    pids = [pid for pid in _all_pids() if mark in _read(pid, "environ").split(b"\0") and _is_running(pid)]
+    return {pid: _read(pid, "cmdline").decode(errors="replace") for pid in pids}
+
+
+def free_port() -> int:
+    """A port that nobody listens on at present."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _children(pid: int) -> list[int]:
