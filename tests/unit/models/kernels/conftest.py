@@ -1,5 +1,5 @@
 """The compiled kernels that the modules of this folder test. Of a module, `declare` gives a library's functions their
-types, and `SOURCES` are the files that they need."""
+types."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
 
 
 @pytest.fixture(scope="module", params=["x86-64-v4", "x86-64-v3", "x86-64"])
-def other_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """For a processor that can do less."""
+def other_library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """For a processor that can do less. All modules use the same library, which is compiled once and kept."""
     if request.param not in LEVELS.get(torch.backends.cpu.get_cpu_capability(), []):
         pytest.skip(f"this machine is not {request.param}")
-    sources = [NATIVE / name for name in request.module.SOURCES]
-    directory = tmp_path_factory.mktemp("kernels")
-    declared: ctypes.CDLL = request.module.declare(load(build(sources, march=request.param, directory=directory)))
+    declared: ctypes.CDLL = request.module.declare(load(build(sorted(NATIVE.glob("*.cpp")), march=request.param)))
     return declared

@@ -43,9 +43,6 @@ class CRows(Structure):
     )
 
 
-SOURCES = ("attention.cpp", "attention_prepare.cpp")
-
-
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     batch = POINTER(CShape), POINTER(CRows)
     tables = c_void_p, c_void_p, c_float, c_void_p, c_void_p

@@ -36,9 +36,6 @@ SIZES = {
 DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
 
 
-SOURCES = ("experts.cpp", "product.cpp", "routing.cpp")
-
-
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, signature in (SIGNATURES | SIZES).items():
         getattr(library, name).argtypes = signature

@@ -30,9 +30,6 @@ NUM_ROWS = (1, 2, 3, 5, 8, 11, 12, 13, 16, 17, 24, 31, 32, 33, 64, 100)
 SPARE = 7.0  # what stands where nothing may be written
 
 
-SOURCES = ("product.cpp",)
-
-
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, signature in SIGNATURES.items():
         getattr(library, name).argtypes = signature

@@ -30,9 +30,6 @@ KINDS: dict[str, Callable[[int], Tensor]] = {
 }
 
 
-SOURCES = ("ranking.cpp",)
-
-
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.er_ranking_scratch_size.argtypes = (c_int64, c_int64)
     library.er_ranking_scratch_size.restype = c_int64

@@ -18,8 +18,6 @@ from eagleray.models.kernels.routing import route as route_in_torch
 
 DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
 
-SOURCES = ("routing.cpp",)
-
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.er_route.argtypes = (POINTER(abi.Mixture), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int, c_int)

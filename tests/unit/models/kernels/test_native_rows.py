@@ -20,9 +20,6 @@ DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
 EPS = 1e-6
 
 
-SOURCES = ("rows.cpp", "product.cpp")
-
-
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, signature in SIGNATURES.items():
         getattr(library, name).argtypes = signature
