@@ -1,0 +1,26 @@
+"""scripts/fuzz.py, a short form: what one client sends is not noticed by another. `make fuzz` runs all of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "fuzz.py"
+ATTACKS = ("random-bodies", "closed-after-an-event", "hosts")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_another_client_notices_nothing_of_hostile_requests(tmp_path):
+    words = [word for name in ATTACKS for word in ("--attack", name)]
+    log = tmp_path / "log"
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), *words, "--seconds", "15", "--seed", "1", "--log", str(log)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}\n{log.read_text()}"

@@ -1,0 +1,92 @@
+"""scripts/fuzz.py: its JSON encoder, its maker of bodies, and its judgement of answers."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import msgspec
+import pytest
+from fuzzing.arena import Arena
+from fuzzing.schema import BodyMaker
+from fuzzing.values import HOSTILE, Raw, encode, nested
+from fuzzing.wire import Reply
+
+from eagleray.server.openai.requests import CompletionRequest
+
+FORM = {"message": "no", "type": "invalid_request_error", "param": None, "code": None}
+
+
+@pytest.fixture
+def arena():
+    return Arena(("127.0.0.1", 1), seed=0, seconds=1.0)
+
+
+def refusal(status: int, error: object = FORM, **headers: str) -> Reply:
+    return Reply(status=status, body=json.dumps({"error": error}).encode(), headers=headers)
+
+
+def test_encode_plain_values_equals_json():
+    value = {"a": [1, 2.5, None, True, "x\ud800"], "b": {"c": [], "d": [{"e": {}}]}}
+    assert json.loads(encode(value)) == value
+
+
+def test_encode_raw_text_is_inserted_as_it_stands():
+    assert encode({"n": Raw("1" + "0" * 400), "m": [Raw("NaN"), nested(2)]}) == (
+        b'{"n":1' + b"0" * 400 + b',"m":[NaN,[[1]]]}'
+    )
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_encode_every_hostile_value_gives_bytes(name):
+    assert encode({"x": HOSTILE[name](random.Random(0))}).startswith(b'{"x":')
+
+
+def maker() -> BodyMaker:
+    (schema,), components = msgspec.json.schema_components(
+        [CompletionRequest], ref_template="#/components/schemas/{name}"
+    )
+    operation = {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+    return BodyMaker({"paths": {"/v1/completions": {"post": operation}}, "components": {"schemas": components}})
+
+
+def test_body_maker_same_seed_gives_the_same_bodies():
+    made = [[maker().make(random.Random(f"{seed}")) for seed in range(30)] for _ in range(2)]
+    assert made[0] == made[1]
+
+
+def test_body_maker_nothing_hostile_fits_the_schema():
+    bodies = [maker().make(random.Random(f"{seed}")) for seed in range(200)]
+    sane = [body for _, body, what in bodies if what == "nothing"]
+    assert len(sane) > 10
+    for body in sane:
+        msgspec.json.decode(body, type=CompletionRequest)
+
+
+@pytest.mark.parametrize("status", [200, 400, 413, 429, 503])
+def test_judge_documented_answer_is_no_finding(arena, status):
+    arena.judge(refusal(status, **{"retry-after": "1"}), "x")
+    assert arena.findings == []
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (refusal(500), "500"),
+        (refusal(504), "504"),
+        (refusal(429), "Retry-After"),
+        (refusal(400, {**FORM, "type": "oops"}), "documented form"),
+        (refusal(400, {"message": "no"}), "documented form"),
+        (Reply(status=400, body=b"Bad Request"), "documented form"),
+        (Reply(trouble="ConnectionResetError"), "no answer"),
+        (Reply(status=200, body=b'data: {"error":{"message":"","code":"internal_error"}}'), "no request may cause"),
+    ],
+)
+def test_judge_other_answers_are_findings(arena, reply, words):
+    arena.judge(reply, "x")
+    assert any(words in finding for finding in arena.findings)
+
+
+def test_judge_timeout_of_the_request_itself_is_no_finding(arena):
+    arena.judge(refusal(504), "x", has_timeout=True)
+    assert arena.findings == []
