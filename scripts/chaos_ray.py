@@ -89,16 +89,16 @@ class RayCluster:
     the same address, which the nodes join when they have noticed."""
 
     def __init__(self, root: Path, *, num_engines: int) -> None:
-        self._mark = secrets.token_hex(8)
+        mark = secrets.token_hex(8)
         port = free_port()
         self.address = f"{_own_address()}:{port}"
         common = ["--object-store-memory", str(OBJECT_STORE_BYTES), "--min-worker-port", "0", "--max-worker-port", "0"]
         head = ["--head", "--port", str(port), "--num-cpus", "0", "--include-dashboard", "false"]
         cpus = str(CPUS_PER_ENGINE * -(-num_engines // NUM_WORKER_NODES))
         worker = ["--address", self.address, "--num-cpus", cpus]
-        env = {MARK: self._mark}
+        self._marks = [f"{MARK}={mark}-{number}" for number in range(1 + NUM_WORKER_NODES)]
         self._nodes = [
-            RayNode([*arguments, *common], root / f"ray-node-{number}.log", env)
+            RayNode([*arguments, *common], root / f"ray-node-{number}.log", {MARK: f"{mark}-{number}"})
             for number, arguments in enumerate([head, *[worker] * NUM_WORKER_NODES])
         ]
         self._is_ending = threading.Event()
@@ -111,7 +111,7 @@ class RayCluster:
         self._wait_for(CONTROL_STORE, 1)
         for node in workers:
             node.start()
-        self._wait_for(RAYLET, len(self._nodes))
+        self._wait_for(RAYLET, len(workers))
         self._operator.start()
 
     def _wait_for(self, kind: str, count: int) -> None:
@@ -122,7 +122,10 @@ class RayCluster:
             time.sleep(POLL_SECONDS)
 
     def members(self) -> list[Member]:
-        return members_with(f"{MARK}={self._mark}")
+        """What may be killed. The raylet of the head is left out: the control store would end with it."""
+        head, *workers = self._marks
+        found = [member for member in members_with(head) if member.label != RAYLET]
+        return found + [member for mark in workers for member in members_with(mark)]
 
     def left(self) -> list[str]:
         """Every actor that is not dead and every placement group that is not removed."""
@@ -148,7 +151,7 @@ class RayCluster:
             self._operator.join()
         for node in reversed(self._nodes):
             node.stop()
-        for pid in processes_with(f"{MARK}={self._mark}"):
+        for pid in [pid for mark in self._marks for pid in processes_with(mark)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
 
