@@ -39,7 +39,7 @@ from chaos_blows import Blow, Blows
 from chaos_hosts import Cluster
 from chaos_leaks import Leaks
 from chaos_load import Job, Outcome, differences, make_jobs, run_load
-from chaos_server import CONTROL_STORE, RAYLET, ChaosFailed, Member, Server
+from chaos_server import CONTROL_STORE, RAYLET, ChaosFailed, Member, Server, end_properly_when_told
 
 START_SECONDS = 25
 """What an engine gets to start: one that is stopped before it could say anything is missed after that."""
@@ -107,6 +107,7 @@ def main() -> int:
         parser.error("--victims: raylet and gcs need --backend ray without --hosts")
     if options.hosts and (reason := chaos_hosts.why_impossible()):
         parser.error(f"--hosts {options.hosts}: {reason}")
+    end_properly_when_told()
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory, ExitStack() as stack:
         root = Path(directory)
         report = _torment(options, root, stack)

@@ -30,6 +30,7 @@ __all__ = [
     "Member",
     "Server",
     "age",
+    "end_properly_when_told",
     "free_port",
     "processes_with",
 ]
@@ -224,6 +225,11 @@ def processes_with(entry: str) -> dict[int, str]:
     mark = entry.encode()
     pids = [pid for pid in _all_pids() if mark in _read(pid, "environ").split(b"\0") and _is_running(pid)]
     return {pid: _read(pid, "cmdline").decode(errors="replace") for pid in pids}
+
+
+def end_properly_when_told() -> None:
+    """Turn SIGTERM into an exception, so that servers and clusters of this program end with it."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def free_port() -> int:

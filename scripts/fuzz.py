@@ -31,7 +31,7 @@ import fuzzing.bodies
 import fuzzing.broken_checkpoints
 import fuzzing.raw_http
 import fuzzing.readers  # noqa: F401
-from chaos_server import ChaosFailed, Server
+from chaos_server import ChaosFailed, Server, end_properly_when_told
 from fuzzing.arena import Arena, Attack, registered
 from fuzzing.canary import Canary, Notes
 from fuzzing.values import encode
@@ -61,6 +61,7 @@ def main() -> int:
         for each in chosen:
             print(f"{each.name:<38}{each.group:<12}{each.about}")
         return 0
+    end_properly_when_told()
     _raise_open_files()
     outcomes = _run(options, chosen)
     print("\n" + table(outcomes), flush=True)

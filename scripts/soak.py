@@ -31,7 +31,7 @@ import httpx
 from chaos_blows import Blows
 from chaos_leaks import Leaks, segments
 from chaos_load import Job, Outcome, differences, make_jobs, run_load
-from chaos_server import ChaosFailed, Server, processes_with
+from chaos_server import ChaosFailed, Server, end_properly_when_told, processes_with
 
 ROUND_SECONDS = 45.0
 """Of load; with the pause and the count after it, a round takes about a minute."""
@@ -94,6 +94,7 @@ class Report:
 
 def main() -> int:
     options = _parser().parse_args()
+    end_properly_when_told()
     with tempfile.TemporaryDirectory(prefix="soak-") as directory, ExitStack() as stack:
         report = _soak(options, Path(directory), stack)
     print(json.dumps(asdict(report) | {"ok": report.is_good}) if options.json else _shown(report))
