@@ -30,15 +30,16 @@ from urllib.parse import urlsplit
 import fuzzing.bodies
 import fuzzing.broken_checkpoints
 import fuzzing.raw_http
-import fuzzing.readers  # noqa: F401
+import fuzzing.readers
+import fuzzing.surroundings  # noqa: F401
 from chaos_server import ChaosFailed, Server, end_properly_when_told
 from fuzzing.arena import Arena, Attack, registered
 from fuzzing.canary import Canary, Notes
 from fuzzing.values import encode
 from fuzzing.verdict import Limits, Outcome, judge, table
-from fuzzing.wire import Address, get, post
+from fuzzing.wire import Address, Broken, get, post
 
-GROUPS = ("bodies", "http", "readers", "checkpoints")
+GROUPS = ("bodies", "http", "readers", "checkpoints", "surroundings")
 NICENESS = 5
 """Attacks yield the processor to the server and to the canary: a machine with two cores has room for no more."""
 
@@ -56,10 +57,11 @@ WARM_UP_TOKENS = 800
 
 def main() -> int:
     options = _parser().parse_args()
+    options.streams = options.streams or options.api_server_count
     chosen = _chosen(options)
     if options.list:
         for each in chosen:
-            print(f"{each.name:<38}{each.group:<12}{each.about}")
+            print(f"{each.name:<38}{each.group:<14}{each.about}")
         return 0
     end_properly_when_told()
     _raise_open_files()
@@ -144,10 +146,19 @@ def _attack_alone(attack: Attack, options: argparse.Namespace, seconds: float) -
     arena = Arena(("127.0.0.1", 0), seed=options.seed, seconds=seconds, case=options.case)
     began = time.monotonic()
     with _niceness():
-        asyncio.run(attack.run(arena))
+        _run_attack(attack, arena, ATTACK_SECONDS + seconds)
     outcome = Outcome(attack.name)
     judge(outcome, arena, Notes(), Limits(), seconds=time.monotonic() - began)
     return outcome
+
+
+def _run_attack(attack: Attack, arena: Arena, seconds: float) -> None:
+    try:
+        asyncio.run(asyncio.wait_for(attack.run(arena), seconds))
+    except TimeoutError:
+        arena.find(f"the attack was not over after {seconds:.0f} s; in flight: {_oldest(arena)}")
+    except (OSError, EOFError, Broken) as error:  # the server broke off where the attack did not expect it
+        arena.find(f"the attack ended early: {type(error).__name__}: {error}")
 
 
 class Stand:
@@ -166,10 +177,7 @@ class Stand:
         self._canary.notes()
         time.sleep(0.5)  # the first of the new notes are from before the attack
         began = time.monotonic()
-        try:
-            asyncio.run(asyncio.wait_for(attack.run(arena), ATTACK_SECONDS + seconds))
-        except TimeoutError:
-            arena.find(f"the attack was not over after {ATTACK_SECONDS + seconds:.0f} s; in flight: {_oldest(arena)}")
+        _run_attack(attack, arena, ATTACK_SECONDS + seconds)
         notes = self._settled(arena)
         judge(outcome, arena, notes, Limits(), seconds=time.monotonic() - began)
         self._server.check()
@@ -293,7 +301,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--case", type=int, help="only this case of a random attack")
     parser.add_argument("--list", action="store_true", help="show the attacks, and run none")
     parser.add_argument("--api-server-count", type=int, default=1)
-    parser.add_argument("--streams", type=int, default=1, help="streams of the canary")
+    parser.add_argument("--streams", type=int, help="streams of the canary; as many as API servers without it")
     parser.add_argument("--verbose", action="store_true", help="also show how requests were refused")
     parser.add_argument("--json", type=Path, help="file for the figures of all attacks")
     parser.add_argument("--log", type=Path, help="file for the server's log")

@@ -127,7 +127,7 @@ class Attack:
     @property
     def needs_server(self) -> bool:
         """Whether it is an attack on a server that runs, rather than on the start of one."""
-        return self.group != "checkpoints"
+        return self.group not in ("checkpoints", "surroundings")
 
 
 _REGISTERED: dict[str, Attack] = {}

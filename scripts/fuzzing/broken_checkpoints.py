@@ -6,12 +6,10 @@ takes no memory worth mentioning.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
 import random
-import re
 import shutil
 import struct
 import sys
@@ -23,21 +21,12 @@ from typing import Any
 
 import eagleray
 from fuzzing.arena import Arena, register
-from fuzzing.canary import resident_bytes, server_processes
+from fuzzing.starts import start_and_judge
 from fuzzing.values import HOSTILE, Raw, encode, nested
-from fuzzing.wire import get, post
 
 __all__: list[str] = []
 
 DEMO_MODEL = Path(eagleray.__file__).parent / "demo_model"
-START_SECONDS = 60.0
-END_SECONDS = 30.0
-POLL_SECONDS = 0.05
-MOST_BYTES = 3 * 2**30
-LONGEST_SENTENCE = 2000
-ERROR = "eagleray: error: "
-RESTARTED = re.compile(r"engine-0\.\d")
-SERVING = re.compile(r"serving .* at http://([^:]+):(\d+)/v1")
 FAMILIES = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
 Damage = Callable[[Path], None]
@@ -223,7 +212,7 @@ def _named(name: str, damage: Damage) -> None:
     async def run(arena: Arena) -> None:
         with _copy(DEMO_MODEL) as directory:
             damage(directory)
-            await _start(arena, directory, name)
+            await start_and_judge(arena, name, str(directory))
 
     register(f"checkpoint-{name}", "checkpoints", "a copy of the demo model, damaged as the name says", run)
 
@@ -246,87 +235,6 @@ def _copy(source: Path) -> Iterator[Path]:
         yield directory
 
 
-async def _start(arena: Arena, directory: Path, what: str) -> None:
-    """Start a server on the checkpoint and judge how that ends."""
-    words = ["serve", str(directory), "--port", "0", "--num-threads", "1", "--kv-cache-memory", "16MiB"]
-    with tempfile.TemporaryFile() as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "eagleray.cli.main", *words, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log
-        )
-        try:
-            text = await _wait(arena, process, log, what)
-            if (match := SERVING.search(text)) is not None and process.returncode is None:
-                await _use(arena, (match[1], int(match[2])), what)
-                process.terminate()
-                await _wait_until_ended(arena, process, what)
-                arena.statuses["serves"] += 1
-            elif process.returncode is not None:
-                _judge_refusal(arena, process.returncode, text, what)
-        finally:
-            for pid in reversed(server_processes(process.pid)) if process.returncode is None else ():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, 9)
-            await process.wait()
-
-
-async def _wait(arena: Arena, process: asyncio.subprocess.Process, log: Any, what: str) -> str:
-    """Until the server serves or has ended; what it has written."""
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        ended = process.returncode is not None
-        log.seek(0)
-        text: str = log.read().decode(errors="replace")
-        if ended or SERVING.search(text):
-            return text
-        size = resident_bytes(server_processes(process.pid))
-        if size > MOST_BYTES:
-            arena.find(f"{what}: the server takes {size / 2**30:.1f} GiB:\n{text[-1000:]}")
-            return ""
-        if time.monotonic() > deadline:
-            arena.find(f"{what}: after {START_SECONDS:g} s the server neither serves nor has ended:\n{text[-1500:]}")
-            return ""
-        await asyncio.sleep(POLL_SECONDS)
-
-
-async def _use(arena: Arena, address: tuple[str, int], what: str) -> None:
-    asked: dict[str, dict[str, Any]] = {
-        "/v1/completions": {"prompt": "Return the"},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
-    }
-    for path, body in asked.items():
-        began = time.monotonic()
-        reply = await post(address, path, encode({**body, "max_tokens": 5, "timeout": 10}), seconds=20)
-        arena.judge(reply, f"{what}: {path} after {time.monotonic() - began:.1f} s", has_timeout=True)
-        live = await get(address, "/live", seconds=5)
-        arena.expect(live.status == 200, f"{what}: /live after {path}: {live.status} {live.trouble}")
-
-
-async def _wait_until_ended(arena: Arena, process: asyncio.subprocess.Process, what: str) -> None:
-    try:
-        code = await asyncio.wait_for(process.wait(), END_SECONDS)
-    except TimeoutError:
-        arena.find(f"{what}: told to stop, the server was still there {END_SECONDS:g} s later")
-    else:
-        arena.expect(code == 0, f"{what}: told to stop, the server ended with exit code {code}")
-
-
-def _judge_refusal(arena: Arena, code: int, text: str, what: str) -> None:
-    arena.statuses[f"exit {code}"] += 1
-    lines = [line for line in text.splitlines() if line.strip()] or [""]
-    sentences = [line for line in lines if line.startswith(ERROR)]
-    wrong = {
-        f"exit code {code}, not 2": code != 2,
-        "a traceback": "Traceback" in text,
-        "the engine was started again": RESTARTED.search(text) is not None,
-        "not one sentence at the end": len(sentences) != 1 or sentences != lines[-1:],
-        "a line that is too long": max(map(len, lines)) > LONGEST_SENTENCE,
-    }
-    if any(wrong.values()):
-        arena.find(f"{what}: {', '.join(each for each in wrong if wrong[each])}; the last line: {lines[-1][-400:]}")
-    for sentence in sentences[-1:]:
-        arena.refusals[sentence.removeprefix(ERROR)[:300]] += 1
-
-
 async def random_checkpoints(arena: Arena) -> None:
     """Checkpoints of several families with random damage, one after another."""
     deadline = time.monotonic() + arena.seconds
@@ -340,7 +248,7 @@ async def random_checkpoints(arena: Arena) -> None:
                 made[family] = _made(Path(root) / family, family)
             with _copy(made[family]) as directory:
                 what = f"case {number}: {family} with {_damage_at_random(directory, rng)}"
-                await _start(arena, directory, what)
+                await start_and_judge(arena, what, str(directory))
             number += 1
             if arena.case is not None or time.monotonic() > deadline:
                 return
