@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from chaos_server import ChaosFailed
+
 from fuzzing.wire import Address, Broken, exchange, open_stream, request, stream_events
 
 __all__ = ["Canary", "Notes", "server_processes"]
@@ -55,7 +57,8 @@ class Notes:
 
 
 class Canary:
-    """Runs until `stop`. `pid` is the server's first process; `num_streams` of the streams run at a time."""
+    """Runs until `stop`; raises `ChaosFailed` if it can't. `pid` is the server's first process, `num_streams` the
+    number of streams that run at a time."""
 
     def __init__(self, address: Address, pid: int, *, num_streams: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -77,9 +80,9 @@ class Canary:
 
     def _receive(self, seconds: float) -> Any:
         if not self._ours.poll(seconds):
-            raise RuntimeError(f"the canary has said nothing for {seconds:g} s")
+            raise ChaosFailed(f"the canary has said nothing for {seconds:g} s")
         found = self._ours.recv()
-        if isinstance(found, BaseException):
+        if isinstance(found, ChaosFailed):
             raise found
         return found
 
@@ -114,7 +117,7 @@ def _run(pipe: Connection, address: Address, pid: int, num_streams: int) -> None
     try:
         asyncio.run(_Watch(pipe, address, pid).run(num_streams))
     except BaseException as error:
-        pipe.send(RuntimeError(f"the canary failed: {error!r}"))
+        pipe.send(ChaosFailed(f"the canary failed: {error!r}"))
 
 
 class _Watch:
@@ -133,7 +136,7 @@ class _Watch:
     async def run(self, num_streams: int) -> None:
         self._expected = await self._stream()
         if self._notes.troubles or len(self._expected) < NUM_TOKENS:
-            raise RuntimeError(f"undisturbed: {len(self._expected)} tokens, {self._notes.troubles}")
+            raise ChaosFailed(f"undisturbed: {len(self._expected)} tokens, {self._notes.troubles}")
         self._notes = Notes()
         self._pipe.send("ready")
         async with asyncio.TaskGroup() as tasks:

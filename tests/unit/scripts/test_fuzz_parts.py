@@ -1,4 +1,4 @@
-"""scripts/fuzz.py: its JSON encoder, its maker of bodies, and its judgement of answers."""
+"""scripts/fuzz.py: its JSON encoder, its maker of bodies, and its judgement of answers and of attacks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import random
 import msgspec
 import pytest
 from fuzzing.arena import Arena
+from fuzzing.canary import Notes
 from fuzzing.schema import BodyMaker
 from fuzzing.values import HOSTILE, Raw, encode, nested
+from fuzzing.verdict import MEGABYTE, Limits, Outcome, judge
 from fuzzing.wire import Reply
 
 from eagleray.server.openai.requests import CompletionRequest
@@ -90,3 +92,31 @@ def test_judge_other_answers_are_findings(arena, reply, words):
 def test_judge_timeout_of_the_request_itself_is_no_finding(arena):
     arena.judge(refusal(504), "x", has_timeout=True)
     assert arena.findings == []
+
+
+CALM = {
+    "gaps": [(1.0, 0.9)],
+    "live": [(1.0, 0.4, "")],
+    "memory": [(0.0, 500 * MEGABYTE), (1.0, 790 * MEGABYTE), (2.0, 550 * MEGABYTE)],
+    "pids": [(0.0, (1, 2, 3))],
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({}, None),
+        ({"gaps": [(1.0, 1.1)]}, "paused for 1.10 s"),
+        ({"live": [(1.0, 0.6, "")]}, "/live took 0.60 s"),
+        ({"live": [(1.0, 0.1, "0 refused")]}, "/live failed"),
+        ({"troubles": [(1.0, "other tokens")]}, "other tokens"),
+        ({"memory": [(0.0, 0), (1.0, 400 * MEGABYTE), (2.0, 0)]}, "grew by 400 MB"),
+        ({"memory": [(0.0, 0), (1.0, 100 * MEGABYTE)]}, "100 MB more"),
+        ({"pids": [(0.0, (1, 2)), (1.0, (1, 4))]}, "processes have died"),
+    ],
+)
+def test_judge_attack_says_what_others_noticed(arena, more, words):
+    outcome = Outcome("x")
+    judge(outcome, arena, Notes(**(CALM | more)), Limits(), seconds=1.0)
+    assert len(outcome.violations) == (words is not None)
+    assert all(words in violation for violation in outcome.violations)
