@@ -42,7 +42,7 @@ def actors(monkeypatch: pytest.MonkeyPatch, error: Exception | None, *, has_node
     monkeypatch.setattr(spawn.ray, "wait", wait)
     monkeypatch.setattr(spawn.groups, "have_nodes", lambda group_id, indices: has_node)
     bundle = Bundle(index=0, node_id="", total={}, free={})
-    return Actors([Actor(LABEL, _Handle())], Placement("group", {}, [bundle], ExitStack()))
+    return Actors([Actor(LABEL, _Handle())], Placement("group", {}, [bundle], ExitStack()), {})
 
 
 def died(message: str) -> ActorDiedError:
