@@ -15,6 +15,7 @@
     ├── WorkerFailed                  a worker raised; identity, type, message and traceback of the original
     ├── WorkerLost                    a worker died, or was silent for too long; says which, and how it ended
     ├── ClusterLost                   a Ray cluster, or a part of it, that was there is gone
+    ├── ProcessCrashed                a process ended by SIGSEGV or its like: nobody else has killed it
     ├── DeadlineExceeded              a wait ended without what it waited for
     └── ChannelClosed                 the other side is gone, or we closed
         └── ExpertGroupBroken         an engine that shares the experts is gone; the others go on with its successor
@@ -36,6 +37,7 @@ __all__ = [
     "ExpertGroupBroken",
     "InvalidRequest",
     "Overloaded",
+    "ProcessCrashed",
     "PromptTooLong",
     "RequestFailed",
     "Unavailable",
@@ -113,6 +115,10 @@ class WorkerLost(EagleRayError):
 class ClusterLost(EagleRayError):
     """A Ray cluster that was joined, or a part of it that held an engine, is gone. Another try may find it back, or do
     without: nobody's mistake."""
+
+
+class ProcessCrashed(EagleRayError):
+    """A process ended by an instruction of its own that the system does not allow."""
 
 
 class DeadlineExceeded(EagleRayError, TimeoutError):

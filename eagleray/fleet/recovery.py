@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from eagleray.errors import ClusterError, ClusterLost, DeadlineExceeded, EngineFailed, WorkerLost
+from eagleray.errors import ClusterError, ClusterLost, DeadlineExceeded, EngineFailed, ProcessCrashed, WorkerLost
 from eagleray.messages.failure import Failure
 
 __all__ = ["Again", "EndInstance", "GiveUp", "History", "Verdict", "decide"]
@@ -89,6 +89,9 @@ def decide(
         return history, GiveUp()
     history = _after_start(history, worked)
     is_own = failure is not None and not _is_from_outside(failure, history)
+    if failure is not None and failure.kind == ProcessCrashed.__name__:
+        # At work it may be a request's fault, which has a budget of its own.
+        is_own = worked is None and not instance_has_served
     start_failure = None
     if failure is not None and is_own and worked is None and failure.kind != DeadlineExceeded.__name__:
         start_failure = f"{failure.kind}: {VARYING.sub('#', failure.message)}"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from eagleray.errors import EagleRayError
+from eagleray.errors import EagleRayError, ProcessCrashed
 from eagleray.fleet.loss import Loss
 from eagleray.fleet.recovery import Again, History, Verdict
 from eagleray.fleet.spawned import OnExit, OnMessage, Spawned
@@ -21,6 +21,7 @@ from eagleray.identity import PeerId, successor
 from eagleray.log import get_logger
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import Bound, ChildToParent, Failed
+from eagleray.process import CRASHES
 
 __all__ = ["END_SECONDS", "Phase", "Seat", "SeatWatcher"]
 
@@ -184,7 +185,7 @@ class Seat:
 
     def _exited(self, member: PeerId, reason: str) -> None:
         self._spawned = None
-        self.lose(reason)
+        self.lose(reason, Failure.of(ProcessCrashed(reason)) if reason in CRASHES else None)
         self._set_timer(None)
         self._ended.set()
         if isinstance(self._verdict, Again) and not self._is_closed:

@@ -3,6 +3,6 @@
 from eagleray.process.open_files import open_files_limit, raise_open_files_limit
 from eagleray.process.parent import Parent
 from eagleray.process.settle import settle
-from eagleray.process.spawn import Child, explain_exit
+from eagleray.process.spawn import CRASHES, Child, explain_exit
 
-__all__ = ["Child", "Parent", "explain_exit", "open_files_limit", "raise_open_files_limit", "settle"]
+__all__ = ["CRASHES", "Child", "Parent", "explain_exit", "open_files_limit", "raise_open_files_limit", "settle"]

@@ -18,7 +18,7 @@ from eagleray.messages.codec import Codec
 from eagleray.messages.lifecycle import ChildToParent
 from eagleray.process.birth import Birth, read_frame, write_frame
 
-__all__ = ["Child", "explain_exit"]
+__all__ = ["CRASHES", "Child", "explain_exit"]
 
 
 class Child:
@@ -117,3 +117,8 @@ def explain_exit(returncode: int) -> str:
     name = signal.Signals(-returncode).name if known else f"signal {-returncode}"
     hint = " (perhaps the machine ran out of memory)" if returncode == -signal.SIGKILL else ""
     return f"it was killed by {name}{hint}"
+
+
+CRASHES = frozenset(explain_exit(-number) for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE))
+"""Ends, as `explain_exit` tells them, that a process brings about itself. SIGABRT is not among them: Ray ends drivers
+of a lost cluster by it."""

@@ -20,7 +20,7 @@ LABEL = "engine-0/tp0-pp0"
 
 
 class _Method:
-    def remote(self) -> str:
+    def remote(self, variables: dict[str, str]) -> str:
         return "reference"
 
 

@@ -11,6 +11,7 @@ from eagleray.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineFailed,
+    ProcessCrashed,
     WorkerLost,
 )
 from eagleray.fleet.recovery import WORKED_SECONDS, Again, EndInstance, GiveUp, History, decide
@@ -181,3 +182,16 @@ def test_decide_any_story_has_an_end_only_by_its_own_failures(story, max_restart
         assert 0 <= verdict.delay <= max_delay
         assert verdict.delay <= 0.5 or verdict.failed_starts > 1
         previous = (worked, failure)
+
+
+CRASH = Failure.of(ProcessCrashed("it was killed by SIGSEGV"))
+
+
+def test_decide_crash_in_two_starts_ends_an_instance_that_has_not_served():
+    assert ends(None, None, failure=CRASH, instance_has_served=False) == [Again(0.0, 1), EndInstance()]
+
+
+def test_decide_crash_after_the_instance_has_served_is_followed_for_as_long_as_it_takes():
+    for worked in (None, 1.0):
+        verdicts = ends(*[worked] * 50, failure=CRASH, max_restarts=1, instance_has_served=True)
+        assert all(isinstance(verdict, Again) for verdict in verdicts)
