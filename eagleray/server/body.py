@@ -7,13 +7,13 @@ import functools
 import gc
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 
-from eagleray.errors import InvalidRequest, Overloaded
+from eagleray.errors import InvalidRequest
 from eagleray.server.failures import BodyTooLarge
 
 __all__ = ["UNSUPPORTED", "BodyDecoder", "BodyLimits", "Empty", "Null", "field_names"]
@@ -43,42 +43,16 @@ MAX_LENGTH_DIGITS = 20
 CONTAINER_WEIGHT = 4
 """Numbers or texts that a list or an object counts as: it takes as much memory, and Python's collector looks at it."""
 
-BODIES_AT_ONCE = 4
-"""Bodies of the largest size that may be held in memory at the same time."""
 
+class BodyLimits(NamedTuple):
+    """Limits of one body. What bodies that are still arriving take together is bounded by the protocol."""
 
-class BodyLimits:
-    """What bodies may take of memory, one alone and all that are being received together."""
-
-    def __init__(self, *, max_bytes: int, max_values: int) -> None:
-        self.max_bytes = max_bytes
-        self.max_values = max_values
-        self._num_bytes_held = 0
-
-    @contextlib.contextmanager
-    def receiving(self) -> Iterator[bytearray]:
-        """Yield a buffer for one body, which counts until the block is left; see `extend`."""
-        buffer = bytearray()
-        try:
-            yield buffer
-        finally:
-            self._num_bytes_held -= len(buffer)
-
-    def extend(self, buffer: bytearray, chunk: bytes) -> None:
-        """Append to a body. Raises `BodyTooLarge`, and `Overloaded` if all bodies together are too large."""
-        num_bytes = len(buffer) + len(chunk)
-        self.check_length(num_bytes)
-        is_full = self._num_bytes_held + len(chunk) > BODIES_AT_ONCE * self.max_bytes
-        if is_full and num_bytes > LARGE_BODY_BYTES:  # there is always room for ordinary ones
-            raise Overloaded(
-                f"the bodies that this server is receiving have {self._num_bytes_held} bytes together, as many as it "
-                f"takes at once ({BODIES_AT_ONCE} times its option `max_request_bytes`): try again in a moment"
-            )
-        self._num_bytes_held += len(chunk)
-        buffer += chunk
+    max_bytes: int
+    max_values: int
+    """JSON values."""
 
     def check_length(self, num_bytes: int) -> None:
-        """Raise `BodyTooLarge` if one body may not have so many bytes."""
+        """Raise `BodyTooLarge` if a body may not have so many bytes."""
         if num_bytes > self.max_bytes:
             raise BodyTooLarge(
                 f"the request's body is larger than {self.max_bytes} bytes, the most that this server accepts "
@@ -112,14 +86,15 @@ class BodyDecoder(Generic[T]):
         announced = request.headers.get("content-length", "")
         if announced.isascii() and announced.isdigit():
             self._limits.check_length(int(announced[:MAX_LENGTH_DIGITS]))
-        with self._limits.receiving() as body:
-            async for chunk in request.stream():
-                self._limits.extend(body, chunk)
-            if len(body) < LARGE_BODY_BYTES:
-                return self.decode(body)
-            self._limits.check_values(body)
-            with _without_gc():
-                return self.decode(body)
+        body = bytearray()
+        async for chunk in request.stream():
+            self._limits.check_length(len(body) + len(chunk))
+            body += chunk
+        if len(body) < LARGE_BODY_BYTES:
+            return self.decode(body)
+        self._limits.check_values(body)
+        with _without_gc():
+            return self.decode(body)
 
     def decode(self, body: bytes | bytearray) -> T:
         """The request in `body`. Raises `InvalidRequest`."""

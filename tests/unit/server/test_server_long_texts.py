@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 
@@ -181,25 +180,3 @@ def test_body_with_more_values_than_tokens_is_not_decoded(api):
     ):
         error = error_of(api.request("POST", "/v1/completions", content=body))
         assert f"the body has {what}" in error["message"] and "`max_request_tokens`" in error["message"]
-
-
-def test_bodies_that_are_too_large_together_are_refused_for_now(checkpoint):
-    with serving(checkpoint, max_request_bytes=2**21) as api:
-
-        async def scenario():
-            text = "x" * (2**21 - 100)
-            halves = [Call(api.app, "/v1/completions", {"prompt": text}, is_whole=False) for _ in range(4)]
-            await settle()
-            late = Call(api.app, "/v1/completions", {"prompt": "hello"})
-            await asyncio.wait_for(late.task, 5)
-            assert late.received[0]["status"] == 200
-            large = Call(api.app, "/tokenize", {"prompt": text})
-            await asyncio.wait_for(large.task, 5)
-            assert large.received[0]["status"] == 429 and "`max_request_bytes`" in large.text
-            for call in halves:
-                call.leave()
-            await asyncio.wait_for(asyncio.gather(*(call.task for call in halves)), 5)
-
-        api.run(scenario())
-        assert error_of(api.post("/tokenize", {"prompt": "x" * (2**21 - 100)}))["param"] == "prompt"
-        assert json.loads(api.get("/live").text) == {"status": "ok"}
