@@ -17,7 +17,6 @@ from eagleray.models.config_file import ConfigFile
 from eagleray.models.deepseek import load_layer as load_deepseek_layer
 from eagleray.models.deepseek import read_deepseek_v2, read_deepseek_v3
 from eagleray.models.dummy import DummyWeights
-from eagleray.models.freed_memory import give_back
 from eagleray.models.gpt_oss import load_layer as load_gpt_oss_layer
 from eagleray.models.gpt_oss import read_gpt_oss
 from eagleray.models.kernels.choose import kernels_for
@@ -43,6 +42,7 @@ from eagleray.models.spec import ModelSpec
 from eagleray.models.tensor_names import is_elsewhere, is_not_a_weight, is_read_whole, parts_wanted
 from eagleray.models.weights import Weights
 from eagleray.parallel import Group, Groups
+from eagleray.process import malloc_trim
 
 __all__ = ["FAMILIES", "Family", "load_model"]
 
@@ -252,7 +252,7 @@ def _load_parts(
 
     def load_layer(index: int) -> DecoderLayer:
         layer = family.load_layer(index, spec, weights, kernels, groups.tp, plan)
-        give_back()
+        malloc_trim()
         return layer
 
     pool = ThreadPoolExecutor(num_threads, "load")

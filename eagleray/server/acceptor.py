@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import socket
 from collections.abc import Callable
 
@@ -32,6 +33,9 @@ IMPATIENT_SECONDS = 0.1
 
 NO_FILES_SECONDS = 0.1
 """Pause after the system had no file descriptor or memory for a connection."""
+
+KEEPALIVE_IDLE_SECONDS = 60
+KEEPALIVE_INTERVAL_SECONDS = 15
 
 OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -63,6 +67,7 @@ class Acceptor:
 
     def start(self) -> None:
         self._listener.setblocking(False)
+        _configure(self._listener, self._connections.limits.send_timeout)
         self._connections.on_closed = self.report
         self.report()
         self._watch()
@@ -116,21 +121,22 @@ class Acceptor:
 
     def _accept(self, most: int) -> int:
         """Accept up to `most` connections. Return how many there were."""
-        for count in range(most):
-            try:
+        accepted: list[tuple[socket.socket, bool]] = []
+        try:
+            while len(accepted) < most:
                 connection, _ = self._listener.accept()
-            except BlockingIOError:
-                return count
-            except OSError as error:
-                if error.errno in OUT_OF_FILES:
-                    self._on_no_files(error)
-                # else it was closed before it was accepted
-                return count
-            task = self._loop.create_task(self._open(connection, is_within_limit=self._connections.admit()))
+                accepted.append((connection, self._connections.admit()))
+        except BlockingIOError:
+            pass
+        except OSError as error:  # else it was closed before it was accepted
+            if error.errno in OUT_OF_FILES:
+                self._on_no_files(error)
+        if accepted:
+            task = self._loop.create_task(self._open(accepted))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
             self.report()
-        return most
+        return len(accepted)
 
     def _on_no_files(self, error: OSError) -> None:
         self._connections.warn(
@@ -140,13 +146,34 @@ class Acceptor:
         self._connections.drop_waiting()
         self._pause(NO_FILES_SECONDS)
 
-    async def _open(self, connection: socket.socket, *, is_within_limit: bool) -> None:
-        connection.setblocking(False)
-        protocol = self._make_protocol(not is_within_limit)
-        try:
-            await self._loop.connect_accepted_socket(lambda: protocol, connection)
-        except OSError as error:
-            logger.debug("a connection ended before it began: %s", error)
-            connection.close()
-        finally:
-            self._connections.arriving -= is_within_limit
+    async def _open(self, accepted: list[tuple[socket.socket, bool]]) -> None:
+        """Make transports for sockets, each with whether it is within the limit."""
+        for connection, is_within_limit in accepted:
+            connection.setblocking(False)
+            protocol = self._make_protocol(not is_within_limit)
+            try:
+                await self._loop.connect_accepted_socket(functools.partial(_same, protocol), connection)
+            except OSError as error:
+                logger.debug("a connection ended before it began: %s", error)
+                connection.close()
+            finally:
+                self._connections.arriving -= is_within_limit
+
+
+def _same(protocol: asyncio.Protocol) -> asyncio.Protocol:
+    return protocol
+
+
+def _configure(listener: socket.socket, send_timeout: float) -> None:
+    """Let the system find out that a client has vanished: it sees acknowledgements, which we do not.
+
+    Connections have the options of the socket that they were accepted from.
+    """
+    if listener.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_SECONDS)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_SECONDS)
+    # also for a client that is there and reads nothing
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(send_timeout * 1000)))

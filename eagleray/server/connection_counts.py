@@ -19,7 +19,7 @@ NUMBER_BYTES = struct.calcsize("d")
 STAMP, COUNT, NUM_NUMBERS = range(3)
 """Places of a server's numbers: when it was last known to accept connections, and how many are open."""
 
-ALIVE_SECONDS = 1.5
+ALIVE_SECONDS = 2.5
 """A server that has written nothing for longer is stuck, stopped or dead: the others do not wait for it."""
 
 

@@ -14,6 +14,7 @@ from uvicorn.server import ServerState
 
 from eagleray.errors import Unavailable
 from eagleray.log import get_logger
+from eagleray.process import malloc_trim
 from eagleray.server.http_limits import HttpLimits
 
 if TYPE_CHECKING:
@@ -29,7 +30,10 @@ RESERVED_CONNECTIONS = 64
 SMALL_REQUEST_BYTES = 8192
 """Requests up to this size are received even while larger ones have used up the memory for unfinished requests."""
 
-TICK_SECONDS = 0.5
+TRIM_BYTES = 2**24
+"""Size of unfinished requests, together, from which on memory is given back to the system afterwards."""
+
+TICK_SECONDS = 1.0
 
 FULL_RETRY_SECONDS = 5
 
@@ -62,6 +66,9 @@ class HttpConnections:
         self.reserved: dict[HttpProtocol, None] = {}
         """Connections beyond the limit, oldest first."""
         self.unfinished_bytes = 0
+        """Bytes of requests that have not arrived completely."""
+        self._most_unfinished_bytes = 0
+        """The most of them since memory was given back."""
         self.arriving = 0
         """Connections within the limit that were accepted and have no transport yet."""
         self.on_closed: Callable[[], None] | None = None
@@ -129,7 +136,7 @@ class HttpConnections:
         return unfinished_bytes <= SMALL_REQUEST_BYTES or self.unfinished_bytes <= self.limits.max_unfinished_bytes
 
     async def watch(self, on_tick: Callable[[], None]) -> None:
-        """Close connections that take too long, until cancelled. `on_tick` is called twice a second or more often."""
+        """Close connections that take too long, until cancelled. `on_tick` is called once a second or more often."""
         before = time.monotonic()
         while True:
             await asyncio.sleep(self._tick_seconds)
@@ -145,8 +152,16 @@ class HttpConnections:
     def tick(self, seconds: float) -> None:
         """Let `seconds` pass."""
         self.now += seconds
+        self._trim_memory()
         for connection in list(self.state.connections):
             connection.check_time()  # type: ignore[union-attr]
+
+    def _trim_memory(self) -> None:
+        """Give memory back to the system after much of it was full of requests, which glibc would keep."""
+        self._most_unfinished_bytes = max(self._most_unfinished_bytes, self.unfinished_bytes)
+        if self._most_unfinished_bytes > TRIM_BYTES and self.unfinished_bytes < self._most_unfinished_bytes // 4:
+            self._most_unfinished_bytes = self.unfinished_bytes
+            malloc_trim()
 
     def _drop(self, connection: HttpProtocol) -> None:
         self.forget(connection)

@@ -7,19 +7,17 @@ due on the same connection, and the connection is closed.
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import enum
 import re
 import secrets
-import socket
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httptools
 import msgspec
 from uvicorn import Config
 from uvicorn._types import ASGIReceiveEvent
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from eagleray.errors import EagleRayError, Overloaded, Unavailable
 from eagleray.server.connections import HttpConnections
@@ -40,9 +38,6 @@ LINGER_BYTES = 2**20
 RESERVED_SECONDS = 5.0
 """Time in which a connection of the reserve must send its request."""
 
-KEEPALIVE_IDLE_SECONDS = 60
-KEEPALIVE_INTERVAL_SECONDS = 15
-
 BUSY_RETRY_SECONDS = 5
 
 HOST = re.compile(rb"[A-Za-z0-9._~:\[\]%!$&'()*+,;=-]*")
@@ -58,17 +53,15 @@ class ReadPhase(enum.Enum):
     BODY = enum.auto()
 
 
-class _Body:
-    """A request's body as the application receives it. `error`: raised instead of the rest."""
+class _Cycle(RequestResponseCycle):
+    """A request and its answer. `error`, if there is one, is raised where the application reads the body."""
 
-    def __init__(self, receive: Callable[[], Awaitable[ASGIReceiveEvent]]) -> None:
-        self._receive = receive
-        self.error: EagleRayError | None = None
+    error: EagleRayError | None = None
 
     async def receive(self) -> ASGIReceiveEvent:
-        event = await self._receive()
+        event = await super().receive()
         if self.error is not None:
-            raise self.error
+            raise copy.copy(self.error)  # its traceback would keep the body in memory
         return event
 
 
@@ -94,10 +87,8 @@ class HttpProtocol(HttpToolsProtocol):
         """Bytes of the present request line and headers, as far as they were parsed."""
         self._overhead_bytes = 0
         """Bytes of chunk sizes, extensions and trailers since the last byte of a body."""
-        self._body: _Body
-        """The body of the last request whose headers are complete."""
         self._unfinished_bytes = 0
-        """Bytes of the present body, which count in the sum over all connections."""
+        """Bytes of the present headers or body, which count in the sum over all connections."""
         self._is_refused = False
         """Nothing that arrives from now on is parsed."""
         self._refusal = b""
@@ -114,7 +105,6 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._since = self._shared.now
-        _configure(transport.get_extra_info("socket"), self._limits.send_timeout)
         if self._is_reserved:
             self._shared.reserved[self] = None
         self._wait_for_request()
@@ -156,8 +146,8 @@ class HttpProtocol(HttpToolsProtocol):
             return  # the parser stops here, see `_without_upgrade`
         self._check_headers()
         super().on_headers_complete()
-        self._body = _Body(self.cycle.receive)
-        self.cycle.receive = self._body.receive  # type: ignore[method-assign]
+        self._hold(0)
+        self.cycle.__class__ = _Cycle  # uvicorn has no place to say so before it is made
         self._phase = ReadPhase.BODY
         self._since = self._shared.now
         self._shared.waiting.pop(self, None)
@@ -240,8 +230,11 @@ class HttpProtocol(HttpToolsProtocol):
         limit = self._limits.max_header_bytes
         if self._phase is ReadPhase.HEADERS:
             self._header_bytes += size
+            self._hold(self._header_bytes)
             if self._header_bytes > limit:
                 self._refuse(_large_headers(limit))
+            elif not self._shared.has_room_for(self._header_bytes):
+                self._refuse(_no_room(self._limits.max_unfinished_bytes))
         elif self._phase is ReadPhase.BODY:
             # -1: the parser has found bytes of the body among them
             self._overhead_bytes = 0 if self._overhead_bytes < 0 else self._overhead_bytes + size
@@ -288,6 +281,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Answer with `error` and close the connection: what follows on it cannot be understood."""
         self._is_refused = True
         self._hold(0)
+        self.parser = None  # type: ignore[assignment]  # nor the part of a header that it keeps
         if self._phase is ReadPhase.BODY:
             self.cycle.keep_alive = False
             if self.cycle.response_complete:  # without the body
@@ -303,7 +297,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _fail_body(self, error: EagleRayError) -> None:
         """Raise `error` where the application reads the body, so that it answers."""
 
-        self._body.error = error
+        self.cycle.error = error  # type: ignore[attr-defined]
         self.cycle.message_event.set()
 
     def _answer(self, error: EagleRayError) -> bytes:
@@ -335,23 +329,6 @@ class HttpProtocol(HttpToolsProtocol):
         """Count this many bytes of the unfinished request."""
         self._shared.unfinished_bytes += num_bytes - self._unfinished_bytes
         self._unfinished_bytes = num_bytes
-
-
-def _configure(connection: socket.socket | None, send_timeout: float) -> None:
-    """Let the system find out that a client has vanished: it sees acknowledgements, which we don't."""
-    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    options = [
-        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_SECONDS),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_SECONDS),
-        # also for a client that is there and reads nothing
-        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(send_timeout * 1000))),
-    ]
-    with contextlib.suppress(OSError):  # it is closed already
-        for level, name, value in options:
-            connection.setsockopt(level, name, value)
 
 
 def _cause_of(error: httptools.HttpParserError) -> EagleRayError:
@@ -392,7 +369,7 @@ def _late_body(seconds: float) -> RequestTimedOut:
 
 def _no_room(most_bytes: int) -> Unavailable:
     return Unavailable(
-        f"bodies that are still arriving take more than {most_bytes} bytes together, four times the server's option "
+        f"requests that are still arriving take more than {most_bytes} bytes together, four times the server's option "
         "`max_request_bytes`; try again in a moment",
         retry_after=BUSY_RETRY_SECONDS,
     )

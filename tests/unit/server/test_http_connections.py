@@ -125,9 +125,9 @@ def test_least_of_others_are_those_that_accept(counts, clock):
     assert first.least_of_others() == 7
     third.set(5)
     assert (first.least_of_others(), second.least_of_others(), third.least_of_others()) == (5, 0, 0)
-    clock[0] += 1.0
+    clock[0] += 2.0
     first.set(9)
-    clock[0] += 1.0
+    clock[0] += 2.0
     assert first.least_of_others() is None, "the others are stuck or dead"
     assert second.least_of_others() == 9
     first.withdraw()

@@ -313,3 +313,28 @@ def test_large_bodies_that_arrive_together_are_limited_and_small_ones_pass(make_
     assert first.answer().status == 503
     first.lose()
     assert server.connections.unfinished_bytes == 0
+
+
+def test_large_headers_that_arrive_together_are_limited(make_server):
+    server = make_server(max_request_bytes=10_000)
+    first, second = server.connect(), server.connect()
+    first.send(b"GET / HTTP/1.1\r\nX: " + b"y" * 30_000)
+    second.send(b"GET / HTTP/1.1\r\nX: " + b"y" * 20_000)
+    assert second.answer().status == 503
+    assert first.is_open
+    first.lose()
+    assert server.connections.unfinished_bytes == 0
+
+
+def test_memory_is_given_back_after_large_requests(make_server, monkeypatch):
+    calls = []
+    monkeypatch.setattr("eagleray.server.connections.malloc_trim", lambda: calls.append(None))
+    server = make_server()
+    connection = server.connect()
+    connection.send(request("/a", f"Content-Length: {2**26}", method="POST"), b"x" * (2**24 + 1))
+    server.pass_time(1.0)
+    assert not calls
+    connection.lose()
+    server.pass_time(1.0)
+    server.pass_time(1.0)
+    assert len(calls) == 1

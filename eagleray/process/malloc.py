@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 
-__all__ = ["give_back"]
+__all__ = ["malloc_trim"]
 
 
-def give_back() -> None:
+def malloc_trim() -> None:
     """Let the system have it.
 
     While weights are packed, tensors of about a megabyte come and go in several threads. glibc cuts aligned ones out of
