@@ -14,7 +14,7 @@ from fuzzing.wire import REPLY_SECONDS, Address, Reply, post
 
 __all__ = ["Arena", "Attack", "attack", "register", "registered"]
 
-MOST_FINDINGS = 20
+MOST_FINDINGS, MOST_OF_A_KIND = 20, 3
 ERROR_FIELDS = {"message": str, "type": str, "param": (str, type(None)), "code": (str, int, type(None))}
 TYPES = ("invalid_request_error", "requests", "server_error")
 OUR_FAULT = ("internal_error", "request_failed", "engine_failed", "worker_failed")
@@ -32,6 +32,7 @@ class Arena:
         """The only case of a random attack to run; None for all."""
         self.statuses: Counter[str] = Counter()
         self.findings: list[str] = []
+        self._num_of_kind: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self.in_flight: dict[str, float] = {}
         """Cases under way, by what is sent, and since when."""
@@ -39,8 +40,11 @@ class Arena:
     def rng(self, name: str) -> random.Random:
         return random.Random(f"{self.seed}/{name}")
 
-    def find(self, what: str) -> None:
-        """Record a violation."""
+    def find(self, what: str, *, kind: str = "") -> None:
+        """Record a violation. Of a kind that has a name, the first few are enough."""
+        self._num_of_kind[kind] += 1
+        if kind and self._num_of_kind[kind] > MOST_OF_A_KIND:
+            return
         if len(self.findings) < MOST_FINDINGS:
             self.findings.append(what)
 
@@ -86,7 +90,8 @@ class Arena:
 
     def _judge_error(self, reply: Reply, what: str, has_timeout: bool) -> None:
         if trouble := _wrong_form(reply):
-            self.find(f"{what}: {reply.status} not in the documented form ({trouble}): {_shown(reply)}")
+            found = f"{what}: {reply.status} not in the documented form ({trouble}): {_shown(reply)}"
+            self.find(found, kind=f"form of {reply.status}: {trouble}")
         else:
             self.refusals[f"{reply.status} {reply.json()['error']['message'][:200]}"] += 1
         if reply.status in (429, 503) and "retry-after" not in reply.headers:
