@@ -80,6 +80,8 @@ class Report:
     blows: int = 0
     census: list[dict[str, float]] = field(default_factory=list)
     """The figures after each round, by name; `minute` is when."""
+    runtime_files: list[str] = field(default_factory=list)
+    """Those of the last count."""
     growth: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
@@ -119,6 +121,8 @@ def _soak(options: argparse.Namespace, root: Path, stack: ExitStack) -> Report:
     except ChaosFailed as error:
         report.trouble.append(str(error)[-3000:])
     report.growth = growth(report.census)
+    if any(what.startswith("runtime files") for what in report.growth):
+        report.growth.append(f"runtime files at the last count: {', '.join(report.runtime_files)}")
     return report
 
 
@@ -142,6 +146,7 @@ def _rounds(options: argparse.Namespace, server: Server, ray: chaos_ray.RayClust
         if not options.json:
             print(_line(report.census[-1]), flush=True)
         number += 1
+    report.runtime_files = sorted(str(path.relative_to(server.temporary)) for path in server.temporary.rglob("*"))
     report.minutes = round((time.monotonic() - began) / 60, 1)
 
 

@@ -179,6 +179,7 @@ def test_both_engines_killed_at_once_cost_a_pause(server, http):
     assert wait_until_whole(http, 2) == {rank: incarnation + 1 for rank, incarnation in there.items()}
 
 
+@pytest.mark.grid  # test_streams_survive.py stops an engine of two too
 def test_a_stopped_engine_is_replaced(checkpoint):
     options = (*OPTIONS, "--data-parallel-size", "2", "--heartbeat-timeout", "2")
     with serve(checkpoint, *options) as server, connect(server) as http:
