@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from chaos_server import CONTROL_STORE, LABEL, RAYLET, TITLES, ChaosFailed, Member, free_port, processes_with
 
@@ -132,17 +133,22 @@ class RayCluster:
         found = self._ask()
         return [f"actor {name}" for name in found["actors"]] + [f"group {name}" for name in found["groups"]]
 
-    def census(self) -> dict[str, int]:
-        """The numbers of actors, of placement groups and of objects in the object stores."""
-        return {what: len(names) for what, names in self._ask().items()}
+    def census(self) -> dict[str, float]:
+        """The numbers of actors and of placement groups, and the megabytes in use in the object stores."""
+        found = self._ask()
+        return {
+            "Ray actors": len(found["actors"]),
+            "Ray groups": len(found["groups"]),
+            "Ray objects, MB": found["object_store_bytes"] / 2**20,
+        }
 
-    def _ask(self) -> dict[str, list[str]]:
+    def _ask(self) -> dict[str, Any]:
         """By another process: a driver would end with the cluster that it is connected to."""
         words = [sys.executable, str(Path(__file__).with_name("chaos_ray_census.py")), self.address]
         run = subprocess.run(words, capture_output=True, text=True, timeout=START_SECONDS)
         if run.returncode != 0:
             raise ChaosFailed(f"the Ray cluster at {self.address} does not say what is in it:\n{run.stderr[-1000:]}")
-        found: dict[str, list[str]] = json.loads(run.stdout.splitlines()[-1])
+        found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
         return found
 
     def close(self) -> None:

@@ -6,12 +6,13 @@ import json
 import sys
 import warnings
 
+STORE = "object_store_memory"
+
 
 def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import ray
-        from ray._private.internal_api import memory_summary
         from ray._private.state import actors
         from ray.util.placement_group import placement_group_table
 
@@ -20,11 +21,11 @@ def main() -> None:
         groups = {
             key: entry["name"] or key for key, entry in placement_group_table().items() if entry["state"] != "REMOVED"
         }
-        summary = memory_summary(sys.argv[1], units="B", stats_only=False, line_wrap=False, num_entries=1000)
+        total, free = (float(each.get(STORE, 0)) for each in (ray.cluster_resources(), ray.available_resources()))
         found = {
             "actors": [entry["Name"] or entry["ActorID"] for entry in alive],
             "groups": list(groups.values()),
-            "objects": [line for line in summary.splitlines() if "LOCAL_REFERENCE" in line or "PINNED" in line],
+            "object_store_bytes": total - free,
         }
         print(json.dumps(found))
         ray.shutdown()

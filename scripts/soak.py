@@ -66,7 +66,7 @@ BOUNDS = {
     "runtime files": Bound(4, 0),
     "Ray actors": Bound(0, 0),
     "Ray groups": Bound(0, 0),
-    "Ray objects": Bound(8, 0.5),
+    "Ray objects, MB": Bound(8, 0.5),
 }
 """By the name of the figure. A process that was killed has a young successor, so the sums go up and down a little."""
 
@@ -243,7 +243,7 @@ def _census(server: Server, ray: chaos_ray.RayCluster | None, known: set[str]) -
         "runtime files": sum(1 for _ in server.temporary.rglob("*")),
     }
     if ray is not None:
-        figures |= {f"Ray {what}": count for what, count in ray.census().items()}
+        figures |= ray.census()
     return {name: round(value, 1) for name, value in figures.items()}
 
 
