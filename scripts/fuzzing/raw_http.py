@@ -274,19 +274,19 @@ async def lengths(arena: Arena) -> None:
     await _expect(arena, START + b"Content-Length: 99999999999\r\n\r\n", "a length of 99 GB", (413, 400))
 
 
-@attack("http", "trailers that smuggle headers are ignored")
+@attack("http", "trailers that smuggle headers are ignored; those that say where a message ends may be refused")
 async def trailers(arena: Arena) -> None:
-    for line in (
-        b"X-data-parallel-rank: 77",
-        b"Content-Length: 5",
-        b"Transfer-Encoding: chunked",
-        b"Host: evil",
-        b"Connection: keep-alive",
-        b"Content-Type: text/plain",
+    for line, statuses in (
+        (b"X-data-parallel-rank: 77", (200,)),
+        (b"Content-Length: 5", (200, 400)),
+        (b"Transfer-Encoding: chunked", (200, 400)),
+        (b"Host: evil", (200,)),
+        (b"Connection: keep-alive", (200,)),
+        (b"Content-Type: text/plain", (200,)),
     ):
         chunks = b"%x\r\n%s\r\n0\r\n%s\r\n\r\n" % (len(SMALL), SMALL, line)
         payload = START + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n" + chunks
-        await _expect(arena, payload, f"the trailer {line.decode()!r}", (200,))
+        await _expect(arena, payload, f"the trailer {line.decode()!r}", statuses)
 
 
 @attack("http", "20,000 requests in one connection without waiting, read and unread")
