@@ -31,8 +31,9 @@ YIELD_SECONDS = 0.01
 IMPATIENT_SECONDS = 0.1
 """Time in which this server waits for no other, after one with fewer connections has left a connection waiting."""
 
+FREED_FILE_SECONDS = 0.01
 NO_FILES_SECONDS = 0.1
-"""Pause after the system had no file descriptor or memory for a connection."""
+"""Pauses after the system had no file descriptor or memory for a connection, if one could be closed and if not."""
 
 KEEPALIVE_IDLE_SECONDS = 60
 KEEPALIVE_INTERVAL_SECONDS = 15
@@ -143,8 +144,7 @@ class Acceptor:
             f"the system has nothing left for a further connection ({error.strerror}), {len(self._connections)} are "
             "open: raise its limits, or lower `max_connections`"
         )
-        self._connections.drop_waiting()
-        self._pause(NO_FILES_SECONDS)
+        self._pause(FREED_FILE_SECONDS if self._connections.free_one() else NO_FILES_SECONDS)
 
     async def _open(self, accepted: list[tuple[socket.socket, bool]]) -> None:
         """Make transports for sockets, each with whether it is within the limit."""
@@ -156,7 +156,6 @@ class Acceptor:
             except OSError as error:
                 logger.debug("a connection ended before it began: %s", error)
                 connection.close()
-            finally:
                 self._connections.arriving -= is_within_limit
 
 

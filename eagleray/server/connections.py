@@ -30,6 +30,9 @@ RESERVED_CONNECTIONS = 64
 SMALL_REQUEST_BYTES = 8192
 """Requests up to this size are received even while larger ones have used up the memory for unfinished requests."""
 
+WAITED_SECONDS = 1.0
+"""Time that a connection without a request keeps its place, though all are taken."""
+
 TRIM_BYTES = 2**24
 """Size of unfinished requests, together, from which on memory is given back to the system afterwards."""
 
@@ -61,8 +64,8 @@ class HttpConnections:
         self.count_refusal = count_refusal
         self.now = 0.0
         """Seconds that the event loop has run, in steps of a tick: time in which it was stuck is not the clients'."""
-        self.waiting: dict[HttpProtocol, None] = {}
-        """Connections without a request that has arrived at least with its headers; the first waits longest."""
+        self.waiting: dict[HttpProtocol, float] = {}
+        """Connections without a request whose headers have arrived, and since when; the first waits longest."""
         self.reserved: dict[HttpProtocol, None] = {}
         """Connections beyond the limit, oldest first."""
         self.unfinished_bytes = 0
@@ -83,7 +86,7 @@ class HttpConnections:
     def admit(self) -> bool:
         """Make room for one more connection. Return whether it is within the limit; else it belongs to the reserve.
 
-        One within the limit counts in `arriving`, from which the caller takes it when it is open.
+        One within the limit counts in `arriving` until its protocol has a transport, or until the caller gives it up.
         """
         if len(self) - len(self.reserved) < self.limits.max_connections:
             self.arriving += 1
@@ -93,19 +96,31 @@ class HttpConnections:
             "those that wait for a request are closed for new ones; if there are none, new ones get 503, but for "
             + ", ".join(sorted(self.open_paths))
         )
-        if self.drop_waiting():
+        if self._drop_waiting():
             self.arriving += 1
             return True
         if len(self.reserved) >= RESERVED_CONNECTIONS:
-            self._drop(next(iter(self.reserved)))
+            self._drop_reserved()
         return False
 
-    def drop_waiting(self) -> bool:
-        """Close the connection that has waited longest for a request. Return whether there was one."""
-        if not self.waiting:
-            return False
-        self._drop(next(iter(self.waiting)))
-        return True
+    def free_one(self) -> bool:
+        """Close a connection that can be spared. Return whether there was one."""
+        return self._drop_waiting() or self._drop_reserved()
+
+    def _drop_reserved(self) -> bool:
+        for connection in self.reserved:
+            self._drop(connection)
+            return True
+        return False
+
+    def _drop_waiting(self) -> bool:
+        """Close the connection that has waited longest for a request, if that is long. Return whether there was one."""
+        for connection, since in self.waiting.items():
+            if self.now - since < WAITED_SECONDS:  # its request may be on the way
+                break
+            self._drop(connection)
+            return True
+        return False
 
     def full_error(self) -> Unavailable:
         """The error for a request that only the reserve has a connection for."""

@@ -107,6 +107,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._since = self._shared.now
         if self._is_reserved:
             self._shared.reserved[self] = None
+        else:
+            self._shared.arriving -= 1
         self._wait_for_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -323,7 +325,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _wait_for_request(self) -> None:
         """Note that this connection could be closed without harm, if that is so."""
         if self._is_answered and self._phase is not ReadPhase.BODY and not (self._is_refused or self._is_reserved):
-            self._shared.waiting[self] = None
+            self._shared.waiting[self] = self._shared.now
 
     def _hold(self, num_bytes: int) -> None:
         """Count this many bytes of the unfinished request."""

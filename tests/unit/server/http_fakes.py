@@ -143,7 +143,6 @@ class Connection:
         async def connect() -> None:
             self.protocol = server.protocol(not self.is_within_limit)
             self.protocol.connection_made(self.transport)
-            server.connections.arriving -= self.is_within_limit
 
         server.run(connect())
 

@@ -36,6 +36,8 @@ def test_waiting_connection_gives_way_to_a_new_one(make_server, caplog):
     working, first, second = busy(server), server.connect(), server.connect()
     second.send(request())
     first.send(b"GET / HT")
+    assert not server.connect().is_within_limit, "their requests may be on the way"
+    server.pass_time(1.5)
     third = server.connect()
     assert first.transport.is_closed
     assert working.is_open
