@@ -55,7 +55,7 @@ from eagleray.messages.lifecycle import (
 from eagleray.messages.membership import EngineInfo, Left
 from eagleray.messages.wires import SUPERVISOR_INBOX
 from eagleray.messages.workers import RayContext
-from eagleray.transport import AsyncInbox, make_runtime_dir, remove_runtime_dir
+from eagleray.transport import AsyncInbox, make_runtime_dir, remove_dead_sockets, remove_runtime_dir
 
 __all__ = ["FLUSH_SECONDS", "Supervisor"]
 
@@ -262,16 +262,21 @@ class Supervisor:
 
     def _spawn_engine(self, engine: PeerId, on_message: OnMessage, on_exit: OnExit) -> Spawned:
         assert isinstance(engine, EngineId)
-        self._board.expect(engine)
+        self._prepare(engine)
         runtime_dir = str(self.runtime_dir) if self.host is None else ""  # elsewhere it is not
         spec = EngineSpec(engine, without_api_keys(self._config), runtime_dir, ray=self._ray)
         return self._engines.spawn(spec, on_message=on_message, on_exit=on_exit)
 
     def _spawn_api_server(self, listener_fd: int, client: PeerId, on_message: OnMessage, on_exit: OnExit) -> Spawned:
         assert isinstance(client, ClientId)
-        self._board.expect(client)
+        self._prepare(client)
         spec = ApiServerSpec(client, self._config, str(self.runtime_dir), listener_fd, host=self.host)
         return self._api_servers.spawn(spec, on_message=on_message, on_exit=on_exit)
+
+    def _prepare(self, member: PeerId) -> None:
+        self._board.expect(member)
+        if member.incarnation:
+            remove_dead_sockets(self.runtime_dir)  # of the incarnation before, if it was killed
 
     def _decide(
         self, member: PeerId, history: History, worked: float | None, failure: Failure | None

@@ -7,9 +7,7 @@ said is encrypted. A socket that has a TCP port uses CURVE on its Unix socket to
 
 from __future__ import annotations
 
-import contextlib
 import secrets
-import socket as sockets
 from collections.abc import Collection
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import msgspec
 import zmq
 
 from eagleray.errors import ChannelClosed
-from eagleray.transport.endpoint import bind_local, local_address
+from eagleray.transport.endpoint import bind_local, is_listening, local_address
 from eagleray.transport.tcp import be_client, be_server, bind_port, keep_alive
 
 __all__ = ["SECRET_BYTES", "Contact", "dial", "end", "has_mail", "listen"]
@@ -73,7 +71,7 @@ def dial(
     there is no way.
     """
     directory = Path(contact.directory) if runtime_dir is None else runtime_dir
-    if "ipc" in media and _is_listening(directory / contact.name):
+    if "ipc" in media and is_listening(directory / contact.name):  # zmq would try for ever
         medium, address = "ipc", local_address(directory, contact.name)
     elif "tcp" in media and contact.tcp is not None:
         medium, address = "tcp", contact.tcp
@@ -101,11 +99,3 @@ def _make(kind: int) -> zmq.Socket[bytes]:
     socket.linger = LINGER_MS
     keep_alive(socket)
     return socket
-
-
-def _is_listening(path: Path) -> bool:
-    """zmq would try for ever. A connection that says nothing is no harm to the other side."""
-    with contextlib.suppress(OSError), sockets.socket(sockets.AF_UNIX) as probe:
-        probe.connect(str(path))
-        return True
-    return False

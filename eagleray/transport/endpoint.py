@@ -18,6 +18,8 @@ import os
 import re
 import resource
 import shutil
+import socket as sockets
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -27,7 +29,16 @@ import zmq
 
 from eagleray.errors import ConfigError
 
-__all__ = ["bind_local", "check_room", "local_address", "make_runtime_dir", "no_room", "remove_runtime_dir"]
+__all__ = [
+    "bind_local",
+    "check_room",
+    "is_listening",
+    "local_address",
+    "make_runtime_dir",
+    "no_room",
+    "remove_dead_sockets",
+    "remove_runtime_dir",
+]
 
 PREFIX = "eagleray-"
 SUFFIX = ".run"
@@ -78,6 +89,25 @@ def remove_runtime_dir(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     if (lock := _locks.pop(path, None)) is not None:
         os.close(lock)
+
+
+def remove_dead_sockets(path: Path) -> None:
+    """Remove the sockets of the directory at which nobody listens: a process that was killed has left them."""
+    for socket in path.iterdir():
+        with contextlib.suppress(OSError):  # removed meanwhile
+            state = socket.stat()
+            # Between the creation of a socket and its first listening a moment passes.
+            is_new = time.time() - state.st_mtime < BIRTH_SECONDS
+            if stat.S_ISSOCK(state.st_mode) and not is_new and not is_listening(socket):
+                socket.unlink()
+
+
+def is_listening(path: Path) -> bool:
+    """Whether a process listens at the Unix socket. A connection that says nothing does no harm to it."""
+    with contextlib.suppress(OSError), sockets.socket(sockets.AF_UNIX) as probe:
+        probe.connect(str(path))
+        return True
+    return False
 
 
 def check_room(path: Path, num_bytes: int) -> None:

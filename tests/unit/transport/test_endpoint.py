@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from eagleray.errors import ConfigError
-from eagleray.transport import Inbox, check_room, make_runtime_dir, remove_runtime_dir
+from eagleray.transport import Inbox, check_room, make_runtime_dir, remove_dead_sockets, remove_runtime_dir
 
 
 @pytest.fixture(autouse=True)
@@ -158,3 +159,19 @@ def test_many_that_start_at_once_remove_what_was_left_and_nothing_else(parent):
     for path in made:
         remove_runtime_dir(path)
     assert list(parent.iterdir()) == []
+
+
+def test_remove_dead_sockets_removes_those_at_which_nobody_listens(parent):
+    living, dead, young = parent / "engine-0", parent / "client-0", parent / "client-1"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(living))
+        listener.listen()
+        for path in (dead, young):
+            with socket.socket(socket.AF_UNIX) as killed:
+                killed.bind(str(path))
+        (parent / "metrics").mkdir()
+        (parent / "file").touch()
+        for path in (living, dead, parent / "file"):
+            os.utime(path, (0, 0))
+        remove_dead_sockets(parent)
+    assert sorted(path.name for path in parent.iterdir()) == ["client-1", "engine-0", "file", "metrics"]
