@@ -68,6 +68,11 @@ class RequestStream:
         return delta
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of all completions that have come so far."""
+        return sum(len(completion.token_ids) for completion in self._state.completions)
+
+    @property
     def has_more(self) -> bool:
         """The last delta did not hold all: before the next one is taken, others should get their turn."""
         return self._state.has_more

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -44,12 +44,17 @@ CONTAINER_WEIGHT = 4
 """Numbers or texts that a list or an object counts as: it takes as much memory, and Python's collector looks at it."""
 
 
+def _do_nothing() -> None: ...
+
+
 class BodyLimits(NamedTuple):
     """Limits of one body. What bodies that are still arriving take together is bounded by the protocol."""
 
     max_bytes: int
     max_values: int
     """JSON values."""
+    on_large: Callable[[], None] = _do_nothing
+    """Called after a large body."""
 
     def check_length(self, num_bytes: int) -> None:
         """Raise `BodyTooLarge` if a body may not have so many bytes."""
@@ -92,6 +97,7 @@ class BodyDecoder(Generic[T]):
             body += chunk
         if len(body) < LARGE_BODY_BYTES:
             return self.decode(body)
+        self._limits.on_large()
         self._limits.check_values(body)
         with _without_gc():
             return self.decode(body)

@@ -7,10 +7,15 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
+from eagleray.errors import InvalidRequest
 from eagleray.server.body import Empty, Null
 from eagleray.server.service import Service
 
 __all__ = ["Message", "TemplateFields", "TextPart", "render"]
+
+
+MAX_TEMPLATE_VARIABLES = 256
+"""Entries of `chat_template_kwargs`: each rendering copies them several times."""
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -51,6 +56,12 @@ class TemplateFields(Protocol):
 async def render(service: Service, messages: list[Message], fields: TemplateFields) -> str:
     """The prompt. Raises `InvalidRequest` for contradicting fields, or if the template refuses the messages."""
     continues = bool(fields.continue_final_message)
+    num_variables = len(fields.chat_template_kwargs or ())
+    if num_variables > MAX_TEMPLATE_VARIABLES:
+        raise InvalidRequest(
+            f"`chat_template_kwargs` may have at most {MAX_TEMPLATE_VARIABLES} entries, but it has {num_variables}",
+            param="chat_template_kwargs",
+        )
     service.text.check_messages(len(messages))
     return await service.text.render(
         [message.for_template() for message in messages],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -145,7 +146,9 @@ class GenerateRoute:
         return Job(body, order, stream_options(body.stream, body.stream_options))
 
     async def _whole(self, job: Job, *, is_msgpack: bool) -> GenerateResponse:
-        collectors = [ChatLogprobsCollector(is_msgpack=is_msgpack) for _ in range(job.order.params.n)]
+        collectors: defaultdict[int, ChatLogprobsCollector] = defaultdict(
+            functools.partial(ChatLogprobsCollector, is_msgpack=is_msgpack)
+        )
 
         async def collect(part: CompletionDelta) -> None:
             if (logprobs := _logprobs(job, part)) is not None:

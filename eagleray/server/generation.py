@@ -37,6 +37,9 @@ __all__ = ["Generation", "Generations", "Order", "OrderFields", "TokenTotals"]
 START_AT_ONCE = 64
 """After this many prompts of one order, the event loop's others get their turn."""
 
+LARGE_ANSWER_ENTRIES = 2**16
+"""Tokens and log-probabilities from which on the memory of an answer is given back to the system."""
+
 ENTRIES_AT_ONCE = 512
 """After this many tokens and log-probabilities were sent, they get it too: it takes some milliseconds."""
 
@@ -167,6 +170,11 @@ class Generation:
             return [], False
         news, self._held = self._held, []
         return news, delta.finished
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have come, whether they were read or not."""
+        return self._stream.num_tokens
 
     async def wait_until_ended(self) -> None:
         """Raises what ended the request early."""
@@ -331,6 +339,8 @@ class Generations:
     async def _close(self, reason: FinishReason) -> None:
         for generation in self.each:
             await generation.close(reason)
+        if sum(generation.num_tokens for generation in self.each) * self._entries_per_token > LARGE_ANSWER_ENTRIES:
+            self._service.memory_return.schedule()
 
 
 def _hide(part: CompletionDelta | CompletionOutput) -> None:

@@ -18,6 +18,7 @@ from eagleray.errors import InvalidRequest, Unavailable, UnknownModel
 from eagleray.metrics import Ledger, Metrics
 from eagleray.server.admission import Admission
 from eagleray.server.body import BodyLimits
+from eagleray.server.memory_return import MemoryReturn
 from eagleray.server.text_processor import TextProcessor
 
 __all__ = ["Service"]
@@ -30,8 +31,11 @@ class Service:
         self.client = client
         self.model_names = served_names(config.model)
         self.model_root = str(checkpoint_dir(config.model))
+        self.memory_return = MemoryReturn()
         self.body_limits = BodyLimits(
-            max_bytes=config.serving.max_request_bytes, max_values=config.serving.max_request_tokens
+            max_bytes=config.serving.max_request_bytes,
+            max_values=config.serving.max_request_tokens,
+            on_large=self.memory_return.schedule,
         )
         self.admission = Admission(client, config.serving)
         self._template_seconds = config.serving.chat_template_timeout

@@ -99,7 +99,8 @@ async def long_texts_in_a_row(arena: Arena) -> None:
     body = encode({"prompt": _long("seven green stones "), "max_tokens": 1})
     for number in range(9):
         await arena.post(COMPLETIONS, body, f"32 MB of text (#{number})", want=REFUSED)
-    at_once = (arena.post(COMPLETIONS, body, f"32 MB of text (#{i} of 9 at once)", want=REFUSED) for i in range(9))
+    want = (*REFUSED, 503)  # together they are more than the server holds
+    at_once = (arena.post(COMPLETIONS, body, f"32 MB of text (#{i} of 9 at once)", want=want) for i in range(9))
     await asyncio.gather(*at_once)
 
 
@@ -210,7 +211,7 @@ async def odd_floats(arena: Arena) -> None:
 
 @attack("bodies", "brackets nested 100,000 deep, everywhere")
 async def nesting(arena: Arena) -> None:
-    for depth in (500, 1000, 5000, 100_000, 10_000_000):
+    for depth in (500, 1000, 5000, 100_000, 5_000_000):
         for deep in (nested(depth, "[", "]"), nested(depth, '{"a":', "}")):
             for name, path in (
                 ("prompt", COMPLETIONS),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
+import weakref
 
 import pytest
 from server_fakes import Call, serving, settle
@@ -10,6 +12,7 @@ from server_fakes import Call, serving, settle
 from eagleray.client import MAX_LOGPROB_TOKEN_IDS
 from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from eagleray.server import memory_return
 
 
 def error_of(response, status=400):
@@ -140,3 +143,49 @@ def test_openapi_names_the_limits_of_lists(api):
         "logprob_token_ids": MAX_LOGPROB_TOKEN_IDS,
     }
     assert fields["logit_bias"]["maxProperties"] == MAX_LOGIT_BIASES
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"])
+def test_n_of_a_million_is_refused_before_anything_is_allocated(api, path):
+    body = {
+        "/v1/completions": {"prompt": "hello", "n": 10**6},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "n": 10**6},
+        "/inference/v1/generate": {"token_ids": [1, 2], "sampling_params": {"n": 10**6}},
+    }[path]
+    tracemalloc.start()
+    try:
+        error = error_of(api.post(path, body))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert "1000000 sequences" in error["message"] and peak < 2**22
+
+
+def test_chat_too_many_template_variables_are_refused(api):
+    kwargs = {str(number): number for number in range(1000)}
+    body = {"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": kwargs}
+    error = error_of(api.post("/v1/chat/completions", body))
+    assert "at most 256 entries, but it has 1000" in error["message"] and error["param"] == "chat_template_kwargs"
+
+
+def test_memory_return_after_a_large_body_collects_cycles_once(api, monkeypatch):
+    monkeypatch.setattr(memory_return, "DELAY_SECONDS", 0.01)
+    trims = []
+    monkeypatch.setattr(memory_return, "malloc_trim", lambda: trims.append(True))
+
+    class Node:
+        pass
+
+    async def scenario():
+        node = Node()
+        node.itself, gone = node, weakref.ref(node)
+        del node
+        for _ in range(3):
+            call = Call(api.app, "/tokenize", {"prompt": "x" * 2**21})
+            await asyncio.wait_for(call.task, 5)
+        async with asyncio.timeout(5):
+            while not trims:
+                await asyncio.sleep(0.01)
+        assert gone() is None and len(trims) == 1
+
+    api.run(scenario())
