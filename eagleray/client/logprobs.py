@@ -3,22 +3,62 @@
 from __future__ import annotations
 
 import operator
+from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import overload
 
 from eagleray.client.outputs import Logprob
 from eagleray.client.tokenizer import Tokenizer
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 
-__all__ = ["PromptLogprobsBuilder", "PromptPositions", "position_logprobs"]
+__all__ = ["OutputLogprobs", "PromptLogprobsBuilder", "PromptPositions"]
 
 Position = dict[int, Logprob]
 
 
-def position_logprobs(reported: TokenLogprobs, *, num_asked: int, tokenizer: Tokenizer | None) -> Position:
-    """One position of the output. The last `num_asked` of the reported tokens were asked for by id."""
-    return _position(reported.token_ids, reported.logprobs, reported.rank, num_asked, tokenizer)
+class OutputLogprobs:
+    """The log-probabilities of a completion's tokens, as columns of numbers: with 20 for each token, objects would take
+    six times the memory."""
+
+    __slots__ = ("_ends", "_logprobs", "_ranks", "_token_ids")
+
+    def __init__(self) -> None:
+        self._token_ids = array("q")
+        self._logprobs = array("d")
+        self._ranks = array("q")
+        """Rank of each position's chosen token."""
+        self._ends = array("q")
+        """Place behind the last entry of each position."""
+
+    def extend(self, reported: Iterable[TokenLogprobs]) -> None:
+        """Add the next positions."""
+        for one in reported:
+            self._token_ids.extend(one.token_ids)
+            self._logprobs.extend(one.logprobs)
+            self._ranks.append(one.rank)
+            self._ends.append(len(self._token_ids))
+
+    def positions(self, start: int, end: int, *, num_asked: int, tokenizer: Tokenizer | None) -> list[Position]:
+        """Positions `start` to `end` - 1. The last `num_asked` tokens of each were asked for by id."""
+        return [self._position(place, num_asked, tokenizer) for place in range(start, min(end, len(self._ends)))]
+
+    def cut(self, num_positions: int) -> None:
+        """Drop all but the first positions."""
+        del self._ends[num_positions:], self._ranks[num_positions:]
+        num_entries = self._ends[-1] if self._ends else 0
+        del self._token_ids[num_entries:], self._logprobs[num_entries:]
+
+    def cumulative(self) -> float:
+        """Sum over the chosen tokens."""
+        return sum(self._logprobs[self._begin(place)] for place in range(len(self._ends)))
+
+    def _begin(self, place: int) -> int:
+        return self._ends[place - 1] if place else 0
+
+    def _position(self, place: int, num_asked: int, tokenizer: Tokenizer | None) -> Position:
+        entries = slice(self._begin(place), self._ends[place])
+        return _position(self._token_ids[entries], self._logprobs[entries], self._ranks[place], num_asked, tokenizer)
 
 
 class PromptPositions(Sequence[Position | None]):

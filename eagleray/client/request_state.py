@@ -9,13 +9,13 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from eagleray.client.detokenizer import Detokenizer
-from eagleray.client.logprobs import PromptLogprobsBuilder, PromptPositions, position_logprobs
+from eagleray.client.logprobs import OutputLogprobs, PromptLogprobsBuilder, PromptPositions
 from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob, RequestDelta, RequestOutput
 from eagleray.client.routed_experts import RoutedRows
 from eagleray.client.tokenizer import Tokenizer
 from eagleray.errors import EagleRayError, InvalidRequest, RequestFailed
 from eagleray.messages.membership import RoutingInfo
-from eagleray.messages.outputs import Chunk, FinishReason, TokenLogprobs
+from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.sampling import SamplingParams
 
 __all__ = ["Completion", "RequestState"]
@@ -75,7 +75,7 @@ class Completion:
         self._shows_stop = params.include_stop_str_in_output
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         self._num_asked = len(set(params.logprob_token_ids or ()))
-        self._logprobs: list[TokenLogprobs] = []
+        self._logprobs = OutputLogprobs()
         self._texts: list[str] = []
         """The text so far, in parts."""
         self._text_ends: list[int] = []
@@ -102,7 +102,7 @@ class Completion:
         assert self.finish_reason is None, "a chunk after the end"
         self.token_ids += chunk.token_ids
         if chunk.logprobs:
-            self._logprobs += chunk.logprobs
+            self._logprobs.extend(chunk.logprobs)
         if self._routed is not None:
             self._routed.known.extend(chunk.routed_experts)
             if chunk.finish_reason is not None and chunk.finish_reason in OWN_ENDS:
@@ -160,7 +160,7 @@ class Completion:
             index=self.index,
             text="".join(self._texts),
             token_ids=list(self.token_ids),
-            cumulative_logprob=sum(entry.logprobs[0] for entry in self._logprobs) if self._has_logprobs else None,
+            cumulative_logprob=self._logprobs.cumulative() if self._has_logprobs else None,
             logprobs=self._positions(0, len(self.token_ids)) if with_logprobs else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
@@ -173,10 +173,7 @@ class Completion:
         """The log-probabilities of the tokens `start` to `end` - 1, if they were asked for."""
         if not self._has_logprobs:
             return None
-        return [
-            position_logprobs(entry, num_asked=self._num_asked, tokenizer=self._tokenizer)
-            for entry in self._logprobs[start:end]
-        ]
+        return self._logprobs.positions(start, end, num_asked=self._num_asked, tokenizer=self._tokenizer)
 
     def detokenize(self, end: int) -> None:
         """Make text of the tokens before `end` that have none yet; a stop string in it is the end of the completion."""
@@ -199,7 +196,7 @@ class Completion:
     def _cut(self, num_tokens: int) -> None:
         """What was generated beyond these does not count."""
         del self.token_ids[num_tokens:]
-        del self._logprobs[num_tokens:]
+        self._logprobs.cut(num_tokens)
         if self._routed is not None:
             self._routed.cut(num_tokens)
 
