@@ -23,8 +23,8 @@ __all__ = ["Completion", "RequestState"]
 OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 MAX_DELTA_ENTRIES = 1024
-"""Tokens and log-probabilities of one delta. To make and to send so many takes some milliseconds; a reader that was
-slow gets the rest in further deltas, between which others get their turn."""
+"""Most tokens and log-probabilities of one delta. Making and sending them takes some milliseconds. A slow reader gets
+the rest in further deltas, between which the event loop serves others."""
 
 
 class Completion:
@@ -129,7 +129,7 @@ class Completion:
         return self._end_was_taken
 
     def take(self, max_tokens: int) -> CompletionDelta | None:
-        """What is new since the last call, with at most `max_tokens` tokens; None if nothing is."""
+        """Return what is new since the last call, with at most `max_tokens` tokens, or None."""
         start, end = self._num_taken_tokens, min(self._num_taken_tokens + max_tokens, len(self.token_ids))
         self.detokenize(end)
         has_all = end == len(self.token_ids)
@@ -290,7 +290,7 @@ class RequestState:
                 completion.abort()
 
     def take(self) -> RequestDelta | None:
-        """What is new since the last call, as much as goes into one delta; None if nothing is."""
+        """Return what is new since the last call, as much as fits into one delta, or None."""
         outputs = self._take_outputs()
         prompt_logprobs = None if self._prompt_logprobs_were_taken else self._complete_prompt_logprobs
         if not outputs and prompt_logprobs is None:
@@ -305,7 +305,7 @@ class RequestState:
         )
 
     def _take_outputs(self) -> list[CompletionDelta]:
-        """The deltas of the completions, by index. Where not all fit, those that are left out come first next time."""
+        """Return the deltas of the completions, by index. Completions that do not fit come first in the next delta."""
         count, room = len(self.completions), self._max_delta_tokens
         first = self._first_to_take if self._first_to_take < count else 0
         outputs = []

@@ -11,7 +11,7 @@ from eagleray.client.request_state import RequestState
 __all__ = ["RequestStream"]
 
 TOKENS_AT_ONCE = 4096
-"""After so many tokens were made into text, the event loop's others get their turn."""
+"""Number of tokens that are made into text before the event loop serves others."""
 
 
 class RequestStream:
@@ -61,7 +61,7 @@ class RequestStream:
             self.abort()
 
     def take(self) -> RequestDelta | None:
-        """What is new now, as much as goes into one delta; None if nothing is. Raises as the iteration does."""
+        """Return what is new now, as much as fits into one delta, or None. Raises as the iteration does."""
         delta = self._state.take()
         if delta is None and self._state.failure is not None:
             raise self._state.failure
@@ -74,7 +74,7 @@ class RequestStream:
 
     @property
     def has_more(self) -> bool:
-        """The last delta did not hold all: before the next one is taken, others should get their turn."""
+        """Whether the last delta did not hold all: yield to the event loop before you take the next one."""
         return self._state.has_more
 
     async def wait_until_ended(self) -> None:

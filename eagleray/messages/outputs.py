@@ -83,7 +83,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: str | None = None
     """With finish reason `error`: what went wrong, for the user."""
     is_user_error: bool = False
-    """With finish reason `error`: the request asks for something impossible; otherwise it failed while it ran."""
+    """Whether a request with finish reason `error` asks for something impossible; otherwise it failed while it ran."""
 
 
 class Chunks(msgspec.Struct, frozen=True, tag=True):

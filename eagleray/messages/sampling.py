@@ -44,10 +44,10 @@ MAX_LOGIT_BIASES = 1024
 
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
-"""Beyond these, logits in float32 overflow."""
+"""Logits in float32 overflow beyond these."""
 
 MAX_SHOWN_CHARS = 200
-"""Of a wrong value, in an error."""
+"""Characters of a wrong value that an error shows."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -23,7 +23,7 @@ class Reservation:
         self._num_seqs = num_seqs
 
     def use(self, num_seqs: int) -> None:
-        """So many of the sequences were sent: they count as the client's from now on."""
+        """Count `num_seqs` of the sequences as the client's from now on: they were sent."""
         self._num_seqs -= num_seqs
         self._admission.num_reserved -= num_seqs
 

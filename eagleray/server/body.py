@@ -57,7 +57,7 @@ class BodyLimits(NamedTuple):
     """Called after a large body."""
 
     def check_length(self, num_bytes: int) -> None:
-        """Raise `BodyTooLarge` if a body may not have so many bytes."""
+        """Raise `BodyTooLarge` if a body may not have this many bytes."""
         if num_bytes > self.max_bytes:
             raise BodyTooLarge(
                 f"the request's body is larger than {self.max_bytes} bytes, the most that this server accepts "
@@ -65,7 +65,7 @@ class BodyLimits(NamedTuple):
             )
 
     def check_values(self, body: bytearray) -> None:
-        """Raise `InvalidRequest` for a body of so many values that decoding it would take many times its own size."""
+        """Raise `InvalidRequest` for a body whose values would take many times its own size once decoded."""
         counts = {
             "commas": (body.count(b","), self.max_values),
             "brackets and braces": (body.count(b"[") + body.count(b"{"), self.max_values // CONTAINER_WEIGHT),

@@ -43,7 +43,7 @@ def _msgpack_items(items: Sequence[Any]) -> bytes:
 
 
 def _msgpack_header(length: int) -> bytes:
-    """What precedes the items of an array of that length."""
+    """Return the bytes that precede the items of an array of that length."""
     if length < 2**4:
         return bytes([0x90 | length])
     return b"\xdc" + length.to_bytes(2) if length < 2**16 else b"\xdd" + length.to_bytes(4)

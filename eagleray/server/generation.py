@@ -35,13 +35,13 @@ from eagleray.server.service import Service
 __all__ = ["Generation", "Generations", "Order", "OrderFields", "TokenTotals"]
 
 START_AT_ONCE = 64
-"""After this many prompts of one order, the event loop's others get their turn."""
+"""Number of prompts that are started before the event loop serves others."""
 
 LARGE_ANSWER_ENTRIES = 2**16
 """Tokens and log-probabilities from which on the memory of an answer is given back to the system."""
 
 ENTRIES_AT_ONCE = 512
-"""After this many tokens and log-probabilities were sent, they get it too: it takes some milliseconds."""
+"""Number of tokens and log-probabilities that are sent before the event loop serves others: some milliseconds."""
 
 
 class OrderFields(Protocol):
@@ -153,7 +153,7 @@ class Generation:
 
     @property
     def has_more(self) -> bool:
-        """`take` has left something, since it returns a few milliseconds' work at most."""
+        """Whether `take` has left something, since it returns a few milliseconds' work at most."""
         return self._stream.has_more
 
     def take(self) -> tuple[list[CompletionDelta], bool]:
@@ -260,9 +260,9 @@ class Generations:
         await self._close(FinishReason.ERROR if isinstance(error, Exception) else FinishReason.ABORT)
 
     async def news(self) -> AsyncIterator[tuple[int, list[CompletionDelta]]]:
-        """What is new of any prompt, with the prompt's place, as soon as there is something, until all have ended.
+        """Yield what is new of each prompt, with the prompt's place, until all have ended.
 
-        Between two pieces of a few milliseconds' work the event loop's others get their turn.
+        The event loop serves others after every few milliseconds of work.
         """
         ready: dict[int, None] = dict.fromkeys(range(len(self.each)))
         has_news = asyncio.Event()

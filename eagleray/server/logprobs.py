@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 ENTRIES_AT_ONCE = 1024
-"""Log-probabilities that are formatted before the event loop's others get their turn: it takes some milliseconds."""
+"""Log-probabilities that are formatted before the event loop serves others: some milliseconds' work."""
 
 LEAST = -9999.0
 """JSON has no minus infinity, which is the log-probability of a token that was ruled out."""
@@ -121,7 +121,7 @@ class ChatLogprobsCollector:
 
 
 class CompletionLogprobsCollector:
-    """The same in the form of /v1/completions."""
+    """Puts the log-probabilities of one whole completion together from its parts, in the form of /v1/completions."""
 
     def __init__(self) -> None:
         self._columns = {name: EncodedList() for name in CompletionLogprobs.__struct_fields__}
@@ -148,7 +148,7 @@ async def encoded_prompt_logprobs(
 
 
 def slices(num_positions: int, k: int) -> Iterator[tuple[int, int]]:
-    """Cut so many positions of `k` and one log-probabilities each into pieces that may be formatted at once."""
+    """Yield the bounds of pieces of `num_positions`, of `k` + 1 log-probabilities each, that are formatted at once."""
     step = max(1, ENTRIES_AT_ONCE // (1 + k))
     return pairwise([*range(0, num_positions, step), num_positions])
 

@@ -14,7 +14,7 @@ from eagleray.process import malloc_trim
 __all__ = ["MemoryReturn"]
 
 DELAY_SECONDS = 2.0
-"""Time after a large request: then it is over, and one clean-up serves all that came together. It takes some 10 ms."""
+"""Delay after a large request, which has ended by then. One clean-up, of some 10 ms, serves all that came together."""
 
 
 class MemoryReturn:

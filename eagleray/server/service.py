@@ -77,7 +77,7 @@ class Service:
 
     @functools.cached_property
     def text(self) -> TextProcessor:
-        """What makes token ids of texts. Raises `InvalidRequest` if this server has no tokenizer."""
+        """Processor that makes token ids of texts. Raises `InvalidRequest` if this server has no tokenizer."""
         return TextProcessor(
             self.tokenizer,
             max_model_len=lambda: self.client.engine_info.max_model_len if self.client.engine_info else None,

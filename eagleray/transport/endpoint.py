@@ -96,7 +96,7 @@ def remove_dead_sockets(path: Path) -> None:
     for socket in path.iterdir():
         with contextlib.suppress(OSError):  # removed meanwhile
             state = socket.stat()
-            # Between the creation of a socket and its first listening a moment passes.
+            # A new socket exists for a moment before its owner listens.
             is_new = time.time() - state.st_mtime < BIRTH_SECONDS
             if stat.S_ISSOCK(state.st_mode) and not is_new and not is_listening(socket):
                 socket.unlink()

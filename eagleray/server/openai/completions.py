@@ -41,7 +41,7 @@ __all__ = ["CompletionRoute"]
 DEFAULT_MAX_TOKENS = 16
 
 TOKENIZE_AT_ONCE = 16
-"""After so many prompts that are short enough to be tokenized in the event loop, others get their turn."""
+"""Number of short prompts that are tokenized before the event loop serves others."""
 
 
 class Job(NamedTuple):
@@ -182,7 +182,7 @@ class Writer:
         """Length of the text told so far of each completion, as its tokens' texts add up."""
 
     async def choices(self, part: CompletionDelta) -> AsyncIterator[CompletionChoice]:
-        """What to tell of this part of a completion. Log-probabilities of a long prompt are told in several pieces."""
+        """Yield the choices for this part of a completion. Those of a long prompt's log-probabilities are several."""
         begins = part.index not in self._offsets  # told at once, even without a text yet
         self._offsets.setdefault(part.index, 0)
         choice = self._choice(part)
@@ -252,7 +252,7 @@ class Writer:
         return self._tokenizer.decode(self._generation.prompt_token_ids, skip_special_tokens=False)
 
     async def _echoed_logprobs(self, index: int) -> AsyncIterator[CompletionLogprobs]:
-        """The log-probabilities of the prompt, in pieces, if they are told with the prompt itself."""
+        """Yield the log-probabilities of the prompt in pieces, if the request asks for them and echoes the prompt."""
         positions = self._generation.prompt_logprobs
         if not self._body.echo or self._body.logprobs is None or positions is None:
             return
