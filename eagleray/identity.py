@@ -83,7 +83,7 @@ def new_instance_name(given: str | None = None) -> str:
 
 
 def display_name(instance: str) -> str:
-    """What people call an instance: the name that was given, or else the one that it has."""
+    """Return the name of an instance for people: the one that was given, or else its unique name."""
     return instance.partition(SEPARATOR)[0]
 
 

@@ -70,7 +70,7 @@ def _overwrite(keys: set[bytes]) -> bool:
 
 
 def _hidden(argument: bytes) -> bytes:
-    """Of the same length, because the next argument begins behind it."""
+    """Return a replacement of the same length, because the next argument begins behind it."""
     flag = FLAG.encode() + b"="
     kept = flag if argument.startswith(flag) else b""
     return kept + b"*" * (len(argument) - len(kept))

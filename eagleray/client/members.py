@@ -74,7 +74,7 @@ class Members:
 
     @property
     def info(self) -> EngineInfo | None:
-        """What is served, also while the engines that serve it are starting again; None if nothing is."""
+        """The served model, also while its engines are starting again; None if nothing is served."""
         if self.engines:
             return next(iter(self.engines.values()))
         return self._last_info if self._awaited else None

@@ -89,8 +89,7 @@ class CompletionDelta:
 
 @dataclass(slots=True, kw_only=True)
 class RequestDelta:
-    """What is new of a request since the last delta, or a part of it. Several steps of the engine in one, if the reader
-    was slow."""
+    """Output that is new since the last delta, or a part of it. A slow reader gets several steps in one."""
 
     request_id: str
     outputs: list[CompletionDelta]

@@ -67,7 +67,10 @@ def fitting(room: Resources, worker: Resources) -> int:
 
 
 def held_in_group(resources: Resources, group_id: str) -> dict[int, dict[str, float]]:
-    """Of all that a process holds, by Ray's names, what it holds of each bundle of the group, by index."""
+    """Return the resources that a process holds of each bundle of the group, by index.
+
+    `resources`: all that it holds, by Ray's names.
+    """
     held: dict[int, dict[str, float]] = {}
     for name, amount in resources.items():
         match = re.fullmatch(rf"(.+)_group_(\d+)_{re.escape(group_id)}", name)
@@ -77,7 +80,7 @@ def held_in_group(resources: Resources, group_id: str) -> dict[int, dict[str, fl
 
 
 def less_held(total: Resources, held: Resources) -> dict[str, float]:
-    """What is left of a bundle beside what somebody holds of it."""
+    """Return the resources of a bundle that are left beside those that are held."""
     return {name: amount - held.get(name, 0.0) for name, amount in total.items()}
 
 

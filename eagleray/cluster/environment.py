@@ -97,8 +97,8 @@ class WorkerEnvironment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def inheritable(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
-    """What another job may take over of a program's runtime_env, as Ray has resolved it: less what tells the program's
-    rank and devices. Ray has put a setup hook into the variables; the field beside them would be one hook too many."""
+    """Return the part of a program's resolved runtime_env that another job may take over: without the variables for its
+    rank and devices, and without the setup hook, which Ray has already put into the variables."""
     rest = {name: value for name, value in runtime_env.items() if name != "worker_process_setup_hook"}
     if env_vars := rest.pop("env_vars", {}):
         rest["env_vars"] = {name: value for name, value in env_vars.items() if not _matches(name, OF_ONE_RANK)}
@@ -149,7 +149,7 @@ def worker_environment(
 
 
 def is_withheld(name: str, value: str, include: Sequence[str]) -> bool:
-    """Whether the variable may be a secret, and is none of those that were asked for."""
+    """Whether the variable may be a secret and `include` does not name it."""
     return may_be_secret(name, value) and not _matches(name, include)
 
 

@@ -148,7 +148,7 @@ def _open_own(
     totals = [node.total for node in nodes if node.is_alive]
     worker = worker_resources(config.ray.ray_worker_resources, config.execution.device, totals)
     while room(nodes, worker, strategy) < world_size:
-        grows = False if config.ray.ray_nodes else can_grow(nodes)  # by other nodes than those that were named
+        grows = False if config.ray.ray_nodes else can_grow(nodes)  # new nodes would not be among `ray_nodes`
         if grows:
             break
         shortage = _shortage(nodes, worker, config)

@@ -1,4 +1,4 @@
-"""Which environment variables may be secrets, by their names or by the form of their values. Pure.
+"""Recognises environment variables that may be secrets, by their names or by the form of their values. Pure.
 
 A variable that is taken for a secret by mistake costs its user a line of configuration (`ray_env_include`); one that is
 missed may be read by every user of every node. So the patterns are broad.

@@ -301,13 +301,13 @@ class RayLauncher:
 
 
 def _as_loss(cause: Failure) -> Failure:
-    """What a driver says of a cluster that others were connected to: no mistake of the user's."""
+    """Return the cause as `ClusterLost`: earlier drivers were connected to the cluster, so the user made no mistake."""
     if cause.kind != ClusterError.__name__:
         return cause
     return Failure.of(ClusterLost(cause.message))
 
 
 def _with_local_cluster(config: Config) -> Config:
-    """What successors of a driver that has started a cluster are told: they start one, too, and look for no other."""
+    """Return the configuration for successors of a driver that started a cluster: they start one too."""
     ray = msgspec.structs.replace(config.ray, ray_address="local")
     return msgspec.structs.replace(config, ray=ray)

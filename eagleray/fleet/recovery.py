@@ -1,4 +1,4 @@
-"""What follows when an engine or an API server has ended. Pure: what has happened is handed in.
+"""Decides what follows when an engine or an API server has ended. Pure: callers hand in what happened.
 
 An end is one of three kinds:
 

@@ -18,7 +18,7 @@ class RayCaller(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """For people."""
     held: dict[int, dict[str, float]]
-    """What it holds of the group, by index of the bundle. It will not let go of that while it waits for the engine."""
+    """Resources of the group that it holds, by index of the bundle. It keeps them while it waits for the engine."""
 
 
 class RayContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,9 +31,9 @@ class RayContext(msgspec.Struct, frozen=True, kw_only=True):
     placement_group: str | None = None
     """Id, in hex, of the placement group that the program runs in."""
     group_bundles: list[dict[str, float]] = []
-    """What each bundle of that group holds in all."""
+    """Total resources of each bundle of that group."""
     caller: RayCaller | None = None
-    """What the program is in that group."""
+    """The program's own actor or task in that group."""
     devices: list[str] = []
     """GPUs that Ray has assigned to the program without setting CUDA_VISIBLE_DEVICES, because it was told not to."""
     bundles: list[int] = []

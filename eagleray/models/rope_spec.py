@@ -75,7 +75,7 @@ class YarnRope:
 RopeSpec = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope
 
 MAX_FACTOR = 1e6
-"""Of lengths and frequencies; those of published models are up to a few hundred."""
+"""Largest factor of lengths and frequencies; published models have up to a few hundred."""
 
 SUPPORTED = "default, linear, dynamic, llama3 and yarn"
 

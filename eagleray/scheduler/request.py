@@ -59,7 +59,7 @@ class Request:
     is_suspect: bool = False
     """Engines have died with it: see `suspects`."""
     announce_start: bool = False
-    """Its client wants to be told before it is computed."""
+    """Whether the engine sends a notice to the client before it computes the request."""
     was_started: bool = False
     num_cached_tokens: int = 0
     """Prompt tokens found in the cache at the first start; 0 again once the client was told."""

@@ -38,7 +38,7 @@ START_AT_ONCE = 64
 """Number of prompts that are started before the event loop serves others."""
 
 LARGE_ANSWER_ENTRIES = 2**16
-"""Tokens and log-probabilities from which on the memory of an answer is given back to the system."""
+"""Number of tokens and log-probabilities above which the memory of an answer is given back to the system."""
 
 ENTRIES_AT_ONCE = 512
 """Number of tokens and log-probabilities that are sent before the event loop serves others: some milliseconds."""
@@ -61,7 +61,7 @@ class Order(NamedTuple):
     """When it came, by `time.perf_counter`."""
     num_prompts: int
     make_prompts: Callable[[], Awaitable[Sequence[Prompt]]]
-    """Tokenizes them. Called when the request has been admitted."""
+    """Tokenizes the prompts. Called when the request has been admitted."""
     params: SamplingParams
     priority: int
     cache_salt: str
@@ -78,7 +78,7 @@ class Order(NamedTuple):
 
     @property
     def has_logprobs(self) -> bool:
-        """It asks for log-probabilities of the tokens that are generated."""
+        """Whether it asks for log-probabilities of the tokens that are generated."""
         return self.params.logprobs is not None or bool(self.params.logprob_token_ids)
 
     @classmethod
@@ -124,7 +124,7 @@ class TokenTotals:
 
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
-    """That were asked for, in all completions so far."""
+    """Tokens of all completions so far, without the one that a request for its prompt alone computes."""
     num_cached_tokens: int = 0
 
 
@@ -148,7 +148,7 @@ class Generation:
         totals.num_prompt_tokens += len(self.prompt_token_ids)
 
     def on_news(self, callback: Callable[[], None]) -> None:
-        """Call it whenever `take` may have something."""
+        """Register `callback`, which is called whenever `take` may have something."""
         self._stream.on_news = callback
 
     @property
@@ -173,7 +173,7 @@ class Generation:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have come, whether they were read or not."""
+        """Number of tokens that have come, whether they were read or not."""
         return self._stream.num_tokens
 
     async def wait_until_ended(self) -> None:
