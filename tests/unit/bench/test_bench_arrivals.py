@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from eagleray.bench.arrivals import arrival_times
 from eagleray.errors import UserError
+from eagleray_bench.arrivals import arrival_times
 
 
 def gaps(*, rate: float, burstiness: float, count: int = 40_000) -> np.ndarray:

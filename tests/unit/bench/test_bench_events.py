@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from eagleray.bench.events import Answer, EventSplitter
+from eagleray_bench.events import Answer, EventSplitter
 
 
 def text(word: str, finish_reason: str | None = None) -> bytes:

@@ -7,9 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from eagleray.bench.lengths import Shape, sharegpt_like
-from eagleray.bench.workload import FIRST_TOKEN, Workload, as_text, make_jobs, max_model_len_of, vocab_size_of
 from eagleray.errors import UserError
+from eagleray_bench.lengths import Shape, sharegpt_like
+from eagleray_bench.workload import FIRST_TOKEN, Workload, as_text, make_jobs, max_model_len_of, vocab_size_of
 
 
 def test_the_same_seed_gives_the_same_requests_and_another_does_not():

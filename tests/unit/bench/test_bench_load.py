@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from load_server import Handler, Request, answer, load_server
 
-from eagleray.bench.http import HttpClient
-from eagleray.bench.load import Answered, Failed, Load, generate_load
-from eagleray.bench.serving import describe, panels, serving_figures
-from eagleray.bench.target import open_target
-from eagleray.bench.workload import Workload, make_jobs
 from eagleray.errors import EagleRayError, Unavailable, UserError
+from eagleray_bench.http import HttpClient
+from eagleray_bench.load import Answered, Failed, Load, generate_load
+from eagleray_bench.serving import describe, panels, serving_figures
+from eagleray_bench.target import open_target
+from eagleray_bench.workload import Workload, make_jobs
 
 SECONDS = 30.0
 """No test takes so long."""

@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from eagleray.bench.figures import summary
-from eagleray.bench.plot import PANEL_WIDTH, Panel, svg, write_plot
-from eagleray.bench.report import check_writable, summaries, table, write_json
 from eagleray.errors import UserError
+from eagleray_bench.figures import summary
+from eagleray_bench.plot import PANEL_WIDTH, Panel, svg, write_plot
+from eagleray_bench.report import check_writable, summaries, table, write_json
 
 SVG = "{http://www.w3.org/2000/svg}"
 

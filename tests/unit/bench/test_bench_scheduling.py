@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from eagleray.bench.scheduling import CHUNK_TOKENS, PROMPT_TOKENS, EndlessRequests, measure_scheduling
 from eagleray.errors import UserError
+from eagleray_bench.scheduling import CHUNK_TOKENS, PROMPT_TOKENS, EndlessRequests, measure_scheduling
 
 
 def plans(kind: str, num_requests: int, num_steps: int) -> list:

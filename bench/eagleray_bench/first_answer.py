@@ -1,6 +1,6 @@
 """The program that `startup` starts: an `LLM`, and its first token. Says `ready`, then `answered`.
 
-python -m eagleray.bench.first_answer '{"option of LLM": value}'
+python -m eagleray_bench.first_answer '{"option of LLM": value}'
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from eagleray.bench.http import HttpClient
-from eagleray.bench.lengths import Shape
-from eagleray.bench.load import Answered, Failed, ask
-from eagleray.bench.workload import Job, as_text, vocab_size_of
 from eagleray.errors import EagleRayError, UserError
+from eagleray_bench.http import HttpClient
+from eagleray_bench.lengths import Shape
+from eagleray_bench.load import Answered, Failed, ask
+from eagleray_bench.workload import Job, as_text, vocab_size_of
 
 __all__ = ["ServedModel", "Target", "WordLengths", "open_target"]
 

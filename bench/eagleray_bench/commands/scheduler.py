@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from eagleray.bench.report import table, write_json
-from eagleray.bench.scheduling import KINDS, SchedulingFigures, measure_scheduling
-from eagleray.cli.bench_flags import add_result_flags, check_result_files, options_of
+from eagleray_bench.commands.flags import add_result_flags, check_result_files, options_of
+from eagleray_bench.report import table, write_json
+from eagleray_bench.scheduling import KINDS, SchedulingFigures, measure_scheduling
 
 __all__ = ["add_arguments", "run"]
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eagleray.bench.arrivals import arrival_times
-from eagleray.bench.lengths import Shape, prefix_repetition, sharegpt_like, uniform
 from eagleray.errors import UserError
+from eagleray_bench.arrivals import arrival_times
+from eagleray_bench.lengths import Shape, prefix_repetition, sharegpt_like, uniform
 
 __all__ = [
     "DATASETS",

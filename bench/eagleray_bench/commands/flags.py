@@ -7,8 +7,8 @@ import math
 from dataclasses import fields
 from typing import Any
 
-from eagleray.bench.report import check_writable
-from eagleray.bench.workload import DATASETS, DEFAULT_NUM_PROMPTS, Workload
+from eagleray_bench.report import check_writable
+from eagleray_bench.workload import DATASETS, DEFAULT_NUM_PROMPTS, Workload
 
 __all__ = ["add_result_flags", "add_workload_flags", "check_result_files", "options_of", "workload_from"]
 

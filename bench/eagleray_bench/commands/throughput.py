@@ -6,20 +6,20 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from eagleray.bench.offline import ThroughputFigures, max_model_len, measure_throughput, vocab_size
-from eagleray.bench.report import facts, write_json
-from eagleray.bench.routed_experts import Rounds, RoutedExpertsFigures, measure_routed_experts
-from eagleray.bench.workload import make_jobs
-from eagleray.cli.bench_flags import (
+from eagleray.cli.options import add_config_flags, config_options
+from eagleray.config import build_config
+from eagleray.llm import LLM
+from eagleray_bench.commands.flags import (
     add_result_flags,
     add_workload_flags,
     check_result_files,
     options_of,
     workload_from,
 )
-from eagleray.cli.options import add_config_flags, config_options
-from eagleray.config import build_config
-from eagleray.llm import LLM
+from eagleray_bench.offline import ThroughputFigures, max_model_len, measure_throughput, vocab_size
+from eagleray_bench.report import facts, write_json
+from eagleray_bench.routed_experts import Rounds, RoutedExpertsFigures, measure_routed_experts
+from eagleray_bench.workload import make_jobs
 
 __all__ = ["add_arguments", "run"]
 

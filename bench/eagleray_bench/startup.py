@@ -19,15 +19,15 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from eagleray.bench.figures import Summary, summary
 from eagleray.errors import DeadlineExceeded, EagleRayError, UserError
+from eagleray_bench.figures import Summary, summary
 
 __all__ = ["KINDS", "Start", "StartupFigures", "measure_startup", "start_program", "start_server"]
 
 KINDS = ("program", "server")
 END_SECONDS = 60.0
 ANSWER_SECONDS = 120.0
-PROGRAM = [sys.executable, "-m", "eagleray.bench.first_answer"]
+PROGRAM = [sys.executable, "-m", "eagleray_bench.first_answer"]
 SERVER = [sys.executable, "-m", "eagleray.cli.main", "serve"]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from eagleray.bench.report import summaries, write_json
-from eagleray.bench.startup import KINDS, StartupFigures, measure_startup
-from eagleray.cli.bench_flags import add_result_flags, check_result_files, options_of
 from eagleray.cli.options import add_config_flags, config_from, config_options
 from eagleray.config.resolve import checkpoint_dir
+from eagleray_bench.commands.flags import add_result_flags, check_result_files, options_of
+from eagleray_bench.report import summaries, write_json
+from eagleray_bench.startup import KINDS, StartupFigures, measure_startup
 
 __all__ = ["add_arguments", "run"]
 

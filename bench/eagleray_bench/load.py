@@ -15,9 +15,9 @@ from typing import NamedTuple
 import msgspec
 from tqdm import tqdm
 
-from eagleray.bench.events import Answer, error_message
-from eagleray.bench.http import HttpClient
 from eagleray.errors import DeadlineExceeded, Unavailable, UserError
+from eagleray_bench.events import Answer, error_message
+from eagleray_bench.http import HttpClient
 
 __all__ = ["Answered", "Failed", "Load", "Outcome", "ask", "generate_load"]
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from eagleray.bench.figures import Summary, summary
-from eagleray.bench.lengths import Shape
-from eagleray.bench.workload import DEFAULT_VOCAB_SIZE, Job, make_jobs, max_model_len_of, vocab_size_of
 from eagleray.client import RequestOutput
 from eagleray.config.resolve import checkpoint_dir
 from eagleray.errors import UserError
 from eagleray.llm import LLM
 from eagleray.messages.sampling import SamplingParams
+from eagleray_bench.figures import Summary, summary
+from eagleray_bench.lengths import Shape
+from eagleray_bench.workload import DEFAULT_VOCAB_SIZE, Job, make_jobs, max_model_len_of, vocab_size_of
 
 __all__ = [
     "Batches",

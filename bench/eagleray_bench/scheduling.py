@@ -13,13 +13,13 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from eagleray.bench.figures import Summary, summary
 from eagleray.errors import UserError
 from eagleray.identity import ClientId
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, Stopping
 from eagleray.messages.steps import StepPlan, StepResult
 from eagleray.scheduler import Scheduler
+from eagleray_bench.figures import Summary, summary
 
 __all__ = ["KINDS", "EndlessRequests", "NoModel", "SchedulingFigures", "measure_scheduling"]
 

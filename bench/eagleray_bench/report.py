@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 import eagleray
-from eagleray.bench.figures import Summary
 from eagleray.errors import UserError
+from eagleray_bench.figures import Summary
 
 __all__ = ["check_writable", "facts", "summaries", "table", "write_json"]
 

@@ -9,22 +9,22 @@ from pathlib import Path
 
 import uvloop
 
-from eagleray.bench.http import HttpClient
-from eagleray.bench.load import Load, generate_load
-from eagleray.bench.plot import write_plot
-from eagleray.bench.report import write_json
-from eagleray.bench.serving import describe, panels, serving_figures
-from eagleray.bench.target import open_target
-from eagleray.bench.workload import DEFAULT_VOCAB_SIZE, Job, Workload, make_jobs
 from eagleray.cli.api_key import ENVIRONMENT_HELP, client_key
-from eagleray.cli.bench_flags import (
+from eagleray.errors import UserError
+from eagleray_bench.commands.flags import (
     add_result_flags,
     add_workload_flags,
     check_result_files,
     options_of,
     workload_from,
 )
-from eagleray.errors import UserError
+from eagleray_bench.http import HttpClient
+from eagleray_bench.load import Load, generate_load
+from eagleray_bench.plot import write_plot
+from eagleray_bench.report import write_json
+from eagleray_bench.serving import describe, panels, serving_figures
+from eagleray_bench.target import open_target
+from eagleray_bench.workload import DEFAULT_VOCAB_SIZE, Job, Workload, make_jobs
 
 __all__ = ["add_arguments", "run"]
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from eagleray.bench.lengths import Shape
-from eagleray.bench.offline import ThroughputFigures, answer_all, vocab_size, warm_up
-from eagleray.bench.workload import make_jobs
 from eagleray.client import RequestOutput
 from eagleray.errors import UserError
 from eagleray.llm import LLM
+from eagleray_bench.lengths import Shape
+from eagleray_bench.offline import ThroughputFigures, answer_all, vocab_size, warm_up
+from eagleray_bench.workload import make_jobs
 
 __all__ = ["Rounds", "RoutedExpertsFigures", "measure_routed_experts"]
 

@@ -6,13 +6,13 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from eagleray.bench.offline import Batches, Latency, measure_latency
-from eagleray.bench.plot import Panel, write_plot
-from eagleray.bench.report import summaries, write_json
-from eagleray.cli.bench_flags import add_result_flags, check_result_files, options_of
 from eagleray.cli.options import add_config_flags, config_options
 from eagleray.config import build_config
 from eagleray.llm import LLM
+from eagleray_bench.commands.flags import add_result_flags, check_result_files, options_of
+from eagleray_bench.offline import Batches, Latency, measure_latency
+from eagleray_bench.plot import Panel, write_plot
+from eagleray_bench.report import summaries, write_json
 
 __all__ = ["add_arguments", "run"]
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from eagleray.bench.figures import Summary, summary
-from eagleray.bench.load import Answered, Failed, Load
-from eagleray.bench.plot import Panel
-from eagleray.bench.report import facts, summaries
-from eagleray.bench.workload import Job
+from eagleray_bench.figures import Summary, summary
+from eagleray_bench.load import Answered, Failed, Load
+from eagleray_bench.plot import Panel
+from eagleray_bench.report import facts, summaries
+from eagleray_bench.workload import Job
 
 __all__ = ["Failure", "ServingFigures", "describe", "panels", "serving_figures"]
 
