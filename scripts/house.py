@@ -107,7 +107,7 @@ class Source:
         return [Found(self.path, node.lineno, node.name) for node in self.nodes if isinstance(node, ast.ClassDef)]
 
     def imports(self, modules: set[str], *, lazy: bool) -> set[str]:
-        """Return the modules of `modules` that this one imports, without those that only type checkers import."""
+        """Return the modules of `modules` that this one imports; imports for type checkers alone do not count."""
         found: set[str] = set()
         for node in _executed(self.tree.body, lazy=lazy):
             if isinstance(node, ast.Import):

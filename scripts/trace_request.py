@@ -5,8 +5,8 @@
 Starts `serve --num-threads 1` with the embedded model and sends streamed requests of 12 tokens, one at a time, over one
 connection. A file counts when one of its functions is called between the first byte of the request and the end of its
 stream. Timers call functions too, in some of these windows or, if their period is short, in all: so a function counts
-if every request calls it, and fewer than half of the idle pauses of the same length. The first request is not counted,
-because it also does what is done once.
+if it is called during every request, and during fewer than half of the idle pauses of the same length. A first request
+is sent before, so that work of the first request alone does not count.
 
 With --limit, exits with 1 if more files are entered.
 """
@@ -51,7 +51,7 @@ Calls = dict[str, list[set[Function]]]
 class Trace:
     requests: Calls
     idle: Calls
-    """Of pauses as long as the requests."""
+    """The calls during pauses that are as long as the requests."""
 
     def functions(self, label: str) -> set[Function]:
         """Return the functions that every request calls in this process, without those of timers."""
@@ -80,7 +80,7 @@ class Windows:
 
     @contextmanager
     def record(self) -> Iterator[int]:
-        """Record what is called meanwhile, and yield the window's number."""
+        """Let the processes record their calls, and yield the window's number."""
         self._count += 1
         self._byte[0] = self._count
         yield self._count

@@ -30,9 +30,9 @@ class Recorder:
         key = (window, frame.f_code.co_filename, frame.f_code.co_qualname)
         if key not in self._seen:
             self._seen.add(key)
-            package = sys.modules["eagleray"].__path__[0]
-            if key[1].startswith(package + os.sep):
-                self._write(window, os.path.relpath(key[1], package), key[2])
+            package = sys.modules.get("eagleray")  # other programs of the server have none
+            if package is not None and key[1].startswith(package.__path__[0] + os.sep):
+                self._write(window, os.path.relpath(key[1], package.__path__[0]), key[2])
 
     def _write(self, window: int, file_name: str, function: str) -> None:
         label = sys.argv[-1]  # the last argument of a spawned process

@@ -1,0 +1,111 @@
+"""README.md and docs/: every path, symbol, option, metric and make target that they name exists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from named_things import Code, Mention, links, mentions, stale_names
+
+ROOT = Path(__file__).parents[3]
+DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
+
+FOREIGN = {
+    *("--help", "nohup", "ps"),  # argparse's, the system's
+    *("DATABASE_URL", "HTTP_PROXY", "SO_REUSEPORT", "Upgrade", "vdpbf16ps"),  # users', Linux's, HTTP's, the CPU's
+    *("FF", "RCVHWM", "SNDHWM", "nil"),  # bytes and options of zmq, MessagePack's null
+    *("RAY_preload_python_modules", "py_modules", "working_dir"),  # Ray's
+    "probe.py",  # a file that the reader writes
+}
+
+
+@pytest.fixture(scope="module")
+def code():
+    return Code(ROOT)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_document_names_only_things_that_exist(document, code):
+    found = mentions(document, (ROOT / document).read_text("utf-8"))
+    stale = [str(name) for mention in found for name in stale_names(mention, code, FOREIGN)]
+    assert not stale, "\n".join(["", *stale])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_document_links_to_files_that_exist(document):
+    path = ROOT / document
+    found = links(path.read_text("utf-8"))
+    broken = [f"{document}:{line}: {target}" for line, target in found if not (path.parent / target).exists()]
+    assert not broken, "\n".join(["", *broken])
+
+
+def test_foreign_names_are_all_named_by_a_document(code):
+    found = [mention for name in DOCUMENTS for mention in mentions(name, (ROOT / name).read_text("utf-8"))]
+    assert {stale.name for mention in found for stale in stale_names(mention, code)} == FOREIGN
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "scheduler/scheduler.py",
+        "eagleray/scheduler/scheduler.py",
+        "models/<family>.py",
+        "eagleray/scheduler/",
+        "tests/unit",
+        "EngineCore.step",
+        "scheduler.plan",
+        "engine/loop.EngineLoop",
+        "Chunk(request_id)",
+        "messages.steps",
+        "ray.kill",
+        "--max-num-seqs 4 --no-deterministic",
+        "eagleray:num_requests_running",
+        "eagleray:generation_tokens_total",
+        "make lint",
+        "EAGLERAY_CACHE_DIR=/tmp",
+        "uint8",
+        "POST /v1/nothing",
+    ],
+)
+def test_stale_names_accepts_what_exists(text, code):
+    assert list(stale_names(Mention("a.md", 1, text), code)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "name"),
+    [
+        ("scheduler/nowhere.py", "file", "scheduler/nowhere.py"),
+        ("python scripts/nowhere.py --help", "file", "scripts/nowhere.py"),
+        ("eagleray/nowhere/", "folder", "eagleray/nowhere/"),
+        ("EngineCore.nowhere", "name", "EngineCore.nowhere"),
+        ("scheduler.nowhere", "name", "scheduler.nowhere"),
+        ("engine/loop.Nowhere", "name", "engine/loop.Nowhere"),
+        ("NoWhere", "name", "NoWhere"),
+        ("eagleray serve --nowhere 3", "option", "--nowhere"),
+        ("rate(eagleray:nowhere_total[5m])", "metric", "nowhere_total"),
+        ("make nowhere", "make target", "nowhere"),
+        ("EAGLERAY_NOWHERE=1", "variable", "EAGLERAY_NOWHERE"),
+        ("no_where", "name", "no_where"),
+    ],
+)
+def test_stale_names_finds_what_does_not(text, kind, name, code):
+    found = [stale for stale in stale_names(Mention("a.md", 7, text), code) if stale.name != "--help"]
+    assert [str(stale) for stale in found] == [f"a.md:7: there is no {kind} {name}"]
+
+
+def test_stale_names_of_a_block_are_classes_options_and_targets(code):
+    found = stale_names(Mention("a.md", 1, "engine ── NoWhere(no_where) ──► make lint --nowhere", is_block=True), code)
+    assert [stale.name for stale in found] == ["--nowhere", "NoWhere"]
+
+
+def test_mentions_have_the_lines_of_the_document():
+    text = "# Title\n\nA `span\n of two` lines.\n```sh\nmake test\n```\nAnd `another`.\n"
+    assert sorted((found.line, found.text, found.is_block) for found in mentions("a.md", text)) == [
+        (3, "span of two", False),
+        (6, "make test", True),
+        (8, "another", False),
+    ]
+
+
+def test_links_leave_out_other_sites_and_anchors():
+    assert list(links("[a](a.md#part)\n[b](https://b) [c](#c)\n[d](../d.py)")) == [(1, "a.md"), (3, "../d.py")]
