@@ -24,8 +24,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from eagleray.client import Client, Prompt, open_client
-from eagleray.config import build_config
+from eagleray.client.client import Client
+from eagleray.client.open import open_client
+from eagleray.client.preprocess import Prompt
+from eagleray.config.build import build_config
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.codec import Codec
 from eagleray.messages.lifecycle import Attach, SupervisorToMember
@@ -34,7 +36,8 @@ from eagleray.messages.outputs import Chunk, Chunks, EngineStats, EngineToClient
 from eagleray.messages.requests import Abort, Generate
 from eagleray.messages.sampling import SamplingParams
 from eagleray.messages.wires import ENGINE_INBOX, ENGINE_OUTBOX, SUPERVISOR_INBOX, SUPERVISOR_OUTBOX
-from eagleray.transport import Inbox, Outbox, make_runtime_dir, remove_runtime_dir
+from eagleray.transport.inbox import Inbox, Outbox
+from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 INSTANCE = "bench"
 START_SECONDS = 60.0

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from eagleray.models.batch import Batch
-from eagleray.models.cache import KVCache
-from eagleray.models.kernels import abi
-from eagleray.models.kernels.recording import NativeStep
+from eagleray.kernels.cpu import abi
+from eagleray.kernels.cpu.recording import NativeOp
+from eagleray.kernels.forward_batch import ForwardBatch
+from eagleray.kernels.kv_cache import KVCache
 from eagleray.models.registry import load_model
 
 BLOCK = 16
@@ -68,7 +68,7 @@ def main() -> None:
     program: Any = model._run._program  # type: ignore[attr-defined]
     totals: dict[str, float] = defaultdict(float)
     work: dict[str, float] = defaultdict(float)
-    steps = [step for step in program._recording.steps if isinstance(step, NativeStep)]
+    steps = [step for step in program._recording.steps if isinstance(step, NativeOp)]
     for step in steps:
         one = (abi.Step * 1)(abi.Step(step.operation, abi.ctypes.addressof(step.what)))
         seconds = _best(
@@ -91,13 +91,13 @@ def main() -> None:
         print(f"{name:<24}{1e3 * seconds:10.3f} ms {rate}")
 
 
-def _batch(rows: int, tokens: int, context: int) -> Batch:
+def _batch(rows: int, tokens: int, context: int) -> ForwardBatch:
     lengths = context + tokens
     blocks = -(-lengths // BLOCK)
     table = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
     positions = np.tile(np.arange(context, lengths, dtype=np.int32), rows)
     owner = np.repeat(np.arange(rows), tokens)
-    return Batch(
+    return ForwardBatch(
         token_ids=np.random.default_rng(0).integers(10, 7000, rows * tokens, dtype=np.int32),
         positions=positions,
         slots=table[owner, positions // BLOCK] * BLOCK + positions % BLOCK,

@@ -16,7 +16,9 @@ import sys
 import time
 
 from eagleray.errors import ChannelClosed
-from eagleray.transport import Broadcaster, Listener, make_runtime_dir, remove_runtime_dir
+from eagleray.transport.message_queue_hub import MessageQueueHub
+from eagleray.transport.message_queue_peer import MessageQueuePeer
+from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 SECONDS = 30.0
 IDLE_SECONDS = 1.5
@@ -39,7 +41,7 @@ def main() -> None:
 
 def measure(num_peers: int, medium: str, repeat: int) -> None:
     runtime_dir = make_runtime_dir()
-    queue = Broadcaster.open(num_peers=num_peers, runtime_dir=runtime_dir, host="127.0.0.1")
+    queue = MessageQueueHub.open(num_peers=num_peers, runtime_dir=runtime_dir, host="127.0.0.1")
     children = [
         subprocess.Popen(
             [sys.executable, __file__, "--echo", medium],
@@ -71,7 +73,7 @@ def measure(num_peers: int, medium: str, repeat: int) -> None:
         remove_runtime_dir(runtime_dir)
 
 
-def round_trip(queue: Broadcaster, num_peers: int, frames: list[bytes]) -> float:
+def round_trip(queue: MessageQueueHub, num_peers: int, frames: list[bytes]) -> float:
     """Microseconds until every peer has answered."""
     start = time.perf_counter()
     queue.send(frames, SECONDS)
@@ -81,7 +83,7 @@ def round_trip(queue: Broadcaster, num_peers: int, frames: list[bytes]) -> float
 
 
 def echo(medium: str) -> None:
-    listener = Listener.open(sys.stdin.buffer.read(), timeout=SECONDS, media=[medium])
+    listener = MessageQueuePeer.open(sys.stdin.buffer.read(), timeout=SECONDS, media=[medium])
     try:
         while True:
             if (frames := listener.receive(SECONDS)) is not None:

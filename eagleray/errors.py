@@ -25,28 +25,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "ChannelClosed",
-    "CheckpointError",
-    "ClusterError",
-    "ClusterLost",
-    "ConfigError",
-    "DeadlineExceeded",
-    "EagleRayError",
-    "EngineFailed",
-    "ExpertGroupBroken",
-    "InvalidRequest",
-    "Overloaded",
-    "ProcessCrashed",
-    "PromptTooLong",
-    "RequestFailed",
-    "Unavailable",
-    "UnknownModel",
-    "UserError",
-    "WorkerFailed",
-    "WorkerLost",
-]
-
 
 class EagleRayError(Exception):
     """Base of all errors that eagleray raises on purpose."""

@@ -11,21 +11,10 @@ from typing import TypeVar
 
 import msgspec
 
-__all__ = [
-    "ClientId",
-    "EngineId",
-    "PeerId",
-    "WorkerId",
-    "cluster_name",
-    "display_name",
-    "new_instance_name",
-    "successor",
-]
-
 SEPARATOR = "@"
 """Not in a name that is given."""
 
-Peer = TypeVar("Peer", bound="EngineId | ClientId")
+Member = TypeVar("Member", bound="EngineId | ClientId")
 
 
 class EngineId(msgspec.Struct, frozen=True, tag="engine"):
@@ -65,10 +54,10 @@ class WorkerId(msgspec.Struct, frozen=True, tag="worker"):
         return f"{self.engine.label}/tp{self.tp}-pp{self.pp}"
 
 
-PeerId = EngineId | ClientId
+MemberId = EngineId | ClientId
 
 
-def successor(member: Peer) -> Peer:
+def successor(member: Member) -> Member:
     """The next incarnation of `member`."""
     return msgspec.structs.replace(member, incarnation=member.incarnation + 1)
 

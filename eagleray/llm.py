@@ -15,18 +15,23 @@ from typing import Any, TypeVar
 import msgspec
 from tqdm import tqdm
 
-from eagleray.client import Client, Prompt, RequestOutput, RequestStream, Tokenizer, default_sampling, open_client
+from eagleray.client.client import Client
+from eagleray.client.open import open_client
+from eagleray.client.outputs import RequestOutput
+from eagleray.client.preprocess import Prompt
+from eagleray.client.stream import RequestStream
+from eagleray.client.text.generation_config import default_sampling
+from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.cluster import context
-from eagleray.config import Config, ServingConfig, build_config
+from eagleray.config.build import build_config
 from eagleray.config.resolve import checkpoint_dir
+from eagleray.config.sections import Config, ServingConfig
 from eagleray.errors import ConfigError, EngineFailed, InvalidRequest, Unavailable
-from eagleray.fleet import Supervisor
+from eagleray.fleet.supervisor import Supervisor
 from eagleray.identity import ClientId
 from eagleray.log import setup_logging
 from eagleray.messages.sampling import SamplingParams
 from eagleray.messages.workers import RayContext
-
-__all__ = ["LLM"]
 
 Result = TypeVar("Result")
 PromptLike = str | Sequence[int] | Mapping[str, Any]
@@ -65,7 +70,7 @@ class LLM:
         self._thread.start()
         try:
             # The thread of the task knows which task that is; the loop's does not.
-            self._fleet: _Fleet = self._run(_Fleet.start(self.config, context.current()))
+            self._fleet: _Fleet = self._run(_Fleet.start(self.config, context.current_ray_context()))
         except BaseException:
             _end_loop(self._loop, self._thread)
             raise

@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 import sys
 
-__all__ = ["get_logger", "setup_logging"]
-
 LEVELS = ("debug", "info", "warning", "error")
 
 

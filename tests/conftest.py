@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-from eagleray.config.environment import let_waiting_threads_sleep
+from eagleray.config.environment import limit_openmp_spinning
 
 # Tests run side by side on the same cores: threads that spin while they wait for each other made a file of model tests
 # take four times the processor time. No test module has imported torch yet.
-let_waiting_threads_sleep()
+limit_openmp_spinning()
 
 # Tests do not time: a slow machine is no failure.
 settings.register_profile("eagleray", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from eagleray.config import build_config
+from eagleray.config.build import build_config
 from eagleray.config.resolve import steps_in_flight
 from eagleray.engine.startup import start_engine
 from eagleray.executor.choose import open_executor
@@ -23,7 +23,7 @@ from eagleray.identity import ClientId, EngineId
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 from eagleray.messages.requests import Abort, Generate
 from eagleray.messages.sampling import Sampling, Stopping
-from eagleray.transport import make_runtime_dir, remove_runtime_dir
+from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 START_SECONDS = 120.0
 CLIENT = ClientId("test", 0)

@@ -17,8 +17,9 @@ from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.outputs import Chunk, Chunks, FinishReason
 from eagleray.messages.requests import Abort, Generate
 from eagleray.messages.wires import ENGINE_INBOX, ENGINE_OUTBOX
-from eagleray.process import Parent
-from eagleray.transport import Inbox, Outbox, Pulse
+from eagleray.process.parent import Parent
+from eagleray.transport.heartbeat import HeartbeatSender
+from eagleray.transport.inbox import Inbox, Outbox
 
 INFO = EngineInfo(architecture="Null", vocab_size=300, max_model_len=100_000, block_size=16, num_kv_blocks=10_000)
 
@@ -42,7 +43,7 @@ def run(payload: bytes, parent: Parent) -> None:
         attach = inbox.receive(SECONDS)
         assert isinstance(attach, Attach)
         assert attach.member == spec.engine
-        stack.callback(Pulse.start(attach.pulse, on_silent=lambda seconds: os._exit(1)).close)
+        stack.callback(HeartbeatSender.start(attach.pulse, on_silent=lambda seconds: os._exit(1)).close)
         outbox.connect("supervisor", attach.supervisor)
         engine = NullEngine(spec, inbox, outbox)
         for joined in attach.members:

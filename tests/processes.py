@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-__all__ = ["children_of"]
-
 
 def children_of(pid: int) -> list[int]:
     """Processes that this one has started and that live, in rising order. Its threads may come and go meanwhile."""

@@ -11,7 +11,8 @@ import torch
 
 from eagleray.messages.steps import GroupsOpened
 from eagleray.messages.workers import Topology
-from eagleray.parallel import Groups, Mesh, OpenedGroups
+from eagleray.parallel.groups import Groups, OpenedGroups
+from eagleray.parallel.mesh import Mesh
 
 DEADLINE = 60.0
 

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from oracle import MARGIN, oracle
 
-__all__ = ["assert_rows", "assert_some_rows", "router_oracle"]
-
 
 class RouterOracle:
     """What the routers of a checkpoint choose."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from eagleray.client import RequestOutput
+from eagleray.client.outputs import RequestOutput
 from eagleray.config.resolve import checkpoint_dir
 from eagleray.errors import UserError
 from eagleray.llm import LLM

@@ -18,7 +18,7 @@ from eagleray.identity import ClientId
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, Stopping
 from eagleray.messages.steps import StepPlan, StepResult
-from eagleray.scheduler import Scheduler
+from eagleray.scheduler.scheduler import Scheduler
 from eagleray_bench.figures import Summary, summary
 
 __all__ = ["KINDS", "EndlessRequests", "NoModel", "SchedulingFigures", "measure_scheduling"]

@@ -14,8 +14,6 @@ from pathlib import Path
 from eagleray.config.api_keys import divided_keys
 from eagleray.config.environment import API_KEY_VARIABLE
 
-__all__ = ["ENVIRONMENT_HELP", "client_key", "hide_api_keys"]
-
 FLAG = "--api-key"
 ENVIRONMENT_HELP = f"key to show (default: the environment's {API_KEY_VARIABLE}, else its OPENAI_API_KEY)"
 

@@ -7,8 +7,6 @@ import argparse
 from eagleray.cli.remote import Remote, add_remote_flags
 from eagleray.cli.terminal import read_lines
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_remote_flags(parser)

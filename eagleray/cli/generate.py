@@ -8,8 +8,6 @@ import sys
 from eagleray.cli.options import add_config_flags, config_options
 from eagleray.llm import LLM
 
-__all__ = ["add_arguments", "run"]
-
 SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray")
 SAMPLING_FLAGS = {
     "max_tokens": int,

@@ -11,8 +11,6 @@ import eagleray
 from eagleray.cli.api_key import hide_api_keys
 from eagleray.errors import EagleRayError, UserError
 
-__all__ = ["main"]
-
 COMMANDS = {
     "serve": "serve a model over HTTP, with the API of OpenAI",
     "generate": "complete prompts with a model, without a server",

@@ -10,10 +10,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from eagleray.config import Config, build_config
+from eagleray.config.build import build_config
+from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
-
-__all__ = ["add_config_flags", "config_from", "config_options"]
 
 
 def add_config_flags(parser: argparse.ArgumentParser, *, sections: Sequence[str]) -> None:

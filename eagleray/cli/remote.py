@@ -12,8 +12,6 @@ from urllib.parse import urlsplit
 from eagleray.cli.api_key import ENVIRONMENT_HELP, client_key
 from eagleray.errors import EagleRayError, Unavailable, UserError
 
-__all__ = ["Remote", "add_remote_flags"]
-
 
 def add_remote_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://localhost:8000/v1", help="the server's API (default: %(default)s)")

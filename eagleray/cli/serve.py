@@ -11,17 +11,15 @@ import time
 from typing import Any
 
 from eagleray.cli.options import add_config_flags, config_from
-from eagleray.config import Config
 from eagleray.config.api_keys import with_api_keys
 from eagleray.config.resolve import checkpoint_dir, served_names
+from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
-from eagleray.fleet import FLUSH_SECONDS, Supervisor
+from eagleray.fleet.supervisor import FLUSH_SECONDS, Supervisor
 from eagleray.log import get_logger, setup_logging
-from eagleray.process import raise_open_files_limit
+from eagleray.process.open_files import raise_open_files_limit
 from eagleray.server.http_limits import SPARE_FILES, connection_limit
-from eagleray.transport import check_room
-
-__all__ = ["add_arguments", "run"]
+from eagleray.transport.runtime_dir import check_room
 
 logger = get_logger(__name__)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-__all__ = ["read_lines"]
-
 
 def read_lines(prompt: str) -> Iterator[str]:
     """Every line that is not empty, until the end of the input."""

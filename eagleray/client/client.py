@@ -15,19 +15,19 @@ from typing import Any, Literal
 
 import msgspec
 
+from eagleray.client.collective_rpc import RpcCalls
 from eagleray.client.dispatch import Dispatch
-from eagleray.client.generation_config import eos_token_ids
-from eagleray.client.intake import Intake
+from eagleray.client.intake import RequestBuilder
 from eagleray.client.mailboxes import Inbox, Outbox
 from eagleray.client.preprocess import Preprocessor, Prompt
 from eagleray.client.recovery import RecoveryObserver
-from eagleray.client.routing import Router
+from eagleray.client.routing.router import Router
 from eagleray.client.stream import RequestStream
 from eagleray.client.supervision import Supervision
-from eagleray.client.tokenizer import Tokenizer
-from eagleray.client.worker_calls import WorkerCalls
-from eagleray.config import Config
+from eagleray.client.text.generation_config import eos_token_ids
+from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.config.resolve import checkpoint_dir, local_ranks, tokenizer_dir
+from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, DeadlineExceeded, EngineFailed, Unavailable
 from eagleray.identity import ClientId, EngineId
 from eagleray.log import get_logger
@@ -35,8 +35,6 @@ from eagleray.messages.lifecycle import Attach, ClientStarted, Knows, Stop, Supe
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.outputs import Chunks, EngineStats, EngineToClient, ExpertLoad, WorkersReturned
 from eagleray.messages.sampling import SamplingParams
-
-__all__ = ["Client"]
 
 logger = get_logger(__name__)
 
@@ -49,7 +47,9 @@ WATCH_SECONDS = 1.0
 class Client:
     """Make one with `create`, inside the event loop that it is to live in."""
 
-    def __init__(self, client_id: ClientId, *, inbox: Inbox, outbox: Outbox, intake: Intake, router: Router) -> None:
+    def __init__(
+        self, client_id: ClientId, *, inbox: Inbox, outbox: Outbox, intake: RequestBuilder, router: Router
+    ) -> None:
         self.address = inbox.address
         self.stopping = asyncio.Event()
         """Set when the supervisor wants this client to end: nothing new is taken in then."""
@@ -65,7 +65,7 @@ class Client:
         self._members_changed = asyncio.Event()
         self._dispatch = Dispatch(client_id, router=router, send=outbox.send)
         self._router = router
-        self._worker_calls = WorkerCalls(client_id, send=outbox.send)
+        self._worker_calls = RpcCalls(client_id, send=outbox.send)
         self._supervision = Supervision(on_lost=self._lose_supervisor)
         self._failure: str | None = None
         """Why nothing will ever be done again, if that is so."""
@@ -88,7 +88,7 @@ class Client:
             eos_token_ids=eos_token_ids(checkpoint_dir(model)) or (tokenizer.eos_token_ids if tokenizer else ()),
             max_logprobs=model.max_logprobs,
         )
-        intake = Intake(
+        intake = RequestBuilder(
             preprocessor,
             seed=model.seed,
             max_request_restarts=config.recovery.max_request_restarts,

@@ -11,9 +11,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from eagleray.client.in_flight import InFlight, Request
+from eagleray.client.in_flight import ClientRequest, InFlightRequests
 from eagleray.client.recovery import NoObserver, RecoveryObserver
-from eagleray.client.routing import Router
+from eagleray.client.routing.router import Router
 from eagleray.client.stream import RequestStream
 from eagleray.errors import DeadlineExceeded, EngineFailed
 from eagleray.identity import ClientId, EngineId
@@ -21,8 +21,6 @@ from eagleray.log import get_logger
 from eagleray.messages.membership import EngineInfo
 from eagleray.messages.outputs import Chunk
 from eagleray.messages.requests import Abort, Generate
-
-__all__ = ["Dispatch"]
 
 logger = get_logger(__name__)
 
@@ -39,14 +37,14 @@ class Dispatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.observer: RecoveryObserver = NoObserver()
-        self.in_flight = InFlight(self)
+        self.in_flight = InFlightRequests(self)
         self._client = client
         self._router = router
         self._members = router.members
         self._send = send
         self._clock = clock
 
-    def start(self, request: Request) -> RequestStream:
+    def start(self, request: ClientRequest) -> RequestStream:
         """A new request: it goes to an engine, or waits for one. Its time begins to run.
 
         Raises `InvalidRequest` for a rank that does not exist, `Unavailable` for one that was given up, and what
@@ -106,11 +104,11 @@ class Dispatch:
 
     # What `in_flight` tells.
 
-    def on_abort(self, request: Request) -> None:
+    def on_abort(self, request: ClientRequest) -> None:
         if request.engine is not None:
             self._send(request.engine, Abort(self._client, request.names))
 
-    def on_fresh(self, request: Request, chunk: Chunk) -> None:
+    def on_fresh(self, request: ClientRequest, chunk: Chunk) -> None:
         request.deaths.was_started(has_token=bool(chunk.token_ids))
         if request.sending is not None and not chunk.is_started:
             # Prompt log-probabilities need a computed prompt: then the cache was not asked for all it has.
@@ -123,21 +121,21 @@ class Dispatch:
                 self.observer.next_token(self._clock() - request.lost_at)
                 request.lost_at = None
 
-    def on_ended(self, request: Request, count: int) -> None:
+    def on_ended(self, request: ClientRequest, count: int) -> None:
         if request.sending is not None:
             self._router.started(request.sending, None)
             request.sending = None
         if request.engine is not None:
             self._router.ended(request.engine, count)
 
-    def _expire(self, request: Request) -> None:
+    def _expire(self, request: ClientRequest) -> None:
         self.on_abort(request)
         message = f"the request was given up after {request.timeout:g} s (`timeout`): {request.progress}"
         self.in_flight.fail(request, DeadlineExceeded(message))
 
     # Sending.
 
-    def _place(self, request: Request) -> bool:
+    def _place(self, request: ClientRequest) -> bool:
         """Send it to an engine, if there is one for it now."""
         choice = self._router.choose(
             request.state.prompt_token_ids,
@@ -161,7 +159,7 @@ class Dispatch:
             self._send(engine, Abort(self._client, [message.request_id for message in messages]))
             raise
 
-    def _place_all(self, requests: Iterable[Request]) -> list[Request]:
+    def _place_all(self, requests: Iterable[ClientRequest]) -> list[ClientRequest]:
         """Send those for which there is an engine."""
         placed = [request for request in requests if self._place(request)]
         resumed = [request for request in placed if request.lost_at is not None]
@@ -169,7 +167,7 @@ class Dispatch:
             self.observer.resumed(len(resumed), sum(request.num_tokens for request in resumed))
         return placed
 
-    def _may_come(self, request: Request) -> bool:
+    def _may_come(self, request: ClientRequest) -> bool:
         """Whether there is an engine for it, or will be."""
         ranks = self._members.ranks
         return bool(ranks) if request.rank is None else request.rank in ranks

@@ -11,27 +11,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from eagleray.client.journal import Entry
-from eagleray.client.recovery import Deaths
+from eagleray.client.journal import ResumePoint
+from eagleray.client.recovery import RestartBudget
 from eagleray.client.request_state import RequestState
-from eagleray.client.routing import Sending
+from eagleray.client.routing.router import SentRequest
 from eagleray.client.stream import RequestStream
 from eagleray.errors import EagleRayError
 from eagleray.identity import EngineId
 from eagleray.messages.outputs import Chunk
 from eagleray.messages.requests import Generate
 
-__all__ = ["InFlight", "Keeper", "Request"]
-
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Request:
+class ClientRequest:
     """A request in flight."""
 
     state: RequestState
-    running: dict[int, Entry]
+    running: dict[int, ResumePoint]
     """Its unfinished completions, by index."""
-    deaths: Deaths
+    deaths: RestartBudget
     timeout: float | None = None
     """Seconds from its arrival to its failure."""
     session: str | None = None
@@ -39,7 +37,7 @@ class Request:
     """The only engine that it may go to."""
     engine: EngineId | None = None
     """With which it is; None while it waits for one."""
-    sending: Sending | None = None
+    sending: SentRequest | None = None
     """Until that engine has said the first of it."""
     is_queued: bool = True
     """No token of it has come yet, from any engine."""
@@ -92,21 +90,21 @@ class Request:
 class Keeper(Protocol):
     """Who must know what happens to requests."""
 
-    def on_abort(self, request: Request) -> None:
+    def on_abort(self, request: ClientRequest) -> None:
         """Its user does not want it any more. Called before it ends here."""
 
-    def on_fresh(self, request: Request, chunk: Chunk) -> None:
+    def on_fresh(self, request: ClientRequest, chunk: Chunk) -> None:
         """A chunk of a request that was fresh until now. Called before it is delivered."""
 
-    def on_ended(self, request: Request, count: int) -> None:
+    def on_ended(self, request: ClientRequest, count: int) -> None:
         """So many of its completions are no longer with its engine."""
 
 
-class InFlight:
+class InFlightRequests:
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
-        self._requests: dict[str, Request] = {}
-        self._completions: dict[str, tuple[Request, int]] = {}
+        self._requests: dict[str, ClientRequest] = {}
+        self._completions: dict[str, tuple[ClientRequest, int]] = {}
         """Every completion that is with an engine, with its index, by the name that the engine knows it by."""
         self.num_queued_seqs = 0
         """Completions of the requests that are queued."""
@@ -117,27 +115,27 @@ class InFlight:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[ClientRequest]:
         """Those there are now, in order of arrival; they may end meanwhile."""
         return iter(list(self._requests.values()))
 
     @property
-    def waiting(self) -> list[Request]:
+    def waiting(self) -> list[ClientRequest]:
         """Those that are with no engine."""
         return [request for request in self._requests.values() if request.engine is None]
 
-    def add(self, request: Request) -> RequestStream:
+    def add(self, request: ClientRequest) -> RequestStream:
         request.stream = RequestStream(request.state, on_abort=lambda: self.abort(request))
         self._requests[request.state.request_id] = request
         self.num_queued_seqs += len(request.state.completions)
         return request.stream
 
-    def assign(self, request: Request, sending: Sending) -> None:
+    def assign(self, request: ClientRequest, sending: SentRequest) -> None:
         """It was sent to an engine."""
         request.engine, request.sending, request.is_fresh = sending.engine, sending, True
         self._completions |= {entry.name: (request, index) for index, entry in request.running.items()}
 
-    def detach(self, engine: EngineId) -> list[Request]:
+    def detach(self, engine: EngineId) -> list[ClientRequest]:
         """The engine is gone. Those that were with it are with none now."""
         lost = [request for request in self._requests.values() if request.engine == engine]
         for request in lost:
@@ -159,18 +157,18 @@ class InFlight:
                 unwanted += self._deliver(*place, chunk)
         return unwanted
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: ClientRequest) -> None:
         """End it with what it has."""
         self._keeper.on_abort(request)
         request.state.abort()
         self._end(request)
 
-    def fail(self, request: Request, error: EagleRayError) -> None:
+    def fail(self, request: ClientRequest, error: EagleRayError) -> None:
         """End it with an error for its reader."""
         request.state.failure = error
         self._end(request)
 
-    def _deliver(self, request: Request, index: int, chunk: Chunk) -> Iterable[str]:
+    def _deliver(self, request: ClientRequest, index: int, chunk: Chunk) -> Iterable[str]:
         state, name = request.state, chunk.request_id
         if request.is_fresh:
             self._keeper.on_fresh(request, chunk)
@@ -194,7 +192,7 @@ class InFlight:
         # Without a reason of the engine's it was a stop string, of which the engine knows nothing.
         return (name,) if chunk.finish_reason is None else ()
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: ClientRequest) -> None:
         if request.timer is not None:
             request.timer.cancel()
         if request.engine is not None:
@@ -205,7 +203,7 @@ class InFlight:
         self._leave_queue(request)
         request.stream.wake(ended=True)
 
-    def _leave_queue(self, request: Request) -> None:
+    def _leave_queue(self, request: ClientRequest) -> None:
         if request.is_queued:
             request.is_queued = False
             self.num_queued_seqs -= len(request.state.completions)

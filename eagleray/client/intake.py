@@ -8,21 +8,19 @@ import secrets
 from collections.abc import Callable
 from functools import partial
 
-from eagleray.client.in_flight import InFlight, Request
-from eagleray.client.journal import Entry
+from eagleray.client.in_flight import ClientRequest, InFlightRequests
+from eagleray.client.journal import ResumePoint
 from eagleray.client.preprocess import Preprocessor, Prompt, check_seconds, check_text
-from eagleray.client.recovery import Deaths
+from eagleray.client.recovery import RestartBudget
 from eagleray.client.request_state import RequestState
 from eagleray.errors import InvalidRequest
 from eagleray.messages.membership import EngineInfo
 from eagleray.messages.sampling import SamplingParams
 
-__all__ = ["Intake"]
-
 SEED_BITS = 63
 
 
-class Intake:
+class RequestBuilder:
     """Owned by the client. `request_timeout`: seconds, of requests that set none; None: no limit."""
 
     def __init__(
@@ -46,7 +44,7 @@ class Intake:
         prompt: Prompt,
         params: SamplingParams,
         info: EngineInfo,
-        in_flight: InFlight,
+        in_flight: InFlightRequests,
         *,
         request_id: str | None,
         priority: int,
@@ -54,7 +52,7 @@ class Intake:
         timeout: float | None,
         session: str | None,
         rank: int | None,
-    ) -> Request:
+    ) -> ClientRequest:
         """For engines as `info` says, beside those that are in flight; see `Client.generate`.
 
         Raises `InvalidRequest`.
@@ -83,7 +81,7 @@ class Intake:
             cache_salt=cache_salt,
         )
         tokenizer = self.preprocessor.tokenizer
-        return Request(
+        return ClientRequest(
             state=RequestState(
                 name,
                 prompt=prompt.text,
@@ -92,8 +90,8 @@ class Intake:
                 tokenizer=tokenizer,
                 routing=info.routing,
             ),
-            running={index: Entry(message) for index, message in enumerate(messages)},
-            deaths=Deaths(self._max_request_restarts),
+            running={index: ResumePoint(message) for index, message in enumerate(messages)},
+            deaths=RestartBudget(self._max_request_restarts),
             timeout=seconds,
             session=session,
             rank=rank,

@@ -10,10 +10,8 @@ import msgspec
 
 from eagleray.messages.requests import Generate
 
-__all__ = ["Entry"]
 
-
-class Entry:
+class ResumePoint:
     """A completion that has not ended. `message`: as it was sent first, or will be."""
 
     def __init__(self, message: Generate) -> None:

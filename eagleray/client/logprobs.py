@@ -9,10 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import overload
 
 from eagleray.client.outputs import Logprob
-from eagleray.client.tokenizer import Tokenizer
+from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
-
-__all__ = ["OutputLogprobs", "PromptLogprobsBuilder", "PromptPositions"]
 
 Position = dict[int, Logprob]
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from eagleray.identity import PeerId
+from eagleray.identity import MemberId
 from eagleray.messages.lifecycle import MemberToSupervisor, SupervisorToMember
 from eagleray.messages.outputs import EngineToClient
 from eagleray.messages.requests import ClientToEngine
-
-__all__ = ["Inbox", "Outbox"]
 
 
 class Inbox(Protocol):
@@ -26,14 +24,14 @@ class Inbox(Protocol):
 class Outbox(Protocol):
     """Reaches the inboxes of engines and of the supervisor."""
 
-    def connect(self, peer: PeerId | Literal["supervisor"], address: str) -> None: ...
+    def connect(self, peer: MemberId | Literal["supervisor"], address: str) -> None: ...
 
-    def disconnect(self, peer: PeerId | Literal["supervisor"]) -> None: ...
+    def disconnect(self, peer: MemberId | Literal["supervisor"]) -> None: ...
 
-    def send(self, peer: PeerId | Literal["supervisor"], message: ClientToEngine | MemberToSupervisor) -> None:
+    def send(self, peer: MemberId | Literal["supervisor"], message: ClientToEngine | MemberToSupervisor) -> None:
         """Never blocks."""
 
-    def take_broken(self) -> list[PeerId | Literal["supervisor"]]:
+    def take_broken(self) -> list[MemberId | Literal["supervisor"]]:
         """Those whose connections have broken since the last call: what was sent may be lost."""
 
     def close(self) -> None: ...

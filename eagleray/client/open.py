@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Literal
 
 from eagleray.client.client import Client
-from eagleray.config import Config
-from eagleray.identity import ClientId, PeerId
+from eagleray.config.sections import Config
+from eagleray.identity import ClientId, MemberId
 from eagleray.messages.codec import Codec
 from eagleray.messages.lifecycle import MemberToSupervisor, SupervisorToMember
 from eagleray.messages.outputs import EngineToClient
 from eagleray.messages.requests import ClientToEngine
 from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX
-from eagleray.transport import AsyncInbox, Outbox
-
-__all__ = ["open_client"]
+from eagleray.transport.inbox import AsyncInbox, Outbox
 
 
 def open_client(
@@ -32,7 +30,7 @@ def open_client(
     """
     decode = Codec[SupervisorToMember | EngineToClient](CLIENT_INBOX).decode
     inbox = AsyncInbox(runtime_dir, client_id.label, decode, host=host)
-    outbox: Outbox[PeerId | Literal["supervisor"], ClientToEngine | MemberToSupervisor] = Outbox(
+    outbox: Outbox[MemberId | Literal["supervisor"], ClientToEngine | MemberToSupervisor] = Outbox(
         Codec[ClientToEngine | MemberToSupervisor](CLIENT_OUTBOX).encode
     )
     try:

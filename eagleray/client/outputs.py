@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import FinishReason
 
-__all__ = ["CompletionDelta", "CompletionOutput", "Logprob", "RequestDelta", "RequestOutput"]
-
 
 @dataclass(slots=True)
 class Logprob:

@@ -14,23 +14,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from eagleray.client.tokenizer import Tokenizer
+from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.errors import InvalidRequest, PromptTooLong
 from eagleray.identity import ClientId
 from eagleray.messages.membership import EngineInfo
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import MAX_SEED, Sampling, SamplingParams, Stopping
-
-__all__ = [
-    "MAX_COMPLETIONS",
-    "MAX_LOGPROB_TOKEN_IDS",
-    "MAX_TIMEOUT_SECONDS",
-    "Preprocessor",
-    "Prompt",
-    "check_seconds",
-    "check_text",
-    "child_seed",
-]
 
 MAX_COMPLETIONS = 1024
 """Largest `n`: each completion is a request of its own, with a copy of the prompt."""

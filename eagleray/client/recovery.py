@@ -17,8 +17,6 @@ from typing import Protocol
 
 from eagleray.errors import EngineFailed
 
-__all__ = ["Deaths", "NoObserver", "RecoveryObserver"]
-
 SUSPECT_DEATHS = 2
 
 PROGRESS_FACTOR = 10
@@ -48,7 +46,7 @@ class NoObserver:
     def given_up(self, num_requests: int) -> None: ...
 
 
-class Deaths:
+class RestartBudget:
     """The engines that a request has lost. `limit`: how many it may lose in a row, without a token between them, and
     still go on."""
 

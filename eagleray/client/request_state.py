@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from eagleray.client.detokenizer import Detokenizer
 from eagleray.client.logprobs import OutputLogprobs, PromptLogprobsBuilder, PromptPositions
 from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob, RequestDelta, RequestOutput
-from eagleray.client.routed_experts import RoutedRows
-from eagleray.client.tokenizer import Tokenizer
+from eagleray.client.routed_experts import RoutedExpertsBuffer
+from eagleray.client.text.detokenizer import Detokenizer
+from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.errors import EagleRayError, InvalidRequest, RequestFailed
 from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.sampling import SamplingParams
-
-__all__ = ["Completion", "RequestState"]
 
 OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -53,7 +51,7 @@ class Completion:
     )
 
     def __init__(
-        self, index: int, params: SamplingParams, tokenizer: Tokenizer | None, routed: RoutedRows | None = None
+        self, index: int, params: SamplingParams, tokenizer: Tokenizer | None, routed: RoutedExpertsBuffer | None = None
     ) -> None:
         self.index = index
         self.token_ids: list[int] = []
@@ -233,11 +231,11 @@ class RequestState:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
 
-        def rows() -> RoutedRows | None:
+        def rows() -> RoutedExpertsBuffer | None:
             if not params.return_routed_experts or routing is None:
                 return None
             start = params.routed_experts_prompt_start
-            return RoutedRows(routing, start=start, num_prompt_tokens=len(prompt_token_ids))
+            return RoutedExpertsBuffer(routing, start=start, num_prompt_tokens=len(prompt_token_ids))
 
         self.completions = [Completion(index, params, tokenizer, rows()) for index in range(params.n)]
         self.failure: EagleRayError | None = None

@@ -9,10 +9,8 @@ from __future__ import annotations
 from eagleray.messages.arrays import Array
 from eagleray.messages.membership import RoutingInfo
 
-__all__ = ["RoutedRows"]
 
-
-class RoutedRows:
+class RoutedExpertsBuffer:
     """The rows of positions `start` to `end` - 1. What is known is never replaced."""
 
     __slots__ = ("_num_prompt_tokens", "_num_taken", "_routing", "_row_bytes", "known", "start")

@@ -8,8 +8,6 @@ from collections.abc import AsyncGenerator, Callable
 from eagleray.client.outputs import RequestDelta, RequestOutput
 from eagleray.client.request_state import RequestState
 
-__all__ = ["RequestStream"]
-
 TOKENS_AT_ONCE = 4096
 """Number of tokens that are made into text before the event loop serves others."""
 

@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from eagleray.transport import Pulse
-
-__all__ = ["Supervision"]
+from eagleray.transport.heartbeat import HeartbeatSender
 
 
 class Supervision:
@@ -17,7 +15,7 @@ class Supervision:
     def __init__(self, *, on_lost: Callable[[str], None]) -> None:
         self.is_lost = False
         self._on_lost = on_lost
-        self._pulse: Pulse | None = None
+        self._pulse: HeartbeatSender | None = None
 
     def start(self, ticket: bytes) -> None:
         """Be heard from now on. An empty ticket: the supervisor sees this process anyway."""
@@ -29,7 +27,7 @@ class Supervision:
                     loop.call_soon_threadsafe(self._fall_silent, seconds)
 
             self.close()
-            self._pulse = Pulse.start(ticket, on_silent=tell)
+            self._pulse = HeartbeatSender.start(ticket, on_silent=tell)
 
     def lose(self, cause: str) -> None:
         """The supervisor is there no more, or cannot be reached. Only the first cause counts."""

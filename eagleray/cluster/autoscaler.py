@@ -21,8 +21,6 @@ from ray.experimental.internal_kv import _internal_kv_get
 
 from eagleray.cluster.nodes import Node
 
-__all__ = ["can_grow", "manages_nodes"]
-
 YOUNG_SECONDS = 8.0
 """How long the first report of an autoscaler is waited for, from the first question on: it writes one every 5 s."""
 

@@ -11,23 +11,6 @@ from typing import TypeVar
 from eagleray.errors import ClusterError, ConfigError, EagleRayError
 from eagleray.messages.workers import RayCaller
 
-__all__ = [
-    "Bundle",
-    "BundlesBusy",
-    "Choose",
-    "Resources",
-    "assign",
-    "check_caller_leaves_room",
-    "fitting",
-    "held_in_group",
-    "in_rank_order",
-    "keep_together",
-    "less_held",
-    "show",
-    "take",
-    "worker_resources",
-]
-
 Resources = Mapping[str, float]
 Slot = TypeVar("Slot")
 

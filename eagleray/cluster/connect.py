@@ -21,8 +21,6 @@ from eagleray.errors import ClusterError, ClusterLost
 from eagleray.log import get_logger
 from eagleray.messages.workers import RayContext
 
-__all__ = ["Connection", "connect"]
-
 logger = get_logger(__name__)
 
 OBJECT_STORE_BYTES = 256 * 2**20

@@ -11,10 +11,8 @@ from eagleray.cluster.bundles import held_in_group
 from eagleray.cluster.environment import ALL_DEVICES, inheritable
 from eagleray.messages.workers import RayCaller, RayContext
 
-__all__ = ["current", "inherited_variables"]
 
-
-def current() -> RayContext | None:
+def current_ray_context() -> RayContext | None:
     """The cluster, placement group and runtime_env of this program, if it has connected to Ray already. Never imports
     Ray.
 

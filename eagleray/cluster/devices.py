@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 
 from eagleray.errors import ClusterError
 
-__all__ = ["device_index", "may_have_devices", "shown"]
-
 
 def shown(visible: str | None) -> list[str] | None:
     """CUDA_VISIBLE_DEVICES as a list of ids; None where every GPU is seen."""

@@ -1,101 +1,67 @@
-"""One engine as a Ray actor: brought to life in a bundle, bound, run, watched, ended."""
+"""The Ray actor that an engine lives in. It takes the steps of an engine that is a process: bind, then run."""
 
 from __future__ import annotations
 
-import os
+import importlib
+from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Protocol
 
 import msgspec
-import ray
-from ray.exceptions import RayError, RayTaskError
 
-from eagleray.cluster.bundles import Bundle, Resources
-from eagleray.cluster.context import inherited_variables
-from eagleray.cluster.engine_host import EngineHost
-from eagleray.cluster.environment import worker_environment
-from eagleray.cluster.loss import shorten
-from eagleray.cluster.placement import Placement
-from eagleray.cluster.spawn import Actors, spawn
-from eagleray.cluster.team import check_hosts
-from eagleray.cluster.waiting import Wait
-from eagleray.cluster.watch import why_ended
-from eagleray.errors import WorkerLost
-from eagleray.messages.failure import Failure
+from eagleray.cluster.actor_process import ActorProcess
+from eagleray.cluster.cleanup import remove_with_process
+from eagleray.log import get_logger
 from eagleray.messages.lifecycle import EngineSpec
+from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
-__all__ = ["EngineActor", "open_engine_actor"]
-
-LOOK_SECONDS = 0.2
-
-
-class EngineActor:
-    """Alive, its inbox bound. Whoever has it kills it."""
-
-    def __init__(self, actors: Actors, address: str, node_id: str) -> None:
-        self.address = address
-        self._actors = actors
-        self._node_id = node_id
-        self._sentinel: Any = None
-
-    def run(self) -> None:
-        """Let it be an engine from now on."""
-        self._sentinel = self._actors.actors[0].handle.live.remote()
-
-    def why_ended(self, seconds: float) -> str | Failure | None:
-        """Why it has ended, a `Failure` if by an exception of its own; None if it has not within `seconds`."""
-        ready, _ = ray.wait([self._sentinel], timeout=seconds)
-        return why_ended(self._sentinel, self._node_id) if ready else None
-
-    def kill(self) -> None:
-        """Harmless when repeated, or when it is dead."""
-        self._actors.kill()
+logger = get_logger(__name__)
 
 
-def open_engine_actor(
-    spec: EngineSpec, *, group_id: str, bundle: Bundle, takes: Resources, target: str, wait: Wait
-) -> EngineActor:
-    """Bring the engine of `spec` to life in a bundle of a placement group, of which it `takes` that much.
+class BoundEngine(Protocol):
+    """An engine whose inbox is bound."""
 
-    `target`: see `EngineHost.bind`. Raises `ClusterError`, `ClusterLost`, `WorkerLost`, or what binding raises,
-    and leaves nothing behind then.
-    """
-    label, instance, options = spec.engine.label, spec.engine.instance, spec.config.ray
-    environment = worker_environment(
-        os.environ,
-        runtime_env=options.ray_runtime_env,
-        inherited=inherited_variables(),
-        exclude=options.ray_env_exclude,
-        include=options.ray_env_include,
-        sees_all_devices=not takes,  # it computes nothing itself, and passes on what it knows
-    )
-    with ExitStack() as undo:
-        actors = spawn(
-            Placement(group_id, takes, [bundle], ExitStack()),
-            namespace=instance,
-            labels=[label],
-            environment=environment,
-            log_level=spec.config.execution.log_level,
-            kind=EngineHost,
-            max_concurrency=1,
-        )
-        undo.callback(actors.kill)
-        infos = actors.where(wait)
-        check_hosts([label], infos)
-        address = _bind(actors.actors[0].handle, label, target, spec, wait)
-        undo.pop_all()
-        return EngineActor(actors, address, infos[0].node_id)
+    @property
+    def address(self) -> str: ...
+
+    def run(self, tell: Callable[[Exception], None]) -> None:
+        """Returns when the engine has been stopped; raises what ended it. `tell` is called with that before what it
+        has is closed."""
 
 
-def _bind(handle: Any, label: str, target: str, spec: EngineSpec, wait: Wait) -> str:
-    reference = handle.bind.remote(target, msgspec.msgpack.encode(spec))
-    while not ray.wait([reference], timeout=min(LOOK_SECONDS, wait.left))[0]:
-        wait.note(partial(str.format, "{} has not bound its inbox", label))
-    try:
-        address: str = ray.get(reference)
-    except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, Exception) else error) from None
-    except RayError as error:
-        raise WorkerLost(f"{label}: {shorten(str(error))}") from None
-    return address
+class EngineActor(ActorProcess):
+    """`bind` and `live` are called once each, in this order; both run on the main thread of the process."""
+
+    def __init__(self, label: str, log_level: str) -> None:
+        super().__init__(label, log_level)
+        self._ends = ExitStack()
+        self._engine: BoundEngine | None = None
+
+    def bind(self, target: str, payload: bytes) -> str:
+        """Bind the inbox of the engine that `payload`, an encoded `EngineSpec`, describes; its address.
+
+        `target`, `module:function`, is called with the spec and returns the `BoundEngine`. The directory for its
+        sockets is one of this host's.
+        """
+        module, _, function = target.partition(":")
+        with ExitStack() as ends:
+            directory = make_runtime_dir()
+            ends.callback(remove_runtime_dir, directory)
+            ends.callback(remove_with_process(directory))
+            spec = msgspec.structs.replace(msgspec.msgpack.decode(payload, type=EngineSpec), runtime_dir=str(directory))
+            engine: BoundEngine = attrgetter(function)(importlib.import_module(module))(spec)
+            self._engine = engine
+            self._ends = ends.pop_all()
+        return engine.address
+
+    def live(self) -> None:
+        """Be that engine. The reference to the result is the sentinel, as that of `ActorProcess.run`."""
+        assert self._engine is not None, "`live` before `bind`"
+        with self._ends:
+            try:
+                # It tells the supervisor itself, if that has attached it already; and our result does.
+                self._engine.run(lambda error: None)
+            except Exception:
+                logger.exception("%s ended", self)
+                raise

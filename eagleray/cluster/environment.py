@@ -16,8 +16,6 @@ import msgspec
 from eagleray.cluster.secrets import may_be_secret
 from eagleray.errors import ConfigError
 
-__all__ = ["WorkerEnvironment", "inheritable", "is_withheld", "worker_environment"]
-
 OF_ONE_RANK = (
     "*_VISIBLE_DEVICES",
     "GROUP_RANK",

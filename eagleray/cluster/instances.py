@@ -18,8 +18,6 @@ from eagleray.errors import ClusterError
 from eagleray.identity import display_name
 from eagleray.log import get_logger
 
-__all__ = ["Driver", "check_alone", "earlier_driver"]
-
 logger = get_logger(__name__)
 
 PATIENCE_SECONDS = 5.0

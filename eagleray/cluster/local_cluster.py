@@ -19,13 +19,11 @@ from pathlib import Path
 
 import ray
 
-from eagleray.cluster.tidy import remove_with_process
+from eagleray.cluster.cleanup import remove_with_process
 from eagleray.errors import ClusterLost, EagleRayError
 from eagleray.log import get_logger
-from eagleray.process import explain_exit
-from eagleray.transport import make_runtime_dir, remove_runtime_dir
-
-__all__ = ["LocalCluster", "OnLost"]
+from eagleray.process.spawn import explain_exit
+from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 logger = get_logger(__name__)
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from eagleray.errors import ClusterError
 
-__all__ = ["Node", "only", "snapshot"]
-
 MIN_PREFIX = 8
 """So many digits of a node's id are enough to name it: the labels here have them."""
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from eagleray.cluster import groups
+from eagleray.cluster import placement_groups
 from eagleray.cluster.autoscaler import can_grow
 from eagleray.cluster.bundles import (
     Bundle,
@@ -21,17 +21,15 @@ from eagleray.cluster.bundles import (
     take,
     worker_resources,
 )
+from eagleray.cluster.capacity import explain_shortage, worker_capacity
+from eagleray.cluster.deadline import Deadline
 from eagleray.cluster.nodes import Node, only, snapshot
-from eagleray.cluster.shortage import explain, room
-from eagleray.cluster.waiting import Wait
-from eagleray.config import Config
+from eagleray.config.sections import Config
 from eagleray.errors import ClusterError, ClusterLost, ConfigError
 from eagleray.identity import EngineId, cluster_name
 from eagleray.messages.workers import RayCaller
 
-__all__ = ["Placement", "place", "ready_bundles"]
-
-PIN_SECONDS = 3.0
+PINNED_PLACEMENT_SECONDS = 3.0
 """How long to insist on the nodes that seem to have room for the workers: somebody else may have been faster."""
 
 
@@ -67,17 +65,17 @@ def place(
     Raises `ConfigError` or `ClusterError` at once for what no waiting would help, and after `ray_placement_timeout`
     for the rest; `ClusterLost` if `current_bundles` were lost with their node.
     """
-    wait = Wait(config.ray.ray_placement_timeout, "ray_placement_timeout")
+    wait = Deadline(config.ray.ray_placement_timeout, "ray_placement_timeout")
     given = config.ray.placement_group or current_group
     if given is not None:
-        group_id = groups.find(given)
+        group_id = placement_groups.find(given)
         caller = caller if group_id == current_group else None
         return _place_in_given(group_id, config, engine_node, current_bundles, caller, wait)
     if config.ray.bundle_indices:
         raise ConfigError("option `bundle_indices` names bundles of a placement group: give one by `placement_group`")
     with ExitStack() as ends:
         group_id, worker = _open_own(engine, config, engine_node, wait, ends)
-        bundles = _as_new(groups.bundles_of(group_id, []))
+        bundles = _as_new(placement_groups.bundles_of(group_id, []))
         chosen = assign(
             bundles,
             worker=worker,
@@ -89,7 +87,7 @@ def place(
 
 
 def _place_in_given(
-    group_id: str, config: Config, engine_node: str, mine: Sequence[int], caller: RayCaller | None, wait: Wait
+    group_id: str, config: Config, engine_node: str, mine: Sequence[int], caller: RayCaller | None, wait: Deadline
 ) -> Placement:
     while True:
         nodes, bundles = ready_bundles(group_id, wait, mine=mine)
@@ -119,7 +117,7 @@ def _place_in_given(
             return Placement(group_id, worker, chosen, ExitStack())
 
 
-def ready_bundles(group_id: str, wait: Wait, *, mine: Sequence[int] = ()) -> tuple[list[Node], list[Bundle]]:
+def ready_bundles(group_id: str, wait: Deadline, *, mine: Sequence[int] = ()) -> tuple[list[Node], list[Bundle]]:
     """Wait until each bundle of a group is on a living node; return the nodes and the bundles.
 
     `mine`: the bundles that were chosen already, so that they were on nodes before. Those alone are looked at then, and
@@ -127,16 +125,16 @@ def ready_bundles(group_id: str, wait: Wait, *, mine: Sequence[int] = ()) -> tup
     """
     while True:
         nodes = snapshot()
-        bundles = groups.bundles_of(group_id, nodes) if mine or groups.is_ready(group_id) else []
-        if mine and not groups.are_on_living_nodes([b for b in bundles if b.index in mine], nodes):
+        bundles = placement_groups.bundles_of(group_id, nodes) if mine or placement_groups.is_ready(group_id) else []
+        if mine and not placement_groups.are_on_living_nodes([b for b in bundles if b.index in mine], nodes):
             raise ClusterLost(f"placement group {group_id} has lost a bundle with its node")
-        if mine or (bundles and groups.are_on_living_nodes(bundles, nodes)):
+        if mine or (bundles and placement_groups.are_on_living_nodes(bundles, nodes)):
             return nodes, bundles
-        wait.again(lambda: f"placement group {group_id} is not ready ({groups.pending_reason(group_id)})")
+        wait.again(lambda: f"placement group {group_id} is not ready ({placement_groups.pending_reason(group_id)})")
 
 
 def _open_own(
-    engine: EngineId, config: Config, engine_node: str, wait: Wait, ends: ExitStack
+    engine: EngineId, config: Config, engine_node: str, wait: Deadline, ends: ExitStack
 ) -> tuple[str, dict[str, float]]:
     """A new group that is ready, and what a worker takes of it; `ends` removes it.
 
@@ -147,7 +145,7 @@ def _open_own(
     strategy, world_size = config.ray.ray_placement_strategy, config.parallel.world_size
     totals = [node.total for node in nodes if node.is_alive]
     worker = worker_resources(config.ray.ray_worker_resources, config.execution.device, totals)
-    while room(nodes, worker, strategy) < world_size:
+    while worker_capacity(nodes, worker, strategy) < world_size:
         grows = False if config.ray.ray_nodes else can_grow(nodes)  # new nodes would not be among `ray_nodes`
         if grows:
             break
@@ -160,17 +158,17 @@ def _open_own(
 
     pinned = _choose_nodes(nodes, worker, config, engine_node) if strategy in ("PACK", "STRICT_PACK") else None
     if pinned is not None:
-        group_id = groups.create(name, worker, world_size, strategy, on=[[node] for node in pinned])
+        group_id = placement_groups.create(name, worker, world_size, strategy, on=[[node] for node in pinned])
         with ExitStack() as undo:
-            undo.callback(groups.remove, group_id)
-            if groups.wait_until_ready(group_id, min(PIN_SECONDS, wait.left)):
+            undo.callback(placement_groups.remove, group_id)
+            if placement_groups.wait_until_ready(group_id, min(PINNED_PLACEMENT_SECONDS, wait.left)):
                 ends.push(undo.pop_all())
                 return group_id, worker
 
     on = [[node.node_id for node in nodes if node.is_alive]] * world_size if config.ray.ray_nodes else None
-    group_id = groups.create(name, worker, world_size, strategy, on=on)
-    ends.callback(groups.remove, group_id)
-    while not groups.is_ready(group_id):
+    group_id = placement_groups.create(name, worker, world_size, strategy, on=on)
+    ends.callback(placement_groups.remove, group_id)
+    while not placement_groups.is_ready(group_id):
         wait.again(lambda: _shortage(only(snapshot(), config.ray.ray_nodes), worker, config))
     return group_id, worker
 
@@ -197,7 +195,7 @@ def _as_new(bundles: Sequence[Bundle]) -> list[Bundle]:
 
 
 def _shortage(nodes: Sequence[Node], worker: Resources, config: Config) -> str:
-    return explain(
+    return explain_shortage(
         nodes,
         worker,
         config.ray.ray_placement_strategy,

@@ -14,8 +14,6 @@ from ray.exceptions import AuthenticationError
 
 from eagleray.errors import ClusterError
 
-__all__ = ["check_cluster", "check_in", "check_reachable", "token_source"]
-
 REACH_SECONDS = 5.0
 
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])

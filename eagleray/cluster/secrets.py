@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from fnmatch import fnmatchcase
 
-__all__ = ["may_be_secret"]
-
 NAMES = (
     "*APIKEY*",
     "*AUTH*",

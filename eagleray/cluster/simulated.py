@@ -14,8 +14,6 @@ from ray.dag import InputNode
 
 from eagleray.cluster.connect import connect
 
-__all__ = ["SimulatedCluster", "open_cluster"]
-
 OBJECT_STORE_BYTES = 128 * 2**20
 SECOND_ADDRESS = "127.0.0.2"
 

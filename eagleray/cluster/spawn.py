@@ -13,17 +13,15 @@ from ray._private.state import actors as actor_table
 from ray.exceptions import ActorDiedError, RayError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from eagleray.cluster import groups
+from eagleray.cluster import placement_groups
+from eagleray.cluster.actor_process import ActorInfo, ActorProcess
+from eagleray.cluster.deadline import Deadline
 from eagleray.cluster.environment import WorkerEnvironment
-from eagleray.cluster.host import Host, HostInfo
-from eagleray.cluster.loss import shorten
 from eagleray.cluster.placement import Placement
-from eagleray.cluster.waiting import Wait
+from eagleray.cluster.ray_errors import summarize
 from eagleray.errors import ClusterError, ClusterLost, EagleRayError, WorkerLost
 from eagleray.identity import cluster_name
 from eagleray.log import get_logger
-
-__all__ = ["Actor", "Actors", "Sentinel", "spawn"]
 
 logger = get_logger(__name__)
 
@@ -35,25 +33,25 @@ Sentinel = Any
 
 
 @dataclass(frozen=True)
-class Actor:
+class ActorHandle:
     label: str
     handle: Any
 
 
-class Actors:
+class ActorHandles:
     """The actors of one engine, by rank. They exist when Ray has been asked for them; `where` waits until they do."""
 
-    def __init__(self, actors: Sequence[Actor], placement: Placement, variables: Mapping[str, str]) -> None:
+    def __init__(self, actors: Sequence[ActorHandle], placement: Placement, variables: Mapping[str, str]) -> None:
         self.actors = actors
         self._placement = placement
         self._variables = variables
         self._sentinels: list[Sentinel] = []
 
-    def where(self, wait: Wait) -> list[HostInfo]:
+    def where(self, wait: Deadline) -> list[ActorInfo]:
         """Hand each its environment. What each says of itself. Raises `ClusterError` if it cannot be brought to life,
         `WorkerLost` or `ClusterLost` if it died, or its node."""
         refs = {actor.handle.where.remote(dict(self._variables)): actor for actor in self.actors}
-        found: dict[str, HostInfo] = {}
+        found: dict[str, ActorInfo] = {}
         waiting = list(refs)
         while waiting:
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=min(LOOK_SECONDS, wait.left))
@@ -62,7 +60,9 @@ class Actors:
             if not ready:
                 late = [refs[ref].label for ref in waiting]
                 bundles = [bundle.index for bundle in self._placement.bundles]
-                if not groups.have_nodes(self._placement.group_id, bundles):  # Ray would look for others without end
+                if not placement_groups.have_nodes(
+                    self._placement.group_id, bundles
+                ):  # Ray would look for others without end
                     raise ClusterLost(f"a node that was to hold {', '.join(late)} is gone")
                 wait.note(partial(_silence, late))
         return [found[actor.label] for actor in self.actors]
@@ -99,9 +99,9 @@ def spawn(
     labels: Sequence[str],
     environment: WorkerEnvironment,
     log_level: str,
-    kind: type[Host],
+    kind: type[ActorProcess],
     max_concurrency: int,
-) -> Actors:
+) -> ActorHandles:
     """Ask Ray for one actor per rank, in the bundles of `placement`. Named `<name of the instance>/<label>`,
     in the instance's own namespace."""
     resources = dict(placement.worker)
@@ -115,9 +115,9 @@ def spawn(
         "max_restarts": 0,
         "runtime_env": environment.runtime_env or None,
     }
-    group = groups.handle(placement.group_id)
+    group = placement_groups.handle(placement.group_id)
     actor_class = ray.remote(kind)
-    made: list[Actor] = []
+    made: list[ActorHandle] = []
     if environment.withheld:
         logger.info(
             "environment variables that may be secrets are not passed on to %s: %s (`ray_env_include` passes one on)",
@@ -129,27 +129,27 @@ def spawn(
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle.index)
             name = cluster_name(namespace, label)
             handle = actor_class.options(name=name, scheduling_strategy=strategy, **options).remote(label, log_level)
-            made.append(Actor(label, handle))
+            made.append(ActorHandle(label, handle))
     except Exception as error:
-        Actors(made, placement, {}).kill()
-        raise ClusterError(f"Ray does not take the actor of {label}: {shorten(str(error))}") from error
-    return Actors(made, placement, environment.variables)
+        ActorHandles(made, placement, {}).kill()
+        raise ClusterError(f"Ray does not take the actor of {label}: {summarize(str(error))}") from error
+    return ActorHandles(made, placement, environment.variables)
 
 
-def _said(actor: Actor, ref: Any) -> HostInfo:
+def _said(actor: ActorHandle, ref: Any) -> ActorInfo:
     try:
-        info: HostInfo = ray.get(ref)
+        info: ActorInfo = ray.get(ref)
     except RuntimeEnvSetupError as error:
-        raise ClusterError(f"{actor.label}: Ray could not set up its runtime_env: {shorten(str(error))}") from None
+        raise ClusterError(f"{actor.label}: Ray could not set up its runtime_env: {summarize(str(error))}") from None
     except ActorDiedError as error:
-        said = f"{actor.label} did not come to life: {shorten(str(error))}"
+        said = f"{actor.label} did not come to life: {summarize(str(error))}"
         if not error.actor_init_failed:  # it was killed, or its node died
             raise WorkerLost(said) from None
         if "No module named 'eagleray" in str(error):
             said += "; eagleray must be installed on every node"
         raise ClusterError(said) from None
     except RayError as error:
-        raise WorkerLost(f"worker {actor.label}: {shorten(str(error))}") from None
+        raise WorkerLost(f"worker {actor.label}: {summarize(str(error))}") from None
     return info
 
 
@@ -157,6 +157,6 @@ def _silence(labels: Sequence[str]) -> str:
     return f"no sign of life from the Ray actors of {', '.join(labels)}"
 
 
-def _is_dead(actor: Actor) -> bool:
+def _is_dead(actor: ActorHandle) -> bool:
     entry = actor_table(actor.handle._actor_id.hex())
     return not entry or entry["State"] == "DEAD"

@@ -3,30 +3,3 @@
 Frozen values with the names of the command line's flags. What is learned at run time (addresses, block counts, the
 model's geometry) has types of its own and is never written back here. Importable without torch.
 """
-
-from eagleray.config.build import build_config, field_owners
-from eagleray.config.sections import (
-    CacheConfig,
-    Config,
-    ExecutionConfig,
-    ModelConfig,
-    ParallelConfig,
-    RayConfig,
-    RecoveryConfig,
-    SchedulingConfig,
-    ServingConfig,
-)
-
-__all__ = [
-    "CacheConfig",
-    "Config",
-    "ExecutionConfig",
-    "ModelConfig",
-    "ParallelConfig",
-    "RayConfig",
-    "RecoveryConfig",
-    "SchedulingConfig",
-    "ServingConfig",
-    "build_config",
-    "field_owners",
-]

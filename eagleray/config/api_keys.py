@@ -11,8 +11,6 @@ from eagleray.config.environment import API_KEY_VARIABLE, take_api_keys
 from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
 
-__all__ = ["divided_keys", "with_api_keys", "without_api_keys"]
-
 
 def with_api_keys(config: Config) -> Config:
     """The configuration with the keys of its file and of the environment, which loses them.

@@ -11,8 +11,6 @@ from eagleray.config.resolve import cache_bytes, check_executor, check_experts, 
 from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
 
-__all__ = ["build_config", "field_owners"]
-
 
 def field_owners() -> dict[str, str]:
     """The section that owns each option, by the option's name. Names are unique over all sections."""

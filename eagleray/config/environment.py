@@ -7,22 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "API_KEY_VARIABLE",
-    "BuildSettings",
-    "build_settings",
-    "let_waiting_threads_sleep",
-    "see_devices",
-    "take_api_keys",
-]
-
 API_KEY_VARIABLE = "EAGLERAY_API_KEY"
 
 SPINS = "1000"
 """About ten microseconds: enough to bridge two products of a layer, too little to keep a core from others."""
 
 
-def let_waiting_threads_sleep() -> None:
+def limit_openmp_spinning() -> None:
     """Have OpenMP's threads sleep soon when they wait for each other. Must come before torch is imported.
 
     By default GNU's spin for milliseconds at each of the hundreds of barriers of a step. As soon as another process

@@ -10,8 +10,6 @@ from typing import Any
 
 from eagleray.errors import CheckpointError
 
-__all__ = ["MAX_JSON_BYTES", "read_bounded", "read_json_object", "shown"]
-
 MAX_JSON_BYTES = 32 * 2**20
 """Largest file of settings that is parsed; those of published checkpoints have a few megabytes at most. A parsed file
 takes up to thirty times its size in memory."""

@@ -11,28 +11,6 @@ import msgspec
 from eagleray.config.sections import CacheConfig, Config, ModelConfig, ParallelConfig, RayConfig
 from eagleray.errors import CheckpointError, ConfigError
 
-__all__ = [
-    "DEMO_MODEL_DIR",
-    "ExecutorName",
-    "cache_bytes",
-    "check_executor",
-    "check_experts",
-    "check_fleet",
-    "check_instance_name",
-    "checkpoint_dir",
-    "engine_index",
-    "engines_on_host",
-    "executor_name",
-    "expert_dispatch",
-    "expert_engines",
-    "first_device",
-    "is_asynchronous",
-    "local_ranks",
-    "served_names",
-    "steps_in_flight",
-    "tokenizer_dir",
-]
-
 ExecutorName = Literal["in-process", "processes", "ray", "ray-graph"]
 ExpertDispatch = Literal["all-reduce", "all-gather", "all-to-all"]
 

@@ -7,17 +7,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-__all__ = [
-    "CacheConfig",
-    "Config",
-    "ExecutionConfig",
-    "ModelConfig",
-    "ParallelConfig",
-    "RayConfig",
-    "SchedulingConfig",
-    "ServingConfig",
-]
-
 Positive = Annotated[int, Meta(ge=1)]
 Rank = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from eagleray.engine.pipeline import Awaited, Pipeline
+from eagleray.engine.pipeline import AwaitedStep, Pipeline
 from eagleray.engine.waves import Waves
 from eagleray.errors import DeadlineExceeded
-from eagleray.executor import Executor
+from eagleray.executor.executor import Executor
 from eagleray.messages.failure import Failure
 from eagleray.messages.outputs import WorkersReturned
 from eagleray.messages.requests import CallWorkers
 from eagleray.messages.steps import CallExtension, ExtensionReturned, ReadExpertLoad, StepPlan, WorkerExpertLoad
-from eagleray.scheduler import Output, Scheduler
-
-__all__ = ["EngineCore"]
+from eagleray.scheduler.request import AddressedChunk
+from eagleray.scheduler.scheduler import Scheduler
 
 
 class EngineCore:
@@ -39,7 +38,7 @@ class EngineCore:
         self._pipeline = Pipeline(executor, depth=depth, watchdog_timeout=watchdog_timeout, least_tokens=least_tokens)
 
     @property
-    def awaited(self) -> Awaited | None:
+    def awaited(self) -> AwaitedStep | None:
         """The step that is waited for right now. May be asked from any thread."""
         return self._pipeline.awaited
 
@@ -55,21 +54,21 @@ class EngineCore:
                 return WorkersReturned(call_id=call.call_id, failure=one.failure, rank=rank)
         return WorkersReturned(call_id=call.call_id, values=[one.value or b"" for one in returned.values()])
 
-    def step(self, announce: Callable[[list[Output]], None]) -> list[Output]:
+    def step(self, announce: Callable[[list[AddressedChunk]], None]) -> list[AddressedChunk]:
         """Plan and send what fits into the pipeline, then apply the oldest step: what it tells the clients.
 
         `announce` takes what they must know before a step is sent that may be the end of this engine. Raises
         `ExpertGroupBroken` if an engine is gone that steps together with this one: then `drop_steps` is to be called.
         """
         while self._pipeline.has_room and (plan := self._plan()) is not None:
-            if notices := self.scheduler.take_notices():
+            if notices := self.scheduler.pop_early_chunks():
                 announce(notices)
             self._pipeline.send(plan)
         if not self._pipeline:
             return []
         result = self._pipeline.oldest()
         if self.waves is not None:
-            self.waves.returned(group_works=result.group_works)
+            self.waves.returned(any_engine_busy=result.any_engine_busy)
         return self.scheduler.apply(result)
 
     def drop_steps(self) -> None:

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import msgspec
 
-from eagleray.config import Config
-from eagleray.config.environment import let_waiting_threads_sleep, see_devices
+from eagleray.config.environment import limit_openmp_spinning, see_devices
 from eagleray.config.resolve import executor_name, steps_in_flight
-from eagleray.engine.company import Company
+from eagleray.config.sections import Config
+from eagleray.engine.expert_group_member import ExpertGroupMember
 from eagleray.engine.loop import EngineLoop
-from eagleray.engine.mail import SUPERVISOR, EngineInbox, EngineOutbox
+from eagleray.engine.mailbox import SUPERVISOR, EngineInbox, EngineOutbox
 from eagleray.engine.startup import StartedEngine, start_engine
 from eagleray.engine.watchdog import Watchdog
 from eagleray.errors import DeadlineExceeded
@@ -33,14 +33,15 @@ from eagleray.messages.lifecycle import Attach, Bound, EngineSpec, EngineStarted
 from eagleray.messages.outputs import EngineToClient
 from eagleray.messages.waves import EngineToEngine
 from eagleray.messages.wires import ENGINE_INBOX, ENGINE_OUTBOX
-from eagleray.process import Parent, settle
-from eagleray.transport import Inbox, Outbox, Pulse, make_runtime_dir, remove_runtime_dir
-
-__all__ = ["Engine", "Tell", "run"]
+from eagleray.process.gc_freeze import freeze_gc
+from eagleray.process.parent import Parent
+from eagleray.transport.heartbeat import HeartbeatSender
+from eagleray.transport.inbox import Inbox, Outbox
+from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 logger = get_logger(__name__)
 
-Tell = Callable[[Exception], None]
+ReportError = Callable[[Exception], None]
 """Takes the exception that an engine ends with; called from any thread."""
 
 HERE = ("in-process", "processes")
@@ -80,7 +81,7 @@ class Engine:
     @classmethod
     def bind(cls, spec: EngineSpec) -> Engine:
         """Raises `ConfigError` if `spec.host` is not an address of this host."""
-        let_waiting_threads_sleep()
+        limit_openmp_spinning()
         with ExitStack() as stack:
             if spec.runtime_dir:
                 runtime_dir = Path(spec.runtime_dir)
@@ -98,7 +99,7 @@ class Engine:
         """Of its inbox."""
         return self._inbox.address
 
-    def run(self, tell: Tell, *, has_pipe: bool = False) -> None:
+    def run(self, tell: ReportError, *, has_pipe: bool = False) -> None:
         """Be attached, start, and take requests until `Stop` arrives; close everything in the end.
 
         What goes wrong is told to `tell` at once and raised after the clean-up, which may take a while. Unless
@@ -108,13 +109,13 @@ class Engine:
             try:
                 attach = self._wait_for_attach()
                 if not has_pipe:
-                    tell = self._and_by_wire(tell, attach.supervisor)
+                    tell = self._report_over_new_socket(tell, attach.supervisor)
                 self._live(attach, tell)
             except Exception as error:
                 tell(error)
                 raise
 
-    def _live(self, attach: Attach, tell: Tell) -> None:
+    def _live(self, attach: Attach, tell: ReportError) -> None:
         spec, ends = self._spec, self._ends
         deadline = time.monotonic() + spec.config.execution.startup_timeout
         in_placement_group = is_in_placement_group(spec.config, spec.ray)
@@ -123,12 +124,12 @@ class Engine:
             see_devices(spec.ray.devices)
         _load_libraries(spec.config, in_placement_group=in_placement_group)
         if attach.pulse:
-            ends.callback(Pulse.start(attach.pulse, on_silent=self._end_cut_off).close)
+            ends.callback(HeartbeatSender.start(attach.pulse, on_silent=self._exit_disconnected).close)
         executor = open_executor(spec.engine, spec.config, runtime_dir=self._runtime_dir, ray=spec.ray, on_lost=tell)
         ends.callback(executor.close)
         depth = steps_in_flight(spec.config, in_placement_group=in_placement_group)
         started = start_engine(spec.config, executor, depth=depth, deadline=deadline)
-        watchdog = Watchdog(lambda: started.core.awaited, on_hang=lambda error: self._end_hung(error, tell))
+        watchdog = Watchdog(lambda: started.core.awaited, on_hang=lambda error: self._exit_hung(error, tell))
         ends.callback(watchdog.close)
         has_started = EngineStarted(spec.engine, started.info)
         company = self._company(started, has_started)
@@ -142,12 +143,12 @@ class Engine:
         )
         for member in attach.members:
             loop.join(member)
-        settle()
+        freeze_gc()
         if company is None:
             self._outbox.send(SUPERVISOR, has_started)
         loop.run()
 
-    def _company(self, started: StartedEngine, has_started: EngineStarted) -> Company | None:
+    def _company(self, started: StartedEngine, has_started: EngineStarted) -> ExpertGroupMember | None:
         """Of an engine that steps together with others: it has started when they have formed a group."""
         if started.core.waves is None:
             return None
@@ -155,7 +156,7 @@ class Engine:
         start_seconds = config.execution.startup_timeout
         # Workers of an engine that is gone end when they have not heard of it for so long, if not before.
         leave_seconds = config.execution.heartbeat_timeout + LEAVE_SECONDS
-        return Company(
+        return ExpertGroupMember(
             has_started,
             started.core,
             started.core.waves,
@@ -172,7 +173,7 @@ class Engine:
         assert isinstance(message, Attach), f"{type(message).__name__} arrived before Attach"
         return message
 
-    def _and_by_wire(self, tell: Tell, supervisor: str) -> Tell:
+    def _report_over_new_socket(self, tell: ReportError, supervisor: str) -> ReportError:
         """Also as `Failing`: by an outbox of its own, because it may be told from any thread."""
 
         def tell_both(error: Exception) -> None:
@@ -184,20 +185,20 @@ class Engine:
 
         return tell_both
 
-    def _end_cut_off(self, seconds: float) -> None:
+    def _exit_disconnected(self, seconds: float) -> None:
         """Given up by the supervisor by now: it must not be possible that a successor and this one both go on."""
         logger.error("the supervisor was silent for %.0f s: ending", seconds)
-        self._end_at_once()
+        self._exit_now()
 
-    def _end_hung(self, error: DeadlineExceeded, tell: Tell) -> None:
+    def _exit_hung(self, error: DeadlineExceeded, tell: ReportError) -> None:
         """The main thread hangs, so nothing can be closed."""
         logger.error("%s: ending", error)
         words = threading.Thread(target=tell, args=(error,), name="last-words", daemon=True)
         words.start()
         time.sleep(LAST_WORDS_SECONDS)  # also for what zmq sends in the background
-        self._end_at_once()
+        self._exit_now()
 
-    def _end_at_once(self) -> None:
+    def _exit_now(self) -> None:
         if not self._spec.runtime_dir:
             remove_runtime_dir(self._runtime_dir)
         os._exit(1)

@@ -13,8 +13,6 @@ from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import ExpertLoad
 from eagleray.messages.steps import WorkerExpertLoad
 
-__all__ = ["ExpertLoadReporter", "join_loads"]
-
 LOAD_SECONDS = 5.0
 """To read it, the steps in flight are waited for: a moment in which the workers have nothing to do."""
 

@@ -8,11 +8,11 @@ from collections import defaultdict
 
 import msgspec
 
-from eagleray.engine.company import Alone, Pace
 from eagleray.engine.core import EngineCore
+from eagleray.engine.early_requests import EarlyRequests
+from eagleray.engine.expert_group_member import EngineStepper, IndependentStepper
 from eagleray.engine.expert_load import ExpertLoadReporter
-from eagleray.engine.mail import SUPERVISOR, EngineInbox, EngineMail, EngineOutbox
-from eagleray.engine.strangers import Strangers
+from eagleray.engine.mailbox import SUPERVISOR, EngineInbox, EngineMessage, EngineOutbox
 from eagleray.errors import EngineFailed, InvalidRequest
 from eagleray.identity import ClientId, EngineId
 from eagleray.log import get_logger
@@ -21,9 +21,7 @@ from eagleray.messages.membership import Joined, Left
 from eagleray.messages.outputs import Chunk, Chunks, EngineStats, FinishReason
 from eagleray.messages.requests import Abort, CallWorkers, Generate
 from eagleray.messages.waves import WaveStarted
-from eagleray.scheduler import Output
-
-__all__ = ["EngineLoop"]
+from eagleray.scheduler.request import AddressedChunk
 
 logger = get_logger(__name__)
 
@@ -48,17 +46,17 @@ class EngineLoop:
         inbox: EngineInbox,
         outbox: EngineOutbox,
         *,
-        pace: Pace | None = None,
+        pace: EngineStepper | None = None,
         has_experts: bool = False,
     ) -> None:
         self._engine = engine
         self._core = core
-        self._pace = pace or Alone(core)
+        self._pace = pace or IndependentStepper(core)
         self._expert_load = ExpertLoadReporter(engine, core) if has_experts else None
         self._inbox = inbox
         self._outbox = outbox
         self._clients: set[ClientId] = set()
-        self._strangers = Strangers()
+        self._strangers = EarlyRequests()
         self._stopping = False
         self._stats_due = 0.0
         self._has_reported_idle = False
@@ -100,7 +98,7 @@ class EngineLoop:
                 raise EngineFailed("the connection to the supervisor broke")
             self._outbox.send(SUPERVISOR, Unreachable(self._engine, peer))
 
-    def _receive(self, timeout: float) -> EngineMail | None:
+    def _receive(self, timeout: float) -> EngineMessage | None:
         """Clients may be programs of others: what they say by mistake must not end the engine for everybody."""
         while True:
             try:
@@ -108,7 +106,7 @@ class EngineLoop:
             except msgspec.MsgspecError as error:
                 logger.warning("dropped something that is no message to an engine: %s", error)
 
-    def _handle(self, message: EngineMail) -> None:
+    def _handle(self, message: EngineMessage) -> None:
         match message:
             case (Generate() | CallWorkers()) as request if request.client not in self._clients:
                 self._strangers.keep(request, time.monotonic())
@@ -143,14 +141,14 @@ class EngineLoop:
                 error=str(error),
                 is_user_error=True,
             )
-            self._publish([Output(request.client, chunk)])
+            self._publish([AddressedChunk(request.client, chunk)])
 
-    def _announce(self, outputs: list[Output]) -> None:
+    def _announce(self, outputs: list[AddressedChunk]) -> None:
         """To be known even if the step that comes next ends this process."""
         self._publish(outputs)
         time.sleep(LEAVE_SECONDS)
 
-    def _publish(self, outputs: list[Output]) -> None:
+    def _publish(self, outputs: list[AddressedChunk]) -> None:
         by_client: dict[ClientId, list[Chunk]] = defaultdict(list)
         for client, chunk in outputs:
             by_client[client].append(chunk)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from eagleray.executor import Executor, PendingStep
+from eagleray.executor.executor import Executor, PendingStep
 from eagleray.messages.steps import StepPlan, StepResult
-
-__all__ = ["Awaited", "Pipeline"]
 
 LIMIT_TOKENS = 512
 """A step may take the watchdog's timeout, and as much again for every so many tokens: a long prompt is no hang."""
 
 
-class Awaited(NamedTuple):
+class AwaitedStep(NamedTuple):
     """A step that the engine waits for, and the seconds that it may take."""
 
     plan: StepPlan
@@ -33,8 +31,8 @@ class Pipeline:
         self._depth = depth
         self._watchdog_timeout = watchdog_timeout
         self._least_tokens = least_tokens
-        self._steps: deque[tuple[Awaited, PendingStep]] = deque()
-        self.awaited: Awaited | None = None
+        self._steps: deque[tuple[AwaitedStep, PendingStep]] = deque()
+        self.awaited: AwaitedStep | None = None
         """The step that the engine's thread waits for right now: for the watchdog, which looks from another one."""
 
     def __len__(self) -> int:
@@ -51,7 +49,7 @@ class Pipeline:
 
     def send(self, plan: StepPlan) -> None:
         """With a worker that is an object of this process, the step is computed here."""
-        self.awaited = step = Awaited(plan, self._seconds(plan))
+        self.awaited = step = AwaitedStep(plan, self._seconds(plan))
         try:
             self._steps.append((step, self._executor.step(plan, seconds=step.seconds)))
         finally:

@@ -6,12 +6,12 @@ import time
 from dataclasses import dataclass
 from typing import TypeVar
 
-from eagleray.config import Config
 from eagleray.config.resolve import cache_bytes, expert_engines
+from eagleray.config.sections import Config
 from eagleray.engine.core import EngineCore
 from eagleray.engine.waves import Waves
 from eagleray.errors import ConfigError
-from eagleray.executor import Executor
+from eagleray.executor.executor import Executor
 from eagleray.log import get_logger
 from eagleray.messages.membership import EngineInfo, RoutingInfo
 from eagleray.messages.steps import (
@@ -28,9 +28,7 @@ from eagleray.messages.steps import (
     WorkerCall,
     WorkerReply,
 )
-from eagleray.scheduler import Scheduler
-
-__all__ = ["StartedEngine", "check_kernels", "start_engine"]
+from eagleray.scheduler.scheduler import Scheduler
 
 logger = get_logger(__name__)
 

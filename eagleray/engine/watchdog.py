@@ -12,10 +12,8 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from eagleray.engine.pipeline import Awaited
+from eagleray.engine.pipeline import AwaitedStep
 from eagleray.errors import DeadlineExceeded
-
-__all__ = ["Patience", "Watchdog"]
 
 GRACE_SECONDS = 5.0
 """Beyond a step's limit, at which the executor gives up by itself."""
@@ -28,7 +26,7 @@ LATE_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 
 
-class Patience:
+class StepTimer:
     """For how long one and the same step was waited for. Pure: the time is handed in.
 
     Time in which this process did not run (it was stopped, or the machine was) is not held against the step: when a
@@ -39,10 +37,10 @@ class Patience:
         self._grace = grace
         self._tick = tick
         self._looked = -math.inf
-        self._awaited: Awaited | None = None
+        self._awaited: AwaitedStep | None = None
         self._since = 0.0
 
-    def look(self, awaited: Awaited | None, now: float) -> float | None:
+    def look(self, awaited: AwaitedStep | None, now: float) -> float | None:
         """Seconds that `awaited` has taken, if they are too many. To be asked every `tick` seconds."""
         is_late = now - self._looked > self._tick + LATE_SECONDS
         self._looked = now
@@ -58,7 +56,7 @@ class Watchdog:
 
     def __init__(
         self,
-        awaited: Callable[[], Awaited | None],
+        awaited: Callable[[], AwaitedStep | None],
         *,
         on_hang: Callable[[DeadlineExceeded], None],
         grace: float = GRACE_SECONDS,
@@ -66,7 +64,7 @@ class Watchdog:
     ) -> None:
         self._awaited = awaited
         self._on_hang = on_hang
-        self._patience = Patience(grace=grace, tick=tick)
+        self._patience = StepTimer(grace=grace, tick=tick)
         self._tick = tick
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)

@@ -15,8 +15,6 @@ Owned by the engine's core; begun and ended by its company.
 
 from __future__ import annotations
 
-__all__ = ["Waves"]
-
 
 class Waves:
     """`depth`: steps in flight, the same on all engines. There is no wave before `form`."""
@@ -73,8 +71,8 @@ class Waves:
         """A step was sent."""
         self._num_sent += 1
 
-    def returned(self, *, group_works: bool) -> None:
+    def returned(self, *, any_engine_busy: bool) -> None:
         """The result of the oldest step that was sent: whether one of the engines worked in it."""
         self._num_done += 1
-        if group_works:
+        if any_engine_busy:
             self._limit = self._num_done + self._depth

@@ -6,14 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from eagleray.cluster.bundles import fitting, less_held, worker_resources
-from eagleray.config import Config
 from eagleray.config.resolve import engines_on_host, executor_name, is_asynchronous
+from eagleray.config.sections import Config
 from eagleray.executor.executor import Executor
 from eagleray.executor.group import WorkerGroup
 from eagleray.identity import EngineId
 from eagleray.messages.workers import RayContext
-
-__all__ = ["is_in_placement_group", "open_executor"]
 
 
 def open_executor(
@@ -69,6 +67,6 @@ def _open_group(
 
             return start_ray_actors(engine, config, runtime_dir=runtime_dir, context=ray, on_lost=on_lost)
         case "ray-graph":
-            from eagleray.executor.ray_graph import start_ray_graph
+            from eagleray.executor.ray_graph.group import start_ray_graph
 
             return start_ray_graph(engine, config, runtime_dir=runtime_dir, context=ray, on_lost=on_lost)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, final
 
 from eagleray.errors import ChannelClosed, DeadlineExceeded, WorkerFailed, WorkerLost
+from eagleray.executor.failure_monitor import PEER_EXIT_SECONDS
 from eagleray.executor.group import WorkerGroup
-from eagleray.executor.losses import PARTNER_SECONDS
 from eagleray.executor.merge import merge_step, reporting_ranks
 from eagleray.messages.steps import (
     Call,
@@ -24,8 +24,6 @@ from eagleray.messages.steps import (
     WorkerReply,
 )
 from eagleray.messages.workers import Topology
-
-__all__ = ["Executor", "PendingStep"]
 
 Body = TypeVar("Body", bound=WorkerReply)
 
@@ -151,7 +149,7 @@ class Executor:
             raise cause.as_user_error()
         is_partner_gone = cause.kind == ChannelClosed.__name__
         try:
-            deadline = time.monotonic() + (PARTNER_SECONDS if is_partner_gone else ROOT_CAUSE_SECONDS)
+            deadline = time.monotonic() + (PEER_EXIT_SECONDS if is_partner_gone else ROOT_CAUSE_SECONDS)
             while (left := deadline - time.monotonic()) > 0:
                 self._group.receive(left)
         except WorkerLost as lost:

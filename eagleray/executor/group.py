@@ -7,8 +7,6 @@ from typing import Protocol
 from eagleray.messages.steps import Call, Reply
 from eagleray.messages.workers import Topology
 
-__all__ = ["WorkerGroup"]
-
 
 class WorkerGroup(Protocol):
     """The workers of one engine. Driven by its executor alone, from one thread.

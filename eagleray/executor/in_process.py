@@ -6,15 +6,13 @@ import queue
 import threading
 from collections import deque
 
-from eagleray.config import Config
 from eagleray.config.resolve import first_device
+from eagleray.config.sections import Config
 from eagleray.errors import DeadlineExceeded
 from eagleray.identity import EngineId, WorkerId
 from eagleray.messages.steps import Call, Reply
 from eagleray.messages.workers import Topology
 from eagleray.worker.worker import Worker
-
-__all__ = ["InProcessGroup", "ThreadGroup"]
 
 ALONE = Topology(tensor_parallel_size=1, pipeline_parallel_size=1, nodes=["here"], addresses=["127.0.0.1"])
 

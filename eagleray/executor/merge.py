@@ -13,10 +13,8 @@ import numpy as np
 
 from eagleray.errors import ExpertGroupBroken
 from eagleray.messages.arrays import Array
-from eagleray.messages.steps import StageExperts, StepBroken, StepPlan, StepResult, WorkerReply
+from eagleray.messages.steps import StageRoutedExperts, StepBroken, StepPlan, StepResult, WorkerReply
 from eagleray.messages.workers import Topology
-
-__all__ = ["merge_step", "reporting_ranks"]
 
 
 def reporting_ranks(topology: Topology, plan: StepPlan) -> list[int]:
@@ -37,7 +35,7 @@ def merge_step(replies: Mapping[int, WorkerReply]) -> StepResult:
 
 
 def _experts(reply: WorkerReply) -> Array:
-    assert isinstance(reply, StepResult | StageExperts) and reply.routed_experts is not None
+    assert isinstance(reply, StepResult | StageRoutedExperts) and reply.routed_experts is not None
     return reply.routed_experts
 
 

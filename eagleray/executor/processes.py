@@ -7,19 +7,17 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from eagleray.config import Config
 from eagleray.config.resolve import first_device
-from eagleray.executor.births import labels_of, listen_for_silence, payloads
-from eagleray.executor.losses import Losses
+from eagleray.config.sections import Config
+from eagleray.executor.failure_monitor import FailureMonitor
 from eagleray.executor.queue_group import QueueGroup
+from eagleray.executor.worker_specs import encode_worker_specs, open_heartbeat_monitor, worker_labels
 from eagleray.identity import EngineId
 from eagleray.log import get_logger
 from eagleray.messages.lifecycle import ChildToParent, Failed
 from eagleray.messages.workers import Topology
-from eagleray.process import Child
-from eagleray.transport import Broadcaster
-
-__all__ = ["start_processes"]
+from eagleray.process.spawn import Child
+from eagleray.transport.message_queue_hub import MessageQueueHub
 
 logger = get_logger(__name__)
 
@@ -30,18 +28,18 @@ END_SECONDS = 3.0
 def start_processes(engine: EngineId, config: Config, *, runtime_dir: Path) -> QueueGroup:
     """The workers of `engine`, every one attached to the queue. Raises `WorkerLost` or `DeadlineExceeded`."""
     topology = _topology(config)
-    labels = labels_of(engine, topology)
+    labels = worker_labels(engine, topology)
     first = first_device(config, engine.rank)
     with ExitStack() as stack:
-        broadcaster = Broadcaster.open(num_peers=topology.world_size, runtime_dir=runtime_dir)
+        broadcaster = MessageQueueHub.open(num_peers=topology.world_size, runtime_dir=runtime_dir)
         stack.callback(broadcaster.close)
-        losses = Losses(broadcaster.wake)
-        pulse = listen_for_silence(labels, losses, config=config, runtime_dir=runtime_dir, host=None)
+        losses = FailureMonitor(broadcaster.wake)
+        pulse = open_heartbeat_monitor(labels, losses, config=config, runtime_dir=runtime_dir, host=None)
         stack.callback(pulse.close)
         children: list[Child] = []
         stack.callback(_end, children, broadcaster.close, losses)
         stack.callback(losses.expect)
-        specs = payloads(
+        specs = encode_worker_specs(
             engine,
             config,
             topology,
@@ -65,7 +63,7 @@ def _topology(config: Config) -> Topology:
     )
 
 
-def _spawn(payload: bytes, label: str, config: Config, losses: Losses) -> Child:
+def _spawn(payload: bytes, label: str, config: Config, losses: FailureMonitor) -> Child:
     def heard(message: ChildToParent) -> None:
         if isinstance(message, Failed):
             losses.report(label, message.cause)
@@ -81,7 +79,7 @@ def _spawn(payload: bytes, label: str, config: Config, losses: Losses) -> Child:
     )
 
 
-def _end(children: list[Child], close_queue: Callable[[], None], losses: Losses) -> None:
+def _end(children: list[Child], close_queue: Callable[[], None], losses: FailureMonitor) -> None:
     """Workers end when the queue closes; those that do not are told by SIGTERM, then killed. When one is lost all are
     killed at once: the others wait for it, and would not hear."""
     close_queue()

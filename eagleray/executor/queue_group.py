@@ -6,13 +6,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from eagleray.errors import ChannelClosed, WorkerLost
-from eagleray.executor.losses import PARTNER_SECONDS, Losses
+from eagleray.executor.failure_monitor import PEER_EXIT_SECONDS, FailureMonitor
 from eagleray.messages.codec import Codec
 from eagleray.messages.steps import Call, Reply, WorkerFailure
 from eagleray.messages.workers import Topology
-from eagleray.transport import Broadcaster
-
-__all__ = ["QueueGroup"]
+from eagleray.transport.message_queue_hub import MessageQueueHub
 
 SEND_SECONDS = 60.0
 """A worker that takes no call for so long, though it is alive, will not come back."""
@@ -21,7 +19,9 @@ SEND_SECONDS = 60.0
 class QueueGroup:
     """See `group.WorkerGroup`. `ends` ends the workers, and whatever else belongs to the group, when it is closed."""
 
-    def __init__(self, *, topology: Topology, broadcaster: Broadcaster, losses: Losses, ends: ExitStack) -> None:
+    def __init__(
+        self, *, topology: Topology, broadcaster: MessageQueueHub, losses: FailureMonitor, ends: ExitStack
+    ) -> None:
         self.topology = topology
         self._broadcaster = broadcaster
         self._losses = losses
@@ -44,7 +44,7 @@ class QueueGroup:
         if received is not None:
             reply = self._replies.decode(received[1])
             if isinstance(reply.body, WorkerFailure):
-                self._losses.note_failure()
+                self._losses.mark_failed()
             return reply
         self._losses.check()
         return None
@@ -58,6 +58,6 @@ class QueueGroup:
 
     def _cause(self, error: ChannelClosed) -> Exception:
         """Why a worker's end of the queue is closed: those who watch the workers know in a moment."""
-        self._losses.wait(PARTNER_SECONDS)
+        self._losses.wait(PEER_EXIT_SECONDS)
         self._losses.check()
         return WorkerLost(f"a worker has left the queue: {error}")

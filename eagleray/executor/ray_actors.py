@@ -5,20 +5,18 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+from eagleray.cluster.actor_monitor import ActorMonitor
+from eagleray.cluster.deadline import Deadline
 from eagleray.cluster.local_cluster import OnLost
-from eagleray.cluster.spawn import Actors
-from eagleray.cluster.team import open_team
-from eagleray.cluster.waiting import Wait
-from eagleray.cluster.watch import Watch
-from eagleray.config import Config
-from eagleray.executor.births import listen_for_silence, payloads
-from eagleray.executor.losses import Losses
+from eagleray.cluster.spawn import ActorHandles
+from eagleray.cluster.worker_actors import open_worker_actors
+from eagleray.config.sections import Config
+from eagleray.executor.failure_monitor import FailureMonitor
 from eagleray.executor.queue_group import QueueGroup
+from eagleray.executor.worker_specs import encode_worker_specs, open_heartbeat_monitor
 from eagleray.identity import EngineId
 from eagleray.messages.workers import RayContext
-from eagleray.transport import Broadcaster
-
-__all__ = ["start_ray_actors"]
+from eagleray.transport.message_queue_hub import MessageQueueHub
 
 WORKER = "eagleray.worker.entry:run"
 
@@ -41,28 +39,28 @@ def start_ray_actors(
     `module:function`, called with an encoded `WorkerSpec`. `on_lost`: see `cluster.connect`. Raises `ClusterError`,
     `ConfigError`, `WorkerLost` or `DeadlineExceeded`, and leaves nothing behind then.
     """
-    wait = Wait(config.execution.startup_timeout, "startup_timeout")
+    wait = Deadline(config.execution.startup_timeout, "startup_timeout")
     with ExitStack() as stack:
-        team = open_team(engine, config, context=context, wait=wait, on_lost=on_lost)
+        team = open_worker_actors(engine, config, context=context, wait=wait, on_lost=on_lost)
         stack.callback(team.close)
         topology, labels = team.topology, team.labels
-        broadcaster = Broadcaster.open(num_peers=topology.world_size, runtime_dir=runtime_dir, host=team.host)
+        broadcaster = MessageQueueHub.open(num_peers=topology.world_size, runtime_dir=runtime_dir, host=team.host)
         stack.callback(broadcaster.close)
-        losses = Losses(broadcaster.wake)
-        pulse = listen_for_silence(labels, losses, config=config, runtime_dir=runtime_dir, host=team.host)
+        losses = FailureMonitor(broadcaster.wake)
+        pulse = open_heartbeat_monitor(labels, losses, config=config, runtime_dir=runtime_dir, host=team.host)
         stack.callback(pulse.close)
-        specs = payloads(
+        specs = encode_worker_specs(
             engine, config, topology, devices=team.devices, near=team.near, queue=broadcaster.ticket, pulse=pulse
         )
         sentinels = team.actors.run(worker, specs)
-        watch = Watch(sentinels, topology.nodes, lambda rank, reason: losses.report(labels[rank], reason))
+        watch = ActorMonitor(sentinels, topology.nodes, lambda rank, reason: losses.report(labels[rank], reason))
         stack.callback(watch.close)
         broadcaster.wait_for_peers(wait.left, losses.check)
         stack.callback(_end, broadcaster, team.actors, losses)
         return QueueGroup(topology=topology, broadcaster=broadcaster, losses=losses, ends=stack.pop_all())
 
 
-def _end(broadcaster: Broadcaster, actors: Actors, losses: Losses) -> None:
+def _end(broadcaster: MessageQueueHub, actors: ActorHandles, losses: FailureMonitor) -> None:
     """Workers end when the queue closes; what is left is killed with the team. When one is lost all are killed at once:
     the others wait for it, and would not hear."""
     broadcaster.close()

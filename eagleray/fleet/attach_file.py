@@ -12,8 +12,6 @@ from pathlib import Path
 
 from eagleray.errors import ConfigError
 
-__all__ = ["attach_file"]
-
 
 @contextlib.contextmanager
 def attach_file(path: Path, *, instance: str, supervisor: str, model: str) -> Iterator[None]:

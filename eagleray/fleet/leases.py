@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from eagleray.identity import ClientId
 
-__all__ = ["FIRST_INDEX", "Leases"]
-
 FIRST_INDEX = 1_000_000
 """API servers have indices below it."""
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from eagleray.cluster import groups
+from eagleray.cluster import placement_groups
 from eagleray.cluster.connect import Connection, connect
 from eagleray.cluster.nodes import only, snapshot
 from eagleray.errors import DeadlineExceeded
-from eagleray.fleet.ray_life import RayLife
-from eagleray.fleet.ray_places import GivenGroup, OwnGroups, Places
+from eagleray.fleet.ray_life import RayEngineLifecycle
+from eagleray.fleet.ray_places import DedicatedGroups, EnginePlacer, UserGroup
 from eagleray.identity import EngineId
 from eagleray.messages.codec import Codec
 from eagleray.messages.launching import (
@@ -30,10 +30,9 @@ from eagleray.messages.launching import (
     SpawnEngine,
 )
 from eagleray.messages.lifecycle import EngineSpec
-from eagleray.process import Parent
-from eagleray.transport import Inbox, Outbox, Pulse
-
-__all__ = ["run"]
+from eagleray.process.parent import Parent
+from eagleray.transport.heartbeat import HeartbeatSender
+from eagleray.transport.inbox import Inbox, Outbox
 
 LOOK_SECONDS = 1.0
 """A signal wakes the main thread at once, unless another thread has got it."""
@@ -64,7 +63,7 @@ def run(payload: bytes, parent: Parent) -> None:
             Path(spec.runtime_dir), f"ray-driver-{spec.number}", Codec(LauncherToDriver).decode
         )
         ends.callback(inbox.close)
-        ends.callback(Pulse.start(spec.pulse, on_silent=_keep_on).close)
+        ends.callback(HeartbeatSender.start(spec.pulse, on_silent=_keep_on).close)
         _report(spec, connection, inbox.address)
         driver = Driver(spec, places=places, cluster=connection.address)
         ends.callback(driver.close)
@@ -79,11 +78,11 @@ def _keep_on(seconds: float) -> None:
 class Driver:
     """Owns the lives of the engines."""
 
-    def __init__(self, spec: DriverSpec, *, places: Places, cluster: str) -> None:
+    def __init__(self, spec: DriverSpec, *, places: EnginePlacer, cluster: str) -> None:
         self._spec = spec
         self._places = places
         self._cluster = cluster
-        self._lives: dict[EngineId, RayLife] = {}
+        self._lives: dict[EngineId, RayEngineLifecycle] = {}
 
     def handle(self, messages: Sequence[LauncherToDriver]) -> None:
         born = {}
@@ -107,8 +106,8 @@ class Driver:
         if late:
             raise DeadlineExceeded(f"Ray has not ended {', '.join(late)} within {END_SECONDS:.0f} s")
 
-    def _make(self, spec: EngineSpec) -> RayLife:
-        return RayLife(
+    def _make(self, spec: EngineSpec) -> RayEngineLifecycle:
+        return RayEngineLifecycle(
             spec,
             places=self._places,
             cluster=self._cluster,
@@ -127,14 +126,14 @@ def _gather(inbox: Inbox[LauncherToDriver]) -> list[LauncherToDriver]:
     return messages
 
 
-def _places(spec: DriverSpec, connection: Connection) -> Places:
+def _places(spec: DriverSpec, connection: Connection) -> EnginePlacer:
     """In the placement group that is given, or that the asking program is in; else in groups of the engines' own."""
     is_same_cluster = spec.ray is not None and spec.ray.address == connection.address
     current = spec.ray.placement_group if spec.ray is not None and is_same_cluster else None
     given = spec.config.ray.placement_group or current
     if given is None:
-        return OwnGroups(spec.config, near=connection.node_id)
-    return GivenGroup(spec.config, groups.find(given), near=connection.node_id)
+        return DedicatedGroups(spec.config, near=connection.node_id)
+    return UserGroup(spec.config, placement_groups.find(given), near=connection.node_id)
 
 
 def _report(spec: DriverSpec, connection: Connection, address: str) -> None:

@@ -12,21 +12,19 @@ from contextlib import ExitStack
 
 import msgspec
 
-from eagleray.cluster.engine_actor import EngineActor, open_engine_actor
-from eagleray.cluster.waiting import Wait
+from eagleray.cluster.deadline import Deadline
+from eagleray.cluster.engine_actor_handle import EngineActorHandle, open_engine_actor
 from eagleray.config.resolve import executor_name
 from eagleray.errors import EagleRayError
-from eagleray.fleet.ray_places import Place, Places
+from eagleray.fleet.ray_places import EnginePlacement, EnginePlacer
 from eagleray.identity import EngineId
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Failure
-from eagleray.messages.launching import DriverToLauncher, EngineEnded, EngineSaid
+from eagleray.messages.launching import DriverToLauncher, EngineEnded, EngineReported
 from eagleray.messages.lifecycle import Bound, EngineSpec, Failed
 from eagleray.messages.workers import RayContext
-from eagleray.transport import Outbox
-
-__all__ = ["RayLife"]
+from eagleray.transport.inbox import Outbox
 
 logger = get_logger(__name__)
 
@@ -34,15 +32,15 @@ LOOK_SECONDS = 0.2
 """How often an engine that runs is looked at for whether it is to end. Ray tells at once that it has ended."""
 
 
-class Told(Exception):
+class Cancelled(Exception):
     """To end."""
 
 
-class RayLife:
+class RayEngineLifecycle:
     """`cluster`: its address; `launcher`: the address of the inbox that hears of the engine; `target`: see
     `EngineHost.bind`."""
 
-    def __init__(self, spec: EngineSpec, *, places: Places, cluster: str, launcher: str, target: str) -> None:
+    def __init__(self, spec: EngineSpec, *, places: EnginePlacer, cluster: str, launcher: str, target: str) -> None:
         self._spec = spec
         self._places = places
         self._cluster = cluster
@@ -88,11 +86,11 @@ class RayLife:
         """Why it has ended. `ends` removes what is left of it."""
         try:
             actor = self._give_birth(ends)
-            outbox.send("launcher", EngineSaid(self.engine, Bound(actor.address)))
+            outbox.send("launcher", EngineReported(self.engine, Bound(actor.address)))
             actor.run()
             while (cause := actor.why_ended(LOOK_SECONDS)) is None:
                 self._check()
-        except Told:
+        except Cancelled:
             self._tidy(ends)  # only then is it true
             return "it was told to end"
         except Exception as error:
@@ -100,15 +98,15 @@ class RayLife:
                 logger.exception("%s could not be brought to life", self.engine.label)
             cause = Failure.of(error)
         if isinstance(cause, Failure):
-            outbox.send("launcher", EngineSaid(self.engine, Failed(cause)))
+            outbox.send("launcher", EngineReported(self.engine, Failed(cause)))
         return str(cause)
 
-    def _give_birth(self, ends: ExitStack) -> EngineActor:
+    def _give_birth(self, ends: ExitStack) -> EngineActorHandle:
         config = self._spec.config
-        wait = Wait(config.ray.ray_placement_timeout, "ray_placement_timeout", self._check)
+        wait = Deadline(config.ray.ray_placement_timeout, "ray_placement_timeout", self._check)
         place = self._places.find(self.engine, wait)
         ends.callback(place.close)
-        wait = Wait(config.execution.startup_timeout, "startup_timeout", self._check)
+        wait = Deadline(config.execution.startup_timeout, "startup_timeout", self._check)
         takes = {} if _has_workers_in_bundles(self._spec) else place.size.bundle
         actor = open_engine_actor(
             self._placed(place), group_id=place.group_id, bundle=place.home, takes=takes, target=self._target, wait=wait
@@ -117,7 +115,7 @@ class RayLife:
         ends.callback(place.close)  # first: it ends a stopped process, which a kill of the actor does not
         return actor
 
-    def _placed(self, place: Place) -> EngineSpec:
+    def _placed(self, place: EnginePlacement) -> EngineSpec:
         """What the engine is told: where it is, and no longer how to get there."""
         asking = self._spec.ray
         context = RayContext(
@@ -138,7 +136,7 @@ class RayLife:
 
     def _check(self) -> None:
         if self._is_told.is_set():
-            raise Told
+            raise Cancelled
 
     def _tidy(self, ends: ExitStack) -> None:
         try:

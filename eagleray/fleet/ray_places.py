@@ -14,27 +14,32 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from eagleray.cluster import groups
+from eagleray.cluster import placement_groups
 from eagleray.cluster.autoscaler import can_grow
 from eagleray.cluster.bundles import Bundle, assign
+from eagleray.cluster.deadline import Deadline
+from eagleray.cluster.engine_placement import (
+    EngineSize,
+    Reservation,
+    divide_bundles,
+    engine_size,
+    free_of_holds,
+    place_engines,
+)
 from eagleray.cluster.nodes import Node, only, snapshot
 from eagleray.cluster.placement import ready_bundles
-from eagleray.cluster.waiting import Wait
-from eagleray.config import Config
 from eagleray.config.resolve import local_ranks
+from eagleray.config.sections import Config
 from eagleray.errors import ClusterError, ClusterLost
-from eagleray.fleet.plan import EngineSize, Hold, divide, engine_size, free_of_holds, plan
-from eagleray.fleet.room import Shortage, explain
+from eagleray.fleet.room import CapacityShortage, explain_engine_shortage
 from eagleray.identity import EngineId, cluster_name
 
-__all__ = ["GivenGroup", "OwnGroups", "Place", "Places"]
-
-PIN_SECONDS = 3.0
+PINNED_PLACEMENT_SECONDS = 3.0
 """How long to insist on nodes that seemed to have room: somebody else may have been faster."""
 
 
 @dataclass(frozen=True)
-class Place:
+class EnginePlacement:
     """Bundles of a placement group that is ready. Whoever holds it closes it."""
 
     group_id: str
@@ -52,16 +57,16 @@ class Place:
         self._ends.close()
 
 
-class Places(Protocol):
+class EnginePlacer(Protocol):
     def expect(self, engine: EngineId) -> None:
         """`find` is about to be called for it."""
 
-    def find(self, engine: EngineId, wait: Wait) -> Place:
+    def find(self, engine: EngineId, wait: Deadline) -> EnginePlacement:
         """Wait for room. Raises `ClusterError` with what there is, at once where no waiting would help; `ClusterLost`
         if there was room before."""
 
 
-class OwnGroups:
+class DedicatedGroups:
     """A placement group for each engine, pinned to the nodes that the plan says."""
 
     def __init__(self, config: Config, *, near: str) -> None:
@@ -70,7 +75,7 @@ class OwnGroups:
         self._near = near
         self._lock = threading.Lock()
         self._expected: dict[int, EngineId] = {}
-        self._holds: dict[EngineId, Hold] = {}
+        self._holds: dict[EngineId, Reservation] = {}
         self._fitted: set[int] = set()
         """Ranks that the cluster had room for: when it has none any longer, it has lost a node."""
 
@@ -78,25 +83,27 @@ class OwnGroups:
         with self._lock:
             self._expected[engine.rank] = engine
 
-    def find(self, engine: EngineId, wait: Wait) -> Place:
+    def find(self, engine: EngineId, wait: Deadline) -> EnginePlacement:
         with ExitStack() as ends:
             ends.callback(self._forget, engine)
             while True:
                 size, nodes = self._reserve(engine, wait)
                 with ExitStack() as undo:
                     group_id = self._create(engine, size, nodes)
-                    undo.callback(groups.remove, group_id)
+                    undo.callback(placement_groups.remove, group_id)
                     if self._becomes_ready(group_id, is_pinned=nodes is not None, wait=wait):
                         there = snapshot()
-                        bundles = groups.bundles_of(group_id, there)
-                        if groups.are_on_living_nodes(bundles, there):
+                        bundles = placement_groups.bundles_of(group_id, there)
+                        if placement_groups.are_on_living_nodes(bundles, there):
                             ends.push(undo.pop_all())
                             self._hold(engine, [bundle.node_id for bundle in bundles], group_id)
                             address = _address(there, bundles[0])
-                            return Place(group_id, range(size.num_bundles), bundles[0], address, size, ends.pop_all())
+                            return EnginePlacement(
+                                group_id, range(size.num_bundles), bundles[0], address, size, ends.pop_all()
+                            )
                 self._release(engine)  # somebody else was faster, or a node is gone
 
-    def _reserve(self, engine: EngineId, wait: Wait) -> tuple[EngineSize, list[str] | None]:
+    def _reserve(self, engine: EngineId, wait: Deadline) -> tuple[EngineSize, list[str] | None]:
         """The node of each bundle, which nobody else of this instance is given now. None: of a cluster that grows."""
         while True:
             nodes = snapshot()
@@ -118,7 +125,7 @@ class OwnGroups:
     def _hold_for_all(self, nodes: Sequence[Node], size: EngineSize) -> None:
         """For every engine that is expected and finds room: those that are born together are planned together."""
         waiting = {rank: engine for rank, engine in self._expected.items() if engine not in self._holds}
-        found = plan(
+        found = place_engines(
             free_of_holds(nodes, self._holds.values(), size.bundle),
             size,
             ranks=waiting,
@@ -127,22 +134,22 @@ class OwnGroups:
             near=self._near,
         )
         for rank, chosen in found.items():
-            self._holds[waiting[rank]] = Hold(nodes=chosen)
+            self._holds[waiting[rank]] = Reservation(nodes=chosen)
             self._fitted.add(rank)
 
     def _create(self, engine: EngineId, size: EngineSize, nodes: list[str] | None) -> str:
         """Ray is asked for what it may not have yet, too: that is how an autoscaler hears of it."""
         name = cluster_name(engine.instance, engine.label)
         if nodes is None:
-            return groups.create(name, size.bundle, size.num_bundles, size.strategy)
+            return placement_groups.create(name, size.bundle, size.num_bundles, size.strategy)
         on = [[node] for node in nodes]
-        group_id = groups.create(name, size.bundle, size.num_bundles, "PACK", on=on)
+        group_id = placement_groups.create(name, size.bundle, size.num_bundles, "PACK", on=on)
         self._hold(engine, nodes, group_id)
         return group_id
 
-    def _becomes_ready(self, group_id: str, *, is_pinned: bool, wait: Wait) -> bool:
-        deadline = time.monotonic() + PIN_SECONDS
-        while not groups.is_ready(group_id):
+    def _becomes_ready(self, group_id: str, *, is_pinned: bool, wait: Deadline) -> bool:
+        deadline = time.monotonic() + PINNED_PLACEMENT_SECONDS
+        while not placement_groups.is_ready(group_id):
             if is_pinned and time.monotonic() >= deadline:
                 return False
             wait.again(lambda: self._missing(group_id))
@@ -151,12 +158,12 @@ class OwnGroups:
     def _missing(self, group_id: str) -> str:
         nodes = only(snapshot(), self._config.ray.ray_nodes)
         size = engine_size(self._config, [node.total for node in nodes if node.is_alive])
-        reason = groups.pending_reason(group_id)
+        reason = placement_groups.pending_reason(group_id)
         return f"the placement group is not ready ({reason}): {self._explain(nodes, size).text}"
 
     def _hold(self, engine: EngineId, nodes: Sequence[str], group_id: str) -> None:
         with self._lock:
-            self._holds[engine] = Hold(nodes=nodes, group_id=group_id)
+            self._holds[engine] = Reservation(nodes=nodes, group_id=group_id)
 
     def _release(self, engine: EngineId) -> None:
         with self._lock:
@@ -168,9 +175,9 @@ class OwnGroups:
             if self._expected.get(engine.rank) == engine:
                 del self._expected[engine.rank]
 
-    def _explain(self, nodes: Sequence[Node], size: EngineSize) -> Shortage:
+    def _explain(self, nodes: Sequence[Node], size: EngineSize) -> CapacityShortage:
         parallel = self._config.parallel
-        return explain(
+        return explain_engine_shortage(
             nodes,
             size,
             num_engines=len(local_ranks(self._config)),
@@ -180,7 +187,7 @@ class OwnGroups:
         )
 
 
-class GivenGroup:
+class UserGroup:
     """A placement group of the user's, whose bundles are divided among the engines in order of their ranks."""
 
     def __init__(self, config: Config, group_id: str, *, near: str) -> None:
@@ -191,7 +198,7 @@ class GivenGroup:
     def expect(self, engine: EngineId) -> None:
         """Its bundles are known already."""
 
-    def find(self, engine: EngineId, wait: Wait) -> Place:
+    def find(self, engine: EngineId, wait: Deadline) -> EnginePlacement:
         group_id = self._group_id
         nodes, bundles = ready_bundles(group_id, wait)
         allowed = {node.node_id for node in only(nodes, self._config.ray.ray_nodes)}
@@ -199,7 +206,7 @@ class GivenGroup:
         size = engine_size(self._config, [bundle.total for bundle in bundles])
         mine = self._share(bundles, size, engine.rank)
         home = next(bundle for bundle in bundles if bundle.index == mine[0])
-        return Place(group_id, mine, home, _address(nodes, home), size, ExitStack())
+        return EnginePlacement(group_id, mine, home, _address(nodes, home), size, ExitStack())
 
     def _share(self, bundles: Sequence[Bundle], size: EngineSize, rank: int) -> list[int]:
         if indices := self._config.ray.bundle_indices:
@@ -207,7 +214,7 @@ class GivenGroup:
             exact = assign(empty, worker=size.bundle, world_size=size.num_bundles, engine_node="", indices=indices)
             return [bundle.index for bundle in exact]
         ranks = local_ranks(self._config)
-        shares = divide(
+        shares = divide_bundles(
             bundles,
             worker=size.bundle,
             world_size=size.num_bundles,

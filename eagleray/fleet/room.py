@@ -6,23 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from eagleray.cluster.bundles import fitting, show
+from eagleray.cluster.capacity import offer, sizes_within
+from eagleray.cluster.engine_placement import EngineSize, Policy, place_engines
 from eagleray.cluster.nodes import Node
-from eagleray.cluster.shortage import offer, sizes_within
-from eagleray.fleet.plan import EngineSize, Policy, plan
-
-__all__ = ["Shortage", "explain"]
 
 
 @dataclass(frozen=True, slots=True)
-class Shortage:
+class CapacityShortage:
     text: str
     may_pass: bool
     """The nodes have what is asked for, but others hold a part of it."""
 
 
-def explain(
+def explain_engine_shortage(
     nodes: Sequence[Node], size: EngineSize, *, num_engines: int, policy: Policy, tensor: int, pipeline: int
-) -> Shortage:
+) -> CapacityShortage:
     """Asked for, what each node has, how many engines fit on it, and which sizes would fit.
 
     `num_engines`: of the whole instance, those that run included; `tensor`, `pipeline`: parallel sizes of one engine.
@@ -33,7 +31,7 @@ def explain(
     most = _most(alive, size, num_engines, policy)
     if most == num_engines:
         text = f"{asked} were asked for and the cluster has room, but others hold a part of it: {has}"
-        return Shortage(text, may_pass=True)
+        return CapacityShortage(text, may_pass=True)
     advice = [f"`data_parallel_size` {most}"] if most else []
     if size.num_bundles > 1:
         for t, p in sizes_within(tensor=tensor, pipeline=pipeline)[1:]:
@@ -43,13 +41,13 @@ def explain(
                 break
     would = " or ".join(advice) + " would fit" if advice else "nothing of that kind fits: set `ray_worker_resources`"
     would += "" if advice else " to what the nodes have, or add nodes"
-    return Shortage(f"the cluster cannot hold {asked}: {has or 'no node may be used'}; {would}", False)
+    return CapacityShortage(f"the cluster cannot hold {asked}: {has or 'no node may be used'}; {would}", False)
 
 
 def _most(nodes: Sequence[Node], size: EngineSize, num_engines: int, policy: Policy) -> int:
     """How many engines fit if nobody else holds anything."""
     empty = [replace(node, free=node.total) for node in nodes]
-    return len(plan(empty, size, ranks=range(num_engines), policy=policy))
+    return len(place_engines(empty, size, ranks=range(num_engines), policy=policy))
 
 
 def _engines(count: int) -> str:

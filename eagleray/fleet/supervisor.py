@@ -19,21 +19,21 @@ from pathlib import Path
 
 import msgspec
 
-from eagleray.config import Config
 from eagleray.config.api_keys import without_api_keys
 from eagleray.config.resolve import expert_engines, local_ranks, served_names
+from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, EagleRayError, EngineFailed
 from eagleray.fleet.attach_file import attach_file
-from eagleray.fleet.board import Board
-from eagleray.fleet.connections import Connections
-from eagleray.fleet.expert_group import ExpertGroup
-from eagleray.fleet.guests import Guests
-from eagleray.fleet.loss import Loss
-from eagleray.fleet.membership import place
-from eagleray.fleet.recovery import EndInstance, GiveUp, History, Verdict, decide
-from eagleray.fleet.seat import END_SECONDS, Phase, Seat
-from eagleray.fleet.spawned import Launcher, OnExit, OnMessage, ProcessLauncher, Spawned
-from eagleray.identity import ClientId, EngineId, PeerId, new_instance_name
+from eagleray.fleet.connection_monitor import ConnectionMonitor
+from eagleray.fleet.expert_rendezvous import ExpertRendezvous
+from eagleray.fleet.external_clients import ExternalClients
+from eagleray.fleet.launcher import Launcher, OnExit, OnMessage, ProcessLauncher, Spawned
+from eagleray.fleet.membership import replica_key
+from eagleray.fleet.membership_publisher import MembershipPublisher
+from eagleray.fleet.process_exit import ProcessExit
+from eagleray.fleet.replica import END_SECONDS, Replica, ReplicaPhase
+from eagleray.fleet.restart_policy import EndInstance, GiveUp, RestartDecision, RestartHistory, decide_restart
+from eagleray.identity import ClientId, EngineId, MemberId, new_instance_name
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Failure
@@ -55,9 +55,8 @@ from eagleray.messages.lifecycle import (
 from eagleray.messages.membership import EngineInfo, Left
 from eagleray.messages.wires import SUPERVISOR_INBOX
 from eagleray.messages.workers import RayContext
-from eagleray.transport import AsyncInbox, make_runtime_dir, remove_dead_sockets, remove_runtime_dir
-
-__all__ = ["FLUSH_SECONDS", "Supervisor"]
+from eagleray.transport.inbox import AsyncInbox
+from eagleray.transport.runtime_dir import make_runtime_dir, remove_dead_sockets, remove_runtime_dir
 
 logger = get_logger(__name__)
 
@@ -104,7 +103,7 @@ class Supervisor:
         self._api_servers = api_servers
         self._ray = ray
         self._ends = ends
-        self._seats: dict[PeerId, Seat] = {}
+        self._seats: dict[MemberId, Replica] = {}
         """By place: the identity of the first that takes it."""
         self._adopted: set[ClientId] = set()
         """Clients of this process."""
@@ -115,7 +114,7 @@ class Supervisor:
             runtime_dir, "supervisor", Codec(SUPERVISOR_INBOX).decode, host=self.host
         )
         ends.callback(self._inbox.close)
-        self._board = Board(
+        self._board = MembershipPublisher(
             supervisor=self._inbox.address,
             runtime_dir=runtime_dir,
             host=self.host,
@@ -123,10 +122,10 @@ class Supervisor:
             on_silent=partial(self._post, self._silent),
         )
         ends.callback(self._board.close)
-        self._guests = Guests(instance, self._board)
-        self._connections = Connections(self._board, self._guests, lose=partial(self._guarded, self._lose))
+        self._guests = ExternalClients(instance, self._board)
+        self._connections = ConnectionMonitor(self._board, self._guests, lose=partial(self._guarded, self._lose))
         ends.callback(self._connections.close)
-        self._experts = ExpertGroup(local_ranks(config)) if expert_engines(config) > 1 else None
+        self._experts = ExpertRendezvous(local_ranks(config)) if expert_engines(config) > 1 else None
         """None: engines do not share experts."""
         self._reader = self._loop.create_task(self._read_inbox(), name="supervisor-inbox")
         ends.push_async_callback(self._end_reader)
@@ -220,13 +219,13 @@ class Supervisor:
         self._guests.close()
         self._engines.kill()
 
-    def bound(self, member: PeerId, address: str) -> None:
+    def bound(self, member: MemberId, address: str) -> None:
         """For seats: `member` listens."""
         self._board.attach(member, address, has_pulse=True)
         if isinstance(member, EngineId):
             self._call_experts()
 
-    def lost(self, loss: Loss) -> None:
+    def lost(self, loss: ProcessExit) -> None:
         """For seats: a member works no longer."""
         self._board.leave(Left(loss.member, loss.reason, returns=loss.returns))
         if loss.verdict is None:
@@ -242,8 +241,8 @@ class Supervisor:
             self._call_experts()
         self._check_serving()
 
-    def _take_seat(self, first: PeerId, spawn: Callable[[PeerId, OnMessage, OnExit], Spawned]) -> None:
-        seat = Seat(
+    def _take_seat(self, first: MemberId, spawn: Callable[[MemberId, OnMessage, OnExit], Spawned]) -> None:
+        seat = Replica(
             first,
             spawn=spawn,
             decide=partial(self._decide, first),
@@ -251,38 +250,38 @@ class Supervisor:
             post=self._post,
             start_seconds=self._start_seconds(first),
         )
-        self._seats[place(first)] = seat
+        self._seats[replica_key(first)] = seat
         seat.start()
 
-    def _start_seconds(self, member: PeerId) -> float:
+    def _start_seconds(self, member: MemberId) -> float:
         """An engine of Ray's waits for a place before it starts."""
         execution, ray = self._config.execution, self._config.ray
         waits = isinstance(member, EngineId) and self._config.parallel.data_parallel_backend == "ray"
         return execution.startup_timeout + waits * ray.ray_placement_timeout + START_MARGIN_SECONDS
 
-    def _spawn_engine(self, engine: PeerId, on_message: OnMessage, on_exit: OnExit) -> Spawned:
+    def _spawn_engine(self, engine: MemberId, on_message: OnMessage, on_exit: OnExit) -> Spawned:
         assert isinstance(engine, EngineId)
         self._prepare(engine)
         runtime_dir = str(self.runtime_dir) if self.host is None else ""  # elsewhere it is not
         spec = EngineSpec(engine, without_api_keys(self._config), runtime_dir, ray=self._ray)
         return self._engines.spawn(spec, on_message=on_message, on_exit=on_exit)
 
-    def _spawn_api_server(self, listener_fd: int, client: PeerId, on_message: OnMessage, on_exit: OnExit) -> Spawned:
+    def _spawn_api_server(self, listener_fd: int, client: MemberId, on_message: OnMessage, on_exit: OnExit) -> Spawned:
         assert isinstance(client, ClientId)
         self._prepare(client)
         spec = ApiServerSpec(client, self._config, str(self.runtime_dir), listener_fd, host=self.host)
         return self._api_servers.spawn(spec, on_message=on_message, on_exit=on_exit)
 
-    def _prepare(self, member: PeerId) -> None:
+    def _prepare(self, member: MemberId) -> None:
         self._board.expect(member)
         if member.incarnation:
             remove_dead_sockets(self.runtime_dir)  # of the incarnation before, if it was killed
 
     def _decide(
-        self, member: PeerId, history: History, worked: float | None, failure: Failure | None
-    ) -> tuple[History, Verdict]:
+        self, member: MemberId, history: RestartHistory, worked: float | None, failure: Failure | None
+    ) -> tuple[RestartHistory, RestartDecision]:
         is_engine, max_restarts = isinstance(member, EngineId), self._config.recovery.max_engine_restarts
-        return decide(
+        return decide_restart(
             history,
             worked=worked,
             failure=failure,
@@ -291,14 +290,14 @@ class Supervisor:
             instance_has_served=self.serving.is_set(),
         )
 
-    def _ends_instance(self, loss: Loss) -> bool:
+    def _ends_instance(self, loss: ProcessExit) -> bool:
         """Nothing can be served without it. Engines that share experts cannot do without any of them."""
         if isinstance(loss.verdict, GiveUp):
             is_needed = self._experts is not None and isinstance(loss.member, EngineId)
             return is_needed or not self._has_others_like(loss.member)
         return isinstance(loss.verdict, EndInstance)
 
-    def _has_others_like(self, member: PeerId) -> bool:
+    def _has_others_like(self, member: MemberId) -> bool:
         return any(type(seat.expected) is type(member) for seat in self._seats.values())
 
     def _post(self, function: Callable[..., None], *args: object) -> None:
@@ -349,11 +348,11 @@ class Supervisor:
             case Alive():
                 pass  # engines have a pulse
 
-    def _started(self, member: PeerId, info: EngineInfo | None) -> None:
+    def _started(self, member: MemberId, info: EngineInfo | None) -> None:
         if member not in self._board:  # it has left, or was never here
             return
         if seat := self._seat_of(member):
-            if seat.phase is not Phase.STARTING:  # it has said so before
+            if seat.phase is not ReplicaPhase.STARTING:  # it has said so before
                 return
             seconds_away = seat.started()
             if seconds_away is not None:
@@ -377,28 +376,28 @@ class Supervisor:
         group = self._experts
         if group.is_complete:
             engines = [self._board.whereabouts(engine) for engine in group.engines]
-            self._board.tell_engines(ExpertsFormed(group.epoch, engines, group.members))
+            self._board.send_to_engines(ExpertsFormed(group.epoch, engines, group.members))
         else:
-            self._board.tell_engines(group.call)
+            self._board.send_to_engines(group.call)
 
-    def _seat_of(self, member: PeerId) -> Seat | None:
+    def _seat_of(self, member: MemberId) -> Replica | None:
         """None for those that have none, and for incarnations of the past."""
-        seat = self._seats.get(place(member))
+        seat = self._seats.get(replica_key(member))
         return seat if seat is not None and seat.member == member else None
 
     def _check_serving(self) -> None:
-        settled = (seat.phase is Phase.UP or seat.expected is None for seat in self._seats.values())
-        up = {seat.member for seat in self._seats.values() if seat.phase is Phase.UP}
+        settled = (seat.phase is ReplicaPhase.UP or seat.expected is None for seat in self._seats.values())
+        up = {seat.member for seat in self._seats.values() if seat.phase is ReplicaPhase.UP}
         engines = {member for member in up if isinstance(member, EngineId)}
         clients = {member for member in up if isinstance(member, ClientId)} | self._adopted
         if all(settled) and self._known.issuperset(itertools.product(clients, engines)):
             self.serving.set()
             self._known.clear()
 
-    def _silent(self, member: PeerId, seconds: float) -> None:
+    def _silent(self, member: MemberId, seconds: float) -> None:
         self._lose(member, f"it was silent for {seconds:.0f} s")
 
-    def _lose(self, member: PeerId, reason: str) -> None:
+    def _lose(self, member: MemberId, reason: str) -> None:
         if seat := self._seat_of(member):
             seat.lose(reason, at_once=True)
 
@@ -419,13 +418,13 @@ class Supervisor:
         seats = [seat for seat in self._seats.values() if isinstance(seat.member, kind)]
         await asyncio.gather(*(self._end_one(seat, stop) for seat in seats))
 
-    async def _end_one(self, seat: Seat, stop: Stop) -> None:
+    async def _end_one(self, seat: Replica, stop: Stop) -> None:
         """`Stop`, then SIGTERM, then SIGKILL, each when the one before has not helped in time."""
         means = [(END_SECONDS, seat.kill)]
-        if seat.phase is Phase.UP:
+        if seat.phase is ReplicaPhase.UP:
             self._board.send_stop([seat.member], stop)
             means.insert(0, (stop.grace + END_SECONDS, seat.terminate))
-        elif seat.phase is Phase.STARTING:  # it does not listen yet
+        elif seat.phase is ReplicaPhase.STARTING:  # it does not listen yet
             seat.terminate()
         for patience, stronger in means:
             if await seat.has_ended_within(patience):
@@ -451,6 +450,6 @@ class Supervisor:
 
 
 async def _open_ray(config: Config, instance: str, runtime_dir: Path, ray: RayContext | None) -> Launcher[EngineSpec]:
-    from eagleray.fleet.ray_engines import RayLauncher
+    from eagleray.fleet.ray_launcher import RayLauncher
 
     return await RayLauncher.open(config, instance=instance, runtime_dir=runtime_dir, ray=ray)

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "Frame", "pack_array", "unpack_array"]
-
 Array = npt.NDArray[Any]
 Frame = bytes | bytearray | memoryview
 

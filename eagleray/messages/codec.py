@@ -9,8 +9,6 @@ import numpy as np
 
 from eagleray.messages.arrays import Frame, pack_array, unpack_array
 
-__all__ = ["Codec"]
-
 Message = TypeVar("Message")
 
 

@@ -9,8 +9,6 @@ import msgspec
 from eagleray import errors
 from eagleray.errors import EagleRayError, UserError
 
-__all__ = ["Failure"]
-
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """What went wrong, told so that the reader of another process can name the cause."""

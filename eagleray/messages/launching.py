@@ -8,21 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
-from eagleray.config import Config
+from eagleray.config.sections import Config
 from eagleray.identity import EngineId
 from eagleray.messages.lifecycle import ChildToParent, EngineSpec
 from eagleray.messages.workers import RayContext
-
-__all__ = [
-    "DriverReady",
-    "DriverSpec",
-    "DriverToLauncher",
-    "EndEngine",
-    "EngineEnded",
-    "EngineSaid",
-    "LauncherToDriver",
-    "SpawnEngine",
-]
 
 
 class DriverSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +28,7 @@ class DriverSpec(msgspec.Struct, frozen=True, kw_only=True):
     ray: RayContext | None
     """Where the program is that asked for the engines; or, of a successor, the cluster that its predecessor was in."""
     engine_target: str
-    """`module:function` that binds an engine, see `cluster/engine_host.py`."""
+    """`module:function` that binds an engine, see `cluster/engine_actor.py`."""
     pulse: bytes
     """Ticket for `transport.Pulse`: to be heard by it once it is connected, or count as hung."""
 
@@ -73,7 +62,7 @@ class EndEngine(msgspec.Struct, frozen=True, tag=True):
 LauncherToDriver = SpawnEngine | EndEngine
 
 
-class EngineSaid(msgspec.Struct, frozen=True, tag=True):
+class EngineReported(msgspec.Struct, frozen=True, tag=True):
     """What a spawned process would say to its parent."""
 
     engine: EngineId
@@ -87,4 +76,4 @@ class EngineEnded(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-DriverToLauncher = DriverReady | EngineSaid | EngineEnded
+DriverToLauncher = DriverReady | EngineReported | EngineEnded

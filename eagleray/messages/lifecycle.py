@@ -14,35 +14,12 @@ from __future__ import annotations
 
 import msgspec
 
-from eagleray.config import Config
-from eagleray.identity import ClientId, EngineId, PeerId
+from eagleray.config.sections import Config
+from eagleray.identity import ClientId, EngineId, MemberId
 from eagleray.messages.failure import Failure
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.steps import EngineOpened
 from eagleray.messages.workers import RayContext
-
-__all__ = [
-    "Alive",
-    "ApiServerSpec",
-    "Attach",
-    "Bound",
-    "ChildToParent",
-    "ClientStarted",
-    "EngineSpec",
-    "EngineStarted",
-    "ExpertsFormed",
-    "ExpertsOpened",
-    "Failed",
-    "Failing",
-    "Knows",
-    "MemberToSupervisor",
-    "OpenExperts",
-    "Register",
-    "Stop",
-    "SupervisorToEngine",
-    "SupervisorToMember",
-    "Unreachable",
-]
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
@@ -88,7 +65,7 @@ ChildToParent = Bound | Failed
 class Attach(msgspec.Struct, frozen=True, tag=True):
     """You belong to this fleet: its supervisor, and everybody who is in it now."""
 
-    member: PeerId
+    member: MemberId
     """Who you are."""
     supervisor: str
     """Address of the supervisor's inbox."""
@@ -158,14 +135,14 @@ class Unreachable(msgspec.Struct, frozen=True, tag=True):
     """The connection from `sender` to `receiver` has broken: what was on its way may be lost, and nothing arrives any
     more. One of them must go, so that the other is told what is lost."""
 
-    sender: PeerId
-    receiver: PeerId
+    sender: MemberId
+    receiver: MemberId
 
 
 class Failing(msgspec.Struct, frozen=True, tag=True):
     """I am about to end because of this. For those whose end is reported by others, and later."""
 
-    member: PeerId
+    member: MemberId
     cause: Failure
 
 
@@ -181,7 +158,7 @@ class Register(msgspec.Struct, frozen=True, tag=True):
 class Alive(msgspec.Struct, frozen=True, tag=True):
     """A registered client is still there. To be sent a few times in a lease."""
 
-    member: PeerId
+    member: MemberId
 
 
 class ExpertsOpened(msgspec.Struct, frozen=True, tag=True):

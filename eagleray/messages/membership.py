@@ -7,10 +7,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from eagleray.identity import PeerId
+from eagleray.identity import MemberId
 from eagleray.messages.arrays import Array
-
-__all__ = ["EngineInfo", "Joined", "Left", "RoutingInfo"]
 
 
 class RoutingInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +52,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Joined(msgspec.Struct, frozen=True, tag=True):
     """This member can be reached here. `engine` is set for engines only."""
 
-    member: PeerId
+    member: MemberId
     address: str
     engine: EngineInfo | None = None
 
@@ -62,7 +60,7 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 class Left(msgspec.Struct, frozen=True, tag=True):
     """This member is gone, and why."""
 
-    member: PeerId
+    member: MemberId
     cause: str
     returns: bool = True
     """A successor of it is on its way. False: it was given up, or the instance ends."""

@@ -10,18 +10,6 @@ from eagleray.identity import EngineId
 from eagleray.messages.arrays import Array
 from eagleray.messages.failure import Failure
 
-__all__ = [
-    "Chunk",
-    "Chunks",
-    "EngineStats",
-    "EngineToClient",
-    "ExpertLoad",
-    "FinishReason",
-    "PromptLogprobs",
-    "TokenLogprobs",
-    "WorkersReturned",
-]
-
 
 class FinishReason(enum.StrEnum):
     """Why a request ended; the values are the ones of the OpenAI API, and two of our own."""

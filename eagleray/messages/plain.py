@@ -15,8 +15,6 @@ import numpy as np
 
 from eagleray.messages.arrays import Array
 
-__all__ = ["pack", "pack_arguments", "unpack", "unpack_arguments"]
-
 ARRAY = 1
 """Code of the extension type: the length of a header in two bytes, the header (dtype, shape), the array's bytes."""
 ARRAY_KINDS = "biufcmMSU"
@@ -31,12 +29,12 @@ SIMPLE = frozenset({type(None), bool, float})
 KEYS = (type(None), bool, int, float, str, bytes)
 
 
-class Place:
+class ValuePath:
     """Where in the value: told only if something is wrong there."""
 
     __slots__ = ("depth", "key", "parent")
 
-    def __init__(self, key: Any, parent: Place | None = None) -> None:
+    def __init__(self, key: Any, parent: ValuePath | None = None) -> None:
         self.key = key
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
@@ -51,7 +49,7 @@ class Place:
 
 def pack(value: Any, *, name: str = "value") -> bytes:
     """`value` as bytes. Raises `TypeError`, with the place in `name`, for what is not plain."""
-    return msgspec.msgpack.encode(_plain(value, Place(name)))
+    return msgspec.msgpack.encode(_plain(value, ValuePath(name)))
 
 
 def unpack(packed: bytes) -> Any:
@@ -68,7 +66,9 @@ def pack_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> byt
     for key in kwargs or {}:
         if not isinstance(key, str):
             raise TypeError(f"kwargs: a name is a str, but one is {key!r:.50}")
-    return msgspec.msgpack.encode((_plain(list(args), Place("args")), _plain(dict(kwargs or {}), Place("kwargs"))))
+    return msgspec.msgpack.encode(
+        (_plain(list(args), ValuePath("args")), _plain(dict(kwargs or {}), ValuePath("kwargs")))
+    )
 
 
 def unpack_arguments(packed: bytes) -> tuple[list[Any], dict[str, Any]]:
@@ -76,7 +76,7 @@ def unpack_arguments(packed: bytes) -> tuple[list[Any], dict[str, Any]]:
     return args, kwargs
 
 
-def _plain(value: Any, place: Place) -> Any:
+def _plain(value: Any, place: ValuePath) -> Any:
     """`value` in types that msgpack has. Subclasses of the plain types, and numpy's scalars, lose what they add."""
     if type(value) in SIMPLE:
         return value
@@ -96,10 +96,10 @@ def _plain(value: Any, place: Place) -> Any:
             return bytes(value)
         case list() | tuple():
             _check_depth(place)
-            return [_plain(item, Place(index, place)) for index, item in enumerate(value)]
+            return [_plain(item, ValuePath(index, place)) for index, item in enumerate(value)]
         case dict():
             _check_depth(place)
-            return {_key(key, place): _plain(item, Place(key, place)) for key, item in value.items()}
+            return {_key(key, place): _plain(item, ValuePath(key, place)) for key, item in value.items()}
         case np.ndarray() if value.dtype.kind in ARRAY_KINDS and not isinstance(value, np.ma.MaskedArray):
             return _pack_array(value, place)
         case np.ndarray():
@@ -108,24 +108,24 @@ def _plain(value: Any, place: Place) -> Any:
             raise place.refusal(f"a value of type {type(value).__module__}.{type(value).__qualname__}")
 
 
-def _key(key: Any, place: Place) -> Any:
+def _key(key: Any, place: ValuePath) -> Any:
     if not isinstance(key, KEYS):
         raise place.refusal(f"a dict with a key of type {type(key).__name__}")
-    return _plain(key, Place(key, place))
+    return _plain(key, ValuePath(key, place))
 
 
-def _check_depth(place: Place) -> None:
+def _check_depth(place: ValuePath) -> None:
     if place.depth >= MOST_DEPTH:
         raise TypeError(f"{place}: nested deeper than {MOST_DEPTH} levels, or a container that holds itself")
 
 
-def _integer(value: int, place: Place) -> int:
+def _integer(value: int, place: ValuePath) -> int:
     if not -(2**63) <= value < 2**64:
         raise place.refusal("an int of more than 64 bits")
     return int(value)
 
 
-def _text(value: str, place: Place) -> str:
+def _text(value: str, place: ValuePath) -> str:
     try:
         _check_size(value, len(value) if value.isascii() else len(value.encode()), place)
     except UnicodeEncodeError:
@@ -133,12 +133,12 @@ def _text(value: str, place: Place) -> str:
     return str.__str__(value)  # an enum's own would be its name
 
 
-def _check_size(value: Any, num_bytes: int, place: Place) -> None:
+def _check_size(value: Any, num_bytes: int, place: ValuePath) -> None:
     if num_bytes > MOST_BYTES:
         raise place.refusal(f"a {type(value).__name__} of 4 GiB or more")
 
 
-def _pack_array(array: Array, place: Place) -> msgspec.msgpack.Ext:
+def _pack_array(array: Array, place: ValuePath) -> msgspec.msgpack.Ext:
     _check_size(array, array.nbytes, place)
     header = msgspec.msgpack.encode((array.dtype.str, array.shape))
     length = len(header).to_bytes(HEADER_LENGTH_BYTES, "big")

@@ -7,8 +7,6 @@ import msgspec
 from eagleray.identity import ClientId
 from eagleray.messages.sampling import Sampling, Stopping
 
-__all__ = ["Abort", "CallWorkers", "ClientToEngine", "Generate"]
-
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Continue this prompt. Answered by `Chunk`s until one has a finish reason."""

@@ -13,21 +13,6 @@ import msgspec
 
 from eagleray.errors import InvalidRequest
 
-__all__ = [
-    "MAX_BAD_WORDS",
-    "MAX_BAD_WORD_CHARS",
-    "MAX_INTEGER",
-    "MAX_LOGIT_BIASES",
-    "MAX_REPETITION_PENALTY",
-    "MAX_STOP_CHARS",
-    "MAX_STOP_STRINGS",
-    "MAX_STOP_TOKEN_IDS",
-    "MIN_REPETITION_PENALTY",
-    "Sampling",
-    "SamplingParams",
-    "Stopping",
-]
-
 MAX_INTEGER = 2**63 - 1
 """Largest integer of any field: what the wires between processes can carry."""
 MAX_SEED = MAX_INTEGER

@@ -16,41 +16,8 @@ from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 from eagleray.messages.sampling import Sampling
 from eagleray.messages.workers import Topology
 
-__all__ = [
-    "AllocateCache",
-    "CacheAllocated",
-    "Call",
-    "CallExtension",
-    "EngineOpened",
-    "ExpertGroupOpened",
-    "ExtensionReturned",
-    "GroupsJoined",
-    "GroupsOpened",
-    "JoinExpertGroup",
-    "JoinGroups",
-    "LoadModel",
-    "LoadNullModel",
-    "MeasureMemory",
-    "MemoryMeasured",
-    "ModelLoaded",
-    "OpenExpertGroup",
-    "OpenGroups",
-    "ReadExpertLoad",
-    "Reply",
-    "RowFailure",
-    "RowStart",
-    "StageExperts",
-    "StepBroken",
-    "StepPlan",
-    "StepResult",
-    "WorkerCall",
-    "WorkerExpertLoad",
-    "WorkerFailure",
-    "WorkerReply",
-]
 
-
-class RowStart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request takes a row, for the first time or again after a preemption: all that the worker must know of it."""
 
     row: int
@@ -78,7 +45,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     step: int
     ends: list[int]
     """Rows that are free now."""
-    starts: list[RowStart]
+    starts: list[NewRow]
     grown: list[tuple[int, list[int]]]
     """(row, block ids appended to its block table)."""
     rows: list[int]
@@ -128,11 +95,11 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reports its own layers, and the executor joins them."""
     routed_slots: Array | None = None
     """int32 [tokens as above] the slots of the cache that have these tokens' keys and values."""
-    group_works: bool = False
+    any_engine_busy: bool = False
     """Of engines that step together: one of them was not idle in this step."""
 
 
-class StageExperts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class StageRoutedExperts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`StepResult.routed_experts` of the layers of one stage, from a stage that does not sample."""
 
     step: int
@@ -300,7 +267,7 @@ WorkerReply = (
     | MemoryMeasured
     | CacheAllocated
     | ExtensionReturned
-    | StageExperts
+    | StageRoutedExperts
     | StepBroken
     | ExpertGroupOpened
     | WorkerExpertLoad

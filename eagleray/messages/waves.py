@@ -6,8 +6,6 @@ import msgspec
 
 from eagleray.identity import EngineId
 
-__all__ = ["EngineToEngine", "WaveStarted"]
-
 
 class WaveStarted(msgspec.Struct, frozen=True, tag=True):
     """I have work and take steps again: take them with me, when you are done with the wave before this one."""

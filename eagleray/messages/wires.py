@@ -14,17 +14,6 @@ from eagleray.messages.requests import ClientToEngine
 from eagleray.messages.steps import Call, Reply
 from eagleray.messages.waves import EngineToEngine
 
-__all__ = [
-    "CLIENT_INBOX",
-    "CLIENT_OUTBOX",
-    "ENGINE_INBOX",
-    "ENGINE_OUTBOX",
-    "SUPERVISOR_INBOX",
-    "SUPERVISOR_OUTBOX",
-    "WIRES",
-    "Wire",
-]
-
 
 class Wire(NamedTuple):
     name: str

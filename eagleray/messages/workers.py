@@ -6,10 +6,8 @@ from typing import Any
 
 import msgspec
 
-from eagleray.config import Config
+from eagleray.config.sections import Config
 from eagleray.identity import EngineId, WorkerId
-
-__all__ = ["RayCaller", "RayContext", "Topology", "WorkerSpec"]
 
 
 class RayCaller(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +74,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     topology: Topology
     device_index: int | None = None
     """Which of the GPUs that torch sees here; None: the first, or none."""
-    is_near: bool
+    is_local: bool
     """On the engine's node: they may share memory. Elsewhere they do not try, even if it would work."""
     queue: bytes
     """Ticket for `transport.Listener`."""

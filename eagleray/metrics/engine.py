@@ -9,8 +9,6 @@ from prometheus_client.registry import Collector
 
 from eagleray.messages.outputs import EngineStats
 
-__all__ = ["EngineCollector"]
-
 LABELS = ("model_name", "engine")
 
 Reading = tuple[str, str, Callable[[EngineStats], float]]

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 from eagleray.messages.outputs import ExpertLoad
 
-__all__ = ["ExpertText"]
-
 TOKENS = "eagleray:expert_tokens_total"
 BALANCE = "eagleray:expert_balance"
 HEADS = {

@@ -15,8 +15,6 @@ from eagleray.metrics.processes import ServerProcesses
 from eagleray.metrics.recovery import RecoveryMetrics
 from eagleray.metrics.requests import RequestMetrics
 
-__all__ = ["CONTENT_TYPE", "Metrics"]
-
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 

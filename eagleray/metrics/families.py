@@ -13,8 +13,6 @@ from prometheus_client.utils import floatToGoString
 
 from eagleray.metrics.ledger import Ledger, Tally, Totals
 
-__all__ = ["Counter", "Families", "Histogram"]
-
 SUM = "sum"
 
 

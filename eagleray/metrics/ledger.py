@@ -21,8 +21,6 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Ledger", "Tally", "Totals"]
-
 RECORD_BYTES = 256
 NUMBER = struct.Struct("d")
 NAME_BYTES = RECORD_BYTES - NUMBER.size

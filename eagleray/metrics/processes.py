@@ -8,8 +8,6 @@ from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-__all__ = ["ServerProcesses"]
-
 
 class ServerProcesses(Collector):
     """`processes` is asked at each scrape for the process ids by server. One that has ended is left out."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from eagleray.metrics.families import Families
 
-__all__ = ["RecoveryMetrics"]
-
 SILENCE_SECONDS = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 
 

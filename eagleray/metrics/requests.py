@@ -10,8 +10,6 @@ import time
 from eagleray.messages.outputs import FinishReason
 from eagleray.metrics.families import Families
 
-__all__ = ["RequestMetrics", "RequestTimer"]
-
 MOST_TOKENS = 1_000_000
 FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),

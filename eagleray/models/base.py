@@ -11,20 +11,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eagleray.models.batch import Batch
-from eagleray.models.cache import CacheShape, KVCache
-from eagleray.models.kernels.reference import Context, Kernels, Operation, Rows
+from eagleray.kernels.expert_trace import ExpertTrace
+from eagleray.kernels.forward_batch import ForwardBatch
+from eagleray.kernels.kv_cache import CacheShape, KVCache
+from eagleray.kernels.torch.backend import Context, HiddenStates, Operation, TorchBackend
 from eagleray.models.layers.decoder import DecoderLayer
 from eagleray.models.layers.embedding import Head
 from eagleray.models.layers.rope import Rope
-from eagleray.models.moe.plan import ExpertPlan
+from eagleray.models.moe.layout import ExpertLayout
 from eagleray.models.moe.rebalance import Rebalancer
-from eagleray.models.moe.trace import ExpertTrace
-from eagleray.models.shares import kv_heads
+from eagleray.models.sharding import kv_heads
 from eagleray.models.spec import ModelSpec
-from eagleray.parallel import Groups
-
-__all__ = ["Model"]
+from eagleray.parallel.groups import Groups
 
 
 class Model:
@@ -41,14 +39,14 @@ class Model:
         groups: Groups,
         dtype: torch.dtype,
         device: torch.device,
-        kernels: Kernels,
+        kernels: TorchBackend,
         embedding: Operation | None,
         layers: Sequence[DecoderLayer],
         norm: Operation | None,
         head: Head | None,
         rope: Rope,
         num_parameters: int,
-        experts: ExpertPlan | None = None,
+        experts: ExpertLayout | None = None,
         rebalancer: Rebalancer | None = None,
     ) -> None:
         self.spec = spec
@@ -65,7 +63,7 @@ class Model:
         """Of the logits."""
         self.trace: ExpertTrace | None = None if experts is None else experts.trace
         """Which experts are chosen; None if there are none."""
-        self.has_row_shares = experts is not None and experts.sharing is not None
+        self.has_sequence_shards = experts is not None and experts.sharing is not None
         """The rows of `trace` are those of `shares.row_share`, not those of the whole batch."""
         self.exchanges_rows = experts is not None and experts.dispatch is not None
         """Rows of the batch go to ranks that have their experts."""
@@ -109,13 +107,13 @@ class Model:
             self.rebalancer.step()
 
     @torch.inference_mode()
-    def settle_experts(self) -> None:
+    def on_group_formed(self) -> None:
         """The group that shares the experts was formed, by all of its ranks at the same time."""
         if self.rebalancer is not None:
             self.rebalancer.settle()
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Compute the batch's tokens and cache their keys and values -> hidden states [num_tokens, hidden_size].
 
         A stage after the first takes its input from the one before; one before the last sends its output to the next
@@ -139,14 +137,14 @@ class Model:
         assert self._head is not None, "only the last stage has logits"
         return self._head(hidden)
 
-    def _compute(self, x: Rows, caches: Sequence[Tensor], context: Context) -> Rows:
+    def _compute(self, x: HiddenStates, caches: Sequence[Tensor], context: Context) -> HiddenStates:
         """From token ids, or what the stage before has sent, to what this stage sends or the head takes."""
         hidden = x if self._embedding is None else self._embedding(x)
         for layer, cache in zip(self._layers, caches, strict=True):
             hidden = layer(hidden, cache, context)
         return hidden if self._norm is None else self._norm(hidden)
 
-    def _receive(self, batch: Batch) -> Tensor:
+    def _receive(self, batch: ForwardBatch) -> Tensor:
         shape = (batch.num_tokens, self.spec.hidden_size)
         if batch.num_tokens == 0:
             return torch.empty(shape, dtype=self._hidden_dtype, device=self.device)

@@ -8,8 +8,6 @@ from typing import Any, NoReturn
 from eagleray.config.json_files import read_json_object, shown
 from eagleray.errors import CheckpointError
 
-__all__ = ["MAX_EXPERTS", "MAX_LAYERS", "MAX_POSITIONS", "MAX_VOCAB_SIZE", "ConfigFile"]
-
 MAX_SIZE = 2**24
 """Largest size, of a hidden state or anything else, that is believed: a hundred times that of published models."""
 

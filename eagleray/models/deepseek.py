@@ -6,19 +6,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from eagleray.config.json_files import shown
+from eagleray.kernels.torch.backend import Operation, TorchBackend
 from eagleray.models.config_file import MAX_EXPERTS, MAX_LAYERS, ConfigFile
-from eagleray.models.kernels.reference import Kernels, Operation
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
-from eagleray.models.layers.latent_attention import LatentAttention
+from eagleray.models.layers.mla import MLAAttention
 from eagleray.models.layers.mlp import MLP
 from eagleray.models.moe.experts import MoeBlock, load_shared_experts
-from eagleray.models.moe.plan import ExpertPlan
-from eagleray.models.rope_spec import check_head_dim, softmax_factor
-from eagleray.models.spec import Defaults, LatentSpec, ModelSpec, MoeSpec, read_common
+from eagleray.models.moe.layout import ExpertLayout
+from eagleray.models.rope_config import check_head_dim, softmax_factor
+from eagleray.models.spec import Defaults, MLASpec, ModelSpec, MoeSpec, read_common
 from eagleray.models.weights import Weights
-from eagleray.parallel import Group
-
-__all__ = ["load_layer", "read_deepseek_v2", "read_deepseek_v3"]
+from eagleray.parallel.group import TensorParallelGroup
 
 DEEPSEEK_V2 = Defaults(
     vocab_size=102400,
@@ -92,7 +90,12 @@ def read_deepseek_v3(config: ConfigFile) -> ModelSpec:
 
 
 def load_layer(
-    index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group, experts: ExpertPlan | None
+    index: int,
+    spec: ModelSpec,
+    weights: Weights,
+    kernels: TorchBackend,
+    tp: TensorParallelGroup,
+    experts: ExpertLayout | None,
 ) -> DecoderLayer:
     assert spec.moe is not None
     name, sharing = f"model.layers.{index}", None
@@ -104,12 +107,12 @@ def load_layer(
     else:
         size, bias = spec.intermediate_size, spec.mlp_bias
         feed_forward = MLP(f"{name}.mlp", weights, kernels, tp, hidden_size=spec.hidden_size, size=size, bias=bias)
-    attention = LatentAttention(f"{name}.self_attn", spec, weights, kernels, tp, sharing)
+    attention = MLAAttention(f"{name}.self_attn", spec, weights, kernels, tp, sharing)
     return load_decoder_layer(index, spec, weights, kernels, tp, feed_forward, attention=attention, sharing=sharing)
 
 
 def _load_experts(
-    name: str, index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, experts: ExpertPlan
+    name: str, index: int, spec: ModelSpec, weights: Weights, kernels: TorchBackend, experts: ExpertLayout
 ) -> MoeBlock:
     """The router's products are float32 whatever the model's dtype, and so are the weights that it gives to experts."""
     assert spec.moe is not None
@@ -158,12 +161,12 @@ def _read(
     )
 
 
-def _read_latent(config: ConfigFile, spec: ModelSpec, *, is_interleaved: bool) -> LatentSpec:
+def _read_latent(config: ConfigFile, spec: ModelSpec, *, is_interleaved: bool) -> MLASpec:
     plain, rotated = config.integer("qk_nope_head_dim", 128), config.integer("qk_rope_head_dim", 64)
     if rotated % 2 != 0:
         config.fail(f"`qk_rope_head_dim` must be even, to be rotated, but it is {rotated}")
     check_head_dim(config, spec.rope, rotated)
-    return LatentSpec(
+    return MLASpec(
         q_lora_rank=config.optional_integer("q_lora_rank", 1536),
         kv_lora_rank=config.integer("kv_lora_rank", 512),
         qk_nope_head_dim=plain,

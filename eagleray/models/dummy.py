@@ -11,8 +11,6 @@ from torch import Tensor
 
 from eagleray.models.weights import Cut
 
-__all__ = ["DummyWeights"]
-
 BLOCK = 1 << 20
 """Numbers that are really drawn; drawing billions would take minutes."""
 

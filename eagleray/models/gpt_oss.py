@@ -8,20 +8,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from eagleray.kernels.torch.activation import ClampedSwiglu
+from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.models import mxfp4
 from eagleray.models.config_file import MAX_EXPERTS, MAX_POSITIONS, ConfigFile
-from eagleray.models.kernels.gating import Clamp
-from eagleray.models.kernels.reference import Kernels
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
 from eagleray.models.layers.linear import load_linear
 from eagleray.models.moe.experts import Expert, LoadExpert, MoeBlock
-from eagleray.models.moe.plan import ExpertPlan
-from eagleray.models.shares import equal_share
+from eagleray.models.moe.layout import ExpertLayout
+from eagleray.models.sharding import shard
 from eagleray.models.spec import Defaults, ModelSpec, MoeSpec, layer_windows, read_common
 from eagleray.models.weights import Weights
-from eagleray.parallel import Group
-
-__all__ = ["load_layer", "read_gpt_oss"]
+from eagleray.parallel.group import TensorParallelGroup
 
 GPT_OSS = Defaults(
     vocab_size=201_088,
@@ -73,7 +71,7 @@ def read_gpt_oss(config: ConfigFile) -> ModelSpec:
             intermediate_size=spec.intermediate_size,
             renormalize=True,  # a softmax over the chosen ones
             layers=(True,) * spec.num_layers,
-            clamp=Clamp(
+            clamp=ClampedSwiglu(
                 alpha=config.number("swiglu_alpha", 1.702),
                 limit=config.number("swiglu_limit", 7.0),
             ),
@@ -83,7 +81,12 @@ def read_gpt_oss(config: ConfigFile) -> ModelSpec:
 
 
 def load_layer(
-    index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group, experts: ExpertPlan | None
+    index: int,
+    spec: ModelSpec,
+    weights: Weights,
+    kernels: TorchBackend,
+    tp: TensorParallelGroup,
+    experts: ExpertLayout | None,
 ) -> DecoderLayer:
     assert experts is not None and spec.moe is not None
     name = f"model.layers.{index}.mlp"
@@ -101,10 +104,10 @@ def load_layer(
     return load_decoder_layer(index, spec, weights, kernels, tp, moe, sharing=experts.sharing)
 
 
-def _expert_loader(name: str, moe: MoeSpec, hidden_size: int, kernels: Kernels, plan: ExpertPlan) -> LoadExpert:
+def _expert_loader(name: str, moe: MoeSpec, hidden_size: int, kernels: TorchBackend, plan: ExpertLayout) -> LoadExpert:
     """Gates and what they gate alternate in the checkpoint."""
     size = moe.intermediate_size
-    inner = range(size) if plan.is_divided else equal_share(size, plan.tp)
+    inner = range(size) if plan.is_divided else shard(size, plan.tp)
     wanted = slice(inner.start, inner.stop)
     adds_bias = plan.is_divided or plan.tp.rank == 0  # once, not by every rank that has a part of the expert
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from eagleray.models.config_file import ConfigFile
-from eagleray.models.layers.decoder import load_dense_layer
 from eagleray.models.spec import Defaults, ModelSpec, read_common, uniform_windows
-
-__all__ = ["load_dense_layer", "read_llama", "read_mistral"]
 
 LLAMA = Defaults(
     vocab_size=32000,

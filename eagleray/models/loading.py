@@ -25,8 +25,6 @@ from eagleray.errors import CheckpointError
 from eagleray.models.tensor_names import LAYER
 from eagleray.models.weights import Cut
 
-__all__ = ["CheckpointWeights", "stored_dtype", "stored_weights"]
-
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 

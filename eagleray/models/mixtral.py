@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.models.config_file import MAX_EXPERTS, ConfigFile
-from eagleray.models.kernels.reference import Kernels
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
 from eagleray.models.moe.experts import MoeBlock
-from eagleray.models.moe.plan import ExpertPlan
+from eagleray.models.moe.layout import ExpertLayout
 from eagleray.models.spec import Defaults, ModelSpec, MoeSpec, read_common, uniform_windows
 from eagleray.models.weights import Weights
-from eagleray.parallel import Group
-
-__all__ = ["load_layer", "read_mixtral"]
+from eagleray.parallel.group import TensorParallelGroup
 
 MIXTRAL = Defaults(
     vocab_size=32000,
@@ -44,7 +42,12 @@ def read_mixtral(config: ConfigFile) -> ModelSpec:
 
 
 def load_layer(
-    index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group, experts: ExpertPlan | None
+    index: int,
+    spec: ModelSpec,
+    weights: Weights,
+    kernels: TorchBackend,
+    tp: TensorParallelGroup,
+    experts: ExpertLayout | None,
 ) -> DecoderLayer:
     assert experts is not None
     moe = MoeBlock(

@@ -6,8 +6,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK_BYTES", "BLOCK_SIZE", "decode"]
-
 BLOCK_SIZE = 32
 """Numbers with one scale."""
 BLOCK_BYTES = BLOCK_SIZE // 2

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from eagleray.models.config_file import ConfigFile
-from eagleray.models.layers.decoder import load_dense_layer
 from eagleray.models.spec import Defaults, ModelSpec, read_common, windows_by_layer
-
-__all__ = ["load_dense_layer", "read_qwen2"]
 
 QWEN2 = Defaults(
     vocab_size=151936,

@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from eagleray.config.json_files import shown
+from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.models.config_file import MAX_EXPERTS, ConfigFile
-from eagleray.models.kernels.reference import Kernels
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer, load_dense_layer
 from eagleray.models.moe.experts import MoeBlock
-from eagleray.models.moe.plan import ExpertPlan
+from eagleray.models.moe.layout import ExpertLayout
 from eagleray.models.spec import Defaults, ModelSpec, MoeSpec, read_common, uniform_windows
 from eagleray.models.weights import Weights
-from eagleray.parallel import Group
-
-__all__ = ["load_layer", "read_qwen3_moe"]
+from eagleray.parallel.group import TensorParallelGroup
 
 QWEN3_MOE = Defaults(
     vocab_size=151936,
@@ -63,7 +61,12 @@ def _moe_layers(config: ConfigFile, num_layers: int) -> tuple[bool, ...]:
 
 
 def load_layer(
-    index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group, experts: ExpertPlan | None
+    index: int,
+    spec: ModelSpec,
+    weights: Weights,
+    kernels: TorchBackend,
+    tp: TensorParallelGroup,
+    experts: ExpertLayout | None,
 ) -> DecoderLayer:
     assert spec.moe is not None and experts is not None
     if not spec.moe.layers[index]:

@@ -12,6 +12,9 @@ import torch
 
 from eagleray.config.json_files import shown
 from eagleray.errors import ConfigError
+from eagleray.kernels.choose import choose_backend
+from eagleray.kernels.expert_trace import MAX_TRACED_EXPERTS
+from eagleray.kernels.torch.backend import Operation, TorchBackend
 from eagleray.models.base import Model
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.deepseek import load_layer as load_deepseek_layer
@@ -19,8 +22,6 @@ from eagleray.models.deepseek import read_deepseek_v2, read_deepseek_v3
 from eagleray.models.dummy import DummyWeights
 from eagleray.models.gpt_oss import load_layer as load_gpt_oss_layer
 from eagleray.models.gpt_oss import read_gpt_oss
-from eagleray.models.kernels.choose import kernels_for
-from eagleray.models.kernels.reference import Kernels, Operation
 from eagleray.models.layers.decoder import DecoderLayer, load_dense_layer
 from eagleray.models.layers.embedding import Head, load_embedding_and_head
 from eagleray.models.layers.rope import Rope
@@ -29,28 +30,28 @@ from eagleray.models.loading import CheckpointWeights, stored_dtype, stored_weig
 from eagleray.models.mixtral import load_layer as load_mixtral_layer
 from eagleray.models.mixtral import read_mixtral
 from eagleray.models.moe.experts import MoeBlock
-from eagleray.models.moe.plan import ExpertOptions, ExpertPlan
+from eagleray.models.moe.layout import ExpertLayout, ExpertOptions
 from eagleray.models.moe.rebalance import Rebalancer
-from eagleray.models.moe.trace import MAX_TRACED_EXPERTS
 from eagleray.models.qwen2 import read_qwen2
 from eagleray.models.qwen3 import read_qwen3
 from eagleray.models.qwen3_moe import load_layer as load_qwen3_moe_layer
 from eagleray.models.qwen3_moe import read_qwen3_moe
-from eagleray.models.shares import check_experts, check_fits
+from eagleray.models.sharding import check_experts, check_fits
 from eagleray.models.size import num_parameters, weight_bytes
 from eagleray.models.spec import ModelSpec
 from eagleray.models.tensor_names import is_elsewhere, is_not_a_weight, is_read_whole, parts_wanted
 from eagleray.models.weights import Weights
-from eagleray.parallel import Group, Groups
-from eagleray.process import malloc_trim
-
-__all__ = ["FAMILIES", "Family", "load_model"]
+from eagleray.parallel.group import TensorParallelGroup
+from eagleray.parallel.groups import Groups
+from eagleray.process.malloc import malloc_trim
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     read_spec: Callable[[ConfigFile], ModelSpec]
-    load_layer: Callable[[int, ModelSpec, Weights, Kernels, Group, ExpertPlan | None], DecoderLayer] = load_dense_layer
+    load_layer: Callable[
+        [int, ModelSpec, Weights, TorchBackend, TensorParallelGroup, ExpertLayout | None], DecoderLayer
+    ] = load_dense_layer
 
 
 FAMILIES = {
@@ -112,12 +113,12 @@ def load_model(
         _check_stored(config, spec, directory)
     if total_memory is not None:
         _check_memory(config, spec, kind, groups, total_memory)
-    kernels = kernels_for(device, kind, spec)
+    kernels = choose_backend(device, kind, spec)
     if deterministic:
-        _check_invariant(spec, kernels, kind, device, groups)
+        _check_batch_invariant(spec, kernels, kind, device, groups)
     plan = None
     if spec.moe is not None:
-        plan = ExpertPlan(spec, experts, groups=groups, kernels=kernels, device=device)
+        plan = ExpertLayout(spec, experts, groups=groups, kernels=kernels, device=device)
 
     def open_weights(on_progress: Callable[[int, int], None] | None = None) -> AbstractContextManager[Weights]:
         if load_format == "dummy":
@@ -208,15 +209,15 @@ def _check_options(spec: ModelSpec, experts: ExpertOptions, groups: Groups) -> N
         )
 
 
-def _check_invariant(
-    spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, device: torch.device, groups: Groups
+def _check_batch_invariant(
+    spec: ModelSpec, kernels: TorchBackend, dtype: torch.dtype, device: torch.device, groups: Groups
 ) -> None:
     """Raises `ConfigError` if a request's numbers could depend on its company."""
     if spec.latent is not None:
         raise ConfigError(
             f"option `deterministic`: what computes the attention of {spec.architecture} cannot promise it; drop it"
         )
-    if not kernels.is_invariant:
+    if not kernels.is_batch_invariant:
         raise ConfigError(
             f"option `deterministic`: what computes {str(dtype).removeprefix('torch.')} on {device.type} here cannot "
             "promise it; take bfloat16 or float32 on a CPU, with a C++ compiler"
@@ -242,9 +243,9 @@ def _load_parts(
     family: Family,
     spec: ModelSpec,
     weights: Weights,
-    kernels: Kernels,
+    kernels: TorchBackend,
     groups: Groups,
-    plan: ExpertPlan | None,
+    plan: ExpertLayout | None,
     *,
     num_threads: int,
 ) -> _Parts:
@@ -270,9 +271,9 @@ def _load_parts(
 
 def _rebalancer(
     layers: list[DecoderLayer],
-    plan: ExpertPlan | None,
+    plan: ExpertLayout | None,
     options: ExpertOptions,
-    kernels: Kernels,
+    kernels: TorchBackend,
     open_weights: Callable[[], AbstractContextManager[Weights]],
 ) -> Rebalancer | None:
     """None if ranks do not have whole experts. Raises `ConfigError` if experts shall be moved and cannot be."""

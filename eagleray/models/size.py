@@ -7,9 +7,7 @@ never larger than those of the model.
 from __future__ import annotations
 
 from eagleray.models.spec import ModelSpec
-from eagleray.parallel import Mesh
-
-__all__ = ["num_parameters", "weight_bytes"]
+from eagleray.parallel.mesh import Mesh
 
 BYTES_OF_FOUR_BITS = 0.5
 

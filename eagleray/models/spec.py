@@ -6,20 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eagleray.config.json_files import shown
+from eagleray.kernels.torch.activation import ClampedSwiglu
 from eagleray.models.config_file import MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB_SIZE, ConfigFile
-from eagleray.models.kernels.gating import Clamp
-from eagleray.models.rope_spec import RopeSpec, check_head_dim, read_rope, stretched
-
-__all__ = [
-    "Defaults",
-    "LatentSpec",
-    "ModelSpec",
-    "MoeSpec",
-    "layer_windows",
-    "read_common",
-    "uniform_windows",
-    "windows_by_layer",
-]
+from eagleray.models.rope_config import RopeSpec, check_head_dim, read_rope, stretched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +39,14 @@ class MoeSpec:
     """Added to the sum that weights are divided by."""
     shared_intermediate_size: int = 0
     """Of the shared experts together, which compute every token; 0: there are none."""
-    clamp: Clamp | None = None
+    clamp: ClampedSwiglu | None = None
     """What experts' gates do, if it is not silu."""
     is_mxfp4: bool = False
     """The checkpoint has the experts' projections in four bits (`mxfp4.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentSpec:
+class MLASpec:
     """Attention that caches one latent for all heads (DeepSeek-V2, arXiv 2405.04434, section 2.1). Keys and values of
     the heads are products with the latent; a part of each key is rotated, and the same for all heads."""
 
@@ -113,7 +102,7 @@ class ModelSpec:
     qk_norm: bool = False
     """Queries and keys are normalized, each head by itself, before they are rotated."""
     moe: MoeSpec | None = None
-    latent: LatentSpec | None = None
+    latent: MLASpec | None = None
     """None: every key head is cached."""
     has_sinks: bool = False
     """Every head gives a part of its attention to nothing (see `kernels.reference.Heads`)."""

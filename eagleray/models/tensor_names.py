@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from eagleray.models.moe.plan import ExpertPlan
+from eagleray.models.moe.layout import ExpertLayout
 from eagleray.models.spec import ModelSpec
-from eagleray.parallel import Mesh
-
-__all__ = ["LAYER", "is_elsewhere", "is_not_a_weight", "is_read_whole", "parts_wanted"]
+from eagleray.parallel.mesh import Mesh
 
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 EXPERT = re.compile(r"model\.layers\.(\d{1,9})\..*\.experts\.(\d{1,9})\.")
@@ -18,7 +16,7 @@ EXPERTS_TOGETHER = re.compile(r"model\.layers\.(\d{1,9})\..*\.experts\.(?!\d)")
 SHARED_EXPERTS = ".shared_experts."
 
 
-def is_elsewhere(name: str, spec: ModelSpec, mesh: Mesh, experts: ExpertPlan | None) -> bool:
+def is_elsewhere(name: str, spec: ModelSpec, mesh: Mesh, experts: ExpertLayout | None) -> bool:
     """Whether another rank has this tensor, and this one has nothing of it."""
     if (match := EXPERT.match(name)) is not None and experts is not None and int(match[1]) in experts.layers:
         index, expert = int(match[1]), int(match[2])
@@ -31,7 +29,7 @@ def is_elsewhere(name: str, spec: ModelSpec, mesh: Mesh, experts: ExpertPlan | N
     return name in ("model.norm.weight", "lm_head.weight") and not mesh.is_last_stage
 
 
-def is_read_whole(name: str, experts: ExpertPlan | None) -> bool:
+def is_read_whole(name: str, experts: ExpertLayout | None) -> bool:
     """Whether this rank reads all of it, where tensor-parallel ranks read a part of most tensors each."""
     if experts is None:
         return False
@@ -42,7 +40,7 @@ def is_read_whole(name: str, experts: ExpertPlan | None) -> bool:
     return EXPERT.match(name) is not None or (experts.dispatch is not None and SHARED_EXPERTS in name)
 
 
-def parts_wanted(name: str, experts: ExpertPlan | None) -> Fraction:
+def parts_wanted(name: str, experts: ExpertLayout | None) -> Fraction:
     """How much of a tensor of all experts this rank takes; 1 of any other."""
     match = EXPERTS_TOGETHER.match(name)
     if match is None or experts is None or not experts.is_divided or int(match[1]) not in experts.layers:

@@ -9,8 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Cut", "Weights"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cut:

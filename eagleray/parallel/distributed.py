@@ -20,13 +20,11 @@ from eagleray.errors import ChannelClosed, DeadlineExceeded
 from eagleray.parallel.group import OPERATION_SECONDS
 from eagleray.parallel.sums import add_in_order
 
-__all__ = ["Connections", "TorchGroup", "finish"]
-
 Operations = Any
 """A process group of one kind of device; torch's annotations leave out what it can do."""
 
 
-class Connections:
+class TorchProcessGroups:
     """Connections between `size` ranks, for tensors of the host and, if `device` is a GPU, for tensors of it.
 
     `host`: the address of this machine to listen on. Returns when all ranks are connected. Raises `DeadlineExceeded`
@@ -95,11 +93,11 @@ class TorchGroup:
     of `all_reduce` are NCCL's. `kind`: what the ranks are ranks of, for messages."""
 
     def __init__(
-        self, connections: Connections, *, timeout: float = OPERATION_SECONDS, kind: str = "tensor-parallel"
+        self, connections: TorchProcessGroups, *, timeout: float = OPERATION_SECONDS, kind: str = "tensor-parallel"
     ) -> None:
         self.rank, self.size = connections.rank, connections.size
         self.bytes_sent: dict[str, int] = Counter()
-        self._connections: Connections | None = connections
+        self._connections: TorchProcessGroups | None = connections
         self._timeout = timeout
         self._kind = kind
 

@@ -25,15 +25,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from eagleray.errors import ChannelClosed, ExpertGroupBroken
 from eagleray.messages.steps import EngineOpened, ExpertGroupOpened
-from eagleray.parallel.distributed import Connections, TorchGroup
-from eagleray.parallel.group import Group, RowGroup
-from eagleray.parallel.mesh import ONE_ENGINE, Engines
-from eagleray.parallel.processes import Processes
+from eagleray.parallel.distributed import TorchGroup, TorchProcessGroups
+from eagleray.parallel.group import RowGroup, TensorParallelGroup
+from eagleray.parallel.mesh import ONE_ENGINE, EnginePosition
+from eagleray.parallel.process_watcher import ProcessWatcher
 from eagleray.parallel.rendezvous import LOOPBACK, bind_store, reach_store
 from eagleray.parallel.shared_memory import Segment, SharedMemoryGroup
-from eagleray.transport.shared import is_possible
-
-__all__ = ["ExpertGroup"]
+from eagleray.transport.shared_rings import supports_shared_memory
 
 KIND = "expert"
 
@@ -60,9 +58,9 @@ class ExpertGroup:
 
     def __init__(
         self,
-        tp: Group,
+        tp: TensorParallelGroup,
         *,
-        engines: Engines = ONE_ENGINE,
+        engines: EnginePosition = ONE_ENGINE,
         address: str = LOOPBACK,
         device: torch.device = CPU,
     ) -> None:
@@ -88,7 +86,7 @@ class ExpertGroup:
         if not self.spans_engines:
             return ExpertGroupOpened()
         self.leave()
-        can_share = self._device.type == "cpu" and is_possible()
+        can_share = self._device.type == "cpu" and supports_shared_memory()
         address = None
         if self.rank == 0:
             if can_share:
@@ -154,7 +152,7 @@ class ExpertGroup:
 
     def _share(self, presences: list[Presence], timeout: float) -> SharedMemoryGroup:
         with ExitStack() as stack:
-            processes = Processes([present.pid for present in presences])
+            processes = ProcessWatcher([present.pid for present in presences])
             stack.callback(processes.close)
             if self._segment is not None:
                 group = self._segment.join(kind=KIND, processes=processes)
@@ -172,7 +170,7 @@ class ExpertGroup:
         if self._store is None:
             assert address is not None, "the first rank of a group over several nodes makes its store"
             self._store = reach_store(address, timeout=timeout)
-        connections = Connections(
+        connections = TorchProcessGroups(
             self._store,
             f"the group of epoch {self.epoch} that shares the experts",
             rank=self.rank,

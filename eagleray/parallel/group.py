@@ -8,8 +8,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["OPERATION_SECONDS", "Alone", "Group", "RowGroup"]
-
 OPERATION_SECONDS = 600.0
 """How long an operation waits for the other ranks. They may be in a step that takes long; a rank that ended is noticed
 by the engine, much earlier."""
@@ -49,7 +47,7 @@ class RowGroup(Protocol):
         ...
 
 
-class Group(RowGroup, Protocol):
+class TensorParallelGroup(RowGroup, Protocol):
     """The ranks that share every layer, a tensor-parallel group."""
 
     @property
@@ -71,7 +69,7 @@ class Group(RowGroup, Protocol):
         ...
 
 
-class Alone:
+class SingleRankGroup:
     """A group of one: nothing is sent."""
 
     rank = 0

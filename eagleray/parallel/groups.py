@@ -14,16 +14,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from eagleray.messages.steps import GroupsOpened
 from eagleray.messages.workers import Topology
-from eagleray.parallel.distributed import Connections, TorchGroup
+from eagleray.parallel.distributed import TorchGroup, TorchProcessGroups
 from eagleray.parallel.expert_group import ExpertGroup
-from eagleray.parallel.group import Alone, Group
-from eagleray.parallel.mesh import ONE_ENGINE, Engines, Mesh
+from eagleray.parallel.group import SingleRankGroup, TensorParallelGroup
+from eagleray.parallel.mesh import ONE_ENGINE, EnginePosition, Mesh
 from eagleray.parallel.rendezvous import LOOPBACK, bind_store, reach_store
 from eagleray.parallel.shared_memory import Segment
-from eagleray.parallel.stages import OneStage, Stages, TorchStages
-from eagleray.transport.shared import is_possible
-
-__all__ = ["Groups", "OpenedGroups"]
+from eagleray.parallel.stages import SingleStage, StageLinks, TorchStages
+from eagleray.transport.shared_rings import supports_shared_memory
 
 
 class Groups:
@@ -32,7 +30,12 @@ class Groups:
     do; in rank 0's process it serves the others too."""
 
     def __init__(
-        self, mesh: Mesh, tp: Group, stages: Stages, experts: ExpertGroup, store: TCPStore | None = None
+        self,
+        mesh: Mesh,
+        tp: TensorParallelGroup,
+        stages: StageLinks,
+        experts: ExpertGroup,
+        store: TCPStore | None = None,
     ) -> None:
         self.mesh = mesh
         self.tp = tp
@@ -43,8 +46,8 @@ class Groups:
     @classmethod
     def alone(cls) -> Groups:
         """Of a worker that has the whole model."""
-        tp = Alone()
-        return cls(Mesh(), tp, OneStage(), ExpertGroup(tp))
+        tp = SingleRankGroup()
+        return cls(Mesh(), tp, SingleStage(), ExpertGroup(tp))
 
     def close(self) -> None:
         """Leave them; harmless when repeated."""
@@ -66,7 +69,7 @@ class OpenedGroups:
         store: TCPStore | None,
         segment: Segment | None,
         opened: GroupsOpened,
-        engines: Engines,
+        engines: EnginePosition,
     ) -> None:
         self._mesh, self._topology, self._device, self._engines = mesh, topology, device, engines
         self._store = store
@@ -76,7 +79,7 @@ class OpenedGroups:
 
     @classmethod
     def open(
-        cls, *, mesh: Mesh, topology: Topology, device: torch.device, engines: Engines = ONE_ENGINE
+        cls, *, mesh: Mesh, topology: Topology, device: torch.device, engines: EnginePosition = ONE_ENGINE
     ) -> OpenedGroups:
         """`engines`: those that share the experts with this one. Raises `ConfigError` for an address that is not this
         machine's, and for too little shared memory."""
@@ -110,7 +113,7 @@ class OpenedGroups:
         with ExitStack() as stack:
             tp = self._join_tp(opened, timeout)
             stack.callback(tp.close)
-            stages: Stages = OneStage()
+            stages: StageLinks = SingleStage()
             if mesh.pp_size > 1:
                 assert self._store is not None
                 name = f"pipeline of tensor-parallel rank {mesh.tp_rank}"
@@ -127,10 +130,10 @@ class OpenedGroups:
             self._segment.close()
         self._store = None
 
-    def _join_tp(self, opened: Sequence[GroupsOpened], timeout: float) -> Group:
+    def _join_tp(self, opened: Sequence[GroupsOpened], timeout: float) -> TensorParallelGroup:
         mesh = self._mesh
         if mesh.tp_size == 1:
-            return Alone()
+            return SingleRankGroup()
         if not _shares_memory(mesh.tp_ranks, self._topology, self._device):
             name = f"tensor-parallel group of stage {mesh.pp_rank}"
             return TorchGroup(self._connect(name, mesh.tp_rank, mesh.tp_size, timeout))
@@ -140,15 +143,17 @@ class OpenedGroups:
         assert ticket is not None, "the first rank of a group on one node makes its memory"
         return Segment.attach(ticket, rank=mesh.tp_rank, num_ranks=mesh.tp_size)
 
-    def _connect(self, name: str, rank: int, size: int, timeout: float) -> Connections:
+    def _connect(self, name: str, rank: int, size: int, timeout: float) -> TorchProcessGroups:
         assert self._store is not None, "rank 0 binds the store"
         host = _host(self._mesh.rank, self._topology)
-        return Connections(self._store, name, rank=rank, size=size, host=host, device=self._device, timeout=timeout)
+        return TorchProcessGroups(
+            self._store, name, rank=rank, size=size, host=host, device=self._device, timeout=timeout
+        )
 
 
 def _shares_memory(ranks: Sequence[int], topology: Topology, device: torch.device) -> bool:
     on_one_node = len({topology.nodes[rank] for rank in ranks}) == 1
-    return len(ranks) > 1 and on_one_node and device.type == "cpu" and is_possible()
+    return len(ranks) > 1 and on_one_node and device.type == "cpu" and supports_shared_memory()
 
 
 def _needs_store(mesh: Mesh, topology: Topology, device: torch.device) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ONE_ENGINE", "Engines", "Mesh"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
@@ -61,7 +59,7 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engines:
+class EnginePosition:
     """The engines whose workers divide the experts among them: which of them this is, and how many they are. An engine
     that has all experts is the only one, whatever its rank is among those that share the requests."""
 
@@ -69,4 +67,4 @@ class Engines:
     size: int = 1
 
 
-ONE_ENGINE = Engines()
+ONE_ENGINE = EnginePosition()

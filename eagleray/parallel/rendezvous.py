@@ -13,8 +13,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from eagleray.errors import ChannelClosed, ConfigError, DeadlineExceeded
 
-__all__ = ["LOOPBACK", "bind_store", "reach_store"]
-
 LOOPBACK = "127.0.0.1"
 """Nothing that other machines can reach."""
 

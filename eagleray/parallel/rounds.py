@@ -32,10 +32,8 @@ import torch
 from torch import Tensor
 
 from eagleray.errors import ChannelClosed, DeadlineExceeded
-from eagleray.parallel.processes import Processes
-from eagleray.transport.memory import Region
-
-__all__ = ["Layout", "Rounds"]
+from eagleray.parallel.process_watcher import ProcessWatcher
+from eagleray.transport.memfd import Region
 
 WORD = 8
 LINE_BYTES = 64
@@ -60,7 +58,7 @@ MORE_THAN_ANY = 1 << 63
 """A round that nobody comes to."""
 
 
-class Layout:
+class RoundLayout:
     """Where things are: a line for the nonce, a line for each rank, then the slots."""
 
     def __init__(self, num_ranks: int, slot_bytes: int) -> None:
@@ -89,12 +87,12 @@ class Rounds:
     def __init__(
         self,
         region: Region,
-        layout: Layout,
+        layout: RoundLayout,
         *,
         rank: int,
         timeout: float,
         kind: str = "tensor-parallel",
-        processes: Processes | None = None,
+        processes: ProcessWatcher | None = None,
     ) -> None:
         self.rank = rank
         self.size = layout.num_ranks

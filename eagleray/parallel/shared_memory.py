@@ -19,18 +19,16 @@ from torch import Tensor
 
 from eagleray.errors import ChannelClosed, ConfigError
 from eagleray.parallel.group import OPERATION_SECONDS
-from eagleray.parallel.processes import Processes
-from eagleray.parallel.rounds import LINE_BYTES, WORD, Layout, Rounds
+from eagleray.parallel.process_watcher import ProcessWatcher
+from eagleray.parallel.rounds import LINE_BYTES, WORD, RoundLayout, Rounds
 from eagleray.parallel.sums import add_in_order
-from eagleray.transport.memory import Region
-
-__all__ = ["Segment", "SharedMemoryGroup"]
+from eagleray.transport.memfd import Region
 
 SLOT_BYTES = 1 << 20
 """Larger tensors go in pieces of this size."""
 
 
-class Ticket(msgspec.Struct, frozen=True, array_like=True):
+class SegmentHandle(msgspec.Struct, frozen=True, array_like=True):
     """What a rank needs to attach. The descriptor is that of process `pid`."""
 
     pid: int
@@ -42,14 +40,14 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 class Segment:
     """The memory of a group, made by its first rank before the others know of it."""
 
-    def __init__(self, region: Region, layout: Layout) -> None:
+    def __init__(self, region: Region, layout: RoundLayout) -> None:
         self._region = region
         self._layout = layout
 
     @classmethod
     def create(cls, num_ranks: int, *, slot_bytes: int = SLOT_BYTES) -> Segment:
         """Raises `ConfigError` if there is not enough memory."""
-        layout = Layout(num_ranks, slot_bytes)
+        layout = RoundLayout(num_ranks, slot_bytes)
         try:
             return cls(Region.create(layout.size), layout)
         except ConfigError as error:
@@ -62,14 +60,16 @@ class Segment:
     def ticket(self) -> bytes:
         """For the other ranks."""
         region = self._region
-        return msgspec.msgpack.encode(Ticket(os.getpid(), region.descriptor, region.nonce, self._layout.slot_bytes))
+        return msgspec.msgpack.encode(
+            SegmentHandle(os.getpid(), region.descriptor, region.nonce, self._layout.slot_bytes)
+        )
 
     def join(
         self,
         *,
         timeout: float = OPERATION_SECONDS,
         kind: str = "tensor-parallel",
-        processes: Processes | None = None,
+        processes: ProcessWatcher | None = None,
     ) -> SharedMemoryGroup:
         """The first rank's end. The group owns the memory from now on. `kind`, `processes`: see `Rounds`."""
         rounds = Rounds(self._region, self._layout, rank=0, timeout=timeout, kind=kind, processes=processes)
@@ -83,12 +83,12 @@ class Segment:
         num_ranks: int,
         timeout: float = OPERATION_SECONDS,
         kind: str = "tensor-parallel",
-        processes: Processes | None = None,
+        processes: ProcessWatcher | None = None,
     ) -> SharedMemoryGroup:
         """Another rank's end. Raises `ConfigError` if the memory cannot be reached from here, and `ChannelClosed` if
         the first rank is gone."""
-        made = msgspec.msgpack.decode(ticket, type=Ticket)
-        layout = Layout(num_ranks, made.slot_bytes)
+        made = msgspec.msgpack.decode(ticket, type=SegmentHandle)
+        layout = RoundLayout(num_ranks, made.slot_bytes)
         try:
             region = Region.attach(pid=made.pid, descriptor=made.descriptor, size=layout.size, nonce=made.nonce)
         except OSError as error:

@@ -11,18 +11,16 @@ from torch import Tensor
 from torch.distributed import TCPStore, Work  # type: ignore[attr-defined]
 
 from eagleray.errors import ChannelClosed, DeadlineExceeded
-from eagleray.parallel.distributed import Connections, finish
+from eagleray.parallel.distributed import TorchProcessGroups, finish
 from eagleray.parallel.group import OPERATION_SECONDS
 from eagleray.parallel.mesh import Mesh
-
-__all__ = ["OneStage", "Stages", "TorchStages"]
 
 HIDDEN_TAG = 1
 
 TOKENS = "tokens"
 
 
-class Stages(Protocol):
+class StageLinks(Protocol):
     """The neighbouring stages, seen from one rank. Waits that last too long raise `DeadlineExceeded`."""
 
     def send_hidden(self, hidden: Tensor) -> None:
@@ -47,7 +45,7 @@ class Stages(Protocol):
         ...
 
 
-class OneStage:
+class SingleStage:
     """All layers in one stage: nothing travels."""
 
     def send_hidden(self, hidden: Tensor) -> None:
@@ -72,11 +70,11 @@ class TorchStages:
     so that they never stand in the way of hidden states."""
 
     def __init__(
-        self, mesh: Mesh, connections: Connections, store: TCPStore, *, timeout: float = OPERATION_SECONDS
+        self, mesh: Mesh, connections: TorchProcessGroups, store: TCPStore, *, timeout: float = OPERATION_SECONDS
     ) -> None:
         self._mesh = mesh
         self._timeout = timeout
-        self._connections: Connections | None = connections
+        self._connections: TorchProcessGroups | None = connections
         self._store: TCPStore | None = store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=timeout))
         self._sent: deque[tuple[Work, Tensor]] = deque()  # kept until it is certain that they have left
@@ -127,7 +125,7 @@ class TorchStages:
         self._sent.clear()
         self._connections = self._store = None
 
-    def _open(self, what: str) -> Connections:
+    def _open(self, what: str) -> TorchProcessGroups:
         if self._connections is None:
             raise ChannelClosed(f"{what}: the stages were closed")
         return self._connections

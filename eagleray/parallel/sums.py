@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["add_in_order"]
-
 
 def add_in_order(parts: Sequence[Tensor], *, out: Tensor) -> None:
     """The sum of the ranks' parts, of which there are at least two. bfloat16 and float16 are added up in float32 and

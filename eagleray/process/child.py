@@ -12,10 +12,8 @@ from types import FrameType
 import msgspec
 
 from eagleray.log import get_logger, setup_logging
-from eagleray.process.birth import Birth, read_frame
 from eagleray.process.parent import Parent
-
-__all__ = ["main"]
+from eagleray.process.spawn_protocol import SpawnSpec, read_frame
 
 logger = get_logger(__name__)
 
@@ -29,7 +27,7 @@ def main() -> int:
     frame = read_frame(sock)
     if frame is None:  # the parent died while it gave birth
         return 1
-    birth = msgspec.msgpack.decode(frame, type=Birth)
+    birth = msgspec.msgpack.decode(frame, type=SpawnSpec)
     setup_logging(birth.label, birth.log_level)
     # Ctrl-C and the loss of the terminal reach the whole process group; the supervisor alone decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 
-__all__ = ["malloc_trim"]
-
 
 def malloc_trim() -> None:
     """Let the system have it.

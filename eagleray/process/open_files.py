@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import resource
 
-__all__ = ["open_files_limit", "raise_open_files_limit"]
-
 ENOUGH_FILES = 2**16
 """Hard limits of a billion exist, and programs that walk through all numbers up to the soft one."""
 

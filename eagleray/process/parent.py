@@ -14,9 +14,7 @@ from contextlib import contextmanager
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import ChildToParent, Failed
-from eagleray.process.birth import read_frame, write_frame
-
-__all__ = ["Parent"]
+from eagleray.process.spawn_protocol import read_frame, write_frame
 
 POLL_SECONDS = 1.0
 

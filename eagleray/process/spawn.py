@@ -16,9 +16,7 @@ import msgspec
 
 from eagleray.messages.codec import Codec
 from eagleray.messages.lifecycle import ChildToParent
-from eagleray.process.birth import Birth, read_frame, write_frame
-
-__all__ = ["CRASHES", "Child", "explain_exit"]
+from eagleray.process.spawn_protocol import SpawnSpec, read_frame, write_frame
 
 
 class Child:
@@ -52,7 +50,7 @@ class Child:
             )
         self._socket = ours
         self._pidfd = _open_pidfd(self._process.pid)
-        birth = Birth(target=target, label=label, log_level=log_level, payload=payload, runtime_dir=runtime_dir)
+        birth = SpawnSpec(target=target, label=label, log_level=log_level, payload=payload, runtime_dir=runtime_dir)
         with contextlib.suppress(OSError):  # it died already: the watcher is about to say so
             write_frame(ours, msgspec.msgpack.encode(birth))
         self._watcher = threading.Thread(target=self._watch, name=f"watch-{label}", daemon=True)

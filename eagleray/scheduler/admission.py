@@ -14,8 +14,6 @@ from eagleray.errors import InvalidRequest, PromptTooLong
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling
 
-__all__ = ["NUM_TOKEN_IDS", "check_admission"]
-
 NUM_TOKEN_IDS = 2**31
 """A worker keeps token ids in 32 bits."""
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-__all__ = ["BlockPool"]
-
 
 class BlockPool:
     """Blocks 0 to `num_blocks - 1`.

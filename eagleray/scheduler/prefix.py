@@ -10,8 +10,6 @@ import struct
 from collections.abc import Sequence
 from hashlib import blake2b
 
-__all__ = ["block_hashes", "extend_hashes", "root_hash"]
-
 # 128 bits: two different prefixes of one name are not to be expected before 2**64 blocks.
 HASH_BYTES = 16
 

@@ -6,8 +6,6 @@ import heapq
 
 from eagleray.scheduler.request import Request
 
-__all__ = ["WaitingQueue"]
-
 Key = tuple[int, int]
 
 

@@ -12,14 +12,12 @@ from eagleray.identity import ClientId
 from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, Stopping
-from eagleray.messages.steps import RowStart
+from eagleray.messages.steps import NewRow
 from eagleray.scheduler.admission import check_admission
 from eagleray.scheduler.prefix import root_hash
 
-__all__ = ["Finish", "Output", "Request", "Run", "new_request"]
 
-
-class Output(NamedTuple):
+class AddressedChunk(NamedTuple):
     """A chunk and whom it is for."""
 
     client: ClientId
@@ -86,10 +84,10 @@ class Request:
                 return Finish(FinishReason.STOP, token_id)
         return Finish(FinishReason.LENGTH) if len(self.token_ids) >= self.max_num_tokens else None
 
-    def answer(self, **fields: Any) -> Output:
+    def answer(self, **fields: Any) -> AddressedChunk:
         """The next chunk, with these fields of `Chunk`; the first one tells how much of the prompt was cached."""
         num_cached, self.num_cached_tokens = self.num_cached_tokens, 0
-        return Output(self.client, Chunk(request_id=self.request_id, num_cached_tokens=num_cached, **fields))
+        return AddressedChunk(self.client, Chunk(request_id=self.request_id, num_cached_tokens=num_cached, **fields))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -144,9 +142,9 @@ class Run:
         self.num_placeholders = 0
         self.last_step = -1
 
-    def row_start(self) -> RowStart:
+    def row_start(self) -> NewRow:
         """What a worker must know. The lists are copies: it may live in this process, and ours go on changing."""
-        return RowStart(
+        return NewRow(
             row=self.row,
             request_id=self.request.request_id,
             token_ids=list(self.request.token_ids),

@@ -18,10 +18,8 @@ from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.steps import StepResult
 from eagleray.scheduler.request import Run
 
-__all__ = ["RoutedRows"]
 
-
-class RoutedRows:
+class RoutedExpertsStore:
     """`num_blocks`: those whose rows are kept; 0 if nobody can find a block again."""
 
     def __init__(self, routing: RoutingInfo, *, num_blocks: int, block_size: int) -> None:

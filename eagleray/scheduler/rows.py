@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from eagleray.scheduler.request import Request, Run
 
-__all__ = ["RowTable"]
-
 
 class RowTable:
     """Running requests, in the order of their start."""
@@ -52,7 +50,7 @@ class RowTable:
         heapq.heappush(self._free, run.row)
         self._ended[run.row] = None
 
-    def take_ended(self) -> list[int]:
+    def pop_freed_rows(self) -> list[int]:
         """Rows whose run is over, since the last call."""
         ended, self._ended = list(self._ended), {}
         return ended

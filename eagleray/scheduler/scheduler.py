@@ -20,16 +20,14 @@ from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.requests import Generate
 from eagleray.messages.steps import RowFailure, StepPlan, StepResult
 from eagleray.scheduler.admission import NUM_TOKEN_IDS
-from eagleray.scheduler.draft import Draft, InFlight
-from eagleray.scheduler.kv_cache import KVCache
+from eagleray.scheduler.kv_cache_manager import KVCacheManager
+from eagleray.scheduler.quarantine import Quarantine
 from eagleray.scheduler.queues import WaitingQueue
-from eagleray.scheduler.request import Output, Request, Run, new_request
-from eagleray.scheduler.routed_experts import RoutedRows
+from eagleray.scheduler.request import AddressedChunk, Request, Run, new_request
+from eagleray.scheduler.routed_experts import RoutedExpertsStore
 from eagleray.scheduler.rows import RowTable
 from eagleray.scheduler.stats import Counters, SchedulerStats
-from eagleray.scheduler.suspects import Suspects
-
-__all__ = ["Scheduler"]
+from eagleray.scheduler.step_draft import InFlightStep, StepDraft
 
 
 class Scheduler:
@@ -66,20 +64,22 @@ class Scheduler:
         self._vocab_size = vocab_size
         self._num_stages = num_stages
         self._has_priorities = policy == "priority"
-        self._cache = KVCache(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
-        self._routed: RoutedRows | None = None
+        self._cache = KVCacheManager(
+            num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
+        )
+        self._routed: RoutedExpertsStore | None = None
         if routing is not None:
             num_findable = num_blocks if enable_prefix_caching else 0
-            self._routed = RoutedRows(routing, num_blocks=num_findable, block_size=block_size)
+            self._routed = RoutedExpertsStore(routing, num_blocks=num_findable, block_size=block_size)
         self._requests: dict[tuple[ClientId, str], Request] = {}
         self._waiting = WaitingQueue()
-        self._suspects = Suspects()
+        self._suspects = Quarantine()
         self._running = RowTable(max_num_seqs)
-        self._in_flight: deque[InFlight] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
         self._next_step = 0
         self._is_rewound = False  # and no plan was made since
         self._num_arrivals = 0
-        self._notices: list[Output] = []
+        self._notices: list[AddressedChunk] = []
         self._counters = Counters()
 
     @property
@@ -120,7 +120,7 @@ class Scheduler:
         self._requests[key] = state
         (self._suspects if state.is_suspect else self._waiting).push(state)
 
-    def abort(self, client: ClientId, request_ids: Iterable[str]) -> list[Output]:
+    def abort(self, client: ClientId, request_ids: Iterable[str]) -> list[AddressedChunk]:
         """End these requests: a last chunk for each that was here."""
         found = [
             self._requests[client, name] for name in dict.fromkeys(request_ids) if (client, name) in self._requests
@@ -140,7 +140,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step. None: nothing to compute, or nothing before a step in flight is applied."""
-        draft = Draft(self._max_num_batched_tokens)
+        draft = StepDraft(self._max_num_batched_tokens)
         if self._is_rewound:
             draft.starts = {run: run.row_start() for run in self._running}
         self._continue_running(draft)
@@ -151,17 +151,17 @@ class Scheduler:
     def idle_plan(self) -> StepPlan:
         """A step in which this engine computes nothing, for the sake of engines that step together with it."""
         plan = StepPlan(step=self._next_step, ends=[], starts=[], grown=[], rows=[], num_tokens=[], is_idle=True)
-        self._in_flight.append(InFlight(plan.step))
+        self._in_flight.append(InFlightStep(plan.step))
         self._next_step += 1
         return plan
 
-    def take_notices(self) -> list[Output]:
+    def pop_early_chunks(self) -> list[AddressedChunk]:
         """Chunks that clients must have been sent before the last plan is carried out: they name the requests that it
         starts, as far as clients asked for that."""
         notices, self._notices = self._notices, []
         return notices
 
-    def apply(self, result: StepResult) -> list[Output]:
+    def apply(self, result: StepResult) -> list[AddressedChunk]:
         """What the oldest step in flight produced. Rows whose request ended or was preempted since are dropped."""
         flight = self._in_flight.popleft()
         assert flight.step == result.step, f"step {flight.step} is next to be applied, not {result.step}"
@@ -169,7 +169,7 @@ class Scheduler:
         tokens = dict(zip(result.rows, result.token_ids, strict=True))
         failures = {failure.row: failure for failure in result.failures}
         news = [b""] * len(flight.runs) if self._routed is None else self._routed.store(result, flight.runs)
-        outputs: list[Output] = []
+        outputs: list[AddressedChunk] = []
         for run, routed in zip(flight.runs, news, strict=True):
             if run.row in failures:
                 # Held until here even if the run is over. What a failed row wrote is not to be trusted.
@@ -201,7 +201,7 @@ class Scheduler:
 
     # What plan() is made of.
 
-    def _continue_running(self, draft: Draft) -> None:
+    def _continue_running(self, draft: StepDraft) -> None:
         turn = -(-len(self._running) // self._num_stages)
         for run in list(self._running):
             if len(draft.num_tokens) == turn:
@@ -222,7 +222,7 @@ class Scheduler:
             return False
         return run.last_step >= max(self._in_flight[0].step, self._next_step - (self._num_stages - 1))
 
-    def _reserve(self, run: Run, num_tokens: int, draft: Draft) -> bool:
+    def _reserve(self, run: Run, num_tokens: int, draft: StepDraft) -> bool:
         """Get the blocks for the next `num_tokens` tokens, at the expense of less urgent requests if need be."""
         while (added := self._cache.grow(run, run.num_computed_tokens + num_tokens)) is None:
             draft.is_short_of_blocks = True
@@ -237,7 +237,7 @@ class Scheduler:
             draft.grown[run] = added
         return True
 
-    def _start_waiting(self, draft: Draft) -> None:
+    def _start_waiting(self, draft: StepDraft) -> None:
         if (suspect := self._suspects.next(self._in_flight)) is not None:
             self._waiting.push(suspect)
         while self._waiting and self._running.has_free and draft.budget > 0:
@@ -248,7 +248,7 @@ class Scheduler:
                 break
             self._start(self._waiting.pop(), cached, draft)
 
-    def _start(self, request: Request, cached: list[int], draft: Draft) -> None:
+    def _start(self, request: Request, cached: list[int], draft: StepDraft) -> None:
         num_cached = len(cached) * self._cache.block_size
         num_tokens = min(len(request.token_ids) - num_cached, draft.budget)
         run = self._running.start(
@@ -263,7 +263,9 @@ class Scheduler:
         if not request.was_started:
             self._count_lookup(request, num_cached)
             if request.announce_start:
-                self._notices.append(Output(request.client, Chunk(request_id=request.request_id, is_started=True)))
+                self._notices.append(
+                    AddressedChunk(request.client, Chunk(request_id=request.request_id, is_started=True))
+                )
         self._advance(run, num_tokens)
 
     def _advance(self, run: Run, num_tokens: int) -> None:
@@ -279,17 +281,17 @@ class Scheduler:
             self._counters.num_prefix_queries += request.num_prompt_tokens
             self._counters.num_prefix_hits += num_cached
 
-    def _issue(self, draft: Draft) -> StepPlan:
+    def _issue(self, draft: StepDraft) -> StepPlan:
         plan = StepPlan(
             step=self._next_step,
-            ends=self._running.take_ended(),
+            ends=self._running.pop_freed_rows(),
             starts=list(draft.starts.values()),
             grown=[(run.row, added) for run, added in draft.grown.items()],
             rows=[run.row for run in draft.num_tokens],
             num_tokens=list(draft.num_tokens.values()),
             capture=[run.row for run in draft.num_tokens if run.request.routed_experts_from is not None],
         )
-        self._in_flight.append(InFlight(self._next_step, draft.num_tokens))
+        self._in_flight.append(InFlightStep(self._next_step, draft.num_tokens))
         self._next_step += 1
         self._is_rewound = False
         return plan
@@ -302,7 +304,7 @@ class Scheduler:
 
     # What apply() is made of.
 
-    def _deliver(self, run: Run, token_id: int | None, result: StepResult, routed: bytes) -> Output:
+    def _deliver(self, run: Run, token_id: int | None, result: StepResult, routed: bytes) -> AddressedChunk:
         """The chunk for what a step produced for one request, which may end with it."""
         request = run.request
         prompt_logprobs = result.prompt_logprobs.get(run.row)
@@ -326,7 +328,7 @@ class Scheduler:
             stop_token_id=finish.stop_token_id if finish else None,
         )
 
-    def _fail(self, run: Run, failure: RowFailure, routed: bytes) -> Output:
+    def _fail(self, run: Run, failure: RowFailure, routed: bytes) -> AddressedChunk:
         self._remove(run.request)
         return run.request.answer(
             finish_reason=FinishReason.ERROR,
@@ -354,7 +356,7 @@ class Scheduler:
         else:
             self._cache.release(run.block_ids)
 
-    def _release(self, flight: InFlight) -> None:
+    def _release(self, flight: InFlightStep) -> None:
         """The step is done with the blocks of runs that are over."""
         for block_ids in flight.block_tables:
             self._cache.release(block_ids)

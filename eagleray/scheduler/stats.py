@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-__all__ = ["Counters", "SchedulerStats"]
-
 
 @dataclass(slots=True)
 class Counters:

@@ -16,8 +16,6 @@ from eagleray.log import get_logger
 from eagleray.server.connection_counts import ConnectionCounts
 from eagleray.server.connections import HttpConnections
 
-__all__ = ["Acceptor"]
-
 logger = get_logger(__name__)
 
 MAX_AT_ONCE = 16

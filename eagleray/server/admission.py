@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eagleray.client import Client
-from eagleray.config import ServingConfig
+from eagleray.client.client import Client
+from eagleray.config.sections import ServingConfig
 from eagleray.errors import InvalidRequest, Overloaded
 from eagleray.messages.sampling import SamplingParams
-
-__all__ = ["Admission", "Reservation"]
 
 
 class Reservation:

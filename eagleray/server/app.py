@@ -10,28 +10,26 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from eagleray.client import Client
-from eagleray.config import Config
-from eagleray.metrics import Ledger
+from eagleray.client.client import Client
+from eagleray.config.sections import Config
+from eagleray.metrics.ledger import Ledger
 from eagleray.server.collective_rpc import CollectiveRpcRoute
-from eagleray.server.edge import Edge
 from eagleray.server.endpoint import Endpoint, Operation
-from eagleray.server.failures import UnknownRoute
+from eagleray.server.error_responses import UnknownRoute
 from eagleray.server.generate import GenerateRoute
+from eagleray.server.http_responses import json_response
+from eagleray.server.middleware import RequestMiddleware
 from eagleray.server.openai.chat import ChatRoute
 from eagleray.server.openai.completions import CompletionRoute
 from eagleray.server.openai.models import ModelRoutes
 from eagleray.server.openapi import describe
-from eagleray.server.replies import json_reply
 from eagleray.server.server_info import ServerInfoRoute
 from eagleray.server.service import Service
 from eagleray.server.status import StatusRoutes
 from eagleray.server.tokens import TokenRoutes
 
-__all__ = ["create_app"]
 
-
-def create_app(client: Client, config: Config, ledger: Ledger) -> Edge:
+def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddleware:
     """The application. `client` serves it, it counts in `ledger`; both stay their maker's to close.
 
     Raises `CheckpointError` for a generation_config.json that makes no sense.
@@ -52,7 +50,7 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> Edge:
     # An endpoint refuses what is not its method itself, so that the refusal looks like every other.
     routes = [Route(endpoint.pattern, endpoint, methods=None) for endpoint in endpoints]
     router = Router(routes, redirect_slashes=False, default=_unknown_route)
-    return Edge(router, endpoints, config.serving.api_key, service.metrics)
+    return RequestMiddleware(router, endpoints, config.serving.api_key, service.metrics)
 
 
 def _describing(endpoints: list[Endpoint], service: Service, *, needs_key: bool) -> Endpoint:
@@ -63,7 +61,7 @@ def _describing(endpoints: list[Endpoint], service: Service, *, needs_key: bool)
         return describe([*endpoints, itself], version=service.version, needs_key=needs_key)
 
     async def show(request: Request) -> Response:
-        return json_reply(document())
+        return json_response(document())
 
     itself = Endpoint("/openapi.json", get=Operation(show, "This document."))
     return itself

@@ -14,9 +14,7 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from eagleray.errors import InvalidRequest
-from eagleray.server.failures import BodyTooLarge
-
-__all__ = ["UNSUPPORTED", "BodyDecoder", "BodyLimits", "Empty", "Null", "field_names"]
+from eagleray.server.error_responses import BodyTooLarge
 
 T = TypeVar("T")
 

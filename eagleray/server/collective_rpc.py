@@ -12,11 +12,9 @@ from starlette.responses import Response
 from eagleray.errors import InvalidRequest
 from eagleray.server.body import BodyDecoder
 from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.http_responses import json_response, unless_disconnected
 from eagleray.server.plain_json import from_json, to_json
-from eagleray.server.replies import json_reply, unless_disconnected
 from eagleray.server.service import Service
-
-__all__ = ["CollectiveRpcRequest", "CollectiveRpcResponse", "CollectiveRpcRoute"]
 
 
 class CollectiveRpcRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -55,7 +53,7 @@ class CollectiveRpcRoute:
         args, kwargs = _arguments(body)
         work = self._service.client.call_workers(body.method, args, kwargs, timeout=body.timeout)
         results = await unless_disconnected(request.receive, work)
-        return json_reply(CollectiveRpcResponse(to_json(results)))
+        return json_response(CollectiveRpcResponse(to_json(results)))
 
 
 def _arguments(body: CollectiveRpcRequest) -> tuple[list[Any], dict[str, Any]]:

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["ConnectionCounts"]
-
 NUMBER_BYTES = struct.calcsize("d")
 STAMP, COUNT, NUM_NUMBERS = range(3)
 """Places of a server's numbers: when it was last known to accept connections, and how many are open."""

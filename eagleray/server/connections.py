@@ -14,13 +14,12 @@ from uvicorn.server import ServerState
 
 from eagleray.errors import Unavailable
 from eagleray.log import get_logger
-from eagleray.process import malloc_trim
+from eagleray.process.malloc import malloc_trim
 from eagleray.server.http_limits import HttpLimits
 
 if TYPE_CHECKING:
     from eagleray.server.http_protocol import HttpProtocol
 
-__all__ = ["HttpConnections"]
 
 logger = get_logger(__name__)
 

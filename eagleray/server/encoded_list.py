@@ -11,8 +11,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["EncodedList"]
-
 ENCODER = msgspec.json.Encoder()
 
 

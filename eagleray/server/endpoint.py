@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from eagleray.server.failures import WrongMethod
-
-__all__ = ["Endpoint", "Operation"]
+from eagleray.server.error_responses import WrongMethod
 
 
 class Operation(NamedTuple):

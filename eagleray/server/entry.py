@@ -17,20 +17,21 @@ import msgspec
 import uvicorn
 import uvloop
 
-from eagleray.client import Client, open_client
+from eagleray.client.client import Client
+from eagleray.client.open import open_client
 from eagleray.messages.lifecycle import ApiServerSpec, Bound
-from eagleray.metrics import Ledger
-from eagleray.process import Parent, open_files_limit, settle
+from eagleray.metrics.ledger import Ledger
+from eagleray.process.gc_freeze import freeze_gc
+from eagleray.process.open_files import open_files_limit
+from eagleray.process.parent import Parent
 from eagleray.server.acceptor import Acceptor
 from eagleray.server.app import create_app
 from eagleray.server.connection_counts import ConnectionCounts
 from eagleray.server.connections import HttpConnections
-from eagleray.server.edge import Edge
 from eagleray.server.http_limits import HttpLimits
 from eagleray.server.http_protocol import HttpProtocol
-from eagleray.transport import no_room
-
-__all__ = ["run"]
+from eagleray.server.middleware import RequestMiddleware
+from eagleray.transport.runtime_dir import no_room
 
 FLUSH_SECONDS = 2
 """What connections get to take the last bytes of their answers when the server ends."""
@@ -43,7 +44,7 @@ class _Server(uvicorn.Server):
     Leaves the signals alone: the supervisor says when to stop, and how patiently.
     """
 
-    def __init__(self, app: Edge, limits: HttpLimits, counts: ConnectionCounts) -> None:
+    def __init__(self, app: RequestMiddleware, limits: HttpLimits, counts: ConnectionCounts) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -112,7 +113,7 @@ async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: Co
     )
     limits = HttpLimits.of(spec.config, open_files=open_files_limit())
     server = _Server(create_app(client, spec.config, ledger), limits, counts)
-    settle()
+    freeze_gc()
     parent.send(Bound(client.address))
     with socket.socket(fileno=spec.listener_fd) as listener:
         serving = asyncio.create_task(_accept(server, listener, client))

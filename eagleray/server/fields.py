@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from eagleray.client import MAX_COMPLETIONS, MAX_LOGPROB_TOKEN_IDS, MAX_TIMEOUT_SECONDS
+from eagleray.client.preprocess import MAX_COMPLETIONS, MAX_LOGPROB_TOKEN_IDS, MAX_TIMEOUT_SECONDS
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import (
     MAX_BAD_WORD_CHARS,
@@ -18,8 +18,6 @@ from eagleray.messages.sampling import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-
-__all__ = ["SAMPLING_NAMES", "SamplingFields", "StreamOptions", "Timeout", "sampling_params", "stream_options"]
 
 Timeout = Annotated[
     float,

@@ -11,7 +11,8 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from eagleray.client import CompletionDelta, CompletionOutput, Prompt
+from eagleray.client.outputs import CompletionDelta, CompletionOutput
+from eagleray.client.preprocess import Prompt
 from eagleray.server.body import BodyDecoder, field_names
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.fields import (
@@ -22,8 +23,9 @@ from eagleray.server.fields import (
     sampling_params,
     stream_options,
 )
-from eagleray.server.generation import Generation, Generations, Order
+from eagleray.server.generation import Generation, GenerationGroup, GenerationTask
 from eagleray.server.headers import MSGPACK, ROUTING_HEADERS, accepts
+from eagleray.server.http_responses import Emit, EventStream, json_response, msgpack_response, unless_disconnected
 from eagleray.server.logprobs import (
     ChatLogprobs,
     ChatLogprobsCollector,
@@ -31,12 +33,9 @@ from eagleray.server.logprobs import (
     chat_logprobs,
     encoded_prompt_logprobs,
 )
-from eagleray.server.replies import Emit, EventStream, json_reply, msgpack_reply, unless_disconnected
 from eagleray.server.routed_experts import RoutedExpertsField, RoutedExpertsFormat, routed_experts
 from eagleray.server.service import Service
 from eagleray.server.usage import Usage, total_usage, usage_so_far
-
-__all__ = ["GenerateRequest", "GenerateResponse", "GenerateRoute"]
 
 
 class GenerateSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -88,7 +87,7 @@ class Job(NamedTuple):
     """A request that was understood: what to generate, and how to tell it."""
 
     body: GenerateRequest
-    order: Order
+    order: GenerationTask
     options: StreamOptions
 
     def answer(self, choices: list[GenerateChoice], usage: Usage | UnsetType | None) -> GenerateResponse:
@@ -126,7 +125,7 @@ class GenerateRoute:
             return EventStream(functools.partial(self._stream, job), job.order.request_id)
         is_msgpack = accepts(request.headers, MSGPACK)
         answer = await unless_disconnected(request.receive, self._whole(job, is_msgpack=is_msgpack))
-        return msgpack_reply(answer) if is_msgpack else json_reply(answer)
+        return msgpack_response(answer) if is_msgpack else json_response(answer)
 
     def _read(self, body: GenerateRequest, request: Request) -> Job:
         fields = body.sampling_params
@@ -135,7 +134,7 @@ class GenerateRoute:
             decided["detokenize"] = bool(fields.stop)
         if fields.return_routed_experts is None:
             decided["return_routed_experts"] = self._service.keeps_routed_experts
-        order = Order.of(
+        order = GenerationTask.of(
             self._service,
             request,
             body,
@@ -154,7 +153,7 @@ class GenerateRoute:
             if (logprobs := _logprobs(job, part)) is not None:
                 collectors[part.index].add(logprobs)
 
-        async with Generations(self._service, job.order) as generations:
+        async with GenerationGroup(self._service, job.order) as generations:
             (generation,) = generations.each
             output = await generation.result(collect)
         has_logprobs = job.order.has_logprobs
@@ -167,7 +166,7 @@ class GenerateRoute:
 
     async def _stream(self, job: Job, emit: Emit) -> None:
         begun = False
-        async with Generations(self._service, job.order) as generations:
+        async with GenerationGroup(self._service, job.order) as generations:
             (generation,) = generations.each
             async for _, news in generations.news():
                 for part in news:

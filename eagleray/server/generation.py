@@ -14,25 +14,17 @@ from typing import NamedTuple, Protocol
 
 from starlette.requests import Request
 
-from eagleray.client import (
-    CompletionDelta,
-    CompletionOutput,
-    Logprob,
-    Prompt,
-    RequestDelta,
-    RequestOutput,
-    RequestStream,
-)
+from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob, RequestDelta, RequestOutput
+from eagleray.client.preprocess import Prompt
+from eagleray.client.stream import RequestStream
 from eagleray.errors import InvalidRequest
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
-from eagleray.metrics import RequestTimer
+from eagleray.metrics.requests import RequestTimer
 from eagleray.server.body import field_names
 from eagleray.server.headers import rank_of, session_of
 from eagleray.server.routed_experts import RoutedExpertsFormat
 from eagleray.server.service import Service
-
-__all__ = ["Generation", "Generations", "Order", "OrderFields", "TokenTotals"]
 
 START_AT_ONCE = 64
 """Number of prompts that are started before the event loop serves others."""
@@ -44,7 +36,7 @@ ENTRIES_AT_ONCE = 512
 """Number of tokens and log-probabilities that are sent before the event loop serves others: some milliseconds."""
 
 
-class OrderFields(Protocol):
+class GenerationFields(Protocol):
     """The fields of a request's body that say how it is to be treated."""
 
     priority: int | None
@@ -53,7 +45,7 @@ class OrderFields(Protocol):
     routed_experts_format: RoutedExpertsFormat | None
 
 
-class Order(NamedTuple):
+class GenerationTask(NamedTuple):
     """What an HTTP request wants generated."""
 
     request_id: str
@@ -86,14 +78,14 @@ class Order(NamedTuple):
         cls,
         service: Service,
         request: Request,
-        fields: OrderFields,
+        fields: GenerationFields,
         *,
         num_prompts: int = 1,
         make_prompts: Callable[[], Awaitable[Sequence[Prompt]]],
         params: SamplingParams,
         only_prompt: bool = False,
         field_names: Mapping[str, str] = {},
-    ) -> Order:
+    ) -> GenerationTask:
         """Raises `InvalidRequest` for a wrong header, and for a priority or a format that could have no effect."""
         if fields.routed_experts_format is not None and not params.return_routed_experts:
             raise InvalidRequest(
@@ -131,7 +123,7 @@ class TokenTotals:
 class Generation:
     """One prompt on its way. Take what is new of it, or wait for its `result`; not both."""
 
-    def __init__(self, stream: RequestStream, timer: RequestTimer, order: Order, totals: TokenTotals) -> None:
+    def __init__(self, stream: RequestStream, timer: RequestTimer, order: GenerationTask, totals: TokenTotals) -> None:
         self._stream = stream
         self._timer = timer
         self._only_prompt = order.only_prompt
@@ -221,10 +213,10 @@ class Generation:
             _hide(part)
 
 
-class Generations:
+class GenerationGroup:
     """The generations of one order, for an `async with` block: what still runs at its end is aborted."""
 
-    def __init__(self, service: Service, order: Order) -> None:
+    def __init__(self, service: Service, order: GenerationTask) -> None:
         self._service = service
         self._order = order
         num_logprobs = (order.params.logprobs or 0) + len(order.params.logprob_token_ids or ())
@@ -234,7 +226,7 @@ class Generations:
         """One for each of the prompts."""
         self.totals = TokenTotals()
 
-    async def __aenter__(self) -> Generations:
+    async def __aenter__(self) -> GenerationGroup:
         """Raises `InvalidRequest` or `Unavailable` (or `Overloaded`); nothing is running then."""
         order = self._order
         with field_names(order.field_names):

@@ -9,8 +9,6 @@ from starlette.datastructures import Headers
 
 from eagleray.errors import InvalidRequest
 
-__all__ = ["MSGPACK", "ROUTING_HEADERS", "accepts", "rank_of", "session_of"]
-
 MSGPACK = "application/msgpack"
 
 RANK = "X-data-parallel-rank"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from eagleray.config import Config
+from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
-
-__all__ = ["SPARE_FILES", "HttpLimits", "connection_limit"]
 
 DEFAULT_CONNECTIONS = 8192
 

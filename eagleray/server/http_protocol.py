@@ -21,9 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from eagleray.errors import EagleRayError, Overloaded, Unavailable
 from eagleray.server.connections import HttpConnections
-from eagleray.server.failures import HeadersTooLarge, MalformedRequest, RequestTimedOut, explain
-
-__all__ = ["HttpProtocol"]
+from eagleray.server.error_responses import HeadersTooLarge, MalformedRequest, RequestTimedOut, error_response
 
 MAX_PIPELINED = 64
 """Requests that may wait on one connection for the answer to an earlier one."""
@@ -304,7 +302,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _answer(self, error: EagleRayError) -> bytes:
         request_id = secrets.token_hex(16)
-        status, headers, reply = explain(error, request_id)
+        status, headers, reply = error_response(error, request_id)
         self._shared.count_refusal(status)
         body = msgspec.json.encode(reply)
         headers |= {"content-type": "application/json", "content-length": str(len(body))}

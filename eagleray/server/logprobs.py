@@ -8,24 +8,9 @@ from itertools import pairwise
 
 import msgspec
 
-from eagleray.client import Logprob, Tokenizer
+from eagleray.client.outputs import Logprob
+from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.server.encoded_list import EncodedList
-
-__all__ = [
-    "ChatLogprobs",
-    "ChatLogprobsCollector",
-    "ChatTokenLogprob",
-    "CompletionLogprobs",
-    "CompletionLogprobsCollector",
-    "Position",
-    "PromptLogprob",
-    "PromptLogprobList",
-    "TokenLogprob",
-    "chat_logprobs",
-    "completion_logprobs",
-    "encoded_prompt_logprobs",
-    "slices",
-]
 
 ENTRIES_AT_ONCE = 1024
 """Log-probabilities that are formatted before the event loop serves others: some milliseconds' work."""

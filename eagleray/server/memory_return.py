@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 
-from eagleray.process import malloc_trim
-
-__all__ = ["MemoryReturn"]
+from eagleray.process.malloc import malloc_trim
 
 DELAY_SECONDS = 2.0
 """Delay after a large request, which has ended by then. One clean-up, of some 10 ms, serves all that came together."""

@@ -8,10 +8,8 @@ from typing import Any
 import msgspec
 
 from eagleray.server.endpoint import Endpoint, Operation
-from eagleray.server.failures import ErrorReply
+from eagleray.server.error_responses import ErrorResponse
 from eagleray.server.headers import MSGPACK
-
-__all__ = ["describe"]
 
 REASONS = {
     400: "The request is wrong; `param` names the field.",
@@ -29,7 +27,7 @@ def describe(endpoints: list[Endpoint], *, version: str, needs_key: bool) -> dic
     """The OpenAPI 3.1 document."""
     operations = [operation for endpoint in endpoints for operation in endpoint.operations.values()]
     types = [part for operation in operations for part in (operation.takes, operation.gives, operation.streams)]
-    types = [*dict.fromkeys(kind for kind in types if kind is not None), ErrorReply]
+    types = [*dict.fromkeys(kind for kind in types if kind is not None), ErrorResponse]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(types, schemas, strict=True))
     document: dict[str, Any] = {
@@ -50,7 +48,7 @@ def _path_item(endpoint: Endpoint, schema_of: dict[Any, Any], needs_key: bool) -
         described["operationId"] = f"{method.lower()}_{re.sub(r'[^a-z0-9]+', '_', endpoint.path.lower()).strip('_')}"
         if needs_key and not endpoint.is_open:
             described["security"] = [{"api_key": []}]
-            described["responses"]["401"] = _response(REASONS[401], schema_of[ErrorReply])
+            described["responses"]["401"] = _response(REASONS[401], schema_of[ErrorResponse])
     if names := re.findall(r"\{(\w+)", endpoint.path):
         item["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
@@ -76,7 +74,7 @@ def _operation(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any
             for name, text in operation.headers.items()
         ]
     for status in operation.refuses:
-        described["responses"][str(status)] = _response(REASONS[status], schema_of[ErrorReply])
+        described["responses"][str(status)] = _response(REASONS[status], schema_of[ErrorResponse])
     return described
 
 

@@ -16,8 +16,6 @@ import numpy as np
 from eagleray.errors import InvalidRequest
 from eagleray.messages.arrays import Array
 
-__all__ = ["from_json", "to_json"]
-
 ARRAY_FIELDS = {"data", "shape", "dtype"}
 
 

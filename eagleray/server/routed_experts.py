@@ -9,9 +9,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 
-from eagleray.client import CompletionDelta, CompletionOutput
-
-__all__ = ["RawRoutedExperts", "RoutedExpertsField", "RoutedExpertsFormat", "routed_experts"]
+from eagleray.client.outputs import CompletionDelta, CompletionOutput
 
 RoutedExpertsFormat = Annotated[
     Literal["npy", "raw"],

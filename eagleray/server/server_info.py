@@ -9,15 +9,13 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from eagleray.config import Config
+from eagleray.config.sections import Config
 from eagleray.identity import EngineId
 from eagleray.messages.membership import EngineInfo
 from eagleray.messages.outputs import EngineStats
 from eagleray.server.endpoint import Endpoint, Operation
-from eagleray.server.replies import json_reply
+from eagleray.server.http_responses import json_response
 from eagleray.server.service import Service
-
-__all__ = ["ServerInfo", "ServerInfoRoute"]
 
 HIDDEN = "(hidden)"
 
@@ -67,7 +65,7 @@ class ServerInfoRoute:
             cause=client.cause,
             config=self._config,
         )
-        return json_reply(answer)
+        return json_response(answer)
 
 
 def _entry(engine: EngineId, info: EngineInfo, stats: EngineStats | None) -> EngineEntry:

@@ -11,17 +11,18 @@ import itertools
 import time
 from typing import Any
 
-from eagleray.client import Client, Tokenizer, default_sampling
-from eagleray.config import Config
+from eagleray.client.client import Client
+from eagleray.client.text.generation_config import default_sampling
+from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.config.resolve import checkpoint_dir, local_ranks, served_names
+from eagleray.config.sections import Config
 from eagleray.errors import InvalidRequest, Unavailable, UnknownModel
-from eagleray.metrics import Ledger, Metrics
+from eagleray.metrics.exposition import Metrics
+from eagleray.metrics.ledger import Ledger
 from eagleray.server.admission import Admission
 from eagleray.server.body import BodyLimits
 from eagleray.server.memory_return import MemoryReturn
 from eagleray.server.text_processor import TextProcessor
-
-__all__ = ["Service"]
 
 
 class Service:

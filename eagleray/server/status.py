@@ -8,12 +8,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from eagleray.metrics import CONTENT_TYPE
+from eagleray.metrics.exposition import CONTENT_TYPE
 from eagleray.server.endpoint import Endpoint, Operation
-from eagleray.server.replies import json_reply
+from eagleray.server.http_responses import json_response
 from eagleray.server.service import Service
-
-__all__ = ["Load", "Status", "StatusRoutes", "Version"]
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -53,21 +51,21 @@ class StatusRoutes:
         ]
 
     async def live(self, request: Request) -> Response:
-        return json_reply(Status())
+        return json_response(Status())
 
     async def health(self, request: Request) -> Response:
         self._service.check_engine()
-        return json_reply(Status())
+        return json_response(Status())
 
     async def ready(self, request: Request) -> Response:
         self._service.check_ready()
-        return json_reply(Status())
+        return json_response(Status())
 
     async def version(self, request: Request) -> Response:
-        return json_reply(Version(self._service.version))
+        return json_response(Version(self._service.version))
 
     async def load(self, request: Request) -> Response:
-        return json_reply(Load(self._service.client.num_in_flight))
+        return json_response(Load(self._service.client.num_in_flight))
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.metrics.text(), headers={"content-type": CONTENT_TYPE})

@@ -12,10 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from eagleray.client import OverBudget, RenderBudget, Tokenizer
+from eagleray.client.text.chat_template import OverBudget, RenderBudget
+from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.errors import InvalidRequest, PromptTooLong
-
-__all__ = ["TextProcessor"]
 
 T = TypeVar("T")
 

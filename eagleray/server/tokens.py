@@ -11,12 +11,10 @@ from starlette.responses import Response
 
 from eagleray.errors import InvalidRequest
 from eagleray.server.body import BodyDecoder
-from eagleray.server.conversation import Message, render
+from eagleray.server.chat_messages import Message, render_chat
 from eagleray.server.endpoint import Endpoint, Operation
-from eagleray.server.replies import json_reply, unless_disconnected
+from eagleray.server.http_responses import json_response, unless_disconnected
 from eagleray.server.service import Service
-
-__all__ = ["DetokenizeRequest", "DetokenizeResponse", "TokenRoutes", "TokenizeRequest", "TokenizeResponse"]
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -90,13 +88,13 @@ class TokenRoutes:
             tokens=tokens,
             token_strs=[tokenizer.token_to_text(token) for token in tokens] if body.return_token_strs else None,
         )
-        return json_reply(answer)
+        return json_response(answer)
 
     async def _encode(self, body: TokenizeRequest) -> list[int]:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either `prompt` or `messages`", param="prompt")
         if body.messages is not None:
-            text = await render(self._service, body.messages, body)
+            text = await render_chat(self._service, body.messages, body)
             return await self._encode_text(text, add_special_tokens=bool(body.add_special_tokens))
         for name in CONVERSATION_FIELDS:
             if getattr(body, name) is not None:
@@ -113,7 +111,7 @@ class TokenRoutes:
         self._service.check_model(body.model)
         self._service.text.check_decodable(len(body.tokens))
         self._check_known(body.tokens)
-        return json_reply(DetokenizeResponse(await self._service.text.decode(body.tokens)))
+        return json_response(DetokenizeResponse(await self._service.text.decode(body.tokens)))
 
     def _check_known(self, token_ids: list[int]) -> None:
         engine, size = self._service.client.engine_info, self._service.tokenizer.vocab_size

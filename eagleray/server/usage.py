@@ -8,8 +8,6 @@ from msgspec import UNSET, UnsetType
 from eagleray.server.fields import StreamOptions
 from eagleray.server.generation import TokenTotals
 
-__all__ = ["PromptTokensDetails", "Usage", "total_usage", "usage_so_far"]
-
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int

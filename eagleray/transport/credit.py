@@ -13,8 +13,6 @@ import struct
 
 from eagleray.errors import ChannelClosed
 
-__all__ = ["HEADER", "Flow", "Kind"]
-
 HEADER = struct.Struct("<BQQ")
 """Kind, number of the message, bytes taken in all."""
 

@@ -25,8 +25,6 @@ import zmq
 
 from eagleray.errors import ChannelClosed
 
-__all__ = ["Bell", "Doorbell", "ring"]
-
 SPIN_SECONDS = 100e-6
 """How long to look again and again before sleeping: an answer often comes at once, and waking up takes 30 us."""
 

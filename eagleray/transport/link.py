@@ -17,12 +17,10 @@ from pathlib import Path
 import zmq
 
 from eagleray.errors import ChannelClosed, DeadlineExceeded
-from eagleray.transport.contact import Contact, dial, end, has_mail, listen
 from eagleray.transport.credit import HEADER, Flow, Kind
 from eagleray.transport.doorbell import Doorbell
 from eagleray.transport.ring import Frame
-
-__all__ = ["LinkHub", "LinkPeer"]
+from eagleray.transport.router_dealer import SocketAddress, bind_router, can_receive, close_router, connect_dealer
 
 COPIED_BYTES = 65536
 """Received frames smaller than this are copied: zmq may hold several of them in one piece of memory, unaligned."""
@@ -60,7 +58,7 @@ class LinkHub:
     room_flags: tuple[memoryview, ...] = ()
 
     def __init__(self, *, runtime_dir: Path, host: str | None, secrets: Sequence[bytes], window: int) -> None:
-        self.socket, self.contact = listen(runtime_dir=runtime_dir, name="queue", host=host)
+        self.socket, self.contact = bind_router(runtime_dir=runtime_dir, name="queue", host=host)
         self._secrets = secrets
         self._window = window
         self._links: dict[bytes, _Link] = {}
@@ -74,7 +72,7 @@ class LinkHub:
 
     def ready(self) -> bool:
         """Whether there is something that `take` has not looked at."""
-        return bool(self._inbox) or has_mail(self.socket)
+        return bool(self._inbox) or can_receive(self.socket)
 
     def take(self) -> tuple[int, list[Frame]] | None:
         """The next message, and whose it is."""
@@ -121,7 +119,7 @@ class LinkHub:
         for link in self._links.values():
             with contextlib.suppress(ChannelClosed):  # it was faster
                 self._send(link, link.flow.control(Kind.BYE), ())
-        end(self.socket, self.contact)
+        close_router(self.socket, self.contact)
 
     def _send(self, link: _Link, header: bytes, parts: Sequence[zmq.Frame]) -> None:
         if link.flow.ended:  # as with one that was killed a moment ago: it is missed when its window is full
@@ -133,7 +131,7 @@ class LinkHub:
 
     def _pump(self) -> None:
         """Take what has arrived."""
-        while has_mail(self.socket):
+        while can_receive(self.socket):
             identity, *parts = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
             link = self._links.get(identity.bytes)
             if link is None:
@@ -167,7 +165,7 @@ class LinkPeer:
 
     def __init__(
         self,
-        contact: Contact,
+        contact: SocketAddress,
         *,
         secret: bytes,
         window: int,
@@ -176,7 +174,7 @@ class LinkPeer:
         timeout: float,
     ) -> None:
         with contextlib.ExitStack() as stack:
-            self._socket, self.medium = dial(contact, runtime_dir=runtime_dir, media=media)
+            self._socket, self.medium = connect_dealer(contact, runtime_dir=runtime_dir, media=media)
             stack.callback(self._socket.close)
             # A PAIR socket that says when the connection has ended.
             self._news = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -194,7 +192,7 @@ class LinkPeer:
 
     def ready(self) -> bool:
         """Whether there is something that `take` has not looked at."""
-        return bool(self._inbox) or has_mail(self._socket)
+        return bool(self._inbox) or can_receive(self._socket)
 
     def take(self) -> list[Frame] | None:
         """The next message."""
@@ -220,7 +218,7 @@ class LinkPeer:
 
     def gone(self) -> str | None:
         """Why no further message can come or be taken; None while the engine is there."""
-        if not self._disconnected and has_mail(self._news):
+        if not self._disconnected and can_receive(self._news):
             self._news.recv_multipart(zmq.DONTWAIT)
             self._disconnected = True
         if self._flow.ended:
@@ -242,13 +240,13 @@ class LinkPeer:
         poller.register(self._news, zmq.POLLIN)
         if not poller.poll(math.ceil(max(0.0, timeout) * 1000)):
             raise DeadlineExceeded(f"the engine has not answered over {self.medium} within {timeout:.0f} s")
-        if not has_mail(self._socket):
+        if not can_receive(self._socket):
             raise ChannelClosed(f"the engine has refused our connection over {self.medium}, or has ended")
         welcome = self._flow.arrive(self._socket.recv())
         assert welcome == Kind.WELCOME
 
     def _pump(self) -> None:
-        while has_mail(self._socket):
+        while can_receive(self._socket):
             header, *parts = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
             if self._flow.arrive(header.bytes) == Kind.DATA:
                 self._inbox.append(_owned(parts))

@@ -23,8 +23,6 @@ import numpy as np
 
 from eagleray.errors import ChannelClosed
 
-__all__ = ["WANTED", "Frame", "RingMemory", "RingReader", "RingWriter", "control_bytes"]
-
 Frame = bytes | bytearray | memoryview
 """What is sent is read as it is: a memoryview must be one-dimensional, of bytes."""
 

@@ -13,8 +13,6 @@ from zmq.utils import z85
 
 from eagleray.errors import ConfigError
 
-__all__ = ["be_client", "be_server", "bind_port", "connect", "keep_alive", "with_key", "without_key"]
-
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 4}
 """A host that vanished without a word is noticed after half a minute."""
 

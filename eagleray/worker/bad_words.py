@@ -13,8 +13,6 @@ import numpy as np
 
 from eagleray.worker.token_table import IntArray
 
-__all__ = ["BadWords"]
-
 NOTHING = -1
 """In place of a generated token, before there was one: equal to no token."""
 ANY = -2

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["cores_of", "set_threads"]
-
 CPUS = Path("/sys/devices/system/cpu")
 
 

@@ -6,8 +6,6 @@ import torch
 
 from eagleray.errors import ConfigError
 
-__all__ = ["choose_device"]
-
 
 def choose_device(wanted: str, index: int | None = None) -> torch.device:
     """`auto`, `cpu` or `cuda` to a device; `index`: which of the GPUs. Raises `ConfigError` if it is not there."""

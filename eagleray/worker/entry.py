@@ -7,13 +7,12 @@ from contextlib import ExitStack
 
 import msgspec
 
-from eagleray.config.environment import let_waiting_threads_sleep
+from eagleray.config.environment import limit_openmp_spinning
 from eagleray.log import get_logger
 from eagleray.messages.workers import WorkerSpec
-from eagleray.process import Parent
-from eagleray.transport import FAR_MEDIA, MEDIA, Listener, Pulse
-
-__all__ = ["end_cut_off", "run"]
+from eagleray.process.parent import Parent
+from eagleray.transport.heartbeat import HeartbeatSender
+from eagleray.transport.message_queue_peer import MEDIA, REMOTE_MEDIA, MessageQueuePeer
 
 logger = get_logger(__name__)
 
@@ -23,17 +22,17 @@ ATTACH_SECONDS = 60.0
 def run(payload: bytes, parent: Parent | None = None) -> None:
     """Be the worker that `payload`, an encoded `WorkerSpec`, describes. Returns when the engine closes the queue."""
     spec = msgspec.msgpack.decode(payload, type=WorkerSpec)
-    let_waiting_threads_sleep()
+    limit_openmp_spinning()
     with ExitStack() as stack:
-        media = MEDIA if spec.is_near else FAR_MEDIA
-        listener = Listener.open(spec.queue, timeout=ATTACH_SECONDS, media=media)
+        media = MEDIA if spec.is_local else REMOTE_MEDIA
+        listener = MessageQueuePeer.open(spec.queue, timeout=ATTACH_SECONDS, media=media)
         stack.callback(listener.close)
         # Only now: the engine knows already that this worker is there. And before the first heartbeat: while libraries
         # are loaded no thread runs, and a slow disk would be taken for a worker that hangs.
         from eagleray.worker.loop import serve
         from eagleray.worker.worker import Worker
 
-        pulse = Pulse.start(spec.pulse, on_silent=end_cut_off)
+        pulse = HeartbeatSender.start(spec.pulse, on_silent=end_cut_off)
         stack.callback(pulse.close)
         worker = Worker(spec.worker, spec.rank, spec.config, spec.topology, device_index=spec.device_index)
         stack.callback(worker.close)

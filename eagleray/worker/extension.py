@@ -25,8 +25,6 @@ from eagleray.messages.failure import Failure
 from eagleray.messages.plain import pack, unpack_arguments
 from eagleray.messages.steps import ExtensionReturned
 
-__all__ = ["Extension"]
-
 
 class Extension:
     """Make one with `load`. Every public method of `instance`'s class can be called."""

@@ -7,18 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from eagleray.kernels.forward_batch import ForwardBatch
 from eagleray.messages.steps import StepPlan
-from eagleray.models.batch import Batch
-from eagleray.worker.rows import IntArray, Rows
-
-__all__ = ["StepInputs", "build_inputs", "lines_of"]
+from eagleray.worker.input_batch import InputBatch, IntArray
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """A step's batch, rows with one token first, and where its rows lie in it."""
 
-    batch: Batch
+    batch: ForwardBatch
     rows: IntArray
     """[num_rows] the row of each line of the batch"""
     num_tokens: IntArray
@@ -29,7 +27,7 @@ class StepInputs:
     """Indices into `rows` of those whose last known token is computed in this step."""
 
 
-def build_inputs(plan: StepPlan, rows: Rows) -> StepInputs:
+def build_inputs(plan: StepPlan, rows: InputBatch) -> StepInputs:
     """The inputs of `plan`, which may have no rows. Reads the rows, changes nothing."""
     row_ids = np.array(plan.rows, dtype=np.int64)
     counts = np.array(plan.num_tokens, dtype=np.int64)
@@ -49,7 +47,7 @@ def build_inputs(plan: StepPlan, rows: Rows) -> StepInputs:
     max_blocks = -(-int(contexts.max(initial=0)) // rows.block_size)
     starts = np.zeros(len(row_ids) + 1, dtype=np.int32)
     starts[1:] = ends
-    batch = Batch(
+    batch = ForwardBatch(
         token_ids=rows.token_ids[token_rows, positions],
         positions=positions.astype(np.int32),
         slots=(rows.block_table[token_rows, block] * rows.block_size + offset).astype(np.int32),
@@ -62,7 +60,7 @@ def build_inputs(plan: StepPlan, rows: Rows) -> StepInputs:
     return StepInputs(batch=batch, rows=row_ids, num_tokens=counts, ends=ends, samples=samples)
 
 
-def lines_of(rows: Sequence[int], inputs: StepInputs) -> IntArray:
+def token_indices_of(rows: Sequence[int], inputs: StepInputs) -> IntArray:
     """Where the tokens of these rows are in the batch: [tokens of the rows], in the order of `rows`."""
     order = np.argsort(inputs.rows)
     places = order[np.searchsorted(inputs.rows, np.array(rows, dtype=np.int64), sorter=order)]

@@ -8,11 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagleray.kernels.ranking import Ranking
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
-from eagleray.models.kernels.ranking import Ranking
 from eagleray.worker.token_table import Entries, IntArray
-
-__all__ = ["prompt_logprobs", "sample_logprobs"]
 
 CHUNK_ELEMENTS = 2**20
 """Logits worked on at once, to bound the memory."""

@@ -8,11 +8,9 @@ from pathlib import Path
 import torch
 
 from eagleray.errors import ConfigError
-from eagleray.models.shares import num_kv_heads
+from eagleray.models.sharding import num_kv_heads
 from eagleray.models.spec import ModelSpec
-from eagleray.parallel import Mesh
-
-__all__ = ["available_bytes", "step_bytes", "total_bytes"]
+from eagleray.parallel.mesh import Mesh
 
 CPU_SHARE = 0.5
 """Part of the host's free memory that the cache may take: other programs live there too."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from eagleray.messages.steps import StepPlan, StepResult
 
-__all__ = ["NullRunner"]
-
 
 class NullRunner:
     """Answers token 0 for every row that could sample."""

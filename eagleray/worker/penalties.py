@@ -16,8 +16,6 @@ from torch import Tensor
 from eagleray.messages.sampling import Sampling
 from eagleray.worker.token_table import IntArray
 
-__all__ = ["Penalties"]
-
 
 class Penalties:
     """Known tokens by slot; slots are made when first needed and used again."""

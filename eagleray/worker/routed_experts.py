@@ -15,12 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.messages.arrays import Array
-from eagleray.models.moe.trace import ExpertTrace
-from eagleray.models.shares import row_counts
-from eagleray.parallel import Group
-
-__all__ = ["ExpertsReader", "Reading"]
+from eagleray.models.sharding import token_counts
+from eagleray.parallel.group import TensorParallelGroup
 
 Reading = Callable[[], Array]
 """Waits for what is being read: [num_lines, num_layers, top_k] in memory of its own."""
@@ -31,10 +29,10 @@ IntArray = npt.NDArray[np.integer[Any]]
 class ExpertsReader:
     """`has_row_shares`: the trace has this rank's share of the rows alone."""
 
-    def __init__(self, trace: ExpertTrace, tp: Group, *, has_row_shares: bool) -> None:
+    def __init__(self, trace: ExpertTrace, tp: TensorParallelGroup, *, has_sequence_shards: bool) -> None:
         self._trace = trace
         self._tp = tp
-        self._has_row_shares = has_row_shares and tp.size > 1 and trace.num_layers > 0
+        self._has_row_shares = has_sequence_shards and tp.size > 1 and trace.num_layers > 0
         self._pinned = _PinnedCopy()
 
     def begin(self, lines: IntArray | None, num_tokens: int) -> Reading | None:
@@ -55,7 +53,7 @@ class ExpertsReader:
     def _gather(self, lines: IntArray, num_tokens: int) -> Tensor | None:
         """Shares follow each other in the batch: each rank brings what is in its own, in the batch's order."""
         order = np.argsort(lines, kind="stable")
-        shares = row_counts(num_tokens, self._tp.size)
+        shares = token_counts(num_tokens, self._tp.size)
         bounds = np.cumsum([0, *shares])
         cuts = np.searchsorted(lines[order], bounds)
         rank = self._tp.rank

@@ -13,27 +13,25 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from eagleray.kernels.kv_cache import KVCache
 from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import PromptLogprobs
-from eagleray.messages.steps import StageExperts, StepPlan, StepResult
+from eagleray.messages.steps import StageRoutedExperts, StepPlan, StepResult
 from eagleray.models.base import Model
-from eagleray.models.cache import KVCache
-from eagleray.worker.inputs import StepInputs, build_inputs, lines_of
+from eagleray.worker.input_batch import InputBatch
+from eagleray.worker.inputs import StepInputs, build_inputs, token_indices_of
 from eagleray.worker.logprobs import prompt_logprobs
 from eagleray.worker.routed_experts import ExpertsReader, Reading
-from eagleray.worker.rows import Rows
 from eagleray.worker.sampler import Sampled, Sampler
-from eagleray.worker.sampling_rows import SamplingRows
+from eagleray.worker.sampling_state import SamplingState
 from eagleray.worker.token_relay import TokenRelay
-
-__all__ = ["Runner"]
 
 PIECE = 256
 """Prompt positions scored at once: 256 x 151,936 float32 logits are 156 MB."""
 
 
 class Runner:
-    def __init__(self, model: Model, cache: KVCache, rows: Rows, sampling_rows: SamplingRows) -> None:
+    def __init__(self, model: Model, cache: KVCache, rows: InputBatch, sampling_rows: SamplingState) -> None:
         self._model = model
         self._cache = cache
         self._rows = rows
@@ -42,12 +40,12 @@ class Runner:
         self._relay = TokenRelay(model.groups, rows)
         self._experts: ExpertsReader | None = None
         if model.trace is not None:
-            self._experts = ExpertsReader(model.trace, model.groups.tp, has_row_shares=model.has_row_shares)
+            self._experts = ExpertsReader(model.trace, model.groups.tp, has_sequence_shards=model.has_sequence_shards)
         self._mesh = model.groups.mesh
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}  # row -> (k, first position still wanted)
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> StepResult | StageExperts | None:
+    def step(self, plan: StepPlan) -> StepResult | StageRoutedExperts | None:
         """What this rank has to say of the step. Raises `ExpertGroupBroken` if an engine that steps together with this
         one is gone: rows are of no use then until plans start them anew."""
         self._update_rows(plan)
@@ -63,7 +61,7 @@ class Runner:
         self._model.rebalance_if_due()
         experts = None if reading is None else reading()
         if not self._mesh.is_sampler:
-            return None if experts is None else StageExperts(step=plan.step, routed_experts=experts)
+            return None if experts is None else StageRoutedExperts(step=plan.step, routed_experts=experts)
         return StepResult(
             step=plan.step,
             rows=sampled.rows,
@@ -73,7 +71,7 @@ class Runner:
             failures=sampled.failures,
             routed_experts=experts,
             routed_slots=slots,
-            group_works=True,
+            any_engine_busy=True,
         )
 
     def _update_rows(self, plan: StepPlan) -> None:
@@ -98,7 +96,7 @@ class Runner:
         is_planned_order = batch.num_decodes == len(inputs.rows) or plan.rows == inputs.rows.tolist()
         if len(plan.capture) == len(plan.rows) and is_planned_order:  # all of the batch, as it is
             return self._experts.begin(None, batch.num_tokens), batch.slots
-        lines = lines_of(plan.capture, inputs)
+        lines = token_indices_of(plan.capture, inputs)
         return self._experts.begin(lines, batch.num_tokens), batch.slots[lines]
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> Sampled:

@@ -15,16 +15,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from eagleray.kernels.ranking import Ranking
 from eagleray.messages.outputs import TokenLogprobs
 from eagleray.messages.steps import RowFailure
-from eagleray.models.kernels.ranking import Ranking
-from eagleray.worker.draw import Drawer, DrawSettings
 from eagleray.worker.logprobs import sample_logprobs
-from eagleray.worker.sampling_rows import SamplingRows, Use
+from eagleray.worker.random_sampler import DrawSettings, RandomSampler
+from eagleray.worker.sampling_state import SamplingFeature, SamplingState
 from eagleray.worker.token_table import IntArray
 from eagleray.worker.uniform import uniform
-
-__all__ = ["Sampled", "Sampler"]
 
 NOT_FINITE = "the model produced no finite logits for the next token"
 NOTHING_LEFT = (
@@ -46,28 +44,30 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _SamplingStep:
     """The lines of a step's logits."""
 
     rows: IntArray
     positions: IntArray
     use: IntArray
-    """`Use` flags of each line"""
+    """`SamplingFeature` flags of each line"""
     used: int
     """and of all together."""
 
-    def lines(self, use: Use) -> IntArray:
+    def lines(self, use: SamplingFeature) -> IntArray:
         return np.flatnonzero(self.use & use)
 
 
 class Sampler:
     """Reads the sampling rows, and changes nothing in them."""
 
-    def __init__(self, rows: SamplingRows, ranking: Ranking) -> None:
+    def __init__(self, rows: SamplingState, ranking: Ranking) -> None:
         self._rows = rows
         self._ranking = ranking
         self._device = rows.device
-        self._drawer = Drawer(max_lines=len(rows.use), vocab_size=rows.vocab_size, device=rows.device, ranking=ranking)
+        self._drawer = RandomSampler(
+            max_lines=len(rows.use), vocab_size=rows.vocab_size, device=rows.device, ranking=ranking
+        )
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: list[int], positions: list[int]) -> Sampled:
@@ -79,58 +79,58 @@ class Sampler:
         step = self._look_up(rows, positions)
         chosen, highest = self._ranking.first(logits)
         failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOT_FINITE)
-        reported = step.lines(Use.LOGPROBS)
+        reported = step.lines(SamplingFeature.LOGPROBS)
         raw = self._raw(logits, reported, step)
-        if step.used & Use.ADJUSTED:
+        if step.used & SamplingFeature.ADJUSTED:
             self._adjust(logits, step)
             chosen, highest = self._ranking.first(logits)
             failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOTHING_LEFT) | failed
-        if step.used & Use.RANDOM:
-            lines = step.lines(Use.RANDOM)
+        if step.used & SamplingFeature.RANDOM:
+            lines = step.lines(SamplingFeature.RANDOM)
             self._drawer.draw(logits, highest, lines, self._settings(step, lines), out=chosen)
         reports = self._report(raw, reported, chosen, step) if len(reported) else {}
         return _gather(rows, chosen.tolist(), reports, failed)
 
-    def _look_up(self, rows: list[int], positions: list[int]) -> _Step:
+    def _look_up(self, rows: list[int], positions: list[int]) -> _SamplingStep:
         row_ids = np.array(rows, dtype=np.int64)
         use = self._rows.use[row_ids]
-        return _Step(row_ids, np.array(positions, dtype=np.int64), use, int(np.bitwise_or.reduce(use)))
+        return _SamplingStep(row_ids, np.array(positions, dtype=np.int64), use, int(np.bitwise_or.reduce(use)))
 
-    def _raw(self, logits: Tensor, reported: IntArray, step: _Step) -> Tensor:
+    def _raw(self, logits: Tensor, reported: IntArray, step: _SamplingStep) -> Tensor:
         """[num_reported, vocab_size] the raw logits of the lines to report on: a copy where those will change."""
-        if len(reported) == 0 or (len(reported) == len(logits) and not step.used & Use.ADJUSTED):
+        if len(reported) == 0 or (len(reported) == len(logits) and not step.used & SamplingFeature.ADJUSTED):
             return logits
         return logits[self._tensor(reported)]
 
-    def _adjust(self, logits: Tensor, step: _Step) -> None:
+    def _adjust(self, logits: Tensor, step: _SamplingStep) -> None:
         rows = self._rows
         line_of = rows.line_of(step.rows)
-        if step.used & Use.ALLOWED:
+        if step.used & SamplingFeature.ALLOWED:
             lines, token_ids, _ = self._tensors(*rows.allowed.select(line_of))
             values = logits[lines, token_ids]
-            logits[self._tensor(step.lines(Use.ALLOWED))] = -torch.inf
+            logits[self._tensor(step.lines(SamplingFeature.ALLOWED))] = -torch.inf
             logits[lines, token_ids] = values
-        if step.used & Use.BAD_WORDS:
+        if step.used & SamplingFeature.BAD_WORDS:
             lines, token_ids = self._tensors(*rows.bad_words.select(line_of))
             logits[lines, token_ids] = -torch.inf
-        if step.used & Use.MIN_TOKENS:
+        if step.used & SamplingFeature.MIN_TOKENS:
             generated = step.positions - rows.num_prompt_tokens[step.rows]
             is_short = generated < rows.min_tokens[step.rows]
             lines, token_ids, _ = self._tensors(*rows.suppressed.select(_only(line_of, step.rows, is_short)))
             logits[lines, token_ids] = -torch.inf
-        if step.used & Use.BIAS:
+        if step.used & SamplingFeature.BIAS:
             lines, token_ids, bias = self._tensors(*rows.bias.select(line_of))
             logits[lines, token_ids] += bias
-        if step.used & Use.PENALTIES:
-            penalised = step.lines(Use.PENALTIES)
+        if step.used & SamplingFeature.PENALTIES:
+            penalised = step.lines(SamplingFeature.PENALTIES)
             rows.penalties.apply(logits, self._tensor(penalised), step.rows[penalised])
 
-    def _settings(self, step: _Step, lines: IntArray) -> DrawSettings:
+    def _settings(self, step: _SamplingStep, lines: IntArray) -> DrawSettings:
         at, rows = step.rows[lines], self._rows
         uniforms = uniform(rows.streams[at], step.positions[lines])
         return DrawSettings(uniforms, rows.temperature[at], rows.min_p[at], rows.top_k[at], rows.top_p[at])
 
-    def _report(self, raw: Tensor, reported: IntArray, chosen: Tensor, step: _Step) -> dict[int, TokenLogprobs]:
+    def _report(self, raw: Tensor, reported: IntArray, chosen: Tensor, step: _SamplingStep) -> dict[int, TokenLogprobs]:
         rows = step.rows[reported]
         reports = sample_logprobs(
             raw,

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from eagleray.parallel import Groups
-from eagleray.worker.rows import IntArray, Rows
-
-__all__ = ["TokenRelay"]
+from eagleray.parallel.groups import Groups
+from eagleray.worker.input_batch import InputBatch, IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ class _OnTheWay:
 class TokenRelay:
     """Owned by the runner; writes the tokens into its rows."""
 
-    def __init__(self, groups: Groups, rows: Rows) -> None:
+    def __init__(self, groups: Groups, rows: InputBatch) -> None:
         self._groups = groups
         self._rows = rows
         self._on_the_way: deque[_OnTheWay] = deque()

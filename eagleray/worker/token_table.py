@@ -11,8 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Entries", "IntArray", "TokenTable"]
-
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 

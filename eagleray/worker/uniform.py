@@ -11,8 +11,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["stream_of", "uniform"]
-
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 UInts = npt.NDArray[np.uint64]
 

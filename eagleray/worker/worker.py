@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from eagleray.config import Config
 from eagleray.config.resolve import checkpoint_dir, engine_index, engines_on_host, expert_dispatch
+from eagleray.config.sections import Config
 from eagleray.errors import ConfigError, ExpertGroupBroken, InvalidRequest
 from eagleray.identity import WorkerId
+from eagleray.kernels.kv_cache import KVCache
 from eagleray.log import get_logger
 from eagleray.messages.failure import Failure
 from eagleray.messages.steps import (
@@ -48,21 +49,19 @@ from eagleray.messages.steps import (
 )
 from eagleray.messages.workers import Topology
 from eagleray.models.base import Model
-from eagleray.models.cache import KVCache
-from eagleray.models.moe.plan import ExpertOptions
+from eagleray.models.moe.layout import ExpertOptions
 from eagleray.models.registry import load_model
-from eagleray.parallel import Engines, Groups, Mesh, OpenedGroups
+from eagleray.parallel.groups import Groups, OpenedGroups
+from eagleray.parallel.mesh import EnginePosition, Mesh
 from eagleray.worker.cores import set_threads
 from eagleray.worker.device import choose_device
 from eagleray.worker.extension import Extension
-from eagleray.worker.fresh_pages import FreshPages
+from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.memory import available_bytes, step_bytes, total_bytes
 from eagleray.worker.null import NullRunner
-from eagleray.worker.rows import Rows
+from eagleray.worker.prefault import CachePrefaulter
 from eagleray.worker.runner import Runner
-from eagleray.worker.sampling_rows import SamplingRows
-
-__all__ = ["Worker"]
+from eagleray.worker.sampling_state import SamplingState
 
 logger = get_logger(__name__)
 
@@ -89,7 +88,7 @@ class Worker:
         self._opened: OpenedGroups | None = None
         self._groups: Groups | None = None
         self._runner: Runner | NullRunner | None = None
-        self._pages: FreshPages | None = None
+        self._pages: CachePrefaulter | None = None
         self._extension: Extension | None = None
         self._has_failed = False
         self._broken: str | None = None  # why no step can be taken, until a group of engines is joined
@@ -156,9 +155,9 @@ class Worker:
             execution.num_threads, num_workers=self._num_workers_on_host(), index=self._index_on_host()
         )
         logger.debug("computes on %s with %d threads", self.device, threads)
-        parallel, engines = self._config.parallel, Engines()
+        parallel, engines = self._config.parallel, EnginePosition()
         if parallel.enable_expert_parallel:
-            engines = Engines(rank=self._id.engine.rank, size=parallel.data_parallel_size)
+            engines = EnginePosition(rank=self._id.engine.rank, size=parallel.data_parallel_size)
         self._opened = OpenedGroups.open(mesh=self.mesh, topology=self._topology, device=self.device, engines=engines)
         return self._opened.opened
 
@@ -181,7 +180,7 @@ class Worker:
         ]
         self._groups.experts.join(epoch, stage, timeout=JOIN_SECONDS)
         try:
-            self.model.settle_experts()
+            self.model.on_group_formed()
             self._broken = None
         except ExpertGroupBroken as error:
             self._broken = str(error)
@@ -190,7 +189,7 @@ class Worker:
     def _read_expert_load(self) -> WorkerExpertLoad:
         """Ranks that have the same tokens count the same: the first one says it."""
         trace = self.model.trace
-        if trace is None or (self.mesh.tp_rank > 0 and not self.model.has_row_shares):
+        if trace is None or (self.mesh.tp_rank > 0 and not self.model.has_sequence_shards):
             return WorkerExpertLoad(np.zeros((0, 0), dtype=np.int64))
         return WorkerExpertLoad(trace.counts.cpu().numpy().copy())
 
@@ -293,12 +292,12 @@ class Worker:
         cache = KVCache.allocate(
             model.cache_shape(block_size), num_blocks=num_blocks, dtype=model.dtype, device=model.device
         )
-        self._pages = FreshPages(cache)
+        self._pages = CachePrefaulter(cache)
         self._runner = Runner(
             model,
             cache,
-            Rows(num_rows=num_rows, max_model_len=self._max_model_len(model), block_size=block_size),
-            SamplingRows(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device),
+            InputBatch(num_rows=num_rows, max_model_len=self._max_model_len(model), block_size=block_size),
+            SamplingState(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device),
         )
         return CacheAllocated()
 

@@ -12,7 +12,7 @@ from checkpoints import make_checkpoint
 from oracle import oracle
 from serving import serve
 
-from eagleray.client import Tokenizer
+from eagleray.client.text.tokenizer import Tokenizer
 
 KEY = "secret-key"
 OTHER_KEY = "other-secret"

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["Program", "wait_until"]
-
 LOOK_SECONDS = 0.02
 END_SECONDS = 10.0
 TAIL_LINES = 40

@@ -13,8 +13,6 @@ from typing import Any
 from programs import Program
 from simulated_hosts import Host, HostNetwork
 
-__all__ = ["Driver", "Failure", "RayCluster", "RayHosts", "workers"]
-
 PORT = 6379
 SPARES = 24
 NODE_SECONDS = 60.0

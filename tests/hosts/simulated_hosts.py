@@ -21,8 +21,6 @@ from typing import NamedTuple
 
 from programs import Program, wait_until
 
-__all__ = ["Host", "HostNetwork", "Socket", "host_network", "why_impossible"]
-
 NAMESPACES = ("--net", "--mount", "--ipc", "--uts", "--pid")
 BRIDGE = "switch"
 

@@ -10,7 +10,8 @@ import time
 
 from eagleray.errors import CheckpointError
 from eagleray.messages.lifecycle import Bound
-from eagleray.process import Child, Parent
+from eagleray.process.parent import Parent
+from eagleray.process.spawn import Child
 
 
 def report(payload: bytes, parent: Parent) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from eagleray.process import Child
-from eagleray.transport import make_runtime_dir, remove_runtime_dir
+from eagleray.process.spawn import Child
+from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 SECONDS = 30.0
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from eagleray.engine import entry
 from eagleray.engine.watchdog import Watchdog
-from eagleray.process import Parent
+from eagleray.process.parent import Parent
 from eagleray.worker.runner import Runner
 
 

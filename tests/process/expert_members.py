@@ -9,14 +9,15 @@ import torch
 
 from eagleray.messages.steps import EngineOpened
 from eagleray.messages.workers import Topology
-from eagleray.parallel import Engines, ExpertGroup
-from eagleray.parallel.group import Alone
+from eagleray.parallel.expert_group import ExpertGroup
+from eagleray.parallel.group import SingleRankGroup
+from eagleray.parallel.mesh import EnginePosition
 
 DEADLINE = 60.0
 
 
 def make_group(rank: int, address: str) -> ExpertGroup:
-    return ExpertGroup(Alone(), engines=Engines(rank=rank, size=2), address=address)
+    return ExpertGroup(SingleRankGroup(), engines=EnginePosition(rank=rank, size=2), address=address)
 
 
 def open_group(group: ExpertGroup, epoch: int, node: str, address: str) -> EngineOpened:

@@ -7,7 +7,8 @@ from multiprocessing.connection import Connection
 import torch
 
 from eagleray.messages.workers import Topology
-from eagleray.parallel import Groups, Mesh, OpenedGroups
+from eagleray.parallel.groups import Groups, OpenedGroups
+from eagleray.parallel.mesh import Mesh
 
 DEADLINE = 60.0
 

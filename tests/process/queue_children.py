@@ -11,8 +11,10 @@ from pathlib import Path
 
 from eagleray.errors import ChannelClosed
 from eagleray.messages.lifecycle import Bound
-from eagleray.process import Parent
-from eagleray.transport import Broadcaster, Listener, Pulse, PulseMonitor
+from eagleray.process.parent import Parent
+from eagleray.transport.heartbeat import HeartbeatMonitor, HeartbeatSender
+from eagleray.transport.message_queue_hub import MessageQueueHub
+from eagleray.transport.message_queue_peer import MessageQueuePeer
 
 SECONDS = 60.0
 
@@ -34,9 +36,9 @@ def stream(num_small: int, num_large: int, size: int):
         yield large(number, size)
 
 
-def listen(said: dict, parent: Parent) -> Listener:
+def listen(said: dict, parent: Parent) -> MessageQueuePeer:
     options = {"media": said["media"]} if "media" in said else {}
-    listener = Listener.open(bytes.fromhex(said["ticket"]), timeout=SECONDS, **options)
+    listener = MessageQueuePeer.open(bytes.fromhex(said["ticket"]), timeout=SECONDS, **options)
     parent.send(Bound(listener.medium))
     return listener
 
@@ -85,7 +87,7 @@ def count(payload: bytes, parent: Parent) -> None:
 
 def be_engine(payload: bytes, parent: Parent) -> None:
     """Open a queue, report its ticket, and do nothing any more once its peer is there."""
-    queue = Broadcaster.open(num_peers=1, runtime_dir=Path(json.loads(payload)["runtime_dir"]), host="127.0.0.1")
+    queue = MessageQueueHub.open(num_peers=1, runtime_dir=Path(json.loads(payload)["runtime_dir"]), host="127.0.0.1")
     parent.send(Bound(queue.ticket(0).hex()))
     queue.wait_for_peers(SECONDS, lambda: None)
     time.sleep(SECONDS)
@@ -94,7 +96,7 @@ def be_engine(payload: bytes, parent: Parent) -> None:
 def monitor(payload: bytes, parent: Parent) -> None:
     """Be the engine's end of a pulse; report its ticket, when its peer is first heard, and when it is silent."""
     said = json.loads(payload)
-    pulse = PulseMonitor.open(
+    pulse = HeartbeatMonitor.open(
         num_peers=1,
         runtime_dir=Path(said["runtime_dir"]),
         host=None,
@@ -112,7 +114,7 @@ def monitor(payload: bytes, parent: Parent) -> None:
 def beat(payload: bytes, parent: Parent) -> None:
     """Be heard; report when the engine is not."""
     ticket = bytes.fromhex(json.loads(payload)["ticket"])
-    pulse = Pulse.start(ticket, on_silent=lambda seconds: parent.send(Bound("silent")))
+    pulse = HeartbeatSender.start(ticket, on_silent=lambda seconds: parent.send(Bound("silent")))
     parent.send(Bound("started"))
     time.sleep(SECONDS)
     pulse.close()

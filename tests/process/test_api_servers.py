@@ -10,13 +10,13 @@ import httpx
 import msgspec
 import pytest
 
-from eagleray.config import build_config
+from eagleray.config.build import build_config
 from eagleray.identity import ClientId
 from eagleray.messages.codec import Codec
 from eagleray.messages.lifecycle import ApiServerSpec, Attach, Bound, Stop, SupervisorToMember
 from eagleray.messages.wires import SUPERVISOR_OUTBOX
-from eagleray.process import Child
-from eagleray.transport import Outbox
+from eagleray.process.spawn import Child
+from eagleray.transport.inbox import Outbox
 
 SECONDS = 30.0
 

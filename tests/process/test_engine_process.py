@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from eagleray.config import build_config
+from eagleray.config.build import build_config
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.codec import Codec
 from eagleray.messages.lifecycle import Attach, Bound, EngineSpec, EngineStarted, Failed, Stop
@@ -18,8 +18,9 @@ from eagleray.messages.outputs import Chunk, Chunks
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, Stopping
 from eagleray.messages.wires import CLIENT_INBOX, ENGINE_INBOX, SUPERVISOR_INBOX
-from eagleray.process import Child
-from eagleray.transport import Inbox, Outbox, PulseMonitor
+from eagleray.process.spawn import Child
+from eagleray.transport.heartbeat import HeartbeatMonitor
+from eagleray.transport.inbox import Inbox, Outbox
 
 SECONDS = 60.0
 ENGINE, CLIENT = EngineId("test", 0), ClientId("test", 0)
@@ -35,7 +36,7 @@ class Fleet:
         self.supervisor = Inbox(runtime_dir, "supervisor", Codec(SUPERVISOR_INBOX).decode, host=host)
         self.client = Inbox(runtime_dir, "client", Codec(CLIENT_INBOX).decode, host=host)
         self.outbox: Outbox[str, Any] = Outbox(Codec(ENGINE_INBOX).encode)
-        self.pulse = PulseMonitor.open(
+        self.pulse = HeartbeatMonitor.open(
             num_peers=1, runtime_dir=runtime_dir, host=host, limit=2.0, on_silent=lambda peer, seconds: None
         )
         config = build_config(num_threads=1, **options)

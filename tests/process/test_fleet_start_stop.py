@@ -18,8 +18,8 @@ from checkpoints import make_checkpoint
 from null_engine import token
 from processes import children_of
 
-from eagleray.config import build_config
-from eagleray.fleet import Supervisor
+from eagleray.config.build import build_config
+from eagleray.fleet.supervisor import Supervisor
 
 SECONDS = 60.0
 PROMPT = [5, 6, 7]

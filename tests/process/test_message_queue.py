@@ -10,7 +10,8 @@ import pytest
 from queue_children import large, small, stream
 
 from eagleray.errors import ChannelClosed, DeadlineExceeded
-from eagleray.transport import Broadcaster, Listener
+from eagleray.transport.message_queue_hub import MessageQueueHub
+from eagleray.transport.message_queue_peer import MessageQueuePeer
 
 SECONDS = 30.0
 MEDIA = ("shared memory", "ipc", "tcp")
@@ -22,7 +23,7 @@ def connect(spawn_queue_child, runtime_dir):
     queues = []
 
     def connect(function: str, *media: str, said=None, **options):
-        broadcaster = Broadcaster.open(num_peers=len(media), runtime_dir=runtime_dir, host="127.0.0.1", **options)
+        broadcaster = MessageQueueHub.open(num_peers=len(media), runtime_dir=runtime_dir, host="127.0.0.1", **options)
         queues.append(broadcaster)
         peers = [
             spawn_queue_child(function, ticket=broadcaster.ticket(peer).hex(), media=[medium], **(said or {}))
@@ -37,7 +38,7 @@ def connect(spawn_queue_child, runtime_dir):
         broadcaster.close()
 
 
-def receive(broadcaster: Broadcaster) -> tuple[int, list[bytes]]:
+def receive(broadcaster: MessageQueueHub) -> tuple[int, list[bytes]]:
     message = broadcaster.receive(SECONDS)
     assert message is not None
     return message
@@ -129,7 +130,7 @@ def test_a_killed_peer_in_shared_memory_is_one_that_does_not_read(connect):
 @pytest.mark.parametrize("medium", ["ipc", "tcp"])
 def test_a_peer_notices_at_once_that_the_engine_is_gone(spawn_queue_child, runtime_dir, medium):
     child, reports = spawn_queue_child("be_engine", runtime_dir=str(runtime_dir))
-    listener = Listener.open(bytes.fromhex(reports.get(timeout=SECONDS)), media=[medium], timeout=SECONDS)
+    listener = MessageQueuePeer.open(bytes.fromhex(reports.get(timeout=SECONDS)), media=[medium], timeout=SECONDS)
     assert listener.receive(0) is None
     child.kill()
     with pytest.raises(ChannelClosed, match="the connection to the engine has ended"):

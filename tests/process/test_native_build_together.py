@@ -20,7 +20,7 @@ SECONDS = 120.0
 BUILD = """
 import sys
 from pathlib import Path
-from eagleray.models.kernels.build import build, load
+from eagleray.kernels.cpu.build.library import build, load
 
 print("ready", flush=True)
 sys.stdin.readline()
@@ -30,7 +30,7 @@ print(load(build([Path(sys.argv[1])])).answer(), flush=True)
 LOAD = """
 import sys
 from pathlib import Path
-from eagleray.models.kernels.build import NativeUnavailable, load
+from eagleray.kernels.cpu.build.library import NativeUnavailable, load
 
 try:
     load(Path(sys.argv[1]))
@@ -41,8 +41,8 @@ except NativeUnavailable as error:
 RUNTIMES = """
 import sys
 from pathlib import Path
-from eagleray.models.kernels.build import build, load
-from eagleray.models.kernels.build_openmp import mapped_runtimes, openmp_runtime
+from eagleray.kernels.cpu.build.library import build, load
+from eagleray.kernels.cpu.build.openmp import mapped_runtimes, openmp_runtime
 
 load(build([Path(sys.argv[1])])).answer()
 print(openmp_runtime().path.name, len(mapped_runtimes()))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from processes import children_of
 
-from eagleray.config import build_config
+from eagleray.config.build import build_config
 from eagleray.config.resolve import executor_name
 from eagleray.errors import CheckpointError, ConfigError, DeadlineExceeded, WorkerFailed, WorkerLost
 from eagleray.executor.choose import open_executor
@@ -26,11 +26,11 @@ from eagleray.messages.steps import (
     LoadModel,
     LoadNullModel,
     ModelLoaded,
+    NewRow,
     OpenGroups,
-    RowStart,
     StepPlan,
 )
-from eagleray.transport import make_runtime_dir, remove_runtime_dir
+from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 DEADLINE = 30.0
 
@@ -62,7 +62,7 @@ def load_null(opened: Executor) -> None:
 
 def first_plan(rows: int = 2) -> StepPlan:
     starts = [
-        RowStart(
+        NewRow(
             row=row,
             request_id=str(row),
             token_ids=[1, 2, 3],
@@ -157,7 +157,7 @@ def test_a_worker_that_does_not_come_to_life_is_named(monkeypatch):
 
 def test_workers_end_with_an_engine_that_is_killed(tmp_path):
     program = (
-        "import time; from pathlib import Path; from eagleray.config import build_config\n"
+        "import time; from pathlib import Path; from eagleray.config.build import build_config\n"
         "from eagleray.executor.choose import open_executor; from eagleray.identity import EngineId\n"
         "config = build_config(executor='processes', tensor_parallel_size=2, num_threads=1)\n"
         f"opened = open_executor(EngineId('test', 0), config, runtime_dir=Path({str(tmp_path)!r}))\n"

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from eagleray.errors import ChannelClosed
-from eagleray.transport import Pulse, PulseMonitor
+from eagleray.transport.heartbeat import HeartbeatMonitor, HeartbeatSender
 
 SECONDS = 30.0
 LIMIT = 1.0
@@ -24,7 +24,7 @@ def open_monitor(runtime_dir):
 
         def open_monitor(num_peers: int, host: str | None = None, limit: float = LIMIT):
             silent: queue.Queue = queue.Queue()
-            monitor = PulseMonitor.open(
+            monitor = HeartbeatMonitor.open(
                 num_peers=num_peers,
                 runtime_dir=runtime_dir,
                 host=host,
@@ -66,7 +66,7 @@ def test_a_stopped_peer_is_found_silent_once_and_the_others_are_not(spawn_queue_
 def test_a_peer_whose_engine_is_killed_notices(spawn_queue_child, runtime_dir):
     engine, reports = spawn_queue_child("monitor", runtime_dir=str(runtime_dir), limit=LIMIT)
     heard: queue.Queue = queue.Queue()
-    pulse = Pulse.start(bytes.fromhex(reports.get(timeout=SECONDS)), on_silent=heard.put)
+    pulse = HeartbeatSender.start(bytes.fromhex(reports.get(timeout=SECONDS)), on_silent=heard.put)
     with pytest.raises(queue.Empty):
         heard.get(timeout=2 * LIMIT)
     engine.kill()
@@ -99,7 +99,7 @@ def test_a_stranger_is_not_heard(open_monitor):
     monitor, silent = open_monitor(1)
     fields = msgspec.msgpack.decode(monitor.ticket(0)) | {"secret": bytes(32)}
     with pytest.raises(ChannelClosed, match="no answer to the first heartbeat within 3 s"):
-        Pulse.start(msgspec.msgpack.encode(fields), on_silent=lambda seconds: None)
+        HeartbeatSender.start(msgspec.msgpack.encode(fields), on_silent=lambda seconds: None)
     assert silent.empty()
 
 
@@ -129,7 +129,7 @@ def test_who_was_forgotten_hears_nobody(open_monitor):
     monitor, _ = open_monitor(0)
     peer, ticket = monitor.invite()
     heard: queue.Queue = queue.Queue()
-    pulse = Pulse.start(ticket, on_silent=heard.put)
+    pulse = HeartbeatSender.start(ticket, on_silent=heard.put)
     monitor.forget(peer)
     assert heard.get(timeout=SECONDS) > LIMIT
     pulse.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eagleray.messages.lifecycle import Bound, Failed
-from eagleray.process import Child
+from eagleray.process.spawn import Child
 
 DEADLINE = 20.0
 

@@ -18,7 +18,7 @@ import ray_cluster
 from ray.util.placement_group import placement_group
 
 from eagleray.cluster.connect import connect
-from eagleray.transport import make_runtime_dir, remove_runtime_dir
+from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 LEFT_SECONDS = 3.0
 NUM_NODES = 4

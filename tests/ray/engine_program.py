@@ -12,10 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from eagleray.cluster.context import current
+from eagleray.cluster.context import current_ray_context
 from eagleray.messages.workers import RayContext
-
-__all__ = ["Caller"]
 
 HERE = str(Path(__file__).parent)
 
@@ -25,7 +23,7 @@ class Caller:
 
     def start_engine(self) -> str:
         """The placement group that the program took, and how many workers it has."""
-        context = current()
+        context = current_ray_context()
         assert context is not None
         with tempfile.TemporaryDirectory(prefix="er-") as runtime_dir:
             command = [sys.executable, __file__, msgspec.json.encode(context).decode(), runtime_dir]

@@ -8,13 +8,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from eagleray.executor.ray_graph.frame_handler import FailedCall
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Failure
 from eagleray.messages.steps import Call, Reply, StepPlan, StepResult, WorkerFailure
 from eagleray.messages.workers import WorkerSpec
-from eagleray.worker.edge import FailedCall
-
-__all__ = ["Edge", "make", "make_none", "make_one_that_fails", "make_one_that_lags"]
 
 LONG_SECONDS = 60.0
 LAG_SECONDS = 0.1

@@ -11,30 +11,11 @@ import ray
 from ray._private.state import actors
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
-from eagleray.cluster import groups
+from eagleray.cluster import placement_groups
 from eagleray.cluster.nodes import snapshot
-from eagleray.config import Config
 from eagleray.config.build import build_config
+from eagleray.config.sections import Config
 from eagleray.identity import EngineId, new_instance_name
-
-__all__ = [
-    "ACC",
-    "FAR",
-    "AddNode",
-    "MakeGroup",
-    "actors_and_groups",
-    "clear",
-    "config",
-    "here",
-    "is_all_free",
-    "living_actors",
-    "new_engine",
-    "node_ips",
-    "num_living_nodes",
-    "pid_of",
-    "remove",
-    "wait_until",
-]
 
 MakeGroup = Callable[..., str]
 """Makes a placement group of these bundles; its id."""
@@ -121,4 +102,4 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def remove(group_id: str) -> None:
-    remove_placement_group(groups.handle(group_id))
+    remove_placement_group(placement_groups.handle(group_id))

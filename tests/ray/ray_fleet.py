@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from eagleray.config import Config
-from eagleray.fleet.ray_engines import RayEngine, RayLauncher
+from eagleray.config.sections import Config
+from eagleray.fleet.ray_launcher import RayEngine, RayLauncher
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Failure
@@ -20,9 +20,8 @@ from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, Stopping
 from eagleray.messages.wires import CLIENT_INBOX, SUPERVISOR_INBOX, SUPERVISOR_OUTBOX
 from eagleray.messages.workers import RayContext
-from eagleray.transport import AsyncInbox, Outbox, make_runtime_dir, remove_runtime_dir
-
-__all__ = ["SECONDS", "Engine", "Fleet", "fleet"]
+from eagleray.transport.inbox import AsyncInbox, Outbox
+from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 SECONDS = 60.0
 CLIENT = ClientId("test", 0)

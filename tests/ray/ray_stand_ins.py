@@ -13,8 +13,6 @@ import ray
 from eagleray.errors import CheckpointError
 from eagleray.messages.lifecycle import EngineSpec
 
-__all__ = ["Ends", "Lingers", "Raises", "Refuses", "Waits"]
-
 
 class Waits:
     """Its address tells what it knows of itself."""

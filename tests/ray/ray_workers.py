@@ -13,9 +13,8 @@ from eagleray.errors import ChannelClosed, ConfigError
 from eagleray.messages.codec import Codec
 from eagleray.messages.steps import Call, GroupsOpened, Reply
 from eagleray.messages.workers import WorkerSpec
-from eagleray.transport import Listener, Pulse
-
-__all__ = ["Facts", "echo", "echo_by_tcp", "ends", "hangs", "is_killed", "raises", "refuses", "will_not_end"]
+from eagleray.transport.heartbeat import HeartbeatSender
+from eagleray.transport.message_queue_peer import MessageQueuePeer
 
 
 class Facts(msgspec.Struct, kw_only=True):
@@ -44,8 +43,8 @@ def echo_by_tcp(payload: bytes) -> None:
 
 def _echo(payload: bytes, **options: Any) -> None:
     spec = _spec(payload)
-    pulse = Pulse.start(spec.pulse, on_silent=lambda seconds: os._exit(1))
-    listener = Listener.open(spec.queue, timeout=30, **options)
+    pulse = HeartbeatSender.start(spec.pulse, on_silent=lambda seconds: os._exit(1))
+    listener = MessageQueuePeer.open(spec.queue, timeout=30, **options)
     calls: Codec[Call] = Codec(Call)
     replies: Codec[Reply] = Codec(Reply)
     try:

@@ -14,8 +14,6 @@ import ray
 
 from eagleray import LLM
 
-__all__ = ["EXTENSION", "Maker"]
-
 EXTENSION = """
 import os
 

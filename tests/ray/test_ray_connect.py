@@ -21,9 +21,9 @@ from ray._common.usage import usage_lib
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from serving import is_running
 
-from eagleray.cluster import groups
+from eagleray.cluster import placement_groups
 from eagleray.cluster.connect import connect
-from eagleray.cluster.context import current
+from eagleray.cluster.context import current_ray_context
 from eagleray.cluster.preflight import check_cluster, check_reachable
 from eagleray.errors import ClusterError
 from eagleray.messages.workers import RayContext
@@ -207,7 +207,7 @@ def test_a_program_that_is_connected_stays_so(cluster: str) -> None:
 
 
 def test_a_program_knows_its_cluster(cluster: str) -> None:
-    context = current()
+    context = current_ray_context()
     assert context is not None
     assert context.address == cluster
     assert context.placement_group is None
@@ -216,7 +216,7 @@ def test_a_program_knows_its_cluster(cluster: str) -> None:
 def test_an_actor_knows_what_it_holds_and_was_assigned(cluster: str, make_group: ray_cluster.MakeGroup) -> None:
     class Asker:
         def ask(self) -> bytes:
-            return msgspec.msgpack.encode(current())
+            return msgspec.msgpack.encode(current_ray_context())
 
     group_id = make_group({"CPU": 1}, {"CPU": 2, "GPU": 1})
     actor = (
@@ -224,7 +224,7 @@ def test_an_actor_knows_what_it_holds_and_was_assigned(cluster: str, make_group:
         .options(
             num_cpus=1,
             num_gpus=1,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(groups.handle(group_id), 1),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement_groups.handle(group_id), 1),
             runtime_env={"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "MINE": "1"}},
         )
         .remote()

@@ -24,7 +24,7 @@ from ray.util.placement_group import placement_group_table
 from ray_cluster import ACC, AddNode, MakeGroup, new_engine, wait_until
 from ray_fleet import SECONDS, Engine, fleet
 
-from eagleray.config import Config
+from eagleray.config.sections import Config
 from eagleray.errors import ClusterError
 from eagleray.messages.workers import RayContext
 

@@ -20,17 +20,17 @@ from graph_edges import LONG_SECONDS
 from ray.exceptions import RayChannelTimeoutError
 from ray_cluster import FAR, config, new_engine
 
-from eagleray.cluster.detach import is_borrowed
-from eagleray.cluster.graph import Graph, GraphHost, call_hosts, lend, wait_until_alive
-from eagleray.cluster.team import open_team
-from eagleray.cluster.waiting import Wait
-from eagleray.config import Config
+from eagleray.cluster.deadline import Deadline
+from eagleray.cluster.worker_actors import open_worker_actors
+from eagleray.config.sections import Config
 from eagleray.errors import DeadlineExceeded, WorkerFailed, WorkerLost
 from eagleray.executor.executor import Executor
-from eagleray.executor.ray_graph import start_ray_graph
+from eagleray.executor.ray_graph.detach import is_borrowed
+from eagleray.executor.ray_graph.graph import Graph, GraphActor, call_actors, lend, wait_until_alive
+from eagleray.executor.ray_graph.group import start_ray_graph
 from eagleray.identity import EngineId
 from eagleray.messages.sampling import Sampling
-from eagleray.messages.steps import CacheAllocated, GroupsOpened, LoadNullModel, OpenGroups, RowStart, StepPlan
+from eagleray.messages.steps import CacheAllocated, GroupsOpened, LoadNullModel, NewRow, OpenGroups, StepPlan
 
 pytestmark = pytest.mark.grid
 """`test_ray_agree` has the executor in the usual suite."""
@@ -47,13 +47,13 @@ def with_our_modules(config: Config) -> Config:
 @contextmanager
 def graph(*, hosts: int = 1, timeout: float = 20.0, **options: Any) -> Iterator[tuple[Graph, list[Any]]]:
     """A graph over hosts that echo."""
-    wait = Wait(60, "startup_timeout")
-    team = open_team(
+    wait = Deadline(60, "startup_timeout")
+    team = open_worker_actors(
         new_engine(),
         with_our_modules(config(hosts, **options)),
         context=None,
         wait=wait,
-        kind=GraphHost,
+        kind=GraphActor,
         max_concurrency=2,
     )
     try:
@@ -91,7 +91,7 @@ def test_detached_results_may_be_held_for_ever(cluster, resources):
                 assert header == b"x" and not is_borrowed(own) and not is_borrowed(echoed)
                 assert np.array_equal(own.view(np.float32), np.full(1000, 2, np.float32))
                 assert np.array_equal(echoed.view(np.int64), np.arange(step))
-        beside = list(call_hosts(hosts, [b"y"]))
+        beside = list(call_actors(hosts, [b"y"]))
         assert [answer[0] for answer in beside] == [b"y", b"y"]
         assert made.results(made.execute([b"nothing"])) == [[], []]
 
@@ -121,7 +121,7 @@ def pid_of(engine: EngineId, worker: str) -> int:
 def plan(step: int) -> StepPlan:
     if step:
         return StepPlan(step=step, ends=[], starts=[], grown=[], rows=[0], num_tokens=[1])
-    start = RowStart(
+    start = NewRow(
         row=0,
         request_id="0",
         token_ids=[1, 2],

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray_cluster import ACC
 
 from eagleray import LLM, SamplingParams
-from eagleray.cluster import groups
+from eagleray.cluster import placement_groups
 from eagleray.errors import ClusterError, EngineFailed
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -50,7 +50,7 @@ def test_in_a_driver(cluster, checkpoint, expected):
 
 
 def test_in_the_users_placement_group(cluster, checkpoint, expected, make_group):
-    group = groups.handle(make_group({"acc": 1}, {"acc": 1}, {"acc": 1}))
+    group = placement_groups.handle(make_group({"acc": 1}, {"acc": 1}, {"acc": 1}))
     with LLM(
         checkpoint,
         placement_group=group,
@@ -74,7 +74,7 @@ class Program:
 
 def test_in_an_actor_of_a_placement_group(cluster, checkpoint, expected, make_group):
     """It takes the actor's group, and makes no second one."""
-    group = groups.handle(make_group({"CPU": 1, "acc": 1}, {"acc": 1}))
+    group = placement_groups.handle(make_group({"CPU": 1, "acc": 1}, {"acc": 1}))
     here = os.path.dirname(__file__)
     env_vars = {"PYTHONPATH": f"{here}:{os.path.dirname(here)}"}
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
@@ -103,7 +103,7 @@ class Holder:
 
 
 def test_llm_in_an_actor_that_holds_its_group_computes_there(cluster, checkpoint, expected, make_group):
-    group = groups.handle(make_group({"CPU": 1}))
+    group = placement_groups.handle(make_group({"CPU": 1}))
     here = os.path.dirname(__file__)
     env_vars = {"PYTHONPATH": f"{here}:{os.path.dirname(here)}"}
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
@@ -150,7 +150,7 @@ def test_engines_that_are_actors(cluster, checkpoint, expected):
 
 @pytest.mark.grid
 def test_engines_that_are_actors_share_the_users_placement_group(cluster, checkpoint, expected, make_group):
-    group = groups.handle(make_group({"acc": 1}, {"acc": 1}))
+    group = placement_groups.handle(make_group({"acc": 1}, {"acc": 1}))
     options = {"data_parallel_backend": "ray", "data_parallel_size": 2, "ray_worker_resources": ACC}
     with LLM(checkpoint, placement_group=group, **options, **ON_RAY) as llm:
         assert texts(llm) == expected

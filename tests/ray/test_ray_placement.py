@@ -12,9 +12,9 @@ import ray_cluster
 from ray.util.placement_group import placement_group_table
 from ray_cluster import ACC, FAR, MakeGroup, config, new_engine
 
-from eagleray.cluster import waiting
+from eagleray.cluster import deadline
 from eagleray.cluster.placement import Placement, place
-from eagleray.config import Config
+from eagleray.config.sections import Config
 from eagleray.errors import ClusterError, ConfigError
 
 NEAR = {"acc": 1.0, "node:__internal_head__": 0.001}
@@ -213,7 +213,7 @@ def test_what_no_single_node_has_is_refused_under_strict_pack(placed: Placed) ->
 def test_what_others_hold_is_waited_for_visibly(
     placed: Placed, make_group: MakeGroup, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "PROGRESS_SECONDS", 0.2)
+    monkeypatch.setattr(deadline, "PROGRESS_SECONDS", 0.2)
     make_group(*[{"GPU": 1.0}] * 3)
     with caplog.at_level("INFO", "eagleray"), pytest.raises(ClusterError) as caught:
         placed(config(tp=2, resources={"GPU": 1.0}, ray_placement_timeout=1.0))

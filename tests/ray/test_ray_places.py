@@ -12,12 +12,12 @@ import ray_cluster
 from ray.util.placement_group import placement_group_table
 from ray_cluster import ACC, AddNode, MakeGroup, config, new_engine, wait_until
 
+from eagleray.cluster.deadline import Deadline
 from eagleray.cluster.nodes import Node, snapshot
-from eagleray.cluster.waiting import Wait
-from eagleray.config import Config
+from eagleray.config.sections import Config
 from eagleray.errors import ClusterError
 from eagleray.fleet import ray_places
-from eagleray.fleet.ray_places import OwnGroups, Place
+from eagleray.fleet.ray_places import DedicatedGroups, EnginePlacement
 from eagleray.identity import EngineId
 
 SECONDS = 20.0
@@ -27,9 +27,9 @@ class Search:
     """Places of the engines of one instance, each searched for in a thread."""
 
     def __init__(self, config: Config, ends: ExitStack) -> None:
-        self._places = OwnGroups(config, near=ray_cluster.here())
+        self._places = DedicatedGroups(config, near=ray_cluster.here())
         self._ends = ends
-        self.found: dict[int, Place] = {}
+        self.found: dict[int, EnginePlacement] = {}
         self.errors: dict[int, Exception] = {}
         self._threads: list[threading.Thread] = []
         self._instance = new_engine().instance
@@ -51,7 +51,7 @@ class Search:
 
     def _find(self, engine: EngineId, seconds: float) -> None:
         try:
-            place = self._places.find(engine, Wait(seconds, "ray_placement_timeout"))
+            place = self._places.find(engine, Deadline(seconds, "ray_placement_timeout"))
         except Exception as error:
             self.errors[engine.rank] = error
         else:
@@ -115,7 +115,7 @@ def test_where_somebody_was_faster_the_search_goes_on(
         return [replace(node, free=node.total) if len(looks) == 1 else node for node in snapshot()]
 
     monkeypatch.setattr(ray_places, "snapshot", old_news)
-    monkeypatch.setattr(ray_places, "PIN_SECONDS", 0.2)
+    monkeypatch.setattr(ray_places, "PINNED_PLACEMENT_SECONDS", 0.2)
     search = Search(config(), ends)
     search.begin(0)
     assert wait_until(lambda: bool(pending()), SECONDS), "it insists on the node for a moment"

@@ -22,9 +22,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray_cluster import ACC, FAR, AddNode, MakeGroup, config, new_engine
 from ray_workers import Facts
 
-from eagleray.cluster import groups
-from eagleray.config import Config
-from eagleray.config.sections import RayConfig
+from eagleray.cluster import placement_groups
+from eagleray.config.sections import Config, RayConfig
 from eagleray.errors import ClusterError, ConfigError, DeadlineExceeded, WorkerFailed, WorkerLost
 from eagleray.executor.executor import Executor
 from eagleray.executor.queue_group import QueueGroup
@@ -216,7 +215,7 @@ def test_a_watch_that_fails_is_a_loss(start: Start, monkeypatch: pytest.MonkeyPa
         raise RuntimeError("injected")
 
     group = start(config(tp=2))
-    monkeypatch.setattr("eagleray.cluster.watch.Watch._report", fail)
+    monkeypatch.setattr("eagleray.cluster.actor_monitor.ActorMonitor._report", fail)
     os.kill(facts(group)[1].pid, signal.SIGKILL)
     assert "it can no longer be watched: RuntimeError: injected" in lost(group, NOTICE_SECONDS)
 
@@ -269,13 +268,13 @@ def test_a_failure_after_any_stage_leaves_nothing(start: Start, monkeypatch: pyt
         raise RuntimeError("injected")
 
     for target in (
-        "eagleray.cluster.team.spawn",
-        "eagleray.cluster.spawn.Actors.where",
-        "eagleray.cluster.team.lay_out",
+        "eagleray.cluster.worker_actors.spawn",
+        "eagleray.cluster.spawn.ActorHandles.where",
+        "eagleray.cluster.worker_actors.resolve_topology",
         "eagleray.executor.ray_actors.Broadcaster.open",
-        "eagleray.executor.births.PulseMonitor.open",
-        "eagleray.cluster.spawn.Actors.run",
-        "eagleray.executor.ray_actors.Watch",
+        "eagleray.executor.worker_specs.PulseMonitor.open",
+        "eagleray.cluster.spawn.ActorHandles.run",
+        "eagleray.executor.ray_actors.ActorMonitor",
         "eagleray.executor.ray_actors.Broadcaster.wait_for_peers",
     ):
         with monkeypatch.context() as patch:
@@ -293,7 +292,7 @@ def test_a_runtime_env_that_cannot_be_set_up_is_refused(start: Start) -> None:
 
 def test_an_engine_inside_an_actor_uses_the_actors_placement_group(make_group: MakeGroup) -> None:
     group_id = make_group({"CPU": 1.0}, FAR, FAR)
-    strategy = PlacementGroupSchedulingStrategy(groups.handle(group_id), placement_group_bundle_index=0)
+    strategy = PlacementGroupSchedulingStrategy(placement_groups.handle(group_id), placement_group_bundle_index=0)
     runtime_env = {"env_vars": {"PYTHONPATH": HERE}}
     options = {"num_cpus": 1, "scheduling_strategy": strategy, "runtime_env": runtime_env}
     caller = ray.remote(Caller).options(**options).remote()

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from eagleray.cli.options import add_config_flags, config_options
-from eagleray.config import build_config
+from eagleray.config.build import build_config
 from eagleray.llm import LLM
 from eagleray_bench.commands.flags import add_result_flags, check_result_files, options_of
 from eagleray_bench.offline import Batches, Latency, measure_latency

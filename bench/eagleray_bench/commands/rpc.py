@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from eagleray.config import build_config
-from eagleray.executor import Executor
+from eagleray.config.build import build_config
 from eagleray.executor.choose import open_executor
+from eagleray.executor.executor import Executor
 from eagleray.identity import EngineId, new_instance_name
 from eagleray.messages.codec import Codec
 from eagleray.messages.sampling import Sampling
-from eagleray.messages.steps import CacheAllocated, Call, LoadNullModel, RowStart, StepPlan
-from eagleray.transport import make_runtime_dir, remove_runtime_dir
+from eagleray.messages.steps import CacheAllocated, Call, LoadNullModel, NewRow, StepPlan
+from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 if TYPE_CHECKING:
     from eagleray.cluster.simulated import SimulatedCluster
@@ -118,7 +118,7 @@ class _Plans:
     def first(self) -> StepPlan:
         self._step = 0
         starts = [
-            RowStart(
+            NewRow(
                 row=row,
                 request_id=str(row),
                 token_ids=[1] * 8,

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from eagleray.cli.options import add_config_flags, config_options
-from eagleray.config import build_config
+from eagleray.config.build import build_config
 from eagleray.llm import LLM
 from eagleray_bench.commands.flags import (
     add_result_flags,

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from eagleray.models.kernels.reference import Context, Heads, Kernels, Rows
+from eagleray.kernels.torch.backend import AttentionParams, Context, HiddenStates, TorchBackend
 from eagleray.models.layers.linear import load_linear, load_summed_linear
-from eagleray.models.layers.sharing import RowSharing
-from eagleray.models.shares import equal_share, features, kv_heads
+from eagleray.models.layers.sequence_parallel import SequenceParallel
+from eagleray.models.sharding import features, kv_heads, shard
 from eagleray.models.spec import ModelSpec
 from eagleray.models.weights import Cut, Weights
-from eagleray.parallel import Group
-
-__all__ = ["Attention"]
+from eagleray.parallel.group import TensorParallelGroup
 
 
 class Attention:
@@ -24,11 +22,11 @@ class Attention:
         spec: ModelSpec,
         window: int | None,
         weights: Weights,
-        kernels: Kernels,
-        tp: Group,
-        sharing: RowSharing | None = None,
+        kernels: TorchBackend,
+        tp: TensorParallelGroup,
+        sharing: SequenceParallel | None = None,
     ) -> None:
-        heads, kv, size = equal_share(spec.num_heads, tp), kv_heads(spec.num_kv_heads, tp), spec.head_dim
+        heads, kv, size = shard(spec.num_heads, tp), kv_heads(spec.num_kv_heads, tp), spec.head_dim
         sizes = [count * size for count in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
         outputs = [features(part, size) for part in (heads, kv, kv)]
         names = [f"{name}.{part}_proj" for part in "qkv"]
@@ -46,7 +44,7 @@ class Attention:
             sharing=sharing,
         )
         self._attend = kernels.self_attention(
-            Heads(
+            AttentionParams(
                 num_heads=len(heads),
                 num_kv_heads=len(kv),
                 head_dim=size,
@@ -58,6 +56,6 @@ class Attention:
             )
         )
 
-    def __call__(self, x: Rows, cache: Tensor, context: Context) -> Rows:
+    def __call__(self, x: HiddenStates, cache: Tensor, context: Context) -> HiddenStates:
         """[num_tokens, hidden_size], in and out; `cache` is this layer's. With `sharing`, out are the rank's rows."""
         return self._output(self._attend(self._qkv(x), cache, context))

@@ -6,17 +6,15 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from eagleray.models.kernels.reference import Context, Kernels, Operation, Rows
+from eagleray.kernels.torch.backend import Context, HiddenStates, Operation, TorchBackend
 from eagleray.models.layers.attention import Attention
 from eagleray.models.layers.mlp import MLP
-from eagleray.models.layers.sharing import RowSharing
+from eagleray.models.layers.sequence_parallel import SequenceParallel
 from eagleray.models.spec import ModelSpec
 from eagleray.models.weights import Weights
-from eagleray.parallel import Group
+from eagleray.parallel.group import TensorParallelGroup
 
-__all__ = ["Attends", "DecoderLayer", "load_decoder_layer", "load_dense_layer"]
-
-Attends = Callable[[Rows, Tensor, Context], Rows]
+Attends = Callable[[HiddenStates, Tensor, Context], HiddenStates]
 """Rows [num_tokens, hidden_size], the layer's cache, context -> rows."""
 
 
@@ -30,8 +28,8 @@ class DecoderLayer:
         attention: Attends,
         feed_forward_norm: Operation,
         feed_forward: Operation,
-        kernels: Kernels,
-        sharing: RowSharing | None = None,
+        kernels: TorchBackend,
+        sharing: SequenceParallel | None = None,
     ) -> None:
         self.feed_forward = feed_forward
         self._attention_norm = attention_norm
@@ -40,7 +38,7 @@ class DecoderLayer:
         self._sharing = sharing
         self._add = kernels.add
 
-    def __call__(self, hidden: Rows, cache: Tensor, context: Context) -> Rows:
+    def __call__(self, hidden: HiddenStates, cache: Tensor, context: Context) -> HiddenStates:
         """[num_tokens, hidden_size], in and out; `cache` is this layer's."""
         attended = self._attention(self._attention_norm(hidden), cache, context)
         if self._sharing is None:
@@ -48,7 +46,7 @@ class DecoderLayer:
         own = self._feed(self._add(self._sharing.share(hidden), attended))
         return self._sharing.all_gather(own, hidden)
 
-    def _feed(self, hidden: Rows) -> Rows:
+    def _feed(self, hidden: HiddenStates) -> HiddenStates:
         return self._add(hidden, self.feed_forward(self._feed_forward_norm(hidden)))
 
 
@@ -56,12 +54,12 @@ def load_decoder_layer(
     index: int,
     spec: ModelSpec,
     weights: Weights,
-    kernels: Kernels,
-    tp: Group,
+    kernels: TorchBackend,
+    tp: TensorParallelGroup,
     feed_forward: Operation,
     *,
     attention: Attends | None = None,
-    sharing: RowSharing | None = None,
+    sharing: SequenceParallel | None = None,
 ) -> DecoderLayer:
     """`attention`: in place of the usual one. `sharing`: see `DecoderLayer`."""
     name = f"model.layers.{index}"
@@ -82,7 +80,12 @@ def load_decoder_layer(
 
 
 def load_dense_layer(
-    index: int, spec: ModelSpec, weights: Weights, kernels: Kernels, tp: Group, experts: object = None
+    index: int,
+    spec: ModelSpec,
+    weights: Weights,
+    kernels: TorchBackend,
+    tp: TensorParallelGroup,
+    experts: object = None,
 ) -> DecoderLayer:
     """`experts`: what it has none of."""
     mlp = MLP(

@@ -8,13 +8,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagleray.models.kernels.reference import Kernels, Operation
-from eagleray.models.shares import padded_share
+from eagleray.kernels.torch.backend import Operation, TorchBackend
+from eagleray.models.sharding import padded_shard
 from eagleray.models.spec import ModelSpec
 from eagleray.models.weights import Cut, Weights
-from eagleray.parallel import Group, Mesh
-
-__all__ = ["Head", "load_embedding_and_head"]
+from eagleray.parallel.group import TensorParallelGroup
+from eagleray.parallel.mesh import Mesh
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -24,7 +23,7 @@ class Head:
     """`product`: hidden states to the logits of the rank's own tokens, as many on every rank; some, at the end of the
     vocabulary, may be of no token."""
 
-    def __init__(self, product: Operation, vocab_size: int, tp: Group) -> None:
+    def __init__(self, product: Operation, vocab_size: int, tp: TensorParallelGroup) -> None:
         self._product = product
         self._vocab_size = vocab_size
         self._tp = tp
@@ -36,10 +35,10 @@ class Head:
 
 
 def load_embedding_and_head(
-    spec: ModelSpec, weights: Weights, kernels: Kernels, mesh: Mesh, tp: Group
+    spec: ModelSpec, weights: Weights, kernels: TorchBackend, mesh: Mesh, tp: TensorParallelGroup
 ) -> tuple[Operation | None, Head | None]:
     """The embedding of the first stage (token ids to hidden states), the head of the last one."""
-    own = padded_share(spec.vocab_size, tp)
+    own = padded_shard(spec.vocab_size, tp)
     rows: Operation | None = None
     product: Operation | None = None
     if spec.tie_embeddings and mesh.is_first_stage and mesh.is_last_stage:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eagleray.models.kernels.reference import Kernels, Operation
-from eagleray.models.layers.sharing import RowSharing
+from eagleray.kernels.torch.backend import Operation, TorchBackend
+from eagleray.models.layers.sequence_parallel import SequenceParallel
 from eagleray.models.weights import Cut, Weights
-from eagleray.parallel import Group
-
-__all__ = ["load_linear", "load_partial_linear", "load_summed_linear"]
+from eagleray.parallel.group import TensorParallelGroup
 
 
 def load_linear(
     weights: Weights,
-    kernels: Kernels,
+    kernels: TorchBackend,
     names: Sequence[str],
     out_features: Sequence[int],
     in_features: int,
@@ -30,7 +28,7 @@ def load_linear(
     """The layers `names`, each with its number of outputs, one after another in the output.
 
     `outputs`: of each layer the outputs that are wanted; all by default. `gated`: the first of two layers is the gate
-    of the second (see `Kernels.gated_linear`).
+    of the second (see `TorchBackend.gated_linear`).
     """
     cuts = None if outputs is None else [Cut(0, span) for span in outputs]
     shapes = [(size, in_features) for size in out_features]
@@ -43,13 +41,13 @@ def load_linear(
 
 def load_partial_linear(
     weights: Weights,
-    kernels: Kernels,
+    kernels: TorchBackend,
     name: str,
     out_features: int,
     in_features: int,
     *,
     inputs: range,
-    tp: Group,
+    tp: TensorParallelGroup,
     bias: bool = False,
 ) -> Operation:
     """A layer that takes only `inputs` here, the rest on the other ranks of `tp`: what is to be summed over them."""
@@ -60,15 +58,15 @@ def load_partial_linear(
 
 def load_summed_linear(
     weights: Weights,
-    kernels: Kernels,
+    kernels: TorchBackend,
     name: str,
     out_features: int,
     in_features: int,
     *,
     inputs: range,
-    tp: Group,
+    tp: TensorParallelGroup,
     bias: bool = False,
-    sharing: RowSharing | None = None,
+    sharing: SequenceParallel | None = None,
 ) -> Operation:
     """`load_partial_linear` and the sum over `tp`. `sharing`: only of the rank's share of the rows."""
     product = load_partial_linear(weights, kernels, name, out_features, in_features, inputs=inputs, tp=tp, bias=bias)

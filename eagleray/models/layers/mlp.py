@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from eagleray.models.kernels.reference import Kernels, Rows
+from eagleray.kernels.torch.backend import HiddenStates, TorchBackend
 from eagleray.models.layers.linear import load_linear, load_partial_linear, load_summed_linear
-from eagleray.models.shares import equal_share
+from eagleray.models.sharding import shard
 from eagleray.models.weights import Weights
-from eagleray.parallel import Group
-
-__all__ = ["MLP"]
+from eagleray.parallel.group import TensorParallelGroup
 
 
 class MLP:
@@ -18,15 +16,15 @@ class MLP:
         self,
         name: str,
         weights: Weights,
-        kernels: Kernels,
-        tp: Group,
+        kernels: TorchBackend,
+        tp: TensorParallelGroup,
         *,
         hidden_size: int,
         size: int,
         bias: bool = False,
         is_summed: bool = True,
     ) -> None:
-        inner = equal_share(size, tp)
+        inner = shard(size, tp)
         self._gate_up = load_linear(
             weights,
             kernels,
@@ -40,6 +38,6 @@ class MLP:
         load_down = load_summed_linear if is_summed else load_partial_linear
         self._down = load_down(weights, kernels, f"{name}.down_proj", hidden_size, size, inputs=inner, tp=tp, bias=bias)
 
-    def __call__(self, x: Rows) -> Rows:
+    def __call__(self, x: HiddenStates) -> HiddenStates:
         """[num_tokens, hidden_size], in and out"""
         return self._down(self._gate_up(x))

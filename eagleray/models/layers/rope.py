@@ -13,9 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from eagleray.models.rope_spec import DefaultRope, DynamicRope, LinearRope, Llama3Rope, RopeSpec, YarnRope
-
-__all__ = ["Rope"]
+from eagleray.models.rope_config import DefaultRope, DynamicRope, LinearRope, Llama3Rope, RopeSpec, YarnRope
 
 
 class Rope:

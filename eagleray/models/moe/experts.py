@@ -1,7 +1,7 @@
 """The mixture-of-experts feed-forward layer: each token goes through the experts that the router chose for it.
 
-Every rank has the whole router, and the experts, or the part of each, that `ExpertPlan` leaves to it. A layer may also
-have shared experts, a feed-forward layer that computes every token.
+Every rank has the whole router, and the experts, or the part of each, that `ExpertLayout` assigns to it. A layer may
+also have shared experts, a feed-forward layer that computes every token.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from eagleray.models.kernels.reference import Kernels, Mixture, Operation, Rows
+from eagleray.kernels.torch.backend import HiddenStates, Operation, TorchBackend
+from eagleray.kernels.torch.routing import RouterParams
 from eagleray.models.layers.linear import load_linear
 from eagleray.models.layers.mlp import MLP
-from eagleray.models.moe.plan import ExpertPlan
-from eagleray.models.shares import equal_share
+from eagleray.models.moe.layout import ExpertLayout
+from eagleray.models.sharding import shard
 from eagleray.models.spec import ModelSpec, MoeSpec
 from eagleray.models.weights import Cut, Weights
-from eagleray.parallel.group import Alone
-
-__all__ = ["Expert", "LoadExpert", "MoeBlock", "load_shared_experts", "make_mixture"]
+from eagleray.parallel.group import SingleRankGroup
 
 Expert = tuple[Operation, Operation]
 """Its gated product, and the one that leads back into the hidden state."""
@@ -31,8 +30,8 @@ LoadExpert = Callable[[int, Weights], Expert]
 
 class MoeBlock:
     """`projections`: what the checkpoint calls an expert's gate, up and down projection; `load_expert`: for checkpoints
-    that have them in another form. `round_weights`: see `Mixture`. `router`: in place of a product with `{name}.gate`,
-    rows to scores. `shared`: see `load_shared_experts`.
+    that have them in another form. `round_weights`: see `RouterParams`. `router`: in place of a product with
+    `{name}.gate`, rows to scores. `shared`: see `load_shared_experts`.
     """
 
     def __init__(
@@ -41,8 +40,8 @@ class MoeBlock:
         index: int,
         spec: ModelSpec,
         weights: Weights,
-        kernels: Kernels,
-        plan: ExpertPlan,
+        kernels: TorchBackend,
+        plan: ExpertLayout,
         *,
         projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
         load_expert: LoadExpert | None = None,
@@ -77,7 +76,7 @@ class MoeBlock:
             layer=self.number,
         )
 
-    def __call__(self, x: Rows) -> Rows:
+    def __call__(self, x: HiddenStates) -> HiddenStates:
         """[num_tokens, hidden_size], in and out; with `plan.sharing`, of the rank's share of the tokens"""
         scores = self._router(x)
         if self._plan.dispatch is not None:
@@ -97,12 +96,12 @@ class MoeBlock:
         return out.to(self._kernels.hidden_dtype(x.dtype))
 
 
-def make_mixture(name: str, moe: MoeSpec, weights: Weights, *, round_weights: bool) -> Mixture:
+def make_mixture(name: str, moe: MoeSpec, weights: Weights, *, round_weights: bool) -> RouterParams:
     """`name`: of the layer, whose correction bias is taken if it has one."""
     bias = None
     if moe.has_correction_bias:
         bias = weights.take(f"{name}.gate.e_score_correction_bias", (moe.num_experts,), dtype=torch.float32)
-    return Mixture(
+    return RouterParams(
         top_k=moe.top_k,
         renormalize=moe.renormalize,
         round_weights=round_weights,
@@ -117,7 +116,7 @@ def make_mixture(name: str, moe: MoeSpec, weights: Weights, *, round_weights: bo
 
 
 def load_shared_experts(
-    name: str, spec: ModelSpec, weights: Weights, kernels: Kernels, plan: ExpertPlan
+    name: str, spec: ModelSpec, weights: Weights, kernels: TorchBackend, plan: ExpertLayout
 ) -> Operation | None:
     """The shared experts of the layer `name`, as one: whole where each rank has tokens of its own, else this rank's
     part, which `MoeBlock` sums up with those of the routed experts. None if there are none."""
@@ -125,7 +124,7 @@ def load_shared_experts(
     size = spec.moe.shared_intermediate_size
     if size == 0:
         return None
-    tp = plan.tp if plan.dispatch is None else Alone()
+    tp = plan.tp if plan.dispatch is None else SingleRankGroup()
     return MLP(
         f"{name}.shared_experts",
         weights,
@@ -139,10 +138,10 @@ def load_shared_experts(
 
 
 def _expert_loader(
-    name: str, moe: MoeSpec, hidden_size: int, kernels: Kernels, plan: ExpertPlan, projections: Sequence[str]
+    name: str, moe: MoeSpec, hidden_size: int, kernels: TorchBackend, plan: ExpertLayout, projections: Sequence[str]
 ) -> LoadExpert:
     size = moe.intermediate_size
-    inner = range(size) if plan.is_divided else equal_share(size, plan.tp)
+    inner = range(size) if plan.is_divided else shard(size, plan.tp)
 
     def load(expert: int, weights: Weights) -> Expert:
         gate, up, down = (f"{name}.experts.{expert}.{part}" for part in projections)

@@ -17,14 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.log import get_logger
-from eagleray.models.kernels.reference import Kernels
+from eagleray.models.moe.expert_placement import Move, Slots, balance, moves, rank_loads
 from eagleray.models.moe.experts import MoeBlock
-from eagleray.models.moe.placement import Move, Slots, balance, moves, rank_loads
-from eagleray.models.moe.plan import ExpertPlan
+from eagleray.models.moe.layout import ExpertLayout
 from eagleray.models.weights import Weights
-
-__all__ = ["Rebalancer", "mend"]
 
 logger = get_logger(__name__)
 
@@ -36,9 +34,9 @@ class Rebalancer:
         self,
         *,
         blocks: Sequence[MoeBlock],
-        plan: ExpertPlan,
+        plan: ExpertLayout,
         interval: int | None,
-        kernels: Kernels,
+        kernels: TorchBackend,
         open_weights: Callable[[], AbstractContextManager[Weights]],
     ) -> None:
         self.num_moved = 0
@@ -74,7 +72,7 @@ class Rebalancer:
         lost: list[tuple[MoeBlock, int, int]] = []
         for (block, slots), experts in zip(self._layers, present.T, strict=True):
             before = slots.own
-            slots.put(mend(experts, self._seen.shape[1]))
+            slots.put(restore_missing(experts, self._seen.shape[1]))
             pairs = enumerate(zip(before, slots.own, strict=True))
             lost += [(block, slot, new) for slot, (old, new) in pairs if old != new]
         self._read_again(lost)
@@ -130,7 +128,7 @@ class Rebalancer:
                 _write(block, slot, torch.cat(made.storage(0)))
 
 
-def mend(slots: Slots, num_experts: int) -> Slots:
+def restore_missing(slots: Slots, num_experts: int) -> Slots:
     """Slots in which every expert is at least once: those that are missing in `slots` take the place of copies."""
     mended = slots.copy()
     copies = np.bincount(slots, minlength=num_experts)

@@ -11,15 +11,17 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from eagleray.client import CompletionDelta, CompletionOutput, Prompt
+from eagleray.client.outputs import CompletionDelta, CompletionOutput
+from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.body import BodyDecoder, field_names
-from eagleray.server.conversation import render
+from eagleray.server.chat_messages import render_chat
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.fields import StreamOptions, sampling_params, stream_options
-from eagleray.server.generation import Generation, Generations, Order
+from eagleray.server.generation import Generation, GenerationGroup, GenerationTask
 from eagleray.server.headers import ROUTING_HEADERS
+from eagleray.server.http_responses import Emit, EventStream, json_response, unless_disconnected
 from eagleray.server.logprobs import (
     ChatLogprobs,
     ChatLogprobsCollector,
@@ -36,13 +38,9 @@ from eagleray.server.openai.responses import (
     ChatMessage,
     ChatResponse,
 )
-from eagleray.server.replies import Emit, EventStream, json_reply, unless_disconnected
 from eagleray.server.routed_experts import routed_experts
 from eagleray.server.service import Service
 from eagleray.server.usage import total_usage, usage_so_far
-
-__all__ = ["ChatRoute"]
-
 
 FIELD_NAMES = {"prompt": "messages"}
 """Where this route has what the client calls by these names."""
@@ -52,7 +50,7 @@ class Job(NamedTuple):
     """A request that was understood: what to generate, and how to tell it."""
 
     body: ChatRequest
-    order: Order
+    order: GenerationTask
     options: StreamOptions
     created: int
 
@@ -88,14 +86,14 @@ class ChatRoute:
         job = await self._read(request)
         if job.body.stream:
             return EventStream(functools.partial(self._stream, job), job.order.request_id)
-        return json_reply(await unless_disconnected(request.receive, self._whole(job)))
+        return json_response(await unless_disconnected(request.receive, self._whole(job)))
 
     async def _read(self, request: Request) -> Job:
         body = await self._body.read(request)
         self._service.check_model(body.model)
         self._service.check_open()
         options = stream_options(body.stream, body.stream_options)
-        order = Order.of(
+        order = GenerationTask.of(
             self._service,
             request,
             body,
@@ -106,7 +104,7 @@ class ChatRoute:
         return Job(body, order, options, int(time.time()))
 
     async def _prompts(self, body: ChatRequest) -> list[Prompt]:
-        text = await render(self._service, body.messages, body)
+        text = await render_chat(self._service, body.messages, body)
         return [Prompt(text, await self._service.text.encode(text, add_special_tokens=bool(body.add_special_tokens)))]
 
     def _params(self, body: ChatRequest) -> SamplingParams:
@@ -136,7 +134,7 @@ class ChatRoute:
             if (logprobs := self._logprobs(job, part)) is not None:
                 collectors[part.index].add(logprobs)
 
-        async with Generations(self._service, job.order) as generations:
+        async with GenerationGroup(self._service, job.order) as generations:
             (generation,) = generations.each
             output = await generation.result(collect)
         return ChatResponse(
@@ -165,7 +163,7 @@ class ChatRoute:
 
     async def _stream(self, job: Job, emit: Emit) -> None:
         begun: set[int] = set()
-        async with Generations(self._service, job.order) as generations:
+        async with GenerationGroup(self._service, job.order) as generations:
             (generation,) = generations.each
             async for _, news in generations.news():
                 for part in news:

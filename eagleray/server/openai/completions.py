@@ -13,14 +13,17 @@ from msgspec import UnsetType
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from eagleray.client import CompletionDelta, CompletionOutput, Prompt, Tokenizer
+from eagleray.client.outputs import CompletionDelta, CompletionOutput
+from eagleray.client.preprocess import Prompt
+from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.body import BodyDecoder
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.fields import StreamOptions, sampling_params, stream_options
-from eagleray.server.generation import Generation, Generations, Order
+from eagleray.server.generation import Generation, GenerationGroup, GenerationTask
 from eagleray.server.headers import ROUTING_HEADERS
+from eagleray.server.http_responses import Emit, EventStream, json_response, unless_disconnected
 from eagleray.server.logprobs import (
     CompletionLogprobs,
     CompletionLogprobsCollector,
@@ -31,12 +34,9 @@ from eagleray.server.logprobs import (
 )
 from eagleray.server.openai.requests import CompletionRequest
 from eagleray.server.openai.responses import CompletionChoice, CompletionResponse
-from eagleray.server.replies import Emit, EventStream, json_reply, unless_disconnected
 from eagleray.server.routed_experts import routed_experts
 from eagleray.server.service import Service
 from eagleray.server.usage import Usage, total_usage, usage_so_far
-
-__all__ = ["CompletionRoute"]
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -48,7 +48,7 @@ class Job(NamedTuple):
     """A request that was understood: what to generate, and how to tell it."""
 
     body: CompletionRequest
-    order: Order
+    order: GenerationTask
     options: StreamOptions
     model: str
     tokenizer: Tokenizer
@@ -84,7 +84,7 @@ class CompletionRoute:
         job = await self._read(request)
         if job.body.stream:
             return EventStream(functools.partial(self._stream, job), job.order.request_id)
-        return json_reply(await unless_disconnected(request.receive, self._whole(job)))
+        return json_response(await unless_disconnected(request.receive, self._whole(job)))
 
     async def _read(self, request: Request) -> Job:
         body = await self._body.read(request)
@@ -92,7 +92,7 @@ class CompletionRoute:
         self._service.check_open()
         options = stream_options(body.stream, body.stream_options)
         parts = _parts(body)
-        order = Order.of(
+        order = GenerationTask.of(
             self._service,
             request,
             body,
@@ -129,14 +129,14 @@ class CompletionRoute:
 
     async def _whole(self, job: Job) -> CompletionResponse:
         choices = []
-        async with Generations(self._service, job.order) as generations:
+        async with GenerationGroup(self._service, job.order) as generations:
             await generations.wait_until_ended()
             for writer in _writers(job, generations):
                 choices += await writer.whole()
         return job.answer(choices, total_usage(generations.totals))
 
     async def _stream(self, job: Job, emit: Emit) -> None:
-        async with Generations(self._service, job.order) as generations:
+        async with GenerationGroup(self._service, job.order) as generations:
             writers = _writers(job, generations)
             async for place, news in generations.news():
                 for part in news:
@@ -273,7 +273,7 @@ class Writer:
         return logprobs
 
 
-def _writers(job: Job, generations: Generations) -> list[Writer]:
+def _writers(job: Job, generations: GenerationGroup) -> list[Writer]:
     pairs = zip(generations.prompts, generations.each, strict=True)
     return [
         Writer(job, prompt, generation, first_index=place * job.order.params.n)

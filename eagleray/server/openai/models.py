@@ -6,11 +6,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.http_responses import json_response
 from eagleray.server.openai.responses import ModelCard, ModelList
-from eagleray.server.replies import json_reply
 from eagleray.server.service import Service
-
-__all__ = ["ModelRoutes"]
 
 
 class ModelRoutes:
@@ -25,12 +23,12 @@ class ModelRoutes:
         return [Endpoint("/v1/models", get=every), Endpoint("/v1/models/{model:path}", get=one)]
 
     async def list_models(self, request: Request) -> Response:
-        return json_reply(ModelList(data=[self._card(name) for name in self._service.model_names]))
+        return json_response(ModelList(data=[self._card(name) for name in self._service.model_names]))
 
     async def show_model(self, request: Request) -> Response:
         name = request.path_params["model"]
         self._service.check_model(name)
-        return json_reply(self._card(name))
+        return json_response(self._card(name))
 
     def _card(self, name: str) -> ModelCard:
         engine = self._service.client.engine_info

@@ -9,11 +9,9 @@ from msgspec import Meta
 
 from eagleray.errors import InvalidRequest
 from eagleray.server.body import UNSUPPORTED, Empty, Null
-from eagleray.server.conversation import Message
+from eagleray.server.chat_messages import Message
 from eagleray.server.fields import SamplingFields, StreamOptions, Timeout
 from eagleray.server.routed_experts import RoutedExpertsFormat
-
-__all__ = ["ChatRequest", "CompletionRequest", "OpenAIRequest"]
 
 
 class OpenAIRequest(SamplingFields, kw_only=True):

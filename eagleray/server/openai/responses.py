@@ -11,19 +11,6 @@ from eagleray.server.logprobs import ChatLogprobs, CompletionLogprobs, PromptLog
 from eagleray.server.routed_experts import RoutedExpertsField
 from eagleray.server.usage import Usage
 
-__all__ = [
-    "ChatChoice",
-    "ChatChunk",
-    "ChatChunkChoice",
-    "ChatDelta",
-    "ChatMessage",
-    "ChatResponse",
-    "CompletionChoice",
-    "CompletionResponse",
-    "ModelCard",
-    "ModelList",
-]
-
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int

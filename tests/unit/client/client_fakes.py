@@ -12,10 +12,10 @@ from collections import defaultdict
 
 from client_tokenizers import load
 
-from eagleray.client import Client
-from eagleray.client.intake import Intake
+from eagleray.client.client import Client
+from eagleray.client.intake import RequestBuilder
 from eagleray.client.preprocess import Preprocessor
-from eagleray.client.routing import Router
+from eagleray.client.routing.router import Router
 from eagleray.errors import ChannelClosed
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.codec import Codec
@@ -162,7 +162,7 @@ class Setup:
         preprocessor = Preprocessor(
             client=CLIENT, tokenizer=self.tokenizer, eos_token_ids=eos_token_ids, max_logprobs=20
         )
-        intake = Intake(preprocessor, seed=seed, max_request_restarts=max_request_restarts, **options)
+        intake = RequestBuilder(preprocessor, seed=seed, max_request_restarts=max_request_restarts, **options)
         router = Router(rng=random.Random(1), ranks=ranks)
         self.client = Client(CLIENT, inbox=self.inbox, outbox=self.outbox, intake=intake, router=router)
         self.engine = FakeEngine(self)

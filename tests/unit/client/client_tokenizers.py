@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from eagleray.client import Tokenizer as ClientTokenizer
-from eagleray.client.chat_template import ChatTemplate
+from eagleray.client.text.chat_template import ChatTemplate
+from eagleray.client.text.tokenizer import Tokenizer as ClientTokenizer
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. It doesn't matter, does it?",

@@ -4,8 +4,8 @@ import pytest
 from client_tokenizers import CHATML, write_checkpoint
 from transformers import AutoTokenizer
 
-from eagleray.client import Tokenizer
-from eagleray.client.chat_template import ChatTemplate
+from eagleray.client.text.chat_template import ChatTemplate
+from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.errors import InvalidRequest
 
 MESSAGES = [

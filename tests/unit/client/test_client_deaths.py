@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagleray.client.recovery import PROGRESS_FACTOR, Deaths
+from eagleray.client.recovery import PROGRESS_FACTOR, RestartBudget
 
 
 def sent_and_lost(deaths, *, is_started, has_token=False):
@@ -20,14 +20,14 @@ def sent_and_lost(deaths, *, is_started, has_token=False):
 
 @pytest.mark.parametrize(("limit", "suspects"), [(0, 0), (1, 1), (2, 1), (3, 2), (5, 4)])
 def test_deaths_request_always_started_fails_after_its_limit(limit, suspects):
-    deaths = Deaths(limit)
+    deaths = RestartBudget(limit)
     sendings = [sent_and_lost(deaths, is_started=True) for _ in range(limit + 1)]
     assert [failure is not None for _, failure in sendings] == [False] * limit + [True]
     assert [is_suspect for is_suspect, _ in sendings].count(True) == suspects
 
 
 def test_deaths_after_the_first_are_charged_only_if_the_request_was_started():
-    deaths = Deaths(3)
+    deaths = RestartBudget(3)
     assert not deaths.asks_for_start
     assert sent_and_lost(deaths, is_started=False) == (False, None)
     assert deaths.asks_for_start
@@ -43,7 +43,7 @@ def test_deaths_after_the_first_are_charged_only_if_the_request_was_started():
 
 
 def test_deaths_a_token_clears_the_count():
-    deaths = Deaths(3)
+    deaths = RestartBudget(3)
     assert sent_and_lost(deaths, is_started=True) == (False, None)
     for _ in range(4):
         assert sent_and_lost(deaths, is_started=True) == (False, None)
@@ -52,7 +52,7 @@ def test_deaths_a_token_clears_the_count():
 
 
 def test_deaths_request_that_brings_tokens_and_still_loses_every_engine_fails_in_the_end():
-    deaths = Deaths(3)
+    deaths = RestartBudget(3)
     sendings = [sent_and_lost(deaths, is_started=True, has_token=True) for _ in range(3 * PROGRESS_FACTOR + 1)]
     assert [is_suspect for is_suspect, _ in sendings] == [False] * 20 + [True] * 11
     assert [failure is not None for _, failure in sendings] == [False] * 30 + [True]
@@ -65,7 +65,7 @@ LIVES = st.lists(st.sampled_from(["waited", "started", "token"]), max_size=80)
 @given(limit=st.integers(0, 4), before=LIVES)
 def test_deaths_a_request_that_kills_every_engine_fails_whatever_came_before(limit, before):
     """And one that never starts again after its first death never does."""
-    deaths = Deaths(limit)
+    deaths = RestartBudget(limit)
     for life in before:
         if sent_and_lost(deaths, is_started=life != "waited", has_token=life == "token")[1] is not None:
             return

@@ -7,7 +7,7 @@ from client_tokenizers import KINDS, load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagleray.client.detokenizer import Detokenizer
+from eagleray.client.text.detokenizer import Detokenizer
 
 TOKENIZERS = {kind: load(kind) for kind in KINDS}
 TEXTS = st.text(st.sampled_from("ab€ 京\n"), max_size=25)

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from eagleray.client import default_sampling
-from eagleray.config import ModelConfig
+from eagleray.client.text.generation_config import default_sampling
+from eagleray.config.sections import ModelConfig
 from eagleray.errors import CheckpointError
 
 

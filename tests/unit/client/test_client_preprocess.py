@@ -8,8 +8,7 @@ import pytest
 from client_fakes import CLIENT, INFO
 from client_tokenizers import load
 
-from eagleray.client import Prompt
-from eagleray.client.preprocess import MAX_COMPLETIONS, Preprocessor
+from eagleray.client.preprocess import MAX_COMPLETIONS, Preprocessor, Prompt
 from eagleray.errors import InvalidRequest, PromptTooLong
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, SamplingParams, Stopping

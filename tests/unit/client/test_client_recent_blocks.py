@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagleray.client.recent_blocks import RecentBlocks, block_hashes
+from eagleray.client.routing.recent_blocks import RecentBlocks, block_hashes
 
 
 def test_blocks_of_a_prompt():

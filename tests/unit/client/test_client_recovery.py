@@ -14,8 +14,7 @@ from client_fakes import INFO, FakeEngine, asynchronous, attached, started
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagleray.client import Prompt
-from eagleray.client.preprocess import child_seed
+from eagleray.client.preprocess import Prompt, child_seed
 from eagleray.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Unavailable
 from eagleray.messages.lifecycle import Stop
 from eagleray.messages.outputs import Chunk, Chunks, FinishReason

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from client_tokenizers import load
 
-from eagleray.client import Logprob
+from eagleray.client.outputs import Logprob
 from eagleray.client.request_state import MAX_DELTA_ENTRIES, RequestState
 from eagleray.errors import InvalidRequest, RequestFailed
 from eagleray.messages.outputs import Chunk, FinishReason, PromptLogprobs, TokenLogprobs

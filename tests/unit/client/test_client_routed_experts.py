@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from eagleray.client.preprocess import Preprocessor
 from eagleray.client.request_state import RequestState
-from eagleray.client.routed_experts import RoutedRows
+from eagleray.client.routed_experts import RoutedExpertsBuffer
 from eagleray.errors import InvalidRequest
 from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason
@@ -179,7 +179,9 @@ def test_nothing_that_was_not_asked_for():
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(2, np.uint8), (256, np.uint8), (257, np.uint16), (512, np.uint16)])
 def test_the_smallest_dtype_that_holds_the_experts(num_experts, dtype):
-    kept = RoutedRows(RoutingInfo(num_layers=1, num_experts=num_experts, top_k=1), start=0, num_prompt_tokens=1)
+    kept = RoutedExpertsBuffer(
+        RoutingInfo(num_layers=1, num_experts=num_experts, top_k=1), start=0, num_prompt_tokens=1
+    )
     assert kept.all().dtype == dtype
     kept.known.extend(np.array([[[num_experts - 1]]], dtype).tobytes())
     assert kept.all().tolist() == [[[num_experts - 1]]]
@@ -188,7 +190,7 @@ def test_the_smallest_dtype_that_holds_the_experts(num_experts, dtype):
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=30), st.integers(0, 4))
 def test_parts_in_any_sizes(parts, start):
     """Each brings so many rows; read or not."""
-    kept = RoutedRows(ROUTING, start=start, num_prompt_tokens=4)
+    kept = RoutedExpertsBuffer(ROUTING, start=start, num_prompt_tokens=4)
     taken = []
     for num_new, is_read in parts:
         kept.known.extend(part(kept.end, kept.end + num_new))

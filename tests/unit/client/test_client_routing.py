@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagleray.client.routing import Router, rendezvous
+from eagleray.client.routing.router import Router, rendezvous_hash
 from eagleray.errors import InvalidRequest
 from eagleray.identity import EngineId
 from eagleray.messages.membership import EngineInfo
@@ -88,16 +88,16 @@ def test_a_session_belongs_to_the_same_rank_for_everybody():
 
 @given(session=st.text(max_size=8), ranks=st.sets(st.integers(0, 100), min_size=2), data=st.data())
 def test_only_the_sessions_of_a_rank_that_is_away_move(session, ranks, data):
-    home = rendezvous(session, ranks)
+    home = rendezvous_hash(session, ranks)
     away = data.draw(st.sampled_from(sorted(ranks)))
     assert home in ranks
-    assert rendezvous(session, ranks - {away}) != away
+    assert rendezvous_hash(session, ranks - {away}) != away
     if away != home:
-        assert rendezvous(session, ranks - {away}) == home
+        assert rendezvous_hash(session, ranks - {away}) == home
 
 
 def test_sessions_are_spread():
-    counts = Counter(rendezvous(f"user {number}", range(8)) for number in range(4000))
+    counts = Counter(rendezvous_hash(f"user {number}", range(8)) for number in range(4000))
     assert min(counts.values()) > 400 and max(counts.values()) < 600
 
 

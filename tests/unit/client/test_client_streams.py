@@ -9,8 +9,9 @@ import pytest
 from client_fakes import CLIENT, INFO, FakeEngine, Setup, asynchronous, attached, started
 from client_tokenizers import write_checkpoint
 
-from eagleray.client import Client, Prompt
-from eagleray.config import build_config
+from eagleray.client.client import Client
+from eagleray.client.preprocess import Prompt
+from eagleray.config.build import build_config
 from eagleray.errors import (
     ChannelClosed,
     CheckpointError,

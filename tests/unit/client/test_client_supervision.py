@@ -9,7 +9,8 @@ from typing import ClassVar
 import pytest
 from client_fakes import CLIENT, Setup, asynchronous
 
-from eagleray.client import Prompt, client, supervision
+from eagleray.client import client, supervision
+from eagleray.client.preprocess import Prompt
 from eagleray.errors import EngineFailed
 from eagleray.messages.lifecycle import Attach, ClientStarted, Knows, Unreachable
 from eagleray.messages.sampling import SamplingParams
@@ -41,7 +42,7 @@ class FakePulse:
 
 @pytest.fixture(autouse=True)
 def pulses(monkeypatch):
-    monkeypatch.setattr(supervision, "Pulse", FakePulse)
+    monkeypatch.setattr(supervision, "HeartbeatSender", FakePulse)
     monkeypatch.setattr(client, "WATCH_SECONDS", 0.01)
     FakePulse.started = []
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from eagleray.client import Tokenizer
+from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.errors import CheckpointError, ConfigError, InvalidRequest
 
 ALL_KINDS = sorted(KINDS)

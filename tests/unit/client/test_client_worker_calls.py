@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from client_fakes import CLIENT, FakeEngine, Setup, asynchronous, attached
 
-from eagleray.client import worker_calls
+from eagleray.client import collective_rpc
 from eagleray.errors import DeadlineExceeded, EngineFailed, InvalidRequest, RequestFailed, Unavailable
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import Stop
@@ -117,7 +117,7 @@ async def test_closing_the_client_ends_its_calls():
 @pytest.fixture
 def hasty(monkeypatch):
     """A client that does not wait for what the engine says about a timeout."""
-    monkeypatch.setattr(worker_calls, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(collective_rpc, "ANSWER_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("hasty")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from eagleray.cluster.actor_process import ActorInfo
 from eagleray.cluster.devices import device_index
-from eagleray.cluster.host import HostInfo
-from eagleray.cluster.team import lay_out, warn_of_network
-from eagleray.config import Config
+from eagleray.cluster.worker_actors import resolve_topology, warn_of_network
 from eagleray.config.build import build_config
-from eagleray.config.sections import ExecutionConfig, ParallelConfig
+from eagleray.config.sections import Config, ExecutionConfig, ParallelConfig
 from eagleray.errors import ClusterError
 
 
-def info(node: str, gpus: list[str], visible: str | None = None) -> HostInfo:
-    return HostInfo(
+def info(node: str, gpus: list[str], visible: str | None = None) -> ActorInfo:
+    return ActorInfo(
         node_id=node,
         hostname=node,
         pid=1,
@@ -51,7 +50,7 @@ def test_a_gpu_that_the_process_does_not_see_is_refused(visible: str) -> None:
 def test_ranks_keep_the_order_of_the_actors() -> None:
     config = Config(parallel=ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2))
     infos = [info("b", ["1"]), info("b", ["0"]), info("a", ["0"]), info("c", ["7"])]
-    topology, devices = lay_out(config, infos, {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"})
+    topology, devices = resolve_topology(config, infos, {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"})
     assert topology.nodes == ["b", "b", "a", "c"]
     assert topology.addresses == ["10.0.0.2", "10.0.0.2", "10.0.0.1", "10.0.0.3"]
     assert devices == [1, 0, 0, 7]
@@ -59,14 +58,14 @@ def test_ranks_keep_the_order_of_the_actors() -> None:
 
 def test_nodes_of_one_address_are_still_two() -> None:
     config = Config(parallel=ParallelConfig(tensor_parallel_size=2))
-    topology, _ = lay_out(config, [info("a", []), info("b", [])], {"a": "10.0.0.1", "b": "10.0.0.1"})
+    topology, _ = resolve_topology(config, [info("a", []), info("b", [])], {"a": "10.0.0.1", "b": "10.0.0.1"})
     assert topology.local_ranks(0) == [0]
 
 
 def test_where_a_custom_resource_stands_for_gpus_the_workers_of_a_node_take_one_each() -> None:
     config = Config(parallel=ParallelConfig(tensor_parallel_size=3), execution=ExecutionConfig(device="cuda"))
     infos = [info("a", []), info("a", []), info("b", [])]
-    assert lay_out(config, infos, {"a": "1", "b": "2"})[1] == [0, 1, 0]
+    assert resolve_topology(config, infos, {"a": "1", "b": "2"})[1] == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +82,7 @@ def test_warn_of_network_names_the_nodes_of_a_group_that_straddles(
     config = build_config(
         tensor_parallel_size=2, pipeline_parallel_size=2, executor="ray", ray_placement_strategy=strategy
     )
-    topology, _ = lay_out(config, [info(node, []) for node in nodes], {node: f"ip-{node}" for node in nodes})
+    topology, _ = resolve_topology(config, [info(node, []) for node in nodes], {node: f"ip-{node}" for node in nodes})
     warn_of_network("engine-0", config, topology)
     assert said is None or said in caplog.text
     assert bool(caplog.text) == (said is not None)

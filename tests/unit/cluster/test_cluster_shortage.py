@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from eagleray.cluster.capacity import explain_shortage, largest_parallel, worker_capacity
 from eagleray.cluster.nodes import Node
-from eagleray.cluster.shortage import explain, largest_parallel, room
 
 GPU = {"GPU": 1.0}
 
@@ -23,11 +23,11 @@ def node(name: str, total: float, free: float | None = None, *, is_alive: bool =
 @pytest.mark.parametrize(("strategy", "count"), [("PACK", 6), ("SPREAD", 6), ("STRICT_PACK", 4), ("STRICT_SPREAD", 2)])
 def test_room_depends_on_the_strategy(strategy: str, count: int) -> None:
     nodes = [node("a", 4), node("b", 2), node("c", 0), node("d", 8, is_alive=False)]
-    assert room(nodes, GPU, strategy) == count
+    assert worker_capacity(nodes, GPU, strategy) == count
 
 
 def test_room_now_is_what_nobody_holds() -> None:
-    assert room([node("a", 4, 1), node("b", 2, 2)], GPU, "PACK", free=True) == 3
+    assert worker_capacity([node("a", 4, 1), node("b", 2, 2)], GPU, "PACK", free=True) == 3
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_the_largest_sizes_that_fit(world: int, tensor: int, pipeline: int, size
 
 
 def test_a_shortage_names_what_was_asked_what_each_node_has_and_what_would_fit() -> None:
-    said = explain([node("a", 2, 1), node("b", 1)], GPU, "PACK", tensor=4, pipeline=1)
+    said = explain_shortage([node("a", 2, 1), node("b", 1)], GPU, "PACK", tensor=4, pipeline=1)
     assert said == (
         "the cluster cannot hold 4 workers of {GPU: 1}: node 10.0.0.1 (aaaaaaaa) has GPU 1 free of 2; "
         "node 10.0.0.2 (bbbbbbbb) has GPU 1 free of 1; `tensor_parallel_size` 2 would fit"
@@ -47,19 +47,19 @@ def test_a_shortage_names_what_was_asked_what_each_node_has_and_what_would_fit()
 
 
 def test_a_shortage_with_stages_names_both_sizes() -> None:
-    said = explain([node("a", 2)], GPU, "PACK", tensor=2, pipeline=2)
+    said = explain_shortage([node("a", 2)], GPU, "PACK", tensor=2, pipeline=2)
     assert "`tensor_parallel_size` 2 with `pipeline_parallel_size` 1 would fit" in said
 
 
 def test_where_nothing_fits_that_is_said() -> None:
-    assert "nothing of that kind fits" in explain([node("a", 0)], GPU, "PACK", tensor=2, pipeline=1)
+    assert "nothing of that kind fits" in explain_shortage([node("a", 0)], GPU, "PACK", tensor=2, pipeline=1)
 
 
 def test_a_strict_strategy_is_named() -> None:
-    said = explain([node("a", 2), node("b", 2)], GPU, "STRICT_PACK", tensor=4, pipeline=1)
+    said = explain_shortage([node("a", 2), node("b", 2)], GPU, "STRICT_PACK", tensor=4, pipeline=1)
     assert "all on one node (STRICT_PACK)" in said
     assert "`tensor_parallel_size` 2 would fit" in said
 
 
 def test_what_others_hold_is_told_from_what_is_missing() -> None:
-    assert "but others hold a part" in explain([node("a", 2, 0)], GPU, "PACK", tensor=2, pipeline=1)
+    assert "but others hold a part" in explain_shortage([node("a", 2, 0)], GPU, "PACK", tensor=2, pipeline=1)

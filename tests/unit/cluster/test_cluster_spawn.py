@@ -11,9 +11,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from eagleray.cluster import spawn
 from eagleray.cluster.bundles import Bundle
+from eagleray.cluster.deadline import Deadline
 from eagleray.cluster.placement import Placement
-from eagleray.cluster.spawn import Actor, Actors
-from eagleray.cluster.waiting import Wait
+from eagleray.cluster.spawn import ActorHandle, ActorHandles
 from eagleray.errors import ClusterError, ClusterLost, UserError, WorkerLost
 
 LABEL = "engine-0/tp0-pp0"
@@ -28,7 +28,7 @@ class _Handle:
     where = _Method()
 
 
-def actors(monkeypatch: pytest.MonkeyPatch, error: Exception | None, *, has_node: bool = True) -> Actors:
+def actors(monkeypatch: pytest.MonkeyPatch, error: Exception | None, *, has_node: bool = True) -> ActorHandles:
     """One actor, whose first answer is `error`, or does not come."""
 
     def get(reference: str) -> Any:
@@ -40,9 +40,9 @@ def actors(monkeypatch: pytest.MonkeyPatch, error: Exception | None, *, has_node
 
     monkeypatch.setattr(spawn.ray, "get", get)
     monkeypatch.setattr(spawn.ray, "wait", wait)
-    monkeypatch.setattr(spawn.groups, "have_nodes", lambda group_id, indices: has_node)
+    monkeypatch.setattr(spawn.placement_groups, "have_nodes", lambda group_id, indices: has_node)
     bundle = Bundle(index=0, node_id="", total={}, free={})
-    return Actors([Actor(LABEL, _Handle())], Placement("group", {}, [bundle], ExitStack()), {})
+    return ActorHandles([ActorHandle(LABEL, _Handle())], Placement("group", {}, [bundle], ExitStack()), {})
 
 
 def died(message: str) -> ActorDiedError:
@@ -58,16 +58,16 @@ def died(message: str) -> ActorDiedError:
 )
 def test_where_of_an_actor_whose_node_died_is_a_loss(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     with pytest.raises(WorkerLost, match=LABEL) as caught:
-        actors(monkeypatch, error).where(Wait(5.0, "startup_timeout"))
+        actors(monkeypatch, error).where(Deadline(5.0, "startup_timeout"))
     assert not isinstance(caught.value, UserError)
 
 
 def test_where_of_an_actor_whose_constructor_fails_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     cause = RayTaskError("__init__", "Traceback\nModuleNotFoundError: No module named 'eagleray'", ImportError("x"))
     with pytest.raises(ClusterError, match=r"did not come to life: .*eagleray must be installed on every node"):
-        actors(monkeypatch, ActorDiedError(cause)).where(Wait(5.0, "startup_timeout"))
+        actors(monkeypatch, ActorDiedError(cause)).where(Deadline(5.0, "startup_timeout"))
 
 
 def test_where_while_the_placement_group_has_lost_a_node_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ClusterLost, match=f"a node that was to hold {LABEL} is gone"):
-        actors(monkeypatch, None, has_node=False).where(Wait(5.0, "startup_timeout"))
+        actors(monkeypatch, None, has_node=False).where(Deadline(5.0, "startup_timeout"))

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from eagleray.cluster.autoscaler import manages_nodes
-from eagleray.cluster.loss import shorten
+from eagleray.cluster.ray_errors import summarize
 
 HEAD = """The actor died unexpectedly before finishing this task.
 \tclass_name: Host
@@ -49,7 +49,7 @@ ADVICE = " Some common causes include: (1) the process was killed by the OOM kil
     ],
 )
 def test_rays_words_become_one_line(text: str, line: str) -> None:
-    assert shorten(text) == line
+    assert summarize(text) == line
 
 
 WATCHES = {"active_nodes": {"node_a1": 1, "node_b2": 1}, "node_type_mapping": {"a1": "node_a1", "b2": "node_b2"}}
@@ -70,6 +70,9 @@ def test_a_report_tells_an_autoscaler_from_one_that_only_watches(report: dict[st
 
 
 def test_asking_for_the_context_does_not_import_ray() -> None:
-    program = "import sys; from eagleray.cluster.context import current; print(current(), 'ray' in sys.modules)"
+    program = (
+        "import sys; from eagleray.cluster.context import current_ray_context; "
+        "print(current_ray_context(), 'ray' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "None False"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from eagleray.cluster.detach import detach, is_borrowed
+from eagleray.executor.ray_graph.detach import detach, is_borrowed
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eagleray.config import Config, build_config
 from eagleray.config.api_keys import with_api_keys, without_api_keys
+from eagleray.config.build import build_config
+from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
 
 

@@ -3,8 +3,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from eagleray.config import Config, ModelConfig, build_config, field_owners
+from eagleray.config.build import build_config, field_owners
 from eagleray.config.resolve import DEMO_MODEL_DIR, cache_bytes, checkpoint_dir, served_names
+from eagleray.config.sections import Config, ModelConfig
 from eagleray.errors import CheckpointError, ConfigError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eagleray.config import build_config
+from eagleray.config.build import build_config
 from eagleray.config.resolve import expert_dispatch, expert_engines
 from eagleray.errors import ConfigError
 

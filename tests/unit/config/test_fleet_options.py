@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from eagleray.cli.options import add_config_flags, config_from
-from eagleray.config import build_config
+from eagleray.config.build import build_config
 from eagleray.config.resolve import engines_on_host, executor_name, first_device, local_ranks, steps_in_flight
 from eagleray.errors import ConfigError
 

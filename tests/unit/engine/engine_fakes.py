@@ -91,7 +91,7 @@ class CountingGroup:
                     max_model_len=self.max_model_len,
                     bytes_per_block=100,
                     device="cpu",
-                    kernels="Kernels",
+                    kernels="TorchBackend",
                     num_moe_layers=2 if self.top_k else 0,
                     num_experts=4 if self.top_k else 0,
                     top_k=self.top_k,
@@ -129,7 +129,7 @@ class CountingGroup:
                 token_ids.append(self.known[row])
                 self.known[row] += 1
         works = not plan.is_idle or self.works_for_others(plan)
-        return StepResult(step=plan.step, rows=rows, token_ids=token_ids, group_works=works)
+        return StepResult(step=plan.step, rows=rows, token_ids=token_ids, any_engine_busy=works)
 
 
 class ListInbox:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from engine_fakes import CountingGroup, ListInbox, ListOutbox
 
-from eagleray.config import build_config
-from eagleray.engine.company import Company
+from eagleray.config.build import build_config
+from eagleray.engine.expert_group_member import ExpertGroupMember
 from eagleray.engine.loop import EngineLoop
 from eagleray.engine.startup import start_engine
 from eagleray.errors import DeadlineExceeded
-from eagleray.executor import Executor
+from eagleray.executor.executor import Executor
 from eagleray.identity import ClientId, EngineId, successor
 from eagleray.messages.lifecycle import EngineStarted, ExpertsFormed, ExpertsOpened, OpenExperts, Stop
 from eagleray.messages.membership import Joined
@@ -57,7 +57,7 @@ def run(*messages: Any, later: Any = (), group: CountingGroup | None = None, pat
     executor, outbox = Executor(group or CountingGroup(top_k=2)), ListOutbox()
     started = start_engine(config, executor, depth=1, deadline=math.inf)
     assert started.core.waves is not None
-    company = Company(
+    company = ExpertGroupMember(
         EngineStarted(HERE, started.info),
         started.core,
         started.core.waves,

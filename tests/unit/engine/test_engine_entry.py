@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 from engine_fakes import ENGINE
 
-from eagleray.config import build_config
+from eagleray.config.build import build_config
 from eagleray.engine import entry
 from eagleray.engine.entry import Engine
 from eagleray.errors import CheckpointError, ConfigError, DeadlineExceeded
 from eagleray.messages.codec import Codec
 from eagleray.messages.lifecycle import Attach, EngineSpec, Failing, MemberToSupervisor, SupervisorToMember
 from eagleray.messages.wires import SUPERVISOR_INBOX, SUPERVISOR_OUTBOX
-from eagleray.transport import Inbox, Outbox, make_runtime_dir, remove_runtime_dir
+from eagleray.transport.inbox import Inbox, Outbox
+from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 SECONDS = 30.0
 HOSTS = pytest.mark.parametrize("host", [None, "127.0.0.1"])

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from engine_fakes import ENGINE, CountingGroup, ListInbox, ListOutbox
 
-from eagleray.config import build_config
-from eagleray.engine import strangers
+from eagleray.config.build import build_config
+from eagleray.engine import early_requests
 from eagleray.engine.loop import EngineLoop
-from eagleray.engine.mail import SUPERVISOR
+from eagleray.engine.mailbox import SUPERVISOR
 from eagleray.engine.startup import start_engine
 from eagleray.errors import EngineFailed, WorkerFailed, WorkerLost
-from eagleray.executor import Executor
+from eagleray.executor.executor import Executor
 from eagleray.identity import ClientId, EngineId, successor
 from eagleray.messages.lifecycle import Stop, Unreachable
 from eagleray.messages.membership import Joined, Left
@@ -206,7 +206,7 @@ def test_what_is_no_message_is_dropped(log):
 
 
 def test_who_does_not_join_is_forgotten(log, monkeypatch):
-    monkeypatch.setattr(strangers, "PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr(early_requests, "PATIENCE_SECONDS", -1.0)
     outbox = run(generate("a"), later=[Joined(CLIENT, "c"), generate("b")])
     assert tokens(outbox) == {"b": [5, 6, 7]}
     assert "client-0 has asked for something, but did not join" in log.text

@@ -5,9 +5,9 @@ from engine_fakes import CountingGroup
 
 from eagleray.engine.pipeline import Pipeline
 from eagleray.errors import WorkerLost
-from eagleray.executor import Executor
+from eagleray.executor.executor import Executor
 from eagleray.messages.sampling import Sampling
-from eagleray.messages.steps import Call, Reply, RowStart, StepPlan
+from eagleray.messages.steps import Call, NewRow, Reply, StepPlan
 
 
 class Watched(CountingGroup):
@@ -33,7 +33,7 @@ class Watched(CountingGroup):
 
 def plan(step: int, *num_tokens: int) -> StepPlan:
     starts = [
-        RowStart(
+        NewRow(
             row=row,
             request_id=str(row),
             token_ids=[1] * count,

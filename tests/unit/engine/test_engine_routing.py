@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from engine_fakes import CountingGroup
 
-from eagleray.config import build_config
+from eagleray.config.build import build_config
 from eagleray.engine.startup import start_engine
 from eagleray.errors import ConfigError
-from eagleray.executor import Executor
+from eagleray.executor.executor import Executor
 from eagleray.messages.membership import EngineInfo, RoutingInfo
 from eagleray.messages.steps import Call, ModelLoaded, Reply
 from eagleray.messages.workers import Topology

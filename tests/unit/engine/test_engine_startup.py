@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from engine_fakes import CountingGroup
 
-from eagleray.config import build_config
+from eagleray.config.build import build_config
 from eagleray.engine.startup import check_kernels, start_engine
 from eagleray.errors import ConfigError
-from eagleray.executor import Executor
+from eagleray.executor.executor import Executor
 from eagleray.messages.steps import AllocateCache, MeasureMemory, ModelLoaded
 
 
@@ -56,8 +56,8 @@ def test_workers_with_different_kernels_do_not_work_together():
         max_model_len=3,
         bytes_per_block=4,
         device="cpu",
-        kernels="NativeKernels",
+        kernels="CpuBackend",
     )
     check_kernels([one, one])
-    with pytest.raises(ConfigError, match=r"NativeKernels: rank 0, 2; PackedKernels: rank 1"):
-        check_kernels([one, msgspec.structs.replace(one, kernels="PackedKernels"), one])
+    with pytest.raises(ConfigError, match=r"CpuBackend: rank 0, 2; OneDnnBackend: rank 1"):
+        check_kernels([one, msgspec.structs.replace(one, kernels="OneDnnBackend"), one])

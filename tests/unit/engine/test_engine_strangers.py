@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from eagleray.engine.strangers import PATIENCE_SECONDS, Strangers
+from eagleray.engine.early_requests import PATIENCE_SECONDS, EarlyRequests
 from eagleray.identity import ClientId
 from eagleray.messages.requests import CallWorkers, Generate
 from eagleray.messages.sampling import Sampling, Stopping
@@ -19,7 +19,7 @@ def generate(request_id: str, client: ClientId = ALICE) -> Generate:
 
 
 def test_what_was_asked_is_kept_in_order_for_each():
-    strangers = Strangers()
+    strangers = EarlyRequests()
     call = CallWorkers(client=ALICE, call_id=1, method="m", arguments=b"", timeout=1.0)
     asked = [generate("a"), call, generate("b")]
     for request in (*asked, generate("c", BOB)):
@@ -30,7 +30,7 @@ def test_what_was_asked_is_kept_in_order_for_each():
 
 
 def test_an_abort_takes_requests_back_but_no_calls():
-    strangers = Strangers()
+    strangers = EarlyRequests()
     call = CallWorkers(client=ALICE, call_id=1, method="m", arguments=b"", timeout=1.0)
     for request in (generate("a"), call, generate("b"), generate("a", BOB)):
         strangers.keep(request, 0.0)
@@ -41,7 +41,7 @@ def test_an_abort_takes_requests_back_but_no_calls():
 
 
 def test_patience_counts_from_the_first_request_of_each():
-    strangers = Strangers()
+    strangers = EarlyRequests()
     strangers.keep(generate("a"), 10.0)
     strangers.keep(generate("b"), 20.0)
     strangers.keep(generate("c", BOB), 20.0)

@@ -5,23 +5,23 @@ import threading
 
 import pytest
 
-from eagleray.engine.pipeline import Awaited
-from eagleray.engine.watchdog import LATE_SECONDS, Patience, Watchdog
+from eagleray.engine.pipeline import AwaitedStep
+from eagleray.engine.watchdog import LATE_SECONDS, StepTimer, Watchdog
 from eagleray.messages.steps import StepPlan
 
 TICK = 1.0
 
 
-def awaited(step: int = 7, *, seconds: float = 60.0) -> Awaited:
+def awaited(step: int = 7, *, seconds: float = 60.0) -> AwaitedStep:
     plan = StepPlan(step=step, ends=[], starts=[], grown=[], rows=[0, 3], num_tokens=[1, 99])
-    return Awaited(plan, seconds)
+    return AwaitedStep(plan, seconds)
 
 
-def patience(*, grace: float = 5.0) -> Patience:
-    return Patience(grace=grace, tick=TICK)
+def patience(*, grace: float = 5.0) -> StepTimer:
+    return StepTimer(grace=grace, tick=TICK)
 
 
-def looks(patience: Patience, one: Awaited | None, start: int, end: int) -> list[float]:
+def looks(patience: StepTimer, one: AwaitedStep | None, start: int, end: int) -> list[float]:
     """What it says, looking once a tick from `start` up to `end`."""
     said = [patience.look(one, float(now)) for now in range(start, end + 1)]
     return [seconds for seconds in said if seconds is not None]

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from engine_fakes import ENGINE, CountingGroup
 
-from eagleray.config import build_config
+from eagleray.config.build import build_config
 from eagleray.engine import expert_load
 from eagleray.engine.expert_load import ExpertLoadReporter, join_loads
 from eagleray.engine.startup import start_engine
-from eagleray.executor import Executor
+from eagleray.executor.executor import Executor
 from eagleray.messages.steps import WorkerExpertLoad
 
 

@@ -95,7 +95,7 @@ class Group:
     def run(self, engine: Engine) -> None:
         """One turn of its loop; it has come back from waiting for its oldest step, if it has one."""
         if engine.in_flight:
-            engine.waves.returned(group_works=self.works[engine.num_done])
+            engine.waves.returned(any_engine_busy=self.works[engine.num_done])
             engine.num_done += 1
             engine.apply()
         while engine.inbox:
@@ -165,7 +165,7 @@ def test_a_wave_grows_with_every_step_in_which_somebody_works():
         while waves.may_send:
             waves.sent()
             sent += 1
-        waves.returned(group_works=works)
+        waves.returned(any_engine_busy=works)
     assert (sent, waves.is_on, waves.wave) == (3, False, 1)
 
 
@@ -188,7 +188,7 @@ def test_a_call_in_the_middle_of_a_wave_is_for_the_next_one():
     waves.hear(1, 2)
     waves.sent()
     assert not waves.begin(has_work=True)
-    waves.returned(group_works=False)
+    waves.returned(any_engine_busy=False)
     assert not waves.begin(has_work=False)
     assert (waves.is_on, waves.wave) == (True, 2)
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from eagleray.errors import CheckpointError, DeadlineExceeded, ExpertGroupBroken, WorkerFailed, WorkerLost
-from eagleray.executor import Executor
-from eagleray.executor.losses import Losses
+from eagleray.executor.executor import Executor
+from eagleray.executor.failure_monitor import FailureMonitor
 from eagleray.identity import EngineId, WorkerId
 from eagleray.messages.failure import Failure
 from eagleray.messages.steps import (
@@ -16,7 +16,7 @@ from eagleray.messages.steps import (
     MeasureMemory,
     MemoryMeasured,
     Reply,
-    StageExperts,
+    StageRoutedExperts,
     StepBroken,
     StepPlan,
     StepResult,
@@ -132,7 +132,7 @@ def test_a_death_is_the_cause_of_what_others_say_of_it():
 
 
 def test_a_closed_channel_is_the_loss_of_a_worker_that_nobody_has_reported(monkeypatch):
-    monkeypatch.setattr("eagleray.executor.executor.PARTNER_SECONDS", 0.01)
+    monkeypatch.setattr("eagleray.executor.executor.PEER_EXIT_SECONDS", 0.01)
     group = FakeGroup(world_size=2)
     executor = Executor(group)
     pending = executor.step(plan(1))
@@ -151,7 +151,7 @@ def test_a_closed_channel_is_the_loss_of_a_worker_that_nobody_has_reported(monke
     ],
 )
 def test_losses_report_tells_a_worker_that_failed_from_one_that_was_lost(reason, kind):
-    losses = Losses(lambda: None)
+    losses = FailureMonitor(lambda: None)
     losses.report("engine-0/tp0-pp0", reason)
     with pytest.raises(kind):
         losses.check()
@@ -198,8 +198,8 @@ def test_the_experts_of_all_stages_are_joined_in_their_order():
     pending = Executor(group).step(capturing(1))
     group.replies += [
         Reply(1, 4, result(1, layers(3, 4))),
-        Reply(1, 2, StageExperts(step=1, routed_experts=layers())),
-        Reply(1, 0, StageExperts(step=1, routed_experts=layers(0, 1, 2))),
+        Reply(1, 2, StageRoutedExperts(step=1, routed_experts=layers())),
+        Reply(1, 0, StageRoutedExperts(step=1, routed_experts=layers(0, 1, 2))),
     ]
     joined = pending.result().routed_experts
     assert joined is not None and joined.dtype == np.uint8

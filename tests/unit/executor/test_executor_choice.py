@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eagleray.config import build_config
+from eagleray.config.build import build_config
 from eagleray.config.resolve import executor_name
 from eagleray.executor.choose import is_in_placement_group
 from eagleray.messages.workers import RayCaller, RayContext

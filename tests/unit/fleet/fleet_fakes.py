@@ -9,14 +9,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
-from eagleray.config import build_config
-from eagleray.fleet import Supervisor
-from eagleray.identity import ClientId, EngineId, PeerId
+from eagleray.config.build import build_config
+from eagleray.fleet.supervisor import Supervisor
+from eagleray.identity import ClientId, EngineId, MemberId
 from eagleray.messages.codec import Codec
 from eagleray.messages.lifecycle import ApiServerSpec, Attach, Bound, ClientStarted, EngineSpec, EngineStarted, Knows
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX, ENGINE_OUTBOX, SUPERVISOR_OUTBOX
-from eagleray.transport import AsyncInbox, Outbox, Pulse, make_runtime_dir, remove_runtime_dir
+from eagleray.transport.heartbeat import HeartbeatSender
+from eagleray.transport.inbox import AsyncInbox, Outbox
+from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 SECONDS = 20.0
 KILLED = "it was killed by SIGKILL"
@@ -41,7 +43,7 @@ class FakeProcess:
     """Something that was spawned. `signals`: what it was sent; it takes no notice."""
 
     def __init__(self, spec, on_message, on_exit):
-        self.id: PeerId = spec.engine if isinstance(spec, EngineSpec) else spec.client
+        self.id: MemberId = spec.engine if isinstance(spec, EngineSpec) else spec.client
         self.label = self.id.label
         self.spec: EngineSpec | ApiServerSpec = spec
         self.say = on_message
@@ -103,7 +105,7 @@ class FakeMember:
         self.outbox = Outbox(Codec(ENGINE_OUTBOX | CLIENT_OUTBOX).encode)
         self.outbox.connect("supervisor", fleet.address)
         self.attach: Attach | None = None
-        self.pulse: Pulse | None = None
+        self.pulse: HeartbeatSender | None = None
         self.tells_whom_it_knows = True
         self._received: asyncio.Queue[Any] = asyncio.Queue()
         self._reading = asyncio.create_task(self._read())
@@ -125,7 +127,7 @@ class FakeMember:
         """Report that it works, and have a pulse if it shall."""
         assert self.attach is not None
         if self.attach.pulse:
-            self.pulse = Pulse.start(self.attach.pulse, on_silent=lambda seconds: None)
+            self.pulse = HeartbeatSender.start(self.attach.pulse, on_silent=lambda seconds: None)
         member = self.attach.member
         self.send(EngineStarted(member, INFO) if isinstance(member, EngineId) else ClientStarted(member))
 
@@ -223,9 +225,9 @@ async def fleet(**options: Any) -> AsyncIterator[Fleet]:
             assert not runtime_dir.exists()
 
 
-def joined(member: PeerId) -> Callable[[object], bool]:
+def joined(member: MemberId) -> Callable[[object], bool]:
     return lambda message: isinstance(message, Joined) and message.member == member
 
 
-def left(member: PeerId) -> Callable[[object], bool]:
+def left(member: MemberId) -> Callable[[object], bool]:
     return lambda message: isinstance(message, Left) and message.member == member

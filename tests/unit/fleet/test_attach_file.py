@@ -7,10 +7,10 @@ import stat
 import pytest
 
 import eagleray
-from eagleray.config import build_config
+from eagleray.config.build import build_config
 from eagleray.errors import ConfigError
-from eagleray.fleet import Supervisor
 from eagleray.fleet.attach_file import attach_file
+from eagleray.fleet.supervisor import Supervisor
 
 CONTENT = {"instance": "i", "supervisor": "ipc:///s", "model": "m"}
 

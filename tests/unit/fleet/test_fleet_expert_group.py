@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagleray.fleet.expert_group import ExpertGroup
+from eagleray.fleet.expert_rendezvous import ExpertRendezvous
 from eagleray.identity import EngineId, successor
 from eagleray.messages.lifecycle import OpenExperts
 from eagleray.messages.steps import EngineOpened, ExpertGroupOpened
@@ -17,14 +17,14 @@ def opened(engine: EngineId) -> EngineOpened:
     return EngineOpened(rank=engine.rank, topology=ALONE, opened=[ExpertGroupOpened(store=engine.label)])
 
 
-def complete(group: ExpertGroup, *engines: EngineId) -> None:
+def complete(group: ExpertRendezvous, *engines: EngineId) -> None:
     for engine in engines:
         assert group.open(engine, group.epoch, opened(engine))
     assert group.is_complete
 
 
 def test_it_is_complete_when_all_have_opened():
-    group = ExpertGroup(range(3))
+    group = ExpertRendezvous(range(3))
     assert group.call == OpenExperts(1, [0, 1, 2])
     for engine in (ENGINES[2], ENGINES[0]):
         assert group.open(engine, 1, opened(engine))
@@ -37,7 +37,7 @@ def test_it_is_complete_when_all_have_opened():
 
 
 def test_the_loss_of_one_that_has_opened_begins_the_next_epoch():
-    group = ExpertGroup(range(2))
+    group = ExpertRendezvous(range(2))
     complete(group, *ENGINES[:2])
     group.lose(ENGINES[1])
     assert group.call == OpenExperts(2, [0, 1])
@@ -46,7 +46,7 @@ def test_the_loss_of_one_that_has_opened_begins_the_next_epoch():
 
 
 def test_the_loss_of_one_that_has_not_opened_changes_nothing():
-    group = ExpertGroup(range(2))
+    group = ExpertRendezvous(range(2))
     group.open(ENGINES[0], 1, opened(ENGINES[0]))
     group.lose(ENGINES[1])
     assert group.call == OpenExperts(1, [1])
@@ -56,7 +56,7 @@ def test_the_loss_of_one_that_has_not_opened_changes_nothing():
 
 
 def test_who_finds_the_group_broken_begins_the_next_epoch_too():
-    group = ExpertGroup(range(2))
+    group = ExpertRendezvous(range(2))
     complete(group, *ENGINES[:2])
     assert group.open(ENGINES[0], 2, opened(ENGINES[0]))
     assert group.call == OpenExperts(2, [1])
@@ -71,7 +71,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["open", "break", "lose"]), st.integ
 
 @given(EVENTS)
 def test_a_group_never_has_somebody_who_is_gone_or_who_has_left_it(events):
-    group, there = ExpertGroup(range(3)), list(ENGINES)
+    group, there = ExpertRendezvous(range(3)), list(ENGINES)
     epochs = [0, 0, 0]  # that each has opened for last
     for kind, rank in events:
         engine = there[rank]

@@ -10,11 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagleray.cluster.bundles import Bundle
+from eagleray.cluster.engine_placement import (
+    EngineSize,
+    Reservation,
+    divide_bundles,
+    engine_size,
+    free_of_holds,
+    place_engines,
+)
 from eagleray.cluster.nodes import Node, only
 from eagleray.config.build import build_config
 from eagleray.errors import ClusterError
-from eagleray.fleet.plan import EngineSize, Hold, divide, engine_size, free_of_holds, plan
-from eagleray.fleet.room import explain
+from eagleray.fleet.room import explain_engine_shortage
 
 GPU = {"GPU": 1.0}
 POLICIES = ("pack", "spread", "strict-spread")
@@ -38,7 +45,7 @@ def size(num_bundles: int = 1, strategy: str = "PACK", amount: float = 1.0) -> E
 
 def places(nodes: list[Node], wanted: EngineSize, num_engines: int, **options) -> list[str]:
     """The nodes of each engine, as letters, in order of rank."""
-    found = plan(nodes, wanted, ranks=range(num_engines), **{"policy": "pack", **options})
+    found = place_engines(nodes, wanted, ranks=range(num_engines), **{"policy": "pack", **options})
     assert list(found) == list(range(len(found)))
     return ["".join(node_id[0] for node_id in chosen) for chosen in found.values()]
 
@@ -102,7 +109,8 @@ def test_fractions() -> None:
 
 
 holds = st.lists(
-    st.builds(Hold, nodes=st.lists(st.sampled_from(["a" * 8, "b" * 8, "z" * 8]), min_size=1, max_size=3)), max_size=3
+    st.builds(Reservation, nodes=st.lists(st.sampled_from(["a" * 8, "b" * 8, "z" * 8]), min_size=1, max_size=3)),
+    max_size=3,
 )
 rooms = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.booleans()), min_size=1, max_size=6)
 
@@ -121,9 +129,9 @@ def test_a_plan_keeps_what_it_promises(rooms, num_bundles, amount, strategy, pol
     wanted = size(num_bundles, strategy, amount)
     free = free_of_holds(nodes, held, wanted.bundle)
     running = [hold.nodes for hold in held]
-    found = plan(free, wanted, ranks=ranks, running=running, policy=policy)
+    found = place_engines(free, wanted, ranks=ranks, running=running, policy=policy)
 
-    again = plan(free[::-1], wanted, ranks=sorted(ranks, reverse=True), running=running, policy=policy)
+    again = place_engines(free[::-1], wanted, ranks=sorted(ranks, reverse=True), running=running, policy=policy)
     assert found == again, "the order of what is known makes no difference"
     assert list(found) == sorted(ranks)[: len(found)], "in order of rank"
 
@@ -152,26 +160,26 @@ def test_a_plan_keeps_what_it_promises(rooms, num_bundles, amount, strategy, pol
 def test_what_the_control_store_has_heard_of_is_not_counted_twice() -> None:
     heard = replace(node("a", 4, 3), free={"GPU": 3.0, "bundle_group_0_abc": 1000.0})
     nodes = [heard, node("b", 4)]
-    held = [Hold(nodes=["a" * 8, "b" * 8], group_id="abc"), Hold(nodes=["b" * 8], group_id=None)]
+    held = [Reservation(nodes=["a" * 8, "b" * 8], group_id="abc"), Reservation(nodes=["b" * 8], group_id=None)]
     free = {one.node_id[0]: one.free["GPU"] for one in free_of_holds(nodes, held, GPU)}
     assert free == {"a": 3.0, "b": 2.0}
 
 
 def test_a_group_is_divided_among_engines_in_order() -> None:
     bundles = [Bundle(index=i, node_id=n, total=GPU, free={}) for i, n in enumerate("abab")]
-    assert divide(bundles, worker=GPU, world_size=2, num_engines=2) == [[0, 2], [1, 3]]
-    assert divide(bundles, worker=GPU, world_size=1, num_engines=3, near="b") == [[1], [3], [0]]
+    assert divide_bundles(bundles, worker=GPU, world_size=2, num_engines=2) == [[0, 2], [1, 3]]
+    assert divide_bundles(bundles, worker=GPU, world_size=1, num_engines=3, near="b") == [[1], [3], [0]]
     large = [Bundle(index=0, node_id="a", total={"GPU": 4}, free={})]
     uneven = [Bundle(index=i, node_id=n, total=GPU, free=GPU) for i, n in enumerate("aaabb")]
-    assert divide(uneven, worker=GPU, world_size=2, num_engines=2, tensor=2) == [[0, 1], [3, 4]]
-    assert divide(uneven, worker=GPU, world_size=4, num_engines=1, tensor=2) == [[0, 1, 3, 4]]
-    assert divide(large, worker={"GPU": 0.5}, world_size=2, num_engines=4) == [[0, 0]] * 4
+    assert divide_bundles(uneven, worker=GPU, world_size=2, num_engines=2, tensor=2) == [[0, 1], [3, 4]]
+    assert divide_bundles(uneven, worker=GPU, world_size=4, num_engines=1, tensor=2) == [[0, 1, 3, 4]]
+    assert divide_bundles(large, worker={"GPU": 0.5}, world_size=2, num_engines=4) == [[0, 0]] * 4
 
 
 def test_a_group_that_is_too_small_says_how_many_engines_fit() -> None:
     bundles = [Bundle(index=i, node_id="a", total=GPU, free=GPU) for i in range(3)]
     with pytest.raises(ClusterError) as caught:
-        divide(bundles, worker=GPU, world_size=2, num_engines=2)
+        divide_bundles(bundles, worker=GPU, world_size=2, num_engines=2)
     assert str(caught.value) == (
         "the placement group is too small: it has room for 1 of 2 engines, each of 2 x {GPU: 1}; its bundles are "
         "0: {GPU: 1}, 1: {GPU: 1}, 2: {GPU: 1}; `data_parallel_size` 1 would fit"
@@ -199,7 +207,7 @@ def test_what_an_engine_takes_depends_on_what_its_workers_are(options, expected)
 
 
 def said(nodes: list[Node], wanted: EngineSize, num_engines: int, *, policy: str = "pack", tensor: int = 1):
-    return explain(nodes, wanted, num_engines=num_engines, policy=policy, tensor=tensor, pipeline=1)
+    return explain_engine_shortage(nodes, wanted, num_engines=num_engines, policy=policy, tensor=tensor, pipeline=1)
 
 
 def test_a_shortage_says_what_fits_where() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from eagleray.fleet.membership import Membership, place
+from eagleray.fleet.membership import Membership, replica_key
 from eagleray.identity import ClientId, EngineId, successor
 from eagleray.messages.membership import EngineInfo, Joined, Left
 
@@ -63,8 +63,8 @@ def test_incarnations_share_a_place_and_nothing_else():
     membership.join(Joined(ENGINE, "e"))
     membership.attach(successor(ENGINE))
     assert membership.leave(Left(ENGINE, "killed")) == [successor(ENGINE)]
-    assert place(successor(ENGINE)) == place(ENGINE) == ENGINE
-    assert place(EngineId("i", 1)) != ENGINE
+    assert replica_key(successor(ENGINE)) == replica_key(ENGINE) == ENGINE
+    assert replica_key(EngineId("i", 1)) != ENGINE
 
 
 def test_who_comes_while_all_engines_are_missing_is_told_what_they_serve():

@@ -14,7 +14,7 @@ from eagleray.errors import (
     ProcessCrashed,
     WorkerLost,
 )
-from eagleray.fleet.recovery import WORKED_SECONDS, Again, EndInstance, GiveUp, History, decide
+from eagleray.fleet.restart_policy import WORKED_SECONDS, EndInstance, GiveUp, Restart, RestartHistory, decide_restart
 from eagleray.messages.failure import Failure
 
 BUG = Failure.of(ZeroDivisionError("there is a bug"))
@@ -37,13 +37,13 @@ def ends(
     failure: Failure | None = None,
     max_restarts: int | None = 100,
     max_delay: float = 30.0,
-    before: History | None = None,
+    before: RestartHistory | None = None,
     instance_has_served: bool = True,
 ):
     """Verdicts of ends one after another, each after so many seconds of work; None: it did not start."""
-    history, verdicts = before or History(), []
+    history, verdicts = before or RestartHistory(), []
     for seconds in worked:
-        history, verdict = decide(
+        history, verdict = decide_restart(
             history,
             worked=seconds,
             failure=failure,
@@ -78,7 +78,7 @@ def test_decide_long_work_forgets_the_ends_before():
 @pytest.mark.parametrize("failure", OUTSIDE)
 @pytest.mark.parametrize("worked", [None, 1.0])
 def test_decide_ends_from_outside_are_followed_for_as_long_as_it_takes(failure, worked):
-    assert all(isinstance(verdict, Again) for verdict in ends(*[worked] * 200, failure=failure, max_restarts=1))
+    assert all(isinstance(verdict, Restart) for verdict in ends(*[worked] * 200, failure=failure, max_restarts=1))
 
 
 def test_decide_counts_the_starts_that_failed_for_the_log():
@@ -91,56 +91,56 @@ def test_decide_without_restarts_gives_up_at_any_end():
 
 
 def test_decide_lost_cluster_costs_patience_and_no_budget():
-    has_served, _ = decide(
-        History(), worked=1.0, failure=None, max_restarts=1, max_delay=30.0, instance_has_served=True
+    has_served, _ = decide_restart(
+        RestartHistory(), worked=1.0, failure=None, max_restarts=1, max_delay=30.0, instance_has_served=True
     )
     verdicts = ends(*[None] * 20, failure=LOST_CLUSTER, max_restarts=1, before=has_served)
     assert delays(verdicts[:4]) == [0.5, 0.5, 1.0, 2.0]
-    assert verdicts[-1] == Again(30.0, 20)
+    assert verdicts[-1] == Restart(30.0, 20)
 
 
 # Failures of its own.
 
 
 def test_decide_failures_at_work_spend_the_budget():
-    assert ends(1.0, 1.0, 1.0, failure=BUG, max_restarts=2) == [Again(0.0), Again(0.5), GiveUp()]
-    assert ends(1.0, 1.0, 11.0, 1.0, 1.0, failure=BUG, max_restarts=2)[-3:] == [Again(0.0), Again(0.5), GiveUp()]
-    assert all(isinstance(verdict, Again) for verdict in ends(*[1.0] * 50, failure=BUG, max_restarts=None))
+    assert ends(1.0, 1.0, 1.0, failure=BUG, max_restarts=2) == [Restart(0.0), Restart(0.5), GiveUp()]
+    assert ends(1.0, 1.0, 11.0, 1.0, 1.0, failure=BUG, max_restarts=2)[-3:] == [Restart(0.0), Restart(0.5), GiveUp()]
+    assert all(isinstance(verdict, Restart) for verdict in ends(*[1.0] * 50, failure=BUG, max_restarts=None))
 
 
 @pytest.mark.parametrize("error", [ConfigError("x"), CheckpointError("x"), ClusterError("x")])
 def test_decide_users_mistake_ends_an_instance_that_has_not_served(error):
     failure = Failure.of(error)
     assert ends(None, failure=failure, instance_has_served=False) == [EndInstance()]
-    assert ends(None, failure=failure, instance_has_served=True) == [Again(0.0, 1)]
+    assert ends(None, failure=failure, instance_has_served=True) == [Restart(0.0, 1)]
 
 
 @pytest.mark.parametrize("failure", [BUG, Failure.of(CheckpointError("model.safetensors: is truncated"))])
 def test_decide_start_that_fails_twice_for_one_cause_is_not_tried_a_third_time(failure):
-    assert ends(None, None, failure=failure) == [Again(0.0, 1), GiveUp()]
+    assert ends(None, None, failure=failure) == [Restart(0.0, 1), GiveUp()]
     if not failure.is_user_error:
-        assert ends(None, None, failure=failure, instance_has_served=False) == [Again(0.0, 1), EndInstance()]
+        assert ends(None, None, failure=failure, instance_has_served=False) == [Restart(0.0, 1), EndInstance()]
 
 
 def test_decide_start_failures_that_differ_in_numbers_alone_are_one_cause():
-    history = History()
-    for label, expected in (("engine-0", Again(0.0, 1)), ("engine-0.1", EndInstance())):
+    history = RestartHistory()
+    for label, expected in (("engine-0", Restart(0.0, 1)), ("engine-0.1", EndInstance())):
         failure = Failure.of(RuntimeError(f"{label}/tp0-pp0: no room for 123{len(label)} bytes at 0x7f{len(label)}a"))
-        history, verdict = decide(
+        history, verdict = decide_restart(
             history, worked=None, failure=failure, max_restarts=5, max_delay=30.0, instance_has_served=False
         )
         assert verdict == expected
 
 
 def test_decide_start_failures_of_different_causes_spend_the_budget():
-    history, verdicts = History(), []
+    history, verdicts = RestartHistory(), []
     for number in range(3):
         failure = BUG if number % 2 else Failure.of(OSError("no space left"))
-        history, verdict = decide(
+        history, verdict = decide_restart(
             history, worked=None, failure=failure, max_restarts=2, max_delay=30.0, instance_has_served=False
         )
         verdicts.append(verdict)
-    assert verdicts == [Again(0.0, 1), Again(0.5, 2), GiveUp()]
+    assert verdicts == [Restart(0.0, 1), Restart(0.5, 2), GiveUp()]
 
 
 def test_decide_start_that_takes_too_long_is_tried_as_often_as_the_budget_says():
@@ -158,11 +158,11 @@ ENDS = st.lists(
 
 @given(story=ENDS, max_restarts=st.sampled_from([None, 1, 2, 5]), max_delay=st.sampled_from([1.0, 30.0]))
 def test_decide_any_story_has_an_end_only_by_its_own_failures(story, max_restarts, max_delay):
-    history, own_in_row, previous = History(), 0, None
+    history, own_in_row, previous = RestartHistory(), 0, None
     for worked, failure in story:
         served_before = history.has_served or worked is not None
         is_own = failure is BUG or (failure is LOST_CLUSTER and not served_before)
-        history, verdict = decide(
+        history, verdict = decide_restart(
             history,
             worked=worked,
             failure=failure,
@@ -178,7 +178,7 @@ def test_decide_any_story_has_an_end_only_by_its_own_failures(story, max_restart
         if is_same_start or (is_own and is_spent):
             assert verdict == GiveUp()
             return
-        assert isinstance(verdict, Again)
+        assert isinstance(verdict, Restart)
         assert 0 <= verdict.delay <= max_delay
         assert verdict.delay <= 0.5 or verdict.failed_starts > 1
         previous = (worked, failure)
@@ -188,10 +188,10 @@ CRASH = Failure.of(ProcessCrashed("it was killed by SIGSEGV"))
 
 
 def test_decide_crash_in_two_starts_ends_an_instance_that_has_not_served():
-    assert ends(None, None, failure=CRASH, instance_has_served=False) == [Again(0.0, 1), EndInstance()]
+    assert ends(None, None, failure=CRASH, instance_has_served=False) == [Restart(0.0, 1), EndInstance()]
 
 
 def test_decide_crash_after_the_instance_has_served_is_followed_for_as_long_as_it_takes():
     for worked in (None, 1.0):
         verdicts = ends(*[worked] * 50, failure=CRASH, max_restarts=1, instance_has_served=True)
-        assert all(isinstance(verdict, Again) for verdict in verdicts)
+        assert all(isinstance(verdict, Restart) for verdict in verdicts)

@@ -6,7 +6,7 @@ import pytest
 from fleet_fakes import INFO, KILLED, FakeMember, fleet, in_loop, joined, left
 
 from eagleray.errors import ConfigError, EngineFailed
-from eagleray.fleet import connections, recovery
+from eagleray.fleet import connection_monitor, restart_policy
 from eagleray.identity import ClientId, EngineId, successor
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import (
@@ -22,7 +22,7 @@ from eagleray.messages.lifecycle import (
     Unreachable,
 )
 from eagleray.messages.membership import Joined, Left
-from eagleray.transport import Outbox
+from eagleray.transport.inbox import Outbox
 
 ENGINES = [EngineId("i", rank) for rank in range(3)]
 API_SERVER = ClientId("i", 0)
@@ -33,7 +33,7 @@ BUG = Failure.of(ZeroDivisionError("there is a bug"))
 
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch):
-    monkeypatch.setattr(recovery, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(restart_policy, "FIRST_DELAY", 0.01)
 
 
 @in_loop
@@ -152,7 +152,7 @@ async def test_a_start_that_takes_too_long_is_ended_and_tried_again(monkeypatch)
 
 @in_loop
 async def test_what_does_not_end_after_it_failed_is_killed(monkeypatch):
-    monkeypatch.setattr("eagleray.fleet.seat.END_SECONDS", 0.05)
+    monkeypatch.setattr("eagleray.fleet.replica.END_SECONDS", 0.05)
     async with fleet() as it:
         process = await it.launcher.next()
         process.say(Failed(BUG))
@@ -392,8 +392,8 @@ async def test_who_registers_again_is_somebody_else():
 
 @pytest.fixture
 def quick_news(monkeypatch):
-    monkeypatch.setattr(connections, "NEWS_SECONDS", 0.1)
-    monkeypatch.setattr(connections, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(connection_monitor, "NEWS_SECONDS", 0.1)
+    monkeypatch.setattr(connection_monitor, "WATCH_SECONDS", 0.02)
 
 
 @pytest.mark.parametrize("is_engines_side", [True, False])

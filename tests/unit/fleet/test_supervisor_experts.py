@@ -7,7 +7,7 @@ from typing import TypeVar
 import pytest
 from fleet_fakes import KILLED, FakeMember, FakeProcess, Fleet, fleet, in_loop
 
-from eagleray.fleet import recovery
+from eagleray.fleet import restart_policy
 from eagleray.identity import EngineId, successor
 from eagleray.messages.lifecycle import ExpertsFormed, ExpertsOpened, OpenExperts
 from eagleray.messages.membership import Joined, Left
@@ -23,7 +23,7 @@ Message = TypeVar("Message")
 
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch):
-    monkeypatch.setattr(recovery, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(restart_policy, "FIRST_DELAY", 0.01)
 
 
 async def hear(member: FakeMember, kind: type[Message]) -> Message:

@@ -9,7 +9,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from eagleray.messages.outputs import EngineStats, ExpertLoad
-from eagleray.metrics import Ledger, Metrics
+from eagleray.metrics.exposition import Metrics
+from eagleray.metrics.ledger import Ledger
 
 Make = Callable[..., Metrics]
 

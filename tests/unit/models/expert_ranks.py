@@ -11,10 +11,9 @@ from ranks import DEADLINE, together, topology
 
 from eagleray.messages.steps import EngineOpened
 from eagleray.messages.workers import Topology
-from eagleray.models.moe.plan import ExpertOptions
-from eagleray.parallel import Engines, Groups, Mesh, OpenedGroups
-
-__all__ = ["OPTIONS", "join_experts", "open_engines", "run_engines"]
+from eagleray.models.moe.layout import ExpertOptions
+from eagleray.parallel.groups import Groups, OpenedGroups
+from eagleray.parallel.mesh import EnginePosition, Mesh
 
 OPTIONS = {name: ExpertOptions(dispatch=name) for name in ("all-reduce", "all-gather", "all-to-all")}  # type: ignore[arg-type]
 
@@ -28,7 +27,7 @@ def open_engines(num_engines: int, *, tp: int = 1) -> list[list[Groups]]:
                 mesh=Mesh(rank=rank, tp_size=tp),
                 topology=topology(tp=tp),
                 device=torch.device("cpu"),
-                engines=Engines(rank=engine, size=num_engines),
+                engines=EnginePosition(rank=engine, size=num_engines),
             )
             for rank in range(tp)
         ]

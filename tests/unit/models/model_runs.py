@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagleray.kernels.forward_batch import ForwardBatch
+from eagleray.kernels.kv_cache import KVCache
 from eagleray.models.base import Model
-from eagleray.models.batch import Batch
-from eagleray.models.cache import KVCache
 from eagleray.models.registry import load_model
 
 
@@ -65,7 +65,7 @@ class PagedRun:
             pieces += self.step({name: min(chunk, left)}).values()
         return torch.cat(pieces) if pieces else torch.empty(0)
 
-    def _batch(self, names: list[str], counts: dict[str, int]) -> Batch:
+    def _batch(self, names: list[str], counts: dict[str, int]) -> ForwardBatch:
         token_ids, positions, slots = [], [], []
         contexts = [self._computed[name] + counts[name] for name in names]
         for name, end in zip(names, contexts, strict=True):
@@ -75,7 +75,7 @@ class PagedRun:
             slots += [self._blocks[name][p // self.block_size] * self.block_size + p % self.block_size for p in span]
         width = -(-max(contexts, default=0) // self.block_size)
         table = [(self._blocks[name] + [0] * width)[:width] for name in names]
-        return Batch(
+        return ForwardBatch(
             token_ids=np.array(token_ids, np.int32),
             positions=np.array(positions, np.int32),
             slots=np.array(slots, np.int32),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from eagleray.models.cache import HUGE_PAGE, LINE, CacheShape, KVCache
+from eagleray.kernels.kv_cache import HUGE_PAGE, LINE, CacheShape, KVCache
 
 
 def test_the_pages_of_its_layers_begin_at_different_blocks():

@@ -14,13 +14,13 @@ from ranks import run_ranks, topology
 from safetensors.torch import load_file, save_file
 
 from eagleray.errors import CheckpointError, ConfigError
+from eagleray.kernels.forward_batch import ForwardBatch
+from eagleray.kernels.kv_cache import KVCache
+from eagleray.kernels.torch import mla
+from eagleray.kernels.torch.onednn import OneDnnBackend
 from eagleray.models import registry
-from eagleray.models.batch import Batch
-from eagleray.models.cache import KVCache
-from eagleray.models.kernels import latent
-from eagleray.models.kernels.packed import PackedKernels
-from eagleray.models.moe.plan import ExpertOptions
-from eagleray.parallel import Groups
+from eagleray.models.moe.layout import ExpertOptions
+from eagleray.parallel.groups import Groups
 
 EXACT = 5e-5
 """Logits are about 8 at most; they are computed in float32 in another order."""
@@ -63,7 +63,7 @@ def checkpoint(request, tmp_path_factory):
 def kernels(request, monkeypatch):
     """With what is chosen here, and in plain torch."""
     if request.param == "plain":
-        monkeypatch.setattr(registry, "kernels_for", lambda *_: PackedKernels())
+        monkeypatch.setattr(registry, "choose_backend", lambda *_: OneDnnBackend())
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def test_a_prompt_whole_in_chunks_and_token_by_token(checkpoint, kernels):
 @pytest.mark.parametrize("room", [1 << 30, 1], ids=["all heads at once", "head by head"])
 def test_long_prompts(room, tmp_path, monkeypatch):
     """Long enough that attention takes the queries in pieces."""
-    monkeypatch.setattr(latent, "EXPANDED_BYTES", room)
+    monkeypatch.setattr(mla, "EXPANDED_BYTES", room)
     checkpoint = make_checkpoint(tmp_path, "deepseek_v3", tokenizer=False)
     model, expected = load(checkpoint), Oracle(checkpoint).logits(prompt(620))
     for chunk in (620, 300):
@@ -196,7 +196,7 @@ def test_numbers_that_never_depend_on_company_are_not_promised(tmp_path):
 def test_a_batch_of_no_tokens(tmp_path):
     run = PagedRun(load(make_checkpoint(tmp_path, "deepseek_v3", tokenizer=False)))
     none = np.zeros(0, np.int32)
-    nothing = Batch(none, none, none, np.zeros((0, 0), np.int32), none, np.zeros(1, np.int32), 0)
+    nothing = ForwardBatch(none, none, none, np.zeros((0, 0), np.int32), none, np.zeros(1, np.int32), 0)
     assert run.model.forward(nothing, run.cache).shape == (0, 64)
     run.add("only", prompt(20))
     run.step({"only": 5})

@@ -6,17 +6,17 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eagleray.models.kernels import attention, latent
-from eagleray.models.kernels.attention import TensorBatch
-from eagleray.models.kernels.context import ForwardContext
-from eagleray.models.kernels.latent import LatentHeads
-from eagleray.models.kernels.reference import Kernels
+from eagleray.kernels.torch import attention, mla
+from eagleray.kernels.torch.attention import DeviceBatch
+from eagleray.kernels.torch.backend import TorchBackend
+from eagleray.kernels.torch.context import ForwardContext
+from eagleray.kernels.torch.mla import MLAParams
 
 RANK, PLAIN, ROTATED = 12, 6, 4
 SCALE = 0.3
 
 
-def random_batch(rows: list[tuple[int, int]], block_size: int) -> TensorBatch:
+def random_batch(rows: list[tuple[int, int]], block_size: int) -> DeviceBatch:
     """Rows of (cached tokens, tokens to compute), with shuffled blocks."""
     rows = sorted(rows, key=lambda row: row[1] != 1)
     contexts = [cached + queries for cached, queries in rows]
@@ -28,7 +28,7 @@ def random_batch(rows: list[tuple[int, int]], block_size: int) -> TensorBatch:
     spans = [torch.arange(context - queries, context) for context, (_, queries) in zip(contexts, rows, strict=True)]
     positions = torch.cat(spans)
     slots = [table[row, p // block_size] * block_size + p % block_size for row, p in enumerate(spans)]
-    return TensorBatch(
+    return DeviceBatch(
         token_ids=positions,
         positions=positions,
         slots=torch.cat(slots),
@@ -46,7 +46,7 @@ def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1)
 
 
-def naive(queries: torch.Tensor, cache: torch.Tensor, heads: LatentHeads, batch: TensorBatch) -> torch.Tensor:
+def naive(queries: torch.Tensor, cache: torch.Tensor, heads: MLAParams, batch: DeviceBatch) -> torch.Tensor:
     """One query and one head at a time, in float64; queries [num_tokens, num_heads, ..] are rotated already."""
     block_size, token = cache.shape[1], 0
     out = torch.empty(len(queries), heads.num_heads, heads.value_dim, dtype=torch.float64)
@@ -83,7 +83,7 @@ ROWS = st.one_of(
 def test_any_batch(rows, block_size, num_heads, value_dim, room, at_once):
     batch = random_batch(rows, block_size)
     num_tokens = len(batch.slots)
-    heads = LatentHeads(
+    heads = MLAParams(
         num_heads=num_heads,
         plain_dim=PLAIN,
         rotated_dim=ROTATED,
@@ -106,9 +106,9 @@ def test_any_batch(rows, block_size, num_heads, value_dim, room, at_once):
     expected_queries = torch.cat((queries[..., :PLAIN], rotated(queries[..., PLAIN:], angles)), dim=2)
     expected = naive(expected_queries, expected_cache, heads, batch)
 
-    kernels = Kernels()
-    before = latent.EXPANDED_BYTES, latent.MAX_QUERIES, attention.MAX_QUERIES
-    latent.EXPANDED_BYTES, latent.MAX_QUERIES, attention.MAX_QUERIES = room, at_once, at_once
+    kernels = TorchBackend()
+    before = mla.EXPANDED_BYTES, mla.MAX_QUERIES, attention.MAX_QUERIES
+    mla.EXPANDED_BYTES, mla.MAX_QUERIES, attention.MAX_QUERIES = room, at_once, at_once
     try:
         context = ForwardContext(
             cos=torch.cat((angles.cos(), angles.cos()), dim=1)[:, None],
@@ -118,6 +118,6 @@ def test_any_batch(rows, block_size, num_heads, value_dim, room, at_once):
         )
         out = kernels.latent_attention(heads)(queries.flatten(1), latents, cache, context)
     finally:
-        latent.EXPANDED_BYTES, latent.MAX_QUERIES, attention.MAX_QUERIES = before
+        mla.EXPANDED_BYTES, mla.MAX_QUERIES, attention.MAX_QUERIES = before
     torch.testing.assert_close(cache, expected_cache, atol=1e-5, rtol=0)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)

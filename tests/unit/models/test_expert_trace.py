@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from eagleray.models.moe.trace import ExpertTrace
+from eagleray.kernels.expert_trace import ExpertTrace
 
 CPU = torch.device("cpu")
 

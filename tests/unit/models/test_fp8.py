@@ -18,9 +18,9 @@ from torch import Tensor
 
 from eagleray.errors import CheckpointError
 from eagleray.models.loading import CheckpointWeights
-from eagleray.models.moe.plan import ExpertOptions
+from eagleray.models.moe.layout import ExpertOptions
 from eagleray.models.weights import Cut
-from eagleray.parallel import Groups
+from eagleray.parallel.groups import Groups
 
 BLOCK = (24, 40)
 """No sizes of the model are multiples of it."""

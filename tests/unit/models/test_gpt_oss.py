@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from eagleray.errors import CheckpointError
+from eagleray.kernels.torch.activation import ClampedSwiglu
 from eagleray.models import mxfp4, registry
 from eagleray.models.config_file import ConfigFile
-from eagleray.models.kernels.gating import Clamp
-from eagleray.models.moe.plan import ExpertOptions
-from eagleray.models.rope_spec import YarnRope
-from eagleray.parallel import Groups
+from eagleray.models.moe.layout import ExpertOptions
+from eagleray.models.rope_config import YarnRope
+from eagleray.parallel.groups import Groups
 
 ROUNDING = 1e-4
 PATH = Path("/somewhere/config.json")
@@ -80,7 +80,7 @@ def test_fields_that_are_left_out():
     assert spec.has_sinks and spec.qkv_bias and spec.output_bias and not spec.qk_norm
     assert isinstance(spec.rope, YarnRope) and (spec.rope.theta, spec.rope.truncate) == (150_000.0, False)
     assert spec.max_model_len == 131_072
-    assert (spec.moe.num_experts, spec.moe.top_k, spec.moe.clamp) == (128, 4, Clamp(1.702, 7.0))
+    assert (spec.moe.num_experts, spec.moe.top_k, spec.moe.clamp) == (128, 4, ClampedSwiglu(1.702, 7.0))
     assert spec.moe.renormalize and all(spec.moe.layers) and not spec.moe.is_mxfp4
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from eagleray.models.cache import CacheShape, KVCache
+from eagleray.kernels.kv_cache import CacheShape, KVCache
 
 SHAPE = CacheShape(num_layers=3, block_size=16, block=(16, 4, 64))
 

@@ -9,9 +9,9 @@ from harness import random_prompt
 from model_runs import PagedRun, load, logits_in_chunks
 from oracle import Oracle
 
+from eagleray.kernels.cpu.backend import CpuBackend
+from eagleray.kernels.torch.onednn import OneDnnBackend
 from eagleray.models import registry
-from eagleray.models.kernels.native import NativeKernels
-from eagleray.models.kernels.packed import PackedKernels
 
 EXACT = 5e-5
 """Logits are about 8 at most; they are computed in float32 in another order."""
@@ -78,14 +78,14 @@ def checkpoint(request, tmp_path_factory):
 @pytest.fixture(params=["native", "plain"], autouse=True)
 def kernels(request, monkeypatch):
     """With our own kernels, and without."""
-    choose = registry.kernels_for
+    choose = registry.choose_backend
 
     def made(*arguments):
         chosen = choose(*arguments)
-        assert isinstance(chosen, NativeKernels)
-        return chosen if request.param == "native" else PackedKernels()
+        assert isinstance(chosen, CpuBackend)
+        return chosen if request.param == "native" else OneDnnBackend()
 
-    monkeypatch.setattr(registry, "kernels_for", made)
+    monkeypatch.setattr(registry, "choose_backend", made)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -15,12 +15,12 @@ from ranks import run_ranks, topology
 from safetensors.torch import load_file, save_file
 
 from eagleray.errors import CheckpointError, ConfigError
+from eagleray.kernels.expert_trace import ExpertTrace
+from eagleray.kernels.torch.backend import TorchBackend
+from eagleray.kernels.torch.onednn import OneDnnBackend
 from eagleray.models import registry
-from eagleray.models.kernels.packed import PackedKernels
-from eagleray.models.kernels.reference import Kernels
-from eagleray.models.moe.plan import ExpertOptions
-from eagleray.models.moe.trace import ExpertTrace
-from eagleray.parallel import Groups
+from eagleray.models.moe.layout import ExpertOptions
+from eagleray.parallel.groups import Groups
 
 ROUNDING = 1e-4
 """Sums are computed in another order."""
@@ -62,7 +62,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture
 def plain_kernels(monkeypatch):
-    monkeypatch.setattr(registry, "kernels_for", lambda *_: PackedKernels())
+    monkeypatch.setattr(registry, "choose_backend", lambda *_: OneDnnBackend())
 
 
 def logits_of_ranks(checkpoint, where, **options) -> list[list[torch.Tensor]]:
@@ -264,8 +264,8 @@ def test_what_was_routed_is_known_by_the_models_own_numbers(checkpoints, dispatc
         options = ExpertOptions(dispatch=dispatch, keeps_ids=True)
         model = load(checkpoint, groups=groups, experts=options)
         trace = trace_of(model)
-        num_rows = [11, 10][groups.tp.rank] if model.has_row_shares else 21
-        return trace.ids(range(num_rows), num_rows), trace.counts, model.has_row_shares
+        num_rows = [11, 10][groups.tp.rank] if model.has_sequence_shards else 21
+        return trace.ids(range(num_rows), num_rows), trace.counts, model.has_sequence_shards
 
     whole = trace_of(load(checkpoint, experts=ExpertOptions(keeps_ids=True)))
     expected = whole.ids(range(21), 21)
@@ -337,7 +337,7 @@ def test_more_experts_than_can_be_reported(checkpoints, tmp_path, monkeypatch):
 
 
 def test_kernels_that_cannot_move_experts(checkpoints, monkeypatch):
-    monkeypatch.setattr(registry, "kernels_for", lambda *_: PackedKernels())
+    monkeypatch.setattr(registry, "choose_backend", lambda *_: OneDnnBackend())
     options = ExpertOptions(dispatch="all-reduce", balance_interval=5)
 
     def work(groups: Groups) -> str:
@@ -349,7 +349,7 @@ def test_kernels_that_cannot_move_experts(checkpoints, monkeypatch):
         assert message.startswith(
             "option `enable_eplb`: what computes here keeps weights in a form that cannot be moved"
         )
-    monkeypatch.setattr(registry, "kernels_for", lambda *_: Kernels())
+    monkeypatch.setattr(registry, "choose_backend", lambda *_: TorchBackend())
     assert all(run_ranks(lambda groups: load(checkpoints("qwen3_moe"), groups=groups, experts=options), topology(tp=2)))
 
 

@@ -10,15 +10,16 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eagleray.models.kernels import attention, packed
-from eagleray.models.kernels.attention import TensorBatch
-from eagleray.models.kernels.packed import PackedKernels
-from eagleray.models.kernels.reference import Kernels, Mixture
+from eagleray.kernels.torch import attention, onednn
+from eagleray.kernels.torch.attention import DeviceBatch
+from eagleray.kernels.torch.backend import TorchBackend
+from eagleray.kernels.torch.onednn import OneDnnBackend
+from eagleray.kernels.torch.routing import RouterParams
 
 HEAD_DIM = 8
 
 
-def random_batch(rows: list[tuple[int, int]], block_size: int) -> TensorBatch:
+def random_batch(rows: list[tuple[int, int]], block_size: int) -> DeviceBatch:
     """Rows of (cached tokens, tokens to compute), with shuffled blocks."""
     rows = sorted(rows, key=lambda row: row[1] != 1)
     contexts = [cached + queries for cached, queries in rows]
@@ -29,7 +30,7 @@ def random_batch(rows: list[tuple[int, int]], block_size: int) -> TensorBatch:
         table[row, :size] = torch.tensor([blocks.pop() for _ in range(size)])
     positions = [torch.arange(context - queries, context) for context, (_, queries) in zip(contexts, rows, strict=True)]
     slots = [table[row, p // block_size] * block_size + p % block_size for row, p in enumerate(positions)]
-    return TensorBatch(
+    return DeviceBatch(
         token_ids=torch.cat(positions),
         positions=torch.cat(positions),
         slots=torch.cat(slots),
@@ -41,7 +42,7 @@ def random_batch(rows: list[tuple[int, int]], block_size: int) -> TensorBatch:
 
 
 def naive_attention(
-    queries: torch.Tensor, cache: torch.Tensor, batch: TensorBatch, window: int | None, sinks: torch.Tensor | None
+    queries: torch.Tensor, cache: torch.Tensor, batch: DeviceBatch, window: int | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """One query and one head at a time, in float64."""
     num_kv_heads, block_size = cache.shape[2] // 2, cache.shape[1]
@@ -77,7 +78,7 @@ def attend(
     queries = torch.randn(num_tokens, num_kv_heads * group, HEAD_DIM)
     cache = torch.randn(int(batch.block_table.max()) + 4, block_size, 2 * num_kv_heads, HEAD_DIM)
     keys_values = torch.randn(num_tokens, 2 * num_kv_heads, HEAD_DIM)
-    kernels = Kernels()
+    kernels = TorchBackend()
     kernels.write_cache(keys_values, cache, batch.slots)
     sinks = torch.randn(num_kv_heads * group) * 2 if has_sinks else None
     out = kernels.attention(queries, keys_values, cache, kernels.plan_attention(batch, cache, window), sinks)
@@ -125,7 +126,7 @@ def test_attention_of_any_batch(rows, window, block_size, num_kv_heads, group, g
 def test_rows_of_very_different_lengths_are_not_padded_to_the_longest():
     batch = random_batch([(1999, 1)] + [(9, 1)] * 30, 16)
     cache = torch.zeros(200, 16, 4, HEAD_DIM)
-    plan = Kernels().plan_attention(batch, cache, None)
+    plan = TorchBackend().plan_attention(batch, cache, None)
     read = sum(len(group.block_ids) for group in plan.decodes)
     needed = sum(-(-context // 16) for context in batch.context_lens)
     assert read <= 2 * needed
@@ -133,19 +134,19 @@ def test_rows_of_very_different_lengths_are_not_padded_to_the_longest():
 
 def test_a_window_reads_only_the_blocks_it_sees():
     batch = random_batch([(1999, 1), (1500, 1), (1000, 50)], 16)
-    plan = Kernels().plan_attention(batch, torch.zeros(300, 16, 4, HEAD_DIM), 32)
+    plan = TorchBackend().plan_attention(batch, torch.zeros(300, 16, 4, HEAD_DIM), 32)
     assert sum(len(group.block_ids) for group in plan.decodes) <= 2 * 3
     assert len(plan.prefills[0].block_ids) <= 6
 
 
 def test_an_overflow_in_float16_stays_with_its_request():
     """Blocks are reused and read as padding; what one request left there must not reach another."""
-    kernels = Kernels()
+    kernels = TorchBackend()
     cache = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.float16)
     kernels.write_cache(torch.full((4, 2, HEAD_DIM), torch.inf, dtype=torch.float16), cache, torch.arange(4))
     batch = random_batch([(7, 1), (0, 1)], 4)
     table = torch.tensor([[2, 3], [1, 0]])
-    batch = TensorBatch(**{name: getattr(batch, name) for name in TensorBatch.__slots__} | {"block_table": table})
+    batch = DeviceBatch(**{name: getattr(batch, name) for name in DeviceBatch.__slots__} | {"block_table": table})
     queries = torch.ones(2, 1, HEAD_DIM, dtype=torch.float16)
     out = kernels.attention(queries, queries, cache, kernels.plan_attention(batch, cache, None))
     assert out.isfinite().all()
@@ -158,7 +159,7 @@ def test_packed_products_are_the_plain_ones_for_every_number_of_rows(dtype, bias
     weight = torch.randn(out_features, in_features) * 0.1
     offset = torch.randn(out_features) if bias else None
     weight, offset = weight.to(dtype), None if offset is None else offset.to(dtype)
-    product = PackedKernels().linear(weight.clone(), offset)
+    product = OneDnnBackend().linear(weight.clone(), offset)
     x = torch.randn(300, 2 * in_features).to(dtype)[:, :in_features]
     expected = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
     rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
@@ -170,9 +171,9 @@ def test_packed_products_are_the_plain_ones_for_every_number_of_rows(dtype, bias
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_products_where_nothing_can_be_packed(dtype, monkeypatch):
-    monkeypatch.setattr(packed, "_packs", lambda dtype: False)
+    monkeypatch.setattr(onednn, "_packs", lambda dtype: False)
     weight, x = torch.randn(32, 16).to(dtype), torch.randn(3, 16).to(dtype)
-    out = PackedKernels().linear(weight, None)(x)
+    out = OneDnnBackend().linear(weight, None)(x)
     torch.testing.assert_close(out, F.linear(x, weight))
 
 
@@ -193,9 +194,9 @@ def test_experts_of_each_token(num_tokens):
     x = torch.randn(num_tokens, hidden)
     scores = torch.randn(num_tokens, num_experts)
     weights, ids = torch.topk(scores.softmax(dim=1), top_k)
-    kernels = PackedKernels()
+    kernels = OneDnnBackend()
     gated = [kernels.gated_linear(w, None) for w in gate_up]
-    mixture = Mixture(top_k=top_k, renormalize=False, round_weights=True)
+    mixture = RouterParams(top_k=top_k, renormalize=False, round_weights=True)
     out = kernels.experts(mixture, gated, [kernels.linear(w, None) for w in down])(x, scores)
     torch.testing.assert_close(out, naive_experts(x, ids, weights, gate_up, down), atol=1e-4, rtol=1e-4)
 
@@ -205,4 +206,4 @@ def test_rms_norm_rounds_where_transformers_does(dtype):
     x, weight = torch.randn(5, 4, 32).to(dtype), torch.rand(4, 32).to(dtype)
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
-    torch.testing.assert_close(Kernels().rms_norm(x, weight, 1e-5), weight * normed.to(dtype), atol=1e-6, rtol=0)
+    torch.testing.assert_close(TorchBackend().rms_norm(x, weight, 1e-5), weight * normed.to(dtype), atol=1e-6, rtol=0)

@@ -11,7 +11,7 @@ from harness import random_prompt
 from model_runs import PagedRun, load, logits_in_chunks
 from ranks import run_ranks, topology
 
-from eagleray.parallel import Groups
+from eagleray.parallel.groups import Groups
 
 ROUNDING = 1e-4
 """Sums are computed in another order."""

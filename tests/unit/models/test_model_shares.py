@@ -18,20 +18,22 @@ from eagleray.models.config_file import ConfigFile
 from eagleray.models.dummy import BLOCK, DummyWeights
 from eagleray.models.loading import CheckpointWeights
 from eagleray.models.registry import FAMILIES
-from eagleray.models.shares import (
+from eagleray.models.sharding import (
     check_experts,
     check_fits,
-    equal_share,
     features,
     kv_heads,
     num_kv_heads,
-    padded_share,
-    row_counts,
-    row_share,
+    padded_shard,
+    shard,
+    token_counts,
+    token_shard,
 )
 from eagleray.models.weights import Cut
-from eagleray.parallel import ExpertGroup, Groups, Mesh
-from eagleray.parallel.stages import OneStage
+from eagleray.parallel.expert_group import ExpertGroup
+from eagleray.parallel.groups import Groups
+from eagleray.parallel.mesh import Mesh
+from eagleray.parallel.stages import SingleStage
 from eagleray.worker.memory import step_bytes
 
 CPU = torch.device("cpu")
@@ -54,12 +56,12 @@ class Loading:
 
 def loaded(checkpoint, mesh: Mesh, **options):
     tp = Loading(mesh)
-    return load(checkpoint, groups=Groups(mesh, tp, OneStage(), ExpertGroup(tp)), **options)
+    return load(checkpoint, groups=Groups(mesh, tp, SingleStage(), ExpertGroup(tp)), **options)
 
 
 @given(size=st.integers(1, 8), count=st.integers(1, 100))
 def test_shares_of_a_padded_count_cover_it_in_order(size, count):
-    shares = [padded_share(count, tp) for tp in ranks(size)]
+    shares = [padded_shard(count, tp) for tp in ranks(size)]
     assert len({len(share) for share in shares}) == 1
     covered = [index for share in shares for index in share]
     assert covered == list(range(len(covered)))
@@ -68,9 +70,9 @@ def test_shares_of_a_padded_count_cover_it_in_order(size, count):
 
 @given(size=st.integers(1, 8), count=st.integers(0, 40))
 def test_shares_of_rows_cover_the_batch_in_order(size, count):
-    shares = [row_share(count, tp) for tp in ranks(size)]
+    shares = [token_shard(count, tp) for tp in ranks(size)]
     assert [row for share in shares for row in share] == list(range(count))
-    assert [len(share) for share in shares] == row_counts(count, size)
+    assert [len(share) for share in shares] == token_counts(count, size)
     assert max(map(len, shares)) == -(-count // size)
 
 
@@ -79,7 +81,7 @@ def test_every_rank_has_the_key_heads_of_its_query_heads(size, kv, group):
     heads = kv * group
     if heads % size == 0:
         for tp in ranks(size):
-            needed = {head // group for head in equal_share(heads, tp)}
+            needed = {head // group for head in shard(heads, tp)}
             assert needed == set(kv_heads(kv, tp))
             assert len(kv_heads(kv, tp)) == num_kv_heads(kv, size)
 

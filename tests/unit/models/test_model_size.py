@@ -12,7 +12,7 @@ from eagleray.models.config_file import ConfigFile
 from eagleray.models.loading import stored_weights
 from eagleray.models.registry import FAMILIES
 from eagleray.models.size import num_parameters, weight_bytes
-from eagleray.parallel import Mesh
+from eagleray.parallel.mesh import Mesh
 
 DEEPSEEK_V3 = {
     "num_hidden_layers": 61,

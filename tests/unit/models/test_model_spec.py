@@ -13,7 +13,7 @@ from eagleray.errors import CheckpointError
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.layers.rope import Rope
 from eagleray.models.registry import FAMILIES
-from eagleray.models.rope_spec import DefaultRope, DynamicRope, LinearRope, Llama3Rope, YarnRope
+from eagleray.models.rope_config import DefaultRope, DynamicRope, LinearRope, Llama3Rope, YarnRope
 from eagleray.models.size import num_parameters
 
 PATH = Path("/somewhere/config.json")

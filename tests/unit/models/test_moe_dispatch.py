@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import together
 
-from eagleray.models.moe.dispatch import (
-    AllGatherDispatch,
-    AllToAllDispatch,
+from eagleray.kernels.expert_slots import LayerExpertSlots
+from eagleray.models.moe.token_dispatcher import (
+    AllGatherTokenDispatcher,
+    AllToAllTokenDispatcher,
     local_slots,
     pack_rows,
     plan_routes,
     unpack_rows,
 )
-from eagleray.models.moe.slots import LayerSlots
-from eagleray.parallel.group import Alone
+from eagleray.parallel.group import SingleRankGroup
 from eagleray.parallel.shared_memory import Segment
 
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 8, 7, 3
@@ -33,7 +33,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def groups(request):
     size = request.param
     if size == 1:
-        made = [Alone()]
+        made = [SingleRankGroup()]
     else:
         segment = Segment.create(size, slot_bytes=4096)
         others = [Segment.attach(segment.ticket, rank=rank, num_ranks=size, timeout=20) for rank in range(1, size)]
@@ -75,8 +75,8 @@ class Experts:
         return (down @ (F.silu(gate @ row) * (up @ row))).float()
 
 
-def make_placement(experts: list[int], num_ranks: int) -> LayerSlots:
-    return LayerSlots(np.array(experts), num_experts=EXPERTS, rank=0, num_ranks=num_ranks)
+def make_placement(experts: list[int], num_ranks: int) -> LayerExpertSlots:
+    return LayerExpertSlots(np.array(experts), num_experts=EXPERTS, rank=0, num_ranks=num_ranks)
 
 
 @st.composite
@@ -118,7 +118,7 @@ def expected(rank, counts, dtype, seed):
 def test_bits_do_not_depend_on_places_or_ranks_with_all_to_all(groups, dtype, data, seed):
     counts = data.draw(st.lists(st.integers(0, 5), min_size=len(groups), max_size=len(groups)))
     experts = data.draw(placements(len(groups)))
-    for rank, result in enumerate(run(groups, AllToAllDispatch, experts, counts, dtype, seed)):
+    for rank, result in enumerate(run(groups, AllToAllTokenDispatcher, experts, counts, dtype, seed)):
         assert (result.shape, result.dtype) == ((counts[rank], HIDDEN), torch.float32)
         assert torch.equal(result, expected(rank, counts, dtype, seed))
 
@@ -129,7 +129,7 @@ def test_bits_do_not_depend_on_places_or_ranks_with_all_to_all(groups, dtype, da
 def test_all_gather_adds_up_the_same_numbers(groups, dtype, data, seed):
     counts = data.draw(st.lists(st.integers(0, 5), min_size=len(groups), max_size=len(groups)))
     experts = data.draw(placements(len(groups)))
-    for rank, result in enumerate(run(groups, AllGatherDispatch, experts, counts, dtype, seed)):
+    for rank, result in enumerate(run(groups, AllGatherTokenDispatcher, experts, counts, dtype, seed)):
         assert (result.shape, result.dtype) == ((counts[rank], HIDDEN), torch.float32)
         torch.testing.assert_close(result, expected(rank, counts, dtype, seed), atol=1e-5, rtol=1e-5)
 
@@ -145,7 +145,7 @@ def test_rows_go_only_where_their_experts_are():
     def work(group):
         mine = slice(0, 3 if group.rank == 0 else 0)
         own = Experts([[0, 1, 2, 3], [4, 5, 6, 0]][group.rank], torch.float32)
-        AllToAllDispatch(group)(x[mine], ids[mine], torch.ones(3, 3)[mine], own, placement, [3, 0])
+        AllToAllTokenDispatcher(group)(x[mine], ids[mine], torch.ones(3, 3)[mine], own, placement, [3, 0])
         return group.bytes_sent["all_to_all"]
 
     row, output = 4 * HIDDEN + 4 * 3, 4 * HIDDEN

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagleray.models.moe.placement import WORTHWHILE, balance, initial, moves, rank_loads
+from eagleray.models.moe.expert_placement import WORTHWHILE, balance, initial, moves, rank_loads
 
 LOAD = st.integers(0, 5) | st.integers(0, 10**6)
 

@@ -16,14 +16,14 @@ from model_runs import PagedRun, load
 from ranks import run_ranks, together, topology
 from safetensors.torch import load_file, save_file
 
+from eagleray.kernels.expert_slots import LayerExpertSlots
+from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.models import registry
 from eagleray.models.base import Model
-from eagleray.models.kernels.reference import Kernels
-from eagleray.models.moe.placement import initial
-from eagleray.models.moe.plan import ExpertOptions
-from eagleray.models.moe.rebalance import mend
-from eagleray.models.moe.slots import LayerSlots
-from eagleray.parallel import Groups
+from eagleray.models.moe.expert_placement import initial
+from eagleray.models.moe.layout import ExpertOptions
+from eagleray.models.moe.rebalance import restore_missing
+from eagleray.parallel.groups import Groups
 
 NUM_LAYERS, NUM_EXPERTS = 3, 8
 INTERVAL = 2
@@ -79,7 +79,7 @@ def logits_before_and_after(model: Model, engine: int = 0) -> list[torch.Tensor]
 @pytest.mark.parametrize("kernels", ["native", "plain"])
 def test_experts_move_and_outputs_stay(skewed, dispatch, redundant, kernels, monkeypatch):
     if kernels == "plain":
-        monkeypatch.setattr(registry, "kernels_for", lambda *_: Kernels())
+        monkeypatch.setattr(registry, "choose_backend", lambda *_: TorchBackend())
     expected = PagedRun(load(skewed))
     expected.add("only", PROMPT)
     whole = expected.run("only", 40)
@@ -150,7 +150,7 @@ def test_an_engine_is_replaced_after_experts_were_moved(skewed):
 
     def begin(groups: Groups, engine: int) -> Model:
         model = load(skewed, groups=groups, experts=options("all-to-all"))
-        model.settle_experts()
+        model.on_group_formed()
         return model
 
     def step(model: Model, engine: int) -> list[torch.Tensor]:
@@ -171,7 +171,7 @@ def test_an_engine_is_replaced_after_experts_were_moved(skewed):
     engines[1] = open_engines(2)[1]
     models[1] = load(skewed, groups=engines[1][0], experts=options("all-to-all"))
     join_experts(engines, epoch=2)
-    together([model.settle_experts for model in models])
+    together([model.on_group_formed for model in models])
     for first, second in zip(*map(own_experts, models), strict=True):
         assert sorted(first + second) == list(range(NUM_EXPERTS))
     for _ in range(2 * INTERVAL):
@@ -186,7 +186,7 @@ def test_what_is_missing_takes_the_place_of_copies(data):
     num_experts = data.draw(st.integers(1, 12))
     num_slots = num_experts + data.draw(st.integers(0, 12))
     slots = np.array(data.draw(st.lists(st.integers(0, num_experts - 1), min_size=num_slots, max_size=num_slots)))
-    mended = mend(slots, num_experts)
+    mended = restore_missing(slots, num_experts)
     assert set(mended.tolist()) == set(range(num_experts))
     changed = np.flatnonzero(mended != slots)
     assert len(changed) == num_experts - len(set(slots.tolist()))
@@ -198,7 +198,7 @@ def test_tables_of_slots(num_experts, num_ranks, more):
     per_rank = -(-num_experts // num_ranks) + more
     num_slots = per_rank * num_ranks
     ranks = [
-        LayerSlots(initial(num_experts, num_slots), num_experts=num_experts, rank=rank, num_ranks=num_ranks)
+        LayerExpertSlots(initial(num_experts, num_slots), num_experts=num_experts, rank=rank, num_ranks=num_ranks)
         for rank in range(num_ranks)
     ]
     for slots in ranks:

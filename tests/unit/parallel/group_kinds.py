@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from ranks import together
 
-from eagleray.parallel.distributed import Connections, TorchGroup
+from eagleray.parallel.distributed import TorchGroup, TorchProcessGroups
 from eagleray.parallel.rendezvous import bind_store, reach_store
 from eagleray.parallel.shared_memory import Segment
 
@@ -27,7 +27,7 @@ def make_groups(kind: str, size: int, timeout: float = 20.0) -> list:
     def connect(rank: int) -> TorchGroup:
         mine = reach_store(address, timeout=20.0)
         options = {"host": "127.0.0.1", "device": torch.device("cpu"), "timeout": 20.0}
-        return TorchGroup(Connections(mine, "test", rank=rank, size=size, **options), timeout=timeout)
+        return TorchGroup(TorchProcessGroups(mine, "test", rank=rank, size=size, **options), timeout=timeout)
 
     groups = together([partial(connect, rank) for rank in range(size)])
     del store  # needed only until all are connected

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from ranks import together
 
 from eagleray.errors import ChannelClosed, DeadlineExceeded, ExpertGroupBroken
-from eagleray.parallel import Groups
 from eagleray.parallel.distributed import TorchGroup
 from eagleray.parallel.expert_group import Presence
-from eagleray.parallel.shared_memory import Segment, SharedMemoryGroup, Ticket
+from eagleray.parallel.groups import Groups
+from eagleray.parallel.shared_memory import Segment, SegmentHandle, SharedMemoryGroup
 
 NO_PROCESS = 2**22 + 1
 """More than the system gives."""
@@ -189,7 +189,7 @@ def test_memory_of_a_member_that_is_gone():
     members = open_epoch(engines, 1)
     opened = members[0].opened[0]
     presence = msgspec.msgpack.decode(opened.segment, type=Presence)
-    ticket = msgspec.structs.replace(msgspec.msgpack.decode(presence.segment, type=Ticket), pid=NO_PROCESS)
+    ticket = msgspec.structs.replace(msgspec.msgpack.decode(presence.segment, type=SegmentHandle), pid=NO_PROCESS)
     gone = msgspec.structs.replace(presence, pid=NO_PROCESS, segment=msgspec.msgpack.encode(ticket))
     opened = msgspec.structs.replace(opened, segment=msgspec.msgpack.encode(gone))
     second = engines[1].experts[0]

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from ranks import together
 
 from eagleray.errors import ChannelClosed, ConfigError, DeadlineExceeded
-from eagleray.parallel.distributed import Connections
-from eagleray.parallel.group import Alone
+from eagleray.parallel.distributed import TorchProcessGroups
+from eagleray.parallel.group import SingleRankGroup
 from eagleray.parallel.rendezvous import bind_store, reach_store
-from eagleray.parallel.shared_memory import Segment, Ticket
+from eagleray.parallel.shared_memory import Segment, SegmentHandle
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
 
@@ -142,7 +142,7 @@ def test_a_peer_that_never_connects():
     store, _ = bind_store("127.0.0.1")
     options = {"host": "127.0.0.1", "device": torch.device("cpu"), "timeout": 0.3}
     with pytest.raises(DeadlineExceeded, match=r"the 2 ranks of some group were not connected within 0\.3 s"):
-        Connections(store, "some group", rank=0, size=2, **options)
+        TorchProcessGroups(store, "some group", rank=0, size=2, **options)
 
 
 def test_a_store_that_is_not_there():
@@ -161,13 +161,13 @@ def test_memory_of_somebody_else():
     segment = Segment.create(2, slot_bytes=SLOT_BYTES)
     pid, descriptor = os.getpid(), os.memfd_create("other")
     for wrong in (
-        Ticket(pid, segment._region.descriptor, bytes(16), SLOT_BYTES),
-        Ticket(pid, segment._region.descriptor, segment._region.nonce, 2 * SLOT_BYTES),
-        Ticket(pid, descriptor, segment._region.nonce, SLOT_BYTES),
+        SegmentHandle(pid, segment._region.descriptor, bytes(16), SLOT_BYTES),
+        SegmentHandle(pid, segment._region.descriptor, segment._region.nonce, 2 * SLOT_BYTES),
+        SegmentHandle(pid, descriptor, segment._region.nonce, SLOT_BYTES),
     ):
         with pytest.raises(ConfigError, match="tensor-parallel rank 1 cannot open the shared memory of rank 0"):
             Segment.attach(msgspec.msgpack.encode(wrong), rank=1, num_ranks=2)
-    gone = Ticket(2**22 + 1, 3, segment._region.nonce, SLOT_BYTES)
+    gone = SegmentHandle(2**22 + 1, 3, segment._region.nonce, SLOT_BYTES)
     with pytest.raises(ChannelClosed, match="is gone, or in another container"):
         Segment.attach(msgspec.msgpack.encode(gone), rank=1, num_ranks=2)
     os.close(descriptor)
@@ -176,5 +176,5 @@ def test_memory_of_somebody_else():
 
 
 def test_a_group_of_one():
-    x, group = torch.ones(3), Alone()
+    x, group = torch.ones(3), SingleRankGroup()
     assert group.all_reduce(x) is group.gather(x) is group.broadcast(x) is x

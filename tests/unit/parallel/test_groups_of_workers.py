@@ -11,11 +11,12 @@ import torch
 from ranks import open_all, run_ranks, together, topology
 
 from eagleray.errors import DeadlineExceeded
-from eagleray.parallel import Groups, Mesh, OpenedGroups
 from eagleray.parallel.distributed import TorchGroup
-from eagleray.parallel.group import Alone
+from eagleray.parallel.group import SingleRankGroup
+from eagleray.parallel.groups import Groups, OpenedGroups
+from eagleray.parallel.mesh import Mesh
 from eagleray.parallel.shared_memory import SharedMemoryGroup
-from eagleray.parallel.stages import OneStage, TorchStages
+from eagleray.parallel.stages import SingleStage, TorchStages
 
 CPU = torch.device("cpu")
 
@@ -27,16 +28,16 @@ def kinds(groups: Groups) -> tuple[type, type]:
 def test_groups_of_one_worker_open_nothing():
     (opened,) = open_all(topology())
     assert (opened.opened.store, opened.opened.segment) == (None, None)
-    assert kinds(opened.join([opened.opened], timeout=1)) == kinds(Groups.alone()) == (Alone, OneStage)
+    assert kinds(opened.join([opened.opened], timeout=1)) == kinds(Groups.alone()) == (SingleRankGroup, SingleStage)
 
 
 @pytest.mark.parametrize(
     ("where", "expected", "stores", "segments"),
     [
-        (topology(tp=2), [(SharedMemoryGroup, OneStage)] * 2, [], [0]),
-        (topology(pp=2), [(Alone, TorchStages)] * 2, [0], []),
+        (topology(tp=2), [(SharedMemoryGroup, SingleStage)] * 2, [], [0]),
+        (topology(pp=2), [(SingleRankGroup, TorchStages)] * 2, [0], []),
         (topology(tp=2, pp=2), [(SharedMemoryGroup, TorchStages)] * 4, [0], [0, 2]),
-        (topology(tp=2, nodes="ab"), [(TorchGroup, OneStage)] * 2, [0], []),
+        (topology(tp=2, nodes="ab"), [(TorchGroup, SingleStage)] * 2, [0], []),
         (topology(tp=2, pp=2, nodes="aabb"), [(SharedMemoryGroup, TorchStages)] * 4, [0], [0, 2]),
         (
             topology(tp=2, pp=2, nodes="aaab"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagleray.parallel import Mesh
+from eagleray.parallel.mesh import Mesh
 
 SIZES = {"tp": st.integers(1, 5), "pp": st.integers(1, 5)}
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ranks import together
 
 from eagleray.errors import ChannelClosed, DeadlineExceeded
-from eagleray.parallel.group import Alone
+from eagleray.parallel.group import SingleRankGroup
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
 
@@ -182,6 +182,6 @@ def test_a_group_that_was_closed(kind):
 @given(counts=st.lists(COUNT, min_size=2, max_size=6))
 def test_a_group_of_one(counts):
     x = torch.ones(counts[0], 2)
-    group, one = Alone(), [counts[0]]
+    group, one = SingleRankGroup(), [counts[0]]
     assert group.all_gather(x, one) is group.reduce_scatter(x, one) is group.all_to_all(x, one, one) is x
     assert not any(group.bytes_sent.values())

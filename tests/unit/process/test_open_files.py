@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys
-from eagleray.process import raise_open_files_limit
+from eagleray.process.open_files import raise_open_files_limit
 soft, hard, needed = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 print(raise_open_files_limit(needed))
@@ -37,7 +37,7 @@ def test_raise_open_files_limit_reaches_the_hard_limit(soft, hard, needed, raise
     ],
 )
 def test_raise_open_files_limit_has_an_end(monkeypatch, limits, needed, raised):
-    from eagleray.process import raise_open_files_limit
+    from eagleray.process.open_files import raise_open_files_limit
 
     present = [limits]
     monkeypatch.setattr("resource.getrlimit", lambda which: present[0])

@@ -19,8 +19,9 @@ from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason, PromptLogprobs, TokenLogprobs
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, Stopping
-from eagleray.messages.steps import RowFailure, RowStart, StepPlan, StepResult
-from eagleray.scheduler import Output, Scheduler
+from eagleray.messages.steps import NewRow, RowFailure, StepPlan, StepResult
+from eagleray.scheduler.request import AddressedChunk
+from eagleray.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 16
 ALICE = ClientId("test", 0)
@@ -182,7 +183,7 @@ class FakeWorker:
             assert len(set(row.block_ids)) == len(row.block_ids)
             assert all(0 <= block < self.num_blocks for block in row.block_ids)
 
-    def _start(self, start: RowStart):
+    def _start(self, start: NewRow):
         assert 0 <= start.row < self.num_rows and start.row not in self.rows
         assert 0 <= start.num_computed_tokens < len(start.token_ids) < self.max_model_len
         self.rows[start.row] = Row(
@@ -339,7 +340,7 @@ class Engine:
     def plan(self) -> StepPlan | None:
         num_preemptions = self.scheduler.stats().num_preemptions
         plan = self.scheduler.plan()
-        self._note_started(self.scheduler.take_notices())
+        self._note_started(self.scheduler.pop_early_chunks())
         if plan is not None:
             has_preempted = self.scheduler.stats().num_preemptions > num_preemptions
             is_anew = self.worker.is_lost
@@ -371,7 +372,7 @@ class Engine:
         self.worker.written.popleft()
         return self.take(self.scheduler.apply(self.in_flight.popleft()))
 
-    def _note_started(self, notices: list[Output]) -> None:
+    def _note_started(self, notices: list[AddressedChunk]) -> None:
         for client, chunk in notices:
             assert chunk == Chunk(request_id=chunk.request_id, is_started=True)
             message = self.messages[client, chunk.request_id]
@@ -401,7 +402,7 @@ class Engine:
             routed_experts_from=self.routed_experts_until(key),
         )
 
-    def take(self, outputs: list[Output]) -> list[Chunk]:
+    def take(self, outputs: list[AddressedChunk]) -> list[Chunk]:
         for client, chunk in outputs:
             key = client, chunk.request_id
             assert not self.is_ended(key), "a chunk after the last one"

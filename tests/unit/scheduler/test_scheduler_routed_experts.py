@@ -9,7 +9,7 @@ from scheduler_fakes import ALICE, ROUTING, Engine, request
 
 from eagleray.errors import InvalidRequest
 from eagleray.messages.outputs import FinishReason
-from eagleray.scheduler import Scheduler
+from eagleray.scheduler.scheduler import Scheduler
 
 
 def wants(request_id, prompt, *, first=0, **options):

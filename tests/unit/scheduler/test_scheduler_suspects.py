@@ -48,11 +48,11 @@ def test_those_that_wait_for_their_turn_count_as_waiting():
 def test_the_start_is_told_with_the_plan_and_nothing_else_is():
     engine = Engine()
     engine.add(suspect("a"), request("free", [7]))
-    assert engine.scheduler.take_notices() == []
+    assert engine.scheduler.pop_early_chunks() == []
     assert engine.scheduler.plan() is not None
-    ((client, chunk),) = engine.scheduler.take_notices()
+    ((client, chunk),) = engine.scheduler.pop_early_chunks()
     assert (client, chunk.request_id, chunk.is_started, chunk.token_ids) == (ALICE, "a", True, [])
-    assert engine.scheduler.take_notices() == []
+    assert engine.scheduler.pop_early_chunks() == []
 
 
 def test_a_start_is_told_of_requests_that_ask_for_it_and_they_run_together():

@@ -11,13 +11,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from uvicorn.server import ServerState
 
-from eagleray.config import build_config
+from eagleray.config.build import build_config
 from eagleray.errors import EagleRayError
 from eagleray.server.connections import HttpConnections
-from eagleray.server.failures import explain
+from eagleray.server.error_responses import error_response
 from eagleray.server.http_limits import HttpLimits
 from eagleray.server.http_protocol import HttpProtocol
-from eagleray.server.replies import json_reply
+from eagleray.server.http_responses import json_response
 
 
 class Answer(NamedTuple):
@@ -80,14 +80,14 @@ class App:
             if request.url.path == "/stream":
                 response: Any = StreamingResponse(self._stream())
             elif request.url.path == "/ignore":
-                response = json_reply("ignored")
+                response = json_response("ignored")
             else:
                 body = await request.body()
                 response = PlainTextResponse(f"{request.method} {request.url.path} ".encode() + body)
         except EagleRayError as error:
             self.errors.append(type(error).__name__)
-            refusal = explain(error, "id")
-            response = json_reply(refusal.reply, refusal.status, refusal.headers)
+            refusal = error_response(error, "id")
+            response = json_response(refusal.reply, refusal.status, refusal.headers)
         await response(scope, receive, send)
 
     async def _stream(self) -> Any:

@@ -16,8 +16,9 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from eagleray.client import Client
-from eagleray.config import Config, build_config
+from eagleray.client.client import Client
+from eagleray.config.build import build_config
+from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.lifecycle import Knows, Stop
@@ -32,7 +33,7 @@ from eagleray.messages.outputs import (
     WorkersReturned,
 )
 from eagleray.messages.requests import Abort, CallWorkers, Generate
-from eagleray.metrics import Ledger
+from eagleray.metrics.ledger import Ledger
 from eagleray.server.app import create_app
 
 ENGINE = EngineId("test", 0)

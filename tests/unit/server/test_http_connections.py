@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 from http_fakes import HttpServer, request
 
-from eagleray.config import build_config
+from eagleray.config.build import build_config
 from eagleray.errors import ConfigError
 from eagleray.server.acceptor import Acceptor
 from eagleray.server.connection_counts import ConnectionCounts

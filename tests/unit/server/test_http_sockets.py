@@ -15,7 +15,7 @@ import uvicorn
 import uvloop
 from uvicorn.server import ServerState
 
-from eagleray.config import build_config
+from eagleray.config.build import build_config
 from eagleray.server.acceptor import Acceptor
 from eagleray.server.connection_counts import ConnectionCounts
 from eagleray.server.connections import HttpConnections

@@ -9,7 +9,7 @@ import weakref
 import pytest
 from server_fakes import Call, serving, settle
 
-from eagleray.client import MAX_LOGPROB_TOKEN_IDS
+from eagleray.client.preprocess import MAX_LOGPROB_TOKEN_IDS
 from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from eagleray.server import memory_return

@@ -9,7 +9,7 @@ import time
 import pytest
 from server_fakes import Call, serving, settle, write_checkpoint
 
-from eagleray.client import Tokenizer
+from eagleray.client.text.tokenizer import Tokenizer
 
 LONGEST = 14
 """Characters of the longest token of the test's tokenizer, `<|endoftext|>` with one to spare."""

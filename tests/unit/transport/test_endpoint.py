@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from eagleray.errors import ConfigError
-from eagleray.transport import Inbox, check_room, make_runtime_dir, remove_dead_sockets, remove_runtime_dir
+from eagleray.transport.inbox import Inbox
+from eagleray.transport.runtime_dir import check_room, make_runtime_dir, remove_dead_sockets, remove_runtime_dir
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ def parent(tmp_path_factory, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv("TMPDIR", str(path))
     if len(str(path)) > 48:  # then /tmp is taken, which others use
-        monkeypatch.setattr("eagleray.transport.endpoint.MAX_DIR_LENGTH", 200)
+        monkeypatch.setattr("eagleray.transport.runtime_dir.MAX_DIR_LENGTH", 200)
     return path
 
 
@@ -37,7 +38,7 @@ def age(path: Path, seconds: float = 3600.0) -> None:
 
 def program(text: str) -> subprocess.Popen[str]:
     """A process that makes a directory, prints it, and goes on with `text`."""
-    code = f"from eagleray.transport import make_runtime_dir\nprint(make_runtime_dir(), flush=True)\n{text}"
+    code = f"from eagleray.transport.runtime_dir import make_runtime_dir\nprint(make_runtime_dir(), flush=True)\n{text}"
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from eagleray.transport.pulse import Clocks
+from eagleray.transport.heartbeat import LivenessClock
 
 
 def test_who_was_heard_and_then_is_not_is_named_once():
-    clocks = Clocks(limit=3.0, tick=1.0, now=0.0)
+    clocks = LivenessClock(limit=3.0, tick=1.0, now=0.0)
     clocks.hear("a", 0.5)
     for now in (1.0, 2.0, 3.0):
         clocks.hear("b", now)
@@ -19,12 +19,12 @@ def test_who_was_heard_and_then_is_not_is_named_once():
 
 
 def test_who_was_never_heard_is_not_silent():
-    clocks = Clocks(limit=1.0, tick=1.0, now=0.0)
+    clocks = LivenessClock(limit=1.0, tick=1.0, now=0.0)
     assert [clocks.silent(float(now)) for now in range(1, 10)] == [[]] * 9
 
 
 def test_who_is_expected_has_its_time_and_then_the_limit():
-    clocks = Clocks(limit=3.0, tick=1.0, now=0.0)
+    clocks = LivenessClock(limit=3.0, tick=1.0, now=0.0)
     for who in ("comes", "stays away", "is forgotten"):
         clocks.expect(who, 0.0, within=6.0)
     for now in (1.0, 2.0, 3.0, 4.0):
@@ -38,7 +38,7 @@ def test_who_is_expected_has_its_time_and_then_the_limit():
 
 
 def test_time_in_which_the_listener_did_not_run_does_not_count():
-    clocks = Clocks(limit=3.0, tick=1.0, now=0.0)
+    clocks = LivenessClock(limit=3.0, tick=1.0, now=0.0)
     clocks.hear("a", 0.5)
     assert clocks.silent(1.0) == []
     assert clocks.silent(100.0) == []
@@ -49,7 +49,7 @@ def test_time_in_which_the_listener_did_not_run_does_not_count():
 
 
 def test_who_is_forgotten_is_not_silent():
-    clocks = Clocks(limit=3.0, tick=1.0, now=0.0)
+    clocks = LivenessClock(limit=3.0, tick=1.0, now=0.0)
     clocks.hear("a", 0.0)
     clocks.hear("b", 0.0)
     clocks.forget("a")

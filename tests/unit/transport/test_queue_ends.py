@@ -15,7 +15,9 @@ import pytest
 import zmq
 
 from eagleray.errors import ChannelClosed, ConfigError, DeadlineExceeded
-from eagleray.transport import Broadcaster, Listener, make_runtime_dir, remove_runtime_dir
+from eagleray.transport.message_queue_hub import MessageQueueHub
+from eagleray.transport.message_queue_peer import MessageQueuePeer
+from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 SECONDS = 20.0
 MEDIA = ("shared memory", "ipc", "tcp")
@@ -33,12 +35,12 @@ def connect(runtime_dir):
     """A function: an open queue and its listeners, one for each medium that it is given."""
     with contextlib.ExitStack() as stack:
 
-        def connect(*media: str, **options) -> tuple[Broadcaster, list[Listener]]:
-            queue = Broadcaster.open(num_peers=len(media), runtime_dir=runtime_dir, host="127.0.0.1", **options)
+        def connect(*media: str, **options) -> tuple[MessageQueueHub, list[MessageQueuePeer]]:
+            queue = MessageQueueHub.open(num_peers=len(media), runtime_dir=runtime_dir, host="127.0.0.1", **options)
             stack.callback(queue.close)
             with aside(queue.wait_for_peers, SECONDS, lambda: None) as attached:
                 listeners = [
-                    Listener.open(queue.ticket(peer), media=[medium], timeout=SECONDS)
+                    MessageQueuePeer.open(queue.ticket(peer), media=[medium], timeout=SECONDS)
                     for peer, medium in enumerate(media)
                 ]
             for listener in listeners:
@@ -246,8 +248,8 @@ def test_a_send_that_waits_asks_whether_it_should(connect):
 
 
 def test_the_missing_peers_are_named(runtime_dir):
-    queue = Broadcaster.open(num_peers=3, runtime_dir=runtime_dir)
-    listener = Listener.open(queue.ticket(1), timeout=SECONDS)
+    queue = MessageQueueHub.open(num_peers=3, runtime_dir=runtime_dir)
+    listener = MessageQueuePeer.open(queue.ticket(1), timeout=SECONDS)
     with pytest.raises(DeadlineExceeded, match="peer 0, 2 did not attach"):
         queue.wait_for_peers(0.2, lambda: None)
     listener.close()
@@ -255,7 +257,7 @@ def test_the_missing_peers_are_named(runtime_dir):
 
 
 def test_waiting_for_peers_ends_when_asked_to(runtime_dir):
-    queue = Broadcaster.open(num_peers=1, runtime_dir=runtime_dir)
+    queue = MessageQueueHub.open(num_peers=1, runtime_dir=runtime_dir)
 
     def check():
         raise LookupError("a worker has died")
@@ -280,11 +282,11 @@ def altered(ticket: bytes, **changes) -> bytes:
 
 def test_a_peer_that_sees_other_memory_connects(runtime_dir):
     """As in another container: the process of that number is not the engine, or its descriptor is something else."""
-    queue = Broadcaster.open(num_peers=4, runtime_dir=runtime_dir)
+    queue = MessageQueueHub.open(num_peers=4, runtime_dir=runtime_dir)
     read_end, write_end = os.pipe()
     with aside(queue.wait_for_peers, SECONDS, lambda: None) as outcome:
         listeners = [
-            Listener.open(altered(queue.ticket(peer), **changes), timeout=SECONDS)
+            MessageQueuePeer.open(altered(queue.ticket(peer), **changes), timeout=SECONDS)
             for peer, changes in enumerate(
                 [
                     {},
@@ -306,35 +308,35 @@ def test_a_peer_that_sees_other_memory_connects(runtime_dir):
 def test_a_ticket_is_for_one_use(connect, runtime_dir):
     queue, (listener,) = connect("shared memory")
     with pytest.raises(ChannelClosed, match="peer 0 has attached to the queue already"):
-        Listener.open(queue.ticket(0), timeout=SECONDS)
+        MessageQueuePeer.open(queue.ticket(0), timeout=SECONDS)
     queue.send([b"m"], SECONDS)
     assert listener.receive(SECONDS) == [b"m"]
 
 
 def test_a_peer_for_whom_the_directory_has_another_name_finds_it(runtime_dir, tmp_path):
-    queue = Broadcaster.open(num_peers=1, runtime_dir=runtime_dir)
+    queue = MessageQueueHub.open(num_peers=1, runtime_dir=runtime_dir)
     other = tmp_path / "r"
     other.symlink_to(runtime_dir)
     ticket = altered(queue.ticket(0), contact__directory="/nonexistent")
     with aside(queue.wait_for_peers, SECONDS, lambda: None) as outcome:
-        listener = Listener.open(ticket, runtime_dir=other, media=["ipc"], timeout=SECONDS)
+        listener = MessageQueuePeer.open(ticket, runtime_dir=other, media=["ipc"], timeout=SECONDS)
     assert outcome == [{0: "ipc"}]
     listener.close()
     queue.close()
 
 
 def test_without_a_way_to_the_engine_the_error_says_so(runtime_dir):
-    queue = Broadcaster.open(num_peers=1, runtime_dir=runtime_dir)
+    queue = MessageQueueHub.open(num_peers=1, runtime_dir=runtime_dir)
     with pytest.raises(ChannelClosed, match="no TCP port"):
-        Listener.open(queue.ticket(0), media=["tcp"], timeout=SECONDS)
+        MessageQueuePeer.open(queue.ticket(0), media=["tcp"], timeout=SECONDS)
     with pytest.raises(DeadlineExceeded, match="has not answered over ipc"):
-        Listener.open(queue.ticket(0), media=["ipc"], timeout=0.1)
+        MessageQueuePeer.open(queue.ticket(0), media=["ipc"], timeout=0.1)
     queue.close()
 
 
 def test_an_address_of_another_host_is_refused(runtime_dir):
     with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.7"):
-        Broadcaster.open(num_peers=1, runtime_dir=runtime_dir, host="203.0.113.7")
+        MessageQueueHub.open(num_peers=1, runtime_dir=runtime_dir, host="203.0.113.7")
 
 
 def test_too_little_memory_is_the_users_error_and_says_how_much_is_needed(runtime_dir):
@@ -342,14 +344,14 @@ def test_too_little_memory_is_the_users_error_and_says_how_much_is_needed(runtim
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
         with pytest.raises(ConfigError, match=r"needs 8\d{6} bytes of shared memory"):
-            Broadcaster.open(num_peers=1, runtime_dir=runtime_dir, capacity=4 << 20)
+            MessageQueueHub.open(num_peers=1, runtime_dir=runtime_dir, capacity=4 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(runtime_dir.iterdir())
 
 
 def test_a_stranger_gets_nothing_and_disturbs_nothing(runtime_dir):
-    queue = Broadcaster.open(num_peers=1, runtime_dir=runtime_dir, host="127.0.0.1")
+    queue = MessageQueueHub.open(num_peers=1, runtime_dir=runtime_dir, host="127.0.0.1")
     ticket = msgspec.msgpack.decode(queue.ticket(0))
     address = ticket["contact"]["tcp"]
     host, port = address.removeprefix("tcp://").split(":")
@@ -371,15 +373,15 @@ def test_a_stranger_gets_nothing_and_disturbs_nothing(runtime_dir):
         with aside(queue.wait_for_peers, SECONDS, lambda: None) as outcome:
             with pytest.raises((ChannelClosed, DeadlineExceeded)):
                 wrong = altered(queue.ticket(0), contact__server_key=zmq.curve_keypair()[0])
-                Listener.open(wrong, media=["tcp"], timeout=0.5)
+                MessageQueuePeer.open(wrong, media=["tcp"], timeout=0.5)
             with pytest.raises(DeadlineExceeded):
-                Listener.open(altered(queue.ticket(0), secret=bytes(32)), media=["tcp"], timeout=0.5)
+                MessageQueuePeer.open(altered(queue.ticket(0), secret=bytes(32)), media=["tcp"], timeout=0.5)
             listener = stack.enter_context(
-                contextlib.closing(Listener.open(queue.ticket(0), media=["tcp"], timeout=SECONDS))
+                contextlib.closing(MessageQueuePeer.open(queue.ticket(0), media=["tcp"], timeout=SECONDS))
             )
         assert outcome == [{0: "tcp"}]
         with pytest.raises(DeadlineExceeded):  # that peer is here already
-            Listener.open(queue.ticket(0), media=["tcp"], timeout=0.2)
+            MessageQueuePeer.open(queue.ticket(0), media=["tcp"], timeout=0.2)
         for number in range(100):
             queue.send([b"%d" % number], SECONDS)
             assert listener.receive(SECONDS) == [b"%d" % number]

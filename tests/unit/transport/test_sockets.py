@@ -12,7 +12,8 @@ import pytest
 import zmq
 
 from eagleray.errors import ChannelClosed, ConfigError
-from eagleray.transport import AsyncInbox, Inbox, Outbox, make_runtime_dir, remove_runtime_dir
+from eagleray.transport.inbox import AsyncInbox, Inbox, Outbox
+from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
+from eagleray.kernels.kv_cache import HUGE_PAGE, CacheShape, KVCache
 from eagleray.messages.steps import StepPlan
-from eagleray.models.cache import HUGE_PAGE, CacheShape, KVCache
-from eagleray.worker.fresh_pages import FreshPages, _populate
+from eagleray.worker.prefault import CachePrefaulter, _populate
 
 BLOCK_BYTES = HUGE_PAGE // 4
 QUIET = 0.02
@@ -55,7 +55,7 @@ def opened():
     made = []
 
     def open_pages(of, **options):
-        made.append(FreshPages(of, quiet_seconds=QUIET, **options))
+        made.append(CachePrefaulter(of, quiet_seconds=QUIET, **options))
         return made[-1]
 
     yield open_pages

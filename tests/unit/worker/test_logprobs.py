@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 import torch
 
+from eagleray.kernels.ranking import Ranking
 from eagleray.messages.outputs import TokenLogprobs
 from eagleray.messages.sampling import Sampling
-from eagleray.models.kernels.ranking import Ranking
 from eagleray.worker import logprobs as module
 from eagleray.worker.logprobs import prompt_logprobs
 from eagleray.worker.sampler import Sampled, Sampler
-from eagleray.worker.sampling_rows import SamplingRows
+from eagleray.worker.sampling_state import SamplingState
 
 
 def sample(logits: torch.Tensor, samplings: list[Sampling], generated: tuple[int, ...] = ()) -> Sampled:
-    rows = SamplingRows(num_rows=len(samplings), vocab_size=logits.shape[1], device=torch.device("cpu"))
+    rows = SamplingState(num_rows=len(samplings), vocab_size=logits.shape[1], device=torch.device("cpu"))
     order = list(range(len(samplings)))
     for row in reversed(order):
         rows.start(row, samplings[row], [0, *generated], 1)

@@ -5,11 +5,11 @@ import pytest
 import torch
 from sampling_oracle import Request, choose
 
+from eagleray.kernels.ranking import Ranking
 from eagleray.messages.sampling import Sampling
-from eagleray.models.kernels.ranking import Ranking
-from eagleray.worker import draw
+from eagleray.worker import random_sampler
 from eagleray.worker.sampler import Sampled, Sampler
-from eagleray.worker.sampling_rows import SamplingRows
+from eagleray.worker.sampling_state import SamplingState
 
 CPU = torch.device("cpu")
 
@@ -18,7 +18,7 @@ class Bench:
     """A sampler with its rows, and what each row's request has generated."""
 
     def __init__(self, vocab_size: int, num_rows: int = 16) -> None:
-        self.rows = SamplingRows(num_rows=num_rows, vocab_size=vocab_size, device=CPU)
+        self.rows = SamplingState(num_rows=num_rows, vocab_size=vocab_size, device=CPU)
         self.sampler = Sampler(self.rows, Ranking())
         self.requests: dict[int, Request] = {}
 
@@ -156,11 +156,11 @@ def test_neither_chunks_nor_the_way_to_restrict_change_a_token(
         return bench.sample(logits, rows).token_ids
 
     expected = tokens()
-    monkeypatch.setattr(draw, "CHUNK_ELEMENTS", {"cpu": 5 * vocab_size})
+    monkeypatch.setattr(random_sampler, "CHUNK_ELEMENTS", {"cpu": 5 * vocab_size})
     assert tokens() == expected
-    monkeypatch.setattr(draw, "FEW", 0)
+    monkeypatch.setattr(random_sampler, "FEW", 0)
     assert tokens() == expected
-    monkeypatch.setattr(draw, "FEW", vocab_size)
+    monkeypatch.setattr(random_sampler, "FEW", vocab_size)
     assert tokens() == expected
 
 
@@ -206,7 +206,7 @@ def test_greedy_takes_the_lowest_id_of_equal_logits_and_so_does_top_k_of_one() -
 
 @pytest.mark.parametrize("few", [0, 256])
 def test_top_k_keeps_exactly_k_of_equal_logits(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw, "FEW", few)
+    monkeypatch.setattr(random_sampler, "FEW", few)
     logits = torch.tensor([1.0, 2.0, 2.0, 0.0, 2.0, 2.0])
     drawn = {token_of(logits, Sampling(seed=seed, top_k=3)) for seed in range(60)}
     assert drawn == {1, 2, 4}

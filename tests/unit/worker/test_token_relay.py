@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from eagleray.messages.sampling import Sampling
-from eagleray.messages.steps import RowStart
-from eagleray.parallel import Mesh
-from eagleray.worker.rows import Rows
+from eagleray.messages.steps import NewRow
+from eagleray.parallel.mesh import Mesh
+from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.token_relay import TokenRelay
 
 
@@ -45,9 +45,9 @@ class FakeGroups:
         self.stages = FakeStages()
 
 
-def start(rows: Rows, row: int, token_ids: list[int]) -> None:
+def start(rows: InputBatch, row: int, token_ids: list[int]) -> None:
     rows.start(
-        RowStart(
+        NewRow(
             row=row,
             request_id=str(row),
             token_ids=token_ids,
@@ -60,14 +60,14 @@ def start(rows: Rows, row: int, token_ids: list[int]) -> None:
 
 
 @pytest.fixture
-def rows() -> Rows:
-    rows = Rows(num_rows=4, max_model_len=16, block_size=4)
+def rows() -> InputBatch:
+    rows = InputBatch(num_rows=4, max_model_len=16, block_size=4)
     for row in range(3):
         start(rows, row, [10 * row, 10 * row + 1])
     return rows
 
 
-def known(rows: Rows, row: int) -> list[int]:
+def known(rows: InputBatch, row: int) -> list[int]:
     return rows.token_ids[row, : rows.num_tokens[row]].tolist()
 
 

@@ -11,7 +11,7 @@ from checkpoints import make_checkpoint
 from harness import LocalEngine, random_prompt
 from ranks import together, topology
 
-from eagleray.config import build_config
+from eagleray.config.build import build_config
 from eagleray.identity import EngineId, WorkerId
 from eagleray.messages.sampling import Sampling
 from eagleray.messages.steps import (
@@ -25,10 +25,10 @@ from eagleray.messages.steps import (
     JoinGroups,
     LoadModel,
     ModelLoaded,
+    NewRow,
     OpenExpertGroup,
     OpenGroups,
     ReadExpertLoad,
-    RowStart,
     StepBroken,
     StepPlan,
     StepResult,
@@ -108,7 +108,7 @@ class Engine:
     def generate(self, num_tokens: int) -> list[int]:
         """The first tokens behind the prompt, one for each step."""
         sampling = Sampling(seed=0, temperature=0.0)
-        start = RowStart(
+        start = NewRow(
             row=0,
             request_id="only",
             token_ids=PROMPT,
@@ -124,14 +124,14 @@ class Engine:
                 begin = {"ends": self._taken, "starts": [start], "num_tokens": [len(PROMPT)]}
                 self._taken = [0]
             result = self.step(rows=[0], **begin)
-            assert isinstance(result, StepResult) and result.group_works
+            assert isinstance(result, StepResult) and result.any_engine_busy
             tokens += result.token_ids
         return tokens
 
     def help(self, num_steps: int) -> None:
         for _ in range(num_steps):
             result = self.step(is_idle=True)
-            assert isinstance(result, StepResult) and result.group_works and not result.rows
+            assert isinstance(result, StepResult) and result.any_engine_busy and not result.rows
 
 
 def form(engines: list[Engine], epoch: int) -> None:
@@ -152,7 +152,7 @@ def test_one_helps_the_other_and_idle_steps_compute_nothing(checkpoint, expected
     tokens, _ = together([partial(first.generate, NUM_TOKENS), partial(second.help, NUM_TOKENS)])
     assert tokens == expected
     for result in together([partial(engine.step, is_idle=True) for engine in (first, second)]):
-        assert isinstance(result, StepResult) and not result.group_works
+        assert isinstance(result, StepResult) and not result.any_engine_busy
     loads = [engine.call(ReadExpertLoad()) for engine in (first, second)]
     assert all(isinstance(load, WorkerExpertLoad) for load in loads)
     num_computed = len(PROMPT) + NUM_TOKENS - 1

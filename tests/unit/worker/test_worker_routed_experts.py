@@ -11,18 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks, topology
 
+from eagleray.kernels.expert_trace import ExpertTrace
+from eagleray.kernels.ranking import Ranking
 from eagleray.messages.sampling import Sampling
-from eagleray.messages.steps import RowStart, StageExperts, StepPlan, StepResult
-from eagleray.models.kernels.ranking import Ranking
-from eagleray.models.moe.trace import ExpertTrace
-from eagleray.models.shares import row_share
-from eagleray.parallel import Groups, Mesh
-from eagleray.parallel.group import Alone
-from eagleray.worker.inputs import build_inputs, lines_of
+from eagleray.messages.steps import NewRow, StageRoutedExperts, StepPlan, StepResult
+from eagleray.models.sharding import token_shard
+from eagleray.parallel.group import SingleRankGroup
+from eagleray.parallel.groups import Groups
+from eagleray.parallel.mesh import Mesh
+from eagleray.worker.input_batch import InputBatch
+from eagleray.worker.inputs import build_inputs, token_indices_of
 from eagleray.worker.routed_experts import ExpertsReader
-from eagleray.worker.rows import Rows
 from eagleray.worker.runner import Runner
-from eagleray.worker.sampling_rows import SamplingRows
+from eagleray.worker.sampling_state import SamplingState
 
 NUM_LAYERS, TOP_K, VOCAB_SIZE, NUM_ROWS = 2, 3, 8, 6
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ class RoutingModel:
         self.groups = groups or Groups.alone()
         self.ranking = Ranking()
         self.trace = new_trace(num_experts)
-        self.has_row_shares = False
+        self.has_sequence_shards = False
         self.num_experts = num_experts
         self.others_work = others_work
         self.num_passes = self.num_balanced = 0
@@ -77,19 +78,19 @@ class FirstStage:
     mesh = Mesh(rank=0, pp_size=2)
 
     def __init__(self):
-        self.tp = Alone()
+        self.tp = SingleRankGroup()
 
 
 def make_rows():
-    return Rows(num_rows=NUM_ROWS, max_model_len=64, block_size=4)
+    return InputBatch(num_rows=NUM_ROWS, max_model_len=64, block_size=4)
 
 
 def make_runner(model):
-    return Runner(model, None, make_rows(), SamplingRows(num_rows=NUM_ROWS, vocab_size=VOCAB_SIZE, device=CPU))
+    return Runner(model, None, make_rows(), SamplingState(num_rows=NUM_ROWS, vocab_size=VOCAB_SIZE, device=CPU))
 
 
 def start(row, token_ids):
-    return RowStart(
+    return NewRow(
         row=row,
         request_id=str(row),
         token_ids=token_ids,
@@ -119,9 +120,9 @@ def test_lines_are_in_the_order_that_was_asked_for():
         rows.start(start(row, [1] * count))
     inputs = build_inputs(plan(0, {3: 4, 1: 1, 5: 2, 0: 1}), rows)
     assert inputs.rows.tolist() == [1, 0, 3, 5], "rows of one token come first"
-    assert lines_of([3, 0], inputs).tolist() == [2, 3, 4, 5, 1]
-    assert lines_of([5], inputs).tolist() == [6, 7]
-    assert lines_of([1, 0], inputs).tolist() == [0, 1]
+    assert token_indices_of([3, 0], inputs).tolist() == [2, 3, 4, 5, 1]
+    assert token_indices_of([5], inputs).tolist() == [6, 7]
+    assert token_indices_of([1, 0], inputs).tolist() == [0, 1]
 
 
 def test_inputs_of_a_step_without_rows():
@@ -146,7 +147,7 @@ def test_a_step_reports_the_rows_of_its_capture(num_experts, dtype):
     places = [[(4, 0), (4, 1), (4, 2), (0, 0), (1, 0)], [(4, 3), (2, 1)], [(2, 2), (4, 4)]]
     for result, expected in zip((first, second, third), places, strict=True):
         assert result.routed_slots.tolist() == [row * 16 * 4 + position for row, position in expected]
-    assert first.group_works and model.num_balanced == 3
+    assert first.any_engine_busy and model.num_balanced == 3
 
 
 def test_a_step_without_capture_reports_nothing():
@@ -157,7 +158,7 @@ def test_a_step_without_capture_reports_nothing():
 def test_a_stage_that_does_not_sample_reports_its_layers():
     runner = make_runner(RoutingModel(FirstStage()))
     reply = runner.step(plan(7, {0: 2, 3: 1}, starts=[start(0, [1, 2]), start(3, [4])], capture=[0, 3]))
-    assert isinstance(reply, StageExperts) and reply.step == 7
+    assert isinstance(reply, StageRoutedExperts) and reply.step == 7
     assert np.array_equal(reply.routed_experts, experts([1, 2, 4], [0, 1, 0], 300))
     assert runner.step(plan(8, {5: 1}, starts=[start(5, [1])])) is None
 
@@ -166,13 +167,13 @@ def test_a_stage_that_does_not_sample_reports_its_layers():
 def test_an_idle_step_runs_the_layers_only_if_others_work(others_work):
     model = RoutingModel(others_work=others_work)
     result = make_runner(model).step(plan(0, {}, is_idle=True))
-    assert result == StepResult(step=0, rows=[], token_ids=[], group_works=others_work)
+    assert result == StepResult(step=0, rows=[], token_ids=[], any_engine_busy=others_work)
     assert model.num_passes == model.num_balanced == int(others_work)
 
 
 def test_what_was_read_stays_when_the_next_pass_overwrites_the_trace():
     trace = new_trace()
-    reader = ExpertsReader(trace, Alone(), has_row_shares=False)
+    reader = ExpertsReader(trace, SingleRankGroup(), has_sequence_shards=False)
     note(trace, experts([1, 2], [0, 1], 300))
     reading = reader.begin(np.array([1]), 2)
     note(trace, experts([6, 6], [8, 9], 300))
@@ -180,17 +181,17 @@ def test_what_was_read_stays_when_the_next_pass_overwrites_the_trace():
 
 
 def test_a_stage_whose_layers_have_no_experts_reports_none():
-    reader = ExpertsReader(new_trace(num_layers=0), Alone(), has_row_shares=False)
+    reader = ExpertsReader(new_trace(num_layers=0), SingleRankGroup(), has_sequence_shards=False)
     assert reader.begin(np.array([0, 1, 2]), 5)().shape == (3, 0, TOP_K)
 
 
 def read_shares(steps, groups):
     """What this rank reports of steps (num_tokens, lines) of which it routes its share of the rows."""
     trace = new_trace()
-    reader = ExpertsReader(trace, groups.tp, has_row_shares=True)
+    reader = ExpertsReader(trace, groups.tp, has_sequence_shards=True)
     reports = []
     for num_tokens, lines in steps:
-        own = row_share(num_tokens, groups.tp)
+        own = token_shard(num_tokens, groups.tp)
         note(trace, experts(list(own), [0] * len(own), 300))
         reading = reader.begin(np.array(lines, dtype=np.int64), num_tokens)
         reports.append(None if reading is None else reading())
@@ -218,7 +219,7 @@ def test_ranks_that_have_all_rows_report_once():
     def read(groups):
         trace = new_trace()
         note(trace, experts([1, 2], [0, 1], 300))
-        reading = ExpertsReader(trace, groups.tp, has_row_shares=False).begin(np.array([1]), 2)
+        reading = ExpertsReader(trace, groups.tp, has_sequence_shards=False).begin(np.array([1]), 2)
         return None if reading is None else reading().tolist()
 
     assert run_ranks(read, topology(tp=2)) == [experts([2], [1], 300).tolist(), None]
@@ -229,7 +230,7 @@ def test_ranks_that_have_all_rows_report_once():
 def test_a_gpu_s_rows_come_by_pinned_memory():
     device = torch.device("cuda")
     trace = ExpertTrace(num_layers=NUM_LAYERS, num_experts=300, top_k=TOP_K, device=device, keeps_ids=True)
-    reader = ExpertsReader(trace, Alone(), has_row_shares=False)
+    reader = ExpertsReader(trace, SingleRankGroup(), has_sequence_shards=False)
     reports = []
     for step in range(20):
         chosen = experts(range(50), [step] * 50, 300)

@@ -1,0 +1,1 @@
+"""Prompts to tokens and tokens to text: tokenizer, chat template, incremental decoding, stop strings."""

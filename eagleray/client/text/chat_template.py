@@ -1,0 +1,293 @@
+"""Chat templates: from the messages of a conversation to the text of a prompt.
+
+A template is a Jinja program that comes with a checkpoint. It is foreign code: it runs in Jinja's sandbox, sees plain
+data, and whatever it raises is told to the user as `InvalidRequest`. Its surroundings are those of transformers.
+A `RenderBudget` bounds the time that it takes and the text that it writes.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from eagleray.errors import InvalidRequest
+
+END_OF_TEXT = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Put after the last message to find its end in what the template made of it. The space shows if texts are trimmed."""
+
+
+MAX_PRODUCT = 2**20
+"""Length of what a template may make by repeating a text or a list, and bits of a number that it may compute."""
+
+
+class OverBudget(Exception):
+    """A rendering has taken more than its budget, or was cancelled."""
+
+
+class RenderBudget:
+    """Limits of one rendering: `seconds` from now on, and `max_chars` of output. Any thread may cancel it."""
+
+    def __init__(self, *, seconds: float, max_chars: int) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._seconds = seconds
+        self._max_chars = max_chars
+        self._cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """Make the next `check` raise."""
+        self._cancelled.set()
+
+    def check(self, num_chars: int = 0) -> None:
+        """Raise `OverBudget` if the time is up, or if the output has more than its characters."""
+        if self._cancelled.is_set():
+            raise OverBudget("its client has disconnected")
+        if num_chars > self._max_chars:
+            raise OverBudget(f"it wrote more than {self._max_chars} characters")
+        if time.monotonic() > self._deadline:
+            raise OverBudget(f"it was still running after {self._seconds:g} s")
+
+
+_budget: ContextVar[RenderBudget | None] = ContextVar("budget", default=None)
+"""Budget of the rendering that runs in this thread."""
+
+
+class ChatTemplate:
+    """The chat templates of one tokenizer, by name. Compiled when first used."""
+
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
+        """`variables`: the named special tokens, which every template may use."""
+        self._sources = sources
+        self._variables = variables
+        self._compiled: dict[str, Template] = {}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        documents: Sequence[Mapping[str, Any]] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+        budget: RenderBudget | None = None,
+    ) -> str:
+        """The prompt. Raises `InvalidRequest` if there is no template, or if it refuses the messages, and `OverBudget`
+        if it takes more than the `budget`."""
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequest(
+                "`add_generation_prompt` begins a new message and `continue_final_message` goes on with the last one: "
+                "set one of them",
+                param="add_generation_prompt",
+            )
+        conversation = [_plain_message(message) for message in messages]
+        if not conversation:
+            raise InvalidRequest("the conversation is empty, but it needs at least one message", param="messages")
+        final_text = conversation[-1].get("content")
+        if continue_final_message:
+            if not isinstance(final_text, str):
+                raise InvalidRequest("`continue_final_message`: the last message has no content", param="messages")
+            conversation[-1]["content"] = final_text + END_OF_TEXT
+        variables = {
+            "messages": conversation,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        extra = dict(chat_template_kwargs or {})
+        if taken := sorted(variables.keys() & extra.keys()):
+            raise InvalidRequest(
+                f"`chat_template_kwargs` cannot hold {taken[0]!r}: it is a field of its own",
+                param="chat_template_kwargs",
+            )
+        template = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
+        try:
+            text = _render(template, {**self._variables, **extra, **variables}, budget)
+        except OverBudget:
+            raise
+        except Exception as error:  # the template is foreign code: nothing that it raises may end anything but this
+            raise InvalidRequest(
+                f"the chat template refuses these messages: {_explain(error)}", param="messages"
+            ) from None
+        return _cut(text, final_text or "") if continue_final_message else text
+
+    def _template(self, name: str) -> Template:
+        if name not in self._sources:
+            names = f"; it has {', '.join(map(repr, self._sources))} only" if self._sources else ""
+            raise InvalidRequest(
+                f"this model has no chat template{names}: give one with the option `chat_template`, or send a prompt "
+                "instead of messages",
+                param="messages",
+            )
+        if name not in self._compiled:
+            try:
+                self._compiled[name] = _environment().from_string(self._sources[name])
+            except TemplateSyntaxError as error:
+                raise InvalidRequest(
+                    f"the model's chat template has an error in line {error.lineno}: {error.message}", param="messages"
+                ) from None
+        return self._compiled[name]
+
+
+def _render(template: Template, variables: Mapping[str, Any], budget: RenderBudget | None) -> str:
+    token = _budget.set(budget)
+    try:
+        pieces, num_chars = [], 0
+        for piece in template.generate(variables):
+            num_chars += len(piece)
+            _check_budget(num_chars)
+            pieces.append(piece)
+        return "".join(pieces)
+    finally:
+        _budget.reset(token)
+
+
+def _check_budget(num_chars: int = 0) -> None:
+    if (budget := _budget.get()) is not None:
+        budget.check(num_chars)
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy for the template: without fields that are None, content as a text.
+
+    Raises `InvalidRequest` for content that is not text.
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequest(
+            f'a message is a mapping with a "role" and a "content", but one is {message!r:.100}', param="messages"
+        )
+    plain = {name: value for name, value in message.items() if value is not None}
+    if "content" in plain:
+        plain["content"] = _text_of(plain["content"])
+    return plain
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise InvalidRequest(
+            f"the content of a message is a text or a list of parts, but one is a {type(content).__name__}",
+            param="messages",
+        )
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(
+                f'a part of a message\'s content is of type {kind!r}, but only {{"type": "text", "text": "..."}} is '
+                "supported",
+                param="messages",
+            )
+    return "".join(part["text"] for part in content)
+
+
+def _cut(text: str, final_text: str) -> str:
+    """What the template wrote up to the end of the last message, whose text is `final_text`."""
+    end = text.rfind(END_OF_TEXT.strip())
+    if end < 0 or final_text.strip() not in text:
+        raise InvalidRequest(
+            "`continue_final_message`: the chat template does not show the last message, so it cannot be continued",
+            param="messages",
+        )
+    keeps_space = text.startswith(END_OF_TEXT, end)
+    return text[:end] if keeps_space else text[:end].rstrip()
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, TemplateError):  # also what the template says itself, by raise_exception
+        return error.message or type(error).__name__
+    return f"{type(error).__name__}: {error}"
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` … `{% endgeneration %}` marks what the model wrote, for training; here it is just text."""
+
+    tags = {"generation"}  # noqa: RUF012 - as declared in the base class
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Checks the budget in every round of a loop and at every call, and refuses huge products."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        for loop in template.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, BOUNDED, [], [], None, None, lineno=loop.lineno)
+        return template
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_budget()
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if _product_size(operator, left, right) > MAX_PRODUCT:
+            raise TemplateError(f"the result of {operator!r} is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+BOUNDED = "_bounded"
+"""Name of the filter that every loop gets."""
+
+
+def _bounded(iterable: Iterable[Any]) -> Iterator[Any]:
+    for item in iterable:
+        _check_budget()
+        yield item
+
+
+def _product_size(operator: str, left: Any, right: Any) -> int:
+    """Entries of a repeated sequence, or bits of a number; 0 if it cannot be large."""
+    match operator, left, right:
+        case "*", (str() | list() | tuple()), int():
+            return len(left) * right
+        case "*", int(), (str() | list() | tuple()):
+            return left * len(right)
+        case "*", int(), int():
+            return left.bit_length() + right.bit_length()
+        case "**", int(), int():
+            return left.bit_length() * right
+        case _:
+            return 0
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = _BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.filters[BOUNDED] = _bounded
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own escapes characters for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

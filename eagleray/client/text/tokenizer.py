@@ -1,0 +1,252 @@
+"""Text to token ids and back, as the checkpoint's tokenizer.json says.
+
+The `tokenizers` library does the work; this adds the files around it, the chat template, and the exact bytes of a
+token. Immutable once loaded, and usable from several threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from eagleray.client.text.chat_template import ChatTemplate, RenderBudget
+from eagleray.client.text.generation_config import eos_token_ids
+from eagleray.client.text.tokenizer_files import chat_template_source, load_backend, named_tokens, read_tokenizer_config
+from eagleray.errors import CheckpointError, ConfigError, InvalidRequest
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint. Make one with `load`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        eos_token_ids: tuple[int, ...],
+        chat_template: ChatTemplate,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> None:
+        self._backend = backend
+        self._chat_template = chat_template
+        decoders = _decoder_kinds(backend)
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        """With added tokens. The model's own vocabulary may be larger, for padding."""
+        self.is_byte_level = decoders == ["ByteLevel"]
+        """Every token is a sequence of bytes, and the text of several is their bytes decoded together."""
+        self.has_byte_fallback = "ByteFallback" in decoders
+        """Tokens `<0x00>` … `<0xFF>` are single bytes, and a run of them is decoded together."""
+        # As in transformers 5: it was made for WordPiece and would corrupt the text of a BPE model.
+        self.cleans_up = clean_up_tokenization_spaces and type(backend.model).__name__ != "BPE"
+        self._special_ids = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
+        self._anchor: list[int] = backend.encode("a", add_special_tokens=False).ids
+        self._anchor_length = len(self.decode_raw(self._anchor, skip_special_tokens=False))
+        self._bytes: dict[int, bytes] = {}
+
+    @functools.cached_property
+    def max_token_chars(self) -> int:
+        """Most characters of a text that one token stands for."""
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+        return longest if self._backend.normalizer is None else longest * MAX_NORMALIZED_CHARS
+
+    @classmethod
+    def load(cls, directory: Path, *, chat_template: Path | None = None) -> Tokenizer:
+        """Read the tokenizer of a checkpoint. `chat_template` is the file of a template to use in place of its own.
+
+        Raises `CheckpointError` for a file that is missing or damaged, `ConfigError` for a wrong `chat_template`.
+        """
+        config = read_tokenizer_config(directory)
+        try:
+            backend = load_backend(directory, config)
+            named = named_tokens(config)
+            templates = chat_template_source(directory, config)
+        except (AttributeError, KeyError, TypeError) as error:  # JSON, but not of the shape that it should have
+            raise CheckpointError(
+                f"{directory / 'tokenizer_config.json'}: its tokens or chat templates are not as they should be "
+                f"({type(error).__name__}: {error})"
+            ) from None
+        if chat_template is not None:
+            if not chat_template.is_file():
+                raise ConfigError(f"option `chat_template`: there is no file {str(chat_template)!r}")
+            templates = {"default": chat_template.read_text(encoding="utf-8")}
+        eos = eos_token_ids(directory)
+        if not eos and (token_id := backend.token_to_id(named.get("eos_token", ""))) is not None:
+            eos = (token_id,)
+        return cls(
+            backend,
+            eos_token_ids=eos,
+            chat_template=ChatTemplate(templates, named),
+            clean_up_tokenization_spaces=bool(config.get("clean_up_tokenization_spaces", False)),
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The token ids. `add_special_tokens`: also what the model expects around a text, such as a first token.
+
+        Raises `InvalidRequest` for what is no text, and for a text on which the tokenizer fails.
+        """
+        with _explaining_failures(text):
+            if len(text) <= SHORT_TEXT_CHARS:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def count_tokens(self, text: str) -> int:
+        """Number of tokens of `text`, without special ones. Does not hold Python's lock.
+
+        Raises `InvalidRequest` as `encode` does.
+        """
+        with _explaining_failures(text):
+            return len(self._backend.encode_batch_fast([text], add_special_tokens=False)[0])
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of the tokens. Ids that are no token have none; bytes that are no text become U+FFFD."""
+        return self.clean_up(self.decode_raw(ids, skip_special_tokens=skip_special_tokens))
+
+    def decode_raw(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The same before `clean_up`."""
+        try:
+            if len(ids) <= SHORT_TEXT_CHARS:
+                return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
+        except (OverflowError, TypeError):
+            raise InvalidRequest("token ids must be integers from 0 on that fit into 32 bits") from None
+
+    def clean_up(self, text: str) -> str:
+        """Without the spaces that tokenization put before punctuation, if this tokenizer is of the kind that does."""
+        if self.cleans_up:
+            for old, new in CLEAN_UPS:
+                text = text.replace(old, new)
+        return text
+
+    def token_to_text(self, token_id: int) -> str:
+        """The text of one token as it is within a text: a leading space is kept."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; a token may be part of a character only. Empty for no token."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._bytes_of(token_id)
+        return found
+
+    def is_special(self, token_id: int) -> bool:
+        """It is left out of texts under `skip_special_tokens`."""
+        return token_id in self._special_ids
+
+    def is_token(self, token_id: int) -> bool:
+        """Ids that are no token have no text: the model's vocabulary may be larger than ours."""
+        return self._backend.id_to_token(token_id) is not None
+
+    def byte_of(self, token_id: int) -> int | None:
+        """The byte that a byte-fallback token stands for; None for other tokens."""
+        token = self._backend.id_to_token(token_id) if self.has_byte_fallback else None
+        match = BYTE_TOKEN.fullmatch(token) if token else None
+        return int(match[1], 16) if match else None
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        budget: RenderBudget | None = None,
+    ) -> str:
+        """The prompt for a conversation; tokenize it without adding special tokens, the template writes them itself.
+
+        Raises `InvalidRequest` if there is no template, if a message is not made of text, or if the template refuses;
+        `OverBudget` if it takes more than the `budget`.
+        """
+        return self._chat_template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            documents=documents,
+            chat_template_kwargs=chat_template_kwargs,
+            budget=budget,
+        )
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if self.is_byte_level:
+            return _byte_level_bytes(self._backend.id_to_token(token_id) or "")
+        byte = self.byte_of(token_id)
+        if byte is not None:
+            return bytes([byte])
+        # After another token, because some decoders treat the first one in a special way.
+        text = self.decode_raw([*self._anchor, token_id], skip_special_tokens=False)
+        return text[self._anchor_length :].encode()
+
+
+SHORT_TEXT_CHARS = 4096
+"""Longer texts are tokenized by the library's call for batches, which lets go of Python's lock. For short ones that is
+not worth its side effect: the library warns a program that forks after it."""
+
+MAX_NORMALIZED_CHARS = 4
+"""A normalizer may make one character of several: a letter and its accents."""
+
+
+@contextlib.contextmanager
+def _explaining_failures(text: Any) -> Iterator[None]:
+    """Turn what the library raises for `text` into `InvalidRequest`."""
+    try:
+        yield
+    except TypeError:
+        if not isinstance(text, str):
+            raise InvalidRequest(f"a text is needed, but this is a {type(text).__name__}", param="prompt") from None
+        raise InvalidRequest(
+            "the text is not valid Unicode: it has half of a surrogate pair, which no token stands for",
+            param="prompt",
+        ) from None
+    except BaseException as error:
+        # A panic of the library is no `Exception`, and its class cannot be imported.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InvalidRequest(
+            f"the tokenizer fails on this text of {len(text)} characters ({error}); it may repeat one character too "
+            "often",
+            param="prompt",
+        ) from None
+
+
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+CLEAN_UPS = (
+    *((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't")),
+    *((" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re")),
+)
+
+
+def _decoder_kinds(backend: Backend) -> list[str]:
+    """Names of the decoders that make text of tokens, in their order."""
+    if backend.decoder is None:
+        return []
+    state: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+    return [decoder["type"] for decoder in state.get("decoders", [state])]
+
+
+def _byte_characters() -> dict[str, int]:
+    """Byte-level tokenizers write every byte as one visible character (Radford et al., 2019, GPT-2): which is which.
+
+    Printable characters of Latin-1 stand for themselves, the other bytes for the characters from U+0100 on.
+    """
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+BYTE_OF_CHARACTER = _byte_characters()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes([BYTE_OF_CHARACTER[character] for character in token])
+    except KeyError:  # an added token is written as it is, and decoded as it is
+        return token.encode()

@@ -1,0 +1,17 @@
+"""What comes into an engine and what leaves it."""
+
+from __future__ import annotations
+
+from eagleray.identity import MemberId
+from eagleray.messages.lifecycle import MemberToSupervisor, SupervisorToEngine
+from eagleray.messages.outputs import EngineToClient
+from eagleray.messages.requests import ClientToEngine
+from eagleray.messages.waves import EngineToEngine
+from eagleray.transport.inbox import Inbox, Outbox
+
+EngineMessage = SupervisorToEngine | ClientToEngine | EngineToEngine
+EngineInbox = Inbox[EngineMessage]
+EngineOutbox = Outbox[MemberId | str, EngineToClient | MemberToSupervisor | EngineToEngine]
+
+SUPERVISOR = "supervisor"
+"""Its name in an engine's outbox; it has no identity."""

@@ -1,0 +1,1 @@
+"""Executor whose workers are called through a compiled graph of Ray."""

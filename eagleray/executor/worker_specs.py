@@ -1,0 +1,59 @@
+"""What every executor tells its workers at their birth, and how it listens for their heartbeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from eagleray.config.sections import Config
+from eagleray.executor.failure_monitor import FailureMonitor
+from eagleray.identity import EngineId
+from eagleray.messages.workers import Topology, WorkerSpec
+from eagleray.transport.heartbeat import HeartbeatMonitor
+
+
+def worker_labels(engine: EngineId, topology: Topology) -> list[str]:
+    """Names of the workers, by rank."""
+    return [topology.worker_id(engine, rank).label for rank in range(topology.world_size)]
+
+
+def open_heartbeat_monitor(
+    labels: Sequence[str], losses: FailureMonitor, *, config: Config, runtime_dir: Path, host: str | None
+) -> HeartbeatMonitor:
+    """A worker that is heard and then falls silent is a loss. `host`: where workers of other nodes reach the engine."""
+    return HeartbeatMonitor.open(
+        num_peers=len(labels),
+        runtime_dir=runtime_dir,
+        host=host,
+        limit=config.execution.heartbeat_timeout,
+        on_silent=lambda rank, seconds: losses.report(labels[rank], f"it was silent for {seconds:.0f} s"),
+    )
+
+
+def encode_worker_specs(
+    engine: EngineId,
+    config: Config,
+    topology: Topology,
+    *,
+    devices: Sequence[int | None],
+    near: Sequence[bool],
+    queue: Callable[[int], bytes],
+    pulse: HeartbeatMonitor,
+) -> list[bytes]:
+    """An encoded `WorkerSpec` for each rank. `devices`, `near`: by rank; `queue`: the ticket of a rank."""
+    specs = [
+        WorkerSpec(
+            worker=topology.worker_id(engine, rank),
+            rank=rank,
+            config=config,
+            topology=topology,
+            device_index=devices[rank],
+            is_local=near[rank],
+            queue=queue(rank),
+            pulse=pulse.ticket(rank),
+        )
+        for rank in range(topology.world_size)
+    ]
+    return [msgspec.msgpack.encode(spec) for spec in specs]

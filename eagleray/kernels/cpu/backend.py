@@ -1,0 +1,280 @@
+"""A CPU's kernels in C++ (`native/`): the forward pass is recorded once and then run by one native call.
+
+Hidden states are float32 between the layers, whatever the model's dtype; what enters a product is rounded to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from eagleray.kernels.cpu import abi
+from eagleray.kernels.cpu.experts import (
+    ExpertScratch,
+    NativeProducts,
+    PackedExperts,
+    native_mixture,
+    native_route,
+    native_slots,
+)
+from eagleray.kernels.cpu.huge_pages import WeightMemory
+from eagleray.kernels.cpu.linear import NativeLinear
+from eagleray.kernels.cpu.mla import NativeMLA
+from eagleray.kernels.cpu.program import Program
+from eagleray.kernels.cpu.recording import Recording, Value
+from eagleray.kernels.expert_slots import ExpertSlotMap
+from eagleray.kernels.expert_trace import ExpertTrace
+from eagleray.kernels.forward_batch import ForwardBatch, Int32Array
+from eagleray.kernels.kv_cache import KVCache
+from eagleray.kernels.ranking import NativeRanking, Ranking
+from eagleray.kernels.torch.activation import ClampedSwiglu
+from eagleray.kernels.torch.backend import (
+    ALONE,
+    AttentionParams,
+    Compute,
+    Context,
+    Forward,
+    HiddenStates,
+    Operation,
+    TorchBackend,
+)
+from eagleray.kernels.torch.experts import ExpertProducts
+from eagleray.kernels.torch.mla import MLAParams
+from eagleray.kernels.torch.routing import RouterParams
+from eagleray.models.layers.rope import Rope
+from eagleray.models.spec import ModelSpec
+from eagleray.parallel.group import TensorParallelGroup
+
+LANES = 16
+MAX_HEAD_DIM = 256
+
+
+class CpuBackend(TorchBackend):
+    """`library`: of `build.native_library`."""
+
+    is_batch_invariant = True
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, *, num_threads: int) -> None:
+        abi.declare(library)
+        self.library = library
+        self.dtype = dtype
+        self.num_threads = num_threads
+        self._kind = int(dtype == torch.bfloat16)
+        self._memory = WeightMemory()
+        self._scratch = ExpertScratch()
+        self._latents = NativeMLA(self, TorchBackend())
+        self._has_latents = False
+
+    @staticmethod
+    def serves(dtype: torch.dtype, spec: ModelSpec) -> bool:
+        """Whether there are kernels for such a model."""
+        sizes = [spec.hidden_size, spec.head_dim, spec.intermediate_size]
+        if spec.moe is not None:
+            sizes += [spec.moe.intermediate_size, spec.moe.shared_intermediate_size]
+        if spec.latent is not None:
+            sizes += [spec.latent.q_lora_rank or 0, spec.latent.v_head_dim]
+        is_even = all(size % 2 == 0 for size in sizes)
+        return dtype in (torch.float32, torch.bfloat16) and is_even and spec.head_dim <= MAX_HEAD_DIM
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
+        n, k = weight.shape
+        packed = self._memory.take(self.library.er_packed_size(n, k, self._kind), self.dtype)
+        weight = weight.contiguous()
+        self.library.er_pack(weight.data_ptr(), k, n, k, packed.data_ptr(), self._kind, 1)
+        return self._linear(packed, bias, n=n, k=k, is_gated=False)
+
+    def exact_linear(self, weight: Tensor) -> Operation:
+        return self.linear(weight, None)  # it rounds nothing
+
+    def gated_linear(self, weight: Tensor, bias: Tensor | None, clamp: ClampedSwiglu | None = None) -> NativeLinear:
+        inner, k = weight.shape[0] // 2, weight.shape[1]
+        padded = -(-inner // LANES) * LANES  # a panel has as many gates and as many that they gate
+        packed = self._memory.take(self.library.er_packed_size(2 * padded, k, self._kind), self.dtype)
+        gate, up = weight.contiguous().chunk(2)
+        self.library.er_pack_gate_up(gate.data_ptr(), up.data_ptr(), k, inner, k, packed.data_ptr(), self._kind, 1)
+        return self._linear(packed, bias, n=2 * inner, k=k, is_gated=True, clamp=clamp)
+
+    def _linear(
+        self, packed: Tensor, bias: Tensor | None, *, n: int, k: int, is_gated: bool, clamp: ClampedSwiglu | None = None
+    ) -> NativeLinear:
+        threads = self.num_threads
+        return NativeLinear(self.library, packed, bias, n=n, k=k, is_gated=is_gated, clamp=clamp, num_threads=threads)
+
+    def norm(self, weight: Tensor, eps: float) -> Operation:
+        kept = weight.float()
+
+        def apply(x: Value) -> Value:
+            out = x.another(x.size, is_float=False)
+            what = abi.Normalize(size=x.size, weight=kept.data_ptr(), eps=eps)
+            x.recording.append(abi.NORMALIZE, what, reads={"x": x}, writes={"out": out})
+            return out
+
+        return apply
+
+    def embedding(self, weight: Tensor, first: int) -> Operation:
+        return _embedding(weight, weight.shape[1], len(weight), first, is_packed=False)
+
+    def tied_embedding(self, weight: Tensor, first: int) -> tuple[Operation, Operation]:
+        product = self.linear(weight, None)
+        return _embedding(product.packed, weight.shape[1], len(weight), first, is_packed=True), product
+
+    def self_attention(self, heads: AttentionParams) -> Callable[[HiddenStates, Tensor, Context], HiddenStates]:
+        norms = [None if weight is None else weight.float() for weight in (heads.q_norm, heads.k_norm)]
+        sinks = None if heads.sinks is None else heads.sinks.float()
+        size = heads.num_heads * heads.head_dim
+
+        def apply(qkv: Value, cache: Tensor, block_size: int) -> Value:
+            recording = qkv.recording
+            queries, out = recording.value(size, is_float=False), recording.value(size, is_float=False)
+            shape = abi.AttentionShape(
+                num_heads=heads.num_heads,
+                num_kv_heads=heads.num_kv_heads,
+                head_dim=heads.head_dim,
+                block_size=block_size,
+                window=heads.window or 0,
+                scale=heads.head_dim**-0.5,
+                sinks=None if sinks is None else sinks.data_ptr(),
+            )
+            q_norm, k_norm = (None if weight is None else weight.data_ptr() for weight in norms)
+            what = abi.Attend(shape=shape, q_norm=q_norm, k_norm=k_norm, eps=heads.norm_eps, cache=cache.data_ptr())
+            recording.append(abi.ATTEND, what, reads={"qkv": qkv}, writes={"queries": queries, "out": out})
+            return out
+
+        return apply
+
+    def latent_attention(
+        self, heads: MLAParams
+    ) -> Callable[[HiddenStates, HiddenStates, Tensor, Context], HiddenStates]:
+        self._has_latents = True
+        return self._latents.attention(heads)
+
+    def experts(
+        self,
+        mixture: RouterParams,
+        gate_up: Sequence[Operation],
+        down: Sequence[Operation],
+        *,
+        slots: ExpertSlotMap | None = None,
+        trace: ExpertTrace | None = None,
+        layer: int = 0,
+    ) -> Callable[[HiddenStates, HiddenStates], HiddenStates]:
+        packed = PackedExperts(gate_up, down)
+
+        def apply(x: Value, scores: Value) -> Value:
+            recording = x.recording
+            assert slots is not None or scores.size == len(down)
+            out = x.another(x.size, is_float=True)
+            recording.clear(out)
+            what = abi.Mix(
+                mixture=native_mixture(mixture, scores.size),
+                experts=packed.experts,
+                map=native_slots(slots, scores.size),
+                counts=None if trace is None else trace.counts[layer].data_ptr(),
+            )
+            recording.append(abi.MIX, what, reads={"x": x, "scores": scores}, writes={"hidden": out})
+            if trace is not None and trace.keeps_ids:
+                recording.reserve.append(partial(_reserve_ids, what, trace, layer))
+            return out
+
+        return apply
+
+    def expert_products(self, gate_up: Sequence[Operation], down: Sequence[Operation]) -> ExpertProducts:
+        packed = PackedExperts(gate_up, down)
+        return NativeProducts(self.library, packed, self._scratch, num_threads=self.num_threads)
+
+    def route(self, scores: Tensor, mixture: RouterParams) -> tuple[Tensor, Tensor]:
+        return native_route(self.library, scores, mixture, self.dtype, self.num_threads)
+
+    def host(
+        self, function: Callable[..., Tensor], inputs: Sequence[Value], *, size: int, is_share: bool | None = None
+    ) -> Value:
+        if is_share is None:
+            is_share = inputs[0].is_share
+            assert all(value.is_share == is_share for value in inputs), "rows of a share, or not, has to be said"
+        return inputs[0].recording.host(function, inputs, size=size, is_share=is_share)
+
+    def add(self, a: Value, b: Value) -> Value:
+        return a.recording.add(a, b)
+
+    def all_reduce(self, x: Value, group: TensorParallelGroup) -> Value:
+        return x if group.size == 1 else x.recording.all_reduce(x, group)
+
+    def compile(
+        self,
+        compute: Compute,
+        *,
+        rope: Rope,
+        windows: frozenset[int | None],
+        device: torch.device,
+        tp: TensorParallelGroup = ALONE,
+    ) -> Forward:
+        return _NativeForward(self, compute, rope, tp, self._latents if self._has_latents else None)
+
+    @property
+    def ranking(self) -> Ranking:
+        return NativeRanking(self.library, num_threads=self.num_threads)
+
+    def hidden_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    def cache_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """See `native/attention.h`."""
+        return num_kv_heads, 2, -(-block_size // LANES) * LANES * head_dim
+
+
+class _NativeForward:
+    """Recorded when it is first called, and anew for another cache: its steps say where the cache is."""
+
+    def __init__(
+        self, kernels: CpuBackend, compute: Compute, rope: Rope, tp: TensorParallelGroup, latents: NativeMLA | None
+    ) -> None:
+        self._kernels = kernels
+        self._compute = compute
+        self._rope = rope
+        self._tp = tp
+        self._latents = latents
+        self._cache: KVCache | None = None
+        self._program: Program | None = None
+
+    def __call__(self, x: Int32Array | Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        rows = x if isinstance(x, Tensor) else None
+        if self._program is None or cache is not self._cache:
+            self._program, self._cache = self._record(rows, cache), cache
+        if self._latents is not None:
+            self._latents.begin(batch, cache, self._rope)
+        return self._program.run(rows, batch)
+
+    def _record(self, rows: Tensor | None, cache: KVCache) -> Program:
+        recording = Recording()
+        source = recording.value(0 if rows is None else rows.shape[1], is_float=True)
+        result: Value = self._compute(source, cache.layers, cache.block_size)
+        return Program(
+            self._kernels.library,
+            recording,
+            source=None if rows is None else source,
+            result=result,
+            dtype=self._kernels.dtype,
+            rope=self._rope,
+            num_threads=self._kernels.num_threads,
+            tp=self._tp,
+        )
+
+
+def _reserve_ids(what: abi.Mix, trace: ExpertTrace, layer: int, num_rows: int) -> None:
+    trace.reserve(num_rows)
+    rows = trace.buffer(layer)
+    what.trace = abi.Trace(ids=rows.data_ptr(), stride=rows.stride(0), is_wide=rows.dtype == torch.uint16)
+
+
+def _embedding(values: Tensor, size: int, num_own: int, first: int, *, is_packed: bool) -> Operation:
+    def apply(token_ids: Value) -> Value:
+        out = token_ids.recording.value(size, is_float=True)
+        what = abi.Embed(values=values.data_ptr(), is_packed=is_packed, size=size, first=first, num_own=num_own)
+        token_ids.recording.append(abi.EMBED, what, reads={}, writes={"out": out})
+        return out
+
+    return apply

@@ -1,0 +1,1 @@
+"""Build of the native library for the processor at hand: compiler, OpenMP runtime, cache of finished builds."""

@@ -1,0 +1,120 @@
+"""Find a C++ compiler that can make our kernels, and have it make them. GCC and clang are supported."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from eagleray.kernels.cpu.build.openmp import OpenmpRuntime
+from eagleray.kernels.cpu.build.unavailable import NativeUnavailable
+
+NAMES = ("c++", "g++", "clang++")
+
+FLAGS = (
+    *("-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"),
+    *("-fopenmp", "-fPIC", "-fvisibility=hidden"),
+)
+
+LINK_FLAGS = ("-shared", "-Wl,--no-undefined")
+"""No -fopenmp: it would add the compiler's own runtime."""
+
+ADVICE = "install GCC 10 or newer (on Debian and Ubuntu: apt install g++)"
+
+COMMAND_SECONDS = 120.0
+"""How long one run of the compiler may take: a few seconds, were the machine not busy."""
+
+ERROR = re.compile(r"error:|undefined reference|cannot find")
+
+
+@dataclass(frozen=True)
+class Compiler:
+    command: tuple[str, ...]
+    flags: tuple[str, ...]
+    macros: str
+    """All that it defines by itself: its version, and what the processor that it compiles for has."""
+
+    @property
+    def is_clang(self) -> bool:
+        return "#define __clang__ " in self.macros
+
+
+def find_compiler(wanted: str | None, *, march: str, runtime: OpenmpRuntime) -> Compiler:
+    """The compiler that the user wants, or the first found that works with this OpenMP runtime.
+
+    `march` is the processor to compile for, "native" for this one. Raises `NativeUnavailable`.
+    """
+    commands = [wanted.split()] if wanted else [[name] for name in NAMES]
+    refusals = []
+    for command in commands:
+        if shutil.which(command[0]) is None:
+            continue
+        try:
+            compiler = _ask(command, (*FLAGS, f"-march={march}"))
+        except NativeUnavailable as refusal:
+            refusals.append(str(refusal))
+            continue
+        if not compiler.is_clang or runtime.serves_clang:
+            return compiler
+        refusals.append(f"{command[0]} is clang, which cannot use torch's OpenMP runtime {runtime.path}: {ADVICE}")
+    if refusals:
+        raise NativeUnavailable(refusals[0])
+    looked_for = f"{commands[0][0]}, which CXX names" if wanted else ", ".join(NAMES)
+    raise NativeUnavailable(f"there is no C++ compiler on PATH (looked for {looked_for}): {ADVICE}")
+
+
+def compile_library(compiler: Compiler, sources: Iterable[str], *, directory: Path, runtime: OpenmpRuntime) -> Path:
+    """Compile these files of `directory`, side by side, and link them there with the runtime. Returns the library."""
+    objects = {source: f"{source}.o" for source in sources}
+    compile_one = (*compiler.command, *compiler.flags, "-c")
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        runs = [pool.submit(_run, (*compile_one, source, "-o", made), directory) for source, made in objects.items()]
+        try:
+            for run in runs:
+                run.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    link = (*compiler.command, *LINK_FLAGS, *objects.values(), str(runtime.path), "-o", "linked.so")
+    _run(link, directory)
+    return directory / "linked.so"
+
+
+def _ask(command: Sequence[str], flags: tuple[str, ...]) -> Compiler:
+    macros = _run((*command, *flags, "-E", "-dM", "-x", "c++", os.devnull), None)
+    return Compiler(tuple(command), flags, macros)
+
+
+def _run(command: Sequence[str], directory: Path | None) -> str:
+    """What the compiler says on standard output. Raises `NativeUnavailable` with its first error."""
+    try:
+        done = subprocess.run(
+            command,
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMMAND_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise NativeUnavailable(
+            f"the compiler took longer than {COMMAND_SECONDS:.0f} s: {shlex.join(command)}"
+        ) from None
+    except OSError as error:
+        raise NativeUnavailable(f"{command[0]} cannot be run ({error.strerror}): {ADVICE}") from error
+    if done.returncode != 0:
+        raise NativeUnavailable(f"{command[0]} failed with `{_first_error(done)}`: {ADVICE}, or fix CXX")
+    return done.stdout
+
+
+def _first_error(done: subprocess.CompletedProcess[str]) -> str:
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    no_error = lines[0] if lines else f"exit status {done.returncode}"
+    return next((line for line in lines if ERROR.search(line)), no_error)

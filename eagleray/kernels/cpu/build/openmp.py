@@ -1,0 +1,70 @@
+"""The OpenMP runtime that torch computes with in this process: our kernels are to share its threads.
+
+Torch brings a libgomp of its own. A second runtime beside it would have a second set of threads, which spin on the
+same cores. A user may also have put Intel's or LLVM's runtime before torch's (LD_PRELOAD): they answer to the names of
+GNU's, too, and then torch's own is mapped but idle. So what counts is where the names lead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from eagleray.kernels.cpu.build.unavailable import NativeUnavailable
+
+MAPS = Path("/proc/self/maps")
+
+RUNTIME = re.compile(r"lib(gomp|omp|iomp5)[-.]")
+"""File names: libgomp.so.1, libgomp-a34b3233.so.1.0.0, libomp.so.5, libiomp5.so."""
+
+
+@dataclass(frozen=True)
+class OpenmpRuntime:
+    path: Path
+    serves_clang: bool
+    """Whether code that clang compiled can use it; GCC's can use any."""
+
+
+def openmp_runtime() -> OpenmpRuntime:
+    """The runtime in use. Torch must have been imported. Raises `NativeUnavailable` if there is none, or no telling."""
+    path = _file_of("GOMP_parallel")
+    if path is None:  # nothing that all libraries see: torch's own is hidden, but by its name
+        hidden = mapped_runtimes()
+        if len(hidden) != 1:
+            found = ", ".join(map(str, sorted(hidden))) or "none"
+            raise NativeUnavailable(
+                f"torch's OpenMP runtime was not found among those of this process (found: {found})"
+            )
+        (path,) = hidden
+    if not path.is_file():
+        raise NativeUnavailable(f"the OpenMP runtime {path} was replaced while this process ran: start it again")
+    return OpenmpRuntime(path, serves_clang=_file_of("__kmpc_fork_call") == path)
+
+
+def mapped_runtimes() -> frozenset[Path]:
+    """The files of all OpenMP runtimes that this process has loaded."""
+    return frozenset(path for _, _, path in _mappings() if RUNTIME.match(path.name))
+
+
+def _file_of(symbol: str) -> Path | None:
+    """The library that defines what this name leads to in every library that is loaded."""
+    try:
+        address = ctypes.cast(getattr(ctypes.CDLL(None), symbol), ctypes.c_void_p).value or 0
+    except AttributeError:
+        return None
+    return next((path for begin, end, path in _mappings() if begin <= address < end), None)
+
+
+def _mappings() -> Iterator[tuple[int, int, Path]]:
+    try:
+        lines = MAPS.read_text().splitlines()
+    except FileNotFoundError:
+        raise NativeUnavailable("compiled kernels need Linux: there is no /proc here") from None
+    for line in lines:
+        addresses, *_, path = line.split(maxsplit=5)
+        if path.startswith("/"):
+            begin, end = addresses.split("-")
+            yield int(begin, 16), int(end, 16), Path(path)

@@ -1,0 +1,189 @@
+"""Mixtures of experts with packed weights: as a step of a pass, or at once for code that routes and sums up itself."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eagleray.kernels.cpu import abi
+from eagleray.kernels.cpu.linear import NativeLinear
+from eagleray.kernels.cpu.program import EXPERT_TOKENS, aligned, threads_for
+from eagleray.kernels.expert_slots import ExpertSlotMap
+from eagleray.kernels.torch.backend import Operation
+from eagleray.kernels.torch.routing import RouterParams
+
+FEW_ROWS = 128
+"""Up to so many one thread routes sooner than another wakes."""
+FEW_NUMBERS = 1 << 18
+"""Up to so many one thread sums up."""
+
+
+def native_mixture(mixture: RouterParams, num_experts: int) -> abi.Mixture:
+    """In C's form; it points into `mixture`."""
+    mixture.check(num_experts)
+    bias = mixture.correction_bias
+    return abi.Mixture(
+        num_experts=num_experts,
+        top_k=mixture.top_k,
+        scoring=abi.SCORINGS.index(mixture.scoring),
+        correction_bias=None if bias is None else bias.data_ptr(),
+        num_groups=mixture.num_groups,
+        top_groups=mixture.top_groups,
+        group_score=abi.GROUP_SCORES.index(mixture.group_score),
+        renormalize=mixture.renormalize,
+        renormalize_eps=mixture.renormalize_eps,
+        scale=mixture.scale,
+        round_weights=mixture.round_weights,
+    )
+
+
+def native_slots(slots: ExpertSlotMap | None, num_experts: int) -> abi.SlotMap:
+    """In C's form; it points into the arrays of `slots`."""
+    if slots is None:
+        return abi.SlotMap()
+    assert slots.table.shape[0] == len(slots.num_copies) == num_experts
+    assert all(a.flags.c_contiguous and a.dtype.name == "int32" for a in (slots.table, slots.num_copies))
+    return abi.SlotMap(
+        table=slots.table.ctypes.data, num_copies=slots.num_copies.ctypes.data, max_copies=slots.table.shape[1]
+    )
+
+
+def native_route(
+    library: ctypes.CDLL, scores: Tensor, mixture: RouterParams, dtype: torch.dtype, num_threads: int
+) -> tuple[Tensor, Tensor]:
+    """As `Kernels.route`, int32 and float32. `dtype`: what weights are rounded to if they are."""
+    n, num_experts = scores.shape
+    assert scores.dtype == torch.float32 and scores.stride(1) == 1
+    ids = torch.empty((n, mixture.top_k), dtype=torch.int32)
+    weights = torch.empty((n, mixture.top_k), dtype=torch.float32)
+    library.er_route(
+        native_mixture(mixture, num_experts),
+        scores.data_ptr(),
+        scores.stride(0),
+        n,
+        ids.data_ptr(),
+        weights.data_ptr(),
+        int(dtype == torch.bfloat16),
+        1 if n <= FEW_ROWS else num_threads,
+    )
+    return ids, weights
+
+
+class PackedExperts:
+    """The experts in a rank's slots."""
+
+    def __init__(self, gate_up: Sequence[Operation], down: Sequence[Operation]) -> None:
+        self.gate_up, self.down = _linears(gate_up), _linears(down)
+        assert len(self.gate_up) == len(self.down) > 0
+        parts = self.gate_up, self.down
+        weights = [_pointers([one.packed for one in part]) for part in parts]
+        biases = [_pointers([one.bias for one in part if one.bias is not None]) for part in parts]
+        assert all(len(bias) in (0, len(self.down)) for bias in biases), "all experts have a bias, or none"
+        self._pointers = weights, biases
+        self.experts = abi.Experts(
+            num_slots=len(self.down),
+            hidden=self.down[0].n,
+            inner=self.down[0].k,
+            gate_up=ctypes.addressof(weights[0]),
+            down=ctypes.addressof(weights[1]),
+            gate_up_bias=ctypes.addressof(biases[0]) if len(biases[0]) else None,
+            down_bias=ctypes.addressof(biases[1]) if len(biases[1]) else None,
+            ending=self.gate_up[0].ending,
+            clamp=self.gate_up[0].clamp,
+        )
+        """In C's form; it points into this object."""
+
+
+class ExpertScratch:
+    """Memory to compute in, for one thread that computes one thing after another."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.int64)
+
+    def take(self, size: int) -> int:
+        """The address of so many bytes, from a multiple of 64 on."""
+        words = -(-size // 8) + 8
+        if words > len(self._memory):
+            self._memory = torch.empty(words, dtype=torch.int64)
+        return aligned(self._memory)
+
+
+class NativeProducts:
+    """See `experts.ExpertProducts`. A row's numbers do not depend on the other rows."""
+
+    is_movable = True
+
+    def __init__(
+        self, library: ctypes.CDLL, packed: PackedExperts, scratch: ExpertScratch, *, num_threads: int
+    ) -> None:
+        self.num_slots = len(packed.down)
+        self._library = library
+        self._packed = packed
+        self._experts = packed.experts
+        self._scratch = scratch
+        self._num_threads = num_threads
+        self._dtype = packed.down[0].packed.dtype
+        self._kind = int(self._dtype == torch.bfloat16)
+
+    def pairs(self, x: Tensor, slots: Tensor) -> Tensor:
+        x, slots = self._check(x, slots)
+        n, k = slots.shape
+        outputs = torch.empty((n, k, x.shape[1]), dtype=torch.float32)
+        if n * k > 0:
+            rows = x.data_ptr(), x.shape[1], n, slots.data_ptr(), k
+            self._library.er_compute_pairs(self._experts, *rows, outputs.data_ptr(), *self._means(n, k))
+        return outputs
+
+    def sums(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        x, slots = self._check(x, slots)
+        weights = weights.contiguous()
+        assert weights.dtype == torch.float32 and weights.shape == slots.shape
+        n, k = slots.shape
+        total = torch.zeros(x.shape, dtype=torch.float32)
+        if n * k > 0:
+            rows = x.data_ptr(), x.shape[1], n, slots.data_ptr(), k
+            self._library.er_sum_pairs(self._experts, *rows, weights.data_ptr(), total.data_ptr(), *self._means(n, k))
+        return total
+
+    def weighted_sum(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        n, k, size = outputs.shape
+        outputs, weights = outputs.contiguous(), weights.contiguous()
+        assert outputs.dtype == weights.dtype == torch.float32 and weights.shape == (n, k)
+        total = torch.zeros((n, size), dtype=torch.float32)
+        places = torch.arange(n * k, dtype=torch.int32)
+        self._library.er_combine(
+            *(part.data_ptr() for part in (outputs, places, weights)),
+            *(n, k, size, total.data_ptr(), size),
+            1 if outputs.numel() <= FEW_NUMBERS else self._num_threads,
+        )
+        return total
+
+    def storage(self, slot: int) -> list[Tensor]:
+        products = self._packed.gate_up[slot], self._packed.down[slot]
+        memory = [part for product in products for part in (product.packed, product.bias) if part is not None]
+        return [part.view(torch.uint8).view(-1) for part in memory]
+
+    def _check(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """As C takes them."""
+        assert x.dtype == self._dtype and x.shape[1] == self._experts.hidden and len(x) == len(slots)
+        return x.contiguous(), slots.to(torch.int32).contiguous()
+
+    def _means(self, n: int, k: int) -> tuple[int, int, int, int]:
+        """Scratch, the number of rows that it is enough for, the number format, threads."""
+        tokens = min(EXPERT_TOKENS, 1 << (n - 1).bit_length())
+        size = self._library.er_experts_scratch_size(self._experts, k, tokens, self._kind)
+        num_weights = 3 * k * self._experts.hidden * self._experts.inner
+        threads = threads_for(num_weights, self._dtype, n, self._num_threads)
+        return self._scratch.take(size), tokens, self._kind, threads
+
+
+def _linears(operations: Sequence[Operation]) -> list[NativeLinear]:
+    assert all(isinstance(operation, NativeLinear) for operation in operations)
+    return [operation for operation in operations if isinstance(operation, NativeLinear)]
+
+
+def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

@@ -1,0 +1,77 @@
+"""Products with weights that were packed for the kernels in `native/`, as steps of a pass or at once."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from eagleray.kernels.cpu import abi
+from eagleray.kernels.cpu.program import threads_for
+from eagleray.kernels.cpu.recording import Value
+from eagleray.kernels.torch.activation import ClampedSwiglu
+
+
+class NativeLinear:
+    """Products with a packed weight. Those with a tensor are computed at once, and overwritten by the next call.
+
+    `n`: outputs, if `is_gated` gates and as many that they gate; `k`: inputs. `num_threads`: at most.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        packed: Tensor,
+        bias: Tensor | None,
+        *,
+        n: int,
+        k: int,
+        is_gated: bool,
+        clamp: ClampedSwiglu | None = None,
+        num_threads: int,
+    ) -> None:
+        self.packed = packed
+        self.n, self.k = n, k
+        self.bias = None if bias is None else bias.float()
+        self._library = library
+        self._is_gated = is_gated
+        self._num_threads = num_threads
+        self._size = n // 2 if is_gated else n
+        self.clamp = abi.Clamp() if clamp is None else abi.Clamp(alpha=clamp.alpha, limit=clamp.limit)
+        gated_ending = abi.ENDING_SILU if clamp is None else abi.ENDING_CLAMPED
+        self.ending = gated_ending if is_gated else abi.ENDING_STORE
+        self._out = torch.empty(0, self._size, dtype=packed.dtype if is_gated else torch.float32)
+
+    def __call__(self, x: Value | Tensor) -> Value | Tensor:
+        weight, bias = self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
+        if isinstance(x, Tensor):
+            return self._compute(x.contiguous(), weight, bias)
+        if self.packed.dtype != torch.float32:
+            x = x.recording.rounded(x)
+        out = x.another(self._size, is_float=not self._is_gated)
+        what = abi.Multiply(n=self.n, k=self.k, ending=self.ending, clamp=self.clamp, weight=weight, bias=bias)
+        x.recording.append(abi.MULTIPLY, what, reads={"x": x}, writes={"out": out})
+        return out
+
+    def _compute(self, x: Tensor, weight: int, bias: int | None) -> Tensor:
+        dtype = self.packed.dtype
+        assert x.dtype == dtype and x.shape[1] == self.k
+        if len(x) > len(self._out):
+            self._out = torch.empty(len(x), self._size, dtype=self._out.dtype)
+        product = abi.Product(
+            x=x.data_ptr(),
+            x_stride=self.k,
+            num_rows=len(x),
+            weight=weight,
+            n=self.n,
+            k=self.k,
+            bias=bias,
+            ending=self.ending,
+            clamp=self.clamp,
+            y=self._out.data_ptr(),
+            y_stride=self._size,
+        )
+        threads = threads_for(self.n * self.k, dtype, len(x), self._num_threads)
+        self._library.er_multiply(product, 1, int(dtype == torch.bfloat16), threads)
+        return self._out[: len(x)]

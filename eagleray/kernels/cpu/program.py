@@ -1,0 +1,194 @@
+"""A recorded forward pass, ready to run: its steps in C's form, the buffers between them, and the tables they read."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagleray.kernels.cpu.abi import ATTEND, MIX, MULTIPLY, CBatch, RowBuffer, Step
+from eagleray.kernels.cpu.recording import HostOp, NativeOp, Recording, Value
+from eagleray.kernels.forward_batch import ForwardBatch
+from eagleray.models.layers.rope import Rope
+from eagleray.models.sharding import token_shard
+from eagleray.parallel.group import TensorParallelGroup
+
+MIN_ROWS = 64
+ALONE_SECONDS = 150e-6
+"""What takes one thread less than this is not worth waking another."""
+BYTES_PER_SECOND = 60e9
+OPERATIONS_PER_SECOND = 400e9
+"""Of one thread, roughly."""
+EXPERT_TOKENS = 512
+"""Tokens that go through the experts together: what is between their products stays in the processor's cache."""
+
+
+@dataclass
+class _Segment:
+    """Native steps one after another, all of the rank's share of the rows or all of all rows; or one step of the
+    host."""
+
+    steps: Any
+    count: int
+    is_share: bool
+    host: HostOp | None
+
+
+class Program:
+    """Runs in one thread, which brings `num_threads` to life for each run of native steps."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        recording: Recording,
+        *,
+        source: Value | None,
+        result: Value,
+        dtype: torch.dtype,
+        rope: Rope,
+        num_threads: int,
+        tp: TensorParallelGroup,
+    ) -> None:
+        """`source`: the rows that a run brings along, if it does not bring token ids."""
+        recording.finish(result)
+        self._library = library
+        self._dtype = dtype
+        self._rope = rope
+        self._num_threads = num_threads
+        self._tp = tp
+        self._source = source
+        self._result = result
+        self._recording = recording  # keeps what the steps point to
+        self._segments = _segments(recording)
+        self._sizes = recording.buffers
+        self._rows: list[Tensor] = []
+        self._buffers = (RowBuffer * len(self._sizes))()
+        self._capacity = -1  # tokens that there is room for
+        self._shapes = [step.what.shape for step in _native(recording) if step.operation == ATTEND]
+        self._mixes = [step.what for step in _native(recording) if step.operation == MIX]
+        products = [step.what for step in _native(recording) if step.operation == MULTIPLY]
+        self._num_weights = sum(product.n * product.k for product in products)
+        self._num_weights += sum(3 * mix.mixture.top_k * mix.experts.hidden * mix.experts.inner for mix in self._mixes)
+        self._batch = CBatch()
+        self._tables = (torch.empty(0), torch.empty(0))
+        self._max_context = 0
+        self._scratch: list[Tensor] = []
+
+    def run(self, x: Tensor | None, batch: ForwardBatch) -> Tensor:
+        """[num_tokens, features], overwritten by the next run."""
+        num_tokens = batch.num_tokens
+        if num_tokens > self._capacity:
+            self._grow(num_tokens)
+        max_context = int(batch.context_lens.max(initial=0))
+        if max_context > self._max_context:
+            self._reach(max_context)
+        if x is not None:
+            assert self._source is not None
+            self._rows[self._source.buffer][:num_tokens, : x.shape[1]].copy_(x)
+        self._describe(batch)
+        run, kind = self._library.er_run, int(self._dtype == torch.bfloat16)
+        threads = threads_for(self._num_weights, self._dtype, num_tokens, self._num_threads)
+        num_own = len(token_shard(num_tokens, self._tp))
+        for segment in self._segments:
+            if segment.host is not None:
+                segment.host.apply(*[self._view(value, num_tokens, num_own) for value in segment.host.rows])
+                continue
+            self._batch.num_tokens = num_own if segment.is_share else num_tokens
+            if self._batch.num_tokens:
+                run(kind, segment.steps, segment.count, self._buffers, self._batch, threads)
+        return self._view(self._result, num_tokens, num_own)
+
+    def _view(self, value: Value, num_tokens: int, num_own: int) -> Tensor:
+        """[num_tokens, features] of the buffer, or [num_own, features] of the share."""
+        return self._rows[value.buffer][: num_own if value.is_share else num_tokens, : value.size]
+
+    def _describe(self, batch: ForwardBatch) -> None:
+        arrays = (batch.starts, batch.context_lens, batch.block_table, batch.positions, batch.slots, batch.token_ids)
+        assert all(array.flags.c_contiguous and array.dtype == np.int32 for array in arrays)
+        c = self._batch
+        c.num_rows, c.num_tokens = len(batch.context_lens), batch.num_tokens
+        c.starts = batch.starts.ctypes.data
+        c.context_lens = batch.context_lens.ctypes.data
+        c.block_table = batch.block_table.ctypes.data
+        c.table_stride = batch.block_table.shape[1]
+        c.positions = batch.positions.ctypes.data
+        c.slots = batch.slots.ctypes.data
+        c.token_ids = batch.token_ids.ctypes.data
+
+    def _grow(self, num_tokens: int) -> None:
+        """Make room for so many tokens."""
+        self._capacity = max(MIN_ROWS, 1 << (num_tokens - 1).bit_length())
+        for reserve in self._recording.reserve:
+            reserve(self._capacity)
+        self._rows = []  # given back before others are taken
+        self._rows = [
+            # even, so that what is read in pairs ends with a zero
+            torch.zeros((self._capacity, size + size % 2), dtype=torch.float32 if is_float else self._dtype)
+            for size, is_float in self._sizes
+        ]
+        for buffer, rows in zip(self._buffers, self._rows, strict=True):
+            buffer.memory, buffer.stride = rows.data_ptr(), rows.shape[1]
+        self._make_scratch()
+
+    def _reach(self, max_context: int) -> None:
+        """Make room for contexts of so many tokens."""
+        self._max_context = max(MIN_ROWS, 1 << (max_context - 1).bit_length())
+        cos, sin = self._rope.table(torch.arange(self._max_context))
+        self._tables = cos.contiguous(), sin.contiguous()
+        self._batch.cos, self._batch.sin = (table.data_ptr() for table in self._tables)
+        self._make_scratch()
+
+    def _make_scratch(self) -> None:
+        library, kind = self._library, int(self._dtype == torch.bfloat16)
+        attention = [
+            library.er_attention_scratch(shape, self._max_context, self._num_threads) for shape in self._shapes
+        ]
+        tokens = min(EXPERT_TOKENS, self._capacity)
+        experts = [library.er_experts_scratch_size(mix.experts, mix.mixture.top_k, tokens, kind) for mix in self._mixes]
+        top_k = max((mix.mixture.top_k for mix in self._mixes), default=0)
+        sizes = [max(attention, default=0), max(experts, default=0), 4 * self._capacity * top_k]
+        self._scratch = [torch.zeros(-(-size // 8) + 8, dtype=torch.int64) for size in sizes]
+        batch = self._batch
+        batch.attention_scratch, batch.expert_scratch, batch.expert_ids = map(aligned, self._scratch)
+        batch.expert_tokens = tokens
+
+
+def threads_for(num_weights: int, dtype: torch.dtype, num_rows: int, num_threads: int) -> int:
+    """How many of the threads shall multiply so many rows with so many weights."""
+    seconds = num_weights * max(dtype.itemsize / BYTES_PER_SECOND, 2 * num_rows / OPERATIONS_PER_SECOND)
+    return 1 if seconds < ALONE_SECONDS else num_threads
+
+
+def _native(recording: Recording) -> list[NativeOp]:
+    return [step for step in recording.steps if isinstance(step, NativeOp)]
+
+
+def _segments(recording: Recording) -> list[_Segment]:
+    segments: list[_Segment] = []
+    pending: list[NativeOp] = []
+
+    def close() -> None:
+        if pending:
+            entries = [Step(step.operation, ctypes.addressof(step.what)) for step in pending]
+            segments.append(_Segment((Step * len(entries))(*entries), len(entries), pending[0].is_share, None))
+            pending.clear()
+
+    for step in recording.steps:
+        if isinstance(step, HostOp):
+            close()
+            segments.append(_Segment(None, 0, False, step))
+            continue
+        if pending and pending[0].is_share != step.is_share:
+            close()
+        pending.append(step)
+    close()
+    return segments
+
+
+def aligned(memory: Tensor) -> int:
+    """The first multiple of 64 in it."""
+    return -(-memory.data_ptr() // 64) * 64

@@ -1,0 +1,328 @@
+"""Attention over the paged cache, in plain torch.
+
+A batch is planned once for all layers that share a window: which blocks each row reads, how rows are grouped, and
+masks. Rows that compute one token are computed together, padded to the longest of their group; the others one by one.
+Query heads that share a key are kept together, so keys and values are never repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagleray.kernels.forward_batch import ForwardBatch, Int32Array
+
+GROUP_BYTES = 2 << 20
+"""Keys and values that are gathered at a time for rows with one query: what stays in a processor's cache."""
+
+SMALL_CONTEXT = 8
+"""Blocks; rows with no more than this count as equally long."""
+
+MAX_QUERIES = 256
+"""Queries of a long row that are computed together: bounds the mask, and skips keys that none of them may see."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """A batch on its device. As `ForwardBatch`, but for the types: int64 tensors, and lists of what is planned with."""
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    block_table: Tensor
+    context_lens: list[int]
+    query_lens: list[int]
+    """[num_rows] tokens of the row computed in this step"""
+    num_decodes: int
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, device: torch.device) -> DeviceBatch:
+        def tensor(array: Int32Array) -> Tensor:
+            return torch.from_numpy(array).to(device, torch.int64)
+
+        return cls(
+            token_ids=tensor(batch.token_ids),
+            positions=tensor(batch.positions),
+            slots=tensor(batch.slots),
+            block_table=tensor(batch.block_table),
+            context_lens=batch.context_lens.tolist(),
+            query_lens=(batch.starts[1:] - batch.starts[:-1]).tolist(),
+            num_decodes=batch.num_decodes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Rows with one query each, computed together: `start` to `end` in the plan's order."""
+
+    start: int
+    end: int
+    block_ids: Tensor
+    """int64 [group size * blocks] what to read, the same number of blocks for each row"""
+    num_keys: int
+    """Of the longest row."""
+    mask: Tensor | None
+    """[group size, 1, 1, num_keys] to add to the scores; None: all rows see all keys"""
+
+
+@dataclass(frozen=True, slots=True)
+class FreshRow:
+    """A row that sees nothing but the tokens of this step: tokens `start` to `end` of the batch."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuedRow:
+    """A row with cached context before the tokens `start` to `end` of the batch, or with a window."""
+
+    start: int
+    end: int
+    block_ids: Tensor
+    """int64 [blocks] what to read"""
+    num_keys: int
+    """Up to and with the last token of the row."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    num_decodes: int
+    order: Tensor | None
+    """int64 [num_decodes] rows with one query by length, if they are of very different lengths"""
+    decodes: list[DecodeGroup]
+    prefills: list[FreshRow | ContinuedRow]
+    window: int | None
+    mask: Tensor | None
+    """[queries, keys] to add to the scores of a continued row; aligned at the lower right: the last query sees the last
+    key. What a query may see depends on its distance from a key alone, so parts of this serve every row."""
+
+
+def build_attention_metadata(batch: DeviceBatch, cache: Tensor, window: int | None) -> AttentionMetadata:
+    """As `Kernels.plan_attention`; `cache` is that of any layer."""
+    order, decodes = _plan_decodes(batch, cache, window)
+    prefills = list(_plan_prefills(batch, cache.shape[1], window))
+    continued = [row for row in prefills if isinstance(row, ContinuedRow)]
+    return AttentionMetadata(
+        num_decodes=batch.num_decodes,
+        order=order,
+        decodes=decodes,
+        prefills=prefills,
+        window=window,
+        mask=_shared_mask(continued, cache, window) if continued else None,
+    )
+
+
+def attend(
+    queries: Tensor, keys_values: Tensor, cache: Tensor, plan: AttentionMetadata, sinks: Tensor | None = None
+) -> Tensor:
+    """As `Kernels.attention`."""
+    out = queries.new_empty(queries.shape)  # [num_tokens, num_heads, head_dim]
+    if plan.num_decodes:
+        _attend_decodes(queries[: plan.num_decodes], cache, plan, sinks, out[: plan.num_decodes])
+    for row in plan.prefills:
+        mine, result = queries[row.start : row.end], out[row.start : row.end]
+        if isinstance(row, FreshRow):
+            _attend_row(mine, keys_values[row.start : row.end], None, sinks, result)
+        else:
+            _attend_continued(mine, cache, row, plan, sinks, result)
+    return out.flatten(1)
+
+
+def _attend_decodes(queries: Tensor, cache: Tensor, plan: AttentionMetadata, sinks: Tensor | None, out: Tensor) -> None:
+    if plan.order is None:
+        for group in plan.decodes:
+            out[group.start : group.end] = _attend_group(queries[group.start : group.end], cache, group, sinks)
+    else:
+        queries = queries.index_select(0, plan.order)
+        results = [_attend_group(queries[group.start : group.end], cache, group, sinks) for group in plan.decodes]
+        out.index_copy_(0, plan.order, torch.cat(results))
+
+
+def _attend_group(queries: Tensor, cache: Tensor, group: DecodeGroup, sinks: Tensor | None) -> Tensor:
+    """[group size, num_heads, head_dim]"""
+    size, num_kv_heads, head_dim = len(queries), cache.shape[2] // 2, cache.shape[3]
+    context = cache.index_select(0, group.block_ids).view(size, -1, 2, num_kv_heads, head_dim)
+    keys, values = context[:, : group.num_keys].permute(2, 0, 3, 1, 4)  # [size, num_kv_heads, num_keys, head_dim]
+    # the heads that share a key are the queries of that key
+    folded = queries.reshape(size, num_kv_heads, -1, head_dim)
+    if sinks is None:
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
+    else:
+        out = attend_with_sinks(folded, keys, values, group.mask, sinks.view(num_kv_heads, -1))
+    return out.reshape(queries.shape)
+
+
+def _attend_continued(
+    queries: Tensor, cache: Tensor, row: ContinuedRow, plan: AttentionMetadata, sinks: Tensor | None, out: Tensor
+) -> None:
+    assert plan.mask is not None
+    context = cache.index_select(0, row.block_ids).flatten(0, 1)  # [keys, 2 * num_kv_heads, head_dim]
+    for first, last, low, high in _pieces(row.end - row.start, row.num_keys, plan.window):
+        mask = plan.mask[first - last :, low - high :].contiguous()  # CUDA's kernels want it aligned
+        _attend_row(queries[first:last], context[low:high], mask, sinks, out[first:last])
+
+
+def _attend_row(queries: Tensor, keys_values: Tensor, mask: Tensor | None, sinks: Tensor | None, out: Tensor) -> None:
+    """queries, out [n, num_heads, head_dim], keys_values [m, 2 * num_kv_heads, head_dim]; no mask: causal, n = m"""
+    num_kv_heads = keys_values.shape[1] // 2
+    grouped = queries.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+    shared = (-1, grouped.shape[1], -1, -1)  # the heads of a group see the same memory
+    keys, values = keys_values.transpose(0, 1)[:, None].chunk(2)  # [num_kv_heads, 1, m, head_dim]
+    if sinks is None:
+        result = F.scaled_dot_product_attention(
+            grouped, keys.expand(shared), values.expand(shared), attn_mask=mask, is_causal=mask is None
+        )
+    elif mask is None:
+        result = _attend_causally_with_sinks(grouped, keys, values, sinks.view(num_kv_heads, -1, 1))
+    else:
+        result = attend_with_sinks(grouped, keys, values, mask, sinks.view(num_kv_heads, -1, 1))
+    # [num_kv_heads, heads of a group, n, head_dim]
+    out.unflatten(1, (num_kv_heads, -1)).copy_(result.permute(2, 0, 1, 3))
+
+
+# A sink is one more key in front of the others, with a value of zeros: queries have a feature more, in which that key
+# alone is not 0. So torch's fast kernels serve models with sinks, too.
+
+SPARE = 8
+"""Features that are added; CUDA's kernels want multiples of this."""
+
+
+def attend_with_sinks(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor) -> Tensor:
+    """As torch's attention: queries [.., n, head_dim], keys and values [.., m, head_dim], which are broadcast to the
+    queries' heads; `sinks` of every query, of a shape that is broadcast to [.., n]."""
+    if mask is not None:
+        mask = F.pad(mask, (1, 0))
+    return F.scaled_dot_product_attention(
+        *_with_sinks(queries, keys, values, sinks), attn_mask=mask, scale=queries.shape[-1] ** -0.5
+    )[..., : queries.shape[-1]]
+
+
+def _attend_causally_with_sinks(queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) -> Tensor:
+    """The same without a mask, n = m. A query in front of the others, for the key in front of the others, keeps each
+    query in the line of its own key."""
+    queries, keys, values = _with_sinks(F.pad(queries, (0, 0, 1, 0)), keys, values, sinks)
+    size = queries.shape[-1] - SPARE
+    out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=size**-0.5)
+    return out[..., 1:, :size]
+
+
+def _with_sinks(queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    size = queries.shape[-1]
+    queries = F.pad(queries, (0, SPARE))
+    queries[..., size] = sinks.to(queries.dtype) * size**0.5
+    keys, values = (F.pad(x, (0, SPARE, 1, 0)) for x in (keys, values))
+    keys[..., 0, size] = 1
+    shared = (*queries.shape[:-2], -1, -1)  # only now: heads of a group see the same memory
+    return queries, keys.expand(shared), values.expand(shared)
+
+
+def _plan_decodes(batch: DeviceBatch, cache: Tensor, window: int | None) -> tuple[Tensor | None, list[DecodeGroup]]:
+    """(order, groups), such that no row is padded to more than twice its blocks, unless they are few."""
+    if batch.num_decodes == 0:
+        return None, []
+    block_size, device = cache.shape[1], batch.block_table.device
+    contexts = batch.context_lens[: batch.num_decodes]
+    firsts = [_first_block(context - 1, window, block_size) for context in contexts]
+    num_keys = [context - first * block_size for context, first in zip(contexts, firsts, strict=True)]
+    sizes = [max(-(-keys // block_size), SMALL_CONTEXT) for keys in num_keys]
+    table, order = batch.block_table[: batch.num_decodes], None
+    if max(sizes) > 2 * min(sizes):
+        rows = sorted(range(len(sizes)), key=lambda row: -sizes[row])
+        firsts, num_keys, sizes = ([values[row] for row in rows] for values in (firsts, num_keys, sizes))
+        order = torch.tensor(rows, device=device)
+        table = table.index_select(0, order)
+    max_blocks = GROUP_BYTES // cache[0].nbytes
+    groups = []
+    for start, end in _cut(sizes, max_blocks):
+        ids = _block_ids(table[start:end], firsts[start:end], max(num_keys[start:end]), block_size)
+        mask = _length_mask(num_keys[start:end], cache, window)
+        groups.append(DecodeGroup(start, end, ids, max(num_keys[start:end]), mask))
+    return order, groups
+
+
+def _cut(sizes: list[int], max_blocks: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that have at most twice the blocks of each other, and at most `max_blocks` with their padding."""
+    start = 0
+    for end in range(1, len(sizes) + 1):
+        longest = max(sizes[start : end + 1])
+        full = (end + 1 - start) * longest > max_blocks
+        if end == len(sizes) or full or longest > 2 * sizes[end]:
+            yield start, end
+            start = end
+
+
+def _block_ids(table: Tensor, firsts: list[int], num_keys: int, block_size: int) -> Tensor:
+    """[rows * blocks] of each row the blocks from its first one on, enough for `num_keys`."""
+    num_blocks = -(-num_keys // block_size)
+    if not any(firsts):
+        return table[:, :num_blocks].reshape(-1)
+    columns = torch.arange(num_blocks, device=table.device) + torch.tensor(firsts, device=table.device)[:, None]
+    return table.gather(1, columns.clamp_(max=table.shape[1] - 1)).view(-1)
+
+
+def _length_mask(num_keys: list[int], cache: Tensor, window: int | None) -> Tensor | None:
+    """Row i sees the last `window` of its first `num_keys[i]` keys."""
+    longest = max(num_keys)
+    if min(num_keys) == longest and (window is None or longest <= window):
+        return None
+    ends = torch.tensor(num_keys, device=cache.device)[:, None]
+    keys = torch.arange(longest, device=cache.device)
+    hidden = keys >= ends
+    if window is not None:
+        hidden |= keys < ends - window
+    return _additive(hidden, cache)[:, None, None]
+
+
+def _plan_prefills(batch: DeviceBatch, block_size: int, window: int | None) -> Iterator[FreshRow | ContinuedRow]:
+    start = batch.num_decodes
+    for row in range(batch.num_decodes, len(batch.query_lens)):
+        context, queries = batch.context_lens[row], batch.query_lens[row]
+        if context == queries and (window is None or queries <= window):
+            yield FreshRow(start, start + queries)
+        else:
+            first = _first_block(context - queries, window, block_size)
+            yield ContinuedRow(
+                start=start,
+                end=start + queries,
+                block_ids=batch.block_table[row, first : -(-context // block_size)],
+                num_keys=context - first * block_size,
+            )
+        start += queries
+
+
+def _first_block(position: int, window: int | None, block_size: int) -> int:
+    """The block with the first position that `position` sees."""
+    return 0 if window is None else max(position - window + 1, 0) // block_size
+
+
+def _pieces(num_queries: int, num_keys: int, window: int | None) -> Iterator[tuple[int, int, int, int]]:
+    """Cut a row into (first query, behind the last, first key that the first one sees, behind the last key)."""
+    for first in range(0, num_queries, MAX_QUERIES):
+        last = min(first + MAX_QUERIES, num_queries)
+        high = num_keys - (num_queries - last)
+        low = 0 if window is None else max(high - (last - first) - window + 1, 0)
+        yield first, last, low, high
+
+
+def _shared_mask(rows: list[ContinuedRow], cache: Tensor, window: int | None) -> Tensor:
+    """Large enough for every piece of every row."""
+    pieces = [piece for row in rows for piece in _pieces(row.end - row.start, row.num_keys, window)]
+    num_queries = max(last - first for first, last, _, _ in pieces)
+    num_keys = max(high - low for _, _, low, high in pieces)
+    queries_back = torch.arange(num_queries - 1, -1, -1, device=cache.device)[:, None]
+    distance = torch.arange(num_keys - 1, -1, -1, device=cache.device) - queries_back  # how far a key is before a query
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    return _additive(hidden, cache)
+
+
+def _additive(hidden: Tensor, cache: Tensor) -> Tensor:
+    """0 where it can be seen, minus infinity where it is hidden."""
+    return cache.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)

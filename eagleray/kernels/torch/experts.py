@@ -1,0 +1,110 @@
+"""Products of tokens with their experts, in plain torch: the tokens of an expert together.
+
+A pair is a token and one of its experts. Experts are named by the slots that hold their weights: what a rank has is a
+sequence of products, one for each slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+Products = Sequence[Callable[[Tensor], Tensor]]
+
+
+@runtime_checkable
+class Stored(Protocol):
+    """A product whose weights can be read and overwritten."""
+
+    def storage(self) -> list[Tensor]:
+        """The memory of the weights: uint8, one dimension each."""
+        ...
+
+
+class ExpertProducts(Protocol):
+    """The experts that a rank has in its slots, for code that brings tokens and experts together itself."""
+
+    num_slots: int
+
+    def pairs(self, x: Tensor, slots: Tensor) -> Tensor:
+        """x [n, hidden_size] of the model's dtype, slots int32 [n, k] -> float32 [n, k, hidden_size]: what the expert
+        in each slot computes of the row; zeros where the slot is -1."""
+        ...
+
+    def sums(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        """float32 [n, hidden_size]: `pairs`, multiplied by weights float32 [n, k] and added up in order of k."""
+        ...
+
+    def weighted_sum(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        """float32 [n, hidden_size]: outputs float32 [n, k, hidden_size] by weights float32 [n, k], added up in order
+        of k, as `sums` does it."""
+        ...
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether there is a `storage`."""
+        ...
+
+    def storage(self, slot: int) -> list[Tensor]:
+        """The memory of the weights in a slot: uint8 tensors of the same sizes for every slot, to be read and
+        overwritten between passes."""
+        ...
+
+
+class TorchProducts:
+    """See `ExpertProducts`."""
+
+    def __init__(self, gate_up: Products, down: Products) -> None:
+        self.num_slots = len(down)
+        self._gate_up = gate_up
+        self._down = down
+
+    def pairs(self, x: Tensor, slots: Tensor) -> Tensor:
+        return _multiply_pairs(x, slots, self._gate_up, self._down).float()
+
+    def sums(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        return self.weighted_sum(self.pairs(x, slots), weights)
+
+    def weighted_sum(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        n, k, size = outputs.shape
+        total = outputs.new_zeros(n, size)
+        for place in range(k):  # not one operation over k, in which the order could depend on the number of rows
+            total += outputs[:, place] * weights[:, place, None]
+        return total
+
+    @property
+    def is_movable(self) -> bool:
+        return all(isinstance(product, Stored) for product in (*self._gate_up, *self._down))
+
+    def storage(self, slot: int) -> list[Tensor]:
+        products: Sequence[object] = (self._gate_up[slot], self._down[slot])
+        return [memory for product in products if isinstance(product, Stored) for memory in product.storage()]
+
+
+def compute_experts(x: Tensor, slots: Tensor, weights: Tensor, gate_up: Products, down: Products) -> Tensor:
+    """The weighted sum of what each token's experts compute: x [num_tokens, hidden_size], slots (-1: left out) and
+    weights [num_tokens, top_k] -> [num_tokens, hidden_size]. It does not depend on which other tokens are in the
+    batch."""
+    # [num_tokens, 1, top_k] x [num_tokens, top_k, hidden_size]; with float32 weights the sum is in float32
+    outputs = _multiply_pairs(x, slots, gate_up, down).to(weights.dtype)
+    return torch.bmm(weights[:, None], outputs)[:, 0].to(x.dtype)
+
+
+def _multiply_pairs(x: Tensor, slots: Tensor, gate_up: Products, down: Products) -> Tensor:
+    """[num_tokens, top_k, hidden_size] of x's dtype; zeros where the slot is -1"""
+    num_tokens, top_k = slots.shape
+    pairs = slots.reshape(-1)
+    order = pairs.argsort(stable=True)
+    absent, *counts = torch.bincount(pairs + 1, minlength=len(down) + 1).tolist()
+    active = [slot for slot, count in enumerate(counts) if count]
+    make = x.new_zeros if absent or not active else x.new_empty
+    outputs = make(num_tokens * top_k, x.shape[1])
+    if active:
+        order = order[absent:]
+        rows = x.index_select(0, order // top_k).split([counts[slot] for slot in active])
+        results = [down[slot](gate_up[slot](row)) for slot, row in zip(active, rows, strict=True)]
+        outputs.index_copy_(0, order, torch.cat(results))
+    return outputs.view(num_tokens, top_k, x.shape[1])

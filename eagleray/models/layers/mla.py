@@ -1,0 +1,107 @@
+"""Self-attention over a cache of latents: DeepSeek's multi-head latent attention.
+
+Tensor-parallel ranks have a share of the heads each. The latent is small and serves all heads: every rank computes and
+caches it whole.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eagleray.kernels.torch.backend import Context, HiddenStates, Operation, TorchBackend
+from eagleray.kernels.torch.mla import MLAParams
+from eagleray.models.layers.linear import load_linear, load_summed_linear
+from eagleray.models.layers.sequence_parallel import SequenceParallel
+from eagleray.models.sharding import features, shard
+from eagleray.models.spec import MLASpec, ModelSpec
+from eagleray.models.weights import Cut, Weights
+from eagleray.parallel.group import TensorParallelGroup
+
+NORM_EPS = 1e-6
+"""Of the norms inside; config.json does not name it."""
+
+
+class MLAAttention:
+    """Of the heads, this rank's share of `tp`."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: ModelSpec,
+        weights: Weights,
+        kernels: TorchBackend,
+        tp: TensorParallelGroup,
+        sharing: SequenceParallel | None = None,
+    ) -> None:
+        assert spec.latent is not None
+        latent, hidden, bias = spec.latent, spec.hidden_size, spec.qkv_bias
+        rank, heads = latent.kv_lora_rank, shard(spec.num_heads, tp)
+        self._queries = _load_queries(name, spec, heads, weights, kernels)
+        down = f"{name}.kv_a_proj_with_mqa"
+        self._latents = kernels.linear(
+            _sorted(weights.take(f"{down}.weight", (latent.cached_size, hidden)), latent, num_heads=1),
+            _sorted(weights.take(f"{down}.bias", (latent.cached_size,)), latent, num_heads=1) if bias else None,
+        )
+        made_dim = latent.qk_nope_head_dim + latent.v_head_dim
+        made = weights.take(
+            f"{name}.kv_b_proj.weight", (spec.num_heads * made_dim, rank), Cut(0, features(heads, made_dim))
+        ).unflatten(0, (len(heads), made_dim))
+        self._attend = kernels.latent_attention(
+            MLAParams(
+                num_heads=len(heads),
+                plain_dim=latent.qk_nope_head_dim,
+                rotated_dim=latent.qk_rope_head_dim,
+                value_dim=latent.v_head_dim,
+                scale=latent.softmax_scale,
+                norm=weights.take(f"{name}.kv_a_layernorm.weight", (rank,)),
+                norm_eps=NORM_EPS,
+                keys=made[:, : latent.qk_nope_head_dim].contiguous(),
+                values=made[:, latent.qk_nope_head_dim :].contiguous(),
+            )
+        )
+        values = latent.v_head_dim
+        self._output = load_summed_linear(
+            weights,
+            kernels,
+            f"{name}.o_proj",
+            hidden,
+            spec.num_heads * values,
+            inputs=features(heads, values),
+            tp=tp,
+            bias=spec.output_bias,
+            sharing=sharing,
+        )
+
+    def __call__(self, x: HiddenStates, cache: Tensor, context: Context) -> HiddenStates:
+        """[num_tokens, hidden_size], in and out; `cache` is this layer's. With `sharing`, out are the rank's rows."""
+        return self._output(self._attend(self._queries(x), self._latents(x), cache, context))
+
+
+def _load_queries(name: str, spec: ModelSpec, heads: range, weights: Weights, kernels: TorchBackend) -> Operation:
+    """From the hidden state to the queries of these heads, in one product or in two with a norm between."""
+    assert spec.latent is not None
+    latent, hidden = spec.latent, spec.hidden_size
+
+    def last_product(last: str, in_features: int) -> Operation:
+        shape, cut = (spec.num_heads * latent.query_dim, in_features), Cut(0, features(heads, latent.query_dim))
+        weight = weights.take(f"{name}.{last}.weight", shape, cut)
+        return kernels.linear(_sorted(weight, latent, num_heads=len(heads)), None)
+
+    if latent.q_lora_rank is None:
+        return last_product("q_proj", hidden)
+    rank = latent.q_lora_rank
+    down = load_linear(weights, kernels, [f"{name}.q_a_proj"], [rank], hidden, bias=spec.qkv_bias)
+    norm = kernels.norm(weights.take(f"{name}.q_a_layernorm.weight", (rank,)), NORM_EPS)
+    up = last_product("q_b_proj", rank)
+    return lambda x: up(norm(down(x)))
+
+
+def _sorted(weight: Tensor, latent: MLASpec, *, num_heads: int) -> Tensor:
+    """A weight or a bias, its outputs in the order in which `TorchBackend.rotate` wants them: of the features that are
+    rotated, the last ones of each head, the first halves of all pairs and then the second ones. The sums over queries
+    and keys do not depend on the order. Changes the tensor itself."""
+    if latent.is_interleaved:
+        rotated = weight.unflatten(0, (num_heads, -1))[:, -latent.qk_rope_head_dim :]
+        rotated.copy_(torch.cat((rotated[:, 0::2], rotated[:, 1::2]), dim=1))
+    return weight

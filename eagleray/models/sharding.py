@@ -1,0 +1,109 @@
+"""What part of a layer a tensor-parallel rank has. Pure: numbers in, ranges out.
+
+Weights are cut so that one sum over the ranks ends an attention, and one a feed-forward layer: heads and inner
+features are dealt out in equal shares, and what reads them back into the hidden state has the matching columns.
+"""
+
+from __future__ import annotations
+
+from eagleray.errors import ConfigError
+from eagleray.models.spec import ModelSpec
+from eagleray.parallel.group import TensorParallelGroup
+from eagleray.parallel.mesh import Mesh
+
+
+def shard(count: int, tp: TensorParallelGroup) -> range:
+    """This rank's part of `count`, which the ranks divide."""
+    share = count // tp.size
+    return range(tp.rank * share, (tp.rank + 1) * share)
+
+
+def padded_shard(count: int, tp: TensorParallelGroup) -> range:
+    """This rank's part of `count`, as if it were padded to a multiple of the ranks; it may end behind `count`."""
+    return shard(-(-count // tp.size) * tp.size, tp)
+
+
+def kv_heads(total: int, tp: TensorParallelGroup) -> range:
+    """This rank's key heads of `total`. Where there are fewer than ranks, several ranks have the same one."""
+    if total >= tp.size:
+        return shard(total, tp)
+    head = tp.rank * total // tp.size
+    return range(head, head + 1)
+
+
+def num_kv_heads(total: int, tp_size: int) -> int:
+    """How many key heads each rank has."""
+    return max(total // tp_size, 1)
+
+
+def features(heads: range, head_dim: int) -> range:
+    """The features of these heads."""
+    return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+def token_shard(num_tokens: int, tp: TensorParallelGroup) -> range:
+    """This rank's rows of a batch under sequence parallelism: as many for each rank, but for the last ones, which may
+    have fewer or none."""
+    share = -(-num_tokens // tp.size)
+    start = min(tp.rank * share, num_tokens)
+    return range(start, min(start + share, num_tokens))
+
+
+def token_counts(num_tokens: int, size: int) -> list[int]:
+    """How many rows each of `size` ranks has of a batch, see `token_shard`."""
+    share = -(-num_tokens // size)
+    return [max(0, min(share, num_tokens - rank * share)) for rank in range(size)]
+
+
+def check_fits(spec: ModelSpec, mesh: Mesh, *, has_whole_experts: bool = False) -> None:
+    """Raises `ConfigError` if the model cannot be divided so. `has_whole_experts`: experts are not cut."""
+    tp, pp = mesh.tp_size, mesh.pp_size
+    if pp > spec.num_layers:
+        raise ConfigError(
+            f"option `pipeline_parallel_size`: {pp} stages are more than the model's {spec.num_layers} layers; at most "
+            f"{spec.num_layers} fit"
+        )
+    for what in _misfits(spec, tp, has_whole_experts):
+        sizes = range(1, spec.num_heads + 1)
+        fits = ", ".join(str(size) for size in sizes if not _misfits(spec, size, has_whole_experts))
+        raise ConfigError(f"option `tensor_parallel_size`: {tp} does not fit the model's {what}; what fits is {fits}")
+
+
+def check_experts(spec: ModelSpec, *, num_ranks: int, num_redundant: int) -> None:
+    """Raises `ConfigError` if the experts cannot be divided among so many ranks."""
+    if spec.moe is None or not any(spec.moe.layers):
+        raise ConfigError(
+            f"option `enable_expert_parallel`: the model, {spec.architecture}, has no experts to divide; drop it"
+        )
+    count = spec.moe.num_experts
+    if num_redundant > count * (num_ranks - 1):
+        raise ConfigError(
+            f"option `num_redundant_experts`: {num_redundant} are more than copies of all {count} experts on all "
+            f"{num_ranks} ranks; at most {count * (num_ranks - 1)} make sense"
+        )
+    if (left := (count + num_redundant) % num_ranks) != 0:
+        raise ConfigError(
+            f"option `enable_expert_parallel`: {count} experts and {num_redundant} redundant ones cannot be divided "
+            f"among {num_ranks} ranks; set `num_redundant_experts` to {num_redundant + num_ranks - left}, or change "
+            "`tensor_parallel_size` or `data_parallel_size`"
+        )
+
+
+def _misfits(spec: ModelSpec, tp_size: int, has_whole_experts: bool) -> list[str]:
+    """What of the model cannot be divided by so many ranks."""
+    kv, misfits = spec.num_kv_heads, []
+    if spec.num_heads % tp_size != 0:
+        misfits.append(f"{spec.num_heads} attention heads, which it must divide")
+    if kv % tp_size != 0 and tp_size % kv != 0:
+        misfits.append(f"{kv} key-value heads, of which it must be a divisor or a multiple")
+    has_dense = spec.moe is None or not all(spec.moe.layers)
+    if has_dense and spec.intermediate_size % tp_size != 0:
+        misfits.append(f"intermediate size {spec.intermediate_size}, which it must divide")
+    if spec.moe is not None and any(spec.moe.layers):
+        if not has_whole_experts and spec.moe.intermediate_size % tp_size != 0:
+            misfits.append(f"expert intermediate size {spec.moe.intermediate_size}, which it must divide")
+        if spec.moe.shared_intermediate_size % tp_size != 0:
+            misfits.append(
+                f"shared experts' intermediate size {spec.moe.shared_intermediate_size}, which it must divide"
+            )
+    return misfits

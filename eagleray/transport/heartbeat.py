@@ -1,0 +1,294 @@
+"""Heartbeats between a process and those that belong to it (an engine and its workers, a supervisor and the members of
+its fleet), in both directions, from a thread on either side: one a second, or four in the limit if that is shorter.
+
+A process that is stopped, or cut off from the network, does not end, and no sentinel of it trips: it falls silent.
+Time in which the listening process did not run itself (it was stopped too, or the machine was) is not held against the
+other: when its own loop comes late, its clocks start again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import math
+import secrets
+import threading
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from time import monotonic
+from typing import Generic, TypeVar
+
+import msgspec
+import zmq
+
+from eagleray.errors import ChannelClosed
+from eagleray.transport.doorbell import Doorbell
+from eagleray.transport.router_dealer import (
+    SECRET_BYTES,
+    SocketAddress,
+    bind_router,
+    can_receive,
+    close_router,
+    connect_dealer,
+)
+
+BEAT_SECONDS = 1.0
+
+LATE_SECONDS = 1.0
+"""A loop that comes later than this did not run."""
+
+FIRST_SECONDS = 3.0
+"""The first answer may take at least so long: a process that begins is busy."""
+
+CLOSE_SECONDS = 5.0
+
+BEAT = b""
+
+Who = TypeVar("Who", bound=Hashable)
+
+
+class LivenessClock(Generic[Who]):
+    """Who was heard when. Pure: the time is handed in."""
+
+    def __init__(self, *, limit: float, tick: float, now: float) -> None:
+        self._limit = limit
+        self._tick = tick
+        self._ran = now
+        self._heard: dict[Who, float] = {}
+        self._first: dict[Who, float] = {}
+        """Of those that are expected: the limit until they are heard."""
+        self._lost: set[Who] = set()
+
+    def expect(self, who: Who, now: float, *, within: float) -> None:
+        """It has so many seconds to be heard for the first time."""
+        self._heard[who] = now
+        self._first[who] = within
+
+    def hear(self, who: Who, now: float) -> None:
+        if who not in self._lost:
+            self._heard[who] = now
+            self._first.pop(who, None)
+
+    def forget(self, who: Who) -> None:
+        """Its silence is expected. It must not be heard any more."""
+        self._heard.pop(who, None)
+        self._first.pop(who, None)
+        self._lost.discard(who)
+
+    def silent(self, now: float) -> list[tuple[Who, float]]:
+        """Who was heard, or expected, and not for the limit, and for how many seconds; each once. Ask every `tick`
+        seconds."""
+        if now - self._ran > self._tick + LATE_SECONDS:
+            self._heard = dict.fromkeys(self._heard, now)
+        self._ran = now
+        silent = [
+            (who, now - heard) for who, heard in self._heard.items() if now - heard > self._first.get(who, self._limit)
+        ]
+        for who, _ in silent:
+            self._lost.add(who)
+            del self._heard[who]
+            self._first.pop(who, None)
+        return silent
+
+
+class HeartbeatHandle(msgspec.Struct, frozen=True, kw_only=True):
+    contact: SocketAddress
+    secret: bytes
+    limit: float
+
+
+class HeartbeatMonitor:
+    """The end that has several peers. Its thread calls `on_silent(peer, seconds)` once for a peer that was heard and
+    then, for `limit` seconds, was not; for one that was not heard yet only if it was invited to come within a time.
+    `invite` and `forget` may be called from any thread."""
+
+    def __init__(
+        self,
+        *,
+        socket: zmq.Socket[bytes],
+        contact: SocketAddress,
+        limit: float,
+        on_silent: Callable[[int, float], None],
+    ) -> None:
+        self._socket = socket
+        self._contact = contact
+        self._limit = limit
+        self._on_silent = on_silent
+        self._lock = threading.Lock()
+        self._next = itertools.count()
+        self._tickets: dict[int, HeartbeatHandle] = {}
+        self._clocks: LivenessClock[int] = LivenessClock(limit=limit, tick=_tick(limit), now=monotonic())
+        self._heard: dict[int, bytes] = {}  # peer -> zmq's identity of its connection
+        self._thread = _Thread(
+            tick=_tick(limit),
+            socket=socket,
+            on_mail=self._hear,
+            on_tick=self._beat,
+            on_end=lambda: close_router(socket, contact),
+        )
+
+    @classmethod
+    def open(
+        cls,
+        *,
+        runtime_dir: Path,
+        host: str | None,
+        limit: float,
+        on_silent: Callable[[int, float], None],
+        num_peers: int = 0,
+    ) -> HeartbeatMonitor:
+        """`host` is the address at which peers of other hosts reach this one; None if there are none. Peers 0 to
+        `num_peers` - 1 are invited already. Raises `ConfigError` if `host` is not an address of this host."""
+        socket, contact = bind_router(runtime_dir=runtime_dir, name="pulse", host=host)
+        monitor = cls(socket=socket, contact=contact, limit=limit, on_silent=on_silent)
+        for _ in range(num_peers):
+            monitor.invite()
+        return monitor
+
+    def invite(self, *, within: float | None = None) -> tuple[int, bytes]:
+        """A peer may come: (its number, which is never given again, its ticket). `within`: seconds for it to be heard;
+        None: any."""
+        with self._lock:
+            peer = next(self._next)
+            if within is not None:
+                self._clocks.expect(peer, monotonic(), within=max(within, self._limit))
+            secret = secrets.token_bytes(SECRET_BYTES)
+            self._tickets[peer] = HeartbeatHandle(contact=self._contact, secret=secret, limit=self._limit)
+            return peer, msgspec.msgpack.encode(self._tickets[peer])
+
+    def forget(self, peer: int) -> None:
+        """It is gone, or is no longer of interest: its ticket is void. It may still be called silent in this moment."""
+        with self._lock:
+            self._tickets.pop(peer, None)
+            self._heard.pop(peer, None)
+            self._clocks.forget(peer)
+
+    def ticket(self, peer: int) -> bytes:
+        """What `HeartbeatSender.start` needs. Secret: who has it can be that peer."""
+        return msgspec.msgpack.encode(self._tickets[peer])
+
+    def close(self) -> None:
+        """Nobody is called any more."""
+        self._thread.close()
+
+    def _hear(self, parts: list[bytes]) -> None:
+        identity, secret = parts[0], parts[-1]
+        with self._lock:
+            for peer, ticket in self._tickets.items():
+                if hmac.compare_digest(ticket.secret, secret):
+                    self._clocks.hear(peer, monotonic())
+                    if peer not in self._heard:
+                        self._answer(identity)  # it waits for that
+                    self._heard[peer] = identity
+
+    def _beat(self) -> None:
+        with self._lock:
+            for identity in self._heard.values():
+                self._answer(identity)
+            silent = self._clocks.silent(monotonic())
+        for peer, seconds in silent:
+            self._on_silent(peer, seconds)
+
+    def _answer(self, identity: bytes) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # its connection is gone: it will be missed soon
+            self._socket.send_multipart([identity, BEAT], zmq.DONTWAIT)
+
+
+class HeartbeatSender:
+    """The end that has one peer, the monitor. Its thread calls `on_silent(seconds)` once when the monitor was not heard
+    for the limit."""
+
+    def __init__(
+        self, *, socket: zmq.Socket[bytes], secret: bytes, limit: float, on_silent: Callable[[float], None]
+    ) -> None:
+        self._socket = socket
+        self._secret = secret
+        self._on_silent = on_silent
+        now = monotonic()
+        self._clocks: LivenessClock[None] = LivenessClock(limit=limit, tick=_tick(limit), now=now)
+        self._clocks.hear(None, now)
+        self._was_heard = threading.Event()
+        self._thread = _Thread(
+            tick=_tick(limit),
+            socket=socket,
+            on_mail=self._hear,
+            on_tick=self._beat,
+            on_end=socket.close,
+        )
+
+    @classmethod
+    def start(cls, ticket: bytes, *, on_silent: Callable[[float], None]) -> HeartbeatSender:
+        """Be heard from now on: when this returns, silence will be noticed. Raises `ChannelClosed` if there is no way
+        to the monitor, or no answer from it within the limit or 3 s."""
+        said = msgspec.msgpack.decode(ticket, type=HeartbeatHandle)
+        socket, _ = connect_dealer(said.contact)
+        pulse = cls(socket=socket, secret=said.secret, limit=said.limit, on_silent=on_silent)
+        patience = max(said.limit, FIRST_SECONDS)
+        if not pulse._was_heard.wait(patience):
+            pulse.close()
+            raise ChannelClosed(f"no answer to the first heartbeat within {patience:g} s")
+        return pulse
+
+    def close(self) -> None:
+        """Fall silent, and call nobody any more."""
+        self._thread.close()
+
+    def _hear(self, parts: list[bytes]) -> None:
+        self._clocks.hear(None, monotonic())
+        self._was_heard.set()
+
+    def _beat(self) -> None:
+        self._socket.send(self._secret, zmq.DONTWAIT)
+        for _, seconds in self._clocks.silent(monotonic()):
+            self._on_silent(seconds)
+
+
+class _Thread:
+    """Calls `on_mail` for each message, `on_tick` every `tick` seconds, `on_end` at the end.
+
+    Nobody else touches the socket any more.
+    """
+
+    def __init__(
+        self,
+        *,
+        tick: float,
+        socket: zmq.Socket[bytes],
+        on_mail: Callable[[list[bytes]], None],
+        on_tick: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._socket = socket
+        self._tick = tick
+        self._on_mail = on_mail
+        self._on_tick = on_tick
+        self._on_end = on_end
+        self._bell = Doorbell.make()
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """From any thread, this one too; harmless when repeated."""
+        self._bell.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._bell.read_end, zmq.POLLIN)
+        due = monotonic()
+        while not self._bell.stopped:
+            poller.poll(math.ceil(max(0.0, due - monotonic()) * 1000))
+            while can_receive(self._socket):
+                self._on_mail(self._socket.recv_multipart(zmq.DONTWAIT))
+            if monotonic() >= due and not self._bell.stopped:
+                self._on_tick()
+                due = monotonic() + self._tick
+        self._on_end()
+        self._bell.close()
+
+
+def _tick(limit: float) -> float:
+    return min(BEAT_SECONDS, limit / 4)

@@ -1,0 +1,91 @@
+"""Memory that several processes of a host see. It has no name, so that nothing can be left behind.
+
+The creator holds a file without a name (memfd); another process opens it through the creator's `/proc` entry. That it
+is the right file, and not one of a process with the same number in another container or on another host, is known by
+a random number in its first bytes. The memory is there as long as somebody has it open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+
+from eagleray.errors import ConfigError
+
+NAME = "eagleray"
+NONCE_BYTES = 16
+
+
+def open_descriptor(pid: int, descriptor: int, flags: int) -> int:
+    """Open again what process `pid` has open as `descriptor`. Raises `OSError`."""
+    return os.open(f"/proc/{pid}/fd/{descriptor}", flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+class Region:
+    """The mapped memory and the views into it, which are given out here so that `close` can take them back.
+
+    Owns the descriptor. The first `NONCE_BYTES` bytes are the nonce.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            # populated: a page fault in the middle of a step would be seen
+            mapped = stack.enter_context(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+            self._bytes = stack.enter_context(memoryview(mapped))
+            self.descriptor = descriptor
+            self._stack = stack.pop_all()
+
+    @classmethod
+    def create(cls, size: int) -> Region:
+        """New memory, zeros but for the nonce. Raises `ConfigError` if the system does not have that much."""
+        descriptor = os.memfd_create(NAME)
+        try:
+            # reserved now: later, too little memory would be a SIGBUS
+            os.posix_fallocate(descriptor, 0, size)
+            region = cls(os.dup(descriptor), size)
+        except OSError as error:
+            raise ConfigError(
+                f"the queue between the engine and its workers needs {size} bytes of shared memory, which the system "
+                f"refused ({error.strerror}): free memory, raise the limit of the container, or use fewer workers"
+            ) from error
+        finally:
+            os.close(descriptor)
+        region._bytes[:NONCE_BYTES] = secrets.token_bytes(NONCE_BYTES)
+        return region
+
+    @classmethod
+    def attach(cls, *, pid: int, descriptor: int, size: int, nonce: bytes) -> Region:
+        """The memory that process `pid` has created. Raises `OSError` if it cannot be reached from here."""
+        # Looked at before it is opened: to open whatever another process has there might do something.
+        target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+        if not target.startswith(f"/memfd:{NAME} "):
+            raise OSError(f"process {pid} of this host has other memory than was expected")
+        ours = open_descriptor(pid, descriptor, os.O_RDWR)
+        try:
+            actual = os.fstat(ours).st_size
+            found = os.pread(ours, NONCE_BYTES, 0)
+            if (actual, found) != (size, nonce):
+                raise OSError(f"process {pid} of this host has other memory than was expected")
+        except OSError:
+            os.close(ours)
+            raise
+        return cls(ours, size)
+
+    @property
+    def nonce(self) -> bytes:
+        return bytes(self._bytes[:NONCE_BYTES])
+
+    def bytes(self, offset: int, size: int) -> memoryview:
+        """A view that is valid until `close`."""
+        return self._stack.enter_context(self._bytes[offset : offset + size])
+
+    def words(self, offset: int, size: int) -> memoryview:
+        """The same as words of eight bytes; `offset` and `size` are in bytes."""
+        return self._stack.enter_context(self.bytes(offset, size).cast("Q"))
+
+    def close(self) -> None:
+        """Give the memory back; harmless when repeated. The views raise `ValueError` from now on."""
+        self._stack.close()

@@ -1,0 +1,99 @@
+"""How processes find each other that do not share memory: where one listens, how another connects, who may.
+
+On one host a Unix socket in the instance's directory, whose mode is the authentication. Between hosts TCP with CURVE:
+only who knows the server's public key, which travels in tickets and nowhere else, can speak to it at all, and what is
+said is encrypted. A socket that has a TCP port uses CURVE on its Unix socket too: it is an option of the whole socket.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from eagleray.errors import ChannelClosed
+from eagleray.transport.runtime_dir import bind_local, is_listening, local_address
+from eagleray.transport.tcp import be_client, be_server, bind_port, keep_alive
+
+SECRET_BYTES = 32
+
+LINGER_MS = 1000
+"""How long a closed socket still tries to hand over what it took."""
+
+
+class SocketAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a process listens. Secret: who has it can connect."""
+
+    directory: str
+    name: str
+    """of the Unix socket in the directory"""
+    tcp: str | None
+    """`tcp://host:port`; None if it listens on this host alone"""
+    server_key: bytes | None
+    """With `tcp`: the public key."""
+
+
+def bind_router(*, runtime_dir: Path, name: str, host: str | None) -> tuple[zmq.Socket[bytes], SocketAddress]:
+    """A ROUTER socket, bound in `runtime_dir` and, with `host`, to a free port of that address.
+
+    Raises `ConfigError` if the address is not one of this host's, or if there is no room in the directory.
+    """
+    socket = _make(zmq.ROUTER)
+    try:
+        socket.router_mandatory = 1
+        server_key = None if host is None else be_server(socket)
+        name = f"{name}-{secrets.token_hex(4)}"
+        bind_local(socket, runtime_dir, name)
+        tcp = None if host is None else bind_port(socket, host)
+    except BaseException:
+        socket.close(linger=0)
+        raise
+    return socket, SocketAddress(directory=str(runtime_dir), name=name, tcp=tcp, server_key=server_key)
+
+
+def close_router(socket: zmq.Socket[bytes], contact: SocketAddress) -> None:
+    """Stop listening. What was sent still goes out, for at most a second."""
+    (Path(contact.directory) / contact.name).unlink(missing_ok=True)  # zmq leaves it
+    socket.close()
+
+
+def connect_dealer(
+    contact: SocketAddress, *, runtime_dir: Path | None = None, media: Collection[str] = ("ipc", "tcp")
+) -> tuple[zmq.Socket[bytes], str]:
+    """A DEALER socket that connects to `contact`, and the medium: "ipc" if the Unix socket is there, else "tcp".
+
+    `runtime_dir` is where the directory is to be found here, if not under its own name. Raises `ChannelClosed` if
+    there is no way.
+    """
+    directory = Path(contact.directory) if runtime_dir is None else runtime_dir
+    if "ipc" in media and is_listening(directory / contact.name):  # zmq would try for ever
+        medium, address = "ipc", local_address(directory, contact.name)
+    elif "tcp" in media and contact.tcp is not None:
+        medium, address = "tcp", contact.tcp
+    else:
+        raise ChannelClosed(
+            f"the engine cannot be reached from here: nobody listens at {directory / contact.name}, and "
+            f"{'it has bound no TCP port' if contact.tcp is None else 'TCP is not to be used'}"
+        )
+    socket = _make(zmq.DEALER)
+    if contact.server_key is not None:
+        be_client(socket, contact.server_key)
+    socket.ipv6 = "[" in address
+    socket.connect(address)
+    return socket, medium
+
+
+def can_receive(socket: zmq.Socket[bytes]) -> bool:
+    """Whether something can be received without waiting."""
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def _make(kind: int) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    socket.sndhwm = socket.rcvhwm = 0  # bounded by credits, or one beat a second
+    socket.linger = LINGER_MS
+    keep_alive(socket)
+    return socket

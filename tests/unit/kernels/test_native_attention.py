@@ -1,0 +1,426 @@
+"""Attention over the paged cache, against float64; and each token's result, bit for bit, however it is computed."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagleray.kernels.torch.attention import attend_with_sinks
+
+DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
+EPS = 1e-6
+MAX_CONTEXT = 4096
+
+
+class CShape(Structure):
+    _fields_ = (
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("block_size", c_int64),
+        ("window", c_int64),
+        ("scale", c_float),
+        ("sinks", c_void_p),
+    )
+
+
+class CRows(Structure):
+    _fields_ = (
+        ("num_rows", c_int64),
+        ("num_tokens", c_int64),
+        ("starts", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_table", c_void_p),
+        ("table_stride", c_int64),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+    )
+
+
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    batch = POINTER(CShape), POINTER(CRows)
+    tables = c_void_p, c_void_p, c_float, c_void_p, c_void_p
+    library.er_prepare.argtypes = (*batch, c_void_p, *tables, c_void_p, c_void_p, c_int, c_int)
+    library.er_attend.argtypes = (*batch, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int)
+    library.er_block_elements.argtypes = (POINTER(CShape),)
+    library.er_block_elements.restype = c_int64
+    library.er_attend_scratch.argtypes = (POINTER(CShape), c_int64, c_int)
+    library.er_attend_scratch.restype = c_int64
+    return library
+
+
+@dataclass
+class Request:
+    """All tokens of a request, of which `done` have been computed."""
+
+    qkv: Tensor
+    blocks: list[int]
+    done: int = 0
+
+
+class Layer:
+    """A layer's cache, and the requests that have blocks of it."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 16,
+        block_size: int = 16,
+        window: int = 0,
+        norm: bool = False,
+        sinks: bool = False,
+        threads: int = 1,
+    ) -> None:
+        self.library, self.dtype, self.threads = library, dtype, threads
+        self.sinks = torch.linspace(-3, 5, heads) if sinks else None
+        scale, there = 1 / math.sqrt(head_dim), None if self.sinks is None else self.sinks.data_ptr()
+        self.shape = CShape(heads, kv_heads, head_dim, block_size, window, scale, there)
+        self.lanes = -(-block_size // 16) * 16
+        self.norms = [torch.rand(head_dim) + 0.5 if norm else None for _ in range(2)]
+        angles = torch.arange(MAX_CONTEXT)[:, None] * 0.5 ** torch.arange(head_dim // 2)
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.num_blocks = 0
+        self.cache = torch.zeros(0, dtype=dtype)
+        self.scratch = torch.zeros(library.er_attend_scratch(self.shape, MAX_CONTEXT, threads) + 1)
+        self.queries = torch.zeros(0)
+
+    @property
+    def width(self) -> int:
+        return (self.shape.num_heads + 2 * self.shape.num_kv_heads) * self.shape.head_dim
+
+    def new_blocks(self, sizes: list[int]) -> list[list[int]]:
+        """As many as so many tokens need, in no order, in a new cache; and two that nobody has."""
+        counts = [-(-size // self.shape.block_size) for size in sizes]
+        self.num_blocks = sum(counts) + 2
+        self.cache = torch.zeros(self.num_blocks * self.library.er_block_elements(self.shape), dtype=self.dtype)
+        shuffled = torch.randperm(self.num_blocks).tolist()
+        return [[shuffled.pop() for _ in range(count)] for count in counts]
+
+    def new_requests(self, sizes: list[int], scale: float = 1.0) -> list[Request]:
+        blocks = self.new_blocks(sizes)
+        return [Request(torch.randn(n, self.width) * scale, mine) for n, mine in zip(sizes, blocks, strict=True)]
+
+    def views(self) -> tuple[Tensor, Tensor]:
+        """keys, values [blocks, kv heads, lanes, head_dim] of the cache"""
+        pair = 4 // self.dtype.itemsize
+        keys, values = self.cache.view(self.num_blocks, self.shape.num_kv_heads, 2, -1).unbind(2)
+        keys = keys.unflatten(-1, (-1, self.lanes, pair)).transpose(-3, -2).flatten(-2)
+        values = values.unflatten(-1, (-1, self.shape.head_dim, pair)).transpose(-2, -1).flatten(-3, -2)
+        return keys, values
+
+    def poison(self, number: float) -> None:
+        """As if other requests had had all blocks."""
+        pair = 4 // self.dtype.itemsize
+        keys, values = self.cache.view(self.num_blocks, self.shape.num_kv_heads, 2, -1).unbind(2)
+        keys.unflatten(-1, (-1, self.lanes, pair))[..., : self.shape.block_size, :] = number
+        for lane in range(self.shape.block_size):
+            values.unflatten(-1, (-1, self.shape.head_dim, pair))[..., lane // pair, :, lane % pair] = number
+
+    def step(self, *work: tuple[Request, int]) -> list[Tensor]:
+        """The next so many tokens of these requests -> their results."""
+        block_size = self.shape.block_size
+        contexts = [request.done + count for request, count in work]
+        spans = [range(request.done, context) for (request, _), context in zip(work, contexts, strict=True)]
+        table = torch.zeros(len(work), max(len(request.blocks) for request, _ in work), dtype=torch.int32)
+        for row, (request, _) in enumerate(work):
+            table[row, : len(request.blocks)] = torch.tensor(request.blocks)
+        slots = [
+            request.blocks[p // block_size] * block_size + p % block_size
+            for (request, _), span in zip(work, spans, strict=True)
+            for p in span
+        ]
+        counts = [count for _, count in work]
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        integers = [starts, *(torch.tensor(x).int() for x in (contexts, [p for span in spans for p in span], slots))]
+        rows = CRows(len(work), len(slots), *(x.data_ptr() for x in (*integers[:2], table)), table.shape[1])
+        rows.positions, rows.slots = integers[2].data_ptr(), integers[3].data_ptr()
+        qkv = torch.cat([request.qkv[span.start : span.stop] for (request, _), span in zip(work, spans, strict=True)])
+        self.queries = torch.empty(len(slots), self.shape.num_heads * self.shape.head_dim, dtype=self.dtype)
+        out = torch.full_like(self.queries, 7)
+        norms = [None if norm is None else norm.data_ptr() for norm in self.norms]
+        numbers = DTYPES.index(self.dtype), self.threads
+        tables = *norms, EPS, self.cos.data_ptr(), self.sin.data_ptr()
+        addresses = self.queries.data_ptr(), self.cache.data_ptr()
+        self.library.er_prepare(self.shape, rows, qkv.data_ptr(), *tables, *addresses, *numbers)
+        self.library.er_attend(self.shape, rows, *addresses, out.data_ptr(), self.scratch.data_ptr(), *numbers)
+        for request, count in work:
+            request.done += count
+        return list(out.split(counts))
+
+    def prepared(self, request: Request) -> tuple[Tensor, Tensor]:
+        """Its keys and values in the cache, [done, kv heads, head_dim]"""
+        block_size, positions = self.shape.block_size, torch.arange(request.done)
+        blocks, lanes = torch.tensor(request.blocks)[positions // block_size], positions % block_size
+        keys, values = self.views()
+        return keys[blocks, :, lanes], values[blocks, :, lanes]
+
+    def truth(self, request: Request, queries: Tensor) -> Tensor:
+        """Attention of the last queries [n, heads * head_dim], in float64, with what is in the cache."""
+        keys, values = (x.double().repeat_interleave(self.group, dim=1) for x in self.prepared(request))
+        n = len(queries)
+        queries = queries.view(n, self.shape.num_heads, -1).double()
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.shape.scale
+        distance = torch.arange(request.done - n, request.done)[:, None] - torch.arange(request.done)
+        hidden = (distance < 0) | ((distance >= self.shape.window) & (self.shape.window > 0))
+        scores = scores.masked_fill(hidden, -math.inf)
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, n, 1)), dim=-1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : request.done], values).flatten(1)
+
+    @property
+    def group(self) -> int:
+        return self.shape.num_heads // self.shape.num_kv_heads
+
+
+def run(layer: Layer, request: Request, counts: list[int]) -> Tensor:
+    """All tokens of a request, so many in each step."""
+    return torch.cat([layer.step((request, count))[0] for count in counts])
+
+
+def error(result: Tensor, truth: Tensor) -> float:
+    return float((result.double() - truth).square().mean().sqrt())
+
+
+def check_accuracy(library: ctypes.CDLL, dtype: torch.dtype, size: int, **shape: int) -> None:
+    """Against what torch makes of the same queries, keys and values."""
+    torch.manual_seed(size)
+    layer = Layer(library, dtype, **shape)
+    (request,) = layer.new_requests([size])
+    out = run(layer, request, [size])
+    truth = layer.truth(request, layer.queries)
+    if dtype == torch.float32:
+        torch.testing.assert_close(out.double(), truth, atol=3e-6, rtol=1e-5)
+    keys, values = (x.repeat_interleave(layer.group, dim=1).transpose(0, 1) for x in layer.prepared(request))
+    queries = layer.queries.view(size, layer.shape.num_heads, -1).transpose(0, 1)
+    distance = torch.arange(size)[:, None] - torch.arange(size)
+    seen = (distance >= 0) & ((distance < layer.shape.window) | (layer.shape.window == 0))
+    batch = queries[None], keys[None], values[None]
+    if layer.sinks is None:
+        torchs = torch.nn.functional.scaled_dot_product_attention(*batch, attn_mask=seen)
+    else:
+        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
+        torchs = attend_with_sinks(*batch, mask, layer.sinks[:, None])
+    assert error(out, truth) <= 1.2 * error(torchs[0].transpose(0, 1).flatten(1), truth) + 1e-7
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [4, 6, 16, 24, 64, 80, 96, 128, 256])
+def test_accuracy(library: ctypes.CDLL, dtype: torch.dtype, head_dim: int) -> None:
+    check_accuracy(library, dtype, 300, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (2, 1), (8, 2), (14, 2), (71, 1)])
+def test_accuracy_of_groups(library: ctypes.CDLL, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+    check_accuracy(library, dtype, 100, heads=heads, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [1, 4, 5, 8, 16, 24, 32, 256, 512])
+@pytest.mark.parametrize("window", [0, 1, 40])
+def test_accuracy_of_blocks_and_windows(library: ctypes.CDLL, dtype: torch.dtype, block_size: int, window: int) -> None:
+    check_accuracy(library, dtype, 600, block_size=block_size, window=window, heads=2, kv_heads=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 1, 40])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (71, 1)])
+def test_accuracy_with_sinks(library: ctypes.CDLL, dtype: torch.dtype, heads: int, kv_heads: int, window: int) -> None:
+    check_accuracy(library, dtype, 300, heads=heads, kv_heads=kv_heads, window=window, sinks=True)
+
+
+@pytest.mark.parametrize("score", [-1e4, 1e4])
+def test_sinks_that_take_nothing_or_all(library: ctypes.CDLL, score: float) -> None:
+    layer, plain = (Layer(library, torch.float32, sinks=sinks) for sinks in (True, False))
+    assert layer.sinks is not None
+    layer.sinks.fill_(score)
+    (request,) = layer.new_requests([40])
+    (twin,) = plain.new_requests([40])
+    twin.qkv = request.qkv
+    expected = run(plain, twin, [40]) if score < 0 else torch.zeros(40, layer.shape.num_heads * layer.shape.head_dim)
+    assert torch.equal(run(layer, request, [40]), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("head_dim", [4, 6, 16, 80, 128, 256])
+@pytest.mark.parametrize("block_size", [5, 16, 32])
+def test_prepare(library: ctypes.CDLL, dtype: torch.dtype, norm: bool, head_dim: int, block_size: int) -> None:
+    torch.manual_seed(head_dim)
+    layer = Layer(library, dtype, head_dim=head_dim, block_size=block_size, norm=norm, threads=2)
+    first, second = layer.new_requests([70, 9])
+    layer.step((first, 33), (second, 9))
+    layer.step((first, 37))
+    heads = first.qkv.double().view(70, -1, head_dim)
+    queries, keys, values = heads.split([4, 2, 2], dim=1)
+
+    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is not None:
+            x = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+        a, b = x.chunk(2, dim=-1)
+        cos, sin = (table[:70, None].double() for table in (layer.cos, layer.sin))
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+    rounding = {"rtol": 2**-8 * 1.001, "atol": 1e-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    cached = layer.prepared(first)
+    torch.testing.assert_close(cached[0].double(), turned(keys, layer.norms[1]), **rounding)
+    assert torch.equal(cached[1], values.to(dtype))
+    expected = turned(queries, layer.norms[0])[33:].flatten(1)
+    torch.testing.assert_close(layer.queries.double(), expected, **rounding)
+    # nothing else was written
+    keys, values = layer.views()
+    taken = torch.zeros(layer.num_blocks, layer.lanes, dtype=torch.bool)
+    for request in (first, second):
+        for p in range(request.done):
+            taken[request.blocks[p // block_size], p % block_size] = True
+    for x in (keys, values):
+        assert (x.transpose(1, 2)[~taken] == 0).all()
+        assert (x.transpose(1, 2)[taken] != 0).all()
+
+
+def check_steps(library: ctypes.CDLL, dtype: torch.dtype, size: int, **shape: int) -> None:
+    """A token is the same however many are computed with it, on whatever number of threads."""
+    torch.manual_seed(size)
+    layer = Layer(library, dtype, **shape)
+    (request,) = layer.new_requests([size])
+    expected = run(layer, request, [size])
+    assert expected.isfinite().all()
+    for counts in ([1] * size, [2, 5, 20, size - 28, 1], [size - 3, 1, 1, 1]):
+        request.done = 0
+        layer.cache.zero_()
+        assert torch.equal(run(layer, request, counts), expected)
+    for threads in (2, 3):
+        again = Layer(library, dtype, **shape, threads=threads)
+        again.cache, again.num_blocks = layer.cache, layer.num_blocks
+        request.done = 0
+        assert torch.equal(run(again, request, [size // 2, size - size // 2]), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "heads"), [(6, 2), (16, 1), (16, 7), (64, 2), (80, 4), (128, 3), (256, 2)])
+def test_token_by_token_is_all_at_once(library: ctypes.CDLL, dtype: torch.dtype, head_dim: int, heads: int) -> None:
+    check_steps(library, dtype, 300, head_dim=head_dim, heads=heads, kv_heads=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [4, 5, 8, 16, 32])
+@pytest.mark.parametrize("window", [0, 3, 50, 300])
+def test_token_by_token_with_windows(library: ctypes.CDLL, dtype: torch.dtype, block_size: int, window: int) -> None:
+    check_steps(library, dtype, 330, block_size=block_size, window=window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 50])
+def test_token_by_token_with_sinks(library: ctypes.CDLL, dtype: torch.dtype, window: int) -> None:
+    check_steps(library, dtype, 1100, window=window, sinks=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_another_processor(other_library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    check_accuracy(other_library, dtype, 300, head_dim=80)
+    check_steps(other_library, dtype, 300, head_dim=128)
+    check_steps(other_library, dtype, 290, head_dim=64, heads=7, kv_heads=1, block_size=8, window=50)
+
+
+def mixed_work(requests: list[Request], counts: list[int]) -> list[tuple[Request, int]]:
+    for request, count in zip(requests, counts, strict=True):
+        request.done = len(request.qkv) - count
+    return list(zip(requests, counts, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_row_does_not_depend_on_its_company(
+    library: ctypes.CDLL, dtype: torch.dtype, window: int, threads: int
+) -> None:
+    torch.manual_seed(0)
+    sizes, counts = [1, 17, 300, 900, 2000, 40, 31, 700], [1, 1, 1, 1, 1, 40, 30, 150]
+    layer = Layer(library, dtype, head_dim=64, window=window, threads=threads)
+    requests = layer.new_requests(sizes)
+    for request, count in zip(requests, counts, strict=True):
+        if request.done < len(request.qkv) - count:
+            layer.step((request, len(request.qkv) - count))
+    together = layer.step(*mixed_work(requests, counts))
+    layer.threads = 1
+    for work, result in zip(mixed_work(requests, counts), together, strict=True):
+        assert torch.equal(layer.step(work)[0], result)
+        queries = layer.queries
+        torch.testing.assert_close(result.double(), layer.truth(work[0], queries), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 700])
+def test_threads_share_a_long_context(library: ctypes.CDLL, dtype: torch.dtype, window: int) -> None:
+    torch.manual_seed(0)
+    shape = {"heads": 3, "kv_heads": 1, "head_dim": 32, "window": window}
+    layer = Layer(library, dtype, **shape)
+    requests = layer.new_requests([3000, 70, 1500])
+    for request in requests:
+        layer.step((request, len(request.qkv) - 3))
+    expected = [layer.step(*((request, 1) for request in requests)) for _ in range(3)]
+    for threads in (2, 3, 5):
+        again = Layer(library, dtype, **shape, threads=threads)
+        again.cache, again.num_blocks = layer.cache, layer.num_blocks
+        for step, results in enumerate(expected):
+            for request in requests:
+                request.done = len(request.qkv) - 3 + step
+            assert all(map(torch.equal, again.step(*((request, 1) for request in requests)), results))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number", [math.nan, math.inf, -3e38])
+@pytest.mark.parametrize(("block_size", "head_dim"), [(5, 16), (16, 64), (32, 20)])
+def test_nothing_remains_of_other_requests(
+    library: ctypes.CDLL, dtype: torch.dtype, number: float, block_size: int, head_dim: int
+) -> None:
+    torch.manual_seed(0)
+    layer = Layer(library, dtype, block_size=block_size, head_dim=head_dim, threads=2)
+    requests = layer.new_requests([270, 33, 1, 100])
+    counts = [1, 33, 1, 60]
+
+    def compute() -> list[Tensor]:
+        for request, count in zip(requests, counts, strict=True):
+            request.done = 0
+            if count < len(request.qkv):
+                layer.step((request, len(request.qkv) - count))
+        return layer.step(*mixed_work(requests, counts))
+
+    expected = compute()
+    layer.poison(number)
+    assert all(map(torch.equal, compute(), expected))
+    assert all(result.isfinite().all() for result in expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_overflow_stays_in_its_row(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = Layer(library, dtype, threads=2)
+    requests = layer.new_requests([40, 40, 40])
+    expected = layer.step(*((request, 40) for request in requests))
+    requests[1].qkv[20:] = math.inf
+    for request in requests:
+        request.done = 0
+    out = layer.step(*((request, 40) for request in requests))
+    assert torch.equal(out[0], expected[0])
+    assert torch.equal(out[2], expected[2])
+    assert out[1][20:].isnan().all()
+
+
+def test_extreme_scores(library: ctypes.CDLL) -> None:
+    """One key has all the attention, or all have the same."""
+    for scale in (1e3, 1e-3):
+        layer = Layer(library, torch.float32, heads=1, kv_heads=1)
+        (request,) = layer.new_requests([500], scale)
+        out = run(layer, request, [500])
+        torch.testing.assert_close(out.double(), layer.truth(request, layer.queries), atol=1e-5 * scale, rtol=1e-4)

@@ -1,0 +1,104 @@
+"""The highest logits of rows, as plain torch ranks them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_int, c_int64, c_void_p
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagleray.kernels.ranking import Ranking
+
+ROWS = (c_void_p, c_int64, c_int64, c_int64)  # logits, stride, num_rows, size
+
+KINDS: dict[str, Callable[[int], Tensor]] = {
+    "random": lambda size: torch.randn(size) * 5,
+    "ties": lambda size: torch.randint(-2, 3, (size,)).float(),
+    "equal": lambda size: torch.full((size,), -3.5),
+    "ascending": lambda size: torch.arange(size) / 7 - 100,
+    "descending": lambda size: -torch.arange(size) / 7,
+    "zeros": lambda size: torch.where(torch.randn(size) > 0, 0.0, -0.0),
+    "infinite": lambda size: torch.randn(size).masked_fill_(torch.rand(size) < 0.5, -torch.inf),
+    "forbidden": lambda size: torch.full((size,), -torch.inf),
+    "overflow": lambda size: torch.randn(size).masked_fill_(torch.rand(size) < 0.2, torch.inf),
+    "broken": lambda size: torch.randn(size).masked_fill_(torch.rand(size) < 0.2, torch.nan),
+    "negative nan": lambda size: torch.randn(size).index_fill_(0, torch.tensor([size // 2]), -torch.nan),
+    "tiny": lambda size: torch.randn(size) * 1e-41,
+}
+
+
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.er_ranking_scratch_size.argtypes = (c_int64, c_int64)
+    library.er_ranking_scratch_size.restype = c_int64
+    library.er_argmax.argtypes = (*ROWS, c_void_p, c_void_p, c_void_p, c_int)
+    library.er_top_k.argtypes = (*ROWS, c_int64, c_void_p, c_void_p, c_void_p, c_int)
+    return library
+
+
+def rows_of(logits: Tensor) -> tuple[int, int, int, int]:
+    return logits.data_ptr(), logits.stride(0), *logits.shape
+
+
+def scratch_for(library: ctypes.CDLL, logits: Tensor) -> Tensor:
+    return torch.empty(library.er_ranking_scratch_size(*logits.shape), dtype=torch.uint8)
+
+
+def argmax(library: ctypes.CDLL, logits: Tensor, threads: int = 1) -> tuple[Tensor, Tensor]:
+    scratch = scratch_for(library, logits)
+    ids, values = torch.empty(len(logits), dtype=torch.int32), torch.empty(len(logits))
+    library.er_argmax(*rows_of(logits), ids.data_ptr(), values.data_ptr(), scratch.data_ptr(), threads)
+    return ids.long(), values
+
+
+def top_k(library: ctypes.CDLL, logits: Tensor, k: int, threads: int = 1) -> tuple[Tensor, Tensor]:
+    scratch = scratch_for(library, logits)
+    ids, values = torch.empty(len(logits), k, dtype=torch.int32), torch.empty(len(logits), k)
+    library.er_top_k(*rows_of(logits), k, ids.data_ptr(), values.data_ptr(), scratch.data_ptr(), threads)
+    return ids.long(), values
+
+
+def bits(x: Tensor) -> Tensor:
+    """Equal where x is, whether a number or not."""
+    return x.view(torch.int32)
+
+
+def logits_of_all_kinds(size: int) -> Tensor:
+    """[kinds, size], not side by side"""
+    torch.manual_seed(size)
+    return torch.stack([torch.cat([kind(size), torch.zeros(3)]) for kind in KINDS.values()])[:, :size]
+
+
+def check(library: ctypes.CDLL, size: int) -> None:
+    logits = logits_of_all_kinds(size)
+    for threads in (1, 2, 3):
+        ids, values = argmax(library, logits, threads)
+        assert torch.equal(ids, logits.argmax(dim=1))
+        assert torch.equal(bits(values), bits(logits.gather(1, ids[:, None])[:, 0]))
+        for k in {min(k, size) for k in (1, 5, 64, 256)}:
+            ids, values = top_k(library, logits, k, threads)
+            assert torch.equal(ids, Ranking().top(logits, k))
+            assert torch.equal(bits(values), bits(logits.gather(1, ids)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 15, 37, 63, 64, 65, 1000, 4096, 4097, 10007, 32000])
+def test_all_kinds_of_rows(library: ctypes.CDLL, size: int) -> None:
+    check(library, size)
+
+
+def test_all_kinds_of_rows_on_another_processor(other_library: ctypes.CDLL) -> None:
+    for size in (37, 1000, 4097):
+        check(other_library, size)
+
+
+def test_a_large_vocabulary(library: ctypes.CDLL) -> None:
+    logits = torch.randn(2, 151936, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(argmax(library, logits, 2)[0], logits.argmax(dim=1))
+    assert torch.equal(top_k(library, logits, 256, 2)[0], Ranking().top(logits, 256))
+
+
+def test_no_rows(library: ctypes.CDLL) -> None:
+    assert top_k(library, torch.empty(0, 100), 5, 2)[0].shape == (0, 5)
+    assert argmax(library, torch.empty(0, 100), 2)[0].shape == (0,)
