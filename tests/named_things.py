@@ -19,6 +19,7 @@ from pathlib import Path
 FOLDERS = ("eagleray", "bench", "scripts", "benchmarks", "tests", "docs")
 
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
+INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n)+")
 SPAN = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)\s]*\)")
 
@@ -56,20 +57,25 @@ class Stale:
 
 def mentions(document: str, text: str) -> Iterator[Mention]:
     """Yield the lines of code blocks, then the code spans outside of them."""
-    for block in FENCE.finditer(text):
-        first = text.count("\n", 0, block.start()) + 1
-        for offset, line in enumerate(block[0].splitlines()[1:-1], 1):
-            yield Mention(document, first + offset, line, is_block=True)
-    prose = FENCE.sub(lambda block: re.sub(r"[^\n]", " ", block[0]), text)
-    for span in SPAN.finditer(prose):
-        yield Mention(document, prose.count("\n", 0, span.start()) + 1, " ".join(span[1].split()))
+    for pattern in (FENCE, INDENTED):
+        for block in pattern.finditer(text):
+            first = _line(text, block.start())
+            for number, line in enumerate(block[0].splitlines(), first):
+                yield Mention(document, number, line, is_block=True)
+        text = pattern.sub(lambda block: re.sub(r"[^\n]", " ", block[0]), text)
+    for span in SPAN.finditer(text):
+        yield Mention(document, _line(text, span.start()), " ".join(span[1].split()))
+
+
+def _line(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1
 
 
 def links(text: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the target of each link to a file."""
     for link in LINK.finditer(text):
         if "://" not in link[1]:
-            yield text.count("\n", 0, link.start()) + 1, link[1]
+            yield _line(text, link.start()), link[1]
 
 
 class Code:
