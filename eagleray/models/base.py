@@ -64,7 +64,7 @@ class Model:
         self.trace: ExpertTrace | None = None if experts is None else experts.trace
         """Which experts are chosen; None if there are none."""
         self.has_sequence_shards = experts is not None and experts.sharing is not None
-        """The rows of `trace` are those of `shares.row_share`, not those of the whole batch."""
+        """The rows of `trace` are those of `token_shard`, not those of the whole batch."""
         self.exchanges_rows = experts is not None and experts.dispatch is not None
         """Rows of the batch go to ranks that have their experts."""
         self.rebalancer = rebalancer

@@ -41,20 +41,6 @@ def features(heads: range, head_dim: int) -> range:
     return range(heads.start * head_dim, heads.stop * head_dim)
 
 
-def token_shard(num_tokens: int, tp: TensorParallelGroup) -> range:
-    """This rank's rows of a batch under sequence parallelism: as many for each rank, but for the last ones, which may
-    have fewer or none."""
-    share = -(-num_tokens // tp.size)
-    start = min(tp.rank * share, num_tokens)
-    return range(start, min(start + share, num_tokens))
-
-
-def token_counts(num_tokens: int, size: int) -> list[int]:
-    """How many rows each of `size` ranks has of a batch, see `token_shard`."""
-    share = -(-num_tokens // size)
-    return [max(0, min(share, num_tokens - rank * share)) for rank in range(size)]
-
-
 def check_fits(spec: ModelSpec, mesh: Mesh, *, has_whole_experts: bool = False) -> None:
     """Raises `ConfigError` if the model cannot be divided so. `has_whole_experts`: experts are not cut."""
     tp, pp = mesh.tp_size, mesh.pp_size

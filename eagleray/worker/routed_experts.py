@@ -17,8 +17,8 @@ from torch import Tensor
 
 from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.messages.arrays import Array
-from eagleray.models.sharding import token_counts
 from eagleray.parallel.group import TensorParallelGroup
+from eagleray.parallel.token_shards import token_counts
 
 Reading = Callable[[], Array]
 """Waits for what is being read: [num_lines, num_layers, top_k] in memory of its own."""

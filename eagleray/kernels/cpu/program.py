@@ -14,8 +14,8 @@ from eagleray.kernels.cpu.abi import ATTEND, MIX, MULTIPLY, CBatch, RowBuffer, S
 from eagleray.kernels.cpu.recording import HostOp, NativeOp, Recording, Value
 from eagleray.kernels.forward_batch import ForwardBatch
 from eagleray.models.layers.rope import Rope
-from eagleray.models.sharding import token_shard
 from eagleray.parallel.group import TensorParallelGroup
+from eagleray.parallel.token_shards import token_shard
 
 MIN_ROWS = 64
 ALONE_SECONDS = 150e-6

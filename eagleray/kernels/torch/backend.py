@@ -167,7 +167,7 @@ class TorchBackend:
         """What Python makes of rows, between operations: `function(*tensors) -> tensor`, [rows, features] each, `size`
         features in the end. It may see the numbers of rows of a pass in its tensors only, which may be 0.
 
-        `is_share`: whether what it returns are the rows of the rank's share (`shares.row_share`), as under sequence
+        `is_share`: whether what it returns are the rows of the rank's share (`token_shard`), as under sequence
         parallelism, and not those of all tokens; None: as its inputs are.
         """
         return function(*inputs)

@@ -2,7 +2,7 @@
 
 The rows of the hidden state are the same on every tensor-parallel rank. An attention's products are summed by a
 reduce-scatter, which leaves each rank the sums of its own rows; those are added to its share of the hidden state, go
-through what follows, and an all-gather makes the hidden state whole again. Which rows are whose: `shares.row_share`.
+through what follows, and an all-gather makes the hidden state whole again. Which rows are whose: `token_shard`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from eagleray.kernels.torch.backend import HiddenStates, TorchBackend
-from eagleray.models.sharding import token_counts, token_shard
 from eagleray.parallel.group import TensorParallelGroup
+from eagleray.parallel.token_shards import token_counts, token_shard
 
 
 class SequenceParallel:

@@ -21,11 +21,11 @@ from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.models.layers.sequence_parallel import SequenceParallel
 from eagleray.models.moe.expert_placement import initial
 from eagleray.models.moe.token_dispatcher import AllGatherTokenDispatcher, AllToAllTokenDispatcher, TokenDispatcher
-from eagleray.models.sharding import token_counts
 from eagleray.models.spec import ModelSpec
 from eagleray.parallel.expert_group import ExpertGroup
 from eagleray.parallel.group import TensorParallelGroup
 from eagleray.parallel.groups import Groups
+from eagleray.parallel.token_shards import token_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

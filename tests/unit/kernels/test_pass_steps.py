@@ -23,8 +23,8 @@ from eagleray.kernels.torch.onednn import OneDnnBackend
 from eagleray.kernels.torch.routing import RouterParams
 from eagleray.models.layers.rope import Rope
 from eagleray.models.rope_config import DefaultRope
-from eagleray.models.sharding import token_shard
 from eagleray.parallel.group import SingleRankGroup, TensorParallelGroup
+from eagleray.parallel.token_shards import token_shard
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)

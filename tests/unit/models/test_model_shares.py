@@ -26,8 +26,6 @@ from eagleray.models.sharding import (
     num_kv_heads,
     padded_shard,
     shard,
-    token_counts,
-    token_shard,
 )
 from eagleray.models.weights import Cut
 from eagleray.parallel.expert_group import ExpertGroup
@@ -66,14 +64,6 @@ def test_shares_of_a_padded_count_cover_it_in_order(size, count):
     covered = [index for share in shares for index in share]
     assert covered == list(range(len(covered)))
     assert count <= len(covered) < count + size
-
-
-@given(size=st.integers(1, 8), count=st.integers(0, 40))
-def test_shares_of_rows_cover_the_batch_in_order(size, count):
-    shares = [token_shard(count, tp) for tp in ranks(size)]
-    assert [row for share in shares for row in share] == list(range(count))
-    assert [len(share) for share in shares] == token_counts(count, size)
-    assert max(map(len, shares)) == -(-count // size)
 
 
 @given(size=st.sampled_from([1, 2, 4, 8]), kv=st.sampled_from([1, 2, 4, 8]), group=st.sampled_from([1, 2, 8]))

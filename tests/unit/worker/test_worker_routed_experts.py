@@ -15,10 +15,10 @@ from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.ranking import Ranking
 from eagleray.messages.sampling import Sampling
 from eagleray.messages.steps import NewRow, StageRoutedExperts, StepPlan, StepResult
-from eagleray.models.sharding import token_shard
 from eagleray.parallel.group import SingleRankGroup
 from eagleray.parallel.groups import Groups
 from eagleray.parallel.mesh import Mesh
+from eagleray.parallel.token_shards import token_shard
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.inputs import build_inputs, token_indices_of
 from eagleray.worker.routed_experts import ExpertsReader
