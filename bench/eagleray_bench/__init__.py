@@ -1,2 +1,5 @@
-"""Benchmarks: what to ask (`workload`), asking it (`load`, `offline`, `startup`, `scheduling`), and telling what came
-of it (`figures`, `report`, `plot`). The command line drives them."""
+"""The benchmarks behind `eagleray bench`.
+
+`workload` makes the requests; `load`, `offline`, `startup` and `scheduling` measure; `figures`, `report` and `plot`
+present the results; `commands` reads the command line and drives them.
+"""

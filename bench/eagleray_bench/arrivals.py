@@ -1,4 +1,4 @@
-"""When requests arrive. Pure."""
+"""Arrival times of requests. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import numpy as np
 
 from eagleray.errors import UserError
 
-__all__ = ["arrival_times"]
-
 
 def arrival_times(rng: np.random.Generator, count: int, *, rate: float, burstiness: float = 1.0) -> list[float]:
-    """Seconds after the start at which each of `count` requests is sent, the first one at 0.
+    """Return the seconds after the start at which each of `count` requests is sent, the first one at 0.
 
-    `rate`: requests a second; infinity: all at once. Times between arrivals have a gamma distribution of shape
-    `burstiness` and mean `1 / rate`: 1 is a Poisson process, less comes in bursts, more comes evenly.
+    `rate` is in requests per second; infinity sends all at once. Times between arrivals have a gamma distribution of
+    shape `burstiness` and mean `1 / rate`: 1 is a Poisson process, less gives bursts, more gives even gaps.
 
     Raises `UserError` for a rate or burstiness that is not greater than 0.
     """

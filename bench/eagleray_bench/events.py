@@ -1,7 +1,8 @@
-"""A streamed answer as it arrives: server-sent events, and what OpenAI's API says in them.
+"""Streamed answers as they arrive: server-sent events, and the fields of OpenAI's API in them.
 
-Every event passes here while the clock runs, so each one costs as little as it can: bytes are split once, and of the
-JSON only the few fields that count are decoded.
+Events are parsed while the clock runs, so each one costs little: bytes are split once, and of the JSON only the few
+fields that count are decoded. HTTP clients' own line iterators do not fit, because they also end lines at characters
+such as U+2028, which JSON may contain.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-
-__all__ = ["Answer", "EventSplitter"]
 
 DONE = b"[DONE]"
 GOOD_ENDS = ("stop", "length")
@@ -48,14 +47,15 @@ DECODE = msgspec.json.Decoder(_Event).decode
 
 
 class EventSplitter:
-    """Bytes in, the data of each complete event out."""
+    """Splits the bytes of a stream, wherever reads cut them, into the data of its events."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
-    def feed(self, chunk: bytes) -> Iterator[bytes]:
-        lines = (self._rest + chunk).split(b"\n")
+    def feed(self, part: bytes) -> Iterator[bytes]:
+        """Yield the data of each event that `part` completes."""
+        lines = (self._rest + part).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
             if line.startswith(b"data:"):
@@ -65,33 +65,33 @@ class EventSplitter:
                 self._data.clear()
 
 
-class Answer:
-    """The answer to one request, and when its tokens came."""
+class StreamedAnswer:
+    """The answer to one request, with the times at which its tokens arrived."""
 
     def __init__(self) -> None:
         self.token_times: list[float] = []
-        """When each event with tokens came: several events of one read have one time."""
+        """Arrival of each event with tokens; the events of one read have the same time."""
         self.num_prompt_tokens: int | None = None
-        """What the server counted; None if it did not say."""
+        """Number that the server reported; None if it reported none."""
         self.num_output_tokens: int | None = None
         self.num_cached_tokens = 0
         self.is_done = False
-        """The end of the stream was announced."""
+        """Whether the stream announced its end."""
         self._splitter = EventSplitter()
         self._finish_reason: str | None = None
         self._failure: str | None = None
 
-    def feed(self, chunk: bytes, now: float) -> None:
-        """Bytes of the body, read at `now`. Never raises: what is wrong with them, `failure` tells."""
-        for data in self._splitter.feed(chunk):
+    def feed(self, part: bytes, now: float) -> None:
+        """Add a part of the body that was read at `now`. Never raises: errors in it appear as `failure`."""
+        for data in self._splitter.feed(part):
             if data == DONE:
                 self.is_done = True
             elif self._failure is None:
-                self._take(data, now)
+                self._add_event(data, now)
 
     @property
     def failure(self) -> str | None:
-        """Why this is no complete answer; None if it is one."""
+        """Reason why this is no complete answer; None if it is one."""
         if self._failure is not None:
             return self._failure
         if not self.is_done:
@@ -100,7 +100,7 @@ class Answer:
             return f"the answer ended with finish reason {self._finish_reason!r}"
         return None if self.token_times else "the answer has no tokens"
 
-    def _take(self, data: bytes, now: float) -> None:
+    def _add_event(self, data: bytes, now: float) -> None:
         try:
             event = DECODE(data)
         except msgspec.MsgspecError as error:
@@ -110,14 +110,14 @@ class Answer:
             self._failure = f"error in the stream: {error_message(event.error)}"
             return
         if event.usage is not None:
-            self._count(event.usage)
+            self._set_counts(event.usage)
         for choice in event.choices or ():
             if choice.finish_reason is not None:
                 self._finish_reason = choice.finish_reason
             if _has_tokens(choice):
                 self.token_times.append(now)
 
-    def _count(self, usage: _Usage) -> None:
+    def _set_counts(self, usage: _Usage) -> None:
         self.num_prompt_tokens = usage.prompt_tokens
         self.num_output_tokens = usage.completion_tokens
         if usage.prompt_tokens_details is not None:
@@ -125,13 +125,15 @@ class Answer:
 
 
 def error_message(error: Any) -> str:
-    """What servers put under `error`: an object with a message, or the message."""
+    """Return the text of an `error` field: servers put an object with a message there, or the message."""
     return str(error["message"]) if isinstance(error, dict) and "message" in error else str(error)
 
 
 def _has_tokens(choice: _Choice) -> bool:
-    """A completion's events each have a token, though its text may be incomplete; a chat's first event may have the
-    role only."""
+    """Whether an event carries tokens.
+
+    Each event of a completion does, though its text may be incomplete; a chat's first event may have the role only.
+    """
     if choice.delta is None:
         return choice.text is not None
     return bool(choice.delta.content or choice.delta.reasoning_content)

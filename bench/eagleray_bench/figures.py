@@ -1,4 +1,4 @@
-"""Many measurements of one thing, in a few numbers."""
+"""Statistics of repeated measurements."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-__all__ = ["Summary", "summary"]
-
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """In the unit of what was measured. Percentiles interpolate linearly between measurements."""
+    """Statistics in the unit of the measurements. Percentiles interpolate linearly between measurements."""
 
     count: int
     mean: float
@@ -22,8 +20,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     highest: float
 
 
-def summary(values: Sequence[float], *, scale: float = 1.0) -> Summary | None:
-    """Of `values` times `scale`; None if there are none."""
+def summarize(values: Sequence[float], *, scale: float = 1.0) -> Summary | None:
+    """Return the statistics of `values` times `scale`; None if `values` is empty."""
     if not len(values):
         return None
     scaled = np.asarray(values, dtype=float) * scale

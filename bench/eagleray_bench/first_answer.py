@@ -1,4 +1,4 @@
-"""The program that `startup` starts: an `LLM`, and its first token. Says `ready`, then `answered`.
+"""The program that `startup` starts: it makes an `LLM`, prints `ready`, generates one token and prints `answered`.
 
 python -m eagleray_bench.first_answer '{"option of LLM": value}'
 """
@@ -10,8 +10,6 @@ import sys
 
 from eagleray import LLM, SamplingParams
 from eagleray.errors import EagleRayError
-
-__all__ = ["main"]
 
 
 def main(options: str) -> None:

@@ -1,9 +1,9 @@
-"""How long requests are, and what of their prompts they share. Pure: numbers drawn from a generator.
+"""Lengths of requests, and the prefixes that their prompts share. Pure: drawn from a random generator.
 
-The distribution `sharegpt-like` resembles the conversations of ShareGPT without having any of them: the lengths of
-prompt and answer are log-normal and independent. Their means before the cut are those that Kwon et al. ("Efficient
-Memory Management for Large Language Model Serving with PagedAttention", 2023, section 6.1) give for ShareGPT: 161 and
-338 tokens. Each is cut to 4 to 1,024 tokens, as samples of ShareGPT usually are; that leaves means of 145 and 311.
+The distribution `sharegpt-like` resembles the conversations of ShareGPT without containing any of them: the lengths of
+prompt and answer are log-normal and independent. Their means before the cut, 161 and 338 tokens, are the means that
+Kwon et al. ("Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023, section 6.1) give
+for ShareGPT. Each is cut to 4 to 1,024 tokens, as samples of ShareGPT usually are; that leaves means of 145 and 311.
 """
 
 from __future__ import annotations
@@ -13,28 +13,26 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-__all__ = ["Shape", "prefix_repetition", "sharegpt_like", "uniform"]
-
 SHAREGPT_INPUT = (69.0, 1.3)
-"""Median in tokens, and standard deviation of the logarithm."""
+"""Median in tokens and standard deviation of the logarithm."""
 SHAREGPT_OUTPUT = (225.0, 0.9)
 SHAREGPT_LIMITS = (4, 1024)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class RequestShape:
     """Lengths of one request, in tokens."""
 
     num_input: int
-    """With the prefix."""
+    """Length of the prompt, including the prefix."""
     num_output: int
     prefix: int | None = None
-    """Number of the prefix that it shares with others."""
+    """Number of the prefix that the request shares with others."""
     num_prefix: int = 0
     """Length of that prefix."""
 
-    def cut(self, max_len: int) -> Shape:
-        """Prompt and answer together at most `max_len` (at least 2); the answer gives way first."""
+    def cut(self, max_len: int) -> RequestShape:
+        """Shorten to at most `max_len` tokens (at least 2) of prompt and answer together, the answer first."""
         num_input = min(self.num_input, max_len - 1)
         return replace(
             self,
@@ -46,24 +44,24 @@ class Shape:
 
 def uniform(
     rng: np.random.Generator, count: int, *, input_len: int, output_len: int, range_ratio: float
-) -> list[Shape]:
-    """Lengths between `(1 - range_ratio)` and `(1 + range_ratio)` times the given ones, each as likely."""
+) -> list[RequestShape]:
+    """Draw lengths uniformly between `1 - range_ratio` and `1 + range_ratio` times the given ones."""
     inputs = _spread(rng, count, input_len, range_ratio)
     outputs = _spread(rng, count, output_len, range_ratio)
-    return [Shape(num_input=i, num_output=o) for i, o in zip(inputs, outputs, strict=True)]
+    return [RequestShape(num_input=i, num_output=o) for i, o in zip(inputs, outputs, strict=True)]
 
 
-def sharegpt_like(rng: np.random.Generator, count: int) -> list[Shape]:
-    """Lengths as in the module's docstring."""
+def sharegpt_like(rng: np.random.Generator, count: int) -> list[RequestShape]:
+    """Draw lengths from the distribution that the module's docstring describes."""
     inputs = _log_normal(rng, count, *SHAREGPT_INPUT)
     outputs = _log_normal(rng, count, *SHAREGPT_OUTPUT)
-    return [Shape(num_input=i, num_output=o) for i, o in zip(inputs, outputs, strict=True)]
+    return [RequestShape(num_input=i, num_output=o) for i, o in zip(inputs, outputs, strict=True)]
 
 
 def prefix_repetition(
-    rng: np.random.Generator, *, num_prefixes: int, prefix_len: int, uses: int, suffixes: list[Shape]
-) -> list[Shape]:
-    """Each prefix before `uses` of the `suffixes` (as many as `num_prefixes * uses`), in random order."""
+    rng: np.random.Generator, *, num_prefixes: int, prefix_len: int, uses: int, suffixes: list[RequestShape]
+) -> list[RequestShape]:
+    """Put each prefix before `uses` of the `num_prefixes * uses` suffixes, in random order."""
     prefixes = rng.permutation(np.repeat(np.arange(num_prefixes), uses)).tolist()
     return [
         replace(suffix, num_input=prefix_len + suffix.num_input, prefix=prefix, num_prefix=prefix_len)

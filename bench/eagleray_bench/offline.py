@@ -1,4 +1,4 @@
-"""`LLM` measured: how much it generates when it has much to do, and how fast a single answer is."""
+"""Throughput and latency of `LLM`: all requests at once, and a single request or batch."""
 
 from __future__ import annotations
 
@@ -14,33 +14,20 @@ from eagleray.config.resolve import checkpoint_dir
 from eagleray.errors import UserError
 from eagleray.llm import LLM
 from eagleray.messages.sampling import SamplingParams
-from eagleray_bench.figures import Summary, summary
-from eagleray_bench.lengths import Shape
-from eagleray_bench.workload import DEFAULT_VOCAB_SIZE, Job, make_jobs, max_model_len_of, vocab_size_of
+from eagleray_bench.figures import Summary, summarize
+from eagleray_bench.lengths import RequestShape
+from eagleray_bench.workload import DEFAULT_VOCAB_SIZE, BenchRequest, make_requests, max_model_len_of, vocab_size_of
 
-__all__ = [
-    "Batches",
-    "Latency",
-    "LatencyFigures",
-    "ThroughputFigures",
-    "answer_all",
-    "max_model_len",
-    "measure_latency",
-    "measure_throughput",
-    "vocab_size",
-    "warm_up",
-]
-
-WARM_UP = Shape(num_input=16, num_output=4)
+WARM_UP = RequestShape(num_input=16, num_output=4)
 WARM_UP_SEED = 2**31
 
 
 class ThroughputFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """All requests given at once."""
+    """Figures of a run in which all requests were submitted at once."""
 
     num_requests: int
     num_short: int
-    """Completed with fewer tokens than asked for: `max_model_len` ended them."""
+    """Requests that `max_model_len` ended before they had the requested number of tokens."""
     duration_s: float
     requests_per_s: float
     output_tokens_per_s: float
@@ -51,18 +38,18 @@ class ThroughputFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LatencyFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds."""
+    """Latencies of a batch in milliseconds."""
 
     ttft_ms: Summary
-    """Until a batch of one-token requests has ended: the prompts, a token each, and the way there and back."""
+    """Duration of a batch of one-token requests: prompts, one token each, and the way there and back."""
     tpot_ms: Summary
-    """The rest of a batch's time, over its tokens but the first."""
+    """Remaining duration of a batch, divided by its tokens but the first."""
     e2e_ms: Summary
-    """Until the batch has ended."""
+    """Duration of the whole batch."""
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of each repetition."""
+    """Seconds of every repetition."""
 
     ttft: list[float]
     e2e: list[float]
@@ -75,40 +62,40 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def vocab_size(llm: LLM) -> int:
-    """Of the model that `llm` has."""
+    """Return the size of the model's vocabulary, or the default if the checkpoint does not give it."""
     return vocab_size_of(checkpoint_dir(llm.config.model)) or DEFAULT_VOCAB_SIZE
 
 
 def max_model_len(llm: LLM) -> int | None:
-    """Its longest sequence; None if the checkpoint does not say."""
+    """Return the model's maximum length in tokens; None if the checkpoint does not give it."""
     model = llm.config.model
     return model.max_model_len or max_model_len_of(checkpoint_dir(model))
 
 
-def measure_throughput(llm: LLM, jobs: Sequence[Job], *, detokenize: bool) -> ThroughputFigures:
-    """All of `jobs` at once. A short request warms up first."""
+def measure_throughput(llm: LLM, requests: Sequence[BenchRequest], *, detokenize: bool) -> ThroughputFigures:
+    """Submit all of `requests` at once, after a short request that warms up."""
     warm_up(llm)
-    figures, _ = answer_all(llm, jobs, detokenize=detokenize)
+    figures, _ = run_all(llm, requests, detokenize=detokenize)
     return figures
 
 
 def warm_up(llm: LLM) -> None:
-    """With a short request."""
-    _generate(llm, make_jobs([WARM_UP], vocab_size=vocab_size(llm), seed=WARM_UP_SEED), detokenize=True)
+    """Run one short request."""
+    _generate(llm, make_requests([WARM_UP], vocab_size=vocab_size(llm), seed=WARM_UP_SEED), detokenize=True)
 
 
-def answer_all(
-    llm: LLM, jobs: Sequence[Job], *, detokenize: bool, routed_experts: bool = False
+def run_all(
+    llm: LLM, requests: Sequence[BenchRequest], *, detokenize: bool, routed_experts: bool = False
 ) -> tuple[ThroughputFigures, list[RequestOutput]]:
-    """All of `jobs` at once. `routed_experts`: ask which experts compute each token."""
-    duration, outputs = _generate(llm, jobs, detokenize=detokenize, routed_experts=routed_experts)
+    """Submit all of `requests` at once. `routed_experts`: request the experts that compute each token."""
+    duration, outputs = _generate(llm, requests, detokenize=detokenize, routed_experts=routed_experts)
     lengths = [len(output.outputs[0].token_ids) for output in outputs]
-    num_input = sum(len(job.prompt) for job in jobs)
+    num_input = sum(len(request.prompt) for request in requests)
     figures = ThroughputFigures(
-        num_requests=len(jobs),
-        num_short=sum(length < job.num_output for length, job in zip(lengths, jobs, strict=True)),
+        num_requests=len(requests),
+        num_short=sum(length < request.num_output for length, request in zip(lengths, requests, strict=True)),
         duration_s=duration,
-        requests_per_s=len(jobs) / duration,
+        requests_per_s=len(requests) / duration,
         output_tokens_per_s=sum(lengths) / duration,
         total_tokens_per_s=(num_input + sum(lengths)) / duration,
         num_input_tokens=num_input,
@@ -119,10 +106,10 @@ def answer_all(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batches:
-    """What `measure_latency` does: `iterations` times a batch, after some for warmth. Each field is a flag by its name.
+class LatencyOptions:
+    """Options of `measure_latency`, each a flag of the same name. A batch is measured `iterations` times.
 
-    Raises `UserError` for numbers that make no sense.
+    Raises `UserError` for a number that is too small.
     """
 
     batch_size: int = 1
@@ -141,18 +128,18 @@ class Batches:
                 )
 
 
-def measure_latency(llm: LLM, batches: Batches) -> Latency:
-    """Never the same prompt twice: the prefix cache shall not help.
+def measure_latency(llm: LLM, batches: LatencyOptions) -> Latency:
+    """Measure batches whose prompts never repeat, so that the prefix cache has no hits.
 
-    Raises `UserError` if the model's length is too short.
+    Raises `UserError` if prompt and answer do not fit into the model's length.
     """
     num_batches = batches.iterations + batches.warm_up
     seeds = np.random.SeedSequence(batches.seed).generate_state(2 * num_batches).tolist()
 
     def seconds(num_output: int) -> float:
-        shapes = [Shape(num_input=batches.input_len, num_output=num_output)] * batches.batch_size
-        jobs = make_jobs(shapes, vocab_size=vocab_size(llm), seed=seeds.pop())
-        duration, outputs = _generate(llm, jobs, detokenize=True)
+        shapes = [RequestShape(num_input=batches.input_len, num_output=num_output)] * batches.batch_size
+        requests = make_requests(shapes, vocab_size=vocab_size(llm), seed=seeds.pop())
+        duration, outputs = _generate(llm, requests, detokenize=True)
         if any(len(output.outputs[0].token_ids) < num_output for output in outputs):
             raise UserError(
                 f"{batches.input_len} tokens in and {num_output} out do not fit into the model's length: ask for less, "
@@ -169,26 +156,26 @@ def measure_latency(llm: LLM, batches: Batches) -> Latency:
 
 
 def _generate(
-    llm: LLM, jobs: Sequence[Job], *, detokenize: bool, routed_experts: bool = False
+    llm: LLM, requests: Sequence[BenchRequest], *, detokenize: bool, routed_experts: bool = False
 ) -> tuple[float, list[RequestOutput]]:
-    """Seconds, and the answers. Greedy, and on past the end-of-sequence token."""
+    """Generate greedily, past end-of-sequence tokens; return the duration in seconds and the outputs."""
     params = [
         SamplingParams(
             temperature=0.0,
-            max_tokens=job.num_output,
+            max_tokens=request.num_output,
             ignore_eos=True,
             detokenize=detokenize,
             return_routed_experts=routed_experts,
         )
-        for job in jobs
+        for request in requests
     ]
-    prompts = [{"prompt_token_ids": job.prompt} for job in jobs]
+    prompts = [{"prompt_token_ids": request.prompt} for request in requests]
     began = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return time.perf_counter() - began, outputs
 
 
 def _milliseconds(seconds: Sequence[float]) -> Summary:
-    found = summary(seconds, scale=1e3)
+    found = summarize(seconds, scale=1e3)
     assert found is not None, "there is at least one repetition"
     return found

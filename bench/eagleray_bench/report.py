@@ -1,4 +1,4 @@
-"""Results for people and for programs: a table on standard output, a JSON file."""
+"""Results as text for standard output and as JSON files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ import eagleray
 from eagleray.errors import UserError
 from eagleray_bench.figures import Summary
 
-__all__ = ["check_writable", "facts", "summaries", "table", "write_json"]
-
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned: the first one to the left, the others to the right."""
+    """Align columns: the first to the left, the others to the right."""
     lines = [list(headings), *(list(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
     return "\n".join(
@@ -32,7 +30,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def summaries(unit: str, rows: Mapping[str, Summary | None]) -> str:
-    """A table with a row for each summary; one of nothing has dashes."""
+    """Return a table with a row for each summary; None becomes dashes."""
     columns = ("mean", "p50", "p90", "p99")
     cells = [
         [name, *(f"{getattr(row, column):,.2f}" if row else "-" for column in columns)] for name, row in rows.items()
@@ -41,13 +39,13 @@ def summaries(unit: str, rows: Mapping[str, Summary | None]) -> str:
 
 
 def facts(rows: Mapping[str, str]) -> str:
-    """Names and what they are."""
+    """Return one line for each name and its value."""
     width = max(map(len, rows))
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows.items())
 
 
 def check_writable(path: str | None, *, flag: str, suffix: str = "") -> Path | None:
-    """The path, if a file can be made there: better known now than after an hour.
+    """Return the path if a file can be made there, so that a mistake shows before an hour of measurements.
 
     Raises `UserError` if there is no such directory, or the name does not end in `suffix`.
     """
@@ -62,7 +60,7 @@ def check_writable(path: str | None, *, flag: str, suffix: str = "") -> Path | N
 
 
 def write_json(path: Path, benchmark: str, options: Mapping[str, Any], figures: Any) -> None:
-    """The figures, with what they were measured with, where and when. `figures`: structs, lists and dicts of them."""
+    """Write the figures (structs, or lists and dicts of them) with the options, the machine and the time."""
     content = {
         "benchmark": benchmark,
         "options": dict(options),

@@ -1,7 +1,7 @@
-"""The scheduler alone: what a step costs before and after the model, which is a table of rows here.
+"""Cost of a step in the scheduler, before and after the model, which is a mere table of rows here.
 
-Two kinds of steps. `decode`: every running request computes one token. `mixed`: so do they, and a long prompt takes the
-rest of the token budget, chunk by chunk; when it is done, the next one comes.
+Two kinds of steps. `decode`: every running request computes one token. `mixed`: in addition a long prompt
+takes the rest of the token budget, chunk by chunk; when it is computed, the next one follows.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, Stopping
 from eagleray.messages.steps import StepPlan, StepResult
 from eagleray.scheduler.scheduler import Scheduler
-from eagleray_bench.figures import Summary, summary
-
-__all__ = ["KINDS", "EndlessRequests", "NoModel", "SchedulingFigures", "measure_scheduling"]
+from eagleray_bench.figures import Summary, summarize
 
 KINDS: tuple[Literal["decode", "mixed"], ...] = ("decode", "mixed")
 
@@ -31,13 +29,13 @@ PROMPT_TOKENS = 32
 LONG_PROMPT_TOKENS = 2048
 MIN_BUDGET = 512
 CHUNK_TOKENS = 256
-"""What is left for a long prompt beside the running requests, at least."""
+"""Least part of the token budget that the running requests leave to a long prompt."""
 WARM_UP = 50
 TOKEN = 7
 
 
 class SchedulingFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Microseconds of a step."""
+    """Microseconds per step."""
 
     kind: str
     num_requests: int
@@ -49,7 +47,7 @@ class SchedulingFigures(msgspec.Struct, frozen=True, kw_only=True):
 def measure_scheduling(
     *, num_requests: Sequence[int], steps: int, kinds: Sequence[str] = KINDS
 ) -> Iterator[SchedulingFigures]:
-    """One after the other. Raises `UserError` for numbers that make no sense."""
+    """Measure each kind with each number of requests. Raises `UserError` for numbers below 1."""
     if steps < 1 or min(num_requests) < 1:
         raise UserError("--steps and --requests must be at least 1")
     for kind in kinds:
@@ -60,13 +58,13 @@ def measure_scheduling(
 def _measure(kind: str, num_requests: int, steps: int) -> SchedulingFigures:
     run = EndlessRequests(kind, num_requests, num_steps=steps + WARM_UP)
     times = np.array([run.step() for _ in range(steps + WARM_UP)][WARM_UP:])  # [steps, 2]: plan, apply
-    plan, apply, both = (summary(values.tolist(), scale=1e6) for values in (*times.T, times.sum(axis=1)))
+    plan, apply, both = (summarize(values.tolist(), scale=1e6) for values in (*times.T, times.sum(axis=1)))
     assert plan is not None and apply is not None and both is not None
     return SchedulingFigures(kind=kind, num_requests=num_requests, plan_us=plan, apply_us=apply, both_us=both)
 
 
 class EndlessRequests:
-    """A scheduler with `num_requests` that run and do not end within `num_steps`."""
+    """A scheduler with `num_requests` running requests that do not finish within `num_steps`."""
 
     def __init__(self, kind: str, num_requests: int, *, num_steps: int) -> None:
         self._is_mixed = kind == "mixed"
@@ -83,28 +81,28 @@ class EndlessRequests:
             enable_prefix_caching=True,
             policy="fcfs",
         )
-        self.model = NoModel()
+        self.model = RowCounter()
         self._num_added = 0
         for _ in range(num_requests):
             self._add(PROMPT_TOKENS, self._num_tokens)
-        while self._scheduler.stats().num_waiting:  # all of them shall run before the clock does
+        while self._scheduler.stats().num_waiting:  # all requests run before the clock does
             self.step(start=True)
 
     def step(self, *, start: bool = False) -> tuple[float, float]:
-        """Seconds of planning and of applying. `start`: no long prompts yet."""
+        """Run a step and return the seconds of planning and of applying. `start`: add no long prompt yet."""
         if self._is_mixed and not start and not self.model.has_prompt:
             self._add(LONG_PROMPT_TOKENS, 1)
         began = time.perf_counter()
         plan = self._scheduler.plan()
         planned = time.perf_counter()
-        assert plan is not None, "there is always a request to go on with"
+        assert plan is not None, "there is always a running request"
         result = self.model.execute(plan)
         resumed = time.perf_counter()
         self._scheduler.apply(result)
         return planned - began, time.perf_counter() - resumed
 
     def _add(self, num_tokens: int, max_tokens: int) -> None:
-        """Prompts differ from their first token on: none finds its beginning in the cache."""
+        """Add a request whose prompt differs from all others from its first token on, so that the cache has no hit."""
         self._num_added += 1
         self._scheduler.add(
             Generate(
@@ -117,8 +115,8 @@ class EndlessRequests:
         )
 
 
-class NoModel:
-    """Rows as a worker has them: a row whose tokens are all computed samples one."""
+class RowCounter:
+    """The rows of a worker without a model: a row whose tokens are all computed samples one."""
 
     def __init__(self) -> None:
         self._uncomputed: dict[int, int] = {}
@@ -126,7 +124,7 @@ class NoModel:
 
     @property
     def has_prompt(self) -> bool:
-        """A row has not sampled yet."""
+        """Whether a row has not sampled yet."""
         return bool(self._prompts)
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -1,4 +1,4 @@
-"""What a load means: figures of a server."""
+"""Figures of a server under load, computed from the outcomes of its requests."""
 
 from __future__ import annotations
 
@@ -8,33 +8,31 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from eagleray_bench.figures import Summary, summary
-from eagleray_bench.load import Answered, Failed, Load
+from eagleray_bench.figures import Summary, summarize
+from eagleray_bench.load import CompletedRequest, FailedRequest, LoadResult
 from eagleray_bench.plot import Panel
 from eagleray_bench.report import facts, summaries
-from eagleray_bench.workload import Job
-
-__all__ = ["Failure", "ServingFigures", "describe", "panels", "serving_figures"]
+from eagleray_bench.workload import BenchRequest
 
 BUSY_CLIENT = 0.7
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
+class FailureSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Failed requests of one kind."""
 
     kind: str
     count: int
     example: str
-    """The cause of the first one."""
+    """Cause of the first of them."""
 
 
 class ServingFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Failed requests are in `failures` and nowhere else. Times of requests in milliseconds."""
+    """Figures of the requests that completed; failed ones count in `failures` only. Times are in milliseconds."""
 
     num_completed: int
-    failures: list[Failure]
+    failures: list[FailureSummary]
     num_short: int
-    """Completed with fewer tokens than asked for."""
+    """Completed requests with fewer tokens than requested."""
     duration_s: float
     requests_per_s: float
     output_tokens_per_s: float
@@ -43,34 +41,39 @@ class ServingFigures(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int
     num_output_tokens: int
     are_tokens_counted: bool
-    """By the server. Else output tokens are events, and input tokens are those that were asked for."""
+    """Whether the server counted tokens. If not, output tokens are events, and input tokens those of the requests."""
     ttft_ms: Summary | None
     """Time to first token: from the request to the first event with tokens."""
     tpot_ms: Summary | None
-    """Time per output token after the first one, one figure for each request."""
+    """Time per output token after the first; one figure per request."""
     itl_ms: Summary | None
     """Inter-token latency: time between an event with tokens and the next one."""
     e2e_ms: Summary | None
-    """From the request to the end of its answer."""
+    """Time from the request to the end of its answer."""
     peak_concurrency: int
     client_cpu_share: float
-    """Of one core."""
+    """Processor time of the load generator as a share of one core."""
     late_ms: Summary | None
-    """By how much requests were sent after their time."""
+    """Delay with which requests were sent after their time."""
 
 
-def serving_figures(load: Load, jobs: Sequence[Job]) -> ServingFigures:
-    """`jobs`: what the outcomes of `load` are outcomes of."""
-    done = [(outcome, job) for outcome, job in zip(load.outcomes, jobs, strict=True) if isinstance(outcome, Answered)]
+def serving_figures(load: LoadResult, requests: Sequence[BenchRequest]) -> ServingFigures:
+    """Compute the figures of `load`, whose outcomes belong to `requests` in this order."""
+    done = [
+        (outcome, request)
+        for outcome, request in zip(load.outcomes, requests, strict=True)
+        if isinstance(outcome, CompletedRequest)
+    ]
     answers = [answer for answer, _ in done]
     outputs = [_num_output(answer) for answer in answers]
     num_input = sum(
-        len(job.prompt) if answer.num_prompt_tokens is None else answer.num_prompt_tokens for answer, job in done
+        len(request.prompt) if answer.num_prompt_tokens is None else answer.num_prompt_tokens
+        for answer, request in done
     )
     return ServingFigures(
         num_completed=len(answers),
         failures=_failures(load),
-        num_short=sum(_num_output(answer) < job.num_output for answer, job in done),
+        num_short=sum(_num_output(answer) < request.num_output for answer, request in done),
         duration_s=load.duration,
         requests_per_s=len(answers) / load.duration,
         output_tokens_per_s=sum(outputs) / load.duration,
@@ -79,18 +82,18 @@ def serving_figures(load: Load, jobs: Sequence[Job]) -> ServingFigures:
         num_cached_tokens=sum(answer.num_cached_tokens for answer in answers),
         num_output_tokens=sum(outputs),
         are_tokens_counted=all(answer.num_output_tokens is not None for answer in answers),
-        ttft_ms=summary(_ttft(answers), scale=1e3),
-        tpot_ms=summary(_tpot(answers), scale=1e3),
-        itl_ms=summary(_itl(answers), scale=1e3),
-        e2e_ms=summary(_e2e(answers), scale=1e3),
+        ttft_ms=summarize(_ttft(answers), scale=1e3),
+        tpot_ms=summarize(_tpot(answers), scale=1e3),
+        itl_ms=summarize(_itl(answers), scale=1e3),
+        e2e_ms=summarize(_e2e(answers), scale=1e3),
         peak_concurrency=load.peak_concurrency,
         client_cpu_share=load.cpu_share,
-        late_ms=summary(load.lateness, scale=1e3),
+        late_ms=summarize(load.lateness, scale=1e3),
     )
 
 
 def describe(figures: ServingFigures) -> str:
-    """For a person, on several lines."""
+    """Return the figures as lines of text."""
     num_failed = sum(failure.count for failure in figures.failures)
     counted = "" if figures.are_tokens_counted else " (the server counts none: these are events)"
     cached = f", {figures.num_cached_tokens:,} of them from the prefix cache" if figures.num_cached_tokens else ""
@@ -119,9 +122,9 @@ def describe(figures: ServingFigures) -> str:
     return f"{facts(lines)}\n\n{summaries('ms', times)}"
 
 
-def panels(load: Load) -> list[Panel]:
-    """The distributions, for a plot."""
-    answers = [outcome for outcome in load.outcomes if isinstance(outcome, Answered)]
+def panels(load: LoadResult) -> list[Panel]:
+    """Return the distributions to plot."""
+    answers = [outcome for outcome in load.outcomes if isinstance(outcome, CompletedRequest)]
     return [
         Panel("time to first token", "ms", [1e3 * value for value in _ttft(answers)]),
         Panel("inter-token latency", "ms", [1e3 * value for value in _itl(answers)]),
@@ -129,22 +132,22 @@ def panels(load: Load) -> list[Panel]:
     ]
 
 
-def _failures(load: Load) -> list[Failure]:
-    failed = [outcome for outcome in load.outcomes if isinstance(outcome, Failed)]
+def _failures(load: LoadResult) -> list[FailureSummary]:
+    failed = [outcome for outcome in load.outcomes if isinstance(outcome, FailedRequest)]
     first = {failure.kind: failure.cause for failure in reversed(failed)}
     counts = Counter(failure.kind for failure in failed)
-    return [Failure(kind=kind, count=count, example=first[kind]) for kind, count in counts.most_common()]
+    return [FailureSummary(kind=kind, count=count, example=first[kind]) for kind, count in counts.most_common()]
 
 
-def _num_output(answer: Answered) -> int:
+def _num_output(answer: CompletedRequest) -> int:
     return len(answer.token_times) if answer.num_output_tokens is None else answer.num_output_tokens
 
 
-def _ttft(answers: Sequence[Answered]) -> list[float]:
+def _ttft(answers: Sequence[CompletedRequest]) -> list[float]:
     return [answer.token_times[0] - answer.sent for answer in answers]
 
 
-def _tpot(answers: Sequence[Answered]) -> list[float]:
+def _tpot(answers: Sequence[CompletedRequest]) -> list[float]:
     return [
         (answer.token_times[-1] - answer.token_times[0]) / (num_output - 1)
         for answer in answers
@@ -152,12 +155,12 @@ def _tpot(answers: Sequence[Answered]) -> list[float]:
     ]
 
 
-def _itl(answers: Sequence[Answered]) -> list[float]:
+def _itl(answers: Sequence[CompletedRequest]) -> list[float]:
     gaps: list[float] = []
     for answer in answers:
         gaps += np.diff(answer.token_times).tolist()
     return gaps
 
 
-def _e2e(answers: Sequence[Answered]) -> list[float]:
+def _e2e(answers: Sequence[CompletedRequest]) -> list[float]:
     return [answer.ended - answer.sent for answer in answers]

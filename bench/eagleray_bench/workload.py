@@ -1,4 +1,4 @@
-"""The requests of a benchmark: so many, of such lengths, with these tokens. The same seed gives the same ones."""
+"""The requests of a benchmark: their number, lengths and tokens. The same seed gives the same requests."""
 
 from __future__ import annotations
 
@@ -12,29 +12,17 @@ import numpy as np
 
 from eagleray.errors import UserError
 from eagleray_bench.arrivals import arrival_times
-from eagleray_bench.lengths import Shape, prefix_repetition, sharegpt_like, uniform
-
-__all__ = [
-    "DATASETS",
-    "DEFAULT_NUM_PROMPTS",
-    "DEFAULT_VOCAB_SIZE",
-    "Job",
-    "Workload",
-    "as_text",
-    "make_jobs",
-    "max_model_len_of",
-    "vocab_size_of",
-]
+from eagleray_bench.lengths import RequestShape, prefix_repetition, sharegpt_like, uniform
 
 DATASETS = ("random", "sharegpt-like", "prefix-repetition")
 
 FIRST_TOKEN = 10
-"""Lower ids are special tokens in many vocabularies."""
+"""First token id of prompts: lower ids are special tokens in many vocabularies."""
 
 DEFAULT_NUM_PROMPTS = 100
 DEFAULT_VOCAB_SIZE = 4000
-"""Where the model's own is not known: few models have less."""
-LEAST = {
+"""Size for models whose own is not known; few vocabularies are smaller."""
+MINIMUMS = {
     "num_prompts": 1,
     "random_input_len": 1,
     "random_output_len": 1,
@@ -46,24 +34,25 @@ LEAST = {
 }
 
 SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnprstvwyz" for vowel in "aeiou"]
-"""Two letters after a space are a token of their own in nearly every vocabulary."""
+"""Words of chat prompts: in nearly every vocabulary, two letters after a space are one token."""
 
 
-class Job(NamedTuple):
-    """What to ask for."""
+class BenchRequest(NamedTuple):
+    """Request of a benchmark."""
 
     prompt: list[int]
-    """Token ids."""
+    """Token ids of the prompt."""
     num_output: int
+    """Number of tokens to generate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Which requests. Each field is a flag by its name. Raises `UserError` for what makes no sense."""
+    """Options that determine the requests, each a flag of the same name. Raises `UserError` for impossible values."""
 
     dataset: str = "random"
     num_prompts: int | None = None
-    """None: `DEFAULT_NUM_PROMPTS`, or what the dataset consists of."""
+    """Number of requests; None stands for `DEFAULT_NUM_PROMPTS`, or for the size of the dataset."""
     random_input_len: int = 128
     random_output_len: int = 128
     random_range_ratio: float = 0.0
@@ -71,13 +60,13 @@ class Workload:
     prefix_len: int = 256
     prefix_uses: int = 8
     max_len: int | None = None
-    """Prompt and answer together, in tokens; longer requests are cut."""
+    """Limit of prompt and answer together, in tokens; longer requests are cut."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.dataset not in DATASETS:
             raise UserError(f"--dataset {self.dataset}: there is none of this name; there are {', '.join(DATASETS)}")
-        for name, least in LEAST.items():
+        for name, least in MINIMUMS.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"--{name.replace('_', '-')} must be at least {least}, but it is {value}")
@@ -93,19 +82,19 @@ class Workload:
 
     @property
     def count(self) -> int:
-        """How many requests."""
+        """Number of requests."""
         if self.dataset == "prefix-repetition":
             return self.num_prefixes * self.prefix_uses
         return DEFAULT_NUM_PROMPTS if self.num_prompts is None else self.num_prompts
 
     def within(self, max_model_len: int | None) -> Workload:
-        """With lengths that were not asked for one by one cut to what the model can."""
+        """Return the workload with lengths limited to the model's, unless the user chose the lengths."""
         if self.dataset != "sharegpt-like" or self.max_len is not None:
             return self
         return replace(self, max_len=max_model_len)
 
-    def shapes(self) -> list[Shape]:
-        """The lengths of every request, in the order of their arrival."""
+    def shapes(self) -> list[RequestShape]:
+        """Return the lengths of every request, in the order of their arrival."""
         rng = np.random.default_rng([self.seed, 0])
         if self.dataset == "sharegpt-like":
             shapes = sharegpt_like(rng, self.count)
@@ -127,38 +116,40 @@ class Workload:
             )
         return shapes if self.max_len is None else [shape.cut(self.max_len) for shape in shapes]
 
-    def starts(self, *, rate: float, burstiness: float) -> list[float]:
-        """When each of them is sent, in seconds."""
+    def send_times(self, *, rate: float, burstiness: float) -> list[float]:
+        """Return the seconds after the start at which each request is sent."""
         return arrival_times(np.random.default_rng([self.seed, 1]), self.count, rate=rate, burstiness=burstiness)
 
 
-def make_jobs(shapes: Sequence[Shape], *, vocab_size: int, seed: int) -> list[Job]:
-    """Random tokens in these shapes: no two prompts are alike but for the prefixes that they share."""
+def make_requests(shapes: Sequence[RequestShape], *, vocab_size: int, seed: int) -> list[BenchRequest]:
+    """Make requests of these shapes from random tokens: prompts have nothing in common but their shared prefixes."""
     if vocab_size <= FIRST_TOKEN:
         raise UserError(f"the vocabulary must have more than {FIRST_TOKEN} tokens, but has {vocab_size}")
     rng = np.random.default_rng([seed, 2])
     prefixes: dict[int, list[int]] = {}
-    jobs = []
+    requests = []
     for shape in shapes:
         if shape.prefix is not None and shape.prefix not in prefixes:
             prefixes[shape.prefix] = _tokens(rng, shape.num_prefix, vocab_size)
         shared = [] if shape.prefix is None else prefixes[shape.prefix]
-        jobs.append(Job(shared + _tokens(rng, shape.num_input - len(shared), vocab_size), shape.num_output))
-    return jobs
+        requests.append(
+            BenchRequest(shared + _tokens(rng, shape.num_input - len(shared), vocab_size), shape.num_output)
+        )
+    return requests
 
 
 def as_text(token_ids: Sequence[int]) -> str:
-    """A word for each token id: for servers that take text only. Equal ids are equal words."""
+    """Return a word for each token id, for servers that accept only text. Equal ids give equal words."""
     return " ".join(SYLLABLES[token_id % len(SYLLABLES)] for token_id in token_ids)
 
 
 def vocab_size_of(checkpoint: Path) -> int | None:
-    """What the checkpoint's config.json says; None if there is none, or it does not say."""
+    """Return the size from the checkpoint's config.json; None if the file is missing or does not contain it."""
     return _number_of(checkpoint, "vocab_size")
 
 
 def max_model_len_of(checkpoint: Path) -> int | None:
-    """The same of the longest sequence."""
+    """Return the maximum length from the checkpoint's config.json; None as for `vocab_size_of`."""
     return _number_of(checkpoint, "max_position_embeddings")
 
 

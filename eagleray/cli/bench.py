@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+
+from eagleray.errors import UserError
+
+REQUIRED = ("aiohttp", "matplotlib")
+"""Libraries of the extra `eagleray[bench]`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmarks' arguments. Raises `UserError` if a library of the extra is not installed."""
+    if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
+        raise UserError(f'`eagleray bench` needs {" and ".join(missing)}: pip install "eagleray[bench]"')
     from eagleray_bench import commands
 
     commands.add_arguments(parser)

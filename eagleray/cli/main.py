@@ -25,17 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not hide_api_keys(arguments):
         print("eagleray: warning: others on this host can read the API key on the command line", file=sys.stderr)
-    parser = argparse.ArgumentParser(prog="eagleray", description=eagleray.__doc__)
-    parser.add_argument("--version", action="version", version=eagleray.__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        if name in arguments[:1]:
-            module = importlib.import_module(f"eagleray.cli.{name}")
-            module.add_arguments(command)
-            command.set_defaults(run=module.run)
-    options = parser.parse_args(arguments)
     try:
+        options = _parse(arguments)
         return int(options.run(options) or 0)
     except UserError as error:
         print(f"eagleray: error: {error}", file=sys.stderr)
@@ -48,6 +39,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough
         sys.stderr.close()
         return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="eagleray", description=eagleray.__doc__)
+    parser.add_argument("--version", action="version", version=eagleray.__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        if name in arguments[:1]:
+            module = importlib.import_module(f"eagleray.cli.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Flags that several benchmarks have: which requests, and where the results go."""
+"""Flags that several benchmarks share: the requests, and the files of results."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Any
 from eagleray_bench.report import check_writable
 from eagleray_bench.workload import DATASETS, DEFAULT_NUM_PROMPTS, Workload
 
-__all__ = ["add_result_flags", "add_workload_flags", "check_result_files", "options_of", "workload_from"]
-
 
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for every field of `Workload` but the seed, which some commands have for more than that."""
+    """Add a flag for every field of `Workload` but the seed, which some commands use for more than the workload."""
     group = parser.add_argument_group("requests")
     default = Workload()
     group.add_argument(
@@ -59,7 +57,7 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def workload_from(arguments: argparse.Namespace, *, seed: int) -> Workload:
-    """Raises `UserError` for what makes no sense."""
+    """Build the workload. Raises `UserError` for impossible values."""
     names = [field.name for field in fields(Workload) if field.name != "seed"]
     return Workload(seed=seed, **{name: getattr(arguments, name) for name in names})
 
@@ -72,13 +70,13 @@ def add_result_flags(parser: argparse.ArgumentParser, *, plot: bool = False) -> 
 
 
 def check_result_files(arguments: argparse.Namespace) -> None:
-    """Raises `UserError` for files that could not be written in the end."""
+    """Raises `UserError` for result files that cannot be written."""
     check_writable(arguments.json, flag="--json")
     check_writable(getattr(arguments, "plot", None), flag="--plot", suffix=".svg")
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a benchmark was run with, for its JSON file: without secrets, and in values that JSON has."""
+    """Return the options of a benchmark for its JSON file: without secrets, as values that JSON has."""
     hidden = {"run", "run_benchmark", "command", "benchmark", "json", "plot", "api_key"}
     return {
         name: str(value) if value == math.inf else value  # JSON has no infinity

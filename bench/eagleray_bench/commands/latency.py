@@ -1,4 +1,4 @@
-"""`eagleray bench latency [MODEL]`: how fast one request, or one batch, is answered without a server."""
+"""`eagleray bench latency [MODEL]`: latency of one request, or one batch, without a server."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from eagleray.cli.options import add_config_flags, config_options
 from eagleray.config.build import build_config
 from eagleray.llm import LLM
 from eagleray_bench.commands.flags import add_result_flags, check_result_files, options_of
-from eagleray_bench.offline import Batches, Latency, measure_latency
+from eagleray_bench.offline import Latency, LatencyOptions, measure_latency
 from eagleray_bench.plot import Panel, write_plot
 from eagleray_bench.report import summaries, write_json
-
-__all__ = ["add_arguments", "run"]
 
 HELP = {
     "batch_size": "requests at once",
@@ -29,7 +27,7 @@ SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery",
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
     for name, text in HELP.items():
-        default = getattr(Batches(), name)
+        default = getattr(LatencyOptions(), name)
         flag = "--" + name.replace("_", "-")
         group.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
     add_result_flags(parser, plot=True)
@@ -39,23 +37,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     check_result_files(arguments)
     options = {"log_level": "warning"} | config_options(arguments, sections=SECTIONS)
-    names = [field.name for field in fields(Batches) if field.name != "seed"]
+    names = [field.name for field in fields(LatencyOptions) if field.name != "seed"]
     given = {name: getattr(arguments, name) for name in names}
-    batches = Batches(seed=build_config(**options).model.seed or 0, **given)
+    batches = LatencyOptions(seed=build_config(**options).model.seed or 0, **given)
     with LLM(**options) as llm:
         latency = measure_latency(llm, batches)
     figures = latency.figures()
-    what = f"{batches.batch_size} x {batches.input_len} tokens in, {batches.output_len} out"
+    title = f"{batches.batch_size} x {batches.input_len} tokens in, {batches.output_len} out"
     rows = {
         "time to first token": figures.ttft_ms,
         "time per output token": figures.tpot_ms,
         "end to end": figures.e2e_ms,
     }
-    print(f"{what}, {batches.iterations} times\n\n{summaries('ms', rows)}")
+    print(f"{title}, {batches.iterations} times\n\n{summaries('ms', rows)}")
     if arguments.json:
         write_json(Path(arguments.json), "latency", options_of(arguments), figures)
     if arguments.plot:
-        write_plot(Path(arguments.plot), what, _panels(latency))
+        write_plot(Path(arguments.plot), title, _panels(latency))
 
 
 def _panels(latency: Latency) -> list[Panel]:

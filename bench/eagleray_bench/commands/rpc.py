@@ -1,4 +1,4 @@
-"""`eagleray bench rpc`: what a step costs on its way to the workers and back.
+"""`eagleray bench rpc`: cost of a step on its way to the workers and back.
 
 The plan is that of running requests, one token each; the workers' model computes nothing. Measured busy (the next step
 right after the last one) and after idleness (all processes asleep).
@@ -30,15 +30,14 @@ from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 if TYPE_CHECKING:
     from eagleray.cluster.simulated import SimulatedCluster
 
-__all__ = ["add_arguments", "run"]
 
 EXECUTORS = ("in-process", "processes", "ray", "ray-graph")
 IDLE_SECONDS = 1.5
 WARM_UP = 200
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Microseconds."""
+class RpcFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Microseconds per step."""
 
     executor: str
     workers: int
@@ -65,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    figures: list[Figures] = []
+    figures: list[RpcFigures] = []
     print(f"{'executor':<22}{'workers':>8}  {'place':<8}{'busy p50':>10}{'p99':>9}{'idle p50':>11}{'p99':>9}   µs")
     for figure in _measure_all(arguments):
         figures.append(figure)
@@ -75,18 +74,18 @@ def run(arguments: argparse.Namespace) -> None:
         Path(arguments.json).write_text(json.dumps(msgspec.to_builtins(figures), indent=1) + "\n")
 
 
-def _measure_all(arguments: argparse.Namespace) -> Iterator[Figures]:
+def _measure_all(arguments: argparse.Namespace) -> Iterator[RpcFigures]:
     plans = _Plans(arguments.requests)
     with ExitStack() as stack:
         ray = [name for name in arguments.executors if name.startswith("ray")]
         cluster = None
         if ray or arguments.baselines:
-            from eagleray.cluster.simulated import open_cluster  # only these pay for Ray
+            from eagleray.cluster.simulated import open_cluster  # imported here: other executors do not need Ray
 
             cluster = stack.enter_context(open_cluster(max(arguments.workers), remote=arguments.remote))
         for executor in arguments.executors:
             for workers in arguments.workers if executor != "in-process" else [1]:
-                for place, options in _places(executor, cluster):
+                for place, options in _worker_nodes(executor, cluster):
                     with _executor(executor, workers, **options) as opened:
                         opened.call(LoadNullModel(), CacheAllocated, timeout=60)
                         opened.step(plans.first()).result()
@@ -98,8 +97,8 @@ def _measure_all(arguments: argparse.Namespace) -> Iterator[Figures]:
                 yield _figures(call, arguments, executor=name, workers=1, place="local")
 
 
-def _places(executor: str, cluster: SimulatedCluster | None) -> list[tuple[str, dict[str, Any]]]:
-    """Where workers of this executor can be, and the options that put them there."""
+def _worker_nodes(executor: str, cluster: SimulatedCluster | None) -> list[tuple[str, dict[str, Any]]]:
+    """Return the possible nodes of this executor's workers, each with the options that place them there."""
     if cluster is None or not executor.startswith("ray"):
         return [("local", {})]
     return [
@@ -109,7 +108,7 @@ def _places(executor: str, cluster: SimulatedCluster | None) -> list[tuple[str, 
 
 
 class _Plans:
-    """The steps of requests that run and run."""
+    """Plans of consecutive steps of requests that never finish."""
 
     def __init__(self, num_requests: int) -> None:
         self._rows = list(range(num_requests))
@@ -152,7 +151,7 @@ def _executor(name: str, workers: int, **options: Any) -> Iterator[Executor]:
         yield opened
 
 
-def _figures(call: Callable[[], Any], arguments: argparse.Namespace, **of: Any) -> Figures:
+def _figures(call: Callable[[], Any], arguments: argparse.Namespace, **of: Any) -> RpcFigures:
     for _ in range(WARM_UP):
         call()
     busy = [_timed(call) for _ in range(arguments.steps)]
@@ -162,11 +161,11 @@ def _figures(call: Callable[[], Any], arguments: argparse.Namespace, **of: Any) 
         idle.append(_timed(call))
     busy_p50, busy_p99 = np.percentile(busy, [50, 99]).tolist()
     idle_p50, idle_p99 = np.percentile(idle, [50, 99]).tolist()
-    return Figures(busy_p50=busy_p50, busy_p99=busy_p99, idle_p50=idle_p50, idle_p99=idle_p99, **of)
+    return RpcFigures(busy_p50=busy_p50, busy_p99=busy_p99, idle_p50=idle_p50, idle_p99=idle_p99, **of)
 
 
 def _timed(call: Callable[[], Any]) -> float:
-    """Microseconds."""
+    """Microseconds per step."""
     began = time.perf_counter_ns()
     call()
     return (time.perf_counter_ns() - began) / 1e3

@@ -1,4 +1,4 @@
-"""`eagleray bench scheduler`: what the scheduler takes for a step, without a model."""
+"""`eagleray bench scheduler`: time that the scheduler takes for a step, without a model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 from eagleray_bench.commands.flags import add_result_flags, check_result_files, options_of
 from eagleray_bench.report import table, write_json
 from eagleray_bench.scheduling import KINDS, SchedulingFigures, measure_scheduling
-
-__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,9 +1,8 @@
-"""`eagleray bench serve`: load for a server with OpenAI's API, eagleray's or another, and how it bears it."""
+"""`eagleray bench serve`: loads a server with OpenAI's API, eagleray's or another, and measures its answers."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import resource
 from pathlib import Path
 
@@ -18,18 +17,16 @@ from eagleray_bench.commands.flags import (
     options_of,
     workload_from,
 )
-from eagleray_bench.http import HttpClient
-from eagleray_bench.load import Load, generate_load
+from eagleray_bench.http_client import HttpClient, check_server_url
+from eagleray_bench.load import LoadResult, generate_load
 from eagleray_bench.plot import write_plot
 from eagleray_bench.report import write_json
 from eagleray_bench.serving import describe, panels, serving_figures
 from eagleray_bench.target import open_target
-from eagleray_bench.workload import DEFAULT_VOCAB_SIZE, Job, Workload, make_jobs
-
-__all__ = ["add_arguments", "run"]
+from eagleray_bench.workload import DEFAULT_VOCAB_SIZE, BenchRequest, Workload, make_requests
 
 WARM_UP_SEED = 2**31
-"""Other prompts than those that are measured."""
+"""Seed of the warm-up's prompts, which differ from the measured ones."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,20 +79,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """1 if every request failed."""
+    """Return the exit code: 1 if every request failed."""
     check_result_files(arguments)
     workload = workload_from(arguments, seed=arguments.seed)
-    starts = workload.starts(rate=arguments.request_rate, burstiness=arguments.burstiness)
+    send_times = workload.send_times(rate=arguments.request_rate, burstiness=arguments.burstiness)
     if arguments.num_warmups < 0:
         raise UserError(f"--num-warmups must not be negative, but it is {arguments.num_warmups}")
     _allow_many_connections()
-    client = HttpClient(
-        arguments.base_url.removesuffix("/").removesuffix("/v1"),
-        api_key=client_key(arguments.api_key),
-    )
-    model, jobs, load = uvloop.run(_measure(client, arguments, workload, starts))
-    figures = serving_figures(load, jobs)
-    print(f"{client.url}{arguments.endpoint}, model {model}\n\n{describe(figures)}")
+    url = check_server_url(arguments.base_url.removesuffix("/").removesuffix("/v1"))
+    model, requests, load = uvloop.run(_measure(url, arguments, workload, send_times))
+    figures = serving_figures(load, requests)
+    print(f"{url}{arguments.endpoint}, model {model}\n\n{describe(figures)}")
     if arguments.json:
         write_json(Path(arguments.json), "serve", options_of(arguments) | {"model": model}, figures)
     if arguments.plot:
@@ -104,10 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _measure(
-    client: HttpClient, arguments: argparse.Namespace, workload: Workload, starts: list[float]
-) -> tuple[str, list[Job], Load]:
-    """The model's name, what was asked for, and what came of it."""
-    with contextlib.closing(client):
+    url: str, arguments: argparse.Namespace, workload: Workload, send_times: list[float]
+) -> tuple[str, list[BenchRequest], LoadResult]:
+    """Return the model's name, the requests and their outcomes."""
+    async with HttpClient(url, api_key=client_key(arguments.api_key)) as client:
         target = await open_target(
             client,
             endpoint=arguments.endpoint,
@@ -120,21 +114,21 @@ async def _measure(
         shapes = workload.within(target.model.max_model_len).shapes()
         if target.is_chat:
             shapes = (await target.word_lengths()).in_words(shapes)
-        for job in make_jobs(shapes[: arguments.num_warmups], vocab_size=vocab_size, seed=WARM_UP_SEED):
-            await target.try_out(job)
-        jobs = make_jobs(shapes, vocab_size=vocab_size, seed=workload.seed)
+        for request in make_requests(shapes[: arguments.num_warmups], vocab_size=vocab_size, seed=WARM_UP_SEED):
+            await target.send_first(request)
+        requests = make_requests(shapes, vocab_size=vocab_size, seed=workload.seed)
         load = await generate_load(
             client,
             target.endpoint,
-            [target.body(job) for job in jobs],
-            starts=starts,
+            [target.body(request) for request in requests],
+            send_times=send_times,
             max_concurrency=arguments.max_concurrency,
             timeout=arguments.request_timeout,
         )
-    return target.model.name, jobs, load
+    return target.model.name, requests, load
 
 
 def _allow_many_connections() -> None:
-    """Every request in flight has a connection of its own; the usual limit of open files is 1,024."""
+    """Raise the limit of open files, usually 1,024: every request in flight has a connection of its own."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

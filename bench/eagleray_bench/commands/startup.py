@@ -11,8 +11,6 @@ from eagleray_bench.commands.flags import add_result_flags, check_result_files, 
 from eagleray_bench.report import summaries, write_json
 from eagleray_bench.startup import KINDS, StartupFigures, measure_startup
 
-__all__ = ["add_arguments", "run"]
-
 SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray")
 
 

@@ -1,5 +1,7 @@
-"""`eagleray bench throughput [MODEL]`: tokens a second of a model that has all its requests at once; and what it costs
-to report which experts compute each token."""
+"""`eagleray bench throughput [MODEL]`: tokens per second of a model that has all its requests at once.
+
+With --routed-experts also the cost of reporting which experts compute each token.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from pathlib import Path
 from eagleray.cli.options import add_config_flags, config_options
 from eagleray.config.build import build_config
 from eagleray.llm import LLM
+from eagleray_bench.alternating_runs import AlternatingRuns
 from eagleray_bench.commands.flags import (
     add_result_flags,
     add_workload_flags,
@@ -18,10 +21,8 @@ from eagleray_bench.commands.flags import (
 )
 from eagleray_bench.offline import ThroughputFigures, max_model_len, measure_throughput, vocab_size
 from eagleray_bench.report import facts, write_json
-from eagleray_bench.routed_experts import Rounds, RoutedExpertsFigures, measure_routed_experts
-from eagleray_bench.workload import make_jobs
-
-__all__ = ["add_arguments", "run"]
+from eagleray_bench.routed_experts import RoutedExpertsFigures, measure_routed_experts
+from eagleray_bench.workload import make_requests
 
 SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray")
 
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds",
         type=int,
-        default=Rounds().count,
+        default=AlternatingRuns().count,
         metavar="N",
         help="with --routed-experts: how often each way (default: %(default)s)",
     )
@@ -55,17 +56,17 @@ def run(arguments: argparse.Namespace) -> None:
     options = {"log_level": "warning"} | config_options(arguments, sections=SECTIONS)
     if arguments.routed_experts:
         options["enable_return_routed_experts"] = True
-    rounds = Rounds(count=arguments.rounds, detokenize=arguments.detokenize)
+    runs = AlternatingRuns(count=arguments.rounds)
     workload = workload_from(arguments, seed=build_config(**options).model.seed or 0)
     figures: ThroughputFigures | RoutedExpertsFigures
     with LLM(**options) as llm:
         shapes = workload.within(max_model_len(llm)).shapes()
         if arguments.routed_experts:
-            figures = measure_routed_experts(llm, shapes, rounds, seed=workload.seed)
+            figures = measure_routed_experts(llm, shapes, runs, seed=workload.seed, detokenize=arguments.detokenize)
             print(_compare(figures))
         else:
-            jobs = make_jobs(shapes, vocab_size=vocab_size(llm), seed=workload.seed)
-            figures = measure_throughput(llm, jobs, detokenize=arguments.detokenize)
+            requests = make_requests(shapes, vocab_size=vocab_size(llm), seed=workload.seed)
+            figures = measure_throughput(llm, requests, detokenize=arguments.detokenize)
             print(_describe(figures))
     if arguments.json:
         write_json(Path(arguments.json), "throughput", options_of(arguments), figures)

@@ -12,7 +12,7 @@ MODELS = {"data": [{"id": "small", "max_model_len": 64, "root": "/nowhere"}, {"i
 
 
 class Request:
-    """What came, and how to answer."""
+    """A received request, and the means to answer it."""
 
     def __init__(self, writer: asyncio.StreamWriter, path: str, headers: dict[str, str], body: bytes) -> None:
         self._writer = writer
@@ -38,7 +38,7 @@ class Request:
         self._writer.write(data)
         await self._writer.drain()
 
-    async def hang_up(self) -> None:
+    async def close(self) -> None:
         self._writer.close()
         await self._writer.wait_closed()
 
@@ -47,7 +47,7 @@ Handler = Callable[[Request], Awaitable[None]]
 
 
 async def answer(request: Request) -> None:
-    """As many tokens as were asked for."""
+    """Answer with the requested number of tokens."""
     if request.path == "/v1/models":
         await request.reply(200, json.dumps(MODELS).encode())
         return
@@ -65,14 +65,14 @@ async def answer(request: Request) -> None:
 
 
 def num_prompt_tokens(body: dict[str, Any]) -> int:
-    """A word of a chat is two tokens, its template eight."""
+    """Count the prompt's tokens: a word of a chat is two, its template eight."""
     if "prompt" in body:
         return len(body["prompt"])
     return 8 + 2 * len(body["messages"][0]["content"].split())
 
 
 class LoadServer:
-    """`requests`: every one that came. `num_connections`: how many were opened."""
+    """Records all `requests`, and the numbers of connections and of requests at once."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -104,7 +104,7 @@ class LoadServer:
             return None
         first, *lines = head.strip().split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        body = await reader.readexactly(int(headers["content-length"]))
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
         return Request(writer, first.split()[1], headers, body)
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from eagleray_bench.events import Answer, EventSplitter
+from eagleray_bench.events import EventSplitter, StreamedAnswer
 
 
 def text(word: str, finish_reason: str | None = None) -> bytes:
@@ -22,34 +22,34 @@ COUNTS = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {
 USAGE = event({"choices": [], "usage": COUNTS})
 
 
-def answer(*chunks: bytes) -> Answer:
-    """Read one after the other, a second apart."""
-    found = Answer()
+def answer(*chunks: bytes) -> StreamedAnswer:
+    """Read the chunks a second apart."""
+    found = StreamedAnswer()
     for second, chunk in enumerate(chunks):
         found.feed(chunk, float(second))
     return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_events_are_found_wherever_reads_cut_them(size):
+def test_event_splitter_any_cut_of_the_stream_gives_the_same_events(size):
     stream = b': a comment\n\ndata: {"a"\r\ndata:: 1}\r\n\r\nid: 7\nevent: x\ndata:two\n\n\n\ndata: [DONE]\n\n'
     splitter = EventSplitter()
     found = [data for start in range(0, len(stream), size) for data in splitter.feed(stream[start : start + size])]
     assert found == [b'{"a"\n: 1}', b"two", b"[DONE]"]
 
 
-def test_a_complete_answer():
+def test_streamed_answer_complete_stream_has_times_and_counts():
     found = answer(text("a"), text("b", "length") + USAGE, DONE)
     assert found.failure is None
     assert found.token_times == [0.0, 1.0]
     assert (found.num_prompt_tokens, found.num_output_tokens, found.num_cached_tokens) == (5, 2, 4)
 
 
-def test_events_of_one_read_have_one_time_and_tokens_without_text_count():
+def test_streamed_answer_events_of_one_read_have_one_time():
     assert answer(text("") + text("b"), text("c", "stop"), DONE).token_times == [0.0, 0.0, 1.0]
 
 
-def test_a_chat_begins_with_its_first_words_not_with_the_role():
+def test_streamed_answer_chat_role_alone_is_no_token():
     def chat(delta: dict, finish_reason: str | None = None) -> bytes:
         return event({"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]})
 
@@ -75,10 +75,10 @@ def test_a_chat_begins_with_its_first_words_not_with_the_role():
         ([], "before its end was announced"),
     ],
 )
-def test_what_is_no_complete_answer_is_a_failure(chunks, cause):
+def test_streamed_answer_incomplete_stream_is_a_failure(chunks, cause):
     assert cause in answer(*chunks).failure
 
 
-def test_the_first_failure_is_the_one_that_is_told():
+def test_streamed_answer_several_errors_reports_the_first():
     found = answer(event({"error": "first"}), event({"error": "second"}), text("a", "length"), DONE)
     assert "first" in found.failure

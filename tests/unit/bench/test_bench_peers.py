@@ -1,4 +1,4 @@
-"""What `benchmarks/peers.py` is made of, without its engines: rows, jobs, memory, tables."""
+"""Parts of `benchmarks/peers.py` without its engines: rows, jobs, memory, tables."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 @pytest.fixture
 def load(monkeypatch):
-    """Imports a module of benchmarks/."""
+    """Import a module of benchmarks/."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module
 
 
-def test_every_row_has_a_name_of_its_own_and_its_job_gives_its_figure(load):
+def test_all_rows_have_unique_names_and_figures_that_their_jobs_measure(load):
     rows = list(load("peer_rows").all_rows())
     offline = {*load("measure_offline").FIGURES, "ready_s", "peak_anonymous_mib"}
     assert len({row.name for row in rows}) == len(rows)
@@ -34,7 +34,7 @@ def test_every_row_has_a_name_of_its_own_and_its_job_gives_its_figure(load):
             assert row.figure in offline
 
 
-def test_rows_are_chosen_by_name_or_pattern(load):
+def test_choose_names_and_patterns_gives_matching_rows(load):
     choose = load("peer_rows").choose
     assert [row.name for row in choose(["moe-tiny/ep2/token", "dense-tiny/tp2/*32"])] == [
         "dense-tiny/tp2/batch32",
@@ -46,7 +46,7 @@ def test_rows_are_chosen_by_name_or_pattern(load):
         choose(["dense-tiny/ep2/token"])
 
 
-def test_llama_is_not_asked_for_what_it_cannot(load):
+def test_can_llama_neither_http_nor_parallel(load):
     engine, job = load("peer_engines").Engine, load("peer_rows").Job
     assert not engine("llama.cpp").can(job("dense-tiny", is_http=True))
     assert not engine("limit").can(job("dense-tiny", is_http=True))
@@ -55,7 +55,7 @@ def test_llama_is_not_asked_for_what_it_cannot(load):
     assert engine("vllm").can(job("dense-tiny", is_http=True))
 
 
-def test_each_engine_gets_its_own_options_and_environment(load):
+def test_engine_options_and_environment_fit_the_engine(load):
     options = load("peer_rows").Job("moe-tiny", parallel="ep2").options
     vllm = load("peer_engines").Engine("vllm", preload=["a.so", "b.so"])
     assert vllm.options(options) == options | {"distributed_executor_backend": "mp"}
@@ -67,7 +67,7 @@ def test_each_engine_gets_its_own_options_and_environment(load):
     assert eagleray.environment(options) == dict(os.environ)
 
 
-def test_a_table_has_medians_ratios_and_gaps(load):
+def test_table_has_medians_ratios_and_gaps(load):
     (token, prompt) = load("peer_rows").choose(["dense-tiny/token", "dense-tiny/prompt"])
     engine = load("peer_engines").Engine
     figures = {(token.name, "eagleray"): [1.0, 9.0, 2.0], (token.name, "vllm"): [4.0]}
@@ -79,8 +79,8 @@ def test_a_table_has_medians_ratios_and_gaps(load):
     assert json.loads(json.dumps(content))["rows"][token.name]["ratios"] == {"vllm": 0.5}
 
 
-class Fake:
-    """An engine at a job: says what it was asked for, and fails at one figure."""
+class FakeEngine:
+    """An engine that records the figures asked of it and fails at one of them."""
 
     def __init__(self, name, said, failed):
         self.name, self.said, self.failed = name, said, failed
@@ -95,14 +95,14 @@ class Fake:
         self.said.append((self.name, "closed"))
 
 
-def test_engines_are_measured_in_turn_and_who_fails_is_not_asked_again(load, tmp_path, monkeypatch):
+def test_measure_all_engines_alternate_and_a_failed_one_is_left_out(load, tmp_path, monkeypatch):
     peers, engine, said = load("peers"), load("peer_engines").Engine, []
     failed = load("peer_jobs").JobFailed
 
     def open_job(job, engine, checkpoint):
         if engine.name == "llama.cpp":
             raise failed("it did not start")
-        return Fake(engine.name, said, failed)
+        return FakeEngine(engine.name, said, failed)
 
     monkeypatch.setattr(peers, "open_job", open_job)
     monkeypatch.setattr(load("peer_engines"), "make", lambda model, directory: directory / model)
@@ -129,7 +129,7 @@ def test_engines_are_measured_in_turn_and_who_fails_is_not_asked_again(load, tmp
     assert figures["dense-tiny/batch32", "eagleray"] == [1.0, 1.0]
 
 
-def test_the_limit_of_a_step_is_the_slower_of_reading_and_multiplying(load, tmp_path):
+def test_step_seconds_is_the_slower_of_reading_and_multiplying(load, tmp_path):
     limit = load("measure_limit")
     config = {"hidden_size": 8, "head_dim": 4, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 100}
     config |= {"num_key_value_heads": 1, "intermediate_size": 16, "moe_intermediate_size": 4}
@@ -146,7 +146,7 @@ def test_the_limit_of_a_step_is_the_slower_of_reading_and_multiplying(load, tmp_
     assert limit.FIGURES.keys() == load("measure_offline").FIGURES.keys()
 
 
-def test_what_one_load_tells_is_measured_together_and_memory_last(load):
+def test_groups_one_load_is_measured_together_and_memory_last(load):
     rows = load("peer_rows")
     http = rows.choose(["dense-tiny/http1/*", "dense-tiny/http8/*"])
     assert [len(group) for group in http[0].job.groups(http)] == [5, 5]
@@ -154,7 +154,7 @@ def test_what_one_load_tells_is_measured_together_and_memory_last(load):
     assert [row.name for (row,) in offline[0].job.groups(offline)] == ["dense-tiny/token", "dense-tiny/memory"]
 
 
-def test_memory_is_that_of_a_process_and_its_descendants(load):
+def test_tree_includes_descendants_and_anonymous_bytes_are_per_process(load):
     code = (
         "import subprocess, sys\n"
         "held = bytearray(50_000_000); held[::4096] = b'x' * len(held[::4096])\n"

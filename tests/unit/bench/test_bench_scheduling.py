@@ -1,4 +1,4 @@
-"""The benchmark of the scheduler: it measures the steps that it says it measures."""
+"""The benchmark of the scheduler measures the steps that its docstring describes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from eagleray_bench.scheduling import CHUNK_TOKENS, PROMPT_TOKENS, EndlessReques
 
 
 def plans(kind: str, num_requests: int, num_steps: int) -> list:
-    """The plans of `num_steps` steps after the start."""
+    """Return the plans of `num_steps` steps after the start."""
     run = EndlessRequests(kind, num_requests, num_steps=num_steps)
     kept = []
     execute = run.model.execute
@@ -20,14 +20,14 @@ def plans(kind: str, num_requests: int, num_steps: int) -> list:
 
 
 @pytest.mark.parametrize("num_requests", [1, 40])
-def test_a_decode_step_computes_a_token_of_every_request(num_requests):
+def test_endless_requests_decode_step_computes_a_token_of_every_request(num_requests):
     for plan in plans("decode", num_requests, 30):
         assert plan.num_tokens == [1] * num_requests
         assert not plan.starts and not plan.ends
 
 
 @pytest.mark.parametrize("num_requests", [1, 300])
-def test_a_mixed_step_also_computes_a_chunk_of_a_long_prompt(num_requests):
+def test_endless_requests_mixed_step_also_computes_a_prompt_chunk(num_requests):
     found = plans("mixed", num_requests, 30)
     assert sum(len(plan.starts) for plan in found) > 1, "one prompt after the other"
     for plan in found:
@@ -36,7 +36,7 @@ def test_a_mixed_step_also_computes_a_chunk_of_a_long_prompt(num_requests):
     assert max(max(plan.num_tokens) for plan in found) >= CHUNK_TOKENS > PROMPT_TOKENS
 
 
-def test_figures_of_each_kind_and_number():
+def test_measure_scheduling_gives_figures_of_each_kind_and_number():
     found = list(measure_scheduling(num_requests=[1, 3], steps=20))
     assert [(figures.kind, figures.num_requests) for figures in found] == [
         ("decode", 1),
@@ -50,7 +50,7 @@ def test_figures_of_each_kind_and_number():
         assert figures.plan_us.lowest > 0 and figures.apply_us.lowest > 0
 
 
-def test_there_must_be_something_to_measure():
+def test_measure_scheduling_nothing_to_measure_raises():
     for options in ({"num_requests": [0], "steps": 1}, {"num_requests": [1], "steps": 0}):
         with pytest.raises(UserError, match="--steps and --requests must be at least 1"):
             list(measure_scheduling(**options))
