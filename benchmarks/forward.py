@@ -9,6 +9,7 @@ team that is woken anew, so their sum is above the whole.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from eagleray.kernels.cpu import abi
+from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.recording import NativeOp
 from eagleray.kernels.forward_batch import ForwardBatch
 from eagleray.kernels.kv_cache import KVCache
@@ -26,14 +27,14 @@ from eagleray.models.registry import load_model
 
 BLOCK = 16
 NAMES = {
-    abi.EMBED: "embed",
-    abi.NORMALIZE: "normalize",
-    abi.MULTIPLY: "multiply",
-    abi.ATTEND: "attend",
-    abi.MIX: "experts",
-    abi.ADD: "add",
-    abi.CLEAR: "clear",
-    abi.ROUND: "round",
+    abi.OP_EMBED: "embed",
+    abi.OP_NORMALIZE: "normalize",
+    abi.OP_MULTIPLY: "multiply",
+    abi.OP_ATTEND: "attend",
+    abi.OP_COMPUTE_EXPERTS: "experts",
+    abi.OP_ADD: "add",
+    abi.OP_CLEAR: "clear",
+    abi.OP_ROUND: "round",
 }
 
 
@@ -68,19 +69,19 @@ def main() -> None:
     program: Any = model._run._program  # type: ignore[attr-defined]
     totals: dict[str, float] = defaultdict(float)
     work: dict[str, float] = defaultdict(float)
-    steps = [step for step in program._recording.steps if isinstance(step, NativeOp)]
-    for step in steps:
-        one = (abi.Step * 1)(abi.Step(step.operation, abi.ctypes.addressof(step.what)))
+    ops = [op for op in program._recording.ops if isinstance(op, NativeOp)]
+    for op in ops:
+        one = (abi.COp * 1)(abi.COp(op.operation, ctypes.addressof(op.args)))
         seconds = _best(
             lambda one=one: program._library.er_run(
                 int(model.dtype == torch.bfloat16), one, 1, program._buffers, program._batch, arguments.threads
             ),
             arguments.repeat,
         )
-        name = NAMES[step.operation]
-        if step.operation == abi.MULTIPLY:
-            name += f" {step.what.n} x {step.what.k}"
-            work[name] += 2 * step.what.n * step.what.k * batch.num_tokens
+        name = NAMES[op.operation]
+        if op.operation == abi.OP_MULTIPLY:
+            name += f" {op.args.n} x {op.args.k}"
+            work[name] += 2 * op.args.n * op.args.k * batch.num_tokens
         totals[name] += seconds
     for name, seconds in sorted(totals.items(), key=lambda item: -item[1]):
         rate = ""

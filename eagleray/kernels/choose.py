@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from eagleray.kernels.cpu.backend import MAX_HEAD_DIM, CpuBackend
+from eagleray.kernels.cpu.abi import abi
+from eagleray.kernels.cpu.backend import CpuBackend
 from eagleray.kernels.cpu.build.library import native_library
 from eagleray.kernels.cpu.build.unavailable import NativeUnavailable
 from eagleray.kernels.torch.backend import TorchBackend
@@ -23,7 +24,7 @@ def choose_backend(device: torch.device, dtype: torch.dtype, spec: ModelSpec) ->
         logger.warning(
             "computing with plain torch, which is slower: the kernels for this processor serve bfloat16 and float32, "
             "even sizes, and heads of up to %d features",
-            MAX_HEAD_DIM,
+            abi.MAX_HEAD_DIM,
         )
         return OneDnnBackend()
     try:

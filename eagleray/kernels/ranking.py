@@ -10,8 +10,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-MAX_TOP = 256
-"""What `native/ranking.h` takes."""
+from eagleray.kernels.cpu.abi import abi
+
 FEW_ROWS = 4
 """Up to so many, one thread is done before another one wakes."""
 
@@ -35,7 +35,7 @@ class Ranking:
 
 
 class NativeRanking(Ranking):
-    """For float32 logits of a CPU, contiguous. `library`: of `build.native_library`, its functions declared."""
+    """For float32 logits of a CPU, contiguous. `library`: of `build.native_library`."""
 
     def __init__(self, library: ctypes.CDLL, *, num_threads: int) -> None:
         self._library = library
@@ -55,7 +55,7 @@ class NativeRanking(Ranking):
     def top(self, logits: Tensor, k: int) -> Tensor:
         n, size = logits.shape
         k = min(k, size)
-        if not 0 < k <= MAX_TOP or not logits.is_contiguous():
+        if not 0 < k <= abi.MAX_TOP_K or not logits.is_contiguous():
             return super().top(logits, k)
         ids, values = torch.empty((n, k), dtype=torch.int32), torch.empty((n, k), dtype=torch.float32)
         memory, threads = self._memory(n, size), self._threads(n)

@@ -1,232 +1,144 @@
-"""The C interface of `native/`: its structs, field by field, and the types of its functions.
+"""The C interface of the CPU kernels as ctypes, derived from its only declaration: the header `csrc/abi.h`.
 
-Integers are int64 unless said otherwise, rows are named by the number of their buffer.
+The reader accepts the subset of C that the header needs and raises on everything else, so that nothing is skipped
+silently.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+import hashlib
+import re
+from ctypes import POINTER, Structure
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-EMBED, NORMALIZE, MULTIPLY, ATTEND, MIX, ADD, CLEAR, ROUND = range(8)
-ENDING_STORE, ENDING_ADD, ENDING_SILU, ENDING_CLAMPED = range(4)
-SCORINGS = ("softmax", "sigmoid")
-GROUP_SCORES = ("max", "top2")
-"""A name's number is its place."""
+from eagleray.kernels.cpu.build.unavailable import NativeUnavailable
 
+SCALARS = {"int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
+RESULTS = SCALARS | {"void": None, "const char*": ctypes.c_char_p}
+DIRECTIVES = {"#pragma once", "#include <stdint.h>"}
 
-class AttentionShape(Structure):
-    _fields_ = (
-        ("num_heads", c_int64),
-        ("num_kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("block_size", c_int64),
-        ("window", c_int64),
-        ("scale", c_float),
-        ("sinks", c_void_p),
-    )
-
-
-class Embed(Structure):
-    _fields_ = (
-        ("out", c_int64),
-        ("values", c_void_p),
-        ("is_packed", c_int64),
-        ("size", c_int64),
-        ("first", c_int64),
-        ("num_own", c_int64),
-    )
+DECLARATION = re.compile(r"((?:[^{};]|\{[^{}]*\})+); ?")  # semicolons in braces do not end it
+ENUM = re.compile(r"enum \{ (.*?),? \}")
+CONSTANT = re.compile(r"(\w+)(?: = (\d+))?")
+STRUCT = re.compile(r"typedef struct \{ (.+); \} (\w+)")
+FUNCTION = re.compile(r"(\w[\w ]*\*?) (er_\w+)\((.+)\)")
+VARIABLE = re.compile(r"(\w[\w *]*) (\w+)")
+POINTER_TO = re.compile(r"(?:const )?(\w+)(?:\* const)?\*")
 
 
-class Normalize(Structure):
-    _fields_ = (
-        ("x", c_int64),
-        ("out", c_int64),
-        ("size", c_int64),
-        ("weight", c_void_p),
-        ("eps", c_float),
-    )
+class CStruct(Structure):
+    """Base of the structs of a header. Assigning a field that the header does not declare raises `AttributeError`."""
+
+    __slots__ = ()
 
 
-class Clamp(Structure):
-    _fields_ = (("alpha", c_float), ("limit", c_float))
+class CInterface:
+    """The constants, structs and functions of a header. Constants and structs are attributes, under their names in C.
+
+    `fingerprint` is the hash of the header, which a library that was compiled with it reports.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, header: bytes) -> None:
+        self.fingerprint = fingerprint(header)
+        self.structs: dict[str, type[CStruct]] = {}
+        self._functions: dict[str, tuple[Any, list[Any]]] = {}
+        code = _code(header.decode())
+        if not re.fullmatch(f"(?:{DECLARATION.pattern})*", code):
+            raise ValueError("the kernels' header does not end with a declaration")
+        for declaration in DECLARATION.findall(code):
+            self._read(declaration)
+
+    def declare(self, library: ctypes.CDLL) -> ctypes.CDLL:
+        """Give the functions of a library their types, and return it.
+
+        Raises `NativeUnavailable` if the library was compiled with another header: its structs may differ, and it would
+        read and write the wrong memory.
+        """
+        found = _reported_fingerprint(library)
+        if found != self.fingerprint:
+            raise NativeUnavailable(
+                f"the kernels were compiled with another version of {HEADER.name} ({found}, this process has "
+                f"{self.fingerprint}): restart the process, and if that does not help remove {library._name}"
+            )
+        for name, (result, arguments) in self._functions.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+        return library
+
+    def _read(self, declaration: str) -> None:
+        if match := ENUM.fullmatch(declaration):
+            self._read_enum(match[1].split(", "))
+        elif match := STRUCT.fullmatch(declaration):
+            fields = [self._variable(field) for field in match[1].split("; ")]
+            struct = type(match[2], (CStruct,), {"__slots__": (), "_fields_": fields})
+            self.structs[match[2]] = struct
+            setattr(self, match[2], struct)
+        elif (match := FUNCTION.fullmatch(declaration)) and match[1] in RESULTS:
+            arguments = [] if match[3] == "void" else match[3].split(", ")
+            self._functions[match[2]] = RESULTS[match[1]], [self._variable(argument)[1] for argument in arguments]
+        else:
+            raise _unsupported(declaration)
+
+    def _read_enum(self, constants: list[str]) -> None:
+        next_value = 0
+        for constant in constants:
+            match = CONSTANT.fullmatch(constant)
+            if match is None:
+                raise _unsupported(constant)
+            value = next_value if match[2] is None else int(match[2])
+            setattr(self, match[1], value)
+            next_value = value + 1
+
+    def _variable(self, text: str) -> tuple[str, Any]:
+        match = VARIABLE.fullmatch(text)
+        if match is None:
+            raise _unsupported(text)
+        return match[2], self._type(match[1])
+
+    def _type(self, text: str) -> Any:
+        """Return the type of a variable: of a pointer to a struct a typed pointer, of any other pointer an address,
+        because that is what tensors and arrays provide."""
+        values = SCALARS | self.structs
+        if text in values:
+            return values[text]
+        match = POINTER_TO.fullmatch(text)
+        if match and match[1] in SCALARS.keys() | {"void"}:
+            return ctypes.c_void_p
+        if match and match[1] in self.structs and text.count("*") == 1:
+            return POINTER(self.structs[match[1]])
+        raise _unsupported(text)
 
 
-class Multiply(Structure):
-    _fields_ = (
-        ("x", c_int64),
-        ("out", c_int64),
-        ("n", c_int64),
-        ("k", c_int64),
-        ("ending", c_int64),
-        ("clamp", Clamp),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-    )
+def fingerprint(header: bytes) -> str:
+    return hashlib.sha256(header).hexdigest()[:16]
 
 
-class Attend(Structure):
-    _fields_ = (
-        ("qkv", c_int64),
-        ("queries", c_int64),
-        ("out", c_int64),
-        ("shape", AttentionShape),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("eps", c_float),
-        ("cache", c_void_p),
-    )
+def _code(header: str) -> str:
+    """The declarations of a header in one line with single spaces, without comments and directives."""
+    lines = [line.split("//")[0].strip() for line in header.splitlines()]
+    return " ".join(" ".join(line for line in lines if line not in DIRECTIVES).split())
 
 
-class Mixture(Structure):
-    _fields_ = (
-        ("num_experts", c_int64),
-        ("top_k", c_int64),
-        ("scoring", c_int64),
-        ("correction_bias", c_void_p),
-        ("num_groups", c_int64),
-        ("top_groups", c_int64),
-        ("group_score", c_int64),
-        ("renormalize", c_int64),
-        ("renormalize_eps", c_float),
-        ("scale", c_float),
-        ("round_weights", c_int64),
-    )
+def _reported_fingerprint(library: ctypes.CDLL) -> str:
+    try:
+        report = library.er_abi_fingerprint
+    except AttributeError:
+        return "none"
+    report.restype, report.argtypes = ctypes.c_char_p, []
+    reported: bytes = report()
+    return reported.decode()
 
 
-class Experts(Structure):
-    _fields_ = (
-        ("num_slots", c_int64),
-        ("hidden", c_int64),
-        ("inner", c_int64),
-        ("gate_up", c_void_p),
-        ("down", c_void_p),
-        ("gate_up_bias", c_void_p),
-        ("down_bias", c_void_p),
-        ("ending", c_int32),
-        ("clamp", Clamp),
-    )
+def _unsupported(text: str) -> ValueError:
+    return ValueError(f"the reader of the kernels' header does not support `{text}`")
 
 
-class SlotMap(Structure):
-    _fields_ = (("table", c_void_p), ("num_copies", c_void_p), ("max_copies", c_int64))
+HEADER = Path(__file__).with_name("csrc") / "abi.h"
 
-
-class Trace(Structure):
-    _fields_ = (("ids", c_void_p), ("stride", c_int64), ("is_wide", c_int64))
-
-
-class Mix(Structure):
-    _fields_ = (
-        ("x", c_int64),
-        ("scores", c_int64),
-        ("hidden", c_int64),
-        ("mixture", Mixture),
-        ("experts", Experts),
-        ("map", SlotMap),
-        ("counts", c_void_p),
-        ("trace", Trace),
-    )
-
-
-class RoutedRows(Structure):
-    _fields_ = (
-        ("scores", c_void_p),
-        ("scores_stride", c_int64),
-        ("hidden", c_void_p),
-        ("hidden_stride", c_int64),
-        ("ids", c_void_p),
-        ("trace", Trace),
-    )
-
-
-class Product(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("x_stride", c_int64),
-        ("x_rows", c_void_p),
-        ("num_rows", c_int64),
-        ("weight", c_void_p),
-        ("n", c_int64),
-        ("k", c_int64),
-        ("bias", c_void_p),
-        ("ending", c_int32),
-        ("clamp", Clamp),
-        ("y", c_void_p),
-        ("y_stride", c_int64),
-    )
-
-
-class RowsToRows(Structure):
-    _fields_ = (("x", c_int64), ("out", c_int64), ("size", c_int64))
-
-
-class Step(Structure):
-    _fields_ = (("operation", c_int64), ("what", c_void_p))
-
-
-class RowBuffer(Structure):
-    _fields_ = (("memory", c_void_p), ("stride", c_int64))
-
-
-class CBatch(Structure):
-    _fields_ = (
-        ("num_rows", c_int64),
-        ("num_tokens", c_int64),
-        ("starts", c_void_p),
-        ("context_lens", c_void_p),
-        ("block_table", c_void_p),
-        ("table_stride", c_int64),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("token_ids", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("attention_scratch", c_void_p),
-        ("expert_scratch", c_void_p),
-        ("expert_tokens", c_int64),
-        ("expert_ids", c_void_p),
-    )
-
-
-def declare(library: ctypes.CDLL) -> None:
-    """Give the library's functions their types. Harmless when repeated."""
-    functions = {
-        "er_packed_size": (c_int64, [c_int64, c_int64, c_int]),
-        "er_pack": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int, c_int]),
-        "er_pack_gate_up": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int, c_int]),
-        "er_multiply": (None, [POINTER(Product), c_int64, c_int, c_int]),
-        "er_ranking_scratch_size": (c_int64, [c_int64, c_int64]),
-        "er_argmax": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int]),
-        "er_top_k": (None, [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int]),
-        "er_run": (None, [c_int, POINTER(Step), c_int64, POINTER(RowBuffer), POINTER(CBatch), c_int]),
-        "er_attention_scratch": (c_int64, [POINTER(AttentionShape), c_int64, c_int]),
-        "er_route": (None, [POINTER(Mixture), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int, c_int]),
-        "er_experts_scratch_size": (c_int64, [POINTER(Experts), c_int64, c_int64, c_int]),
-        "er_compute_experts": (
-            None,
-            [
-                *(POINTER(Mixture), POINTER(Experts), POINTER(SlotMap), c_void_p, c_int64, c_int64),
-                *(POINTER(RoutedRows), c_void_p, c_void_p, c_int64, c_int, c_int),
-            ],
-        ),
-        "er_compute_pairs": (
-            None,
-            [
-                *(POINTER(Experts), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p),
-                *(c_void_p, c_int64, c_int, c_int),
-            ],
-        ),
-        "er_sum_pairs": (
-            None,
-            [
-                *(POINTER(Experts), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p),
-                *(c_void_p, c_int64, c_int, c_int),
-            ],
-        ),
-        "er_group": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p]),
-        "er_combine": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int]),
-    }
-    for name, (result, arguments) in functions.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+abi = CInterface(HEADER.read_bytes())

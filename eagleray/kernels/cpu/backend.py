@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from eagleray.kernels.cpu import abi
+from eagleray.kernels.cpu.abi import CStruct, abi
 from eagleray.kernels.cpu.experts import (
     ExpertScratch,
     NativeProducts,
@@ -49,9 +49,6 @@ from eagleray.models.layers.rope import Rope
 from eagleray.models.spec import ModelSpec
 from eagleray.parallel.group import TensorParallelGroup
 
-LANES = 16
-MAX_HEAD_DIM = 256
-
 
 class CpuBackend(TorchBackend):
     """`library`: of `build.native_library`."""
@@ -59,7 +56,6 @@ class CpuBackend(TorchBackend):
     is_batch_invariant = True
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, *, num_threads: int) -> None:
-        abi.declare(library)
         self.library = library
         self.dtype = dtype
         self.num_threads = num_threads
@@ -78,7 +74,7 @@ class CpuBackend(TorchBackend):
         if spec.latent is not None:
             sizes += [spec.latent.q_lora_rank or 0, spec.latent.v_head_dim]
         is_even = all(size % 2 == 0 for size in sizes)
-        return dtype in (torch.float32, torch.bfloat16) and is_even and spec.head_dim <= MAX_HEAD_DIM
+        return dtype in (torch.float32, torch.bfloat16) and is_even and spec.head_dim <= abi.MAX_HEAD_DIM
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
         n, k = weight.shape
@@ -92,7 +88,7 @@ class CpuBackend(TorchBackend):
 
     def gated_linear(self, weight: Tensor, bias: Tensor | None, clamp: ClampedSwiglu | None = None) -> NativeLinear:
         inner, k = weight.shape[0] // 2, weight.shape[1]
-        padded = -(-inner // LANES) * LANES  # a panel has as many gates and as many that they gate
+        padded = -(-inner // abi.NUM_LANES) * abi.NUM_LANES  # a panel has as many gates and as many that they gate
         packed = self._memory.take(self.library.er_packed_size(2 * padded, k, self._kind), self.dtype)
         gate, up = weight.contiguous().chunk(2)
         self.library.er_pack_gate_up(gate.data_ptr(), up.data_ptr(), k, inner, k, packed.data_ptr(), self._kind, 1)
@@ -109,8 +105,8 @@ class CpuBackend(TorchBackend):
 
         def apply(x: Value) -> Value:
             out = x.another(x.size, is_float=False)
-            what = abi.Normalize(size=x.size, weight=kept.data_ptr(), eps=eps)
-            x.recording.append(abi.NORMALIZE, what, reads={"x": x}, writes={"out": out})
+            args = abi.CNormalize(size=x.size, weight=kept.data_ptr(), eps=eps)
+            x.recording.append(abi.OP_NORMALIZE, args, reads={"x": x}, writes={"out": out})
             return out
 
         return apply
@@ -130,7 +126,7 @@ class CpuBackend(TorchBackend):
         def apply(qkv: Value, cache: Tensor, block_size: int) -> Value:
             recording = qkv.recording
             queries, out = recording.value(size, is_float=False), recording.value(size, is_float=False)
-            shape = abi.AttentionShape(
+            params = abi.CAttentionParams(
                 num_heads=heads.num_heads,
                 num_kv_heads=heads.num_kv_heads,
                 head_dim=heads.head_dim,
@@ -140,8 +136,8 @@ class CpuBackend(TorchBackend):
                 sinks=None if sinks is None else sinks.data_ptr(),
             )
             q_norm, k_norm = (None if weight is None else weight.data_ptr() for weight in norms)
-            what = abi.Attend(shape=shape, q_norm=q_norm, k_norm=k_norm, eps=heads.norm_eps, cache=cache.data_ptr())
-            recording.append(abi.ATTEND, what, reads={"qkv": qkv}, writes={"queries": queries, "out": out})
+            args = abi.CAttend(params=params, q_norm=q_norm, k_norm=k_norm, eps=heads.norm_eps, cache=cache.data_ptr())
+            recording.append(abi.OP_ATTEND, args, reads={"qkv": qkv}, writes={"queries": queries, "out": out})
             return out
 
         return apply
@@ -169,15 +165,15 @@ class CpuBackend(TorchBackend):
             assert slots is not None or scores.size == len(down)
             out = x.another(x.size, is_float=True)
             recording.clear(out)
-            what = abi.Mix(
-                mixture=native_mixture(mixture, scores.size),
+            args = abi.CComputeExperts(
+                router=native_mixture(mixture, scores.size),
                 experts=packed.experts,
-                map=native_slots(slots, scores.size),
+                slot_map=native_slots(slots, scores.size),
                 counts=None if trace is None else trace.counts[layer].data_ptr(),
             )
-            recording.append(abi.MIX, what, reads={"x": x, "scores": scores}, writes={"hidden": out})
+            recording.append(abi.OP_COMPUTE_EXPERTS, args, reads={"x": x, "scores": scores}, writes={"hidden": out})
             if trace is not None and trace.keeps_ids:
-                recording.reserve.append(partial(_reserve_ids, what, trace, layer))
+                recording.reserve.append(partial(_reserve_ids, args, trace, layer))
             return out
 
         return apply
@@ -223,7 +219,7 @@ class CpuBackend(TorchBackend):
 
     def cache_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """See `native/attention.h`."""
-        return num_kv_heads, 2, -(-block_size // LANES) * LANES * head_dim
+        return num_kv_heads, 2, -(-block_size // abi.NUM_LANES) * abi.NUM_LANES * head_dim
 
 
 class _NativeForward:
@@ -264,17 +260,17 @@ class _NativeForward:
         )
 
 
-def _reserve_ids(what: abi.Mix, trace: ExpertTrace, layer: int, num_rows: int) -> None:
+def _reserve_ids(args: CStruct, trace: ExpertTrace, layer: int, num_rows: int) -> None:
     trace.reserve(num_rows)
     rows = trace.buffer(layer)
-    what.trace = abi.Trace(ids=rows.data_ptr(), stride=rows.stride(0), is_wide=rows.dtype == torch.uint16)
+    args.trace = abi.CExpertTrace(ids=rows.data_ptr(), stride=rows.stride(0), is_wide=rows.dtype == torch.uint16)
 
 
 def _embedding(values: Tensor, size: int, num_own: int, first: int, *, is_packed: bool) -> Operation:
     def apply(token_ids: Value) -> Value:
         out = token_ids.recording.value(size, is_float=True)
-        what = abi.Embed(values=values.data_ptr(), is_packed=is_packed, size=size, first=first, num_own=num_own)
-        token_ids.recording.append(abi.EMBED, what, reads={}, writes={"out": out})
+        args = abi.CEmbed(values=values.data_ptr(), is_packed=is_packed, size=size, first=first, num_own=num_own)
+        token_ids.recording.append(abi.OP_EMBED, args, reads={}, writes={"out": out})
         return out
 
     return apply

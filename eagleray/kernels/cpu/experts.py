@@ -8,12 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eagleray.kernels.cpu import abi
+from eagleray.kernels.cpu.abi import CStruct, abi
 from eagleray.kernels.cpu.linear import NativeLinear
 from eagleray.kernels.cpu.program import EXPERT_TOKENS, aligned, threads_for
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.torch.backend import Operation
 from eagleray.kernels.torch.routing import RouterParams
+
+SCORINGS = {"softmax": abi.SCORING_SOFTMAX, "sigmoid": abi.SCORING_SIGMOID}
+GROUP_SCORES = {"max": abi.GROUP_SCORE_MAX, "top2": abi.GROUP_SCORE_TOP2}
 
 FEW_ROWS = 128
 """Up to so many one thread routes sooner than another wakes."""
@@ -21,18 +24,18 @@ FEW_NUMBERS = 1 << 18
 """Up to so many one thread sums up."""
 
 
-def native_mixture(mixture: RouterParams, num_experts: int) -> abi.Mixture:
+def native_mixture(mixture: RouterParams, num_experts: int) -> CStruct:
     """In C's form; it points into `mixture`."""
     mixture.check(num_experts)
     bias = mixture.correction_bias
-    return abi.Mixture(
+    return abi.CRouterParams(
         num_experts=num_experts,
         top_k=mixture.top_k,
-        scoring=abi.SCORINGS.index(mixture.scoring),
+        scoring=SCORINGS[mixture.scoring],
         correction_bias=None if bias is None else bias.data_ptr(),
         num_groups=mixture.num_groups,
         top_groups=mixture.top_groups,
-        group_score=abi.GROUP_SCORES.index(mixture.group_score),
+        group_score=GROUP_SCORES[mixture.group_score],
         renormalize=mixture.renormalize,
         renormalize_eps=mixture.renormalize_eps,
         scale=mixture.scale,
@@ -40,13 +43,13 @@ def native_mixture(mixture: RouterParams, num_experts: int) -> abi.Mixture:
     )
 
 
-def native_slots(slots: ExpertSlotMap | None, num_experts: int) -> abi.SlotMap:
+def native_slots(slots: ExpertSlotMap | None, num_experts: int) -> CStruct:
     """In C's form; it points into the arrays of `slots`."""
     if slots is None:
-        return abi.SlotMap()
+        return abi.CExpertSlotMap()
     assert slots.table.shape[0] == len(slots.num_copies) == num_experts
     assert all(a.flags.c_contiguous and a.dtype.name == "int32" for a in (slots.table, slots.num_copies))
-    return abi.SlotMap(
+    return abi.CExpertSlotMap(
         table=slots.table.ctypes.data, num_copies=slots.num_copies.ctypes.data, max_copies=slots.table.shape[1]
     )
 
@@ -83,7 +86,7 @@ class PackedExperts:
         biases = [_pointers([one.bias for one in part if one.bias is not None]) for part in parts]
         assert all(len(bias) in (0, len(self.down)) for bias in biases), "all experts have a bias, or none"
         self._pointers = weights, biases
-        self.experts = abi.Experts(
+        self.experts = abi.CExperts(
             num_slots=len(self.down),
             hidden=self.down[0].n,
             inner=self.down[0].k,
@@ -92,7 +95,7 @@ class PackedExperts:
             gate_up_bias=ctypes.addressof(biases[0]) if len(biases[0]) else None,
             down_bias=ctypes.addressof(biases[1]) if len(biases[1]) else None,
             ending=self.gate_up[0].ending,
-            clamp=self.gate_up[0].clamp,
+            swiglu=self.gate_up[0].swiglu,
         )
         """In C's form; it points into this object."""
 

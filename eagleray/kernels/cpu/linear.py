@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from eagleray.kernels.cpu import abi
+from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.program import threads_for
 from eagleray.kernels.cpu.recording import Value
 from eagleray.kernels.torch.activation import ClampedSwiglu
@@ -38,8 +38,10 @@ class NativeLinear:
         self._is_gated = is_gated
         self._num_threads = num_threads
         self._size = n // 2 if is_gated else n
-        self.clamp = abi.Clamp() if clamp is None else abi.Clamp(alpha=clamp.alpha, limit=clamp.limit)
-        gated_ending = abi.ENDING_SILU if clamp is None else abi.ENDING_CLAMPED
+        self.swiglu = (
+            abi.CClampedSwiglu() if clamp is None else abi.CClampedSwiglu(alpha=clamp.alpha, limit=clamp.limit)
+        )
+        gated_ending = abi.ENDING_SILU if clamp is None else abi.ENDING_CLAMPED_SWIGLU
         self.ending = gated_ending if is_gated else abi.ENDING_STORE
         self._out = torch.empty(0, self._size, dtype=packed.dtype if is_gated else torch.float32)
 
@@ -50,8 +52,8 @@ class NativeLinear:
         if self.packed.dtype != torch.float32:
             x = x.recording.rounded(x)
         out = x.another(self._size, is_float=not self._is_gated)
-        what = abi.Multiply(n=self.n, k=self.k, ending=self.ending, clamp=self.clamp, weight=weight, bias=bias)
-        x.recording.append(abi.MULTIPLY, what, reads={"x": x}, writes={"out": out})
+        args = abi.CMultiply(n=self.n, k=self.k, ending=self.ending, swiglu=self.swiglu, weight=weight, bias=bias)
+        x.recording.append(abi.OP_MULTIPLY, args, reads={"x": x}, writes={"out": out})
         return out
 
     def _compute(self, x: Tensor, weight: int, bias: int | None) -> Tensor:
@@ -59,7 +61,7 @@ class NativeLinear:
         assert x.dtype == dtype and x.shape[1] == self.k
         if len(x) > len(self._out):
             self._out = torch.empty(len(x), self._size, dtype=self._out.dtype)
-        product = abi.Product(
+        product = abi.CProduct(
             x=x.data_ptr(),
             x_stride=self.k,
             num_rows=len(x),
@@ -68,7 +70,7 @@ class NativeLinear:
             k=self.k,
             bias=bias,
             ending=self.ending,
-            clamp=self.clamp,
+            swiglu=self.swiglu,
             y=self._out.data_ptr(),
             y_stride=self._size,
         )

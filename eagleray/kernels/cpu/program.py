@@ -1,4 +1,4 @@
-"""A recorded forward pass, ready to run: its steps in C's form, the buffers between them, and the tables they read."""
+"""A recorded forward pass, ready to run: its ops as C structs, the buffers between them, and the tables they read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagleray.kernels.cpu.abi import ATTEND, MIX, MULTIPLY, CBatch, RowBuffer, Step
+from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.recording import HostOp, NativeOp, Recording, Value
 from eagleray.kernels.forward_batch import ForwardBatch
 from eagleray.models.layers.rope import Rope
@@ -29,17 +29,17 @@ EXPERT_TOKENS = 512
 
 @dataclass
 class _Segment:
-    """Native steps one after another, all of the rank's share of the rows or all of all rows; or one step of the
-    host."""
+    """Consecutive native ops that all compute this rank's share of the rows, or all compute all rows; or one host
+    op."""
 
-    steps: Any
+    ops: Any
     count: int
     is_share: bool
     host: HostOp | None
 
 
 class Program:
-    """Runs in one thread, which brings `num_threads` to life for each run of native steps."""
+    """A program that one thread runs. Each run of native ops uses up to `num_threads` threads."""
 
     def __init__(
         self,
@@ -62,18 +62,19 @@ class Program:
         self._tp = tp
         self._source = source
         self._result = result
-        self._recording = recording  # keeps what the steps point to
+        self._recording = recording  # owns the memory that the ops point to
         self._segments = _segments(recording)
         self._sizes = recording.buffers
         self._rows: list[Tensor] = []
-        self._buffers = (RowBuffer * len(self._sizes))()
+        self._buffers = (abi.CBuffer * len(self._sizes))()
         self._capacity = -1  # tokens that there is room for
-        self._shapes = [step.what.shape for step in _native(recording) if step.operation == ATTEND]
-        self._mixes = [step.what for step in _native(recording) if step.operation == MIX]
-        products = [step.what for step in _native(recording) if step.operation == MULTIPLY]
+        self._attention_params = [op.args.params for op in _native(recording) if op.operation == abi.OP_ATTEND]
+        self._mixes = [op.args for op in _native(recording) if op.operation == abi.OP_COMPUTE_EXPERTS]
+        products = [op.args for op in _native(recording) if op.operation == abi.OP_MULTIPLY]
         self._num_weights = sum(product.n * product.k for product in products)
-        self._num_weights += sum(3 * mix.mixture.top_k * mix.experts.hidden * mix.experts.inner for mix in self._mixes)
-        self._batch = CBatch()
+        self._num_weights += sum(3 * mix.router.top_k * mix.experts.hidden * mix.experts.inner for mix in self._mixes)
+        self._batch = abi.CBatch()
+        self._metadata = self._batch.metadata  # shares its memory
         self._tables = (torch.empty(0), torch.empty(0))
         self._max_context = 0
         self._scratch: list[Tensor] = []
@@ -97,9 +98,9 @@ class Program:
             if segment.host is not None:
                 segment.host.apply(*[self._view(value, num_tokens, num_own) for value in segment.host.rows])
                 continue
-            self._batch.num_tokens = num_own if segment.is_share else num_tokens
-            if self._batch.num_tokens:
-                run(kind, segment.steps, segment.count, self._buffers, self._batch, threads)
+            self._metadata.num_tokens = num_own if segment.is_share else num_tokens
+            if self._metadata.num_tokens:
+                run(kind, segment.ops, segment.count, self._buffers, self._batch, threads)
         return self._view(self._result, num_tokens, num_own)
 
     def _view(self, value: Value, num_tokens: int, num_own: int) -> Tensor:
@@ -109,15 +110,15 @@ class Program:
     def _describe(self, batch: ForwardBatch) -> None:
         arrays = (batch.starts, batch.context_lens, batch.block_table, batch.positions, batch.slots, batch.token_ids)
         assert all(array.flags.c_contiguous and array.dtype == np.int32 for array in arrays)
-        c = self._batch
+        c = self._metadata
         c.num_rows, c.num_tokens = len(batch.context_lens), batch.num_tokens
-        c.starts = batch.starts.ctypes.data
-        c.context_lens = batch.context_lens.ctypes.data
+        c.query_start_loc = batch.starts.ctypes.data
+        c.seq_lens = batch.context_lens.ctypes.data
         c.block_table = batch.block_table.ctypes.data
         c.table_stride = batch.block_table.shape[1]
         c.positions = batch.positions.ctypes.data
-        c.slots = batch.slots.ctypes.data
-        c.token_ids = batch.token_ids.ctypes.data
+        c.slot_mapping = batch.slots.ctypes.data
+        self._batch.token_ids = batch.token_ids.ctypes.data
 
     def _grow(self, num_tokens: int) -> None:
         """Make room for so many tokens."""
@@ -145,11 +146,12 @@ class Program:
     def _make_scratch(self) -> None:
         library, kind = self._library, int(self._dtype == torch.bfloat16)
         attention = [
-            library.er_attention_scratch(shape, self._max_context, self._num_threads) for shape in self._shapes
+            library.er_attention_scratch_size(params, self._max_context, self._num_threads)
+            for params in self._attention_params
         ]
         tokens = min(EXPERT_TOKENS, self._capacity)
-        experts = [library.er_experts_scratch_size(mix.experts, mix.mixture.top_k, tokens, kind) for mix in self._mixes]
-        top_k = max((mix.mixture.top_k for mix in self._mixes), default=0)
+        experts = [library.er_experts_scratch_size(mix.experts, mix.router.top_k, tokens, kind) for mix in self._mixes]
+        top_k = max((mix.router.top_k for mix in self._mixes), default=0)
         sizes = [max(attention, default=0), max(experts, default=0), 4 * self._capacity * top_k]
         self._scratch = [torch.zeros(-(-size // 8) + 8, dtype=torch.int64) for size in sizes]
         batch = self._batch
@@ -164,7 +166,7 @@ def threads_for(num_weights: int, dtype: torch.dtype, num_rows: int, num_threads
 
 
 def _native(recording: Recording) -> list[NativeOp]:
-    return [step for step in recording.steps if isinstance(step, NativeOp)]
+    return [op for op in recording.ops if isinstance(op, NativeOp)]
 
 
 def _segments(recording: Recording) -> list[_Segment]:
@@ -173,18 +175,18 @@ def _segments(recording: Recording) -> list[_Segment]:
 
     def close() -> None:
         if pending:
-            entries = [Step(step.operation, ctypes.addressof(step.what)) for step in pending]
-            segments.append(_Segment((Step * len(entries))(*entries), len(entries), pending[0].is_share, None))
+            entries = [abi.COp(op.operation, ctypes.addressof(op.args)) for op in pending]
+            segments.append(_Segment((abi.COp * len(entries))(*entries), len(entries), pending[0].is_share, None))
             pending.clear()
 
-    for step in recording.steps:
-        if isinstance(step, HostOp):
+    for op in recording.ops:
+        if isinstance(op, HostOp):
             close()
-            segments.append(_Segment(None, 0, False, step))
+            segments.append(_Segment(None, 0, False, op))
             continue
-        if pending and pending[0].is_share != step.is_share:
+        if pending and pending[0].is_share != op.is_share:
             close()
-        pending.append(step)
+        pending.append(op)
     close()
     return segments
 

@@ -4,55 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import math
-from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
+from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.torch.attention import attend_with_sinks
 
 DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
 EPS = 1e-6
 MAX_CONTEXT = 4096
-
-
-class CShape(Structure):
-    _fields_ = (
-        ("num_heads", c_int64),
-        ("num_kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("block_size", c_int64),
-        ("window", c_int64),
-        ("scale", c_float),
-        ("sinks", c_void_p),
-    )
-
-
-class CRows(Structure):
-    _fields_ = (
-        ("num_rows", c_int64),
-        ("num_tokens", c_int64),
-        ("starts", c_void_p),
-        ("context_lens", c_void_p),
-        ("block_table", c_void_p),
-        ("table_stride", c_int64),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-    )
-
-
-def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    batch = POINTER(CShape), POINTER(CRows)
-    tables = c_void_p, c_void_p, c_float, c_void_p, c_void_p
-    library.er_prepare.argtypes = (*batch, c_void_p, *tables, c_void_p, c_void_p, c_int, c_int)
-    library.er_attend.argtypes = (*batch, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int)
-    library.er_block_elements.argtypes = (POINTER(CShape),)
-    library.er_block_elements.restype = c_int64
-    library.er_attend_scratch.argtypes = (POINTER(CShape), c_int64, c_int)
-    library.er_attend_scratch.restype = c_int64
-    return library
 
 
 @dataclass
@@ -84,25 +47,25 @@ class Layer:
         self.library, self.dtype, self.threads = library, dtype, threads
         self.sinks = torch.linspace(-3, 5, heads) if sinks else None
         scale, there = 1 / math.sqrt(head_dim), None if self.sinks is None else self.sinks.data_ptr()
-        self.shape = CShape(heads, kv_heads, head_dim, block_size, window, scale, there)
+        self.params = abi.CAttentionParams(heads, kv_heads, head_dim, block_size, window, scale, there)
         self.lanes = -(-block_size // 16) * 16
         self.norms = [torch.rand(head_dim) + 0.5 if norm else None for _ in range(2)]
         angles = torch.arange(MAX_CONTEXT)[:, None] * 0.5 ** torch.arange(head_dim // 2)
         self.cos, self.sin = angles.cos(), angles.sin()
         self.num_blocks = 0
         self.cache = torch.zeros(0, dtype=dtype)
-        self.scratch = torch.zeros(library.er_attend_scratch(self.shape, MAX_CONTEXT, threads) + 1)
+        self.scratch = torch.zeros(library.er_attention_scratch_size(self.params, MAX_CONTEXT, threads) // 4 + 1)
         self.queries = torch.zeros(0)
 
     @property
     def width(self) -> int:
-        return (self.shape.num_heads + 2 * self.shape.num_kv_heads) * self.shape.head_dim
+        return (self.params.num_heads + 2 * self.params.num_kv_heads) * self.params.head_dim
 
     def new_blocks(self, sizes: list[int]) -> list[list[int]]:
         """As many as so many tokens need, in no order, in a new cache; and two that nobody has."""
-        counts = [-(-size // self.shape.block_size) for size in sizes]
+        counts = [-(-size // self.params.block_size) for size in sizes]
         self.num_blocks = sum(counts) + 2
-        self.cache = torch.zeros(self.num_blocks * self.library.er_block_elements(self.shape), dtype=self.dtype)
+        self.cache = torch.zeros(self.num_blocks * self.library.er_block_elements(self.params), dtype=self.dtype)
         shuffled = torch.randperm(self.num_blocks).tolist()
         return [[shuffled.pop() for _ in range(count)] for count in counts]
 
@@ -113,22 +76,22 @@ class Layer:
     def views(self) -> tuple[Tensor, Tensor]:
         """keys, values [blocks, kv heads, lanes, head_dim] of the cache"""
         pair = 4 // self.dtype.itemsize
-        keys, values = self.cache.view(self.num_blocks, self.shape.num_kv_heads, 2, -1).unbind(2)
+        keys, values = self.cache.view(self.num_blocks, self.params.num_kv_heads, 2, -1).unbind(2)
         keys = keys.unflatten(-1, (-1, self.lanes, pair)).transpose(-3, -2).flatten(-2)
-        values = values.unflatten(-1, (-1, self.shape.head_dim, pair)).transpose(-2, -1).flatten(-3, -2)
+        values = values.unflatten(-1, (-1, self.params.head_dim, pair)).transpose(-2, -1).flatten(-3, -2)
         return keys, values
 
     def poison(self, number: float) -> None:
         """As if other requests had had all blocks."""
         pair = 4 // self.dtype.itemsize
-        keys, values = self.cache.view(self.num_blocks, self.shape.num_kv_heads, 2, -1).unbind(2)
-        keys.unflatten(-1, (-1, self.lanes, pair))[..., : self.shape.block_size, :] = number
-        for lane in range(self.shape.block_size):
-            values.unflatten(-1, (-1, self.shape.head_dim, pair))[..., lane // pair, :, lane % pair] = number
+        keys, values = self.cache.view(self.num_blocks, self.params.num_kv_heads, 2, -1).unbind(2)
+        keys.unflatten(-1, (-1, self.lanes, pair))[..., : self.params.block_size, :] = number
+        for lane in range(self.params.block_size):
+            values.unflatten(-1, (-1, self.params.head_dim, pair))[..., lane // pair, :, lane % pair] = number
 
     def step(self, *work: tuple[Request, int]) -> list[Tensor]:
         """The next so many tokens of these requests -> their results."""
-        block_size = self.shape.block_size
+        block_size = self.params.block_size
         contexts = [request.done + count for request, count in work]
         spans = [range(request.done, context) for (request, _), context in zip(work, contexts, strict=True)]
         table = torch.zeros(len(work), max(len(request.blocks) for request, _ in work), dtype=torch.int32)
@@ -142,24 +105,26 @@ class Layer:
         counts = [count for _, count in work]
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         integers = [starts, *(torch.tensor(x).int() for x in (contexts, [p for span in spans for p in span], slots))]
-        rows = CRows(len(work), len(slots), *(x.data_ptr() for x in (*integers[:2], table)), table.shape[1])
-        rows.positions, rows.slots = integers[2].data_ptr(), integers[3].data_ptr()
+        metadata = abi.CAttentionMetadata(
+            len(work), len(slots), *(x.data_ptr() for x in (*integers[:2], table)), table.shape[1]
+        )
+        metadata.positions, metadata.slot_mapping = integers[2].data_ptr(), integers[3].data_ptr()
         qkv = torch.cat([request.qkv[span.start : span.stop] for (request, _), span in zip(work, spans, strict=True)])
-        self.queries = torch.empty(len(slots), self.shape.num_heads * self.shape.head_dim, dtype=self.dtype)
+        self.queries = torch.empty(len(slots), self.params.num_heads * self.params.head_dim, dtype=self.dtype)
         out = torch.full_like(self.queries, 7)
         norms = [None if norm is None else norm.data_ptr() for norm in self.norms]
         numbers = DTYPES.index(self.dtype), self.threads
         tables = *norms, EPS, self.cos.data_ptr(), self.sin.data_ptr()
         addresses = self.queries.data_ptr(), self.cache.data_ptr()
-        self.library.er_prepare(self.shape, rows, qkv.data_ptr(), *tables, *addresses, *numbers)
-        self.library.er_attend(self.shape, rows, *addresses, out.data_ptr(), self.scratch.data_ptr(), *numbers)
+        self.library.er_prepare(self.params, metadata, qkv.data_ptr(), *tables, *addresses, *numbers)
+        self.library.er_attend(self.params, metadata, *addresses, out.data_ptr(), self.scratch.data_ptr(), *numbers)
         for request, count in work:
             request.done += count
         return list(out.split(counts))
 
     def prepared(self, request: Request) -> tuple[Tensor, Tensor]:
         """Its keys and values in the cache, [done, kv heads, head_dim]"""
-        block_size, positions = self.shape.block_size, torch.arange(request.done)
+        block_size, positions = self.params.block_size, torch.arange(request.done)
         blocks, lanes = torch.tensor(request.blocks)[positions // block_size], positions % block_size
         keys, values = self.views()
         return keys[blocks, :, lanes], values[blocks, :, lanes]
@@ -168,10 +133,10 @@ class Layer:
         """Attention of the last queries [n, heads * head_dim], in float64, with what is in the cache."""
         keys, values = (x.double().repeat_interleave(self.group, dim=1) for x in self.prepared(request))
         n = len(queries)
-        queries = queries.view(n, self.shape.num_heads, -1).double()
-        scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.shape.scale
+        queries = queries.view(n, self.params.num_heads, -1).double()
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.params.scale
         distance = torch.arange(request.done - n, request.done)[:, None] - torch.arange(request.done)
-        hidden = (distance < 0) | ((distance >= self.shape.window) & (self.shape.window > 0))
+        hidden = (distance < 0) | ((distance >= self.params.window) & (self.params.window > 0))
         scores = scores.masked_fill(hidden, -math.inf)
         if self.sinks is not None:
             scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, n, 1)), dim=-1)
@@ -179,7 +144,7 @@ class Layer:
 
     @property
     def group(self) -> int:
-        return self.shape.num_heads // self.shape.num_kv_heads
+        return self.params.num_heads // self.params.num_kv_heads
 
 
 def run(layer: Layer, request: Request, counts: list[int]) -> Tensor:
@@ -201,9 +166,9 @@ def check_accuracy(library: ctypes.CDLL, dtype: torch.dtype, size: int, **shape:
     if dtype == torch.float32:
         torch.testing.assert_close(out.double(), truth, atol=3e-6, rtol=1e-5)
     keys, values = (x.repeat_interleave(layer.group, dim=1).transpose(0, 1) for x in layer.prepared(request))
-    queries = layer.queries.view(size, layer.shape.num_heads, -1).transpose(0, 1)
+    queries = layer.queries.view(size, layer.params.num_heads, -1).transpose(0, 1)
     distance = torch.arange(size)[:, None] - torch.arange(size)
-    seen = (distance >= 0) & ((distance < layer.shape.window) | (layer.shape.window == 0))
+    seen = (distance >= 0) & ((distance < layer.params.window) | (layer.params.window == 0))
     batch = queries[None], keys[None], values[None]
     if layer.sinks is None:
         torchs = torch.nn.functional.scaled_dot_product_attention(*batch, attn_mask=seen)
@@ -247,7 +212,7 @@ def test_sinks_that_take_nothing_or_all(library: ctypes.CDLL, score: float) -> N
     (request,) = layer.new_requests([40])
     (twin,) = plain.new_requests([40])
     twin.qkv = request.qkv
-    expected = run(plain, twin, [40]) if score < 0 else torch.zeros(40, layer.shape.num_heads * layer.shape.head_dim)
+    expected = run(plain, twin, [40]) if score < 0 else torch.zeros(40, layer.params.num_heads * layer.params.head_dim)
     assert torch.equal(run(layer, request, [40]), expected)
 
 

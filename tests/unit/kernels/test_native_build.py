@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from eagleray.config.environment import build_settings
+from eagleray.kernels.cpu.abi import CInterface
 from eagleray.kernels.cpu.build import cache as build_cache
 from eagleray.kernels.cpu.build import library as native
 from eagleray.kernels.cpu.build.compiler import find_compiler
@@ -262,7 +263,12 @@ def test_a_team_is_made_of_torchs_threads(tmp_path):
 
 
 def test_the_kernels_are_loaded_once(source, runs, monkeypatch):
+    header = write(source.with_name("abi.h"), "int er_answer(void);\nconst char* er_abi_fingerprint(void);")
+    with source.open("a") as file:
+        file.write(f"\n{EXPORT} const char* er_abi_fingerprint() {{ return ABI_FINGERPRINT; }}")
+        file.write(f"\n{EXPORT} int er_answer() {{ return answer(); }}")
     monkeypatch.setattr(native, "NATIVE", source.parent)
+    monkeypatch.setattr(native, "abi", CInterface(header.read_bytes()))
     native_library.cache_clear()
     try:
         assert native_library() is native_library()

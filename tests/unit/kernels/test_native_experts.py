@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, c_int, c_int64, c_void_p
+from ctypes import c_void_p
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,35 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagleray.kernels.cpu import abi
+from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.experts import native_mixture, native_slots
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.torch.activation import ClampedSwiglu, clamped_swiglu
 from eagleray.kernels.torch.routing import RouterParams
 
-SIGNATURES = {
-    "er_group": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p),
-    "er_combine": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int),
-    "er_compute_experts": (
-        *(POINTER(abi.Mixture), POINTER(abi.Experts), POINTER(abi.SlotMap), c_void_p, c_int64, c_int64),
-        *(POINTER(abi.RoutedRows), c_void_p, c_void_p, c_int64, c_int, c_int),
-    ),
-    "er_pack": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int, c_int),
-    "er_pack_gate_up": (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int, c_int),
-}
-SIZES = {
-    "er_packed_size": (c_int64, c_int64, c_int),
-    "er_experts_scratch_size": (POINTER(abi.Experts), c_int64, c_int64, c_int),
-}
 DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
-
-
-def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    for name, signature in (SIGNATURES | SIZES).items():
-        getattr(library, name).argtypes = signature
-    for name in SIZES:
-        getattr(library, name).restype = c_int64
-    return library
 
 
 # ---- groups
@@ -151,19 +129,19 @@ class Layer:
         mixture = RouterParams(top_k=self.top_k, renormalize=self.renormalize, round_weights=self.round_weights)
         held = range(num_experts) if experts is None else experts
         gate_up, down = ((c_void_p * len(held))(*[part[e].data_ptr() for e in held]) for part in self.packed)
-        packed = abi.Experts(len(held), size, inner, ctypes.addressof(gate_up), ctypes.addressof(down))
+        packed = abi.CExperts(len(held), size, inner, ctypes.addressof(gate_up), ctypes.addressof(down))
         packed.ending = abi.ENDING_SILU
         if self.gate_up_bias is not None and self.down_bias is not None:
             parts = self.gate_up_bias, self.down_bias
             offsets = [(c_void_p * len(held))(*[part[e].data_ptr() for e in held]) for part in parts]
             packed.gate_up_bias, packed.down_bias = map(ctypes.addressof, offsets)
-            packed.ending, packed.clamp = abi.ENDING_CLAMPED, abi.Clamp(CLAMP.alpha, CLAMP.limit)
+            packed.ending, packed.swiglu = abi.ENDING_CLAMPED_SWIGLU, abi.CClampedSwiglu(CLAMP.alpha, CLAMP.limit)
         memory = self.library.er_experts_scratch_size(packed, self.top_k, max_tokens, dtype)
         scratch = torch.empty(memory, dtype=torch.uint8)
         scratch.fill_(0xFF)  # NaN, however it is read
         told = torch.full((n, 3, self.top_k), 7, dtype=torch.uint8 if num_experts <= 256 else torch.uint16)
-        trace = abi.Trace(told[:, 1].data_ptr(), told.stride(0), int(num_experts > 256))
-        routed = abi.RoutedRows(scores.data_ptr(), num_experts, result.data_ptr(), size, ids.data_ptr(), trace)
+        trace = abi.CExpertTrace(told[:, 1].data_ptr(), told.stride(0), int(num_experts > 256))
+        routed = abi.CRoutedTokens(scores.data_ptr(), num_experts, result.data_ptr(), size, ids.data_ptr(), trace)
         self.library.er_compute_experts(
             *(native_mixture(mixture, num_experts), packed, native_slots(slots, num_experts)),
             *(x.data_ptr(), x.shape[1], n, routed, counts.data_ptr(), scratch.data_ptr(), max_tokens, dtype, threads),

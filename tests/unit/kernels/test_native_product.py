@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,28 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eagleray.kernels.cpu.abi import ENDING_ADD, ENDING_CLAMPED, ENDING_SILU, ENDING_STORE, Clamp, Product
+from eagleray.kernels.cpu.abi import abi
 
-SIGNATURES = {
-    "er_pack": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int, c_int),
-    "er_pack_gate_up": (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int, c_int),
-    "er_unpack_row": (c_void_p, c_int64, c_int64, c_void_p, c_int, c_int),
-    "er_multiply": (c_void_p, c_int64, c_int, c_int),
-}
 DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
-ENDINGS = (ENDING_STORE, ENDING_ADD, ENDING_SILU, ENDING_CLAMPED)
-GATED = (ENDING_SILU, ENDING_CLAMPED)
+ENDINGS = (abi.ENDING_STORE, abi.ENDING_ADD, abi.ENDING_SILU, abi.ENDING_CLAMPED_SWIGLU)
+GATED = (abi.ENDING_SILU, abi.ENDING_CLAMPED_SWIGLU)
 ALPHA, LIMIT = 1.7, 0.8
 NUM_ROWS = (1, 2, 3, 5, 8, 11, 12, 13, 16, 17, 24, 31, 32, 33, 64, 100)
 SPARE = 7.0  # what stands where nothing may be written
-
-
-def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    for name, signature in SIGNATURES.items():
-        getattr(library, name).argtypes = signature
-    library.er_packed_size.argtypes = (c_int64, c_int64, c_int)
-    library.er_packed_size.restype = c_int64
-    return library
 
 
 # ---- a product, as a caller makes it
@@ -92,7 +77,7 @@ class Weight:
         if self.ending not in GATED:
             return result, scale
         (gate, up), (gate_scale, up_scale) = result.chunk(2, dim=1), scale.chunk(2, dim=1)
-        if self.ending == ENDING_CLAMPED:
+        if self.ending == abi.ENDING_CLAMPED_SWIGLU:
             gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
             gated = gate * torch.sigmoid(ALPHA * gate)
             return gated * up, 1.1 * gate_scale * up.abs() + gated.abs() * up_scale
@@ -101,7 +86,7 @@ class Weight:
 
 
 def random_weight(
-    library: ctypes.CDLL, n: int, k: int, dtype: torch.dtype, *, bias: bool = False, ending: int = ENDING_STORE
+    library: ctypes.CDLL, n: int, k: int, dtype: torch.dtype, *, bias: bool = False, ending: int = abi.ENDING_STORE
 ) -> Weight:
     plain = (torch.randn(n, k + 3) / k**0.5).to(dtype)[:, :k]
     return Weight(library, plain, torch.randn(n) if bias else None, ending)
@@ -120,7 +105,7 @@ class Call:
             self.memory[:, :size] = y
         self.y = self.memory[:, :size]
         self.kept = x, weight, x_rows  # the product has but their addresses
-        self.product = Product(
+        self.product = abi.CProduct(
             x=x.data_ptr(),
             x_stride=x.stride(0),
             x_rows=address(x_rows),
@@ -130,14 +115,14 @@ class Call:
             k=k,
             bias=address(weight.bias),
             ending=weight.ending,
-            clamp=Clamp(ALPHA, LIMIT),
+            swiglu=abi.CClampedSwiglu(ALPHA, LIMIT),
             y=self.memory.data_ptr(),
             y_stride=size + 3,
         )
 
 
 def run(library: ctypes.CDLL, calls: Sequence[Call], dtype: torch.dtype, threads: int = 1) -> list[Tensor]:
-    products = (Product * len(calls))(*[call.product for call in calls])
+    products = (abi.CProduct * len(calls))(*[call.product for call in calls])
     library.er_multiply(products, len(calls), number(dtype), threads)
     for call in calls:
         assert (call.memory[:, call.y.shape[1] :] == SPARE).all()
@@ -163,7 +148,7 @@ def check_product(
     torch.manual_seed(n * k)
     weight = random_weight(library, n, k, dtype, bias=(n + k) % 2 == 0, ending=ending)
     x = random_rows(max(num_rows), k, dtype)
-    y = torch.randn(len(x), n) if ending == ENDING_ADD else None
+    y = torch.randn(len(x), n) if ending == abi.ENDING_ADD else None
     full = multiply(x, weight, 2, y=y)
     check_close(full, weight, x, y)
     for i, count in enumerate(num_rows):
@@ -192,7 +177,7 @@ def test_product_that_is_cut_along_k(library: ctypes.CDLL, dtype: torch.dtype, e
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_product_of_many_rows(library: ctypes.CDLL, dtype: torch.dtype) -> None:
-    check_product(library, 70, 64, dtype, ENDING_STORE, (95, 96, 97, 193, 400))
+    check_product(library, 70, 64, dtype, abi.ENDING_STORE, (95, 96, 97, 193, 400))
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -223,7 +208,7 @@ def test_any_product(
 ) -> None:
     weight = random_weight(library, 2 * n, k, dtype, bias=True, ending=ending)
     x = random_rows(num_rows, k, dtype)
-    y = torch.randn(num_rows, 2 * n) if ending == ENDING_ADD else None
+    y = torch.randn(num_rows, 2 * n) if ending == abi.ENDING_ADD else None
     check_close(multiply(x, weight, threads, y=y), weight, x, y)
 
 
@@ -243,7 +228,7 @@ def test_a_broken_row_is_no_other_rows_business(
     library: ctypes.CDLL, num_rows: int, dtype: torch.dtype, ending: int
 ) -> None:
     weight, x = random_weight(library, 50, 40, dtype, ending=ending), random_rows(num_rows, 40, dtype)
-    y = torch.randn(num_rows, 50) if ending == ENDING_ADD else None
+    y = torch.randn(num_rows, 50) if ending == abi.ENDING_ADD else None
     expected = multiply(x, weight, y=y)
     x[2, 5], x[4, 6] = torch.nan, torch.inf
     broken = multiply(x, weight, y=y)
@@ -267,7 +252,9 @@ def test_products_at_once(library: ctypes.CDLL, dtype: torch.dtype, threads: int
         calls.append(Call(x, weight, x_rows=x_rows))
         (alone,) = run(library, [Call(x, weight, x_rows=x_rows)], dtype)
         expected.append(alone)
-        check_close(alone, weight, x[x_rows.long()], torch.full((1, 1), SPARE) if weight.ending == ENDING_ADD else None)
+        check_close(
+            alone, weight, x[x_rows.long()], torch.full((1, 1), SPARE) if weight.ending == abi.ENDING_ADD else None
+        )
     for result, alone in zip(run(library, calls, dtype, threads), expected, strict=True):
         assert torch.equal(result, alone)
 
@@ -299,7 +286,7 @@ def test_panels(library: ctypes.CDLL, n: int, k: int, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("inner", [16, 37])
 def test_panels_of_gate_and_up(library: ctypes.CDLL, inner: int) -> None:
-    weight = random_weight(library, 2 * inner, 11, torch.float32, ending=ENDING_SILU)
+    weight = random_weight(library, 2 * inner, 11, torch.float32, ending=abi.ENDING_SILU)
     panels = weight.packed.view(-1, 11, 2, 16)
     for place, plain in enumerate(weight.plain.chunk(2)):
         rows = panels[:, :, place].transpose(1, 2).flatten(0, 1)  # [inner, padded to 16; k]

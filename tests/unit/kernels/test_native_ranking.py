@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import c_int, c_int64, c_void_p
 
 import pytest
 import torch
 from torch import Tensor
 
 from eagleray.kernels.ranking import Ranking
-
-ROWS = (c_void_p, c_int64, c_int64, c_int64)  # logits, stride, num_rows, size
 
 KINDS: dict[str, Callable[[int], Tensor]] = {
     "random": lambda size: torch.randn(size) * 5,
@@ -28,14 +25,6 @@ KINDS: dict[str, Callable[[int], Tensor]] = {
     "negative nan": lambda size: torch.randn(size).index_fill_(0, torch.tensor([size // 2]), -torch.nan),
     "tiny": lambda size: torch.randn(size) * 1e-41,
 }
-
-
-def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.er_ranking_scratch_size.argtypes = (c_int64, c_int64)
-    library.er_ranking_scratch_size.restype = c_int64
-    library.er_argmax.argtypes = (*ROWS, c_void_p, c_void_p, c_void_p, c_int)
-    library.er_top_k.argtypes = (*ROWS, c_int64, c_void_p, c_void_p, c_void_p, c_int)
-    return library
 
 
 def rows_of(logits: Tensor) -> tuple[int, int, int, int]:

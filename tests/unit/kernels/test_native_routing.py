@@ -4,24 +4,17 @@ alone against it in any company."""
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_int, c_int64, c_void_p
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from eagleray.kernels.cpu import abi
 from eagleray.kernels.cpu.experts import native_mixture
 from eagleray.kernels.torch.routing import RouterParams
 from eagleray.kernels.torch.routing import route as route_in_torch
 
 DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
-
-
-def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.er_route.argtypes = (POINTER(abi.Mixture), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int, c_int)
-    return library
 
 
 def plain(top_k: int, *, renormalize: bool, rounds: bool = False) -> RouterParams:

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int, c_int64, c_void_p
 
 import pytest
 import torch
 from torch import Tensor
 
-ROW = (c_void_p, c_int64, c_int64, c_int64)  # x, stride, num_rows, size
-SIGNATURES = {
-    "er_normalize": (*ROW, c_void_p, c_float, c_void_p, c_int64, c_int, c_int),
-    "er_embed": (c_void_p, c_int, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int, c_int),
-    "er_add": (*ROW, c_void_p, c_int64, c_int),
-    "er_pack": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int, c_int),
-}
 DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
 EPS = 1e-6
-
-
-def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    for name, signature in SIGNATURES.items():
-        getattr(library, name).argtypes = signature
-    library.er_packed_size.argtypes = (c_int64, c_int64, c_int)
-    library.er_packed_size.restype = c_int64
-    return library
 
 
 def normalize(library: ctypes.CDLL, x: Tensor, weight: Tensor, dtype: torch.dtype, threads: int = 1) -> Tensor:

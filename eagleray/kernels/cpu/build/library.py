@@ -12,12 +12,14 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch  # noqa: F401  its OpenMP runtime is the one to link with
 
 from eagleray.config.environment import build_settings
 from eagleray.errors import DeadlineExceeded
+from eagleray.kernels.cpu.abi import HEADER, abi, fingerprint
 from eagleray.kernels.cpu.build.cache import kept, private_directory
 from eagleray.kernels.cpu.build.compiler import LINK_FLAGS, Compiler, compile_library, find_compiler
 from eagleray.kernels.cpu.build.openmp import OpenmpRuntime, mapped_runtimes, openmp_runtime
@@ -34,8 +36,8 @@ PRIVATE = None
 
 @functools.cache
 def native_library() -> ctypes.CDLL:
-    """All kernels in `csrc/`, for this processor. Raises `NativeUnavailable`."""
-    return load(build(sorted(NATIVE.glob("*.cpp"))))
+    """All kernels in `csrc/`, for this processor, with typed functions. Raises `NativeUnavailable`."""
+    return abi.declare(load(build(sorted(NATIVE.glob("*.cpp")))))
 
 
 def build(sources: Sequence[Path], *, march: str = "native", directory: Path | None = None) -> Path:
@@ -55,6 +57,9 @@ def build(sources: Sequence[Path], *, march: str = "native", directory: Path | N
     assert len(set(names)) == len(names), "they are compiled in one directory"
     headers = {header for source in sources for header in source.parent.glob("*.h")}
     contents = {path.name: path.read_bytes() for path in (*sources, *sorted(headers))}
+    if (interface := contents.get(HEADER.name)) is not None:
+        # The library reports the header that is compiled here, which may differ from the one that `abi` read.
+        compiler = replace(compiler, flags=(*compiler.flags, f'-DABI_FINGERPRINT="{fingerprint(interface)}"'))
     name = f"kernels-{_key(compiler, runtime, names, contents)}.so"
 
     def make(scratch: Path) -> Path:

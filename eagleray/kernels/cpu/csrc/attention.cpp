@@ -44,9 +44,9 @@ struct Workspace {
 template <class T>
 class Attention : Places {
  public:
-  Attention(const AttentionShape& shape, const Rows& rows, const T* queries, const T* cache, T* out,
-            const Scratch& scratch, Workspace<T>& space)
-      : Places{shape, rows}, queries_(queries), cache_(cache), out_(out), scratch_(scratch), space_(space) {}
+  Attention(const CAttentionParams& params, const CAttentionMetadata& metadata, const T* queries, const T* cache,
+            T* out, const Scratch& scratch, Workspace<T>& space)
+      : Places{params, metadata}, queries_(queries), cache_(cache), out_(out), scratch_(scratch), space_(space) {}
 
   void run() {
     const std::vector<Piece>& pieces = space_.pieces;
@@ -86,8 +86,8 @@ class Attention : Places {
   }
 
   float sunk(const Task& task, int64_t row) const {
-    if (!shape.sinks) return 0;
-    return std::exp2(shape.sinks[head(task, task.begin + row)] * LOG2_E - space_.total_tops[row]);
+    if (!params.sinks) return 0;
+    return std::exp2(params.sinks[head(task, task.begin + row)] * LOG2_E - space_.total_tops[row]);
   }
 
   void add(int64_t row, const float* part, float top) {
@@ -118,14 +118,14 @@ class Attention : Places {
   void find(const Task& task, int64_t index, Chunk<T>& chunk) const {
     const Span positions = seen(task);
     const int64_t base = index * SLICES;
-    const int64_t begin = std::max(slice_of(shape, positions.begin), base);
-    const int64_t end = std::min(slice_of(shape, positions.end - 1) + 1, base + SLICES);
-    const int32_t* table = rows.block_table + task.request * rows.table_stride;
+    const int64_t begin = std::max(slice_of(params, positions.begin), base);
+    const int64_t end = std::min(slice_of(params, positions.end - 1) + 1, base + SLICES);
+    const int32_t* table = metadata.block_table + task.request * metadata.table_stride;
     int64_t block = begin / (lanes_ / LANES), lane = begin % (lanes_ / LANES) * LANES;
     chunk.slices = {begin - base, end - base};
     for (int64_t i = begin; i < end; i++) {
-      const T* keys = cache_ + (table[block] * shape.num_kv_heads + task.kv_head) * 2 * values_at_;
-      const int64_t position = block * shape.block_size + lane, left = shape.block_size - lane;
+      const T* keys = cache_ + (table[block] * params.num_kv_heads + task.kv_head) * 2 * values_at_;
+      const int64_t position = block * params.block_size + lane, left = params.block_size - lane;
       chunk.at[i - base] = {position, std::min<int64_t>(left, LANES), keys, lane};
       lane += LANES;
       if (lane == lanes_) lane = 0, block++;
@@ -146,7 +146,7 @@ class Attention : Places {
     for (int64_t i = 0; i < AHEAD; i++)
       order[2 * count + i] = next.at[std::min(next.slices.begin + i, next.slices.end - 1)].keys;
     score(chunk, some, order + AHEAD);
-    const bool whole = count == SLICES && shape.block_size % LANES == 0;
+    const bool whole = count == SLICES && params.block_size % LANES == 0;
     for (int64_t row = some.begin; row < some.end; row++) {
       const Span seen = space_.seen[row];
       const bool all = whole && seen.begin <= chunk.first().position && seen.end >= chunk.last().end();
@@ -196,7 +196,7 @@ class Attention : Places {
       values[i] = chunk.at[i].keys + values_at_ + offset;
       fetch[i] = later[i - begin] + offset;
     }
-    const int64_t known = rows.context_lens[task.request] - chunk.last().position;
+    const int64_t known = metadata.seq_lens[task.request] - chunk.last().position;
     if (known < chunk.last().tokens) values[end - 1] = copy_known(values[end - 1], known);
     int64_t feature = 0;
     if (some.end - some.begin <= FEW_ROWS) cover<FEW_ROWS, MANY_VECTORS>(chunk, some, values, fetch, feature);
@@ -237,9 +237,9 @@ class Attention : Places {
   T* out_;
   const Scratch& scratch_;
   Workspace<T>& space_;
-  const int64_t size_ = shape.head_dim, width_ = round_up(size_, LANES), lanes_ = lanes_of_block(shape);
+  const int64_t size_ = params.head_dim, width_ = round_up(size_, LANES), lanes_ = lanes_of_block(params);
   const int64_t values_at_ = lanes_ * size_;                // in a block of a kv head
-  const float scale_ = shape.scale * LOG2_E;                // for powers of 2
+  const float scale_ = params.scale * LOG2_E;                // for powers of 2
 };
 
 // In which a crew divides a phase.
@@ -252,39 +252,44 @@ int64_t num_shares(int num_threads) {
 
 }  // namespace
 
-int64_t attend_scratch(const AttentionShape& shape, int64_t max_context, int num_threads) {
-  const int64_t max_chunks = chunk_of(shape, max_context - 1) + 1;
-  return Scratch(shape, num_shares(num_threads), max_chunks, nullptr).size();
+int64_t attend_scratch(const CAttentionParams& params, int64_t max_context, int num_threads) {
+  const int64_t max_chunks = chunk_of(params, max_context - 1) + 1;
+  return Scratch(params, num_shares(num_threads), max_chunks, nullptr).size();
 }
 
 template <class T>
-void attend(const Team& team, const AttentionShape& shape, const Rows& rows, const T* queries, const T* cache, T* out,
-            float* scratch) {
+void attend(const Team& team, const CAttentionParams& params, const CAttentionMetadata& metadata, const T* queries,
+            const T* cache, T* out, float* scratch) {
   static thread_local Workspace<T> space;
-  Division division(shape, rows, team);
+  Division division(params, metadata, team);
   division.collect(space.pieces);
-  Scratch parts(shape, team.size, division.max_chunks(), scratch);
-  Attention<T>(shape, rows, queries, cache, out, parts, space).run();
+  Scratch parts(params, team.size, division.max_chunks(), scratch);
+  Attention<T>(params, metadata, queries, cache, out, parts, space).run();
 }
 
-template void attend(const Team&, const AttentionShape&, const Rows&, const float*, const float*, float*, float*);
-template void attend(const Team&, const AttentionShape&, const Rows&, const Bf16*, const Bf16*, Bf16*, float*);
+template void attend(const Team&, const CAttentionParams&, const CAttentionMetadata&, const float*, const float*,
+                     float*, float*);
+template void attend(const Team&, const CAttentionParams&, const CAttentionMetadata&, const Bf16*, const Bf16*, Bf16*,
+                     float*);
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
+}  // namespace eagleray
 
-EXPORT int64_t er_block_elements(const AttentionShape* shape) { return block_elements(*shape); }
+using namespace eagleray;
 
-EXPORT int64_t er_attend_scratch(const AttentionShape* shape, int64_t max_context, int num_threads) {
-  return attend_scratch(*shape, max_context, num_threads);
+extern "C" {
+
+int64_t er_block_elements(const CAttentionParams* params) { return block_elements(*params); }
+
+int64_t er_attention_scratch_size(const CAttentionParams* params, int64_t max_context, int num_threads) {
+  return attend_scratch(*params, max_context, num_threads) * int64_t(sizeof(float));
 }
 
-// dtype: 0 is float32, 1 bfloat16.
-EXPORT void er_attend(const AttentionShape* shape, const Rows* rows, const void* queries, const void* cache, void* out,
-                      float* scratch, int dtype, int num_threads) {
+void er_attend(const CAttentionParams* params, const CAttentionMetadata* metadata, const void* queries,
+               const void* cache, void* out, float* scratch, int dtype, int num_threads) {
   run_team(num_threads, [&](const Team& team) {
-    if (dtype) attend(team, *shape, *rows, (const Bf16*)queries, (const Bf16*)cache, (Bf16*)out, scratch);
-    else attend(team, *shape, *rows, (const float*)queries, (const float*)cache, (float*)out, scratch);
+    if (dtype) attend(team, *params, *metadata, (const Bf16*)queries, (const Bf16*)cache, (Bf16*)out, scratch);
+    else attend(team, *params, *metadata, (const float*)queries, (const float*)cache, (float*)out, scratch);
   });
 }
 
-}  // namespace eagleray
+}  // extern "C"

@@ -18,50 +18,29 @@
 
 namespace eagleray {
 
-constexpr int64_t MAX_HEAD_DIM = 256;
-
-struct AttentionShape {
-  int64_t num_heads, num_kv_heads;  // the first is a multiple of the second
-  int64_t head_dim;                 // even
-  int64_t block_size;               // tokens
-  int64_t window;                   // 0: none; else a query at position p sees the positions > p - window
-  float scale;                      // of the scores; positive
-  const float* sinks;               // [num_heads] a score of nothing, beside those of the keys; null: none
-};
-
-// What is computed in one step; the same for all layers.
-struct Rows {
-  int64_t num_rows, num_tokens;
-  const int32_t* starts;        // [num_rows + 1] first token of each row in the batch
-  const int32_t* context_lens;  // [num_rows] tokens of the row in the cache; this step's are the last of them
-  const int32_t* block_table;   // [num_rows, table_stride] blocks of each row in order of position
-  int64_t table_stride;
-  const int32_t* positions;     // [num_tokens]
-  const int32_t* slots;         // [num_tokens] block * block_size + offset; no slot twice
-};
-
-inline int64_t lanes_of_block(const AttentionShape& shape) { return round_up(shape.block_size, LANES); }
+inline int64_t lanes_of_block(const CAttentionParams& params) { return round_up(params.block_size, LANES); }
 
 // Numbers of one block in the cache of a layer.
-inline int64_t block_elements(const AttentionShape& shape) {
-  return shape.num_kv_heads * 2 * lanes_of_block(shape) * shape.head_dim;
+inline int64_t block_elements(const CAttentionParams& params) {
+  return params.num_kv_heads * 2 * lanes_of_block(params) * params.head_dim;
 }
 
 // Split the products [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] into queries, keys and values. Queries and
 // keys are normed, where there are weights [head_dim], and rotated by their position, with tables
 // [positions, head_dim / 2]. Queries go to [num_tokens, num_heads * head_dim], keys and values to their slots.
 template <class T>
-void prepare(const Team& team, const AttentionShape& shape, const Rows& rows, const float* qkv, const float* q_norm,
-             const float* k_norm, float eps, const float* cos, const float* sin, T* queries, T* cache);
+void prepare(const Team& team, const CAttentionParams& params, const CAttentionMetadata& metadata, const float* qkv,
+             const float* q_norm, const float* k_norm, float eps, const float* cos, const float* sin, T* queries,
+             T* cache);
 
 // Floats that a crew of so many threads needs as scratch for contexts up to `max_context`. The scratch begins as zeros
 // and serves one phase at a time.
-int64_t attend_scratch(const AttentionShape& shape, int64_t max_context, int num_threads);
+int64_t attend_scratch(const CAttentionParams& params, int64_t max_context, int num_threads);
 
 // Attention of all queries over their rows' contexts -> out [num_tokens, num_heads * head_dim]. All that the queries
 // see has been prepared. A token that overflowed may spoil those of its own row that are computed with it.
 template <class T>
-void attend(const Team& team, const AttentionShape& shape, const Rows& rows, const T* queries, const T* cache, T* out,
-            float* scratch);
+void attend(const Team& team, const CAttentionParams& params, const CAttentionMetadata& metadata, const T* queries,
+            const T* cache, T* out, float* scratch);
 
 }  // namespace eagleray

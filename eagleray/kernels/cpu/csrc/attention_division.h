@@ -27,41 +27,46 @@ struct Piece {
   int64_t owner, sharers;  // if cut: the first share that has some of it, and how many have
 };
 
-inline int64_t slice_of(const AttentionShape& shape, int64_t position) {
-  return position / shape.block_size * (lanes_of_block(shape) / LANES) + position % shape.block_size / LANES;
+inline int64_t slice_of(const CAttentionParams& params, int64_t position) {
+  return position / params.block_size * (lanes_of_block(params) / LANES) + position % params.block_size / LANES;
 }
-inline int64_t chunk_of(const AttentionShape& shape, int64_t position) { return slice_of(shape, position) / SLICES; }
+inline int64_t chunk_of(const CAttentionParams& params, int64_t position) {
+  return slice_of(params, position) / SLICES;
+}
 
 // Where the rows of a task are, and what they see.
 struct Places {
-  const AttentionShape& shape;
-  const Rows& rows;
-  const int64_t group = shape.num_heads / shape.num_kv_heads;
+  const CAttentionParams& params;
+  const CAttentionMetadata& metadata;
+  const int64_t group = params.num_heads / params.num_kv_heads;
 
-  int64_t num_queries(int64_t request) const { return rows.starts[request + 1] - rows.starts[request]; }
+  int64_t num_queries(int64_t request) const {
+    return metadata.query_start_loc[request + 1] - metadata.query_start_loc[request];
+  }
 
   Span seen(const Task& task, int64_t row) const {
-    int64_t position = rows.context_lens[task.request] - num_queries(task.request) + row / group;
-    return {shape.window ? std::max<int64_t>(position - shape.window + 1, 0) : 0, position + 1};
+    int64_t position = metadata.seq_lens[task.request] - num_queries(task.request) + row / group;
+    return {params.window ? std::max<int64_t>(position - params.window + 1, 0) : 0, position + 1};
   }
   Span seen(const Task& task) const { return {seen(task, task.begin).begin, seen(task, task.end - 1).end}; }
   Span chunks(const Task& task) const {
     Span positions = seen(task);
-    return {chunk_of(shape, positions.begin), chunk_of(shape, positions.end - 1) + 1};
+    return {chunk_of(params, positions.begin), chunk_of(params, positions.end - 1) + 1};
   }
   int64_t head(const Task& task, int64_t row) const { return task.kv_head * group + row % group; }
   // Of a row's query and result.
   int64_t offset(const Task& task, int64_t row) const {
-    int64_t token = rows.starts[task.request] + row / group;
-    return (token * shape.num_heads + head(task, row)) * shape.head_dim;
+    int64_t token = metadata.query_start_loc[task.request] + row / group;
+    return (token * params.num_heads + head(task, row)) * params.head_dim;
   }
 };
 
 class Division : Places {
  public:
-  Division(const AttentionShape& shape, const Rows& rows, const Team& team) : Places{shape, rows}, team_(team) {
-    for (int64_t request = 0; request < rows.num_rows; request++) {
-      total_ += cost(request) * shape.num_kv_heads;
+  Division(const CAttentionParams& params, const CAttentionMetadata& metadata, const Team& team)
+      : Places{params, metadata}, team_(team) {
+    for (int64_t request = 0; request < metadata.num_rows; request++) {
+      total_ += cost(request) * params.num_kv_heads;
       if (can_be_cut(request)) {
         Span all = chunks(task(request, 0, 0));
         max_chunks_ = std::max(max_chunks_, all.end - all.begin);
@@ -76,9 +81,9 @@ class Division : Places {
     const Span own = share_of(team_.rank);
     int64_t at = 0;
     pieces.clear();
-    for (int64_t request = 0; request < rows.num_rows && at < own.end; request++) {
+    for (int64_t request = 0; request < metadata.num_rows && at < own.end; request++) {
       const int64_t request_cost = cost(request);
-      for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; kv_head++, at += request_cost)
+      for (int64_t kv_head = 0; kv_head < params.num_kv_heads; kv_head++, at += request_cost)
         if (at + request_cost > own.begin && at < own.end) collect(request, kv_head, at, own, pieces);
     }
   }
@@ -144,9 +149,9 @@ class Division : Places {
 // and row the features, the sums and the top.
 class Scratch {
  public:
-  Scratch(const AttentionShape& shape, int64_t num_shares, int64_t max_chunks, float* memory)
-      : group_(shape.num_heads / shape.num_kv_heads),
-        row_size_(round_up(shape.head_dim, LANES) + 2 * LANES),
+  Scratch(const CAttentionParams& params, int64_t num_shares, int64_t max_chunks, float* memory)
+      : group_(params.num_heads / params.num_kv_heads),
+        row_size_(round_up(params.head_dim, LANES) + 2 * LANES),
         task_size_(max_chunks * group_ * row_size_),
         size_(num_shares > 1 && group_ <= TILE ? num_shares * (LANES + task_size_) : 0),
         counts_(memory),

@@ -45,16 +45,17 @@ void write_value(const T* value, int64_t size, int64_t lane, T* values) {
 }  // namespace
 
 template <class T>
-void prepare(const Team& team, const AttentionShape& shape, const Rows& rows, const float* qkv, const float* q_norm,
-             const float* k_norm, float eps, const float* cos, const float* sin, T* queries, T* cache) {
-  const int64_t heads = shape.num_heads, kv_heads = shape.num_kv_heads, group = heads / kv_heads;
-  const int64_t size = shape.head_dim, half = size / 2, lanes = lanes_of_block(shape);
+void prepare(const Team& team, const CAttentionParams& params, const CAttentionMetadata& metadata, const float* qkv,
+             const float* q_norm, const float* k_norm, float eps, const float* cos, const float* sin, T* queries,
+             T* cache) {
+  const int64_t heads = params.num_heads, kv_heads = params.num_kv_heads, group = heads / kv_heads;
+  const int64_t size = params.head_dim, half = size / 2, lanes = lanes_of_block(params);
   alignas(64) T key[MAX_HEAD_DIM], value[MAX_HEAD_DIM];
-  const Span own = share(team, rows.num_tokens * kv_heads);
+  const Span own = share(team, metadata.num_tokens * kv_heads);
   for (int64_t item = own.begin; item < own.end; item++) {
     const int64_t token = item / kv_heads, kv_head = item % kv_heads;
     const float* from = qkv + token * (heads + 2 * kv_heads) * size;
-    const int64_t turn = rows.positions[token] * half;
+    const int64_t turn = metadata.positions[token] * half;
     auto rotate = [&](int64_t head, const float* norm, T* out) {
       norm_and_rotate(from + head * size, half, norm, eps, cos + turn, sin + turn, out);
     };
@@ -63,26 +64,28 @@ void prepare(const Team& team, const AttentionShape& shape, const Rows& rows, co
     rotate(heads + kv_head, k_norm, key);
     const float* v = from + (heads + kv_heads + kv_head) * size;
     for_vectors(size, [&](int64_t i, auto count) { store_some(value + i, load_some(v + i, count), count); });
-    const int64_t block = rows.slots[token] / shape.block_size, lane = rows.slots[token] % shape.block_size;
+    const int64_t slot = metadata.slot_mapping[token];
+    const int64_t block = slot / params.block_size, lane = slot % params.block_size;
     T* keys = cache + (block * kv_heads + kv_head) * 2 * lanes * size;
     write_key(key, size, lanes, lane, keys);
     write_value(value, size, lane, keys + lanes * size);
   }
 }
 
-template void prepare(const Team&, const AttentionShape&, const Rows&, const float*, const float*, const float*, float,
-                      const float*, const float*, float*, float*);
-template void prepare(const Team&, const AttentionShape&, const Rows&, const float*, const float*, const float*, float,
-                      const float*, const float*, Bf16*, Bf16*);
-
-// dtype: 0 is float32, 1 bfloat16.
-extern "C" __attribute__((visibility("default"))) void er_prepare(
-    const AttentionShape* shape, const Rows* rows, const float* qkv, const float* q_norm, const float* k_norm,
-    float eps, const float* cos, const float* sin, void* queries, void* cache, int dtype, int num_threads) {
-  run_team(num_threads, [&](const Team& team) {
-    if (dtype) prepare(team, *shape, *rows, qkv, q_norm, k_norm, eps, cos, sin, (Bf16*)queries, (Bf16*)cache);
-    else prepare(team, *shape, *rows, qkv, q_norm, k_norm, eps, cos, sin, (float*)queries, (float*)cache);
-  });
-}
+template void prepare(const Team&, const CAttentionParams&, const CAttentionMetadata&, const float*, const float*,
+                      const float*, float, const float*, const float*, float*, float*);
+template void prepare(const Team&, const CAttentionParams&, const CAttentionMetadata&, const float*, const float*,
+                      const float*, float, const float*, const float*, Bf16*, Bf16*);
 
 }  // namespace eagleray
+
+using namespace eagleray;
+
+extern "C" void er_prepare(const CAttentionParams* params, const CAttentionMetadata* metadata, const float* qkv,
+                           const float* q_norm, const float* k_norm, float eps, const float* cos, const float* sin,
+                           void* queries, void* cache, int dtype, int num_threads) {
+  run_team(num_threads, [&](const Team& team) {
+    if (dtype) prepare(team, *params, *metadata, qkv, q_norm, k_norm, eps, cos, sin, (Bf16*)queries, (Bf16*)cache);
+    else prepare(team, *params, *metadata, qkv, q_norm, k_norm, eps, cos, sin, (float*)queries, (float*)cache);
+  });
+}

@@ -23,9 +23,16 @@
 #include <omp.h>
 #include <sched.h>
 
+// Only the functions of the interface are visible in the library.
+#pragma GCC visibility push(default)
+extern "C" {
+#include "abi.h"
+}
+#pragma GCC visibility pop
+
 namespace eagleray {
 
-constexpr int LANES = 16;
+constexpr int LANES = NUM_LANES;
 
 typedef float Floats __attribute__((vector_size(64)));           // [16]
 typedef int32_t Ints __attribute__((vector_size(64)));           // [16]
@@ -133,7 +140,8 @@ inline float highest(Floats x) {
   float lanes[LANES];
   std::memcpy(lanes, &x, sizeof x);
   for (int width = LANES / 2; width; width /= 2)
-    for (int lane = 0; lane < width; lane++) lanes[lane] = lanes[lane] > lanes[lane + width] ? lanes[lane] : lanes[lane + width];
+    for (int lane = 0; lane < width; lane++)
+      lanes[lane] = lanes[lane] > lanes[lane + width] ? lanes[lane] : lanes[lane + width];
   return lanes[0];
 }
 
@@ -200,7 +208,8 @@ inline Floats dot(Floats total, Pairs<Bf16> a, Pairs<Bf16> b) {
 #else
   Words a_low = a.words << 16, a_high = a.words & 0xffff0000u, b_low = b.words << 16, b_high = b.words & 0xffff0000u;
   Floats al, ah, bl, bh;
-  std::memcpy(&al, &a_low, 64), std::memcpy(&ah, &a_high, 64), std::memcpy(&bl, &b_low, 64), std::memcpy(&bh, &b_high, 64);
+  std::memcpy(&al, &a_low, 64), std::memcpy(&ah, &a_high, 64);
+  std::memcpy(&bl, &b_low, 64), std::memcpy(&bh, &b_high, 64);
   return total + ah * bh + al * bl;
 #endif
 }

@@ -5,7 +5,7 @@
 namespace eagleray {
 
 template <class T>
-void compute_pairs(Crew& crew, const Experts& experts, const ExpertRows<T>& all, const SlottedRows& slotted,
+void compute_pairs(Crew& crew, const CExperts& experts, const ExpertRows<T>& all, const SlottedRows& slotted,
                    float* outputs, const ExpertScratch& scratch) {
   Workspace<T> workspace(experts, slotted.top_k, scratch);
   size_t row_bytes = size_t(experts.hidden) * sizeof(float);
@@ -26,7 +26,7 @@ void compute_pairs(Crew& crew, const Experts& experts, const ExpertRows<T>& all,
 }
 
 template <class T>
-void sum_pairs(Crew& crew, const Experts& experts, const ExpertRows<T>& all, const SlottedRows& slotted,
+void sum_pairs(Crew& crew, const CExperts& experts, const ExpertRows<T>& all, const SlottedRows& slotted,
                const float* weights, float* hidden, const ExpertScratch& scratch) {
   Workspace<T> workspace(experts, slotted.top_k, scratch);
   for_parts(all, scratch.max_tokens, [&](int64_t begin, const ExpertRows<T>& rows) {
@@ -41,13 +41,13 @@ void sum_pairs(Crew& crew, const Experts& experts, const ExpertRows<T>& all, con
   });
 }
 
-template void compute_pairs(Crew&, const Experts&, const ExpertRows<float>&, const SlottedRows&, float*,
+template void compute_pairs(Crew&, const CExperts&, const ExpertRows<float>&, const SlottedRows&, float*,
                             const ExpertScratch&);
-template void compute_pairs(Crew&, const Experts&, const ExpertRows<Bf16>&, const SlottedRows&, float*,
+template void compute_pairs(Crew&, const CExperts&, const ExpertRows<Bf16>&, const SlottedRows&, float*,
                             const ExpertScratch&);
-template void sum_pairs(Crew&, const Experts&, const ExpertRows<float>&, const SlottedRows&, const float*, float*,
+template void sum_pairs(Crew&, const CExperts&, const ExpertRows<float>&, const SlottedRows&, const float*, float*,
                         const ExpertScratch&);
-template void sum_pairs(Crew&, const Experts&, const ExpertRows<Bf16>&, const SlottedRows&, const float*, float*,
+template void sum_pairs(Crew&, const CExperts&, const ExpertRows<Bf16>&, const SlottedRows&, const float*, float*,
                         const ExpertScratch&);
 
 }  // namespace eagleray
@@ -56,10 +56,9 @@ template void sum_pairs(Crew&, const Experts&, const ExpertRows<Bf16>&, const Sl
 
 using namespace eagleray;
 
-#pragma GCC visibility push(default)
 extern "C" {
 
-void er_compute_pairs(const Experts* experts, const void* x, int64_t x_stride, int64_t num_tokens,
+void er_compute_pairs(const CExperts* experts, const void* x, int64_t x_stride, int64_t num_tokens,
                       const int32_t* slots, int64_t top_k, float* outputs, void* scratch, int64_t max_tokens, int dtype,
                       int num_threads) {
   with_type(dtype, [&](auto zero) {
@@ -72,7 +71,7 @@ void er_compute_pairs(const Experts* experts, const void* x, int64_t x_stride, i
 }
 
 // hidden: [num_tokens, experts.hidden]
-void er_sum_pairs(const Experts* experts, const void* x, int64_t x_stride, int64_t num_tokens, const int32_t* slots,
+void er_sum_pairs(const CExperts* experts, const void* x, int64_t x_stride, int64_t num_tokens, const int32_t* slots,
                   int64_t top_k, const float* weights, float* hidden, void* scratch, int64_t max_tokens, int dtype,
                   int num_threads) {
   with_type(dtype, [&](auto zero) {
@@ -85,4 +84,3 @@ void er_sum_pairs(const Experts* experts, const void* x, int64_t x_stride, int64
 }
 
 }  // extern "C"
-#pragma GCC visibility pop

@@ -22,34 +22,35 @@ int64_t count_placed(const int32_t* places, int64_t top_k) {
 // ---- routed rows
 
 // The rows from number `begin` on.
-RoutedRows part_of(RoutedRows routed, int64_t begin, int64_t top_k) {
+CRoutedTokens part_of(CRoutedTokens routed, int64_t begin, int64_t top_k) {
   routed.scores += begin * routed.scores_stride;
   routed.hidden += begin * routed.hidden_stride;
   routed.ids += begin * top_k;
-  Trace& trace = routed.trace;
+  CExpertTrace& trace = routed.trace;
   if (trace.ids) trace.ids = static_cast<char*>(trace.ids) + begin * trace.stride * (trace.is_wide ? 2 : 1);
   return routed;
 }
 
 // The rows that this thread has routed.
 template <class Id>
-void write_trace(Span own, const int32_t* ids, int64_t top_k, const Trace& trace) {
+void write_trace(Span own, const int32_t* ids, int64_t top_k, const CExpertTrace& trace) {
   for (int64_t token = own.begin; token < own.end; token++)
     std::copy_n(ids + token * top_k, top_k, static_cast<Id*>(trace.ids) + token * trace.stride);
 }
 
 template <class T>
-void route_rows(const Team& team, const Mixture& mixture, int64_t count, const RoutedRows& routed, float* weights) {
-  auto route_rounded = mixture.round_weights ? route<T> : route<float>;
-  route_rounded(team, mixture, routed.scores, routed.scores_stride, count, routed.ids, weights);
+void route_rows(const Team& team, const CRouterParams& router, int64_t count, const CRoutedTokens& routed,
+                float* weights) {
+  auto route_rounded = router.round_weights ? route<T> : route<float>;
+  route_rounded(team, router, routed.scores, routed.scores_stride, count, routed.ids, weights);
   if (!routed.trace.ids) return;
   auto write = routed.trace.is_wide ? write_trace<uint16_t> : write_trace<uint8_t>;
-  write(share(team, count), routed.ids, mixture.top_k, routed.trace);  // `route` divides tokens as this does
+  write(share(team, count), routed.ids, router.top_k, routed.trace);  // `route` divides tokens as this does
 }
 
 // One thread does it, where every expert has the slot of its number.
 template <class T>
-void prepare_routed(const Experts& experts, const ExpertRows<T>& rows, const int32_t* ids, int64_t* counts,
+void prepare_routed(const CExperts& experts, const ExpertRows<T>& rows, const int32_t* ids, int64_t* counts,
                     const Workspace<T>& workspace) {
   const int32_t* offsets = workspace.groups.offsets;
   prepare_products(experts, rows, ids, workspace);
@@ -58,11 +59,11 @@ void prepare_routed(const Experts& experts, const ExpertRows<T>& rows, const int
 
 // One thread does it. `begin`: of the part.
 template <class T>
-void prepare_mapped(const Experts& experts, const SlotMap& map, int64_t begin, const ExpertRows<T>& rows,
+void prepare_mapped(const CExperts& experts, const CExpertSlotMap& slot_map, int64_t begin, const ExpertRows<T>& rows,
                     const int32_t* ids, int64_t* counts, const Workspace<T>& workspace) {
   int64_t top_k = workspace.top_k;
   int32_t* places = workspace.groups.places;
-  find_slots(map, ids, begin, rows.count, top_k, places);
+  find_slots(slot_map, ids, begin, rows.count, top_k, places);
   prepare_products(experts, rows, places, workspace);
   close_gaps(rows.count, top_k, places, workspace.weights);
   for (int64_t pair = 0; counts && pair < rows.count * top_k; pair++) counts[ids[pair]]++;
@@ -70,12 +71,12 @@ void prepare_mapped(const Experts& experts, const SlotMap& map, int64_t begin, c
 
 }  // namespace
 
-void find_slots(const SlotMap& map, const int32_t* ids, int64_t first_row, int64_t num_tokens, int64_t top_k,
-                int32_t* slots) {
+void find_slots(const CExpertSlotMap& slot_map, const int32_t* ids, int64_t first_row, int64_t num_tokens,
+                int64_t top_k, int32_t* slots) {
   for (int64_t token = 0; token < num_tokens; token++)
     for (int64_t pair = token * top_k; pair < (token + 1) * top_k; pair++) {
-      int64_t id = ids[pair], copy = (first_row + token) % map.num_copies[id];
-      slots[pair] = map.table[id * map.max_copies + copy];
+      int64_t id = ids[pair], copy = (first_row + token) % slot_map.num_copies[id];
+      slots[pair] = slot_map.table[id * slot_map.max_copies + copy];
     }
 }
 
@@ -116,22 +117,22 @@ void combine(const Team& team, const float* outputs, const int32_t* places, cons
 }
 
 template <class T>
-int64_t experts_scratch_size(const Experts& experts, int64_t top_k, int64_t max_tokens) {
+int64_t experts_scratch_size(const CExperts& experts, int64_t top_k, int64_t max_tokens) {
   return Workspace<T>(experts, top_k, ExpertScratch{nullptr, max_tokens}).size;
 }
 
 template <class T>
-void compute_experts(Crew& crew, const Mixture& mixture, const Experts& experts, const SlotMap& map,
-                     const ExpertRows<T>& all, const RoutedRows& whole, int64_t* counts,
+void compute_experts(Crew& crew, const CRouterParams& router, const CExperts& experts, const CExpertSlotMap& slot_map,
+                     const ExpertRows<T>& all, const CRoutedTokens& whole, int64_t* counts,
                      const ExpertScratch& scratch) {
-  Workspace<T> workspace(experts, mixture.top_k, scratch);
+  Workspace<T> workspace(experts, router.top_k, scratch);
   for_parts(all, scratch.max_tokens, [&](int64_t begin, const ExpertRows<T>& rows) {
-    RoutedRows routed = part_of(whole, begin, mixture.top_k);
+    CRoutedTokens routed = part_of(whole, begin, router.top_k);
     bool are_few = rows.count <= FEW_TOKENS;
-    if (!are_few) crew.each([&](Team team) { route_rows<T>(team, mixture, rows.count, routed, workspace.weights); });
+    if (!are_few) crew.each([&](Team team) { route_rows<T>(team, router, rows.count, routed, workspace.weights); });
     crew.one([&] {
-      if (are_few) route_rows<T>(Team{0, 1}, mixture, rows.count, routed, workspace.weights);
-      if (map.table) prepare_mapped(experts, map, begin, rows, routed.ids, counts, workspace);
+      if (are_few) route_rows<T>(Team{0, 1}, router, rows.count, routed, workspace.weights);
+      if (slot_map.table) prepare_mapped(experts, slot_map, begin, rows, routed.ids, counts, workspace);
       else prepare_routed(experts, rows, routed.ids, counts, workspace);
     });
     multiply_experts(crew, experts, workspace);
@@ -139,12 +140,12 @@ void compute_experts(Crew& crew, const Mixture& mixture, const Experts& experts,
   });
 }
 
-template int64_t experts_scratch_size<float>(const Experts&, int64_t, int64_t);
-template int64_t experts_scratch_size<Bf16>(const Experts&, int64_t, int64_t);
-template void compute_experts(Crew&, const Mixture&, const Experts&, const SlotMap&, const ExpertRows<float>&,
-                              const RoutedRows&, int64_t*, const ExpertScratch&);
-template void compute_experts(Crew&, const Mixture&, const Experts&, const SlotMap&, const ExpertRows<Bf16>&,
-                              const RoutedRows&, int64_t*, const ExpertScratch&);
+template int64_t experts_scratch_size<float>(const CExperts&, int64_t, int64_t);
+template int64_t experts_scratch_size<Bf16>(const CExperts&, int64_t, int64_t);
+template void compute_experts(Crew&, const CRouterParams&, const CExperts&, const CExpertSlotMap&,
+                              const ExpertRows<float>&, const CRoutedTokens&, int64_t*, const ExpertScratch&);
+template void compute_experts(Crew&, const CRouterParams&, const CExperts&, const CExpertSlotMap&,
+                              const ExpertRows<Bf16>&, const CRoutedTokens&, int64_t*, const ExpertScratch&);
 
 }  // namespace eagleray
 
@@ -153,7 +154,6 @@ template void compute_experts(Crew&, const Mixture&, const Experts&, const SlotM
 
 using namespace eagleray;
 
-#pragma GCC visibility push(default)
 extern "C" {
 
 void er_group(const int32_t* slots, int64_t num_tokens, int64_t top_k, int64_t num_slots, int32_t* offsets,
@@ -169,22 +169,21 @@ void er_combine(const float* outputs, const int32_t* places, const float* weight
 }
 
 // Bytes.
-int64_t er_experts_scratch_size(const Experts* experts, int64_t top_k, int64_t max_tokens, int dtype) {
+int64_t er_experts_scratch_size(const CExperts* experts, int64_t top_k, int64_t max_tokens, int dtype) {
   return dtype == 0 ? experts_scratch_size<float>(*experts, top_k, max_tokens)
                     : experts_scratch_size<Bf16>(*experts, top_k, max_tokens);
 }
 
-void er_compute_experts(const Mixture* mixture, const Experts* experts, const SlotMap* map, const void* x,
-                        int64_t x_stride, int64_t num_tokens, const RoutedRows* routed, int64_t* counts, void* scratch,
-                        int64_t max_tokens, int dtype, int num_threads) {
+void er_compute_experts(const CRouterParams* router, const CExperts* experts, const CExpertSlotMap* slot_map,
+                        const void* x, int64_t x_stride, int64_t num_tokens, const CRoutedTokens* routed,
+                        int64_t* counts, void* scratch, int64_t max_tokens, int dtype, int num_threads) {
   with_type(dtype, [&](auto zero) {
     using T = decltype(zero);
     ExpertRows<T> rows{num_tokens, static_cast<const T*>(x), x_stride};
     run_crew(num_threads, [&](Crew& crew) {
-      compute_experts(crew, *mixture, *experts, *map, rows, *routed, counts, ExpertScratch{scratch, max_tokens});
+      compute_experts(crew, *router, *experts, *slot_map, rows, *routed, counts, ExpertScratch{scratch, max_tokens});
     });
   });
 }
 
 }  // extern "C"
-#pragma GCC visibility pop

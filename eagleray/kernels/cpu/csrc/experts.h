@@ -12,29 +12,9 @@
 
 namespace eagleray {
 
-// The experts in the slots. `abi.py` mirrors it.
-struct Experts {
-  int64_t num_slots;
-  int64_t hidden;              // size of a token's row
-  int64_t inner;               // features of an expert, or of this rank's share of it
-  const void* const* gate_up;  // by slot, T packed by `pack_gate_up`
-  const void* const* down;     // by slot, T packed by `pack`
-  const float* const* gate_up_bias;  // by slot, [2 * inner], or null: none has
-  const float* const* down_bias;     // by slot, [hidden], or null
-  Ending ending;                     // of gate and up
-  Clamp clamp;
-};
-
-// Where the experts are. Row i of a batch takes the copy i % num_copies[e] of expert e. `abi.py` mirrors it.
-struct SlotMap {
-  const int32_t* table;       // [num_experts, max_copies] slots, -1: elsewhere; null: each has the slot of its number
-  const int32_t* num_copies;  // [num_experts]
-  int64_t max_copies;
-};
-
 // slots [num_tokens, top_k] of the experts `ids`, for the rows first_row, first_row + 1, ... of a batch.
-void find_slots(const SlotMap& map, const int32_t* ids, int64_t first_row, int64_t num_tokens, int64_t top_k,
-                int32_t* slots);
+void find_slots(const CExpertSlotMap& slot_map, const int32_t* ids, int64_t first_row, int64_t num_tokens,
+                int64_t top_k, int32_t* slots);
 
 // The pairs sorted by slot, and then by token; those without a slot are left out.
 struct Groups {
@@ -55,7 +35,7 @@ void combine(const Team& team, const float* outputs, const int32_t* places, cons
 // Bytes of memory to work in. A batch of more tokens is computed in parts, each of which reads the weights again; the
 // numbers are the same.
 template <class T>
-int64_t experts_scratch_size(const Experts& experts, int64_t top_k, int64_t max_tokens);
+int64_t experts_scratch_size(const CExperts& experts, int64_t top_k, int64_t max_tokens);
 
 struct ExpertScratch {
   void* memory;  // experts_scratch_size(experts, top_k, max_tokens) bytes, where a multiple of 64 begins
@@ -70,28 +50,10 @@ struct ExpertRows {
   int64_t x_stride;
 };
 
-// Where the experts of each token are written for those who want to know: rows of uint16 if `is_wide`, else of uint8,
-// `stride` elements apart. Null: nobody does. `abi.py` mirrors it.
-struct Trace {
-  void* ids;
-  int64_t stride;
-  int64_t is_wide;
-};
-
-// Where it comes from, and goes to.
-struct RoutedRows {
-  const float* scores;  // [count, num_experts], the router's
-  int64_t scores_stride;
-  float* hidden;        // [count, experts.hidden], to which the result is added
-  int64_t hidden_stride;
-  int32_t* ids;         // [count, top_k] memory for the chosen experts
-  Trace trace;          // of `count` rows
-};
-
 // counts: [num_experts], to which the number of tokens of each is added; or null. All threads of the crew call.
 template <class T>
-void compute_experts(Crew& crew, const Mixture& mixture, const Experts& experts, const SlotMap& map,
-                     const ExpertRows<T>& rows, const RoutedRows& routed, int64_t* counts,
+void compute_experts(Crew& crew, const CRouterParams& router, const CExperts& experts, const CExpertSlotMap& slot_map,
+                     const ExpertRows<T>& rows, const CRoutedTokens& routed, int64_t* counts,
                      const ExpertScratch& scratch);
 
 }  // namespace eagleray

@@ -34,7 +34,7 @@ struct Workspace {
   float* outputs;          // [max_tokens * top_k, hidden]
   int64_t size;
 
-  Workspace(const Experts& experts, int64_t top_k, const ExpertScratch& scratch) : top_k(top_k) {
+  Workspace(const CExperts& experts, int64_t top_k, const ExpertScratch& scratch) : top_k(top_k) {
     Cutter cutter{static_cast<char*>(scratch.memory)};
     int64_t num_pairs = scratch.max_tokens * top_k;
     weights = cutter.template take<float>(num_pairs);
@@ -59,7 +59,7 @@ inline int64_t count_active(const int32_t* offsets, int64_t num_slots) {
 
 // The products of the slots that have tokens: all of gate and up, then all of down.
 template <class T>
-void list_products(const Experts& experts, const ExpertRows<T>& rows, const Workspace<T>& workspace) {
+void list_products(const CExperts& experts, const ExpertRows<T>& rows, const Workspace<T>& workspace) {
   const int32_t* offsets = workspace.groups.offsets;
   Product<T>* first = workspace.products;
   Product<T>* second = first + count_active(offsets, experts.num_slots);
@@ -72,9 +72,9 @@ void list_products(const Experts& experts, const ExpertRows<T>& rows, const Work
     const float* gate_up_bias = experts.gate_up_bias ? experts.gate_up_bias[slot] : nullptr;
     const float* down_bias = experts.down_bias ? experts.down_bias[slot] : nullptr;
     *first++ = {rows.x, rows.x_stride, workspace.groups.tokens + begin, count, gate_up, 2 * experts.inner,
-                experts.hidden, gate_up_bias, experts.ending, experts.clamp, inner, workspace.inner_stride};
+                experts.hidden, gate_up_bias, experts.ending, experts.swiglu, inner, workspace.inner_stride};
     *second++ = {inner, workspace.inner_stride, nullptr, count, down, experts.hidden, experts.inner,
-                 down_bias, Ending::store, {}, output, experts.hidden};
+                 down_bias, ENDING_STORE, {}, output, experts.hidden};
   }
 }
 
@@ -86,7 +86,7 @@ void close_rows(int64_t size, int64_t stride, int64_t num_rows, T* rows) {
 
 // One thread does it.
 template <class T>
-void prepare_products(const Experts& experts, const ExpertRows<T>& rows, const int32_t* slots,
+void prepare_products(const CExperts& experts, const ExpertRows<T>& rows, const int32_t* slots,
                       const Workspace<T>& workspace) {
   group(slots, rows.count, workspace.top_k, experts.num_slots, workspace.groups);
   list_products(experts, rows, workspace);
@@ -94,7 +94,7 @@ void prepare_products(const Experts& experts, const ExpertRows<T>& rows, const i
 }
 
 template <class T>
-void multiply_experts(Crew& crew, const Experts& experts, const Workspace<T>& workspace) {
+void multiply_experts(Crew& crew, const CExperts& experts, const Workspace<T>& workspace) {
   auto num_active = [&] { return count_active(workspace.groups.offsets, experts.num_slots); };
   crew.each([&](Team team) { multiply_all(team, workspace.products, num_active()); });
   crew.each([&](Team team) { multiply_all(team, workspace.products + num_active(), num_active()); });
@@ -114,7 +114,7 @@ inline void close_gaps(int64_t num_tokens, int64_t top_k, int32_t* places, float
 }
 
 template <class T>
-void combine_rows(Crew& crew, const Experts& experts, int64_t count, const Workspace<T>& workspace, float* hidden,
+void combine_rows(Crew& crew, const CExperts& experts, int64_t count, const Workspace<T>& workspace, float* hidden,
                   int64_t stride) {
   crew.each([&](Team team) {
     combine(team, workspace.outputs, workspace.groups.places, workspace.weights, count, workspace.top_k,

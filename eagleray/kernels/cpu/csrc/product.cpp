@@ -127,10 +127,10 @@ class Block {
     for (int64_t row = rows.begin; row < rows.end; row++, sums += PANEL) {
       float* y = reinterpret_cast<float*>(results(row, panel));
       float* to = count == PANEL ? y : edge;
-      if (to != y && product.ending == Ending::add) std::copy_n(y, count, edge);
+      if (to != y && product.ending == ENDING_ADD) std::copy_n(y, count, edge);
       for (int i = 0; i < PANEL; i += LANES) {
         Floats result = load(sums + i) + load(bias + i);
-        store(to + i, product.ending == Ending::add ? load(to + i) + result : result);
+        store(to + i, product.ending == ENDING_ADD ? load(to + i) + result : result);
       }
       if (to != y) std::copy_n(edge, count, y);
     }
@@ -152,8 +152,8 @@ class Block {
   }
 
   Floats pass(Floats gate, Floats up) const {
-    if (product.ending == Ending::silu) return silu(gate) * up;
-    const Floats limit = splat(product.clamp.limit), alpha = splat(product.clamp.alpha);
+    if (product.ending == ENDING_SILU) return silu(gate) * up;
+    const Floats limit = splat(product.swiglu.limit), alpha = splat(product.swiglu.alpha);
     gate = gate > limit ? limit : gate;  // not `min`: NaN must stay
     up = up > limit ? limit : up < -limit ? -limit : up;
     return gate / (1.0f + exp(-max(alpha * gate, splat(-87.0f)))) * (up + 1.0f);
@@ -296,7 +296,6 @@ template void multiply_all(const Team&, const Product<Bf16>*, int64_t);
 
 using namespace eagleray;
 
-#pragma GCC visibility push(default)
 extern "C" {
 
 int64_t er_packed_size(int64_t n, int64_t k, int dtype) {
@@ -331,13 +330,18 @@ void er_unpack_row(const void* packed, int64_t row, int64_t k, void* out, int dt
   });
 }
 
-// products: [count] `Product<T>`
-void er_multiply(const void* products, int64_t count, int dtype, int num_threads) {
+void er_multiply(const CProduct* products, int64_t count, int dtype, int num_threads) {
   with_type(dtype, [&](auto zero) {
     using T = decltype(zero);
-    run_team(num_threads, [&](Team team) { multiply_all(team, static_cast<const Product<T>*>(products), count); });
+    std::vector<Product<T>> typed;
+    for (int64_t i = 0; i < count; i++) {
+      const CProduct& each = products[i];
+      typed.push_back({static_cast<const T*>(each.x), each.x_stride, each.x_rows, each.num_rows,
+                       static_cast<const T*>(each.weight), each.n, each.k, each.bias, each.ending, each.swiglu, each.y,
+                       each.y_stride});
+    }
+    run_team(num_threads, [&](Team team) { multiply_all(team, typed.data(), count); });
   });
 }
 
 }  // extern "C"
-#pragma GCC visibility pop

@@ -32,34 +32,22 @@ void pack_gate_up(const Team& team, const T* gate, const T* up, int64_t stride, 
 template <class T, class Out>
 void unpack_row(const T* packed, int64_t row, int64_t k, Out* out);
 
-enum class Ending : int32_t {
-  store,    // float y = result
-  add,      // float y += result
-  silu,     // T y[row, j] = silu(gate j) * up j, for what `pack_gate_up` packed
-  clamped,  // the same for T y[row, j] = gate * sigmoid(alpha * gate) * (up + 1), with gate j at most `limit`, and up j
-            // between -limit and limit
-};
+inline bool is_gated(int64_t ending) { return ending == ENDING_SILU || ending == ENDING_CLAMPED_SWIGLU; }
 
-inline bool is_gated(Ending ending) { return ending == Ending::silu || ending == Ending::clamped; }
-
-// Of `Ending::clamped`. `abi.py` mirrors it.
-struct Clamp {
-  float alpha, limit;
-};
-
+// `CProduct` with typed pointers.
 template <class T>
 struct Product {
-  const T* x;             // [*, k]; if k is odd, a zero follows each row of Bf16
-  int64_t x_stride;       // elements from row to row
-  const int32_t* x_rows;  // row i of the product is row x_rows[i] of x; null: row i
+  const T* x;
+  int64_t x_stride;
+  const int32_t* x_rows;
   int64_t num_rows;
-  const T* weight;        // packed
-  int64_t n, k;           // n outputs; if gated 2 * inner, whatever `inner` was padded to
-  const float* bias;      // [n], if gated that of gate and then that of up; null: none
-  Ending ending;
-  Clamp clamp;
-  void* y;                // [num_rows, n] float, or if gated [num_rows, inner] T
-  int64_t y_stride;       // elements from row to row
+  const T* weight;
+  int64_t n, k;
+  const float* bias;
+  int64_t ending;
+  CClampedSwiglu swiglu;
+  void* y;
+  int64_t y_stride;
 };
 
 // All threads of the team do their part. None waits for the others, neither before nor after.

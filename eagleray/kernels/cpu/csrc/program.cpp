@@ -1,7 +1,7 @@
-// The forward pass of a model: a list of steps that one crew of threads runs from front to back.
+// A program: the operations of a recorded forward pass, which one team of threads runs in order.
 //
-// Steps name the rows that they read and write by number: row buffers, of which the caller says for each run where they
-// are. What depends on the batch comes with each run too; all else is in the steps. `abi.py` mirrors these structs.
+// Operations name their inputs and outputs by the numbers of buffers; each run says where the buffers are. Everything
+// that depends on the batch comes with each run, everything else is in the operations.
 #include "attention.h"
 #include "experts.h"
 #include "product.h"
@@ -9,88 +9,24 @@
 
 namespace eagleray {
 
-enum class Operation : int64_t { embed, normalize, multiply, attend, mix, add, clear, round };
-
-struct Step {
-  Operation operation;
-  const void* what;  // the struct of that name
-};
-
-struct Rowbuffer {
-  void* memory;
-  int64_t stride;  // elements
-};
-
-struct Embed {
-  int64_t out;  // float
-  const void* values;
-  int64_t is_packed, size, first, num_own;
-};
-
-struct Normalize {
-  int64_t x, out;  // float -> T
-  int64_t size;
-  const float* weight;
-  float eps;
-};
-
-struct Multiply {
-  int64_t x, out;
-  int64_t n, k, ending;
-  Clamp clamp;
-  const void* weight;
-  const float* bias;
-};
-
-struct Attend {
-  int64_t qkv, queries, out;  // float, T, T
-  AttentionShape shape;
-  const float *q_norm, *k_norm;
-  float eps;
-  void* cache;
-};
-
-struct Mix {
-  int64_t x, scores, hidden;  // T, float, float
-  Mixture mixture;
-  Experts experts;
-  SlotMap map;
-  int64_t* counts;
-  Trace trace;
-};
-
-struct RowsToRows {  // add, clear, round
-  int64_t x, out, size;
-};
-
-struct Batch {
-  Rows rows;
-  const int32_t* token_ids;
-  const float *cos, *sin;  // [positions, head_dim / 2]
-  void* attention_scratch;
-  void* expert_scratch;
-  int64_t expert_tokens;  // for how many it is enough
-  int32_t* expert_ids;    // [num_tokens, top_k] memory for those that a layer chooses
-};
-
 namespace {
 
 template <class T>
 class Run {
  public:
-  Run(Crew& crew, const Rowbuffer* buffers, const Batch& batch)
-      : crew_(crew), buffers_(buffers), batch_(batch), num_tokens_(batch.rows.num_tokens) {}
+  Run(Crew& crew, const CBuffer* buffers, const CBatch& batch)
+      : crew_(crew), buffers_(buffers), batch_(batch), num_tokens_(batch.metadata.num_tokens) {}
 
-  void step(const Step& step) const {
-    switch (step.operation) {
-      case Operation::embed: return embed(*static_cast<const Embed*>(step.what));
-      case Operation::normalize: return normalize(*static_cast<const Normalize*>(step.what));
-      case Operation::multiply: return multiply(*static_cast<const Multiply*>(step.what));
-      case Operation::attend: return attend(*static_cast<const Attend*>(step.what));
-      case Operation::mix: return mix(*static_cast<const Mix*>(step.what));
-      case Operation::add: return add(*static_cast<const RowsToRows*>(step.what));
-      case Operation::clear: return clear(*static_cast<const RowsToRows*>(step.what));
-      case Operation::round: return round(*static_cast<const RowsToRows*>(step.what));
+  void run(const COp& op) const {
+    switch (op.operation) {
+      case OP_EMBED: return embed(*static_cast<const CEmbed*>(op.args));
+      case OP_NORMALIZE: return normalize(*static_cast<const CNormalize*>(op.args));
+      case OP_MULTIPLY: return multiply(*static_cast<const CMultiply*>(op.args));
+      case OP_ATTEND: return attend(*static_cast<const CAttend*>(op.args));
+      case OP_COMPUTE_EXPERTS: return compute_experts(*static_cast<const CComputeExperts*>(op.args));
+      case OP_ADD: return add(*static_cast<const CElementwise*>(op.args));
+      case OP_CLEAR: return clear(*static_cast<const CElementwise*>(op.args));
+      case OP_ROUND: return round(*static_cast<const CElementwise*>(op.args));
     }
   }
 
@@ -99,95 +35,94 @@ class Run {
   Number* rows(int64_t buffer) const { return static_cast<Number*>(buffers_[buffer].memory); }
   int64_t stride(int64_t buffer) const { return buffers_[buffer].stride; }
 
-  void embed(const Embed& what) const {
-    Table<T> table{static_cast<const T*>(what.values), what.is_packed ? Layout::packed : Layout::plain, what.size,
-                   what.first, what.num_own};
-    crew_.each([&](Team team) { eagleray::embed(team, table, batch_.token_ids, num_tokens_, rows<float>(what.out)); });
+  void embed(const CEmbed& args) const {
+    Table<T> table{static_cast<const T*>(args.values), bool(args.is_packed), args.size,
+                   args.first, args.num_own};
+    crew_.each([&](Team team) { eagleray::embed(team, table, batch_.token_ids, num_tokens_, rows<float>(args.out)); });
   }
 
-  void normalize(const Normalize& what) const {
+  void normalize(const CNormalize& args) const {
     crew_.each([&](Team team) {
-      eagleray::normalize(team, rows<float>(what.x), stride(what.x), num_tokens_, what.size, what.weight, what.eps,
-                          rows<T>(what.out), stride(what.out));
+      eagleray::normalize(team, rows<float>(args.x), stride(args.x), num_tokens_, args.size, args.weight, args.eps,
+                          rows<T>(args.out), stride(args.out));
     });
   }
 
-  void multiply(const Multiply& what) const {
-    Product<T> product{rows<T>(what.x), stride(what.x), nullptr, num_tokens_, static_cast<const T*>(what.weight), what.n,
-                       what.k, what.bias, Ending(what.ending), what.clamp, rows<void>(what.out), stride(what.out)};
+  void multiply(const CMultiply& args) const {
+    Product<T> product{rows<T>(args.x), stride(args.x), nullptr, num_tokens_, static_cast<const T*>(args.weight),
+                       args.n, args.k, args.bias, args.ending, args.swiglu, rows<void>(args.out), stride(args.out)};
     crew_.each([&](Team team) { eagleray::multiply(team, product); });
   }
 
-  void attend(const Attend& what) const {
-    T* cache = static_cast<T*>(what.cache);
-    T* queries = rows<T>(what.queries);
+  void attend(const CAttend& args) const {
+    T* cache = static_cast<T*>(args.cache);
+    T* queries = rows<T>(args.queries);
     crew_.each([&](Team team) {
-      prepare(team, what.shape, batch_.rows, rows<float>(what.qkv), what.q_norm, what.k_norm, what.eps, batch_.cos,
+      prepare(team, args.params, batch_.metadata, rows<float>(args.qkv), args.q_norm, args.k_norm, args.eps, batch_.cos,
               batch_.sin, queries, cache);
     });
     crew_.each([&](Team team) {
-      eagleray::attend(team, what.shape, batch_.rows, queries, cache, rows<T>(what.out),
+      eagleray::attend(team, args.params, batch_.metadata, queries, cache, rows<T>(args.out),
                        static_cast<float*>(batch_.attention_scratch));
     });
   }
 
-  void mix(const Mix& what) const {
-    ExpertRows<T> tokens{num_tokens_, rows<T>(what.x), stride(what.x)};
-    RoutedRows routed{rows<float>(what.scores), stride(what.scores), rows<float>(what.hidden), stride(what.hidden),
-                      batch_.expert_ids, what.trace};
-    compute_experts(crew_, what.mixture, what.experts, what.map, tokens, routed, what.counts,
+  void compute_experts(const CComputeExperts& args) const {
+    ExpertRows<T> tokens{num_tokens_, rows<T>(args.x), stride(args.x)};
+    CRoutedTokens routed{rows<float>(args.scores), stride(args.scores), rows<float>(args.hidden), stride(args.hidden),
+                      batch_.expert_ids, args.trace};
+    eagleray::compute_experts(crew_, args.router, args.experts, args.slot_map, tokens, routed, args.counts,
                     {batch_.expert_scratch, batch_.expert_tokens});
   }
 
-  void add(const RowsToRows& what) const {
+  void add(const CElementwise& args) const {
     crew_.each([&](Team team) {
-      eagleray::add(team, rows<float>(what.x), stride(what.x), num_tokens_, what.size, rows<float>(what.out),
-                    stride(what.out));
+      eagleray::add(team, rows<float>(args.x), stride(args.x), num_tokens_, args.size, rows<float>(args.out),
+                    stride(args.out));
     });
   }
 
-  void clear(const RowsToRows& what) const {
+  void clear(const CElementwise& args) const {
     crew_.each([&](Team team) {
       Span own = share(team, num_tokens_);
-      float* out = rows<float>(what.out) + own.begin * stride(what.out);
-      std::memset(out, 0, size_t((own.end - own.begin) * stride(what.out)) * sizeof(float));
+      float* out = rows<float>(args.out) + own.begin * stride(args.out);
+      std::memset(out, 0, size_t((own.end - own.begin) * stride(args.out)) * sizeof(float));
     });
   }
 
-  void round(const RowsToRows& what) const {
+  void round(const CElementwise& args) const {
     crew_.each([&](Team team) {
-      eagleray::round(team, rows<float>(what.x), stride(what.x), num_tokens_, what.size, rows<T>(what.out),
-                      stride(what.out));
+      eagleray::round(team, rows<float>(args.x), stride(args.x), num_tokens_, args.size, rows<T>(args.out),
+                      stride(args.out));
     });
   }
 
   Crew& crew_;
-  const Rowbuffer* buffers_;
-  const Batch& batch_;
+  const CBuffer* buffers_;
+  const CBatch& batch_;
   int64_t num_tokens_;
 };
 
 template <class T>
-void run(const Step* steps, int64_t count, const Rowbuffer* buffers, const Batch& batch, int num_threads) {
+void run(const COp* ops, int64_t count, const CBuffer* buffers, const CBatch& batch, int num_threads) {
   run_crew(num_threads, [&](Crew& crew) {
     Run<T> one(crew, buffers, batch);
-    for (int64_t i = 0; i < count; i++) one.step(steps[i]);
+    for (int64_t i = 0; i < count; i++) one.run(ops[i]);
   });
 }
 
 }  // namespace
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
-// dtype: 0 is float32, 1 bfloat16.
-EXPORT void er_run(int dtype, const Step* steps, int64_t count, const Rowbuffer* buffers, const Batch* batch,
-                   int num_threads) {
-  (dtype ? run<Bf16> : run<float>)(steps, count, buffers, *batch, num_threads);
-}
-
-// Bytes.
-EXPORT int64_t er_attention_scratch(const AttentionShape* shape, int64_t max_context, int num_threads) {
-  return attend_scratch(*shape, max_context, num_threads) * int64_t(sizeof(float));
-}
-
 }  // namespace eagleray
+
+using namespace eagleray;
+
+extern "C" {
+
+void er_run(int dtype, const COp* ops, int64_t count, const CBuffer* buffers, const CBatch* batch, int num_threads) {
+  (dtype ? run<Bf16> : run<float>)(ops, count, buffers, *batch, num_threads);
+}
+
+const char* er_abi_fingerprint() { return ABI_FINGERPRINT; }
+
+}  // extern "C"

@@ -170,7 +170,6 @@ void top_k(Crew& crew, const float* logits, int64_t stride, int64_t num_rows, in
 
 using namespace eagleray;
 
-#pragma GCC visibility push(default)
 extern "C" {
 
 int64_t er_ranking_scratch_size(int64_t num_rows, int64_t size) { return ranking_scratch_size(num_rows, size); }
@@ -186,4 +185,3 @@ void er_top_k(const float* logits, int64_t stride, int64_t num_rows, int64_t siz
 }
 
 }  // extern "C"
-#pragma GCC visibility pop

@@ -10,8 +10,6 @@
 
 namespace eagleray {
 
-constexpr int64_t MAX_TOP_K = 256;
-
 // Bytes of memory that each function below needs to work in, where a multiple of 8 begins.
 int64_t ranking_scratch_size(int64_t num_rows, int64_t size);
 

@@ -27,7 +27,7 @@ void normalize_row(const float* x, int64_t size, const float* weight, float eps,
 
 template <class T>
 void embed_row(const Table<T>& table, int64_t row, float* out) {
-  if (table.layout == Layout::packed) return unpack_row(table.values, row, table.size, out);
+  if (table.is_packed) return unpack_row(table.values, row, table.size, out);
   const T* from = table.values + row * table.size;
   for (int64_t i = 0; i < table.size; i++) out[i] = to_float(from[i]);
 }
@@ -83,7 +83,6 @@ template void embed(const Team&, const Table<Bf16>&, const int32_t*, int64_t, fl
 
 using namespace eagleray;
 
-#pragma GCC visibility push(default)
 extern "C" {
 
 void er_normalize(const float* x, int64_t stride, int64_t num_rows, int64_t size, const float* weight,
@@ -94,11 +93,11 @@ void er_normalize(const float* x, int64_t stride, int64_t num_rows, int64_t size
   });
 }
 
-void er_embed(const void* values, int layout, int64_t size, int64_t first, int64_t num_own,
+void er_embed(const void* values, int is_packed, int64_t size, int64_t first, int64_t num_own,
               const int32_t* token_ids, int64_t num_rows, float* out, int dtype, int num_threads) {
   with_type(dtype, [&](auto zero) {
     using T = decltype(zero);
-    Table<T> table{static_cast<const T*>(values), Layout(layout), size, first, num_own};
+    Table<T> table{static_cast<const T*>(values), bool(is_packed), size, first, num_own};
     run_team(num_threads, [&](Team team) { embed(team, table, token_ids, num_rows, out); });
   });
 }
@@ -109,4 +108,3 @@ void er_add(const float* x, int64_t stride, int64_t num_rows, int64_t size, floa
 }
 
 }  // extern "C"
-#pragma GCC visibility pop

@@ -12,18 +12,12 @@ template <class T>
 void normalize(const Team& team, const float* x, int64_t stride, int64_t num_rows, int64_t size, const float* weight,
                float eps, T* out, int64_t out_stride);
 
-// How the rows of an embedding lie in memory.
-enum class Layout {
-  plain,   // [num_own, size]
-  packed,  // as the weight of a product: that of the head, where the two are tied
-};
-
 // The rows of the tokens first, first + 1, ... of the vocabulary: all of it, or a tensor-parallel share.
 template <class T>
 struct Table {
   const T* values;
-  Layout layout;
-  int64_t size;  // of a row
+  bool is_packed;  // as the weight of a product: that of the head, where the two are tied
+  int64_t size;    // of a row
   int64_t first, num_own;
 };
 

@@ -1,0 +1,315 @@
+// The C interface of the CPU kernels: the constants, structs and functions that Python shares with the C++ sources.
+//
+// Nothing in this file is declared a second time. The sources include it, so the compiler checks every definition
+// against it; `abi.py` reads it and derives its ctypes structs and function types. The library reports the hash of the
+// file that it was compiled with, and Python refuses a library whose hash differs from that of the file it read.
+//
+// The file is plain C, restricted to what `abi.py` understands: line comments, anonymous enums, structs of scalars,
+// pointers and structs defined above, and functions. One declaration ends with each semicolon.
+//
+// Flags and numbers of a list of constants are int64_t in structs and int in arguments. A `dtype` is one of DTYPE_*.
+// A stride is a number of elements.
+#pragma once
+
+#include <stdint.h>
+
+enum { DTYPE_FLOAT32, DTYPE_BFLOAT16 };
+
+enum { NUM_LANES = 16 };      // of a vector: 16 floats
+enum { MAX_HEAD_DIM = 256 };  // features of an attention head
+enum { MAX_TOP_K = 256 };     // of `er_top_k`
+
+// ---- matrix products
+
+// What happens to the result of a product before it is written. The gated endings take a weight that
+// `er_pack_gate_up` packed.
+enum {
+  ENDING_STORE,           // float y = result
+  ENDING_ADD,             // float y += result
+  ENDING_SILU,            // T y[row, j] = silu(gate j) * up j
+  ENDING_CLAMPED_SWIGLU,  // T y[row, j] = gate * sigmoid(alpha * gate) * (up + 1), with gate j at most `limit`, and
+                          // up j between -limit and limit
+};
+
+typedef struct {
+  float alpha;
+  float limit;
+} CClampedSwiglu;
+
+typedef struct {
+  const void* x;          // T [*, k]; if k is odd, a zero follows each row of bfloat16
+  int64_t x_stride;
+  const int32_t* x_rows;  // row i of the product is row x_rows[i] of x; null: row i
+  int64_t num_rows;
+  const void* weight;     // T, packed
+  int64_t n;              // outputs; if gated 2 * inner, whatever `inner` was padded to
+  int64_t k;
+  const float* bias;      // [n], if gated the bias of gate and then that of up; null: no bias
+  int64_t ending;
+  CClampedSwiglu swiglu;  // of ENDING_CLAMPED_SWIGLU
+  void* y;                // [num_rows, n] float, or if gated [num_rows, inner] T
+  int64_t y_stride;
+} CProduct;
+
+// The number of elements of a packed weight of n outputs.
+int64_t er_packed_size(int64_t n, int64_t k, int dtype);
+
+// weight: [n, k]
+void er_pack(const void* weight, int64_t stride, int64_t n, int64_t k, void* out, int dtype, int num_threads);
+
+// gate, up: [inner, k]
+void er_pack_gate_up(const void* gate, const void* up, int64_t stride, int64_t inner, int64_t k, void* out, int dtype,
+                     int num_threads);
+
+// out: [k], of `dtype`, or float if `as_float`.
+void er_unpack_row(const void* packed, int64_t row, int64_t k, void* out, int dtype, int as_float);
+
+void er_multiply(const CProduct* products, int64_t count, int dtype, int num_threads);
+
+// ---- hidden states
+
+// out [num_rows, size] = x / sqrt(mean(x^2) + eps) * weight
+void er_normalize(const float* x, int64_t stride, int64_t num_rows, int64_t size, const float* weight, float eps,
+                  void* out, int64_t out_stride, int dtype, int num_threads);
+
+// values: the rows of the tokens first, first + 1, ..., packed as a weight if `is_packed`; out: [num_rows, size], zeros
+// for the tokens that the table does not have.
+void er_embed(const void* values, int is_packed, int64_t size, int64_t first, int64_t num_own,
+              const int32_t* token_ids, int64_t num_rows, float* out, int dtype, int num_threads);
+
+// out += x
+void er_add(const float* x, int64_t stride, int64_t num_rows, int64_t size, float* out, int64_t out_stride,
+            int num_threads);
+
+// ---- attention
+
+typedef struct {
+  int64_t num_heads;     // a multiple of num_kv_heads
+  int64_t num_kv_heads;
+  int64_t head_dim;      // even, at most MAX_HEAD_DIM
+  int64_t block_size;    // tokens
+  int64_t window;        // 0: all positions; else a query at position p sees the positions > p - window
+  float scale;           // of the scores; positive
+  const float* sinks;    // [num_heads] a score without a key, beside those of the keys; null: none
+} CAttentionParams;
+
+// The batch of one step, as attention needs it; the same for all layers.
+typedef struct {
+  int64_t num_rows;
+  int64_t num_tokens;
+  const int32_t* query_start_loc;  // [num_rows + 1] first token of each row in the batch
+  const int32_t* seq_lens;         // [num_rows] tokens of the row in the cache; this step's are the last of them
+  const int32_t* block_table;      // [num_rows, table_stride] blocks of each row in order of position
+  int64_t table_stride;
+  const int32_t* positions;        // [num_tokens]
+  const int32_t* slot_mapping;     // [num_tokens] block * block_size + offset; no slot twice
+} CAttentionMetadata;
+
+// The number of elements of one block in the cache of a layer.
+int64_t er_block_elements(const CAttentionParams* params);
+
+// Bytes of scratch that attention over contexts of up to `max_context` tokens needs. The scratch begins as zeros.
+int64_t er_attention_scratch_size(const CAttentionParams* params, int64_t max_context, int num_threads);
+
+// See `prepare` in attention.h.
+void er_prepare(const CAttentionParams* params, const CAttentionMetadata* metadata, const float* qkv,
+                const float* q_norm, const float* k_norm, float eps, const float* cos, const float* sin, void* queries,
+                void* cache, int dtype, int num_threads);
+
+// See `attend` in attention.h.
+void er_attend(const CAttentionParams* params, const CAttentionMetadata* metadata, const void* queries,
+               const void* cache, void* out, float* scratch, int dtype, int num_threads);
+
+// ---- mixture of experts
+
+enum { SCORING_SOFTMAX, SCORING_SIGMOID };
+
+enum { GROUP_SCORE_MAX, GROUP_SCORE_TOP2 };
+
+// How experts are chosen and weighted.
+typedef struct {
+  int64_t num_experts;
+  int64_t top_k;
+  int64_t scoring;               // turns scores into probabilities: one of SCORING_*
+  const float* correction_bias;  // [num_experts] added to the probabilities for the choice alone; null: none
+  int64_t num_groups;            // consecutive experts form a group; all groups have one size
+  int64_t top_groups;            // only experts of this many best groups are candidates; together at least top_k
+  int64_t group_score;           // rates a group by its best expert, or by the sum of its two best: GROUP_SCORE_*
+  int64_t renormalize;           // divide the weights of a token's experts by their sum
+  float renormalize_eps;         // added to that sum
+  float scale;                   // of the weights, after renormalization
+  int64_t round_weights;         // finally round to the model's dtype
+} CRouterParams;
+
+// The experts in the slots of a rank.
+typedef struct {
+  int64_t num_slots;
+  int64_t hidden;                    // features of a token
+  int64_t inner;                     // features of an expert, or of this rank's shard of it
+  const void* const* gate_up;        // by slot, T packed by `er_pack_gate_up`
+  const void* const* down;           // by slot, T packed by `er_pack`
+  const float* const* gate_up_bias;  // by slot, [2 * inner]; null: no expert has one
+  const float* const* down_bias;     // by slot, [hidden]; null: no expert has one
+  int64_t ending;                    // of gate and up
+  CClampedSwiglu swiglu;
+} CExperts;
+
+// The expert slots of each expert. Token i of a batch uses copy i % num_copies[e] of expert e.
+typedef struct {
+  const int32_t* table;       // [num_experts, max_copies] slots, -1: on another rank; null: expert e is in slot e
+  const int32_t* num_copies;  // [num_experts]
+  int64_t max_copies;
+} CExpertSlotMap;
+
+// Memory to which the ids of each token's experts are written as well.
+typedef struct {
+  void* ids;        // [num_tokens, top_k] uint16 if `is_wide`, else uint8; null: not recorded
+  int64_t stride;
+  int64_t is_wide;
+} CExpertTrace;
+
+// The tokens whose experts are chosen by scores.
+typedef struct {
+  const float* scores;    // [num_tokens, num_experts], the router's
+  int64_t scores_stride;
+  float* hidden;          // [num_tokens, hidden], to which the result is added
+  int64_t hidden_stride;
+  int32_t* ids;           // [num_tokens, top_k] memory for the chosen experts
+  CExpertTrace trace;
+} CRoutedTokens;
+
+// See `route` in routing.h. `dtype`: rounds the weights, if they are rounded.
+void er_route(const CRouterParams* router, const float* scores, int64_t stride, int64_t num_tokens, int32_t* ids,
+              float* weights, int dtype, int num_threads);
+
+// Bytes of scratch that `max_tokens` tokens at a time need.
+int64_t er_experts_scratch_size(const CExperts* experts, int64_t top_k, int64_t max_tokens, int dtype);
+
+// The functions below take scratch for `max_tokens`, where a multiple of 64 begins. A larger batch is computed in
+// parts, each of which reads the weights again; the numbers are the same.
+
+// x: T [num_tokens, hidden]; counts: [num_experts], to which the number of tokens of each expert is added, or null.
+void er_compute_experts(const CRouterParams* router, const CExperts* experts, const CExpertSlotMap* slot_map,
+                        const void* x, int64_t x_stride, int64_t num_tokens, const CRoutedTokens* routed,
+                        int64_t* counts, void* scratch, int64_t max_tokens, int dtype, int num_threads);
+
+// slots: [num_tokens, top_k]; outputs: [num_tokens, top_k, hidden]
+void er_compute_pairs(const CExperts* experts, const void* x, int64_t x_stride, int64_t num_tokens,
+                      const int32_t* slots, int64_t top_k, float* outputs, void* scratch, int64_t max_tokens,
+                      int dtype, int num_threads);
+
+// slots, weights: [num_tokens, top_k]; hidden: [num_tokens, hidden], to which the sums are added.
+void er_sum_pairs(const CExperts* experts, const void* x, int64_t x_stride, int64_t num_tokens, const int32_t* slots,
+                  int64_t top_k, const float* weights, float* hidden, void* scratch, int64_t max_tokens, int dtype,
+                  int num_threads);
+
+// See `group` in experts.h.
+void er_group(const int32_t* slots, int64_t num_tokens, int64_t top_k, int64_t num_slots, int32_t* offsets,
+              int32_t* tokens, int32_t* positions);
+
+// See `combine` in experts.h.
+void er_combine(const float* outputs, const int32_t* positions, const float* weights, int64_t num_tokens,
+                int64_t top_k, int64_t size, float* hidden, int64_t stride, int num_threads);
+
+// ---- ranking of logits
+
+// Bytes of scratch for the two functions below.
+int64_t er_ranking_scratch_size(int64_t num_rows, int64_t size);
+
+// ids, values: [num_rows]
+void er_argmax(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int32_t* ids, float* values,
+               void* scratch, int num_threads);
+
+// ids, values: [num_rows, k], k at most MAX_TOP_K
+void er_top_k(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k, int32_t* ids,
+              float* values, void* scratch, int num_threads);
+
+// ---- programs: the operations of a recorded forward pass
+
+// Each operation has a struct with its arguments, in which int64_t x, out, ... are numbers of buffers.
+enum { OP_EMBED, OP_NORMALIZE, OP_MULTIPLY, OP_ATTEND, OP_COMPUTE_EXPERTS, OP_ADD, OP_CLEAR, OP_ROUND };
+
+typedef struct {
+  int64_t out;         // float
+  const void* values;
+  int64_t is_packed;
+  int64_t size;
+  int64_t first;
+  int64_t num_own;
+} CEmbed;
+
+typedef struct {
+  int64_t x;            // float
+  int64_t out;          // T
+  int64_t size;
+  const float* weight;
+  float eps;
+} CNormalize;
+
+typedef struct {
+  int64_t x;              // T
+  int64_t out;            // as the ending says
+  int64_t n;
+  int64_t k;
+  int64_t ending;
+  CClampedSwiglu swiglu;
+  const void* weight;
+  const float* bias;
+} CMultiply;
+
+typedef struct {
+  int64_t qkv;              // float
+  int64_t queries;          // T, memory for the prepared queries
+  int64_t out;              // T
+  CAttentionParams params;
+  const float* q_norm;
+  const float* k_norm;
+  float eps;
+  void* cache;
+} CAttend;
+
+typedef struct {
+  int64_t x;                // T
+  int64_t scores;           // float
+  int64_t hidden;           // float
+  CRouterParams router;
+  CExperts experts;
+  CExpertSlotMap slot_map;
+  int64_t* counts;
+  CExpertTrace trace;
+} CComputeExperts;
+
+// The arguments of OP_ADD, OP_CLEAR and OP_ROUND.
+typedef struct {
+  int64_t x;     // float
+  int64_t out;   // float; of OP_ROUND T
+  int64_t size;
+} CElementwise;
+
+typedef struct {
+  int64_t operation;  // one of OP_*
+  const void* args;   // its struct
+} COp;
+
+typedef struct {
+  void* memory;
+  int64_t stride;
+} CBuffer;
+
+// All that depends on the batch of a step.
+typedef struct {
+  CAttentionMetadata metadata;
+  const int32_t* token_ids;
+  const float* cos;          // [positions, head_dim / 2]
+  const float* sin;
+  void* attention_scratch;
+  void* expert_scratch;
+  int64_t expert_tokens;     // the `max_tokens` of expert_scratch
+  int32_t* expert_ids;       // [num_tokens, top_k] memory for the ids that a layer chooses
+} CBatch;
+
+// Run the operations in order, by one team of threads.
+void er_run(int dtype, const COp* ops, int64_t count, const CBuffer* buffers, const CBatch* batch, int num_threads);
+
+// The hash of this file, as of the time when the library was compiled.
+const char* er_abi_fingerprint(void);
