@@ -83,7 +83,7 @@ class Source:
                     yield from _docstrings_in(node, body)
 
     def odd_docstrings(self) -> list[Found]:
-        joined = ((node.lineno, " ".join(node.value.split())) for node in self.docstrings())
+        joined = ((node.lineno, " ".join(str(node.value).split())) for node in self.docstrings())
         return [Found(self.path, line, text) for line, text in joined if is_odd(text)]
 
     def code_lines(self) -> int:
@@ -92,8 +92,8 @@ class Source:
         return len(written - self._lines_without_code())
 
     def _lines_without_code(self) -> set[int]:
-        skipped = [node for node in self.nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-        skipped += [*self.docstrings(), *self._exports()]
+        imports = [node for node in self.nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        skipped: list[ast.stmt | ast.expr] = [*imports, *self.docstrings(), *self._exports()]
         return {line for node in skipped for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
 
     def _exports(self) -> list[ast.stmt]:

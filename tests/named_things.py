@@ -146,7 +146,7 @@ class Code:
         self._classes[node.name].update(name for child in ast.walk(node) for name in _defined(child))
         self._bases[node.name] |= {ast.unparse(base).rpartition(".")[2] for base in node.bases}
         if has_options:
-            fields = [child.target.id for child in node.body if isinstance(child, ast.AnnAssign)]
+            fields = [ast.unparse(child.target) for child in node.body if isinstance(child, ast.AnnAssign)]
             self.flags.update(f"--{prefix}{name.replace('_', '-')}" for name in fields for prefix in ("", "no-"))
 
     def has_path(self, pattern: str) -> bool:
