@@ -38,6 +38,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/house.py --check cycles exports
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -14,8 +14,6 @@ from typing import Protocol
 
 from chaos_server import CONTROL_STORE, RAYLET, Member, age
 
-__all__ = ["CUT", "KILL", "SHORT_CUT", "STOP", "Blow", "Blows", "Hosts"]
-
 KILL, STOP, CUT, SHORT_CUT = "SIGKILL", "SIGSTOP", "cut", "short cut"
 SIGNALS = {KILL: signal.SIGKILL, STOP: signal.SIGSTOP}
 

@@ -20,9 +20,8 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "hosts"))
 
 from programs import wait_until
 from ray_hosts import Driver, RayCluster
-from simulated_hosts import Host, host_network, why_impossible
-
-__all__ = ["Cluster", "cluster", "why_impossible"]
+from simulated_hosts import Host, host_network
+from simulated_hosts import why_impossible as why_impossible
 
 RESOURCE = "engine"
 """Every host but the head has one of it."""

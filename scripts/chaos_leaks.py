@@ -10,8 +10,6 @@ from urllib.parse import urlsplit
 
 from chaos_server import Server
 
-__all__ = ["Leaks", "segments"]
-
 SHARED_MEMORY = Path("/dev/shm")
 RAY_SEMAPHORES = ("sem.hdr", "sem.obj")
 

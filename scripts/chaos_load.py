@@ -17,8 +17,6 @@ from typing import Any
 
 import httpx
 
-__all__ = ["Answer", "Choice", "Job", "Outcome", "differences", "make_jobs", "run_load"]
-
 WORDS = [
     "the",
     "a",

@@ -21,8 +21,6 @@ from typing import Any
 
 from chaos_server import CONTROL_STORE, LABEL, RAYLET, TITLES, ChaosFailed, Member, free_port, processes_with
 
-__all__ = ["RayCluster", "cluster", "members_with", "prepare"]
-
 CPUS_PER_ENGINE = 4
 NUM_WORKER_NODES = 2
 OBJECT_STORE_BYTES = 100 * 2**20

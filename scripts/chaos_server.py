@@ -20,21 +20,6 @@ from pathlib import Path
 
 import httpx
 
-__all__ = [
-    "CONTROL_STORE",
-    "HOST",
-    "LABEL",
-    "RAYLET",
-    "TITLES",
-    "ChaosFailed",
-    "Member",
-    "Server",
-    "age",
-    "end_properly_when_told",
-    "free_port",
-    "processes_with",
-]
-
 READY_SECONDS = 120.0
 END_SECONDS = 120.0
 POLL_SECONDS = 0.05

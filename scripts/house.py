@@ -3,6 +3,7 @@
     python scripts/house.py                                      every count of every tree
     python scripts/house.py --list docstrings eagleray/client    each offender below a path, as file:line
     python scripts/house.py --check                              fail with a sentence for each missed limit
+    python scripts/house.py --check cycles chain                 the same for some of the limits
 
 A code line is a line that is not blank and holds more than a comment, a docstring, an import or `__all__`.
 """
@@ -15,7 +16,7 @@ import re
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -296,31 +297,64 @@ class Tree:
 LISTS = ("docstrings", "classes", "cycles", "chain", "exports")
 
 
-def missed(package: Tree, trees: Iterable[Tree]) -> list[str]:
-    """Return one sentence for each limit that the package, or a tree's docstrings, exceed."""
-    found: list[str] = []
+def _missed_size(package: Tree) -> Iterator[str]:
     if package.code_lines > MAX_CODE_LINES:
-        found.append(f"{package.name}/ has {package.code_lines:,} code lines; the limit is {MAX_CODE_LINES:,}.")
+        yield f"{package.name}/ has {package.code_lines:,} code lines; the limit is {MAX_CODE_LINES:,}."
+
+
+def _missed_classes(package: Tree) -> Iterator[str]:
     if len(package.classes) > MAX_CLASSES:
-        found.append(f"{package.name}/ has {len(package.classes)} classes; the limit is {MAX_CLASSES}.")
+        yield f"{package.name}/ has {len(package.classes)} classes; the limit is {MAX_CLASSES}."
+
+
+def _missed_names(package: Tree) -> Iterator[str]:
     if package.repeated_classes:
-        found.append(f"Class names are used twice: {', '.join(package.repeated_classes)}.")
+        yield f"Class names are used twice: {', '.join(package.repeated_classes)}."
+
+
+def _missed_chain(package: Tree) -> Iterator[str]:
     if len(chain := longest_chain(package.lazy_graph)) > MAX_CHAIN:
-        found.append(f"The longest chain of imports has {len(chain)} modules; the limit is {MAX_CHAIN}.")
-    found += [f"Modules import each other: {', '.join(cycle)}." for cycle in cycles(package.lazy_graph)]
-    for tree in trees:
-        if tree.name in CHECKED_DOCSTRINGS and tree.odd_share > MAX_ODD_DOCSTRINGS:
-            found.append(
-                f"{tree.odd_share:.1%} of the docstrings in {tree.name}/ are no sentences; the limit is "
-                f"{MAX_ODD_DOCSTRINGS:.0%} (scripts/house.py --list docstrings {tree.name})."
-            )
-        if tree.internal_exports:
-            first = tree.internal_exports[0]
-            found.append(
-                f"Internal modules of {tree.name}/ define __all__: {len(tree.internal_exports)}, "
-                f"the first in {first.path}, line {first.line}."
-            )
-    return found
+        yield f"The longest chain of imports has {len(chain)} modules; the limit is {MAX_CHAIN}."
+
+
+def _missed_cycles(package: Tree) -> Iterator[str]:
+    for cycle in cycles(package.lazy_graph):
+        yield f"Modules import each other: {', '.join(cycle)}."
+
+
+def _missed_docstrings(tree: Tree) -> Iterator[str]:
+    if tree.odd_share > MAX_ODD_DOCSTRINGS:
+        yield (
+            f"{tree.odd_share:.1%} of the docstrings in {tree.name}/ are no sentences; the limit is "
+            f"{MAX_ODD_DOCSTRINGS:.0%} (scripts/house.py --list docstrings {tree.name})."
+        )
+
+
+def _missed_exports(tree: Tree) -> Iterator[str]:
+    if tree.internal_exports:
+        first = tree.internal_exports[0]
+        yield (
+            f"Internal modules of {tree.name}/ define __all__: {len(tree.internal_exports)}, "
+            f"the first in {first.path}, line {first.line}."
+        )
+
+
+CHECKS: dict[str, tuple[Callable[[Tree], Iterator[str]], tuple[str, ...]]] = {
+    "size": (_missed_size, (PACKAGE,)),
+    "classes": (_missed_classes, (PACKAGE,)),
+    "names": (_missed_names, (PACKAGE,)),
+    "chain": (_missed_chain, (PACKAGE,)),
+    "cycles": (_missed_cycles, (PACKAGE,)),
+    "docstrings": (_missed_docstrings, CHECKED_DOCSTRINGS),
+    "exports": (_missed_exports, TREES),
+}
+"""Each limit with the trees that it holds for."""
+
+
+def missed(trees: Iterable[Tree], kinds: Iterable[str] = tuple(CHECKS)) -> list[str]:
+    """Return one sentence for each limit of these kinds that a tree exceeds."""
+    checks = [CHECKS[kind] for kind in kinds]
+    return [sentence for tree in trees for check, names in checks if tree.name in names for sentence in check(tree)]
 
 
 def read_tree(root: Path, name: str) -> Tree:
@@ -331,7 +365,7 @@ def read_tree(root: Path, name: str) -> Tree:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--list", choices=[*LISTS, "all"], help="print each offender of a kind, or of all kinds")
-    parser.add_argument("--check", action="store_true", help="fail where a limit is missed")
+    parser.add_argument("--check", nargs="*", choices=CHECKS, help="fail where one of these limits, or any, is missed")
     parser.add_argument("paths", nargs="*", help="list only what lies below these paths")
     args = parser.parse_args(arguments)
     root = Path(__file__).resolve().parents[1]
@@ -340,11 +374,11 @@ def main(arguments: list[str] | None = None) -> int:
         kinds = LISTS if args.list == "all" else (args.list,)
         lines = (line for tree in trees for kind in kinds for line in tree.listing(kind))
         print(*(line for line in lines if not args.paths or line.startswith(tuple(args.paths))), sep="\n")
-    elif not args.check:
+    elif args.check is None:
         print(*(tree.report() for tree in trees), sep="\n\n")
-    if not args.check:
+    if args.check is None:
         return 0
-    sentences = missed(trees[0], trees)
+    sentences = missed(trees, args.check or CHECKS)
     print(*sentences, sep="\n", file=sys.stderr)
     return 1 if sentences else 0
 

@@ -12,8 +12,6 @@ from typing import Any
 from fuzzing.values import encode
 from fuzzing.wire import REPLY_SECONDS, Address, Reply, post
 
-__all__ = ["Arena", "Attack", "attack", "register", "registered"]
-
 MOST_FINDINGS, MOST_OF_A_KIND = 20, 3
 ERROR_FIELDS = {"message": str, "type": str, "param": (str, type(None)), "code": (str, int, type(None))}
 TYPES = ("invalid_request_error", "requests", "server_error")

@@ -12,8 +12,6 @@ from fuzzing.schema import BodyMaker
 from fuzzing.values import Raw, encode, nested
 from fuzzing.wire import exchange, get, request
 
-__all__: list[str] = []
-
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 

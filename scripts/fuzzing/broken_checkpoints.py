@@ -24,8 +24,6 @@ from fuzzing.arena import Arena, register
 from fuzzing.starts import start_and_judge
 from fuzzing.values import HOSTILE, Raw, encode, nested
 
-__all__: list[str] = []
-
 DEMO_MODEL = Path(eagleray.__file__).parent / "demo_model"
 FAMILIES = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss")
 

@@ -20,8 +20,6 @@ from chaos_server import ChaosFailed
 
 from fuzzing.wire import Address, Broken, exchange, open_stream, request, stream_events
 
-__all__ = ["Canary", "Notes", "server_processes"]
-
 LIVE_EVERY = 0.1
 MEMORY_EVERY = 0.1
 LATE_EVERY = 0.02

@@ -14,8 +14,6 @@ from fuzzing.arena import Arena, attack
 from fuzzing.values import encode
 from fuzzing.wire import Reply, exchange, get, request
 
-__all__: list[str] = []
-
 COMPLETIONS = "/v1/completions"
 SMALL = encode({"prompt": "x", "max_tokens": 1})
 START = b"POST /v1/completions HTTP/1.1\r\nHost: fuzz\r\nContent-Type: application/json\r\n"

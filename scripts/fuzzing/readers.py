@@ -15,8 +15,6 @@ from fuzzing.arena import Arena, attack
 from fuzzing.values import encode
 from fuzzing.wire import Broken, open_stream, request, stream_events
 
-__all__: list[str] = []
-
 COMPLETIONS = "/v1/completions"
 HOLD_SECONDS = 15.0
 LONG: dict[str, Any] = {"prompt": "Return the", "temperature": 1, "ignore_eos": True}

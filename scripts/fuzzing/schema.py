@@ -7,8 +7,6 @@ from typing import Any
 
 from fuzzing.values import HOSTILE, encode
 
-__all__ = ["BodyMaker"]
-
 Schema = dict[str, Any]
 
 BOUND_NAMES = {"max_tokens": 40, "max_completion_tokens": 40, "min_tokens": 5, "n": 4, "prompt_logprobs": 3}

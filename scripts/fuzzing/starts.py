@@ -17,8 +17,6 @@ from fuzzing.canary import resident_bytes, server_processes
 from fuzzing.values import encode
 from fuzzing.wire import get, post
 
-__all__ = ["SERVING", "start_and_judge", "started", "wait_until_ended", "wait_until_serving"]
-
 SMALL = ("--port", "0", "--num-threads", "1", "--kv-cache-memory", "16MiB")
 START_SECONDS = 60.0
 END_SECONDS = 30.0

@@ -12,8 +12,6 @@ from fuzzing.starts import SERVING, start_and_judge, started, wait_until_ended, 
 from fuzzing.values import encode
 from fuzzing.wire import open_stream, request, stream_events
 
-__all__: list[str] = []
-
 TINY = 'mount -t tmpfs -o size=16k none "$0" && exec "$@"'
 """For a shell in a mount namespace of its own, which needs root."""
 

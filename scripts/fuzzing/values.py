@@ -7,8 +7,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["HOSTILE", "Raw", "encode", "nested"]
-
 
 class Raw(str):
     """JSON text that is sent as it stands: numbers that Python would round, and what is not JSON at all."""

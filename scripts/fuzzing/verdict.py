@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from fuzzing.arena import Arena
 from fuzzing.canary import Notes
 
-__all__ = ["Limits", "Outcome", "judge", "table"]
-
 MEGABYTE = 2**20
 SHOWN = 8
 

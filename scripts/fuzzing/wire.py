@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Address", "Broken", "Reply", "exchange", "get", "open_stream", "post", "request", "stream_events"]
-
 Address = tuple[str, int]
 
 REPLY_SECONDS = 60.0

@@ -175,7 +175,7 @@ def test_missed_limits_each_get_a_sentence():
     tree = package(
         **chain, **{f"m{MAX_CHAIN}": "", "a": "class A: ...\n__all__ = []", "b": '"""Of it."""\nclass A: ...'}
     )
-    assert missed(tree, [tree]) == [
+    assert missed([tree]) == [
         "Class names are used twice: A.",
         f"The longest chain of imports has {MAX_CHAIN + 1} modules; the limit is {MAX_CHAIN}.",
         "100.0% of the docstrings in eagleray/ are no sentences; the limit is 4% "
@@ -188,13 +188,23 @@ def test_missed_sizes_and_cycles_get_a_sentence(monkeypatch):
     monkeypatch.setattr("house.MAX_CODE_LINES", 1)
     monkeypatch.setattr("house.MAX_CLASSES", 0)
     tree = package(a="import eagleray.b\nclass A: ...\nx = 1", b="import eagleray.a")
-    assert missed(tree, []) == [
+    assert missed([tree]) == [
         "eagleray/ has 2 code lines; the limit is 1.",
         "eagleray/ has 1 classes; the limit is 0.",
         "Modules import each other: eagleray.a, eagleray.b.",
     ]
 
 
+def test_missed_kinds_that_were_not_asked_for_are_left_out():
+    tree = package(a="class A: ...\n__all__ = []", b="class A: ...")
+    assert missed([tree], ["names"]) == ["Class names are used twice: A."]
+
+
+def test_missed_limits_of_the_package_do_not_hold_for_tests():
+    tests = Tree("tests", [Source(f"tests/{name}.py", '"""Of it."""\nclass A: ...') for name in "ab"])
+    assert [sentence.partition(" ")[0] for sentence in missed([tests])] == ["100.0%"]
+
+
 def test_missed_tree_within_the_limits_gets_none():
     tree = package(a="import eagleray.b\nclass A: ...", b='"""A module."""')
-    assert missed(tree, [tree]) == []
+    assert missed([tree]) == []
