@@ -14,7 +14,7 @@ from eagleray.messages.steps import Call, Reply
 from eagleray.messages.workers import Topology
 from eagleray.worker.worker import Worker
 
-ALONE = Topology(tensor_parallel_size=1, pipeline_parallel_size=1, nodes=["here"], addresses=["127.0.0.1"])
+SINGLE_WORKER = Topology(tensor_parallel_size=1, pipeline_parallel_size=1, nodes=["here"], addresses=["127.0.0.1"])
 
 END_SECONDS = 10.0
 """How long the worker's thread may take to finish what it computes."""
@@ -22,13 +22,13 @@ END_SECONDS = 10.0
 
 def _worker(engine: EngineId, config: Config) -> Worker:
     first = first_device(config, engine.rank) or None  # None: the process's current one
-    return Worker(WorkerId(engine), 0, config, ALONE, device_index=first)
+    return Worker(WorkerId(engine), 0, config, SINGLE_WORKER, device_index=first)
 
 
 class InProcessGroup:
     """`send` computes; `receive` hands out what was computed."""
 
-    topology = ALONE
+    topology = SINGLE_WORKER
 
     def __init__(self, engine: EngineId, config: Config) -> None:
         self._worker = _worker(engine, config)
@@ -53,7 +53,7 @@ class InProcessGroup:
 class ThreadGroup:
     """The worker computes in a thread of its own, so that the engine can plan the next step meanwhile."""
 
-    topology = ALONE
+    topology = SINGLE_WORKER
 
     def __init__(self, engine: EngineId, config: Config) -> None:
         self._worker = _worker(engine, config)

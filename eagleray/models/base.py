@@ -63,9 +63,9 @@ class Model:
         """Of the logits."""
         self.trace: ExpertTrace | None = None if experts is None else experts.trace
         """Which experts are chosen; None if there are none."""
-        self.has_sequence_shards = experts is not None and experts.sharing is not None
+        self.has_sequence_shards = experts is not None and experts.sequence_parallel is not None
         """The rows of `trace` are those of `token_shard`, not those of the whole batch."""
-        self.exchanges_rows = experts is not None and experts.dispatch is not None
+        self.exchanges_tokens = experts is not None and experts.dispatch is not None
         """Rows of the batch go to ranks that have their experts."""
         self.rebalancer = rebalancer
         self._experts = experts
@@ -122,7 +122,7 @@ class Model:
         """
         num_tokens = batch.num_tokens
         if self._experts is not None:
-            self._experts.take_rows(num_tokens)
+            self._experts.set_num_tokens(num_tokens)
         if num_tokens == 0 and not self._works:
             return torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
         hidden = self._run(self._receive(batch) if self._embedding is None else batch.token_ids, batch, cache)

@@ -98,17 +98,19 @@ def load_layer(
     experts: ExpertLayout | None,
 ) -> DecoderLayer:
     assert spec.moe is not None
-    name, sharing = f"model.layers.{index}", None
+    name, sequence_parallel = f"model.layers.{index}", None
     feed_forward: Operation
     if spec.moe.layers[index]:
         assert experts is not None
-        sharing = experts.sharing
+        sequence_parallel = experts.sequence_parallel
         feed_forward = _load_experts(f"{name}.mlp", index, spec, weights, kernels, experts)
     else:
         size, bias = spec.intermediate_size, spec.mlp_bias
         feed_forward = MLP(f"{name}.mlp", weights, kernels, tp, hidden_size=spec.hidden_size, size=size, bias=bias)
-    attention = MLAAttention(f"{name}.self_attn", spec, weights, kernels, tp, sharing)
-    return load_decoder_layer(index, spec, weights, kernels, tp, feed_forward, attention=attention, sharing=sharing)
+    attention = MLAAttention(f"{name}.self_attn", spec, weights, kernels, tp, sequence_parallel)
+    return load_decoder_layer(
+        index, spec, weights, kernels, tp, feed_forward, attention=attention, sequence_parallel=sequence_parallel
+    )
 
 
 def _load_experts(
@@ -116,7 +118,7 @@ def _load_experts(
 ) -> MoeBlock:
     """The router's products are float32 whatever the model's dtype, and so are the weights that it gives to experts."""
     assert spec.moe is not None
-    router = kernels.exact_linear(weights.take(f"{name}.gate.weight", (spec.moe.num_experts, spec.hidden_size)))
+    router = kernels.exact_linear(weights.load(f"{name}.gate.weight", (spec.moe.num_experts, spec.hidden_size)))
     return MoeBlock(
         name,
         index,

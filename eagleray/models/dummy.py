@@ -31,7 +31,7 @@ class DummyWeights:
         block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(seed)) * STANDARD_DEVIATION
         self._block = block.to(device=device, dtype=dtype)
 
-    def take(
+    def load(
         self, name: str, shape: tuple[int, ...], cut: Cut | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
         cut = cut or Cut(0, range(shape[0]))
@@ -48,10 +48,10 @@ class DummyWeights:
             self._fill_columns(out, start, row_size, cut.span)
         return out
 
-    def take_part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
-        return self.take(f"{name}.{index}", shape[1:])
+    def load_part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
+        return self.load(f"{name}.{index}", shape[1:])
 
-    def take_bytes(self, name: str, shape: tuple[int, ...], index: int, *, parameters: int) -> Tensor:
+    def load_bytes(self, name: str, shape: tuple[int, ...], index: int, *, parameters: int) -> Tensor:
         """Of four-bit weights (`mxfp4.py`)."""
         shape = shape[1:]
         with self._lock:
@@ -61,11 +61,11 @@ class DummyWeights:
         generator = torch.Generator().manual_seed(self._seed + zlib.crc32(f"{name}.{index}".encode()))
         return torch.randint(256, shape, generator=generator, dtype=torch.uint8).to(self._block.device)
 
-    def take_rows(
+    def load_concatenated(
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
     ) -> Tensor:
         cuts = cuts or [None] * len(names)
-        return torch.cat([self.take(*wanted) for wanted in zip(names, shapes, cuts, strict=True)])
+        return torch.cat([self.load(*wanted) for wanted in zip(names, shapes, cuts, strict=True)])
 
     def _fill(self, out: Tensor, start: int) -> None:
         """From the endless repetition of the block, what begins at `start`."""

@@ -101,7 +101,7 @@ def load_layer(
         load_expert=_expert_loader(f"{name}.experts", spec.moe, spec.hidden_size, kernels, experts),
         router=router,
     )
-    return load_decoder_layer(index, spec, weights, kernels, tp, moe, sharing=experts.sharing)
+    return load_decoder_layer(index, spec, weights, kernels, tp, moe, sequence_parallel=experts.sequence_parallel)
 
 
 def _expert_loader(name: str, moe: MoeSpec, hidden_size: int, kernels: TorchBackend, plan: ExpertLayout) -> LoadExpert:
@@ -113,10 +113,10 @@ def _expert_loader(name: str, moe: MoeSpec, hidden_size: int, kernels: TorchBack
 
     def load(expert: int, weights: Weights) -> Expert:
         def bias(which: str, length: int) -> Tensor:
-            return weights.take_part(f"{name}.{which}_bias", (moe.num_experts, length), expert)
+            return weights.load_part(f"{name}.{which}_bias", (moe.num_experts, length), expert)
 
-        gate_up = _take_matrix(weights, f"{name}.gate_up_proj", moe, expert, 2 * size, hidden_size)
-        down = _take_matrix(weights, f"{name}.down_proj", moe, expert, hidden_size, size)
+        gate_up = _load_matrix(weights, f"{name}.gate_up_proj", moe, expert, 2 * size, hidden_size)
+        down = _load_matrix(weights, f"{name}.down_proj", moe, expert, hidden_size, size)
         gate_up_bias, down_bias = bias("gate_up_proj", 2 * size), bias("down_proj", hidden_size)
         return (
             kernels.gated_linear(
@@ -130,11 +130,11 @@ def _expert_loader(name: str, moe: MoeSpec, hidden_size: int, kernels: TorchBack
     return load
 
 
-def _take_matrix(weights: Weights, name: str, moe: MoeSpec, expert: int, num_out: int, num_in: int) -> Tensor:
+def _load_matrix(weights: Weights, name: str, moe: MoeSpec, expert: int, num_out: int, num_in: int) -> Tensor:
     """[num_out, num_in] of an expert."""
     if not moe.is_mxfp4:
-        return weights.take_part(name, (moe.num_experts, num_in, num_out), expert).t()
+        return weights.load_part(name, (moe.num_experts, num_in, num_out), expert).t()
     shape = (moe.num_experts, num_out, num_in // mxfp4.BLOCK_SIZE)
-    blocks = weights.take_bytes(f"{name}_blocks", (*shape, mxfp4.BLOCK_BYTES), expert, parameters=2)
-    scales = weights.take_bytes(f"{name}_scales", shape, expert, parameters=0)
+    blocks = weights.load_bytes(f"{name}_blocks", (*shape, mxfp4.BLOCK_BYTES), expert, parameters=2)
+    scales = weights.load_bytes(f"{name}_scales", shape, expert, parameters=0)
     return mxfp4.decode(blocks, scales, weights.dtype)

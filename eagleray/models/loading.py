@@ -51,7 +51,7 @@ class StoredWeights:
 class CheckpointWeights:
     """The weights of one checkpoint, as a context manager. See `weights.Weights`.
 
-    `is_elsewhere` says which tensors other ranks have; of the others each of `num_sharing` ranks reads its part, except
+    `is_elsewhere` says which tensors other ranks have; of the others each of `tp_size` ranks reads its part, except
     those that `is_whole`, which this rank reads alone: all of them, or as many parts as `parts_wanted` says.
     `on_progress` is told bytes read and bytes in all, as they are in the files: this rank's share of them.
     `fp8_block`: see `ModelSpec`; without it weights in FP8 are refused.
@@ -67,7 +67,7 @@ class CheckpointWeights:
         is_elsewhere: Callable[[str], bool] = lambda name: False,
         is_whole: Callable[[str], bool] = lambda name: False,
         parts_wanted: Callable[[str], Fraction] = lambda name: Fraction(1),
-        num_sharing: int = 1,
+        tp_size: int = 1,
         fp8_block: tuple[int, int] | None = None,
     ) -> None:
         self.dtype = dtype
@@ -75,21 +75,21 @@ class CheckpointWeights:
         self._fp8_block = fp8_block
         self._on_progress = on_progress
         self.num_parameters = 0
-        self._units_read = 0  # bytes of this rank, times `num_sharing`
+        self._units_read = 0  # bytes of this rank, times `tp_size`
         self._lock = threading.Lock()
         with ExitStack() as stack:
             self._paths = _weight_files(directory)
             self._files = [stack.enter_context(_open(path)) for path in self._paths]
             self._owners = {name: index for index, file in enumerate(self._files) for name in file.keys()}  # noqa: SIM118
             self._left_over = {name for name in self._owners if not is_elsewhere(name)}
-            self._num_sharing = num_sharing
+            self._tp_size = tp_size
             self._is_whole = is_whole
             whole = [name for name in self._left_over if is_whole(name)]
             others = self._owners.keys() - set(whole)
             elsewhere = sum(self._num_bytes(name) for name in others if name not in self._left_over)
             shared = sum(path.stat().st_size for path in self._paths) - elsewhere - sum(map(self._num_bytes, whole))
             alone = sum(self._num_bytes(name) * parts_wanted(name) for name in whole)
-            self._total_bytes = shared // num_sharing + int(alone)
+            self._total_bytes = shared // tp_size + int(alone)
             self._close = stack.pop_all().close
 
     def __enter__(self) -> CheckpointWeights:
@@ -100,23 +100,23 @@ class CheckpointWeights:
     ) -> None:
         self._close()
 
-    def take(
+    def load(
         self, name: str, shape: tuple[int, ...], cut: Cut | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
-        return self._take([name], [shape], [cut], dtype or self.dtype)
+        return self._load([name], [shape], [cut], dtype or self.dtype)
 
-    def take_part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
-        return self._take_part(name, shape, index, self.dtype, parameters=1)
+    def load_part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
+        return self._load_part(name, shape, index, self.dtype, parameters=1)
 
-    def take_bytes(self, name: str, shape: tuple[int, ...], index: int, *, parameters: int) -> Tensor:
-        return self._take_part(name, shape, index, torch.uint8, parameters=parameters)
+    def load_bytes(self, name: str, shape: tuple[int, ...], index: int, *, parameters: int) -> Tensor:
+        return self._load_part(name, shape, index, torch.uint8, parameters=parameters)
 
-    def take_rows(
+    def load_concatenated(
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
     ) -> Tensor:
-        return self._take(names, shapes, cuts or [None] * len(names), self.dtype)
+        return self._load(names, shapes, cuts or [None] * len(names), self.dtype)
 
-    def _take_part(
+    def _load_part(
         self, name: str, shape: tuple[int, ...], index: int, dtype: torch.dtype, *, parameters: int
     ) -> Tensor:
         self._stored(name, shape, dtype)
@@ -126,7 +126,7 @@ class CheckpointWeights:
             self.num_parameters += out.numel() * parameters
         return out
 
-    def _take(
+    def _load(
         self,
         names: Sequence[str],
         shapes: Sequence[tuple[int, ...]],
@@ -187,9 +187,9 @@ class CheckpointWeights:
         with self._lock:
             self._left_over.discard(name)
             num_bytes = self._num_bytes(name) // shape[0] if is_part else self._num_bytes(name)
-            self._units_read += num_bytes * (self._num_sharing if self._is_whole(name) else 1)
+            self._units_read += num_bytes * (self._tp_size if self._is_whole(name) else 1)
             if self._on_progress is not None:
-                self._on_progress(self._units_read // self._num_sharing, self._total_bytes)
+                self._on_progress(self._units_read // self._tp_size, self._total_bytes)
 
     def _scaled(self, part: Tensor, name: str, shape: tuple[int, ...], cut: Cut | None) -> Tensor:
         """float32: a weight in FP8, or the part of it that `cut` leaves, times the scales of its blocks."""

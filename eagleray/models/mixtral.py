@@ -60,4 +60,4 @@ def load_layer(
         projections=("w1", "w3", "w2"),
         round_weights=False,
     )
-    return load_decoder_layer(index, spec, weights, kernels, tp, moe, sharing=experts.sharing)
+    return load_decoder_layer(index, spec, weights, kernels, tp, moe, sequence_parallel=experts.sequence_parallel)

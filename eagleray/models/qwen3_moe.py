@@ -72,4 +72,4 @@ def load_layer(
     if not spec.moe.layers[index]:
         return load_dense_layer(index, spec, weights, kernels, tp)
     moe = MoeBlock(f"model.layers.{index}.mlp", index, spec, weights, kernels, experts)
-    return load_decoder_layer(index, spec, weights, kernels, tp, moe, sharing=experts.sharing)
+    return load_decoder_layer(index, spec, weights, kernels, tp, moe, sequence_parallel=experts.sequence_parallel)

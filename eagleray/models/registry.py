@@ -77,7 +77,7 @@ DTYPES = {
 FAR_MORE = 2
 """Times the weights that there are. What is nearer is told tensor by tensor."""
 
-ALONE = Groups.alone()
+SINGLE_WORKER = Groups.single()
 
 NO_OPTIONS = ExpertOptions()
 
@@ -90,7 +90,7 @@ def load_model(
     device: torch.device,
     seed: int | None,
     on_progress: Callable[[int, int], None] | None,
-    groups: Groups = ALONE,
+    groups: Groups = SINGLE_WORKER,
     deterministic: bool = False,
     experts: ExpertOptions = NO_OPTIONS,
     total_memory: int | None = None,
@@ -131,7 +131,7 @@ def load_model(
             is_elsewhere=lambda name: is_elsewhere(name, spec, groups.mesh, plan),
             is_whole=lambda name: is_read_whole(name, plan),
             parts_wanted=lambda name: parts_wanted(name, plan),
-            num_sharing=groups.mesh.tp_size,
+            tp_size=groups.mesh.tp_size,
             fp8_block=spec.fp8_block,
         )
 
@@ -265,7 +265,7 @@ def _load_parts(
         pool.shutdown(cancel_futures=True)
     norm = None
     if mesh.is_last_stage:
-        norm = kernels.norm(weights.take("model.norm.weight", (spec.hidden_size,)), spec.norm_eps)
+        norm = kernels.norm(weights.load("model.norm.weight", (spec.hidden_size,)), spec.norm_eps)
     return _Parts(embedding, layers, norm, head)
 
 

@@ -39,21 +39,21 @@ class Weights(Protocol):
         """Elements of all that was taken so far, or what they stand for."""
         ...
 
-    def take(
+    def load(
         self, name: str, shape: tuple[int, ...], cut: Cut | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
         """Raises `CheckpointError` if it is not there or has another shape."""
         ...
 
-    def take_part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
+    def load_part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
         """Part `index` of a tensor, along its first dimension: of the shape `shape[1:]`."""
         ...
 
-    def take_bytes(self, name: str, shape: tuple[int, ...], index: int, *, parameters: int) -> Tensor:
-        """As `take_part`, of a tensor of uint8 that means something else; each byte stands for so many parameters."""
+    def load_bytes(self, name: str, shape: tuple[int, ...], index: int, *, parameters: int) -> Tensor:
+        """As `load_part`, of a tensor of uint8 that means something else; each byte stands for so many parameters."""
         ...
 
-    def take_rows(
+    def load_concatenated(
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
     ) -> Tensor:
         """Several tensors, or a part of each, one under the other (along the first dimension)."""

@@ -27,7 +27,7 @@ from eagleray.errors import ChannelClosed, ExpertGroupBroken
 from eagleray.messages.steps import EngineOpened, ExpertGroupOpened
 from eagleray.parallel.distributed import TorchGroup, TorchProcessGroups
 from eagleray.parallel.group import RowGroup, TensorParallelGroup
-from eagleray.parallel.mesh import ONE_ENGINE, EnginePosition
+from eagleray.parallel.mesh import SINGLE_ENGINE, EnginePosition
 from eagleray.parallel.process_watcher import ProcessWatcher
 from eagleray.parallel.rendezvous import LOOPBACK, bind_store, reach_store
 from eagleray.parallel.shared_memory import Segment, SharedMemoryGroup
@@ -60,7 +60,7 @@ class ExpertGroup:
         self,
         tp: TensorParallelGroup,
         *,
-        engines: EnginePosition = ONE_ENGINE,
+        engines: EnginePosition = SINGLE_ENGINE,
         address: str = LOOPBACK,
         device: torch.device = CPU,
     ) -> None:

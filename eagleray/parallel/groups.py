@@ -17,7 +17,7 @@ from eagleray.messages.workers import Topology
 from eagleray.parallel.distributed import TorchGroup, TorchProcessGroups
 from eagleray.parallel.expert_group import ExpertGroup
 from eagleray.parallel.group import SingleRankGroup, TensorParallelGroup
-from eagleray.parallel.mesh import ONE_ENGINE, EnginePosition, Mesh
+from eagleray.parallel.mesh import SINGLE_ENGINE, EnginePosition, Mesh
 from eagleray.parallel.rendezvous import LOOPBACK, bind_store, reach_store
 from eagleray.parallel.shared_memory import Segment
 from eagleray.parallel.stages import SingleStage, StageLinks, TorchStages
@@ -44,7 +44,7 @@ class Groups:
         self._store = store
 
     @classmethod
-    def alone(cls) -> Groups:
+    def single(cls) -> Groups:
         """Of a worker that has the whole model."""
         tp = SingleRankGroup()
         return cls(Mesh(), tp, SingleStage(), ExpertGroup(tp))
@@ -79,7 +79,7 @@ class OpenedGroups:
 
     @classmethod
     def open(
-        cls, *, mesh: Mesh, topology: Topology, device: torch.device, engines: EnginePosition = ONE_ENGINE
+        cls, *, mesh: Mesh, topology: Topology, device: torch.device, engines: EnginePosition = SINGLE_ENGINE
     ) -> OpenedGroups:
         """`engines`: those that share the experts with this one. Raises `ConfigError` for an address that is not this
         machine's, and for too little shared memory."""

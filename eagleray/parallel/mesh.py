@@ -67,4 +67,4 @@ class EnginePosition:
     size: int = 1
 
 
-ONE_ENGINE = EnginePosition()
+SINGLE_ENGINE = EnginePosition()

@@ -269,7 +269,7 @@ class Worker:
             num_tokens=max_num_batched_tokens,
             num_logits=min(config.scheduling.max_num_seqs, max_num_batched_tokens),
             mesh=self.mesh,
-            num_exchanging=self._config.parallel.data_parallel_size if model.exchanges_rows else 0,
+            num_exchanging=self._config.parallel.data_parallel_size if model.exchanges_tokens else 0,
         )
         utilization = config.cache.gpu_memory_utilization
         available = available_bytes(model.device, gpu_memory_utilization=utilization, step_bytes=largest_step)

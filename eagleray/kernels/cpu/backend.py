@@ -33,7 +33,7 @@ from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.ranking import NativeRanking, Ranking
 from eagleray.kernels.torch.activation import ClampedSwiglu
 from eagleray.kernels.torch.backend import (
-    ALONE,
+    SINGLE_RANK,
     AttentionParams,
     Compute,
     Context,
@@ -186,12 +186,19 @@ class CpuBackend(TorchBackend):
         return native_route(self.library, scores, mixture, self.dtype, self.num_threads)
 
     def host(
-        self, function: Callable[..., Tensor], inputs: Sequence[Value], *, size: int, is_share: bool | None = None
+        self,
+        function: Callable[..., Tensor],
+        inputs: Sequence[Value],
+        *,
+        size: int,
+        is_sequence_sharded: bool | None = None,
     ) -> Value:
-        if is_share is None:
-            is_share = inputs[0].is_share
-            assert all(value.is_share == is_share for value in inputs), "rows of a share, or not, has to be said"
-        return inputs[0].recording.host(function, inputs, size=size, is_share=is_share)
+        if is_sequence_sharded is None:
+            is_sequence_sharded = inputs[0].is_sequence_sharded
+            assert all(value.is_sequence_sharded == is_sequence_sharded for value in inputs), (
+                "rows of a share, or not, has to be said"
+            )
+        return inputs[0].recording.host(function, inputs, size=size, is_sequence_sharded=is_sequence_sharded)
 
     def add(self, a: Value, b: Value) -> Value:
         return a.recording.add(a, b)
@@ -206,7 +213,7 @@ class CpuBackend(TorchBackend):
         rope: Rope,
         windows: frozenset[int | None],
         device: torch.device,
-        tp: TensorParallelGroup = ALONE,
+        tp: TensorParallelGroup = SINGLE_RANK,
     ) -> Forward:
         return _NativeForward(self, compute, rope, tp, self._latents if self._has_latents else None)
 

@@ -34,7 +34,7 @@ class _Segment:
 
     ops: Any
     count: int
-    is_share: bool
+    is_sequence_sharded: bool
     host: HostOp | None
 
 
@@ -98,14 +98,14 @@ class Program:
             if segment.host is not None:
                 segment.host.apply(*[self._view(value, num_tokens, num_own) for value in segment.host.rows])
                 continue
-            self._metadata.num_tokens = num_own if segment.is_share else num_tokens
+            self._metadata.num_tokens = num_own if segment.is_sequence_sharded else num_tokens
             if self._metadata.num_tokens:
                 run(kind, segment.ops, segment.count, self._buffers, self._batch, threads)
         return self._view(self._result, num_tokens, num_own)
 
     def _view(self, value: Value, num_tokens: int, num_own: int) -> Tensor:
         """[num_tokens, features] of the buffer, or [num_own, features] of the share."""
-        return self._rows[value.buffer][: num_own if value.is_share else num_tokens, : value.size]
+        return self._rows[value.buffer][: num_own if value.is_sequence_sharded else num_tokens, : value.size]
 
     def _describe(self, batch: ForwardBatch) -> None:
         arrays = (batch.starts, batch.context_lens, batch.block_table, batch.positions, batch.slots, batch.token_ids)
@@ -176,7 +176,9 @@ def _segments(recording: Recording) -> list[_Segment]:
     def close() -> None:
         if pending:
             entries = [abi.COp(op.operation, ctypes.addressof(op.args)) for op in pending]
-            segments.append(_Segment((abi.COp * len(entries))(*entries), len(entries), pending[0].is_share, None))
+            segments.append(
+                _Segment((abi.COp * len(entries))(*entries), len(entries), pending[0].is_sequence_sharded, None)
+            )
             pending.clear()
 
     for op in recording.ops:
@@ -184,7 +186,7 @@ def _segments(recording: Recording) -> list[_Segment]:
             close()
             segments.append(_Segment(None, 0, False, op))
             continue
-        if pending and pending[0].is_share != op.is_share:
+        if pending and pending[0].is_sequence_sharded != op.is_sequence_sharded:
             close()
         pending.append(op)
     close()

@@ -25,14 +25,14 @@ class Value:
     size: int
     """Features."""
     is_float: bool
-    is_share: bool = False
+    is_sequence_sharded: bool = False
     """Whether these are the rows of this rank's share and not those of all tokens."""
     buffer: int = -1
     """Number of the buffer, assigned when the recording is finished."""
 
     def another(self, size: int, *, is_float: bool) -> Value:
         """Return a value with the same number of rows, for another op to write."""
-        return Value(self.recording, size, is_float, self.is_share)
+        return Value(self.recording, size, is_float, self.is_sequence_sharded)
 
 
 @dataclass(eq=False)
@@ -46,8 +46,8 @@ class NativeOp:
     writes: dict[str, Value]
 
     @property
-    def is_share(self) -> bool:
-        return next(iter(self.writes.values())).is_share
+    def is_sequence_sharded(self) -> bool:
+        return next(iter(self.writes.values())).is_sequence_sharded
 
 
 @dataclass(eq=False)
@@ -66,17 +66,19 @@ class Recording:
     reserve: list[Callable[[int], None]] = field(default_factory=list)
     """Callbacks that grow buffers; called with the token count before a pass larger than every earlier one."""
 
-    def value(self, size: int, *, is_float: bool, is_share: bool = False) -> Value:
-        return Value(self, size, is_float, is_share)
+    def value(self, size: int, *, is_float: bool, is_sequence_sharded: bool = False) -> Value:
+        return Value(self, size, is_float, is_sequence_sharded)
 
     def append(self, operation: int, args: Any, *, reads: dict[str, Value], writes: dict[str, Value]) -> None:
         op = NativeOp(operation, args, reads, writes)
-        assert all(value.is_share == op.is_share for value in _values(op)), "one number of rows in an op"
+        assert all(value.is_sequence_sharded == op.is_sequence_sharded for value in _values(op)), (
+            "one number of rows in an op"
+        )
         self.ops.append(op)
 
     def add(self, total: Value, x: Value) -> Value:
         """total += x"""
-        assert total.is_share == x.is_share
+        assert total.is_sequence_sharded == x.is_sequence_sharded
         last = self.ops[-1]
         if _can_end_with_sum(last, x) and last.operation == abi.OP_MULTIPLY:
             last.args.ending = abi.ENDING_ADD
@@ -112,9 +114,11 @@ class Recording:
         self.ops.append(HostOp(reduce, [x]))
         return x
 
-    def host(self, function: Callable[..., Tensor], inputs: Sequence[Value], *, size: int, is_share: bool) -> Value:
+    def host(
+        self, function: Callable[..., Tensor], inputs: Sequence[Value], *, size: int, is_sequence_sharded: bool
+    ) -> Value:
         """See `Kernels.host`."""
-        out = self.value(size, is_float=True, is_share=is_share)
+        out = self.value(size, is_float=True, is_sequence_sharded=is_sequence_sharded)
 
         def compute(*rows: Tensor) -> None:
             rows[-1].copy_(function(*rows[:-1]))

@@ -33,7 +33,7 @@ from eagleray.kernels.torch.routing import RouterParams, route
 from eagleray.models.layers.rope import Rope
 from eagleray.parallel.group import SingleRankGroup, TensorParallelGroup
 
-ALONE = SingleRankGroup()
+SINGLE_RANK = SingleRankGroup()
 
 HiddenStates = Any
 """[num_tokens, features]: a tensor, or what stands for one while a forward pass is recorded."""
@@ -162,13 +162,13 @@ class TorchBackend:
         inputs: Sequence[HiddenStates],
         *,
         size: int,
-        is_share: bool | None = None,
+        is_sequence_sharded: bool | None = None,
     ) -> HiddenStates:
         """What Python makes of rows, between operations: `function(*tensors) -> tensor`, [rows, features] each, `size`
         features in the end. It may see the numbers of rows of a pass in its tensors only, which may be 0.
 
-        `is_share`: whether what it returns are the rows of the rank's share (`token_shard`), as under sequence
-        parallelism, and not those of all tokens; None: as its inputs are.
+        `is_sequence_sharded`: whether it returns the features of the rank's tokens alone (`token_shard`), as under
+        sequence parallelism, and not those of all tokens; None: as its inputs are.
         """
         return function(*inputs)
 
@@ -187,7 +187,7 @@ class TorchBackend:
         rope: Rope,
         windows: frozenset[int | None],
         device: torch.device,
-        tp: TensorParallelGroup = ALONE,
+        tp: TensorParallelGroup = SINGLE_RANK,
     ) -> Forward:
         """Make a forward pass of `compute`, also for batches of no tokens. What it returns may be overwritten by the
         next pass. `tp`: the ranks that share the rows, where some are those of a share (see `host`)."""

@@ -24,7 +24,7 @@ class Attention:
         weights: Weights,
         kernels: TorchBackend,
         tp: TensorParallelGroup,
-        sharing: SequenceParallel | None = None,
+        sequence_parallel: SequenceParallel | None = None,
     ) -> None:
         heads, kv, size = shard(spec.num_heads, tp), kv_heads(spec.num_kv_heads, tp), spec.head_dim
         sizes = [count * size for count in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
@@ -41,7 +41,7 @@ class Attention:
             inputs=outputs[0],
             tp=tp,
             bias=spec.output_bias,
-            sharing=sharing,
+            sequence_parallel=sequence_parallel,
         )
         self._attend = kernels.self_attention(
             AttentionParams(
@@ -49,13 +49,14 @@ class Attention:
                 num_kv_heads=len(kv),
                 head_dim=size,
                 window=window,
-                q_norm=weights.take(f"{name}.q_norm.weight", (size,)) if spec.qk_norm else None,
-                k_norm=weights.take(f"{name}.k_norm.weight", (size,)) if spec.qk_norm else None,
+                q_norm=weights.load(f"{name}.q_norm.weight", (size,)) if spec.qk_norm else None,
+                k_norm=weights.load(f"{name}.k_norm.weight", (size,)) if spec.qk_norm else None,
                 norm_eps=spec.norm_eps,
-                sinks=weights.take(f"{name}.sinks", (spec.num_heads,), Cut(0, heads)) if spec.has_sinks else None,
+                sinks=weights.load(f"{name}.sinks", (spec.num_heads,), Cut(0, heads)) if spec.has_sinks else None,
             )
         )
 
     def __call__(self, x: HiddenStates, cache: Tensor, context: Context) -> HiddenStates:
-        """[num_tokens, hidden_size], in and out; `cache` is this layer's. With `sharing`, out are the rank's rows."""
+        """Map hidden states [num_tokens, hidden_size] to the same shape; with `sequence_parallel` only this rank's
+        tokens come out. `cache` is this layer's."""
         return self._output(self._attend(self._qkv(x), cache, context))

@@ -19,7 +19,7 @@ Attends = Callable[[HiddenStates, Tensor, Context], HiddenStates]
 
 
 class DecoderLayer:
-    """`sharing`: the feed-forward part wants the rank's share of the rows, and the attention has left only that."""
+    """`sequence_parallel`: the attention returns only this rank's tokens, and the feed-forward part computes these."""
 
     def __init__(
         self,
@@ -29,22 +29,22 @@ class DecoderLayer:
         feed_forward_norm: Operation,
         feed_forward: Operation,
         kernels: TorchBackend,
-        sharing: SequenceParallel | None = None,
+        sequence_parallel: SequenceParallel | None = None,
     ) -> None:
         self.feed_forward = feed_forward
         self._attention_norm = attention_norm
         self._attention = attention
         self._feed_forward_norm = feed_forward_norm
-        self._sharing = sharing
+        self._sequence_parallel = sequence_parallel
         self._add = kernels.add
 
     def __call__(self, hidden: HiddenStates, cache: Tensor, context: Context) -> HiddenStates:
         """[num_tokens, hidden_size], in and out; `cache` is this layer's."""
         attended = self._attention(self._attention_norm(hidden), cache, context)
-        if self._sharing is None:
+        if self._sequence_parallel is None:
             return self._feed(self._add(hidden, attended))
-        own = self._feed(self._add(self._sharing.share(hidden), attended))
-        return self._sharing.all_gather(own, hidden)
+        own = self._feed(self._add(self._sequence_parallel.local_slice(hidden), attended))
+        return self._sequence_parallel.all_gather(own, hidden)
 
     def _feed(self, hidden: HiddenStates) -> HiddenStates:
         return self._add(hidden, self.feed_forward(self._feed_forward_norm(hidden)))
@@ -59,23 +59,23 @@ def load_decoder_layer(
     feed_forward: Operation,
     *,
     attention: Attends | None = None,
-    sharing: SequenceParallel | None = None,
+    sequence_parallel: SequenceParallel | None = None,
 ) -> DecoderLayer:
-    """`attention`: in place of the usual one. `sharing`: see `DecoderLayer`."""
+    """`attention`: in place of the usual one. `sequence_parallel`: see `DecoderLayer`."""
     name = f"model.layers.{index}"
 
     def norm(which: str) -> Operation:
-        return kernels.norm(weights.take(f"{name}.{which}.weight", (spec.hidden_size,)), spec.norm_eps)
+        return kernels.norm(weights.load(f"{name}.{which}.weight", (spec.hidden_size,)), spec.norm_eps)
 
     if attention is None:
-        attention = Attention(f"{name}.self_attn", spec, spec.windows[index], weights, kernels, tp, sharing)
+        attention = Attention(f"{name}.self_attn", spec, spec.windows[index], weights, kernels, tp, sequence_parallel)
     return DecoderLayer(
         attention_norm=norm("input_layernorm"),
         attention=attention,
         feed_forward_norm=norm("post_attention_layernorm"),
         feed_forward=feed_forward,
         kernels=kernels,
-        sharing=sharing,
+        sequence_parallel=sequence_parallel,
     )
 
 

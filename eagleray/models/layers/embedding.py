@@ -56,5 +56,5 @@ def load_embedding_and_head(
 def _load_rows(name: str, spec: ModelSpec, weights: Weights, own: range) -> Tensor:
     """[len(own), hidden_size], zeros where the vocabulary has ended"""
     there = range(min(own.start, spec.vocab_size), min(own.stop, spec.vocab_size))
-    rows = weights.take(name, (spec.vocab_size, spec.hidden_size), Cut(0, there))
+    rows = weights.load(name, (spec.vocab_size, spec.hidden_size), Cut(0, there))
     return rows if len(there) == len(own) else F.pad(rows, (0, 0, 0, len(own) - len(there)))

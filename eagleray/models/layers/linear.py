@@ -32,10 +32,10 @@ def load_linear(
     """
     cuts = None if outputs is None else [Cut(0, span) for span in outputs]
     shapes = [(size, in_features) for size in out_features]
-    weight = weights.take_rows([f"{name}.weight" for name in names], shapes, cuts)
+    weight = weights.load_concatenated([f"{name}.weight" for name in names], shapes, cuts)
     offset = None
     if bias:
-        offset = weights.take_rows([f"{name}.bias" for name in names], [(size,) for size in out_features], cuts)
+        offset = weights.load_concatenated([f"{name}.bias" for name in names], [(size,) for size in out_features], cuts)
     return kernels.gated_linear(weight, offset) if gated else kernels.linear(weight, offset)
 
 
@@ -51,8 +51,8 @@ def load_partial_linear(
     bias: bool = False,
 ) -> Operation:
     """A layer that takes only `inputs` here, the rest on the other ranks of `tp`: what is to be summed over them."""
-    weight = weights.take(f"{name}.weight", (out_features, in_features), Cut(1, inputs))
-    offset = weights.take(f"{name}.bias", (out_features,)) if bias else None
+    weight = weights.load(f"{name}.weight", (out_features, in_features), Cut(1, inputs))
+    offset = weights.load(f"{name}.bias", (out_features,)) if bias else None
     return kernels.linear(weight, offset if tp.rank == 0 else None)  # added once, not by every rank
 
 
@@ -66,12 +66,12 @@ def load_summed_linear(
     inputs: range,
     tp: TensorParallelGroup,
     bias: bool = False,
-    sharing: SequenceParallel | None = None,
+    sequence_parallel: SequenceParallel | None = None,
 ) -> Operation:
-    """`load_partial_linear` and the sum over `tp`. `sharing`: only of the rank's share of the rows."""
+    """`load_partial_linear` and the sum over `tp`. `sequence_parallel`: only of the rank's share of the rows."""
     product = load_partial_linear(weights, kernels, name, out_features, in_features, inputs=inputs, tp=tp, bias=bias)
     if tp.size == 1:
         return product
-    if sharing is not None:
-        return lambda x: sharing.reduce_scatter(product(x))
+    if sequence_parallel is not None:
+        return lambda x: sequence_parallel.reduce_scatter(product(x))
     return lambda x: kernels.all_reduce(product(x), tp)

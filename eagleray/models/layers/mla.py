@@ -32,7 +32,7 @@ class MLAAttention:
         weights: Weights,
         kernels: TorchBackend,
         tp: TensorParallelGroup,
-        sharing: SequenceParallel | None = None,
+        sequence_parallel: SequenceParallel | None = None,
     ) -> None:
         assert spec.latent is not None
         latent, hidden, bias = spec.latent, spec.hidden_size, spec.qkv_bias
@@ -40,11 +40,11 @@ class MLAAttention:
         self._queries = _load_queries(name, spec, heads, weights, kernels)
         down = f"{name}.kv_a_proj_with_mqa"
         self._latents = kernels.linear(
-            _sorted(weights.take(f"{down}.weight", (latent.cached_size, hidden)), latent, num_heads=1),
-            _sorted(weights.take(f"{down}.bias", (latent.cached_size,)), latent, num_heads=1) if bias else None,
+            _sorted(weights.load(f"{down}.weight", (latent.cached_size, hidden)), latent, num_heads=1),
+            _sorted(weights.load(f"{down}.bias", (latent.cached_size,)), latent, num_heads=1) if bias else None,
         )
         made_dim = latent.qk_nope_head_dim + latent.v_head_dim
-        made = weights.take(
+        made = weights.load(
             f"{name}.kv_b_proj.weight", (spec.num_heads * made_dim, rank), Cut(0, features(heads, made_dim))
         ).unflatten(0, (len(heads), made_dim))
         self._attend = kernels.latent_attention(
@@ -54,7 +54,7 @@ class MLAAttention:
                 rotated_dim=latent.qk_rope_head_dim,
                 value_dim=latent.v_head_dim,
                 scale=latent.softmax_scale,
-                norm=weights.take(f"{name}.kv_a_layernorm.weight", (rank,)),
+                norm=weights.load(f"{name}.kv_a_layernorm.weight", (rank,)),
                 norm_eps=NORM_EPS,
                 keys=made[:, : latent.qk_nope_head_dim].contiguous(),
                 values=made[:, latent.qk_nope_head_dim :].contiguous(),
@@ -70,11 +70,12 @@ class MLAAttention:
             inputs=features(heads, values),
             tp=tp,
             bias=spec.output_bias,
-            sharing=sharing,
+            sequence_parallel=sequence_parallel,
         )
 
     def __call__(self, x: HiddenStates, cache: Tensor, context: Context) -> HiddenStates:
-        """[num_tokens, hidden_size], in and out; `cache` is this layer's. With `sharing`, out are the rank's rows."""
+        """Map hidden states [num_tokens, hidden_size] to the same shape; with `sequence_parallel` only this rank's
+        tokens come out. `cache` is this layer's."""
         return self._output(self._attend(self._queries(x), self._latents(x), cache, context))
 
 
@@ -85,14 +86,14 @@ def _load_queries(name: str, spec: ModelSpec, heads: range, weights: Weights, ke
 
     def last_product(last: str, in_features: int) -> Operation:
         shape, cut = (spec.num_heads * latent.query_dim, in_features), Cut(0, features(heads, latent.query_dim))
-        weight = weights.take(f"{name}.{last}.weight", shape, cut)
+        weight = weights.load(f"{name}.{last}.weight", shape, cut)
         return kernels.linear(_sorted(weight, latent, num_heads=len(heads)), None)
 
     if latent.q_lora_rank is None:
         return last_product("q_proj", hidden)
     rank = latent.q_lora_rank
     down = load_linear(weights, kernels, [f"{name}.q_a_proj"], [rank], hidden, bias=spec.qkv_bias)
-    norm = kernels.norm(weights.take(f"{name}.q_a_layernorm.weight", (rank,)), NORM_EPS)
+    norm = kernels.norm(weights.load(f"{name}.q_a_layernorm.weight", (rank,)), NORM_EPS)
     up = last_product("q_b_proj", rank)
     return lambda x: up(norm(down(x)))
 

@@ -77,7 +77,7 @@ class MoeBlock:
         )
 
     def __call__(self, x: HiddenStates) -> HiddenStates:
-        """[num_tokens, hidden_size], in and out; with `plan.sharing`, of the rank's share of the tokens"""
+        """[num_tokens, hidden_size], in and out; with `plan.sequence_parallel`, of the rank's share of the tokens"""
         scores = self._router(x)
         if self._plan.dispatch is not None:
             out = self._kernels.host(self._exchange, [x, scores], size=self._size)
@@ -100,7 +100,7 @@ def make_mixture(name: str, moe: MoeSpec, weights: Weights, *, round_weights: bo
     """`name`: of the layer, whose correction bias is taken if it has one."""
     bias = None
     if moe.has_correction_bias:
-        bias = weights.take(f"{name}.gate.e_score_correction_bias", (moe.num_experts,), dtype=torch.float32)
+        bias = weights.load(f"{name}.gate.e_score_correction_bias", (moe.num_experts,), dtype=torch.float32)
     return RouterParams(
         top_k=moe.top_k,
         renormalize=moe.renormalize,
@@ -148,7 +148,7 @@ def _expert_loader(
         outputs = [inner, inner]
         return (
             load_linear(weights, kernels, [gate, up], [size, size], hidden_size, outputs=outputs, gated=True),
-            kernels.linear(weights.take(f"{down}.weight", (hidden_size, size), Cut(1, inner)), None),
+            kernels.linear(weights.load(f"{down}.weight", (hidden_size, size), Cut(1, inner)), None),
         )
 
     return load

@@ -5,7 +5,7 @@ Without expert parallelism a rank has its share of the inner features of every e
 its slots (`slots.py`), and there are two ways to use them. Either every rank of the engine has all tokens, computes the
 pairs of a token and an expert that are its own, and the sums of all ranks are added up (`dispatch` is None). Or each
 rank has rows of its own, of its engine's batch or, if the engine has several tensor-parallel ranks, of its share of it
-(`sharing`), and `dispatch` brings rows to experts and back.
+(`sequence_parallel`), and `dispatch` brings rows to experts and back.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class ExpertLayout:
         self.is_divided = options.dispatch is not None and self.group.size > 1
         """Into whole experts."""
         self.dispatch: TokenDispatcher | None = None
-        self.sharing: SequenceParallel | None = None
+        self.sequence_parallel: SequenceParallel | None = None
         if self.is_divided and options.dispatch != "all-reduce":
             kind = AllToAllTokenDispatcher if options.dispatch == "all-to-all" else AllGatherTokenDispatcher
             self.dispatch = kind(self.group)
             if self.tp.size > 1:
-                self.sharing = SequenceParallel(kernels, self.tp, spec.hidden_size)
+                self.sequence_parallel = SequenceParallel(kernels, self.tp, spec.hidden_size)
         self.spans_engines = self.dispatch is not None and self.group.spans_engines
         self.row_counts = [0] * self.group.size
         """Of the step: rows of each rank of `group`. Changed in place."""
@@ -100,13 +100,13 @@ class ExpertLayout:
         slots = self.slots(index)
         return slots is None or expert in slots.own
 
-    def take_rows(self, num_tokens: int) -> None:
+    def set_num_tokens(self, num_tokens: int) -> None:
         """The next step has so many tokens. Of several engines, `agree` says it instead."""
         if not self.spans_engines:
             self.row_counts[:] = token_counts(num_tokens, self.group.size)
 
     def agree(self, is_idle: bool, num_tokens: int) -> bool:
         """All ranks of several engines begin a step: whether one of the engines works."""
-        own = token_counts(num_tokens, self.tp.size)[self.tp.rank] if self.sharing is not None else num_tokens
+        own = token_counts(num_tokens, self.tp.size)[self.tp.rank] if self.sequence_parallel is not None else num_tokens
         works, self.row_counts[:] = self.group.agree(is_idle=is_idle, num_rows=own)
         return works

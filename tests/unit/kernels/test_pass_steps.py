@@ -230,8 +230,8 @@ def test_steps_of_a_share(make: Callable[[torch.dtype], TorchBackend], rank: int
         return whole
 
     def compute(hidden: HiddenStates) -> HiddenStates:
-        own = block(kernels.host(own_of, [hidden], size=HIDDEN, is_share=True))
-        return kernels.host(whole_of, [own, hidden], size=HIDDEN, is_share=False)
+        own = block(kernels.host(own_of, [hidden], size=HIDDEN, is_sequence_sharded=True))
+        return kernels.host(whole_of, [own, hidden], size=HIDDEN, is_sequence_sharded=False)
 
     run, everything = Pass(kernels, compute, dtype, tp), Pass(kernels, block, dtype)
     for num_rows in (7, 1, 0, 200, 2):
@@ -249,7 +249,7 @@ def test_a_step_has_one_number_of_rows() -> None:
     kernels = native(torch.float32)
 
     def compute(hidden: HiddenStates) -> HiddenStates:
-        return kernels.add(hidden, kernels.host(torch.clone, [hidden], size=HIDDEN, is_share=True))
+        return kernels.add(hidden, kernels.host(torch.clone, [hidden], size=HIDDEN, is_sequence_sharded=True))
 
     with pytest.raises(AssertionError):
         Pass(kernels, compute, torch.float32)(rows(3))

@@ -72,7 +72,7 @@ def test_a_promise_that_could_not_be_kept_is_not_made(checkpoint):
 
 
 def test_nor_is_it_for_sums_in_varying_order(checkpoint, monkeypatch):
-    groups = Groups.alone()
+    groups = Groups.single()
     monkeypatch.setattr(type(groups.tp), "is_ordered", False)
     with pytest.raises(ConfigError, match="`deterministic`: sums over 1 tensor-parallel ranks of several hosts"):
         load(checkpoint, deterministic=True, groups=groups)

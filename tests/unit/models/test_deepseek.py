@@ -170,7 +170,7 @@ def test_the_cache_holds_latents_whole_on_every_rank(tmp_path):
         model = load(checkpoint, groups=groups, dtype="bfloat16")
         return KVCache.bytes_per_block(model.cache_shape(16), model.dtype)
 
-    assert bytes_per_block(Groups.alone()) == 3 * 16 * (32 + 8) * 2
+    assert bytes_per_block(Groups.single()) == 3 * 16 * (32 + 8) * 2
     assert run_ranks(bytes_per_block, topology(tp=2)) == [3 * 16 * (32 + 8) * 2] * 2
 
 

@@ -73,13 +73,16 @@ def test_a_checkpoint_is_the_one_that_it_stands_for(family, tmp_path):
 
     def work(groups: Groups) -> list[Tensor]:
         options = ExpertOptions(dispatch=None if family == "llama" else "all-to-all")
-        return [logits_in_chunks(load(small, groups=groups, experts=each), PROMPT, 13) for each in (ALONE, options)]
+        return [
+            logits_in_chunks(load(small, groups=groups, experts=each), PROMPT, 13)
+            for each in (NO_EXPERT_PARALLELISM, options)
+        ]
 
     for logits in run_ranks(work, topology(tp=2))[0]:
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-ALONE = ExpertOptions()
+NO_EXPERT_PARALLELISM = ExpertOptions()
 
 
 @given(data=st.data(), shape=st.tuples(st.integers(1, 40), st.integers(1, 40)))
@@ -93,8 +96,8 @@ def test_parts_of_a_weight(data, shape, tmp_path_factory):
     span = range(first, data.draw(st.integers(first, shape[dim])))
     options = {"dtype": torch.float32, "device": torch.device("cpu"), "on_progress": None}
     with CheckpointWeights(directory, **options, fp8_block=block) as weights:
-        assert torch.equal(weights.take("a", shape), expected)
-        part = weights.take("a", shape, Cut(dim, span))
+        assert torch.equal(weights.load("a", shape), expected)
+        part = weights.load("a", shape, Cut(dim, span))
         assert torch.equal(part, expected[span.start : span.stop] if dim == 0 else expected[:, span.start : span.stop])
 
 

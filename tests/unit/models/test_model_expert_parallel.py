@@ -356,7 +356,7 @@ def test_kernels_that_cannot_move_experts(checkpoints, monkeypatch):
 def test_one_rank_has_all_experts(checkpoints):
     """Nothing to divide: as without the option."""
     model = load(checkpoints("qwen3_moe"), experts=OPTIONS["all-to-all"])
-    assert model.rebalancer is None and not model.exchanges_rows
+    assert model.rebalancer is None and not model.exchanges_tokens
     assert torch.equal(
         logits_in_chunks(model, PROMPT, 50), logits_in_chunks(load(checkpoints("qwen3_moe")), PROMPT, 50)
     )

@@ -84,13 +84,13 @@ def test_features_of_heads():
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
 def test_parts_of_dummy_weights_are_parts_of_the_whole(shape, name):
     weights = DummyWeights(dtype=torch.float32, device=CPU, seed=1)
-    whole = weights.take(name, shape)
-    assert torch.equal(weights.take(name, shape, Cut(0, range(3, 5))), whole[3:5])
+    whole = weights.load(name, shape)
+    assert torch.equal(weights.load(name, shape, Cut(0, range(3, 5))), whole[3:5])
     if len(shape) == 2:
-        assert torch.equal(weights.take(name, shape, Cut(1, range(2, 7))), whole[:, 2:7])
-        both = weights.take_rows([name, name], [shape, shape], [Cut(0, range(1)), None])
+        assert torch.equal(weights.load(name, shape, Cut(1, range(2, 7))), whole[:, 2:7])
+        both = weights.load_concatenated([name, name], [shape, shape], [Cut(0, range(1)), None])
         assert torch.equal(both, torch.cat([whole[:1], whole]))
-    assert not torch.equal(weights.take("another", shape), whole)
+    assert not torch.equal(weights.load("another", shape), whole)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
@@ -99,16 +99,16 @@ def test_parts_of_a_checkpoint(kind, tmp_path):
     save_file({"a": whole, "b": other}, tmp_path / "model.safetensors")
     with CheckpointWeights(tmp_path, dtype=torch.float32, device=CPU, on_progress=None) as weights:
         shapes = [(6, 8), (4, 8)]
-        assert torch.equal(weights.take("a", (6, 8), Cut(0, range(2, 5))), whole[2:5].float())
-        assert torch.equal(weights.take("a", (6, 8), Cut(1, range(2, 5))), whole[:, 2:5].float())
-        assert weights.take("a", (6, 8), Cut(0, range(6, 6))).shape == (0, 8)
-        rows = weights.take_rows(["a", "b"], shapes, [Cut(0, range(2)), Cut(0, range(3, 4))])
+        assert torch.equal(weights.load("a", (6, 8), Cut(0, range(2, 5))), whole[2:5].float())
+        assert torch.equal(weights.load("a", (6, 8), Cut(1, range(2, 5))), whole[:, 2:5].float())
+        assert weights.load("a", (6, 8), Cut(0, range(6, 6))).shape == (0, 8)
+        rows = weights.load_concatenated(["a", "b"], shapes, [Cut(0, range(2)), Cut(0, range(3, 4))])
         assert torch.equal(rows, torch.cat([whole[:2], other[3:]]).float())
-        columns = weights.take_rows(["a", "b"], shapes, [Cut(1, range(4, 8))] * 2)
+        columns = weights.load_concatenated(["a", "b"], shapes, [Cut(1, range(4, 8))] * 2)
         assert torch.equal(columns, torch.cat([whole, other])[:, 4:].float())
         assert weights.num_parameters == 24 + 18 + 0 + 24 + 40
         with pytest.raises(CheckpointError, match=r"tensor 'a' has the shape \[6, 8\], but .* implies \[6, 4\]"):
-            weights.take("a", (6, 4), Cut(1, range(2)))
+            weights.load("a", (6, 4), Cut(1, range(2)))
 
 
 def test_ranks_have_all_weights_between_them(tmp_path):

@@ -14,7 +14,7 @@ from eagleray.messages.steps import EngineOpened, ExpertGroupOpened
 from eagleray.messages.workers import Topology
 from eagleray.parallel.expert_group import ExpertGroup
 from eagleray.parallel.groups import Groups, OpenedGroups
-from eagleray.parallel.mesh import ONE_ENGINE, EnginePosition, Mesh
+from eagleray.parallel.mesh import SINGLE_ENGINE, EnginePosition, Mesh
 
 DEADLINE = 30.0
 
@@ -51,7 +51,7 @@ def make_engines(num_engines: int, tp: int, *, nodes: Sequence[str] | None = Non
     engines = []
     for rank in range(num_engines):
         where = place(tp, nodes[rank] if nodes else None)
-        size = EnginePosition(rank=rank, size=num_engines) if num_engines > 1 else ONE_ENGINE
+        size = EnginePosition(rank=rank, size=num_engines) if num_engines > 1 else SINGLE_ENGINE
         opened = [
             OpenedGroups.open(
                 mesh=Mesh(rank=worker, tp_size=tp), topology=where, device=torch.device("cpu"), engines=size

@@ -81,7 +81,7 @@ def test_one_engine_needs_no_epoch():
 
 
 def test_a_worker_that_has_the_whole_model():
-    experts = Groups.alone().experts
+    experts = Groups.single().experts
     assert (experts.rank, experts.size, experts.agree(False, 5)) == (0, 1, (True, [5]))
     experts.leave()
     assert experts.agree(True, 0) == (False, [0])

@@ -28,7 +28,7 @@ def kinds(groups: Groups) -> tuple[type, type]:
 def test_groups_of_one_worker_open_nothing():
     (opened,) = open_all(topology())
     assert (opened.opened.store, opened.opened.segment) == (None, None)
-    assert kinds(opened.join([opened.opened], timeout=1)) == kinds(Groups.alone()) == (SingleRankGroup, SingleStage)
+    assert kinds(opened.join([opened.opened], timeout=1)) == kinds(Groups.single()) == (SingleRankGroup, SingleStage)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ class RoutingModel:
     """It samples token 0 always. `others_work`: another engine of the group does."""
 
     def __init__(self, groups=None, *, num_experts=300, others_work=False):
-        self.groups = groups or Groups.alone()
+        self.groups = groups or Groups.single()
         self.ranking = Ranking()
         self.trace = new_trace(num_experts)
         self.has_sequence_shards = False
