@@ -1,4 +1,4 @@
-"""The same work by several executors, or with other options, in turn: medians, and ratios to the first.
+"""Comparison of executors or other options of `LLM` at the same work, in turn: medians, and ratios to the first.
 
 python benchmarks/executors.py '{"executor": "processes", "tensor_parallel_size": 2}' \\
                                '{"executor": "ray", "tensor_parallel_size": 2}' [--model dense-tiny] [--repeat 5]
@@ -14,10 +14,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from peer_engines import Engine
+from peer_engines import PeerEngine
 from peer_jobs import Offline
 from peer_rows import OFFLINE
 from shapes import SHAPES, make
+
+from eagleray_bench.alternating_runs import AlternatingRuns
 
 
 def main() -> None:
@@ -29,20 +31,22 @@ def main() -> None:
     arguments = parser.parse_args()
     checkpoint = make(arguments.model, arguments.directory)
     names = [figure for figure, _ in OFFLINE.values()]
-    runs = [[_measure(checkpoint, variant, names) for variant in arguments.variants] for _ in range(arguments.repeat)]
+    runs: list[list[dict[str, float]]] = [[] for _ in arguments.variants]
+    for index in AlternatingRuns(count=arguments.repeat).order(range(len(arguments.variants))):
+        runs[index].append(_measure(checkpoint, arguments.variants[index], names))
     print(f"{arguments.model}, {arguments.repeat} runs in turn: median (lowest to highest); ratio of the medians")
     for index, variant in enumerate(arguments.variants):
         print(json.dumps(variant))
         for key, title in OFFLINE.values():
-            figures = [run[index][key] for run in runs]
-            ratio = statistics.median(figures) / statistics.median(run[0][key] for run in runs)
+            figures = [run[key] for run in runs[index]]
+            ratio = statistics.median(figures) / statistics.median(run[key] for run in runs[0])
             spread = f"({min(figures):.2f} to {max(figures):.2f})"
             print(f"  {title:<34}{statistics.median(figures):>10.2f} {spread:<22}{ratio:.3f}")
 
 
 def _measure(checkpoint: Path, variant: dict[str, Any], names: list[str]) -> dict[str, float]:
-    """In a process of its own, since the executors may get in each other's way even when they are idle."""
-    with closing(Offline(Engine("eagleray"), checkpoint, variant)) as opened:
+    """Measure in a process of its own, because executors may disturb each other even when they are idle."""
+    with closing(Offline(PeerEngine("eagleray"), checkpoint, variant)) as opened:
         return opened.measure(names, 0)
 
 

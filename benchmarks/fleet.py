@@ -1,13 +1,13 @@
-"""What the way between clients and engines costs, without HTTP and without a model.
+"""Cost of the way between clients and engines, without HTTP and without a model.
 
 python benchmarks/fleet.py [--engines 1 2 8 64] [--clients 1 2] [--in-flight 256] [--seconds 5]
 
-Null engines answer every request with a token in each of their steps, of which there are `--rate` in a second. Clients
-keep `--in-flight` requests of `--tokens` tokens going, each with a prompt of `--prompt` tokens; with `--beginnings` N
-half of each prompt is one of N that others have too, and goes where that is cached. What is told: tokens a second; the
-processor time of a client for 1,000 tokens a second, in percent of a core (routing, journal, wires, waking the reader),
-and of all engines together (null engines share a process: their part of the wires); and the balance: tokens of the
-engine with the most over those of the one with the fewest.
+Null engines answer every request with a token in each of their `--rate` steps per second. Clients keep `--in-flight`
+requests of `--tokens` tokens running, each with a prompt of `--prompt` tokens; with `--beginnings` N, half of each
+prompt is one of N shared prefixes, and the request is routed to where that prefix is cached. The table has tokens per
+second; the processor time of a client for 1,000 tokens per second, in percent of a core (routing, journal, wires,
+waking the reader), and of all engines together (null engines share a process: their part of the wires); and the
+balance, which is the tokens of the engine with the most divided by the tokens of the engine with the fewest.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ START_SECONDS = 60.0
 BLOCK_SIZE, NUM_BLOCKS, VOCAB = 16, 100_000, 1000
 STATS_SECONDS = 0.5
 PER_THOUSAND = 1e5
-"""Seconds of a core for each token, as percent of a core for 1,000 tokens a second."""
+"""Factor from seconds of a core per token to percent of a core per 1,000 tokens per second."""
 
 INFO = EngineInfo(
     architecture="Null", vocab_size=VOCAB, max_model_len=100_000, block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS
@@ -73,18 +73,18 @@ def measure(options: argparse.Namespace, num_engines: int, num_clients: int) -> 
     for name in ("seconds", "rate", "tokens", "prompt", "beginnings"):
         words += [f"--{name}", str(getattr(options, name))]
     roles = [("engines", 0), *(("client", index) for index in range(num_clients))]
-    ends: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[str]] = []
     try:
         for role, index in roles:
-            ends.append(
+            processes.append(
                 subprocess.Popen([*words, "--role", role, "--index", str(index)], stdout=subprocess.PIPE, text=True)
             )
-        patience = START_SECONDS + 3 * options.seconds
-        engines, *clients = (json.loads(end.communicate(timeout=patience)[0]) for end in ends)
+        timeout = START_SECONDS + 3 * options.seconds
+        engines, *clients = (json.loads(process.communicate(timeout=timeout)[0]) for process in processes)
     finally:
-        for end in ends:
-            end.kill()
-            end.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
         remove_runtime_dir(runtime_dir)
     rate = sum(client["tokens"] / client["seconds"] for client in clients)
     client_cost = PER_THOUSAND * sum(client["cpu"] / client["tokens"] for client in clients) / num_clients
@@ -97,7 +97,7 @@ def measure(options: argparse.Namespace, num_engines: int, num_clients: int) -> 
     )
 
 
-# A client, as API servers have one.
+# A client, as in an API server.
 
 
 def run_client(options: argparse.Namespace) -> None:
@@ -114,8 +114,8 @@ async def _run_client(options: argparse.Namespace) -> None:
         await asyncio.sleep(0.01)
     rng = random.Random(options.index)
     beginnings = [_prompt(rng, options.prompt // 2) for _ in range(options.beginnings)]
-    tasks = [asyncio.create_task(_keep_going(client, rng, beginnings, options)) for _ in range(options.in_flight)]
-    await asyncio.sleep(1.0)  # all have begun
+    tasks = [asyncio.create_task(_keep_requesting(client, rng, beginnings, options)) for _ in range(options.in_flight)]
+    await asyncio.sleep(1.0)  # until all requests run
     counted, began, cpu = COUNT["tokens"], time.perf_counter(), time.process_time()
     await asyncio.sleep(options.seconds)
     report = {
@@ -135,7 +135,7 @@ async def _run_client(options: argparse.Namespace) -> None:
 COUNT: Counter[str] = Counter()
 
 
-async def _keep_going(
+async def _keep_requesting(
     client: Client, rng: random.Random, beginnings: list[list[int]], options: argparse.Namespace
 ) -> None:
     params = SamplingParams(max_tokens=options.tokens, temperature=0, ignore_eos=True, detokenize=False)
@@ -151,11 +151,11 @@ def _prompt(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(3, VOCAB) for _ in range(length)]
 
 
-# The engines, in one process; it is the supervisor, too.
+# All engines, in one process that also plays the supervisor.
 
 
 class NullEngine:
-    """Takes requests, and gives each a token in every step."""
+    """An engine without a model: it gives every request a token in each step."""
 
     def __init__(self, rank: int, runtime_dir: Path) -> None:
         self.engine = EngineId(INSTANCE, rank)
@@ -169,7 +169,7 @@ class NullEngine:
         self._outbox.connect(client, address)
         self._running[client] = {}
 
-    def take(self) -> None:
+    def receive(self) -> None:
         while (message := self._inbox.receive(0)) is not None:
             match message:
                 case Generate(client=client, request_id=name, stopping=stopping):
@@ -227,7 +227,7 @@ def run_engines(options: argparse.Namespace) -> None:
     due, stats_due, end, cpu = time.monotonic(), 0.0, time.monotonic() + options.seconds + 2.0, time.process_time()
     while (now := time.monotonic()) < end:
         for engine in engines:
-            engine.take()
+            engine.receive()
             engine.step()
         if now > stats_due:
             stats_due = now + STATS_SECONDS
@@ -241,7 +241,7 @@ def run_engines(options: argparse.Namespace) -> None:
 
 
 def _attach_clients(members: list[Joined], count: int, runtime_dir: Path) -> dict[ClientId, str]:
-    """Tell each who is there, as soon as it listens, and wait until it has heard. Their addresses."""
+    """Attach each client with `members`, wait until all have answered, and return their addresses."""
     inbox: Inbox[Any] = Inbox(runtime_dir, "supervisor", Codec[Any](SUPERVISOR_INBOX).decode)
     outbox: Outbox[ClientId, SupervisorToMember] = Outbox(Codec[Any](SUPERVISOR_OUTBOX).encode)
     addresses = {}

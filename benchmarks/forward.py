@@ -1,9 +1,9 @@
-"""Where a forward pass spends its time: each of its native steps run alone, summed up by what it does.
+"""Times of the operations of a forward pass: each native operation runs alone, summed up by kind.
 
 python benchmarks/forward.py CHECKPOINT [--tokens N] [--rows N] [--context N] [--threads N]
 
-`--tokens` new tokens for each of `--rows` rows that have `--context` cached ones. Steps that run alone start with a
-team that is woken anew, so their sum is above the whole.
+The pass computes `--tokens` new tokens for each of `--rows` rows that have `--context` cached tokens. An operation that
+runs alone has to wake the team of threads first, so the sum of all is above the whole.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _batch(rows: int, tokens: int, context: int) -> ForwardBatch:
 
 
 def _best(work: Callable[[], object], repeat: int) -> float:
-    """Seconds of the fastest run, after one that is not counted."""
+    """Return the seconds of the fastest run, after one that does not count."""
     work()
     seconds = []
     for _ in range(repeat):

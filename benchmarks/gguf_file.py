@@ -1,4 +1,4 @@
-"""A checkpoint of `shapes.py` as the GGUF file that llama.cpp reads: the same weights, in bf16, norms in float32.
+"""Conversion of a checkpoint of `shapes.py` to GGUF for llama.cpp: the same weights in bf16, norms in float32.
 
 python benchmarks/gguf_file.py CHECKPOINT FILE.gguf
 """
@@ -17,7 +17,7 @@ import numpy as np
 ALIGNMENT = 32
 UINT32, FLOAT32, STRING, ARRAY, INT32 = 4, 6, 8, 9, 5
 F32, BF16 = 0, 30
-"""Types of values, and of tensors, as the format numbers them."""
+"""Numbers of the tensor types in the format; the line above has those of value types."""
 ARCHITECTURES = {"qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 ENDS = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -41,15 +41,15 @@ EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": 
 NORMAL_TOKEN, CONTROL_TOKEN, UNUSED_TOKEN = 1, 3, 5
 
 
-class Tensor(NamedTuple):
+class GgufTensor(NamedTuple):
     name: str
     kind: int
     data: np.ndarray
-    """uint16 (the bits of bf16) or float32."""
+    """Array of uint16 (the bits of bf16) or float32."""
 
 
 def convert(checkpoint: Path, file: Path) -> None:
-    """Written beside and then renamed: a file of this name is a whole one."""
+    """Write `file` under another name and rename it, so that a file of this name is always complete."""
     config = json.loads((checkpoint / "config.json").read_text())
     tensors = list(_tensors(checkpoint, config))
     unfinished = file.with_suffix(".unfinished")
@@ -60,7 +60,7 @@ def convert(checkpoint: Path, file: Path) -> None:
             out.write(_string(name) + struct.pack("<I", kind) + _encode(kind, value))
         offset = 0
         for tensor in tensors:
-            shape = tensor.data.shape[::-1]  # the dimension that lies together comes first
+            shape = tensor.data.shape[::-1]  # the contiguous dimension comes first
             out.write(_string(tensor.name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape))
             out.write(struct.pack("<IQ", tensor.kind, offset))
             offset += -(-tensor.data.nbytes // ALIGNMENT) * ALIGNMENT
@@ -115,7 +115,7 @@ def _vocabulary(checkpoint: Path, vocab_size: int) -> Iterator[tuple[str, int, A
     yield "tokenizer.ggml.eos_token_id", UINT32, 0
 
 
-def _tensors(checkpoint: Path, config: dict[str, Any]) -> Iterator[Tensor]:
+def _tensors(checkpoint: Path, config: dict[str, Any]) -> Iterator[GgufTensor]:
     weights = _weights(checkpoint / "model.safetensors")
     for layer in [None, *range(config["num_hidden_layers"])]:
         names = ENDS if layer is None else {f"model.layers.{layer}.{a}.weight": b for a, b in PARTS.items()}
@@ -129,15 +129,15 @@ def _tensors(checkpoint: Path, config: dict[str, Any]) -> Iterator[Tensor]:
                 yield _tensor(f"blk.{layer}.{theirs}.weight", np.stack(each))
 
 
-def _tensor(name: str, bits: np.ndarray) -> Tensor:
-    """Vectors (norms) and routers are float32 there."""
+def _tensor(name: str, bits: np.ndarray) -> GgufTensor:
+    """Make a tensor from the bits of bf16. llama.cpp wants vectors (norms) and routers in float32."""
     if bits.ndim == 1 or "ffn_gate_inp" in name:
-        return Tensor(name, F32, (bits.astype(np.uint32) << 16).view(np.float32))
-    return Tensor(name, BF16, bits)
+        return GgufTensor(name, F32, (bits.astype(np.uint32) << 16).view(np.float32))
+    return GgufTensor(name, BF16, bits)
 
 
 def _weights(path: Path) -> dict[str, np.ndarray]:
-    """The bits of every bf16 tensor, mapped."""
+    """Map the bits of every tensor, all of which are bf16."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(size))

@@ -1,7 +1,8 @@
-"""What a machine would need for a row if nothing cost time but reading memory and multiplying. Used by `peer_jobs.py`.
+"""Lower limit of the time that a row takes, if only reading memory and multiplying cost time. Used by `peer_jobs.py`.
 
-Both are measured when the figure is asked for (`limits.cpp`), so that it belongs to the same minute as the engines'.
-A step takes as long as the longer of the two: reading the weights and the cache once, or the products of its tokens.
+Both rates are measured (`limits.cpp`) whenever a figure is requested, so that it belongs to the same minute as the
+engines' figures. A step takes the longer of the two: reading the weights and the cache once, or the products of its
+tokens.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from typing import Any
 
 MEGABYTES = 1024
 ITEM = 2
-"""Bytes of a bfloat16."""
+"""Bytes per bfloat16."""
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineLimits:
     bytes_per_s: float
     operations_per_s: float
 
 
-class Model:
-    """Sizes of a checkpoint's matrices, in numbers."""
+class ModelSizes:
+    """Sizes of a checkpoint's matrices, in elements."""
 
     def __init__(self, checkpoint: Path) -> None:
         config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
@@ -43,8 +44,8 @@ class Model:
         inner = config["moe_intermediate_size"] if self.num_experts > 1 else config["intermediate_size"]
         self.expert: int = 3 * hidden * inner
 
-    def step_seconds(self, machine: Machine, *, rows: int, tokens: int, context: int) -> float:
-        """Of a step in which each of `rows` computes `tokens` more tokens after `context`, and samples one."""
+    def step_seconds(self, machine: MachineLimits, *, rows: int, tokens: int, context: int) -> float:
+        """Return the seconds of a step in which each row computes `tokens` tokens after `context`, and samples one."""
         experts = min(self.num_experts, rows * tokens * self.experts_per_token)
         weights = self.num_layers * (self.attention + experts * self.expert) + self.head
         cache = self.num_layers * rows * context * self.cache_size
@@ -53,15 +54,15 @@ class Model:
         products += rows * self.head + self.num_layers * rows * seen * 2 * self.query_size
         return max(ITEM * (weights + cache) / machine.bytes_per_s, 2 * products / machine.operations_per_s)
 
-    def seconds(self, machine: Machine, *, rows: int, num_in: int, num_out: int) -> float:
-        """Of all prompts in one step, and the rest token by token."""
+    def seconds(self, machine: MachineLimits, *, rows: int, num_in: int, num_out: int) -> float:
+        """Return the seconds of all prompts in one step and the rest token by token."""
         steps = (
             self.step_seconds(machine, rows=rows, tokens=1, context=num_in + index) for index in range(num_out - 1)
         )
         return self.step_seconds(machine, rows=rows, tokens=num_in, context=0) + sum(steps)
 
 
-FIGURES: dict[str, Callable[[Model, Machine], float]] = {
+FIGURES: dict[str, Callable[[ModelSizes, MachineLimits], float]] = {
     "token_ms": lambda model, machine: 1000 * model.step_seconds(machine, rows=1, tokens=1, context=96),
     "prompt_tokens_per_s": lambda model, machine: 1024 / model.seconds(machine, rows=1, num_in=1024, num_out=1),
     "batch16_s": lambda model, machine: model.seconds(machine, rows=16, num_in=32, num_out=64),
@@ -72,10 +73,10 @@ FIGURES: dict[str, Callable[[Model, Machine], float]] = {
 
 
 class Limit:
-    """Measures the machine, and computes what a model would need on it."""
+    """Pseudo-engine that measures the machine and computes the time that a model needs on it at least."""
 
     def __init__(self, checkpoint: Path) -> None:
-        self._model = Model(checkpoint)
+        self._model = ModelSizes(checkpoint)
         self._directory = tempfile.TemporaryDirectory()
         self._program = Path(self._directory.name) / "limits"
         compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
@@ -84,12 +85,12 @@ class Limit:
         subprocess.run(command, check=True)
 
     def measure(self, figures: list[str], turn: int) -> dict[str, float]:
-        """Those of `figures` that have a limit."""
+        """Return the limits of those of `figures` that have one."""
         threads = len(os.sched_getaffinity(0))
-        said = subprocess.run(
+        output = subprocess.run(
             [str(self._program), str(MEGABYTES), str(threads)], check=True, capture_output=True, text=True
         ).stdout
-        machine = Machine(*map(float, said.split()))
+        machine = MachineLimits(*map(float, output.split()))
         return {name: FIGURES[name](self._model, machine) for name in figures if name in FIGURES}
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""llama.cpp with several requests at once, by the C interface in llama-cpp-python. Used by `measure_offline.py`.
+"""llama.cpp with several requests at once, through the C interface in llama-cpp-python. Used by `measure_offline.py`.
 
-The prompts go in first, in batches; then a step computes one token of every request. Greedy.
+The prompts are computed first, in batches; then a step computes one token of every request. Sampling is greedy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import llama_cpp
 import numpy as np
 
 BATCH_TOKENS = 2048
-"""What llama.cpp takes at once; it computes them in parts of `UBATCH_TOKENS`."""
+"""Most tokens of one call of llama.cpp, which computes them in parts of `UBATCH_TOKENS`."""
 UBATCH_TOKENS = 512
 
 
@@ -23,9 +23,9 @@ def quiet(level: int, text: bytes, data: ctypes.c_void_p) -> None:
 
 
 class LlamaEngine:
-    """A model, and a context as large as the requests at hand: sequences share a context in equal parts.
+    """A model and a context sized for the current requests, because sequences share a context in equal parts.
 
-    `options`: `num_threads`, by default one for each core.
+    `options` may have `num_threads`, by default one per core.
     """
 
     def __init__(self, gguf: str, options: dict[str, Any]) -> None:
@@ -44,8 +44,11 @@ class LlamaEngine:
         self._fit(1, 64)
 
     def generate(self, prompts: list[list[int]], num_out: int) -> list[int]:
-        """How many tokens each of `prompts` got. Of prompts that are those of the last call, only the ends are
-        computed: what a prefix cache does for the others."""
+        """Return the number of tokens that each of `prompts` got.
+
+        If the prompts are the same as in the last call, only their last tokens are computed, as with the prefix caches
+        of the other engines.
+        """
         self._fit(len(prompts), max(map(len, prompts)) + num_out)
         tokens = self._prefill(prompts)
         for index in range(1, num_out):
@@ -59,7 +62,7 @@ class LlamaEngine:
         llama_cpp.llama_model_free(self._model)
 
     def _fit(self, num_seqs: int, num_tokens: int) -> None:
-        """A context of at least this size; its cache is empty if it is a new one."""
+        """Make sure that the context has at least this size; a new one has an empty cache."""
         if self._context_shape[0] == num_seqs and self._context_shape[1] >= num_tokens:
             return
         if self._context:
@@ -76,7 +79,7 @@ class LlamaEngine:
         self._cached = []
 
     def _prefill(self, prompts: list[list[int]]) -> list[int]:
-        """The first token of each."""
+        """Compute the prompts and return the first token of each answer."""
         memory = llama_cpp.llama_get_memory(self._context)
         if prompts == self._cached:
             for seq, prompt in enumerate(prompts):
@@ -95,20 +98,20 @@ class LlamaEngine:
         return tokens
 
     def _step(self, entries: list[tuple[int, int, int, bool]]) -> list[int]:
-        """Compute (sequence, position, token, whether the next one is wanted); the likeliest next tokens."""
+        """Compute entries (sequence, position, token, is_sampled); return the likeliest next tokens of the sampled."""
         batch = self._batch
         batch.n_tokens = len(entries)
-        for index, (seq, position, token, wanted) in enumerate(entries):
+        for index, (seq, position, token, is_sampled) in enumerate(entries):
             batch.token[index] = token
             batch.pos[index] = position
             batch.n_seq_id[index] = 1
             batch.seq_id[index][0] = seq
-            batch.logits[index] = wanted
+            batch.logits[index] = is_sampled
         if (code := llama_cpp.llama_decode(self._context, batch)) != 0:
             raise SystemExit(f"llama_decode failed with code {code}")
         tokens = []
-        for index, (_, _, _, wanted) in enumerate(entries):
-            if wanted:
+        for index, (_, _, _, is_sampled) in enumerate(entries):
+            if is_sampled:
                 logits = llama_cpp.llama_get_logits_ith(self._context, index)
                 tokens.append(int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax()))
         llama_cpp.llama_synchronize(self._context)

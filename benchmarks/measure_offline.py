@@ -1,9 +1,9 @@
-"""One engine, one checkpoint, one process: measures what it is asked for. Run by `peers.py` in the engine's Python.
+"""Program that measures one engine with one checkpoint. Run by `peers.py` in the engine's Python.
 
 python benchmarks/measure_offline.py eagleray|vllm|llama.cpp CHECKPOINT [JSON with more options of LLM]
 
-Prints a line of JSON with `ready_s` when the engine is ready, then one for each name of a figure that it reads from
-standard input. Between them the engine is idle, so that others can be measured in turn.
+It prints a line of JSON with `ready_s` when the engine is ready, then one for each name of a figure that it reads from
+standard input. In between the engine is idle, so that others can be measured in turn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PackageEngine:
         self._llm = self._package.LLM(checkpoint, **(OPTIONS[engine] | options))
 
     def generate(self, prompts: list[list[int]], num_out: int) -> list[int]:
-        """Greedy; how many tokens each of `prompts` got."""
+        """Generate greedily and return the number of tokens that each of `prompts` got."""
         params = self._package.SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True, detokenize=False)
         outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
@@ -47,15 +47,15 @@ class PackageEngine:
             self._llm.close()
 
 
-class Bench:
-    """Times of an engine."""
+class OfflineBench:
+    """Measures the times of an engine."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._rng = random.Random(0)
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
-        """Never the same twice: the prefix cache shall not help."""
+        """Make prompts that never repeat, so that the prefix cache has no hits."""
         return [[self._rng.randrange(10, 7000) for _ in range(length)] for _ in range(count)]
 
     def once(self, prompts: list[list[int]], num_out: int) -> float:
@@ -66,15 +66,17 @@ class Bench:
         return seconds
 
     def seconds(self, count: int, num_in: int, num_out: int) -> float:
-        """Median of the runs that fit into `ROW_SECONDS`, at least one."""
+        """Return the median of the runs that fit into `ROW_SECONDS`, at least one."""
         runs: list[float] = []
         while sum(runs) < ROW_SECONDS:
             runs.append(self.once(self.prompts(count, num_in), num_out))
         return statistics.median(runs)
 
     def warm_up(self) -> None:
-        """Threads, allocations, lazy compilation; and the first use of a cache's memory, which the system hands out
-        page by page (vLLM has done that when it is ready)."""
+        """Start threads, allocate, compile, and touch the cache's memory, which the system hands out page by page.
+
+        vLLM has done the latter when it is ready.
+        """
         self.seconds(2, 32, 8)
         deadline = time.perf_counter() + WARM_SECONDS
         while time.perf_counter() < deadline:
@@ -84,7 +86,7 @@ class Bench:
         return 1000 * (self.seconds(1, 32, 1 + DECODE_TOKENS) - self.seconds(1, 32, 1)) / DECODE_TOKENS
 
     def long_token_ms(self) -> float:
-        """The same prompt every time, so that, but for the first time, its end alone is computed."""
+        """Measure with the same prompt every time, so that only its last token is computed after the first time."""
         prompt = self.prompts(1, LONG_PROMPT_TOKENS)
         self.once(prompt, 1)
         first = statistics.median(self.once(prompt, 1) for _ in range(3))
@@ -92,26 +94,26 @@ class Bench:
         return 1000 * (whole - first) / LONG_DECODE_TOKENS
 
 
-FIGURES: dict[str, Callable[[Bench], float]] = {
-    "token_ms": Bench.token_ms,
+FIGURES: dict[str, Callable[[OfflineBench], float]] = {
+    "token_ms": OfflineBench.token_ms,
     "prompt_tokens_per_s": lambda bench: PROMPT_TOKENS / bench.seconds(1, PROMPT_TOKENS, 1),
     "batch16_s": lambda bench: bench.seconds(16, 32, 64),
     "batch32_s": lambda bench: bench.seconds(32, 128, 64),
     "long_prompt_tokens_per_s": lambda bench: LONG_PROMPT_TOKENS / bench.seconds(1, LONG_PROMPT_TOKENS, 1),
-    "long_token_ms": Bench.long_token_ms,
+    "long_token_ms": OfflineBench.long_token_ms,
 }
 
 
 def main(engine: str, checkpoint: str, options: str = "{}") -> None:
     began = time.perf_counter()
     if engine == "llama.cpp":
-        from measure_llama import LlamaEngine  # only its Python has what that needs
+        from measure_llama import LlamaEngine  # only its own Python has the library
 
         opened: Any = LlamaEngine(checkpoint, json.loads(options))
     else:
         opened = PackageEngine(engine, checkpoint, json.loads(options))
     print(json.dumps({"ready_s": time.perf_counter() - began}), flush=True)
-    bench = Bench(opened)
+    bench = OfflineBench(opened)
     is_warm = False
     for line in sys.stdin:
         if not is_warm:

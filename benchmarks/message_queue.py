@@ -1,9 +1,9 @@
-"""Round trips of the queue between an engine and its workers, alone: p50 and p99 in microseconds.
+"""Round-trip times of the queue between an engine and its workers: p50 and p99 in microseconds.
 
 python benchmarks/message_queue.py [--peers 1 2 4] [--medium "shared memory"] [--repeat 20000]
 
-`busy`: 500 bytes to every peer and back, one round trip after the other. `after idleness`: the same after 1.5 s in
-which nothing happened. `1 MB`: an array of 1,000,000 bytes to every peer and back.
+`busy`: 500 bytes to every peer and back, one round trip after the other. `after idleness`: the same after 1.5 s
+without messages. `1 MB`: an array of 1,000,000 bytes to every peer and back.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def measure(num_peers: int, medium: str, repeat: int) -> None:
 
 
 def round_trip(queue: MessageQueueHub, num_peers: int, frames: list[bytes]) -> float:
-    """Microseconds until every peer has answered."""
+    """Send `frames` to every peer and return the microseconds until all have answered."""
     start = time.perf_counter()
     queue.send(frames, SECONDS)
     for _ in range(num_peers):

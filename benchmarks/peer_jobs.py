@@ -1,9 +1,8 @@
-"""One engine at one job: opened once, measured again and again, in turn with the others."""
+"""Runs of one engine at one job: opened once, measured repeatedly, in turn with the other engines."""
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import queue
 import signal
@@ -18,39 +17,42 @@ from pathlib import Path
 from typing import Any
 
 from measure_limit import Limit
-from peer_engines import LIMIT, Engine
-from peer_rows import Job
+from peer_engines import LIMIT, PeerEngine
+from peer_rows import PeerJob
 from process_memory import PeakMemory
 
+from eagleray.errors import EagleRayError
+from eagleray_bench.http_client import request_once
+
 TIMEOUT = 1800
-END_SECONDS = 60
+STOP_TIMEOUT_SECONDS = 60
 NUM_PROMPTS = {1: 32, 8: 64, 32: 128}
-"""By streams."""
+"""Number of prompts, by the number of streams."""
 NUM_INPUT, NUM_OUTPUT, VOCAB_SIZE = 128, 64, 7000
 
 
 class JobFailed(Exception):
-    """The engine could not do it; the message is what it said last."""
+    """Raised if the engine failed; the message has its last line."""
 
 
-def open_job(job: Job, engine: Engine, checkpoint: Path) -> Offline | Served | Limit:
-    """The engine, ready to be measured; to be closed. Raises `JobFailed`."""
+def open_job(job: PeerJob, engine: PeerEngine, checkpoint: Path) -> Offline | Served | Limit:
+    """Start the engine and return it ready to be measured; the caller closes it. Raises `JobFailed`."""
     if engine.name == LIMIT:
         return Limit(checkpoint)
     return Served(engine, checkpoint) if job.is_http else Offline(engine, checkpoint, job.options)
 
 
 class Offline:
-    """A process that runs `measure_offline.py`. It is idle but for the time in which a figure is measured."""
+    """A process that runs `measure_offline.py`, idle except while a figure is measured."""
 
-    def __init__(self, engine: Engine, checkpoint: Path, options: dict[str, Any]) -> None:
+    def __init__(self, engine: PeerEngine, checkpoint: Path, options: dict[str, Any]) -> None:
         script = Path(__file__).with_name("measure_offline.py")
         command = [engine.python, str(script), engine.name, str(checkpoint), json.dumps(engine.options(options))]
-        self._again = (engine, checkpoint, options)
+        self._arguments = (engine, checkpoint, options)
         with contextlib.ExitStack() as stack:
             self._log = stack.enter_context(tempfile.TemporaryFile("w+"))
             self._process = stack.enter_context(
-                _ended(
+                _stopping(
                     subprocess.Popen(
                         command,
                         stdin=subprocess.PIPE,
@@ -63,45 +65,45 @@ class Offline:
             )
             self._memory = stack.enter_context(PeakMemory(self._process.pid))
             self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-            threading.Thread(target=self._listen, daemon=True).start()
-            self.ready_s = self._answer()["ready_s"]
-            self._ends = stack.pop_all()
+            threading.Thread(target=self._read_lines, daemon=True).start()
+            self.ready_s = self._receive()["ready_s"]
+            self._exit_stack = stack.pop_all()
 
     def measure(self, figures: Sequence[str], turn: int) -> dict[str, float]:
-        """These figures, by name. Raises `JobFailed`."""
+        """Measure these figures and return them by name. Raises `JobFailed`."""
         return {figure: self._measure(figure, turn) for figure in figures}
 
     def close(self) -> None:
-        self._ends.close()
+        self._exit_stack.close()
 
     def _measure(self, figure: str, turn: int) -> float:
         match figure:
             case "ready_s" if turn == 0:
                 return self.ready_s
             case "ready_s":
-                with contextlib.closing(Offline(*self._again)) as another:
+                with contextlib.closing(Offline(*self._arguments)) as another:
                     return another.ready_s
             case "peak_anonymous_mib":
                 if turn == 0:
-                    self._measure("batch32_s", turn)  # memory under some work
+                    self._measure("batch32_s", turn)  # memory is measured under load
                 return self._memory.peak_bytes / 2**20
             case _:
                 assert self._process.stdin
-                with contextlib.suppress(BrokenPipeError):  # it has ended: there is no answer either
+                with contextlib.suppress(BrokenPipeError):  # it has exited, so the answer is its end
                     print(figure, file=self._process.stdin, flush=True)
-                return self._answer()[figure]
+                return self._receive()[figure]
 
-    def _answer(self) -> dict[str, float]:
+    def _receive(self) -> dict[str, float]:
         try:
             line = self._answers.get(timeout=TIMEOUT)
         except queue.Empty:
             raise JobFailed(f"no answer after {TIMEOUT} s") from None
         if line is None:
-            raise JobFailed(_last_words(self._log, self._process.wait(END_SECONDS)))
+            raise JobFailed(_exit_message(self._log, self._process.wait(STOP_TIMEOUT_SECONDS)))
         found: dict[str, float] = json.loads(line)
         return found
 
-    def _listen(self) -> None:
+    def _read_lines(self) -> None:
         assert self._process.stdout
         for line in self._process.stdout:
             if line.startswith("{"):
@@ -112,23 +114,23 @@ class Offline:
 class Served:
     """A server, measured by `eagleray bench serve`."""
 
-    def __init__(self, engine: Engine, checkpoint: Path) -> None:
+    def __init__(self, engine: PeerEngine, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
         self._port = _free_port()
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(tempfile.TemporaryFile("w+"))
             command = engine.server(checkpoint, self._port)
             process = stack.enter_context(
-                _ended(subprocess.Popen(command, stdout=log, stderr=log, env=engine.environment({})))
+                _stopping(subprocess.Popen(command, stdout=log, stderr=log, env=engine.environment({})))
             )
             _wait_until_healthy(process, self._port, log)
-            self._ends = stack.pop_all()
+            self._exit_stack = stack.pop_all()
 
     def measure(self, figures: Sequence[str], turn: int) -> dict[str, float]:
-        """These figures, `STREAMS/WHAT`, by name. Raises `JobFailed`."""
+        """Measure these figures (`STREAMS/FIGURE`) and return them by name. Raises `JobFailed`."""
         found: dict[str, float] = {}
         for streams in sorted({int(figure.partition("/")[0]) for figure in figures}):
-            # Never the same prompts again: the prefix cache shall not help.
+            # prompts never repeat, so that the prefix cache has no hits
             load = _load(self._port, self._checkpoint, streams, seed=1000 * (turn + 1) + streams)
             for name in ("ttft", "tpot"):
                 found |= {f"{streams}/{name}-{p}": load[f"{name}_ms"][p] for p in ("p50", "p99")}
@@ -136,7 +138,7 @@ class Served:
         return {figure: found[figure] for figure in figures}
 
     def close(self) -> None:
-        self._ends.close()
+        self._exit_stack.close()
 
 
 def _load(port: int, checkpoint: Path, streams: int, *, seed: int) -> dict[str, Any]:
@@ -169,46 +171,44 @@ def _wait_until_healthy(process: subprocess.Popen[Any], port: int, log: Any) -> 
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise JobFailed(_last_words(log, process.returncode))
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
+            raise JobFailed(_exit_message(log, process.returncode))
+        with contextlib.suppress(EagleRayError):
+            if request_once(f"http://127.0.0.1:{port}/health", timeout=10).status == 200:
                 return
         time.sleep(0.2)
     raise JobFailed(f"the server is not healthy after {TIMEOUT} s")
 
 
 @contextlib.contextmanager
-def _ended(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
-    """Afterwards the process is over."""
+def _stopping(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
+    """Stop the process when the context ends."""
     try:
         yield process
     finally:
         if process.stdin:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()  # the sign to end
+                process.stdin.close()  # asks it to exit
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_SECONDS)
+                process.wait(STOP_TIMEOUT_SECONDS)
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             try:
-                process.wait(END_SECONDS)
+                process.wait(STOP_TIMEOUT_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(END_SECONDS)
+                process.wait(STOP_TIMEOUT_SECONDS)
 
 
 def _free_port() -> int:
-    """Somebody else might take it before the server does: then the job fails and says so."""
+    """Return a free port. If another process takes it before the server does, the job fails with that cause."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-def _last_words(log: Any, code: int) -> str:
+def _exit_message(log: Any, code: int) -> str:
     log.seek(0)
     lines = [line.strip() for line in log.read().splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line]
-    return f"exit code {code}: {(errors or lines or ['it said nothing'])[-1][-300:]}"
+    return f"exit code {code}: {(errors or lines or ['it printed nothing'])[-1][-300:]}"

@@ -1,7 +1,7 @@
-"""The rows of the peers' table: what is measured, in which job.
+"""The rows of the peers' table, and the jobs that measure them.
 
 A job is one process, or one server, of one engine, and gives the figures of several rows. Names of rows are
-`MODEL/WHAT`, `MODEL/tp2/WHAT` and the like for several workers, and `MODEL/http8/WHAT` for so many streams.
+`MODEL/FIGURE`, `MODEL/tp2/FIGURE` and the like for several workers, and `MODEL/http8/FIGURE` for 8 streams.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ USUAL = [
     *("dense-tiny/tp2/token", "dense-tiny/tp2/batch32", "dense-0.6b/tp2/token", "dense-0.6b/tp2/batch32"),
     *("dense-tiny/pp2/token", "dense-tiny/pp2/batch32", "moe-tiny/ep2/token", "moe-tiny/ep2/batch32"),
 ]
-"""What runs without `--rows`."""
+"""Rows that are measured without `--rows`."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """Through `measure_offline.py` with these options, or through a server."""
+class PeerJob:
+    """Run of `measure_offline.py`, or of a server, with these options."""
 
     model: str
     is_http: bool = False
@@ -63,51 +63,53 @@ class Job:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `LLM`."""
+        """Options of `LLM`."""
         return PARALLEL.get(self.parallel, {}) | ({"max_model_len": LONG_LEN} if self.is_long else {})
 
-    def groups(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """What is measured together: with a server all that one load tells, else each figure, memory last."""
+    def groups(self, rows: Sequence[PeerRow]) -> list[list[PeerRow]]:
+        """Group the rows that are measured together: those of one load of a server; else each alone, memory last."""
         if not self.is_http:
             return [[row] for row in sorted(rows, key=lambda row: row.figure == "peak_anonymous_mib")]
-        by_load: dict[str, list[Row]] = {}
+        by_load: dict[str, list[PeerRow]] = {}
         for row in rows:
             by_load.setdefault(row.figure.partition("/")[0], []).append(row)
         return list(by_load.values())
 
 
 @dataclass(frozen=True)
-class Row:
+class PeerRow:
     name: str
     title: str
-    job: Job
+    job: PeerJob
     figure: str
-    """Its name in what the job gives; of an HTTP job, `STREAMS/WHAT`."""
+    """Name of the figure among those of the job; for an HTTP job `STREAMS/FIGURE`."""
 
     @property
     def is_higher_better(self) -> bool:
         return self.name.rpartition("/")[2] in HIGHER_IS_BETTER
 
 
-def all_rows() -> Iterator[Row]:
-    """By model. Of a model without experts, there are none to share."""
+def all_rows() -> Iterator[PeerRow]:
+    """Yield the rows of every model; expert parallelism only for models with experts."""
     for model in SHAPES:
         for parallel in ["", *PARALLEL]:
             if parallel == "ep2" and "num_experts" not in SHAPES[model]:
                 continue
             for what, (figure, title) in OFFLINE.items():
                 name = "/".join(filter(None, (model, parallel, what)))
-                yield Row(name, _with(title, parallel), Job(model, parallel=parallel), figure)
+                yield PeerRow(name, _with(title, parallel), PeerJob(model, parallel=parallel), figure)
         for what, (figure, title) in LONG.items():
-            yield Row(f"{model}/{what}", title, Job(model, is_long=True), figure)
+            yield PeerRow(f"{model}/{what}", title, PeerJob(model, is_long=True), figure)
         for streams in STREAMS:
             for what, title in HTTP.items():
                 name = f"{model}/http{streams}/{what}"
-                yield Row(name, _with(title, f"http, {streams} at once"), Job(model, is_http=True), f"{streams}/{what}")
+                yield PeerRow(
+                    name, _with(title, f"http, {streams} at once"), PeerJob(model, is_http=True), f"{streams}/{what}"
+                )
 
 
-def choose(patterns: Sequence[str]) -> list[Row]:
-    """The rows whose names match one of `patterns`; SystemExit if a pattern matches none."""
+def choose(patterns: Sequence[str]) -> list[PeerRow]:
+    """Return the rows whose names match one of `patterns`. Raises `SystemExit` if a pattern matches no row."""
     rows = list(all_rows())
     for pattern in patterns:
         if not any(fnmatch(row.name, pattern) for row in rows):

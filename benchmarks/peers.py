@@ -1,13 +1,13 @@
-"""eagleray and its peers in one run, in turn: medians, and the ratios to each peer.
+"""Comparison of eagleray and its peers in one run, in turn: medians, and the ratios to each peer.
 
 python benchmarks/peers.py [--rows 'dense-tiny/*' …] [--repeat 3] [--json FILE] [--list]
                            [--peer-python VLLM/bin/python [--peer-preload LIB …]] [--llama-python LLAMA/bin/python]
 
-`--peer-python` is a Python that has vLLM, `--llama-python` one that has llama-cpp-python. Without `--rows` it is the
-list of `peer_rows.USUAL`, which takes hours with the large models. For each job every engine starts once, in processes
-of its own; then they are measured in turn, figure by figure, the others idle: whatever the machine does from minute to
-minute happens to all. Starts are repeated, too, where they are asked for. A job that fails leaves its rows empty and
-says why.
+`--peer-python` is a Python that has vLLM, `--llama-python` one that has llama-cpp-python. Without `--rows` the rows of
+`peer_rows.USUAL` are measured, which takes hours with the large models. For each job every engine starts once, in
+processes of its own; then the engines are measured in turn, figure by figure, while the others are idle, so that
+changes of the machine affect all of them. Rows of start times repeat the start, too. A job that fails leaves its rows
+empty, and its cause is printed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from measure_limit import Limit
-from peer_engines import LIMIT, Engine
+from peer_engines import LIMIT, PeerEngine
 from peer_jobs import JobFailed, Offline, Served, open_job
-from peer_rows import USUAL, Job, Row, all_rows, choose
+from peer_rows import USUAL, PeerJob, PeerRow, all_rows, choose
 
 Figures = dict[tuple[str, str], list[float]]
-"""Of every repetition, by row and engine."""
+"""Figures of every repetition, by row and engine."""
 
 
 def main() -> None:
@@ -51,19 +51,19 @@ def main() -> None:
         return
     if arguments.repeat < 1:
         sys.exit("--repeat must be at least 1")
-    engines = [Engine("eagleray")]
+    engines = [PeerEngine("eagleray")]
     if arguments.peer_python:
-        engines.append(Engine("vllm", arguments.peer_python, arguments.peer_preload))
+        engines.append(PeerEngine("vllm", arguments.peer_python, arguments.peer_preload))
     if arguments.llama_python:
-        engines.append(Engine("llama.cpp", arguments.llama_python))
-    engines.append(Engine(LIMIT))
+        engines.append(PeerEngine("llama.cpp", arguments.llama_python))
+    engines.append(PeerEngine(LIMIT))
     rows = choose(arguments.rows)
     figures: Figures = {}
     failures: list[str] = []
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         measure_all(rows, engines, arguments.repeat, arguments.directory, figures, failures)
-    finally:  # of a run that is cut short, what there is
+    finally:  # an interrupted run reports the figures so far
         print(table(rows, engines, figures))
         for failure in failures:
             print(f"\n{failure}")
@@ -72,16 +72,18 @@ def main() -> None:
 
 
 def measure_all(
-    rows: Sequence[Row],
-    engines: Sequence[Engine],
+    rows: Sequence[PeerRow],
+    engines: Sequence[PeerEngine],
     repeat: int,
     directory: Path,
     figures: Figures,
     failures: list[str],
 ) -> None:
-    """Every job by every engine, so many times; who failed at a job is not asked again for it. Adds to `figures` and
-    `failures`."""
-    jobs: dict[Job, list[Row]] = {}
+    """Measure every job with every engine `repeat` times, and add to `figures` and `failures`.
+
+    An engine that failed at a job is left out of the rest of that job.
+    """
+    jobs: dict[PeerJob, list[PeerRow]] = {}
     for row in rows:
         jobs.setdefault(row.job, []).append(row)
     for job, of_job in jobs.items():
@@ -89,14 +91,14 @@ def measure_all(
             opened: dict[str, Offline | Served | Limit] = {}
             for engine in engines:
                 if engine.can(job):
-                    with _noting_failure(failures, engine.name, job):
-                        _say(f"{engine.name} starts: {_name(job)}")
+                    with _recording_failure(failures, engine.name, job):
+                        _log(f"{engine.name} starts: {_name(job)}")
                         checkpoint = engine.checkpoint(job.model, directory)
                         opened[engine.name] = stack.enter_context(closing(open_job(job, engine, checkpoint)))
             for turn, group in itertools.product(range(repeat), job.groups(of_job)):
                 for name in list(opened):
-                    _say(f"{turn + 1}/{repeat} {name}: {', '.join(row.name for row in group)}")
-                    with _noting_failure(failures, name, job):
+                    _log(f"{turn + 1}/{repeat} {name}: {', '.join(row.name for row in group)}")
+                    with _recording_failure(failures, name, job):
                         found = opened[name].measure([row.figure for row in group], turn)
                         for row in group:
                             if row.figure in found:
@@ -106,19 +108,19 @@ def measure_all(
 
 
 @contextmanager
-def _noting_failure(failures: list[str], engine: str, job: Job) -> Iterator[None]:
+def _recording_failure(failures: list[str], engine: str, job: PeerJob) -> Iterator[None]:
     try:
         yield
     except JobFailed as error:
         failures.append(f"{engine} failed at {_name(job)}: {error}")
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def table(rows: Sequence[Row], engines: Sequence[Engine], figures: Figures) -> str:
-    """In Markdown: medians, and eagleray's over each peer's."""
+def table(rows: Sequence[PeerRow], engines: Sequence[PeerEngine], figures: Figures) -> str:
+    """Return a Markdown table of medians, and of eagleray's median divided by each peer's."""
     peers = [engine.name for engine in engines[1:]]
     headings = ["row", "what", *(engine.name for engine in engines), *(f"eagleray / {peer}" for peer in peers)]
     lines = ["| " + " | ".join(headings) + " |", "|---" * len(headings) + "|"]
@@ -133,7 +135,7 @@ def table(rows: Sequence[Row], engines: Sequence[Engine], figures: Figures) -> s
 
 
 def as_json(
-    rows: Sequence[Row], engines: Sequence[Engine], figures: Figures, failures: Sequence[str]
+    rows: Sequence[PeerRow], engines: Sequence[PeerEngine], figures: Figures, failures: Sequence[str]
 ) -> dict[str, object]:
     return {
         "machine": {"cores": len(os.sched_getaffinity(0)), "load_average": os.getloadavg()[0]},
@@ -151,18 +153,18 @@ def as_json(
     }
 
 
-def _medians(row: Row, engines: Sequence[Engine], figures: Figures) -> dict[str, float]:
+def _medians(row: PeerRow, engines: Sequence[PeerEngine], figures: Figures) -> dict[str, float]:
     found = {engine.name: figures.get((row.name, engine.name)) for engine in engines}
     return {name: statistics.median(values) for name, values in found.items() if values}
 
 
 def _ratios(medians: Mapping[str, float]) -> dict[str, float]:
-    """eagleray's over the peer's; below 1 eagleray is better, unless higher is."""
+    """Return eagleray's median divided by each peer's; below 1 eagleray is better, unless higher is better."""
     ours = medians.get("eagleray")
     return {peer: ours / theirs for peer, theirs in medians.items() if peer != "eagleray" and ours is not None}
 
 
-def _name(job: Job) -> str:
+def _name(job: PeerJob) -> str:
     kind = "http" if job.is_http else job.parallel or ("long" if job.is_long else "offline")
     return f"{job.model}, {kind}"
 

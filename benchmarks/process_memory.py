@@ -1,4 +1,4 @@
-"""How much memory of its own a tree of processes has at most: anonymous pages, neither files nor shared memory."""
+"""Peak of a process tree's own memory: anonymous pages, neither files nor shared memory."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import contextlib
 import threading
 from pathlib import Path
 
-EVERY_SECONDS = 0.05
+SAMPLE_INTERVAL_SECONDS = 0.05
 
 
 class PeakMemory:
-    """Watches a process and all its descendants while the context lasts; `peak_bytes` is their largest sum."""
+    """Context that samples a process and all its descendants; `peak_bytes` is their largest sum."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -27,12 +27,12 @@ class PeakMemory:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stop.wait(EVERY_SECONDS):
+        while not self._stop.wait(SAMPLE_INTERVAL_SECONDS):
             self.peak_bytes = max(self.peak_bytes, sum(map(anonymous_bytes, tree(self._pid))))
 
 
 def tree(pid: int) -> list[int]:
-    """The process and its descendants. Threads have children too."""
+    """Return the process and its descendants, including children of threads."""
     found = [pid]
     for parent in found:
         with contextlib.suppress(OSError):
@@ -43,7 +43,7 @@ def tree(pid: int) -> list[int]:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """0 for a process that has ended."""
+    """Return the size of the process's anonymous pages; 0 if it has exited."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):

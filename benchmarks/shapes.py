@@ -1,4 +1,4 @@
-"""The checkpoints that the benchmarks run: random weights in four shapes, in the real format.
+"""Checkpoints for the benchmarks: random weights in four shapes, in the real format.
 
 python benchmarks/shapes.py DIRECTORY [NAME ...]
 """
@@ -60,7 +60,7 @@ SHAPES = {
 
 
 def make(name: str, directory: Path) -> Path:
-    """The checkpoint's directory, made now unless it is there already."""
+    """Return the directory of a checkpoint, which is made now unless it exists."""
     path = directory / name
     if (path / "tokenizer.json").exists():
         return path
@@ -85,7 +85,7 @@ def make(name: str, directory: Path) -> Path:
 
 
 def _make_tokenizer(path: Path) -> None:
-    """A byte-level BPE trained on the standard library; smaller than the model's vocabulary, which does no harm."""
+    """Train a byte-level BPE on the standard library; it is smaller than the model's vocabulary, which is harmless."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -47,7 +47,7 @@ def test_choose_names_and_patterns_gives_matching_rows(load):
 
 
 def test_can_llama_neither_http_nor_parallel(load):
-    engine, job = load("peer_engines").Engine, load("peer_rows").Job
+    engine, job = load("peer_engines").PeerEngine, load("peer_rows").PeerJob
     assert not engine("llama.cpp").can(job("dense-tiny", is_http=True))
     assert not engine("limit").can(job("dense-tiny", is_http=True))
     assert not engine("llama.cpp").can(job("dense-tiny", parallel="tp2"))
@@ -56,20 +56,20 @@ def test_can_llama_neither_http_nor_parallel(load):
 
 
 def test_engine_options_and_environment_fit_the_engine(load):
-    options = load("peer_rows").Job("moe-tiny", parallel="ep2").options
-    vllm = load("peer_engines").Engine("vllm", preload=["a.so", "b.so"])
+    options = load("peer_rows").PeerJob("moe-tiny", parallel="ep2").options
+    vllm = load("peer_engines").PeerEngine("vllm", preload=["a.so", "b.so"])
     assert vllm.options(options) == options | {"distributed_executor_backend": "mp"}
     assert vllm.environment(options)["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
     assert vllm.environment({})["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
     assert vllm.environment({})["LD_PRELOAD"] == "a.so:b.so"
-    eagleray = load("peer_engines").Engine("eagleray")
+    eagleray = load("peer_engines").PeerEngine("eagleray")
     assert eagleray.options(options) == options | {"kv_cache_memory": "1GiB"}  # as much as vLLM gets
     assert eagleray.environment(options) == dict(os.environ)
 
 
 def test_table_has_medians_ratios_and_gaps(load):
     (token, prompt) = load("peer_rows").choose(["dense-tiny/token", "dense-tiny/prompt"])
-    engine = load("peer_engines").Engine
+    engine = load("peer_engines").PeerEngine
     figures = {(token.name, "eagleray"): [1.0, 9.0, 2.0], (token.name, "vllm"): [4.0]}
     peers = load("peers")
     lines = peers.table([token, prompt], [engine("eagleray"), engine("vllm")], figures).splitlines()
@@ -96,7 +96,7 @@ class FakeEngine:
 
 
 def test_measure_all_engines_alternate_and_a_failed_one_is_left_out(load, tmp_path, monkeypatch):
-    peers, engine, said = load("peers"), load("peer_engines").Engine, []
+    peers, engine, said = load("peers"), load("peer_engines").PeerEngine, []
     failed = load("peer_jobs").JobFailed
 
     def open_job(job, engine, checkpoint):
@@ -134,14 +134,14 @@ def test_step_seconds_is_the_slower_of_reading_and_multiplying(load, tmp_path):
     config = {"hidden_size": 8, "head_dim": 4, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 100}
     config |= {"num_key_value_heads": 1, "intermediate_size": 16, "moe_intermediate_size": 4}
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_local_experts": 8, "num_experts_per_tok": 2}))
-    model = limit.Model(tmp_path)
+    model = limit.ModelSizes(tmp_path)
     attention, expert, head = 8 * (8 + 8 + 4 + 4), 3 * 8 * 4, 8 * 100
     reading = 2 * (3 * (attention + 2 * expert) + head + 3 * 10 * 8)  # bytes: two experts, and a cache of 10 tokens
     multiplying = 2 * (3 * (attention + 2 * expert) + head + 3 * 11 * 2 * 8)
     step = {"rows": 1, "tokens": 1, "context": 10}
-    assert model.step_seconds(limit.Machine(1.0, 1e9), **step) == reading
-    assert model.step_seconds(limit.Machine(1e9, 1.0), **step) == multiplying
-    many = model.step_seconds(limit.Machine(1.0, 1e9), rows=16, tokens=1, context=0)
+    assert model.step_seconds(limit.MachineLimits(1.0, 1e9), **step) == reading
+    assert model.step_seconds(limit.MachineLimits(1e9, 1.0), **step) == multiplying
+    many = model.step_seconds(limit.MachineLimits(1.0, 1e9), rows=16, tokens=1, context=0)
     assert many == 2 * (3 * (attention + 8 * expert) + head)  # there are no more than eight
     assert limit.FIGURES.keys() == load("measure_offline").FIGURES.keys()
 
