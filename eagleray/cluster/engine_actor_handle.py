@@ -17,7 +17,6 @@ from eagleray.cluster.context import inherited_variables
 from eagleray.cluster.deadline import Deadline
 from eagleray.cluster.engine_actor import EngineActor
 from eagleray.cluster.environment import worker_environment
-from eagleray.cluster.placement import Placement
 from eagleray.cluster.ray_errors import summarize
 from eagleray.cluster.spawn import ActorHandles, spawn
 from eagleray.cluster.worker_actors import check_versions
@@ -70,7 +69,9 @@ def open_engine_actor(
     )
     with ExitStack() as undo:
         actors = spawn(
-            Placement(group_id, takes, [bundle], ExitStack()),
+            group_id=group_id,
+            bundles=[bundle],
+            takes=takes,
             namespace=instance,
             labels=[label],
             environment=environment,

@@ -48,6 +48,11 @@ def only(nodes: Sequence[Node], names: Sequence[str]) -> list[Node]:
     return [node for node in nodes if not names or any(node.is_meant(name) for name in names)]
 
 
+def address_of(node_id: str) -> str:
+    """Return the IP of a node that is, or has been, in the cluster."""
+    return next(node.ip for node in snapshot() if node.node_id == node_id)
+
+
 def snapshot() -> list[Node]:
     """Every node that has been in the cluster, in order of node id."""
     import ray

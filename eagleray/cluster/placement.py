@@ -1,55 +1,66 @@
-"""Where the workers of an engine go: into a placement group that is given, or into one of the engine's own."""
+"""Placement of engines and of their workers: in placement groups of their own, or in one that the user has given.
+
+An engine that is a Ray actor finds its bundles through an `EnginePlacer`, shared by the threads of several engines.
+An engine that runs already places its workers by `place_workers`.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from eagleray.cluster import placement_groups
 from eagleray.cluster.autoscaler import can_grow
 from eagleray.cluster.bundles import (
     Bundle,
     BundlesBusy,
-    Choose,
-    Resources,
-    assign,
+    ChooseBundles,
+    assign_bundles,
+    bundles_at,
     check_caller_leaves_room,
-    fitting,
-    keep_together,
-    take,
-    worker_resources,
 )
-from eagleray.cluster.capacity import explain_shortage, worker_capacity
+from eagleray.cluster.capacity import CapacityShortage, explain_engine_shortage, explain_shortage
 from eagleray.cluster.deadline import Deadline
+from eagleray.cluster.engine_placement import (
+    EngineReservation,
+    EngineSize,
+    divide_bundles,
+    engine_size,
+    place_engines,
+    subtract_reservations,
+)
 from eagleray.cluster.nodes import Node, only, snapshot
+from eagleray.config.resolve import local_ranks
 from eagleray.config.sections import Config
 from eagleray.errors import ClusterError, ClusterLost, ConfigError
 from eagleray.identity import EngineId, cluster_name
 from eagleray.messages.workers import RayCaller
 
 PINNED_PLACEMENT_SECONDS = 3.0
-"""How long to insist on the nodes that seem to have room for the workers: somebody else may have been faster."""
+"""How long to insist on nodes that seemed to have room: another program may have been faster."""
 
 
 @dataclass(frozen=True)
-class Placement:
-    """The bundle of every worker. Whoever holds it closes it."""
+class EnginePlacement:
+    """Bundles of a placement group that is ready. The owner closes it."""
 
     group_id: str
-    worker: Resources
-    """What each worker takes of its bundle."""
+    size: EngineSize
     bundles: Sequence[Bundle]
-    """[world_size] by rank"""
-    _ends: ExitStack
+    """[size.num_bundles] by rank of the worker; the engine's actor is in the first one"""
+    _exit_stack: ExitStack
 
     def close(self) -> None:
-        """Remove the placement group if it is the engine's own; one that was given stays."""
-        self._ends.close()
+        """Remove the placement group if it is the engine's own; one of the user stays. Harmless when repeated."""
+        self._exit_stack.close()
 
 
-def place(
+def place_workers(
     engine: EngineId,
     config: Config,
     *,
@@ -57,148 +68,241 @@ def place(
     current_group: str | None,
     current_bundles: Sequence[int] = (),
     caller: RayCaller | None = None,
-) -> Placement:
-    """Wait for room for the workers of `engine` and assign it. `current_group`: the one that the program runs in;
-    `current_bundles`: those of it that are this engine's, by rank, if that was decided already; `caller`: what the
-    program is in it.
+) -> EnginePlacement:
+    """Wait for room for the workers of a running engine and assign it.
 
-    Raises `ConfigError` or `ClusterError` at once for what no waiting would help, and after `ray_placement_timeout`
-    for the rest; `ClusterLost` if `current_bundles` were lost with their node.
+    `current_group`: placement group that the program runs in; `current_bundles`: the engine's bundles of it by rank, if
+    they were chosen already; `caller`: the actor or task of that group that asks for the engine.
+
+    Raises `ConfigError` or `ClusterError` at once where waiting would not help, otherwise after
+    `ray_placement_timeout`; `ClusterLost` if `current_bundles` were lost with their node.
     """
-    wait = Deadline(config.ray.ray_placement_timeout, "ray_placement_timeout")
+    deadline = Deadline(config.ray.ray_placement_timeout, "ray_placement_timeout")
     given = config.ray.placement_group or current_group
     if given is not None:
         group_id = placement_groups.find(given)
         caller = caller if group_id == current_group else None
-        return _place_in_given(group_id, config, engine_node, current_bundles, caller, wait)
+        return _place_in_group(group_id, config, engine_node, current_bundles, caller, deadline)
     if config.ray.bundle_indices:
         raise ConfigError("option `bundle_indices` names bundles of a placement group: give one by `placement_group`")
-    with ExitStack() as ends:
-        group_id, worker = _open_own(engine, config, engine_node, wait, ends)
-        bundles = _as_new(placement_groups.bundles_of(group_id, []))
-        chosen = assign(
-            bundles,
-            worker=worker,
-            world_size=config.parallel.world_size,
-            engine_node=engine_node,
-            tensor=config.parallel.tensor_parallel_size,
-        )
-        return Placement(group_id, worker, chosen, ends.pop_all())
+    groups = DedicatedGroups(config, preferred_node=engine_node, are_for_workers=True)
+    groups.expect(engine)
+    placement = groups.find(engine, deadline)
+    # The group is new, so all of it is free, though the control store may not show that yet.
+    bundles = [replace(bundle, free=bundle.total) for bundle in placement.bundles]
+    return replace(placement, bundles=_choice(config, placement.size, engine_node)(bundles))
 
 
-def _place_in_given(
-    group_id: str, config: Config, engine_node: str, mine: Sequence[int], caller: RayCaller | None, wait: Deadline
-) -> Placement:
+def _place_in_group(
+    group_id: str,
+    config: Config,
+    engine_node: str,
+    chosen: Sequence[int],
+    caller: RayCaller | None,
+    deadline: Deadline,
+) -> EnginePlacement:
     while True:
-        nodes, bundles = ready_bundles(group_id, wait, mine=mine)
-        allowed = {node.node_id for node in only(nodes, config.ray.ray_nodes)}
-        bundles = [bundle for bundle in bundles if bundle.node_id in allowed]
-        worker = worker_resources(
-            config.ray.ray_worker_resources, config.execution.device, [bundle.total for bundle in bundles]
-        )
-        if mine:
-            choose: Choose = partial(take, indices=mine, worker=worker)
-        else:
-            choose = partial(
-                assign,
-                worker=worker,
-                world_size=config.parallel.world_size,
-                engine_node=engine_node,
-                tensor=config.parallel.tensor_parallel_size,
-                indices=config.ray.bundle_indices,
-            )
+        bundles = _wait_for_bundles(group_id, config, deadline, chosen=chosen)
+        size = engine_size(config, [bundle.total for bundle in bundles])
+        choose: ChooseBundles = _choice(config, size, engine_node)
+        if chosen:
+            choose = partial(bundles_at, indices=chosen, worker=size.bundle)
         try:
-            chosen = choose(bundles)
-        except BundlesBusy as busy:  # by an engine that has just ended, perhaps
+            return EnginePlacement(group_id, size, choose(bundles), ExitStack())
+        except BundlesBusy as busy:  # perhaps by an engine that has just exited
             if caller is not None:
                 check_caller_leaves_room(caller, bundles, choose, busy)
-            wait.again(partial(str, busy))
-        else:
-            return Placement(group_id, worker, chosen, ExitStack())
+            deadline.again(partial(str, busy))
 
 
-def ready_bundles(group_id: str, wait: Deadline, *, mine: Sequence[int] = ()) -> tuple[list[Node], list[Bundle]]:
-    """Wait until each bundle of a group is on a living node; return the nodes and the bundles.
+def _choice(config: Config, size: EngineSize, engine_node: str) -> ChooseBundles:
+    return partial(
+        assign_bundles,
+        worker=size.bundle,
+        world_size=size.num_bundles,
+        engine_node=engine_node,
+        tp_size=size.tp_size,
+        indices=config.ray.bundle_indices,
+    )
 
-    `mine`: the bundles that were chosen already, so that they were on nodes before. Those alone are looked at then, and
+
+def _wait_for_bundles(group_id: str, config: Config, deadline: Deadline, *, chosen: Sequence[int] = ()) -> list[Bundle]:
+    """Wait until each bundle of a group is on a living node; return those that are on nodes that may be used.
+
+    `chosen`: bundles that were chosen already, so that they were on nodes before. Only those are checked then, and
     `ClusterLost` is raised if one was lost with its node.
     """
     while True:
         nodes = snapshot()
-        bundles = placement_groups.bundles_of(group_id, nodes) if mine or placement_groups.is_ready(group_id) else []
-        if mine and not placement_groups.are_on_living_nodes([b for b in bundles if b.index in mine], nodes):
+        bundles = placement_groups.bundles_of(group_id, nodes) if chosen or placement_groups.is_ready(group_id) else []
+        checked = [bundle for bundle in bundles if bundle.index in chosen] if chosen else bundles
+        are_alive = placement_groups.are_on_living_nodes(checked, nodes)
+        if chosen and not are_alive:
             raise ClusterLost(f"placement group {group_id} has lost a bundle with its node")
-        if mine or (bundles and placement_groups.are_on_living_nodes(bundles, nodes)):
-            return nodes, bundles
-        wait.again(lambda: f"placement group {group_id} is not ready ({placement_groups.pending_reason(group_id)})")
+        if bundles and are_alive:
+            usable = {node.node_id for node in only(nodes, config.ray.ray_nodes)}
+            return [bundle for bundle in bundles if bundle.node_id in usable]
+        deadline.again(lambda: f"placement group {group_id} is not ready ({placement_groups.pending_reason(group_id)})")
 
 
-def _open_own(
-    engine: EngineId, config: Config, engine_node: str, wait: Deadline, ends: ExitStack
-) -> tuple[str, dict[str, float]]:
-    """A new group that is ready, and what a worker takes of it; `ends` removes it.
+class EnginePlacer(Protocol):
+    def expect(self, engine: EngineId) -> None:
+        """Announce that `find` is about to be called for `engine`."""
 
-    On the engine's own node, if that has room and the strategy allows it; else on the nodes that keep the workers of
-    a stage together, if there are some now; else where Ray finds room.
-    """
-    nodes = only(snapshot(), config.ray.ray_nodes)
-    strategy, world_size = config.ray.ray_placement_strategy, config.parallel.world_size
-    totals = [node.total for node in nodes if node.is_alive]
-    worker = worker_resources(config.ray.ray_worker_resources, config.execution.device, totals)
-    while worker_capacity(nodes, worker, strategy) < world_size:
-        grows = False if config.ray.ray_nodes else can_grow(nodes)  # new nodes would not be among `ray_nodes`
-        if grows:
-            break
-        shortage = _shortage(nodes, worker, config)
-        if grows is not None:
-            raise ClusterError(shortage)
-        wait.again(partial(str, shortage))
-        nodes = only(snapshot(), config.ray.ray_nodes)
-    name = cluster_name(engine.instance, engine.label)
-
-    pinned = _choose_nodes(nodes, worker, config, engine_node) if strategy in ("PACK", "STRICT_PACK") else None
-    if pinned is not None:
-        group_id = placement_groups.create(name, worker, world_size, strategy, on=[[node] for node in pinned])
-        with ExitStack() as undo:
-            undo.callback(placement_groups.remove, group_id)
-            if placement_groups.wait_until_ready(group_id, min(PINNED_PLACEMENT_SECONDS, wait.left)):
-                ends.push(undo.pop_all())
-                return group_id, worker
-
-    on = [[node.node_id for node in nodes if node.is_alive]] * world_size if config.ray.ray_nodes else None
-    group_id = placement_groups.create(name, worker, world_size, strategy, on=on)
-    ends.callback(placement_groups.remove, group_id)
-    while not placement_groups.is_ready(group_id):
-        wait.again(lambda: _shortage(only(snapshot(), config.ray.ray_nodes), worker, config))
-    return group_id, worker
+    def find(self, engine: EngineId, deadline: Deadline) -> EnginePlacement:
+        """Wait for room. Raises `ClusterError` that names what there is, at once where waiting would not help;
+        `ClusterLost` if there was room before."""
 
 
-def _choose_nodes(nodes: Sequence[Node], worker: Resources, config: Config, engine_node: str) -> Sequence[str] | None:
-    """The node of each worker, by rank: all on one if that has room now, the engine's own if it can be; else, if the
-    strategy allows it, the workers of each stage on one. None: what is free now does not do."""
-    parallel = config.parallel
-    alive = sorted((node for node in nodes if node.is_alive), key=lambda node: node.node_id != engine_node)
-    slots = [node.node_id for node in alive for _ in range(max(0, fitting(node.free, worker)))]
-    whole = next((node for node in slots if slots.count(node) >= parallel.world_size), None)
-    if whole is not None:
-        return [whole] * parallel.world_size
-    if config.ray.ray_placement_strategy == "STRICT_PACK" or len(slots) < parallel.world_size:
-        return None
-    return keep_together(
-        slots, node_of=lambda node: node, group=parallel.tensor_parallel_size, count=parallel.world_size
-    )
+class UserGroup:
+    """A placement group of the user, whose bundles are divided among the engines in order of their ranks."""
+
+    def __init__(self, config: Config, group_id: str, *, preferred_node: str) -> None:
+        self._config = config
+        self._group_id = group_id
+        self._preferred_node = preferred_node
+
+    def expect(self, engine: EngineId) -> None:
+        """Do nothing: the bundles exist already."""
+
+    def find(self, engine: EngineId, deadline: Deadline) -> EnginePlacement:
+        bundles = _wait_for_bundles(self._group_id, self._config, deadline)
+        size = engine_size(self._config, [bundle.total for bundle in bundles])
+        return EnginePlacement(self._group_id, size, self._part_of(bundles, size, engine.rank), ExitStack())
+
+    def _part_of(self, bundles: Sequence[Bundle], size: EngineSize, rank: int) -> list[Bundle]:
+        if self._config.ray.bundle_indices:
+            return _choice(self._config, size, "")([replace(bundle, free=bundle.total) for bundle in bundles])
+        ranks = local_ranks(self._config)
+        parts = divide_bundles(
+            bundles,
+            worker=size.bundle,
+            world_size=size.num_bundles,
+            num_engines=len(ranks),
+            tp_size=size.tp_size,
+            preferred_node=self._preferred_node,
+        )
+        by_index = {bundle.index: bundle for bundle in bundles}
+        return [by_index[index] for index in parts[ranks.index(rank)]]
 
 
-def _as_new(bundles: Sequence[Bundle]) -> list[Bundle]:
-    """Nobody else is in a new group: all of it is free, which the control store may not have heard yet."""
-    return [Bundle(index=b.index, node_id=b.node_id, total=b.total, free=b.total) for b in bundles]
+class DedicatedGroups:
+    """A placement group for each engine, pinned to the nodes that `place_engines` chooses."""
 
+    def __init__(self, config: Config, *, preferred_node: str, are_for_workers: bool = False) -> None:
+        """`are_for_workers`: the groups hold only the workers of an engine, which itself runs on `preferred_node`."""
+        self._config = config
+        self._preferred_node = preferred_node
+        self._are_for_workers = are_for_workers
+        self._lock = threading.Lock()
+        self._expected: dict[int, EngineId] = {}
+        self._reservations: dict[EngineId, EngineReservation] = {}
+        self._placed: set[int] = set()
+        """Ranks that the cluster had room for: if it has none later, it has lost a node."""
 
-def _shortage(nodes: Sequence[Node], worker: Resources, config: Config) -> str:
-    return explain_shortage(
-        nodes,
-        worker,
-        config.ray.ray_placement_strategy,
-        tensor=config.parallel.tensor_parallel_size,
-        pipeline=config.parallel.pipeline_parallel_size,
-    )
+    def expect(self, engine: EngineId) -> None:
+        with self._lock:
+            self._expected[engine.rank] = engine
+
+    def find(self, engine: EngineId, deadline: Deadline) -> EnginePlacement:
+        with ExitStack() as stack:
+            stack.callback(self._forget, engine)
+            while True:
+                size, nodes = self._wait_for_nodes(engine, deadline)
+                with ExitStack() as undo:
+                    group_id = self._create(engine, size, nodes)
+                    undo.callback(placement_groups.remove, group_id)
+                    if self._becomes_ready(group_id, deadline, is_pinned=nodes is not None):
+                        existing = snapshot()
+                        bundles = placement_groups.bundles_of(group_id, existing)
+                        if placement_groups.are_on_living_nodes(bundles, existing):
+                            stack.push(undo.pop_all())
+                            self._reserve(engine, [bundle.node_id for bundle in bundles], group_id)
+                            return EnginePlacement(group_id, size, bundles, stack.pop_all())
+                self._release(engine)  # another program was faster, or a node is gone
+
+    def _wait_for_nodes(self, engine: EngineId, deadline: Deadline) -> tuple[EngineSize, list[str] | None]:
+        """Reserve a node for each bundle and return them; None for the nodes if Ray has to add some to the cluster."""
+        while True:
+            nodes = snapshot()
+            usable = only(nodes, self._config.ray.ray_nodes)
+            size = self._size(usable)
+            with self._lock:
+                if engine not in self._reservations:
+                    self._reserve_for_expected(usable, size)
+                if reservation := self._reservations.get(engine):
+                    return size, list(reservation.nodes)
+            shortage = self._explain(usable, size)
+            grows = False if self._config.ray.ray_nodes else can_grow(nodes)  # new nodes would not be among `ray_nodes`
+            if grows:
+                return size, None
+            if grows is not None and not shortage.may_pass:
+                raise (ClusterLost if engine.rank in self._placed else ClusterError)(shortage.text)
+            deadline.again(partial(str, shortage.text))
+
+    def _reserve_for_expected(self, nodes: Sequence[Node], size: EngineSize) -> None:
+        """Reserve nodes for every expected engine that fits: engines that start together are placed together."""
+        waiting = {rank: engine for rank, engine in self._expected.items() if engine not in self._reservations}
+        found = place_engines(
+            subtract_reservations(nodes, self._reservations.values(), size.bundle),
+            size,
+            ranks=waiting,
+            running=[reservation.nodes for reservation in self._reservations.values()],
+            policy=self._config.ray.ray_engine_placement,
+            preferred_node=self._preferred_node,
+            begin_on_preferred=self._are_for_workers,
+        )
+        for rank, chosen in found.items():
+            self._reservations[waiting[rank]] = EngineReservation(nodes=chosen)
+            self._placed.add(rank)
+
+    def _create(self, engine: EngineId, size: EngineSize, nodes: list[str] | None) -> str:
+        name = cluster_name(engine.instance, engine.label)
+        if nodes is None:  # a pending group is how an autoscaler learns what is missing
+            return placement_groups.create(name, size.bundle, size.num_bundles, size.strategy)
+        group_id = placement_groups.create(name, size.bundle, size.num_bundles, "PACK", nodes=nodes)
+        self._reserve(engine, nodes, group_id)
+        return group_id
+
+    def _becomes_ready(self, group_id: str, deadline: Deadline, *, is_pinned: bool) -> bool:
+        pinned_until = time.monotonic() + PINNED_PLACEMENT_SECONDS
+        while not placement_groups.is_ready(group_id):
+            if is_pinned and time.monotonic() >= pinned_until:
+                return False
+            deadline.again(lambda: self._explain_pending(group_id))
+        return True
+
+    def _explain_pending(self, group_id: str) -> str:
+        nodes = only(snapshot(), self._config.ray.ray_nodes)
+        reason = placement_groups.pending_reason(group_id)
+        return f"the placement group is not ready ({reason}): {self._explain(nodes, self._size(nodes)).text}"
+
+    def _reserve(self, engine: EngineId, nodes: Sequence[str], group_id: str) -> None:
+        with self._lock:
+            self._reservations[engine] = EngineReservation(nodes=nodes, group_id=group_id)
+
+    def _release(self, engine: EngineId) -> None:
+        with self._lock:
+            self._reservations.pop(engine, None)
+
+    def _forget(self, engine: EngineId) -> None:
+        self._release(engine)
+        with self._lock:
+            if self._expected.get(engine.rank) == engine:
+                del self._expected[engine.rank]
+
+    def _size(self, nodes: Sequence[Node]) -> EngineSize:
+        return engine_size(self._config, [node.total for node in nodes if node.is_alive])
+
+    def _explain(self, nodes: Sequence[Node], size: EngineSize) -> CapacityShortage:
+        tensor, pipeline = self._config.parallel.tensor_parallel_size, self._config.parallel.pipeline_parallel_size
+        if self._are_for_workers:
+            return explain_shortage(nodes, size, tensor=tensor, pipeline=pipeline)
+        return explain_engine_shortage(
+            nodes,
+            size,
+            num_engines=len(local_ranks(self._config)),
+            policy=self._config.ray.ray_engine_placement,
+            tensor=tensor,
+            pipeline=pipeline,
+        )

@@ -1,4 +1,4 @@
-"""Placement groups of the cluster: find one, make one, look at one."""
+"""Placement groups of the cluster: find, create, inspect and remove them."""
 
 from __future__ import annotations
 
@@ -19,38 +19,36 @@ from eagleray.cluster.nodes import Node
 from eagleray.errors import ClusterError, EagleRayError
 
 REMOVE_SECONDS = 5.0
-LOOK_SECONDS = 0.02
+POLL_INTERVAL_SECONDS = 0.02
 
 Table = dict[str, Any]
 
 
-def create(
-    name: str, bundle: Resources, count: int, strategy: str, *, on: Sequence[Sequence[str]] | None = None
-) -> str:
+def create(name: str, bundle: Resources, count: int, strategy: str, *, nodes: Sequence[str] | None = None) -> str:
     """Ask for a new group of `count` times `bundle`, and return its id.
 
-    `on`: for each bundle the ids of the nodes that it may be on; None: any.
+    `nodes`: id of the node that each bundle must be on; None: any.
     """
-    selector = None if on is None else [{"ray.io/node-id": _one_of(nodes)} for nodes in on]
+    selector = None if nodes is None else [{"ray.io/node-id": node} for node in nodes]
     group = placement_group([dict(bundle)] * count, strategy=strategy, name=name, bundle_label_selector=selector)
     return str(group.id.hex())
 
 
 def find(wanted: str) -> str:
-    """The id of the group with this id or name. Names are looked for in every namespace: whoever made the group did not
-    know ours. Raises `ClusterError` for none, more than one, or one that was removed."""
+    """Return the id of the group with this id or name. Names are looked up in every namespace, because the program
+    that made the group does not know ours. Raises `ClusterError` for no group, several, or one that was removed."""
     table = _table()
     if wanted in table:
         if table[wanted]["state"] == "REMOVED":
             raise ClusterError(f"placement group {wanted} was removed already")
         return wanted
     named = {group_id: entry["state"] for group_id, entry in table.items() if entry["name"] == wanted}
-    there = [group_id for group_id, state in named.items() if state != "REMOVED"]
-    if len(there) == 1:
-        return there[0]
-    if there:
+    existing = [group_id for group_id, state in named.items() if state != "REMOVED"]
+    if len(existing) == 1:
+        return existing[0]
+    if existing:
         raise ClusterError(
-            f"{len(there)} placement groups are named {wanted!r}: give the id of one: {', '.join(there)}"
+            f"{len(existing)} placement groups are named {wanted!r}: give the id of one: {', '.join(existing)}"
         )
     if named:
         raise ClusterError(f"placement group {wanted!r} was removed already")
@@ -66,35 +64,25 @@ def is_ready(group_id: str) -> bool:
     return bool(state == "CREATED")
 
 
-def wait_until_ready(group_id: str, seconds: float) -> bool:
-    """Whether it is ready within `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not is_ready(group_id):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(LOOK_SECONDS)
-    return True
-
-
 def pending_reason(group_id: str) -> str:
-    """Ray's word for why a group is not ready."""
+    """Return Ray's reason why a group is not ready."""
     return str(_entry(group_id)["stats"]["scheduling_state"]).lower().replace("_", " ")
 
 
 def are_on_living_nodes(bundles: Iterable[Bundle], nodes: Sequence[Node]) -> bool:
-    """Whether no bundle was lost with its node. Ray looks for another node for one that was."""
+    """Whether no bundle was lost with its node. Ray looks for another node for a lost one."""
     living = {node.node_id for node in nodes if node.is_alive}
     return all(bundle.node_id in living for bundle in bundles)
 
 
 def have_nodes(group_id: str, indices: Iterable[int]) -> bool:
-    """Whether these bundles of a group that was ready are still on nodes, as far as the control store knows."""
+    """Whether these bundles of a group that was ready are still on nodes, according to the control store."""
     nodes = _entry(group_id)["bundles_to_node_id"]
     return all(nodes.get(index) for index in indices)
 
 
 def bundles_of(group_id: str, nodes: Sequence[Node]) -> list[Bundle]:
-    """The bundles of a group that is ready, with what is free of each."""
+    """Return the bundles of a group that is ready, with their free resources."""
     entry = _entry(group_id)
     free = {node.node_id: node.free for node in nodes}
     return [
@@ -112,22 +100,18 @@ def bundles_of(group_id: str, nodes: Sequence[Node]) -> list[Bundle]:
 
 
 def remove(group_id: str) -> None:
-    """Remove the group and wait until it is; its actors are killed. Fine if it is gone."""
+    """Remove the group and wait until Ray reports it removed; Ray kills its actors. Harmless when repeated."""
     remove_placement_group(handle(group_id))
     deadline = time.monotonic() + REMOVE_SECONDS
     while _table().get(group_id, {"state": "REMOVED"})["state"] != "REMOVED":
         if time.monotonic() >= deadline:
             raise EagleRayError(f"placement group {group_id} was not removed within {REMOVE_SECONDS:.0f} s")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_INTERVAL_SECONDS)
 
 
 def handle(group_id: str) -> PlacementGroup:
-    """What Ray wants to see where an actor is to be put into the group."""
+    """Return the handle with which Ray is told to put an actor into the group."""
     return PlacementGroup(PlacementGroupID(bytes.fromhex(group_id)))
-
-
-def _one_of(nodes: Sequence[str]) -> str:
-    return nodes[0] if len(nodes) == 1 else f"in({','.join(nodes)})"
 
 
 def _table() -> dict[str, Table]:

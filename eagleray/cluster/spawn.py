@@ -15,9 +15,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from eagleray.cluster import placement_groups
 from eagleray.cluster.actor_process import ActorInfo, ActorProcess
+from eagleray.cluster.bundles import Bundle, Resources
 from eagleray.cluster.deadline import Deadline
 from eagleray.cluster.environment import WorkerEnvironment
-from eagleray.cluster.placement import Placement
 from eagleray.cluster.ray_errors import summarize
 from eagleray.errors import ClusterError, ClusterLost, EagleRayError, WorkerLost
 from eagleray.identity import cluster_name
@@ -41,9 +41,17 @@ class ActorHandle:
 class ActorHandles:
     """The actors of one engine, by rank. They exist when Ray has been asked for them; `where` waits until they do."""
 
-    def __init__(self, actors: Sequence[ActorHandle], placement: Placement, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        actors: Sequence[ActorHandle],
+        variables: Mapping[str, str],
+        *,
+        group_id: str,
+        bundles: Sequence[Bundle],
+    ) -> None:
         self.actors = actors
-        self._placement = placement
+        self._group_id = group_id
+        self._bundles = bundles
         self._variables = variables
         self._sentinels: list[Sentinel] = []
 
@@ -59,10 +67,8 @@ class ActorHandles:
                 found[refs[ref].label] = _said(refs[ref], ref)
             if not ready:
                 late = [refs[ref].label for ref in waiting]
-                bundles = [bundle.index for bundle in self._placement.bundles]
-                if not placement_groups.have_nodes(
-                    self._placement.group_id, bundles
-                ):  # Ray would look for others without end
+                bundles = [bundle.index for bundle in self._bundles]
+                if not placement_groups.have_nodes(self._group_id, bundles):  # Ray would look for others without end
                     raise ClusterLost(f"a node that was to hold {', '.join(late)} is gone")
                 wait.note(partial(_silence, late))
         return [found[actor.label] for actor in self.actors]
@@ -93,8 +99,10 @@ class ActorHandles:
 
 
 def spawn(
-    placement: Placement,
     *,
+    group_id: str,
+    bundles: Sequence[Bundle],
+    takes: Resources,
     namespace: str,
     labels: Sequence[str],
     environment: WorkerEnvironment,
@@ -102,9 +110,11 @@ def spawn(
     kind: type[ActorProcess],
     max_concurrency: int,
 ) -> ActorHandles:
-    """Ask Ray for one actor per rank, in the bundles of `placement`. Named `<name of the instance>/<label>`,
-    in the instance's own namespace."""
-    resources = dict(placement.worker)
+    """Ask Ray for one actor per rank. Each `takes` these resources of its bundle of the placement group.
+
+    The actors are named `<name of the instance>/<label>`, in the instance's own namespace.
+    """
+    resources = dict(takes)
     options = {
         "num_cpus": resources.pop("CPU", 0),
         "num_gpus": resources.pop("GPU", 0),
@@ -115,7 +125,7 @@ def spawn(
         "max_restarts": 0,
         "runtime_env": environment.runtime_env or None,
     }
-    group = placement_groups.handle(placement.group_id)
+    group = placement_groups.handle(group_id)
     actor_class = ray.remote(kind)
     made: list[ActorHandle] = []
     if environment.withheld:
@@ -125,15 +135,15 @@ def spawn(
             ", ".join(environment.withheld),
         )
     try:
-        for label, bundle in zip(labels, placement.bundles, strict=True):
+        for label, bundle in zip(labels, bundles, strict=True):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle.index)
             name = cluster_name(namespace, label)
             handle = actor_class.options(name=name, scheduling_strategy=strategy, **options).remote(label, log_level)
             made.append(ActorHandle(label, handle))
     except Exception as error:
-        ActorHandles(made, placement, {}).kill()
+        ActorHandles(made, {}, group_id=group_id, bundles=bundles).kill()
         raise ClusterError(f"Ray does not take the actor of {label}: {summarize(str(error))}") from error
-    return ActorHandles(made, placement, environment.variables)
+    return ActorHandles(made, environment.variables, group_id=group_id, bundles=bundles)
 
 
 def _said(actor: ActorHandle, ref: Any) -> ActorInfo:

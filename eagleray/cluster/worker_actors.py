@@ -15,7 +15,7 @@ from eagleray.cluster.devices import device_index, may_have_devices
 from eagleray.cluster.environment import worker_environment
 from eagleray.cluster.local_cluster import OnLost
 from eagleray.cluster.nodes import snapshot
-from eagleray.cluster.placement import Placement, place
+from eagleray.cluster.placement import EnginePlacement, place_workers
 from eagleray.cluster.spawn import ActorHandles, spawn
 from eagleray.config.sections import Config
 from eagleray.errors import ClusterError
@@ -37,7 +37,7 @@ class WorkerActors:
     engine_node: str
     host: str | None
     """Address at which the workers on other nodes reach the engine; None if there are none."""
-    _placement: Placement
+    _placement: EnginePlacement
     _ends: ExitStack
 
     @property
@@ -84,7 +84,7 @@ def open_worker_actors(
         )
         ends.callback(connection.close)
         is_same_cluster = context is not None and (is_actor or context.address == connection.address)
-        placement = place(
+        placement = place_workers(
             engine,
             config,
             engine_node=connection.node_id,
@@ -159,7 +159,7 @@ def _labels(engine: EngineId, config: Config) -> list[str]:
 def _spawn(
     engine: EngineId,
     config: Config,
-    placement: Placement,
+    placement: EnginePlacement,
     labels: Sequence[str],
     kind: type[ActorProcess],
     max_concurrency: int,
@@ -170,10 +170,12 @@ def _spawn(
         inherited=inherited_variables(),
         exclude=config.ray.ray_env_exclude,
         include=config.ray.ray_env_include,
-        sees_all_devices=may_have_devices(placement.worker),
+        sees_all_devices=may_have_devices(placement.size.bundle),
     )
     return spawn(
-        placement,
+        group_id=placement.group_id,
+        bundles=placement.bundles,
+        takes=placement.size.bundle,
         namespace=engine.instance,
         labels=labels,
         environment=environment,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from eagleray.cluster.bundles import fitting, less_held, worker_resources
+from eagleray.cluster.bundles import count_fitting, subtract_held, worker_resources
 from eagleray.config.resolve import engines_on_host, executor_name, is_asynchronous
 from eagleray.config.sections import Config
 from eagleray.executor.executor import Executor
@@ -41,8 +41,10 @@ def is_in_placement_group(config: Config, ray: RayContext | None) -> bool:
     held = {} if ray.caller is None else ray.caller.held
     worker = worker_resources(config.ray.ray_worker_resources, config.execution.device, ray.group_bundles)
     needed = config.parallel.world_size * engines_on_host(config)
-    beside = sum(fitting(less_held(has, held.get(index, {})), worker) for index, has in enumerate(ray.group_bundles))
-    return beside >= needed or sum(fitting(has, worker) for has in held.values()) < needed
+    beside = sum(
+        count_fitting(subtract_held(has, held.get(index, {})), worker) for index, has in enumerate(ray.group_bundles)
+    )
+    return beside >= needed or sum(count_fitting(has, worker) for has in held.values()) < needed
 
 
 def _open_group(

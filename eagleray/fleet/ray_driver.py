@@ -15,10 +15,10 @@ import msgspec
 
 from eagleray.cluster import placement_groups
 from eagleray.cluster.connect import Connection, connect
-from eagleray.cluster.nodes import only, snapshot
+from eagleray.cluster.nodes import address_of, only, snapshot
+from eagleray.cluster.placement import DedicatedGroups, EnginePlacer, UserGroup
 from eagleray.errors import DeadlineExceeded
 from eagleray.fleet.ray_life import RayEngineLifecycle
-from eagleray.fleet.ray_places import DedicatedGroups, EnginePlacer, UserGroup
 from eagleray.identity import EngineId
 from eagleray.messages.codec import Codec
 from eagleray.messages.launching import (
@@ -132,12 +132,11 @@ def _places(spec: DriverSpec, connection: Connection) -> EnginePlacer:
     current = spec.ray.placement_group if spec.ray is not None and is_same_cluster else None
     given = spec.config.ray.placement_group or current
     if given is None:
-        return DedicatedGroups(spec.config, near=connection.node_id)
-    return UserGroup(spec.config, placement_groups.find(given), near=connection.node_id)
+        return DedicatedGroups(spec.config, preferred_node=connection.node_id)
+    return UserGroup(spec.config, placement_groups.find(given), preferred_node=connection.node_id)
 
 
 def _report(spec: DriverSpec, connection: Connection, address: str) -> None:
-    host = next(node.ip for node in snapshot() if node.node_id == connection.node_id)
     outbox: Outbox[str, DriverToLauncher] = Outbox(Codec[DriverToLauncher](DriverToLauncher).encode)
     outbox.connect("launcher", spec.launcher)
     outbox.send(
@@ -145,7 +144,7 @@ def _report(spec: DriverSpec, connection: Connection, address: str) -> None:
         DriverReady(
             number=spec.number,
             address=address,
-            host=host,
+            host=address_of(connection.node_id),
             cluster=connection.address,
             is_own=connection.is_own,
         ),

@@ -14,9 +14,10 @@ import msgspec
 
 from eagleray.cluster.deadline import Deadline
 from eagleray.cluster.engine_actor_handle import EngineActorHandle, open_engine_actor
+from eagleray.cluster.nodes import address_of
+from eagleray.cluster.placement import EnginePlacement, EnginePlacer
 from eagleray.config.resolve import executor_name
 from eagleray.errors import EagleRayError
-from eagleray.fleet.ray_places import EnginePlacement, EnginePlacer
 from eagleray.identity import EngineId
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
@@ -109,7 +110,12 @@ class RayEngineLifecycle:
         wait = Deadline(config.execution.startup_timeout, "startup_timeout", self._check)
         takes = {} if _has_workers_in_bundles(self._spec) else place.size.bundle
         actor = open_engine_actor(
-            self._placed(place), group_id=place.group_id, bundle=place.home, takes=takes, target=self._target, wait=wait
+            self._placed(place),
+            group_id=place.group_id,
+            bundle=place.bundles[0],
+            takes=takes,
+            target=self._target,
+            wait=wait,
         )
         ends.callback(actor.kill)
         ends.callback(place.close)  # first: it ends a stopped process, which a kill of the actor does not
@@ -122,7 +128,7 @@ class RayEngineLifecycle:
             address=self._cluster,
             placement_group=place.group_id,
             caller=asking.caller if asking is not None and asking.placement_group == place.group_id else None,
-            bundles=list(place.bundles),
+            bundles=[bundle.index for bundle in place.bundles],
         )
         config = self._spec.config
         ray = msgspec.structs.replace(config.ray, ray_address=None, placement_group=None, bundle_indices=[])
@@ -130,7 +136,7 @@ class RayEngineLifecycle:
             self._spec,
             config=msgspec.structs.replace(config, ray=ray),
             runtime_dir="",
-            host=place.address,
+            host=address_of(place.bundles[0].node_id),
             ray=context,
         )
 

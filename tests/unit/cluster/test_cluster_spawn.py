@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from eagleray.cluster import spawn
 from eagleray.cluster.bundles import Bundle
 from eagleray.cluster.deadline import Deadline
-from eagleray.cluster.placement import Placement
 from eagleray.cluster.spawn import ActorHandle, ActorHandles
 from eagleray.errors import ClusterError, ClusterLost, UserError, WorkerLost
 
@@ -42,7 +40,7 @@ def actors(monkeypatch: pytest.MonkeyPatch, error: Exception | None, *, has_node
     monkeypatch.setattr(spawn.ray, "wait", wait)
     monkeypatch.setattr(spawn.placement_groups, "have_nodes", lambda group_id, indices: has_node)
     bundle = Bundle(index=0, node_id="", total={}, free={})
-    return ActorHandles([ActorHandle(LABEL, _Handle())], Placement("group", {}, [bundle], ExitStack()), {})
+    return ActorHandles([ActorHandle(LABEL, _Handle())], {}, group_id="group", bundles=[bundle])
 
 
 def died(message: str) -> ActorDiedError:

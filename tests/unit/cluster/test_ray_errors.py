@@ -1,13 +1,9 @@
-"""What Ray says, in one line; what an autoscaler's report tells; what a program is in."""
+"""Summaries of Ray's errors."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from eagleray.cluster.autoscaler import manages_nodes
 from eagleray.cluster.ray_errors import summarize
 
 HEAD = """The actor died unexpectedly before finishing this task.
@@ -48,31 +44,5 @@ ADVICE = " Some common causes include: (1) the process was killed by the OOM kil
         ("", ""),
     ],
 )
-def test_rays_words_become_one_line(text: str, line: str) -> None:
+def test_summarize_ray_error_is_one_line(text: str, line: str) -> None:
     assert summarize(text) == line
-
-
-WATCHES = {"active_nodes": {"node_a1": 1, "node_b2": 1}, "node_type_mapping": {"a1": "node_a1", "b2": "node_b2"}}
-
-
-@pytest.mark.parametrize(
-    ("report", "manages"),
-    [
-        ({}, False),
-        (WATCHES, False),
-        ({"active_nodes": {"ray.head.default": 1}, "node_type_mapping": {"10.0.0.1": "ray.head.default"}}, True),
-        ({**WATCHES, "pending_nodes": [["10.0.0.9", "gpu", "waiting"]]}, True),
-        ({**WATCHES, "pending_launches": {"gpu": 2}}, True),
-    ],
-)
-def test_a_report_tells_an_autoscaler_from_one_that_only_watches(report: dict[str, object], manages: bool) -> None:
-    assert manages_nodes(report) is manages
-
-
-def test_asking_for_the_context_does_not_import_ray() -> None:
-    program = (
-        "import sys; from eagleray.cluster.context import current_ray_context; "
-        "print(current_ray_context(), 'ray' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "None False"
