@@ -86,6 +86,13 @@ def test_place_engines_preferred_node_comes_first() -> None:
     assert placed_nodes([node("a", 1), node("b", 1)], size(), 2, preferred_node="b" * 8) == ["b", "a"]
 
 
+def test_place_engines_begin_on_preferred_comes_before_nodes_with_more_room() -> None:
+    nodes = [node("a", 3), node("b", 2), node("c", 2)]
+    options = {"preferred_node": "c" * 8, "begin_on_preferred": True}
+    assert placed_nodes(nodes, size(4), 1, **options) == ["ccaa"]
+    assert placed_nodes([*nodes, node("d", 4)], size(4), 1, **options) == ["dddd"]
+
+
 def test_place_engines_uses_several_nodes_only_if_none_has_room() -> None:
     assert placed_nodes([node("a", 3), node("b", 4)], size(4), 1) == ["bbbb"]
     assert placed_nodes([node("a", 3), node("b", 2), node("c", 2)], size(4), 1) == ["aaab"]
