@@ -128,9 +128,9 @@ class RowCounter:
         return bool(self._prompts)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        for row in plan.ends:
+        for row in plan.freed_rows:
             del self._uncomputed[row]
-        for start in plan.starts:
+        for start in plan.new_rows:
             self._uncomputed[start.row] = len(start.token_ids) - start.num_computed_tokens
             self._prompts.add(start.row)
         sampled = []

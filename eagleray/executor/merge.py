@@ -19,7 +19,7 @@ from eagleray.messages.workers import Topology
 
 def reporting_ranks(topology: Topology, plan: StepPlan) -> list[int]:
     """The ranks that answer a step, in order of the stages; the last one samples."""
-    if not plan.capture:
+    if not plan.capture_rows:
         return [topology.sampler_rank]
     return list(range(0, topology.world_size, topology.tensor_parallel_size))
 

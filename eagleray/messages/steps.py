@@ -1,8 +1,8 @@
-"""What an engine tells its workers, and what they answer.
+"""Calls of an engine to its workers, and their replies.
 
 A worker keeps a table of rows, one for each running request. A plan says which rows compute how many of their tokens.
-It never carries a sampled token: the worker that sampled a token already has it in the row. So the plan of the next
-step does not depend on the result of this one.
+The plan never carries a sampled token: the worker that sampled a token already has it in the row. So the plan of the
+next step does not depend on the result of this one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from eagleray.messages.workers import Topology
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A request takes a row, for the first time or again after a preemption: all that the worker must know of it."""
+    """State of a request that enters a row, for the first time or again after a preemption."""
 
     row: int
     request_id: str
@@ -26,7 +26,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The prompt, then what was generated before a preemption."""
     num_prompt_tokens: int
     num_computed_tokens: int
-    """The first this many of `token_ids` are in the cache already."""
+    """Number of the first tokens of `token_ids` that are in the cache already."""
     block_ids: list[int]
     """Blocks of the cache, in order of position, enough for what this step computes."""
     sampling: Sampling
@@ -35,26 +35,26 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One step: first `ends`, then `starts`, then `grown`, then every row of `rows` computes its next tokens.
+    """One step: a worker applies `freed_rows`, then `new_rows`, then `new_blocks`, then computes the tokens of `rows`.
 
-    A row whose last known token is computed samples the next one, which becomes known. Every row named by `ends`,
-    `starts` or `grown` is in a valid state after it; `rows` has no duplicates, and is empty only in an engine that
-    steps together with others.
+    A row whose last known token is computed samples the next one, which becomes known. Every row named by
+    `freed_rows`, `new_rows` or `new_blocks` is in a valid state afterwards; `rows` has no duplicates, and is empty only
+    in an engine that steps together with others.
     """
 
     step: int
-    ends: list[int]
-    """Rows that are free now."""
-    starts: list[NewRow]
-    grown: list[tuple[int, list[int]]]
-    """(row, block ids appended to its block table)."""
+    freed_rows: list[int]
+    """Rows whose request has finished, was aborted or was preempted."""
+    new_rows: list[NewRow]
+    new_blocks: list[tuple[int, list[int]]]
+    """Pairs (row, block ids to append to its block table)."""
     rows: list[int]
     num_tokens: list[int]
-    """How many of its next tokens each of `rows` computes; at least 1."""
-    capture: list[int] = []
-    """Those of `rows`, in their order, whose tokens' experts are to be reported."""
+    """Number of its next tokens that each of `rows` computes; at least 1."""
+    capture_rows: list[int] = []
+    """Subset of `rows`, in the same order, whose routed experts are reported."""
     is_idle: bool = False
-    """Of engines that step together: this one has nothing to do, and steps for the others' sake."""
+    """Whether this engine has nothing to compute and steps only because the engines of its expert group do."""
 
     @property
     def total_num_tokens(self) -> int:
@@ -62,52 +62,52 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def label(self) -> str:
-        """For people: which step it is, and how large."""
+        """Description for logs: number and size of the step."""
         return f"step {self.step} ({self.total_num_tokens} tokens in {len(self.rows)} rows)"
 
 
 class RowFailure(msgspec.Struct, frozen=True):
-    """This row's request cannot go on; the others are unharmed."""
+    """Failure of one row's request; the other rows are not affected."""
 
     row: int
     message: str
     is_user_error: bool = False
-    """The request's own parameters are to blame."""
+    """Whether the parameters of the request caused the failure."""
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What a step produced. A row is in exactly one of `rows` and `failures`, or in neither while its prompt is
-    still being computed."""
+    """Result of a step. A row is in exactly one of `rows` and `failures`, or in neither while its prompt is still being
+    computed."""
 
     step: int
     rows: list[int]
     """Rows that sampled, in any order."""
     token_ids: list[int]
-    """The token that each of `rows` sampled."""
+    """Sampled tokens, in the order of `rows`."""
     logprobs: dict[int, TokenLogprobs] = {}
-    """By row, for those that asked."""
+    """Log-probabilities by row, for the rows that asked for them."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
-    """By row, for the prompt positions computed in this step, for those that asked."""
+    """Log-probabilities of the prompt positions computed in this step, by row, for the rows that asked for them."""
     failures: list[RowFailure] = []
     routed_experts: Array | None = None
-    """[tokens of the rows `capture` of the plan, in its order; num_moe_layers; top_k] the experts of each token, by the
-    model's own numbers, in the smallest unsigned dtype that holds them. With several stages each first rank of a stage
-    reports its own layers, and the executor joins them."""
+    """[tokens of the plan's `capture_rows`, in its order; num_moe_layers; top_k] The experts of each token, by the
+    model's own numbers, in the smallest unsigned dtype that holds them. With several stages the first rank of each
+    stage reports its own layers, and the executor joins them."""
     routed_slots: Array | None = None
-    """int32 [tokens as above] the slots of the cache that have these tokens' keys and values."""
+    """int32 [tokens as above] The cache slots that hold these tokens' keys and values."""
     any_engine_busy: bool = False
-    """Of engines that step together: one of them was not idle in this step."""
+    """Whether any engine of the expert group computed something in this step."""
 
 
 class StageRoutedExperts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """`StepResult.routed_experts` of the layers of one stage, from a stage that does not sample."""
+    """Routed experts of the layers of one stage that does not sample; see `StepResult.routed_experts`."""
 
     step: int
     routed_experts: Array
 
 
 class StepBroken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The step was not completed because another engine of the group that steps together is gone. The worker is well,
+    """Reply to a step that was not completed because another engine of the expert group exited. The worker is intact
     and takes no step before it has joined a group of a later epoch."""
 
     step: int

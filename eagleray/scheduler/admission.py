@@ -1,7 +1,7 @@
-"""Which requests are refused because they can never run. Pure.
+"""Refusal of requests that can never run. Pure functions.
 
-Clients of this project have checked most of it, and told their users more. What comes from a program of others by
-mistake must not reach the workers, who would end with it.
+This project's own clients have checked most of it and given their users more detail. A mistake of a foreign client must
+not reach the workers, because it would crash them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling
 
 NUM_TOKEN_IDS = 2**31
-"""A worker keeps token ids in 32 bits."""
+"""Number of token ids that fit the 32 bits in which workers keep them."""
 
 
 def check_admission(message: Generate, *, max_model_len: int, vocab_size: int, has_routing: bool = False) -> None:
-    """`has_routing`: this engine can report routed experts. Raises `InvalidRequest` for what can never run."""
+    """Raise `InvalidRequest` if the request can never run. `has_routing`: the engine can report routed experts."""
     _check_prompt(message, max_model_len)
     _check_output(message, max_model_len)
     _check_routed_experts(message, has_routing)
@@ -47,7 +47,7 @@ def _check_prompt(message: Generate, max_model_len: int) -> None:
 
 
 def _check_output(message: Generate, max_model_len: int) -> None:
-    """A request that goes on has some of the tokens that it may have, but not all."""
+    """Check that a request that resumes lacks at least one of its tokens."""
     max_tokens, num_known = message.stopping.max_tokens, len(message.output_token_ids)
     if max_tokens < 1:
         raise InvalidRequest(f"`max_tokens` must be at least 1, but it is {max_tokens}", param="max_tokens")

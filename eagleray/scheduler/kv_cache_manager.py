@@ -1,4 +1,4 @@
-"""Which blocks of the KV cache a request's tokens live in. Driven by the scheduler, keeps its state in the pool."""
+"""Assignment of KV cache blocks to requests. Driven by the scheduler; all state is in the block pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eagleray.scheduler.request import Request, Run
 
 
 class KVCacheManager:
-    """Block tables over one pool. Nothing is ever found in it when prefix caching is off."""
+    """Block tables over one pool. Without prefix caching, `lookup` never finds a block."""
 
     def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
         self.block_size = block_size
@@ -26,10 +26,10 @@ class KVCacheManager:
         return self._pool.num_free
 
     def lookup(self, request: Request) -> list[int]:
-        """The longest chain of blocks that hold the request's first tokens and that it may read.
+        """Return the longest chain of cached blocks that hold the request's first tokens and that it may read.
 
-        A block without rows is of no use to a request that wants some of them. They are not held yet: a later call may
-        evict them.
+        A block without routed experts cannot serve a request that wants them for its tokens. The blocks are not
+        retained yet: a later call may evict them.
         """
         if not self.enable_prefix_caching:
             return []
@@ -40,59 +40,61 @@ class KVCacheManager:
         num_without = num_full if wanted_from is None else wanted_from // self.block_size
         for index in range(num_full):
             block = self._pool.find(request.block_hashes[index])
-            if block is None or (index >= num_without and not self._pool.has_rows(block)):
+            if block is None or (index >= num_without and not self._pool.has_routed_experts(block)):
                 break
             found.append(block)
         return found
 
     def can_hold(self, num_tokens: int, *, cached: Sequence[int]) -> bool:
-        """Whether `num_tokens` tokens, of which the first are in the blocks `cached`, would fit now."""
+        """Whether `num_tokens` tokens, the first of which are in the blocks `cached`, would fit now."""
         num_new = self._num_blocks_of(num_tokens) - len(cached)
         return num_new + self._pool.num_free_among(cached) <= self._pool.num_free
 
-    def start(self, num_tokens: int, *, cached: Sequence[int]) -> list[int]:
-        """A block table for the first `num_tokens` tokens, which must fit."""
-        self._pool.hold(cached)
-        return [*cached, *self._pool.take(self._num_blocks_of(num_tokens) - len(cached))]
+    def allocate(self, num_tokens: int, *, cached: Sequence[int]) -> list[int]:
+        """Return a block table for the first `num_tokens` tokens, which must fit."""
+        self._pool.retain(cached)
+        return [*cached, *self._pool.allocate(self._num_blocks_of(num_tokens) - len(cached))]
 
-    def grow(self, run: Run, num_tokens: int) -> list[int] | None:
-        """Lengthen the block table to hold the first `num_tokens` tokens: the added blocks; None if there are not
-        enough."""
+    def extend(self, run: Run, num_tokens: int) -> list[int] | None:
+        """Extend the block table to hold the first `num_tokens` tokens and return the added blocks, or None if too few
+        are free."""
         num_new = max(0, self._num_blocks_of(num_tokens) - len(run.block_ids))
         if num_new > self._pool.num_free:
             return None
-        added = self._pool.take(num_new)
+        added = self._pool.allocate(num_new)
         run.block_ids += added
         return added
 
     def commit(self, run: Run) -> None:
-        """Let others find the blocks whose tokens are all known and computed (or planned to be: a step writes the
-        cache before it reads it, so requests of the same step may share them)."""
+        """Register the blocks whose tokens are all known and computed, or planned to be: a step writes the cache before
+        it reads it, so requests of the same step may share them."""
         if not self.enable_prefix_caching:
             return
         num_full = min(run.num_computed_tokens, len(run.request.token_ids)) // self.block_size
         if num_full == run.num_committed_blocks:
             return
         self._extend_hashes(run.request)
-        has_rows = run.request.routed_experts_from is not None
+        has_routed_experts = run.request.routed_experts_from is not None
         for index in range(run.num_committed_blocks, num_full):
-            self._pool.register(run.block_ids[index], run.request.block_hashes[index], has_rows=has_rows)
+            self._pool.register(
+                run.block_ids[index], run.request.block_hashes[index], has_routed_experts=has_routed_experts
+            )
         run.num_committed_blocks = num_full
 
-    def revoke(self, run: Run) -> None:
-        """Nobody shall find the blocks of tokens that are, after all, not computed."""
+    def uncommit(self, run: Run) -> None:
+        """Remove the blocks of tokens that were planned but never computed from the prefix cache."""
         num_full = run.num_computed_tokens // self.block_size
         if num_full < run.num_committed_blocks:
-            self._pool.forget(run.block_ids[num_full : run.num_committed_blocks])
+            self._pool.invalidate(run.block_ids[num_full : run.num_committed_blocks])
             run.num_committed_blocks = num_full
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """A block table is given up. What others may find in it stays until the blocks are needed."""
+        """Release a block table. Its cached blocks can be found until they are allocated again."""
         self._pool.release(block_ids)
 
-    def forget(self, block_ids: Iterable[int]) -> None:
-        """Nobody shall find these blocks any more."""
-        self._pool.forget(block_ids)
+    def invalidate(self, block_ids: Iterable[int]) -> None:
+        """Remove these blocks from the prefix cache."""
+        self._pool.invalidate(block_ids)
 
     def _num_blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -1,7 +1,7 @@
-"""Names of cache blocks: a hash that stands for a block's tokens and for everything before them.
+"""Block hashes: a block's hash stands for its tokens and for all tokens before them.
 
-Pure functions, equal on every machine, so that a client can compute the names of a prompt's blocks and remember which
-engine holds them.
+Pure functions with the same results on every machine, so that a client can compute the hashes of a prompt's blocks and
+remember which engine holds them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import struct
 from collections.abc import Sequence
 from hashlib import blake2b
 
-# 128 bits: two different prefixes of one name are not to be expected before 2**64 blocks.
+# 128 bits: two different prefixes with one hash are not to be expected before 2**64 blocks.
 HASH_BYTES = 16
 
 
 def root_hash(cache_salt: str) -> bytes:
-    """The parent of a sequence's first block: prefixes of different salts have no name in common."""
+    """Return the parent of a sequence's first block hash: prefixes with different salts share no hash."""
     return blake2b(cache_salt.encode(), digest_size=HASH_BYTES, person=b"eagleray salt").digest()
 
 
@@ -27,7 +27,7 @@ def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], *, block_size: 
 
 
 def block_hashes(token_ids: Sequence[int], *, block_size: int, cache_salt: str = "") -> list[bytes]:
-    """The hashes of all full blocks of a sequence, in order."""
+    """Return the hashes of all full blocks of a sequence, in order."""
     hashes: list[bytes] = []
     extend_hashes(hashes, token_ids, block_size=block_size, root=root_hash(cache_salt))
     return hashes

@@ -1,6 +1,6 @@
-"""Requests that engines have died with, more than once each. Owned by the scheduler.
+"""Queue of suspects: requests that were running at several engine exits. Owned by the scheduler.
 
-One of them at a time is let to the other requests; when the engine dies, it is known which one was there.
+Suspects run one at a time among the other requests, so that the next exit of the engine identifies the one at fault.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from eagleray.scheduler.step_draft import InFlightStep
 
 
 class Quarantine:
-    """The one whose turn it is waits and runs among the others until it ends; the rest wait here, in the usual order.
+    """The current suspect waits and runs among the other requests until it finishes; the rest are queued here.
 
     A preemption does not end its turn.
     """
@@ -23,15 +23,15 @@ class Quarantine:
         self._current: Request | None = None
 
     def __len__(self) -> int:
-        """How many wait here."""
+        """Return the number of queued suspects."""
         return len(self._queue)
 
     def push(self, suspect: Request) -> None:
         self._queue.push(suspect)
 
-    def next(self, in_flight: Iterable[InFlightStep]) -> Request | None:
-        """Whose turn it is from now on. None: nobody waits, or another one's turn is not over: it has not ended, or
-        a step in flight still computes it."""
+    def release_next(self, in_flight: Iterable[InFlightStep]) -> Request | None:
+        """Release the next suspect to the waiting queue. Returns None if none is queued, if the current one has not
+        finished, or if a step in flight still computes it."""
         if not self._queue or self._current is not None:
             return None
         if any(run.request.is_suspect for flight in in_flight for run in flight.runs):
@@ -39,8 +39,8 @@ class Quarantine:
         self._current = self._queue.pop()
         return self._current
 
-    def end(self, suspect: Request) -> bool:
-        """It has ended. Whether it still waited here."""
+    def remove(self, suspect: Request) -> bool:
+        """Remove a suspect that finished or was aborted. Returns whether it was still queued here."""
         if suspect is self._current:
             self._current = None
             return False

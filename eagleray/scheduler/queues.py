@@ -1,4 +1,4 @@
-"""The requests that wait for a row. Owned by the scheduler."""
+"""Queue of the requests that wait for a row. Owned by the scheduler."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Key = tuple[int, int]
 class WaitingQueue:
     """Requests by priority (lower first), then by arrival.
 
-    First-come-first-served is the case of equal priorities. Requests of one priority start in the order of their
-    arrival, so a preempted one arrived before all others of its priority that wait: it comes back to their front.
+    First-come-first-served is the case of equal priorities. Requests of one priority are admitted in the order of their
+    arrival, so a preempted one, which arrived before all waiting ones of its priority, returns to their front.
     """
 
     def __init__(self) -> None:
         self._requests: dict[Key, Request] = {}
-        self._keys: list[Key] = []  # a heap; keys of removed requests stay in it until they come to its top
+        self._keys: list[Key] = []  # heap; the keys of removed requests stay until they reach its top
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -28,7 +28,7 @@ class WaitingQueue:
         heapq.heappush(self._keys, _key(request))
 
     def first(self) -> Request:
-        """The next to start; it stays in the queue."""
+        """Return the next request to admit without removing it."""
         while self._keys[0] not in self._requests:
             heapq.heappop(self._keys)
         return self._requests[self._keys[0]]

@@ -1,6 +1,6 @@
-"""The state of a request: what lasts until it ends, and what it has only while it runs.
+"""State of a request: `Request` lasts until it finishes, `Run` only while it has a row.
 
-Owned by the scheduler; nobody else writes to it.
+Owned by the scheduler, the only one that writes to it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from eagleray.scheduler.prefix import root_hash
 
 
 class AddressedChunk(NamedTuple):
-    """A chunk and whom it is for."""
+    """A chunk and the client that it is sent to."""
 
     client: ClientId
     chunk: Chunk
 
 
 class Finish(NamedTuple):
-    """Why a request has ended."""
+    """Reason for which a request finished."""
 
     reason: FinishReason
     stop_token_id: int | None = None
@@ -33,7 +33,7 @@ class Finish(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """What lasts until the request ends. It waits while `run` is None."""
+    """State that lasts until the request finishes. The request is queued while `run` is None."""
 
     client: ClientId
     request_id: str
@@ -43,31 +43,32 @@ class Request:
     arrival: int
     """Number of the request in the order of arrival."""
     token_ids: list[int]
-    """The prompt, then what was generated."""
+    """Tokens of the prompt, then the generated ones."""
     num_prompt_tokens: int
     max_num_tokens: int
-    """It ends when it has this many tokens, prompt included."""
+    """Number of tokens, prompt included, at which the request finishes."""
     root_hash: bytes
     block_hashes: list[bytes] = field(default_factory=list)
-    """Of the first full blocks of `token_ids`; extended when needed."""
+    """Hashes of the first full blocks of `token_ids`; extended when needed."""
     prompt_logprobs_from: int = 1
-    """First position whose prompt log-probabilities were not delivered yet, if the request wants them."""
+    """First position whose prompt log-probabilities have not been delivered yet, if the request wants them."""
     routed_experts_from: int | None = None
-    """First position whose routed experts were not delivered yet; None if the request does not want them."""
+    """First position whose routed experts have not been delivered yet; None if the request does not want them."""
     is_suspect: bool = False
-    """Engines have died with it: see `suspects`."""
+    """Whether several engines exited while the request ran on them: see `quarantine`."""
     announce_start: bool = False
-    """Whether the engine sends a notice to the client before it computes the request."""
+    """Whether the client receives a chunk before the first step that computes the request."""
     was_started: bool = False
     num_cached_tokens: int = 0
-    """Prompt tokens found in the cache at the first start; 0 again once the client was told."""
+    """Prompt tokens found in the cache at the first admission; 0 again once reported to the client."""
     run: Run | None = None
 
     @property
     def num_readable_tokens(self) -> int:
-        """How many of the first tokens may be read from the cache instead of computed.
+        """Number of first tokens that may be read from the cache instead of computed.
 
-        The last one gives the next token, and the one before a position gives that position's log-probability.
+        The last token is computed because it yields the next one, and the token before a position because it yields
+        that position's log-probability.
         """
         num_tokens = len(self.token_ids) - 1
         if self.sampling.prompt_logprobs is not None and self.prompt_logprobs_from < self.num_prompt_tokens:
@@ -75,7 +76,7 @@ class Request:
         return num_tokens
 
     def append(self, token_id: int) -> Finish | None:
-        """The next token is known. Says so if it was the last one."""
+        """Append a generated token. Returns a `Finish` if it was the last one."""
         self.token_ids.append(token_id)
         if len(self.token_ids) - self.num_prompt_tokens >= self.stopping.min_tokens:
             if token_id in self.stopping.eos_token_ids:
@@ -84,67 +85,67 @@ class Request:
                 return Finish(FinishReason.STOP, token_id)
         return Finish(FinishReason.LENGTH) if len(self.token_ids) >= self.max_num_tokens else None
 
-    def answer(self, **fields: Any) -> AddressedChunk:
-        """The next chunk, with these fields of `Chunk`; the first one tells how much of the prompt was cached."""
+    def make_chunk(self, **fields: Any) -> AddressedChunk:
+        """Make the next chunk with these fields of `Chunk`; the first one reports the cached prompt tokens."""
         num_cached, self.num_cached_tokens = self.num_cached_tokens, 0
         return AddressedChunk(self.client, Chunk(request_id=self.request_id, num_cached_tokens=num_cached, **fields))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Run:
-    """A request while it has a row.
+    """A stay of a request in a row, from admission to preemption or finish.
 
-    After a preemption the request gets another `Run`, so this object tells its epochs apart: a result for a `Run` that
-    is over is nobody's.
+    After a preemption the request gets another `Run`, so a result that belongs to an ended run is recognised and
+    dropped.
     """
 
     request: Request
     row: int
     block_ids: list[int]
     num_computed_tokens: int
-    """In the cache, or written there by a step that was planned."""
+    """Number of tokens in the cache, or written there by a planned step."""
     num_reported_tokens: int
-    """Found in the cache, or written there by a step that was applied, if the request wants routed experts."""
+    """Number of tokens found in the cache, or written there by an applied step, if the request wants routed experts."""
     num_committed_blocks: int
-    """The first this many blocks were made known to the prefix cache."""
+    """Number of first blocks that are registered in the prefix cache."""
     first_step: int
-    """The first step that computes something of it."""
+    """First step that computes tokens of this run."""
     num_placeholders: int = 0
-    """Tokens that planned steps sample and whose ids are not known here yet; the worker has them in the row."""
+    """Number of tokens that planned steps sample and whose ids only the worker knows so far."""
     last_step: int = -1
-    """The last step that computes something of it."""
+    """Last planned step that computes tokens of this run."""
 
     @property
     def is_current(self) -> bool:
-        """It is not over."""
+        """Whether the run has not ended."""
         return self.request.run is self
 
     @property
     def num_known_tokens(self) -> int:
-        """As the worker will see it when the planned steps are done."""
+        """Number of tokens that the worker will know when the planned steps are done."""
         return len(self.request.token_ids) + self.num_placeholders
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """What is left to compute; the token at the limit needs no computing."""
+        """Number of tokens left to compute; the token at the limit needs no computing."""
         num_known = self.num_known_tokens
         return num_known - self.num_computed_tokens if num_known < self.request.max_num_tokens else 0
 
     def advance(self, num_tokens: int, *, step: int) -> None:
-        """`step` computes the next `num_tokens` tokens and, if they are the last known ones, samples another."""
+        """Note that `step` computes the next `num_tokens` tokens and, if they are the last known, samples another."""
         self.num_computed_tokens += num_tokens
         self.num_placeholders += self.num_computed_tokens == self.num_known_tokens
         self.last_step = step
 
     def retreat(self, num_tokens: int) -> None:
-        """All steps in flight are dropped, and with them the last `num_tokens` computed tokens."""
+        """Take back the last `num_tokens` computed tokens, because all steps in flight are dropped."""
         self.num_computed_tokens -= num_tokens
         self.num_placeholders = 0
         self.last_step = -1
 
-    def row_start(self) -> NewRow:
-        """What a worker must know. The lists are copies: it may live in this process, and ours go on changing."""
-        return NewRow(
+    def new_row(self) -> NewRow:
+        """Return the state that a worker needs to run this request in a row."""
+        return NewRow(  # lists are copied: a worker in this process must not see ours change
             row=self.row,
             request_id=self.request.request_id,
             token_ids=list(self.request.token_ids),
@@ -159,9 +160,9 @@ class Run:
 def new_request(
     message: Generate, *, priority: int, arrival: int, max_model_len: int, vocab_size: int, has_routing: bool = False
 ) -> Request:
-    """The request as if it had been preempted after what it has generated elsewhere, if it has.
+    """Make the state of a request; one that resumes looks as if it had been preempted after its last token.
 
-    Raises `InvalidRequest` for what can never run.
+    Raises `InvalidRequest` if the request can never run.
     """
     check_admission(message, max_model_len=max_model_len, vocab_size=vocab_size, has_routing=has_routing)
     num_prompt_tokens = len(message.prompt_token_ids)

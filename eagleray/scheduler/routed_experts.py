@@ -1,12 +1,12 @@
-"""Which experts computed the tokens whose keys and values are in the cache, and what of that is told when. Pure.
+"""Routed experts of the tokens in the cache, and delivery of each to its request exactly once. Pure.
 
-Rows are stored by slot of the cache, as keys and values are, so that who finds a block finds its rows. A step reports
-all that it computes of requests that want rows. When its result is applied, first all of that is stored, also what is
-of runs that are over (their blocks are held until then, and others may have found them), and then every request is told
-what it has not been told. So what was told is never told again, whatever is computed again. Steps are applied in the
-order of their plans: the rows of a block are there when the first step that reads it is applied, even if the same step
-writes it. Owned and driven by the scheduler; which blocks have rows is known to the pool of blocks.
-"""
+Routed experts are stored by cache slot, as keys and values are, so that whoever finds a block finds its experts. A step
+reports the experts of all tokens that it computes of requests that want them. When its result is applied, first all of
+them are stored, also those of ended runs (their blocks are held until then, and other requests may have found them),
+and then every request is sent the experts that it has not been sent. So nothing is sent twice, whatever is computed
+again. Steps are applied in the order of their plans: the experts of a block are stored when the first step that reads
+it is applied, even if the same step writes it. Owned and driven by the scheduler; the block pool knows which blocks
+have routed experts. """
 
 from __future__ import annotations
 
@@ -20,47 +20,47 @@ from eagleray.scheduler.request import Run
 
 
 class RoutedExpertsStore:
-    """`num_blocks`: those whose rows are kept; 0 if nobody can find a block again."""
+    """Store for `num_blocks` cache blocks; 0 if no block can be found again (prefix caching is off)."""
 
     def __init__(self, routing: RoutingInfo, *, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
-        self._row_bytes = routing.row_bytes
+        self._token_bytes = routing.row_bytes
         shape = (num_blocks * block_size, routing.num_layers, routing.top_k)
-        # calloc'd: memory is taken only by what is stored
-        self._rows = np.zeros(shape, routing.dtype)
+        # zeros are not backed by memory until they are written
+        self._by_slot = np.zeros(shape, routing.dtype)
 
     def store(self, result: StepResult, runs: Mapping[Run, int]) -> list[bytes]:
-        """Take in what a step reports: what of it is new to the request of each run, in their order. It counts as told;
-        a run that is over is told nothing.
+        """Store the experts that a step reports and return, for each run, the part that its request has not been sent.
 
-        `runs`: of the step, in the order of its plan, with the number of tokens that it has computed of each.
+        They count as sent; an ended run gets none. `runs`: the runs of the step in the order of its plan, with the
+        number of tokens that it computed of each.
         """
         experts = result.routed_experts
         reported = b"" if experts is None else experts.tobytes()
-        if experts is not None and len(self._rows):
-            assert experts.dtype == self._rows.dtype and result.routed_slots is not None
-            self._rows[result.routed_slots] = experts
-        row_bytes, last = self._row_bytes, 0
-        news: list[bytes] = []
+        if experts is not None and len(self._by_slot):
+            assert experts.dtype == self._by_slot.dtype and result.routed_slots is not None
+            self._by_slot[result.routed_slots] = experts
+        token_bytes, last = self._token_bytes, 0
+        deltas: list[bytes] = []
         for run, num_tokens in runs.items():
             request = run.request
             wanted_from = request.routed_experts_from
             if wanted_from is None:
-                news.append(b"")
+                deltas.append(b"")
                 continue
-            first, last = last, last + num_tokens * row_bytes
+            first, last = last, last + num_tokens * token_bytes
             start = run.num_reported_tokens
             run.num_reported_tokens = end = start + num_tokens
             if wanted_from >= end or request.run is not run:
-                news.append(b"")
+                deltas.append(b"")
                 continue
             request.routed_experts_from = end
-            if wanted_from < start:  # what was found in the cache, too
-                news.append(self._rows[self._slots(run, wanted_from, end)].tobytes())
+            if wanted_from < start:  # includes tokens found in the cache
+                deltas.append(self._by_slot[self._slots(run, wanted_from, end)].tobytes())
             else:
-                news.append(reported[first + (wanted_from - start) * row_bytes : last])
-        assert last == len(reported), f"the step reports {len(reported)} bytes of rows, not {last}"
-        return news
+                deltas.append(reported[first + (wanted_from - start) * token_bytes : last])
+        assert last == len(reported), f"the step reports {len(reported)} bytes of routed experts, not {last}"
+        return deltas
 
     def _slots(self, run: Run, start: int, end: int) -> list[int]:
         size = self._block_size

@@ -1,4 +1,4 @@
-"""The rows of the workers' table and who runs in them. Owned by the scheduler."""
+"""Rows of the workers' table and the runs that occupy them. Owned by the scheduler."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from eagleray.scheduler.request import Request, Run
 
 
 class RowTable:
-    """Running requests, in the order of their start."""
+    """Running requests, in the order of their admission."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._runs: dict[int, Run] = {}
-        self._free = list(range(num_rows))  # a heap: low rows first
-        self._ended: dict[int, None] = {}
+        self._free = list(range(num_rows))  # heap: low rows first
+        self._freed: dict[int, None] = {}
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -27,10 +27,10 @@ class RowTable:
     def has_free(self) -> bool:
         return bool(self._free)
 
-    def start(
+    def assign(
         self, request: Request, *, block_ids: list[int], num_cached_tokens: int, num_cached_blocks: int, step: int
     ) -> Run:
-        """A free row for this request, from `step` on."""
+        """Assign a free row to this request; `step` is the first step that computes it."""
         run = Run(
             request=request,
             row=heapq.heappop(self._free),
@@ -43,22 +43,22 @@ class RowTable:
         request.run = self._runs[run.row] = run
         return run
 
-    def end(self, run: Run) -> None:
-        """The run is over, its row is free."""
+    def free(self, run: Run) -> None:
+        """End a run and free its row."""
         del self._runs[run.row]
         run.request.run = None
         heapq.heappush(self._free, run.row)
-        self._ended[run.row] = None
+        self._freed[run.row] = None
 
     def pop_freed_rows(self) -> list[int]:
-        """Rows whose run is over, since the last call."""
-        ended, self._ended = list(self._ended), {}
-        return ended
+        """Return the rows that were freed since the last call."""
+        freed, self._freed = list(self._freed), {}
+        return freed
 
-    def end_all(self) -> None:
-        """Whatever workers have in any of their rows, it is to be ended; the runs go on."""
-        self._ended = dict.fromkeys(range(self._num_rows))
+    def free_all_rows(self) -> None:
+        """Have the next plan free all rows of the workers, whatever is in them. The runs continue."""
+        self._freed = dict.fromkeys(range(self._num_rows))
 
     def least_urgent(self) -> Run:
-        """Of the runs with the highest priority number, the newest."""
+        """Return the newest of the runs with the highest priority number."""
         return max(reversed(self._runs.values()), key=lambda run: run.request.priority)

@@ -1,10 +1,9 @@
-"""The scheduler: which request computes how many tokens in the next step, in which blocks of the cache.
+"""The scheduler decides which request computes how many tokens in the next step, in which blocks of the cache.
 
-Owns every request of the engine, the rows of the workers' tables and the blocks. The engine's core drives it: `add` and
-`abort` as clients ask, `plan` before a step, `apply` with its result. Several steps may be planned before the first is
-applied; results come back in the order of the plans. Where engines step together, there are also idle steps, and when
-one of the others is lost the steps in flight are dropped: `rewind`.
-"""
+It owns every request of the engine, the rows of the workers' tables and the blocks. The engine core drives it: `add`
+and `abort` as clients ask, `plan` before a step, `apply` with its result. Several steps may be planned before the first
+is applied; results come back in the order of the plans. In an expert group there are also idle steps (`idle_plan`), and
+when another engine of the group exits, the steps in flight are dropped (`rewind`)."""
 
 from __future__ import annotations
 
@@ -31,10 +30,10 @@ from eagleray.scheduler.step_draft import InFlightStep, StepDraft
 
 
 class Scheduler:
-    """Continuous batching over one token budget: what runs goes on first, then what waits is started.
+    """Continuous batching over one token budget: running requests come first, then waiting ones are admitted.
 
-    With pipeline stages, running requests take turns: as many steps as there are stages compute different ones, so that
-    every stage has something to do. `routing`: requests may ask for the routed experts of the model.
+    With pipeline stages, running requests take turns: each of the steps in flight computes different requests, so that
+    every stage has work. If `routing` is given, requests may ask for the routed experts of the model.
 
     Raises `ConfigError` if the cache cannot hold one sequence of `max_model_len` tokens.
     """
@@ -73,34 +72,36 @@ class Scheduler:
             self._routed = RoutedExpertsStore(routing, num_blocks=num_findable, block_size=block_size)
         self._requests: dict[tuple[ClientId, str], Request] = {}
         self._waiting = WaitingQueue()
-        self._suspects = Quarantine()
+        self._quarantine = Quarantine()
         self._running = RowTable(max_num_seqs)
         self._in_flight: deque[InFlightStep] = deque()
         self._next_step = 0
-        self._is_rewound = False  # and no plan was made since
+        self._is_rewound = False  # True from `rewind` to the next plan that is not idle
         self._num_arrivals = 0
-        self._notices: list[AddressedChunk] = []
+        self._early_chunks: list[AddressedChunk] = []
         self._counters = Counters()
 
     @property
     def has_work(self) -> bool:
-        """A request wants tokens, or a planned step was not applied yet."""
+        """Whether a request wants tokens or a planned step has not been applied yet."""
         return bool(self._requests or self._in_flight)
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting) + len(self._suspects),
+            num_waiting=len(self._waiting) + len(self._quarantine),
             num_kv_blocks=self._cache.num_blocks,
             num_free_kv_blocks=self._cache.num_free_blocks,
             **asdict(self._counters),
         )
 
-    # Requests come and go.
+    # Requests are added and aborted.
 
     def add(self, request: Generate) -> None:
-        """Take a request in, from its beginning or from where another engine has left it. Raises `InvalidRequest` for
-        what can never run."""
+        """Queue a request, which starts from its prompt or resumes from the tokens that another engine generated.
+
+        Raises `InvalidRequest` if it can never run.
+        """
         key = request.client, request.request_id
         if key in self._requests:
             raise InvalidRequest(
@@ -118,19 +119,19 @@ class Scheduler:
         )
         self._num_arrivals += 1
         self._requests[key] = state
-        (self._suspects if state.is_suspect else self._waiting).push(state)
+        (self._quarantine if state.is_suspect else self._waiting).push(state)
 
     def abort(self, client: ClientId, request_ids: Iterable[str]) -> list[AddressedChunk]:
-        """End these requests: a last chunk for each that was here."""
+        """Abort these requests and return a last chunk for each that exists."""
         found = [
             self._requests[client, name] for name in dict.fromkeys(request_ids) if (client, name) in self._requests
         ]
         for request in found:
             self._remove(request)
-        return [request.answer(finish_reason=FinishReason.ABORT) for request in found]
+        return [request.make_chunk(finish_reason=FinishReason.ABORT) for request in found]
 
     def abort_client(self, client: ClientId) -> int:
-        """The client is gone: end its requests without a word. How many there were."""
+        """Abort all requests of a client that has left, without chunks, and return their number."""
         found = [request for request in self._requests.values() if request.client == client]
         for request in found:
             self._remove(request)
@@ -139,67 +140,74 @@ class Scheduler:
     # One step.
 
     def plan(self) -> StepPlan | None:
-        """The next step. None: nothing to compute, or nothing before a step in flight is applied."""
+        """Plan the next step. Returns None if nothing can be computed before a step in flight is applied."""
         draft = StepDraft(self._max_num_batched_tokens)
         if self._is_rewound:
-            draft.starts = {run: run.row_start() for run in self._running}
+            draft.new_rows = {run: run.new_row() for run in self._running}
         self._continue_running(draft)
         if not draft.is_short_of_blocks:
-            self._start_waiting(draft)
-        return self._issue(draft) if draft.num_tokens else None
+            self._admit_waiting(draft)
+        return self._make_plan(draft) if draft.num_tokens else None
 
     def idle_plan(self) -> StepPlan:
-        """A step in which this engine computes nothing, for the sake of engines that step together with it."""
-        plan = StepPlan(step=self._next_step, ends=[], starts=[], grown=[], rows=[], num_tokens=[], is_idle=True)
+        """Plan a step without work, which the engine takes because the other engines of its expert group do."""
+        plan = StepPlan(
+            step=self._next_step, freed_rows=[], new_rows=[], new_blocks=[], rows=[], num_tokens=[], is_idle=True
+        )
         self._in_flight.append(InFlightStep(plan.step))
         self._next_step += 1
         return plan
 
     def pop_early_chunks(self) -> list[AddressedChunk]:
-        """Chunks that clients must have been sent before the last plan is carried out: they name the requests that it
-        starts, as far as clients asked for that."""
-        notices, self._notices = self._notices, []
-        return notices
+        """Return the chunks to send before the last plan is executed: they name the requests that it starts, for the
+        clients that asked to be notified."""
+        early_chunks, self._early_chunks = self._early_chunks, []
+        return early_chunks
 
     def apply(self, result: StepResult) -> list[AddressedChunk]:
-        """What the oldest step in flight produced. Rows whose request ended or was preempted since are dropped."""
+        """Apply the result of the oldest step in flight and return its chunks.
+
+        Rows whose request finished or was preempted in the meantime are dropped.
+        """
         flight = self._in_flight.popleft()
         assert flight.step == result.step, f"step {flight.step} is next to be applied, not {result.step}"
         self._counters.num_steps += 1
         tokens = dict(zip(result.rows, result.token_ids, strict=True))
         failures = {failure.row: failure for failure in result.failures}
-        news = [b""] * len(flight.runs) if self._routed is None else self._routed.store(result, flight.runs)
+        deltas = [b""] * len(flight.runs) if self._routed is None else self._routed.store(result, flight.runs)
         outputs: list[AddressedChunk] = []
-        for run, routed in zip(flight.runs, news, strict=True):
+        for run, routed in zip(flight.runs, deltas, strict=True):
             if run.row in failures:
-                # Held until here even if the run is over. What a failed row wrote is not to be trusted.
-                self._cache.forget(run.block_ids)
+                # The blocks are held until here even if the run has ended. Their content may be wrong.
+                self._cache.invalidate(run.block_ids)
             if not run.is_current:
                 continue
             if run.row in failures:
                 outputs.append(self._fail(run, failures[run.row], routed))
             elif run.row in tokens or run.row in result.prompt_logprobs or routed:
                 outputs.append(self._deliver(run, tokens.get(run.row), result, routed))
-        self._release(flight)
+        self._release_ended_runs(flight)
         return outputs
 
     def rewind(self) -> None:
-        """Drop the steps in flight as if they had never been planned: there will be no results of them. Whatever the
-        workers have made of them, the next plan starts every row anew."""
+        """Drop the steps in flight, whose results will never arrive, as if they had never been planned.
+
+        The next plan starts every row anew, whichever of these steps the workers have executed.
+        """
         dropped, self._in_flight = self._in_flight, deque()
         runs = dict.fromkeys(run for flight in dropped for run in flight.runs)
         for run in runs:
             run.retreat(sum(flight.runs.get(run, 0) for flight in dropped))
-            self._cache.revoke(run)
+            self._cache.uncommit(run)
         for run in runs:
             if run.is_current and run.first_step >= dropped[0].step:
-                self._preempt(run)  # it may have found blocks that are not computed after all
+                self._preempt(run)  # its cached blocks may be among those that were never computed
         for flight in dropped:
-            self._release(flight)
-        self._running.end_all()
+            self._release_ended_runs(flight)
+        self._running.free_all_rows()
         self._is_rewound = True
 
-    # What plan() is made of.
+    # Parts of plan().
 
     def _continue_running(self, draft: StepDraft) -> None:
         turn = -(-len(self._running) // self._num_stages)
@@ -211,59 +219,60 @@ class Scheduler:
             num_tokens = min(run.num_uncomputed_tokens, draft.budget)
             if num_tokens > 0 and run.is_current and self._reserve(run, num_tokens, draft):
                 draft.add(run, num_tokens)
-        # Only now is it certain that none of them is preempted after all.
+        # The runs advance only now, because a later one may have preempted an earlier one.
         for run, num_tokens in draft.num_tokens.items():
             self._advance(run, num_tokens)
 
     def _is_between_stages(self, run: Run) -> bool:
-        """Its next token is being computed by a step that has not left the pipeline: to plan for it would only have the
-        first stage wait for the last one."""
+        """Whether a step that has not left the pipeline computes the run's next token: with another step of this run
+        the first stage would only wait for the last one."""
         if run.num_placeholders == 0 or not self._in_flight:
             return False
         return run.last_step >= max(self._in_flight[0].step, self._next_step - (self._num_stages - 1))
 
     def _reserve(self, run: Run, num_tokens: int, draft: StepDraft) -> bool:
-        """Get the blocks for the next `num_tokens` tokens, at the expense of less urgent requests if need be."""
-        while (added := self._cache.grow(run, run.num_computed_tokens + num_tokens)) is None:
+        """Allocate the blocks for the next `num_tokens` tokens, and preempt less urgent requests if necessary."""
+        while (added := self._cache.extend(run, run.num_computed_tokens + num_tokens)) is None:
             draft.is_short_of_blocks = True
             if any(flight.block_tables for flight in self._in_flight):
-                return False  # blocks come back with a step in flight: wait for those before taking more
+                return False  # a step in flight will release blocks: wait for these before preempting more
             victim = self._running.least_urgent()
             self._preempt(victim)
             draft.drop(victim)
             if victim is run:
                 return False
         if added:
-            draft.grown[run] = added
+            draft.new_blocks[run] = added
         return True
 
-    def _start_waiting(self, draft: StepDraft) -> None:
-        if (suspect := self._suspects.next(self._in_flight)) is not None:
+    def _admit_waiting(self, draft: StepDraft) -> None:
+        if (suspect := self._quarantine.release_next(self._in_flight)) is not None:
             self._waiting.push(suspect)
         while self._waiting and self._running.has_free and draft.budget > 0:
             request = self._waiting.first()
             cached = self._cache.lookup(request)
-            # Room for all of it, although a first chunk needs less: else it would soon be preempted for the rest.
+            # There must be room for the whole prompt, although its first chunk needs less: otherwise the request would
+            # soon be preempted for the rest.
             if not self._cache.can_hold(len(request.token_ids), cached=cached):
                 break
-            self._start(self._waiting.pop(), cached, draft)
+            self._admit(self._waiting.pop(), cached, draft)
 
-    def _start(self, request: Request, cached: list[int], draft: StepDraft) -> None:
+    def _admit(self, request: Request, cached: list[int], draft: StepDraft) -> None:
         num_cached = len(cached) * self._cache.block_size
         num_tokens = min(len(request.token_ids) - num_cached, draft.budget)
-        run = self._running.start(
+        run = self._running.assign(
             request,
-            block_ids=self._cache.start(num_cached + num_tokens, cached=cached),
+            block_ids=self._cache.allocate(num_cached + num_tokens, cached=cached),
             num_cached_tokens=num_cached,
             num_cached_blocks=len(cached),
             step=self._next_step,
         )
-        draft.starts[run] = run.row_start()
+        draft.new_rows[run] = run.new_row()
         draft.add(run, num_tokens)
         if not request.was_started:
             self._count_lookup(request, num_cached)
             if request.announce_start:
-                self._notices.append(
+                self._early_chunks.append(
                     AddressedChunk(request.client, Chunk(request_id=request.request_id, is_started=True))
                 )
         self._advance(run, num_tokens)
@@ -281,15 +290,15 @@ class Scheduler:
             self._counters.num_prefix_queries += request.num_prompt_tokens
             self._counters.num_prefix_hits += num_cached
 
-    def _issue(self, draft: StepDraft) -> StepPlan:
+    def _make_plan(self, draft: StepDraft) -> StepPlan:
         plan = StepPlan(
             step=self._next_step,
-            ends=self._running.pop_freed_rows(),
-            starts=list(draft.starts.values()),
-            grown=[(run.row, added) for run, added in draft.grown.items()],
+            freed_rows=self._running.pop_freed_rows(),
+            new_rows=list(draft.new_rows.values()),
+            new_blocks=[(run.row, added) for run, added in draft.new_blocks.items()],
             rows=[run.row for run in draft.num_tokens],
             num_tokens=list(draft.num_tokens.values()),
-            capture=[run.row for run in draft.num_tokens if run.request.routed_experts_from is not None],
+            capture_rows=[run.row for run in draft.num_tokens if run.request.routed_experts_from is not None],
         )
         self._in_flight.append(InFlightStep(self._next_step, draft.num_tokens))
         self._next_step += 1
@@ -297,29 +306,29 @@ class Scheduler:
         return plan
 
     def _preempt(self, run: Run) -> None:
-        """Back to the waiting ones, with its tokens but nothing computed."""
-        self._leave_row(run)
+        """Return the request to the waiting queue with its tokens, of which none counts as computed."""
+        self._end_run(run)
         self._waiting.push(run.request)
         self._counters.num_preemptions += 1
 
-    # What apply() is made of.
+    # Parts of apply().
 
     def _deliver(self, run: Run, token_id: int | None, result: StepResult, routed: bytes) -> AddressedChunk:
-        """The chunk for what a step produced for one request, which may end with it."""
+        """Return the chunk for one request's part of a step result; the request may finish with it."""
         request = run.request
         prompt_logprobs = result.prompt_logprobs.get(run.row)
         if prompt_logprobs is not None:
-            assert prompt_logprobs.start == request.prompt_logprobs_from, "prompt logprobs come once and in order"
+            assert prompt_logprobs.start == request.prompt_logprobs_from, "prompt logprobs arrive once and in order"
             request.prompt_logprobs_from += len(prompt_logprobs.ranks)
         if token_id is None:
-            return request.answer(prompt_logprobs=prompt_logprobs, routed_experts=routed)
+            return request.make_chunk(prompt_logprobs=prompt_logprobs, routed_experts=routed)
         self._counters.num_generation_tokens += 1
         run.num_placeholders -= 1
         finish = request.append(token_id)
         self._cache.commit(run)
         if finish is not None:
             self._remove(request)
-        return request.answer(
+        return request.make_chunk(
             token_ids=[token_id],
             logprobs=[result.logprobs[run.row]] if run.row in result.logprobs else [],
             prompt_logprobs=prompt_logprobs,
@@ -330,33 +339,33 @@ class Scheduler:
 
     def _fail(self, run: Run, failure: RowFailure, routed: bytes) -> AddressedChunk:
         self._remove(run.request)
-        return run.request.answer(
+        return run.request.make_chunk(
             finish_reason=FinishReason.ERROR,
             error=failure.message,
             is_user_error=failure.is_user_error,
             routed_experts=routed,
         )
 
-    # Ends.
+    # Requests leave.
 
     def _remove(self, request: Request) -> None:
-        """Forget a request, wherever it is."""
+        """Remove a request from the queue, the quarantine or its row."""
         del self._requests[request.client, request.request_id]
-        was_held_back = request.is_suspect and self._suspects.end(request)
+        was_quarantined = request.is_suspect and self._quarantine.remove(request)
         if request.run is not None:
-            self._leave_row(request.run)
-        elif not was_held_back:
+            self._end_run(request.run)
+        elif not was_quarantined:
             self._waiting.remove(request)
 
-    def _leave_row(self, run: Run) -> None:
-        """The run is over. Its blocks are free at once, or when the last step in flight that names them is applied."""
-        self._running.end(run)
+    def _end_run(self, run: Run) -> None:
+        """End a run. Its blocks are released at once, or when the last step in flight that uses them is applied."""
+        self._running.free(run)
         if self._in_flight and run.last_step >= self._in_flight[0].step:
             self._in_flight[run.last_step - self._in_flight[0].step].block_tables.append(run.block_ids)
         else:
             self._cache.release(run.block_ids)
 
-    def _release(self, flight: InFlightStep) -> None:
-        """The step is done with the blocks of runs that are over."""
+    def _release_ended_runs(self, flight: InFlightStep) -> None:
+        """Release the blocks of ended runs that the step was the last to use."""
         for block_ids in flight.block_tables:
             self._cache.release(block_ids)

@@ -1,4 +1,4 @@
-"""Load and totals of a scheduler: the fields of `EngineStats` that it knows."""
+"""Load and totals of a scheduler: its part of `EngineStats`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 @dataclass(slots=True)
 class Counters:
-    """Totals; they only grow. `EngineStats` says what each one counts."""
+    """Totals, which only grow. `EngineStats` documents each field."""
 
     num_steps: int = 0
     num_preemptions: int = 0
@@ -20,7 +20,7 @@ class Counters:
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything in `EngineStats` but the engine's name, under the same names."""
+    """All fields of `EngineStats` except the engine's id, under the same names."""
 
     num_running: int
     num_waiting: int

@@ -13,7 +13,7 @@ class NullRunner:
         self._num_uncomputed: dict[int, int] = {}
 
     def step(self, plan: StepPlan) -> StepResult | None:
-        for start in plan.starts:
+        for start in plan.new_rows:
             self._num_uncomputed[start.row] = len(start.token_ids) - start.num_computed_tokens
         rows = []
         for row, num_tokens in zip(plan.rows, plan.num_tokens, strict=True):

@@ -68,7 +68,7 @@ class CachePrefaulter:
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[None]:
         """While this step is carried out."""
-        blocks = [block_ids for _, block_ids in plan.grown] + [start.block_ids for start in plan.starts]
+        blocks = [block_ids for _, block_ids in plan.new_blocks] + [start.block_ids for start in plan.new_rows]
         self._num_used = max(self._num_used, *(1 + max(block_ids, default=-1) for block_ids in blocks), 0)
         self._num_steps += 1
         self._is_running = True

@@ -75,28 +75,28 @@ class Runner:
         )
 
     def _update_rows(self, plan: StepPlan) -> None:
-        for row in plan.ends:
+        for row in plan.freed_rows:
             self._sampling_rows.end(row)
             self._prompt_logprobs.pop(row, None)
-        for start in plan.starts:
+        for start in plan.new_rows:
             self._rows.start(start)
             if self._mesh.is_sampler:
                 self._sampling_rows.start(start.row, start.sampling, start.token_ids, start.num_prompt_tokens)
             if start.sampling.prompt_logprobs is not None and start.prompt_logprobs_from < start.num_prompt_tokens:
                 self._prompt_logprobs[start.row] = (start.sampling.prompt_logprobs, start.prompt_logprobs_from)
-        for row, block_ids in plan.grown:
+        for row, block_ids in plan.new_blocks:
             self._rows.grow(row, block_ids)
 
     def _read_experts(self, plan: StepPlan, inputs: StepInputs) -> tuple[Reading | None, Array | None]:
-        """Those of the rows `plan.capture`, on the ranks that report them, and the slots of these rows' tokens."""
-        if not plan.capture:
+        """Those of the rows `plan.capture_rows`, on the ranks that report them, and the slots of these rows' tokens."""
+        if not plan.capture_rows:
             return None, None
         assert self._experts is not None, "routed experts of a model that has none"
         batch = inputs.batch
         is_planned_order = batch.num_decodes == len(inputs.rows) or plan.rows == inputs.rows.tolist()
-        if len(plan.capture) == len(plan.rows) and is_planned_order:  # all of the batch, as it is
+        if len(plan.capture_rows) == len(plan.rows) and is_planned_order:  # all of the batch, as it is
             return self._experts.begin(None, batch.num_tokens), batch.slots
-        lines = token_indices_of(plan.capture, inputs)
+        lines = token_indices_of(plan.capture_rows, inputs)
         return self._experts.begin(lines, batch.num_tokens), batch.slots[lines]
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> Sampled:

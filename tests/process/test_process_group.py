@@ -73,11 +73,13 @@ def first_plan(rows: int = 2) -> StepPlan:
         )
         for row in range(rows)
     ]
-    return StepPlan(step=0, ends=[], starts=starts, grown=[], rows=list(range(rows)), num_tokens=[3] * rows)
+    return StepPlan(
+        step=0, freed_rows=[], new_rows=starts, new_blocks=[], rows=list(range(rows)), num_tokens=[3] * rows
+    )
 
 
 def next_plan(step: int, rows: int = 2) -> StepPlan:
-    return StepPlan(step=step, ends=[], starts=[], grown=[], rows=list(range(rows)), num_tokens=[1] * rows)
+    return StepPlan(step=step, freed_rows=[], new_rows=[], new_blocks=[], rows=list(range(rows)), num_tokens=[1] * rows)
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -120,7 +120,7 @@ def pid_of(engine: EngineId, worker: str) -> int:
 
 def plan(step: int) -> StepPlan:
     if step:
-        return StepPlan(step=step, ends=[], starts=[], grown=[], rows=[0], num_tokens=[1])
+        return StepPlan(step=step, freed_rows=[], new_rows=[], new_blocks=[], rows=[0], num_tokens=[1])
     start = NewRow(
         row=0,
         request_id="0",
@@ -130,7 +130,7 @@ def plan(step: int) -> StepPlan:
         block_ids=[0],
         sampling=Sampling(seed=0),
     )
-    return StepPlan(step=0, ends=[], starts=[start], grown=[], rows=[0], num_tokens=[2])
+    return StepPlan(step=0, freed_rows=[], new_rows=[start], new_blocks=[], rows=[0], num_tokens=[2])
 
 
 def test_steps_and_calls_by_turns(cluster, runtime_dir):

@@ -128,12 +128,16 @@ class _Plans:
             )
             for row in self._rows
         ]
-        return StepPlan(step=0, ends=[], starts=starts, grown=[], rows=self._rows, num_tokens=[8] * len(self._rows))
+        return StepPlan(
+            step=0, freed_rows=[], new_rows=starts, new_blocks=[], rows=self._rows, num_tokens=[8] * len(self._rows)
+        )
 
     def next(self) -> StepPlan:
         self._step += 1
         num_tokens = [1] * len(self._rows)
-        return StepPlan(step=self._step, ends=[], starts=[], grown=[], rows=self._rows, num_tokens=num_tokens)
+        return StepPlan(
+            step=self._step, freed_rows=[], new_rows=[], new_blocks=[], rows=self._rows, num_tokens=num_tokens
+        )
 
 
 def _step(executor: Executor, plans: _Plans) -> None:

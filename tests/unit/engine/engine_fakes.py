@@ -118,7 +118,7 @@ class CountingGroup:
         self.is_broken |= plan.step == self.breaks_at_step
         if self.is_broken:
             return StepBroken(step=plan.step, cause="engine-1 is gone")
-        for start in plan.starts:
+        for start in plan.new_rows:
             self.known[start.row] = len(start.token_ids)
             self.computed[start.row] = start.num_computed_tokens
         rows, token_ids = [], []

@@ -45,7 +45,7 @@ def plan(step: int, *num_tokens: int) -> StepPlan:
         for row, count in enumerate(num_tokens)
     ]
     rows = list(range(len(num_tokens)))
-    return StepPlan(step=step, ends=[], starts=starts, grown=[], rows=rows, num_tokens=list(num_tokens))
+    return StepPlan(step=step, freed_rows=[], new_rows=starts, new_blocks=[], rows=rows, num_tokens=list(num_tokens))
 
 
 def test_the_step_that_is_waited_for_and_its_limit_can_be_seen():

@@ -13,7 +13,7 @@ TICK = 1.0
 
 
 def awaited(step: int = 7, *, seconds: float = 60.0) -> AwaitedStep:
-    plan = StepPlan(step=step, ends=[], starts=[], grown=[], rows=[0, 3], num_tokens=[1, 99])
+    plan = StepPlan(step=step, freed_rows=[], new_rows=[], new_blocks=[], rows=[0, 3], num_tokens=[1, 99])
     return AwaitedStep(plan, seconds)
 
 

@@ -58,7 +58,7 @@ class FakeGroup:
 
 
 def plan(step: int) -> StepPlan:
-    return StepPlan(step=step, ends=[], starts=[], grown=[], rows=[0], num_tokens=[1])
+    return StepPlan(step=step, freed_rows=[], new_rows=[], new_blocks=[], rows=[0], num_tokens=[1])
 
 
 def result(step: int, experts: np.ndarray | None = None) -> StepResult:
@@ -66,7 +66,7 @@ def result(step: int, experts: np.ndarray | None = None) -> StepResult:
 
 
 def capturing(step: int) -> StepPlan:
-    return StepPlan(step=step, ends=[], starts=[], grown=[], rows=[0], num_tokens=[2], capture=[0])
+    return StepPlan(step=step, freed_rows=[], new_rows=[], new_blocks=[], rows=[0], num_tokens=[2], capture_rows=[0])
 
 
 def layers(*numbers: int) -> np.ndarray:
@@ -185,7 +185,7 @@ def test_closing_ends_the_workers():
 
 def test_a_step_that_does_not_come_back_is_named_with_its_size():
     pending = Executor(FakeGroup()).step(
-        StepPlan(step=7, ends=[], starts=[], grown=[], rows=[0, 3], num_tokens=[1, 99]), seconds=0.01
+        StepPlan(step=7, freed_rows=[], new_rows=[], new_blocks=[], rows=[0, 3], num_tokens=[1, 99]), seconds=0.01
     )
     with pytest.raises(DeadlineExceeded) as raised:
         pending.result()

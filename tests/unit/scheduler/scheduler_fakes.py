@@ -1,8 +1,8 @@
-"""A worker that is only a model of one, and an engine loop around it.
+"""A fake worker that checks every plan, and an engine loop around it.
 
 The worker's cache remembers, for each slot of each block, the whole prefix whose key and value would be there, so a
-block that is lost, shared wrongly or read before it is written is seen at once. Its "language model" derives the next
-token from the prefix alone, and so does its "router": an undisturbed run is known in advance.
+block that is lost, shared wrongly or read before it is written is detected at once. Its "language model" and its
+"router" depend on the prefix alone, so the tokens of an undisturbed run are known in advance.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUTING = RoutingInfo(num_layers=2, num_experts=256, top_k=3)
 
 
 def prefix_digests(token_ids, *, seed, known=()):
-    """One for each position: stands for the tokens up to and with it. `known` are the first ones."""
+    """Return a digest of each position's prefix, that token included. `known` are the first digests."""
     digests = list(known)
     for token in token_ids[len(digests) :]:
         parent = digests[-1] if digests else seed.to_bytes(8, "little")
@@ -83,8 +83,8 @@ def request(
 
 
 def undisturbed(message, *, max_model_len):
-    """(generated tokens, finish reason, stop token) of the request when nothing ever gets in its way: from its
-    beginning, also if it is one that goes on."""
+    """Return (generated tokens, finish reason, stop token) of the request when it runs alone, from its prompt even if
+    it resumes."""
     tokens, stopping = list(message.prompt_token_ids), message.stopping
     digests = []
     generated = []
@@ -114,7 +114,7 @@ class Row:
 
 
 class FakeWorker:
-    """Executes plans in order and checks everything that a plan promises."""
+    """Executes plans in order and checks everything that `StepPlan` promises."""
 
     def __init__(self, *, num_rows, num_blocks, block_size, max_num_batched_tokens, max_model_len):
         self.num_rows = num_rows
@@ -127,22 +127,24 @@ class FakeWorker:
         self.failing: set[str] = set()
         self.num_steps = 0
         self.written: deque[set[tuple[int, int]]] = deque()
-        """The cells that each step in flight has written."""
+        """Cells that each step in flight has written."""
         self.is_lost = False
-        """Steps were dropped: nobody knows what of them was carried out, and rows hold anything."""
+        """Whether steps were dropped, so that rows may hold anything."""
         self.is_sound = True
-        """No plan has broken its promises so far."""
+        """Whether every plan so far was valid."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.is_sound = False
         assert plan.step == self.num_steps
         self.num_steps += 1
         if plan.is_idle:
-            assert not (plan.ends or plan.starts or plan.grown or plan.rows or plan.num_tokens or plan.capture)
+            assert not (
+                plan.freed_rows or plan.new_rows or plan.new_blocks or plan.rows or plan.num_tokens or plan.capture_rows
+            )
             self.written.append(set())
             self.is_sound = True
             return StepResult(step=plan.step, rows=[], token_ids=[])
-        self._begin_anew(plan)
+        self._begin_after_rewind(plan)
         self._update_rows(plan)
         self._check_budget(plan)
         self._write(plan)
@@ -154,7 +156,7 @@ class FakeWorker:
         return msgspec.structs.replace(result, routed_experts=experts, routed_slots=slots)
 
     def lose(self) -> None:
-        """The steps in flight are dropped: what they have written is not to be read."""
+        """Drop the steps in flight and spoil the cells that they have written."""
         self.cells.update(dict.fromkeys(set().union(*self.written), b"lost"))
         self.written.clear()
         self.is_lost = True
@@ -163,21 +165,21 @@ class FakeWorker:
     def used_blocks(self) -> set[int]:
         return {block for row in self.rows.values() for block in row.block_ids}
 
-    def _begin_anew(self, plan):
-        self.starts_all = self.is_lost
+    def _begin_after_rewind(self, plan):
+        self.restarts_all = self.is_lost
         if self.is_lost:
-            assert sorted(plan.ends) == list(range(self.num_rows)), "a row goes on with whatever is in it"
-            self.rows = {row: Row("lost", [], 0, 0, [], Sampling(seed=0), 1) for row in plan.ends}
+            assert sorted(plan.freed_rows) == list(range(self.num_rows)), "a row keeps stale content"
+            self.rows = {row: Row("lost", [], 0, 0, [], Sampling(seed=0), 1) for row in plan.freed_rows}
             self.is_lost = False
 
     def _update_rows(self, plan):
-        assert len(set(plan.ends)) == len(plan.ends)
-        for row in plan.ends:
+        assert len(set(plan.freed_rows)) == len(plan.freed_rows)
+        for row in plan.freed_rows:
             del self.rows[row]
-        for start in plan.starts:
+        for start in plan.new_rows:
             self._start(start)
-        for row, block_ids in plan.grown:
-            assert block_ids and (self.starts_all or row not in {start.row for start in plan.starts})
+        for row, block_ids in plan.new_blocks:
+            assert block_ids and (self.restarts_all or row not in {start.row for start in plan.new_rows})
             self.rows[row].block_ids += block_ids
         for row in self.rows.values():
             assert len(set(row.block_ids)) == len(row.block_ids)
@@ -198,7 +200,7 @@ class FakeWorker:
 
     def _check_budget(self, plan):
         assert plan.rows and len(set(plan.rows)) == len(plan.rows)
-        assert self.starts_all or {start.row for start in plan.starts} <= set(plan.rows)
+        assert self.restarts_all or {start.row for start in plan.new_rows} <= set(plan.rows)
         assert min(plan.num_tokens) >= 1 and sum(plan.num_tokens) <= self.max_num_batched_tokens
         for row, num_tokens in zip(plan.rows, plan.num_tokens, strict=True):
             end = self.rows[row].num_computed + num_tokens
@@ -206,7 +208,7 @@ class FakeWorker:
             assert len(self.rows[row].block_ids) * self.block_size >= end
 
     def _write(self, plan):
-        """As in a layer: every row writes before any row reads."""
+        """Write every row before any row reads, as a layer does."""
         written = set()
         for index, num_tokens in zip(plan.rows, plan.num_tokens, strict=True):
             row = self.rows[index]
@@ -226,13 +228,13 @@ class FakeWorker:
         return row.block_ids[position // self.block_size], position % self.block_size
 
     def _capture(self, plan):
-        """The experts of what the step computes of these rows, and the slots of it."""
-        assert plan.capture == [row for row in plan.rows if row in plan.capture]
-        if not plan.capture:
+        """Return the experts and the cache slots of the tokens that the step computes of the captured rows."""
+        assert plan.capture_rows == [row for row in plan.rows if row in plan.capture_rows]
+        if not plan.capture_rows:
             return None, None
         num_tokens = dict(zip(plan.rows, plan.num_tokens, strict=True))
         digests, slots = [], []
-        for index in plan.capture:
+        for index in plan.capture_rows:
             row = self.rows[index]
             positions = range(row.num_computed, row.num_computed + num_tokens[index])
             digests += [row.digests[position] for position in positions]
@@ -271,7 +273,8 @@ class FakeWorker:
 
 
 def prompt_logprobs_of(row, begin, end):
-    """Of the wanted positions whose predecessors are at `begin` to `end - 1`; a position's "probability" is itself."""
+    """Return log-probabilities of the wanted positions with predecessors `begin` to `end - 1`; each is minus the
+    position."""
     positions = range(max(begin + 1, row.prompt_logprobs_from), min(end + 1, row.num_prompt_tokens))
     if row.sampling.prompt_logprobs is None or not positions:
         return None
@@ -325,9 +328,9 @@ class Engine:
         )
         self.in_flight: deque[StepResult] = deque()
         self.started: list[str] = []
-        """Suspects whose start was told."""
+        """Requests whose start was announced."""
         self.suspects_of_steps: deque[set[str]] = deque()
-        """Those that each step in flight computes."""
+        """Suspects that each step in flight computes."""
         self.plans: list[StepPlan] = []
         self.messages: dict[tuple[ClientId, str], Generate] = {}
         self.chunks: dict[tuple[ClientId, str], list[Chunk]] = defaultdict(list)
@@ -340,11 +343,13 @@ class Engine:
     def plan(self) -> StepPlan | None:
         num_preemptions = self.scheduler.stats().num_preemptions
         plan = self.scheduler.plan()
-        self._note_started(self.scheduler.pop_early_chunks())
+        self._record_started(self.scheduler.pop_early_chunks())
         if plan is not None:
             has_preempted = self.scheduler.stats().num_preemptions > num_preemptions
             is_anew = self.worker.is_lost
-            assert is_anew or not (has_preempted and plan.starts), "somebody starts in the blocks of the preempted"
+            assert is_anew or not (has_preempted and plan.new_rows), (
+                "a request is admitted into the blocks of a preempted one"
+            )
             self.plans.append(plan)
             result = self.worker.execute(plan)
             if not self.in_flight and self.num_stages == 1:
@@ -355,13 +360,13 @@ class Engine:
         return plan
 
     def idle(self) -> None:
-        """A step for the sake of others."""
+        """Take an idle step."""
         self.plans.append(self.scheduler.idle_plan())
         self.in_flight.append(self.worker.execute(self.plans[-1]))
         self.suspects_of_steps.append(set())
 
     def rewind(self) -> None:
-        """The steps in flight come to nothing."""
+        """Drop the steps in flight."""
         self.worker.lose()
         self.in_flight.clear()
         self.suspects_of_steps.clear()
@@ -370,9 +375,9 @@ class Engine:
     def apply(self) -> list[Chunk]:
         self.suspects_of_steps.popleft()
         self.worker.written.popleft()
-        return self.take(self.scheduler.apply(self.in_flight.popleft()))
+        return self.receive(self.scheduler.apply(self.in_flight.popleft()))
 
-    def _note_started(self, notices: list[AddressedChunk]) -> None:
+    def _record_started(self, notices: list[AddressedChunk]) -> None:
         for client, chunk in notices:
             assert chunk == Chunk(request_id=chunk.request_id, is_started=True)
             message = self.messages[client, chunk.request_id]
@@ -380,7 +385,7 @@ class Engine:
             self.started.append(chunk.request_id)
 
     def _check_suspects(self, plan: StepPlan) -> None:
-        """Every one was told to be started, and no two of them are in the workers' hands."""
+        """Check that every computed suspect was announced and that steps in flight compute at most one."""
         suspects = {message.request_id for message in self.messages.values() if message.is_suspect}
         computed = {self.worker.rows[row].request_id for row in plan.rows} & suspects
         assert computed <= set(self.started)
@@ -388,12 +393,12 @@ class Engine:
         assert len(set().union(*self.suspects_of_steps)) <= 1
 
     def _check_capture(self, plan: StepPlan) -> None:
-        """All that is computed of requests that want routed experts is reported, and nothing else."""
+        """Check that exactly the rows of requests that want routed experts are captured."""
         wanting = {m.request_id for m in self.messages.values() if m.routed_experts_from is not None}
-        assert plan.capture == [row for row in plan.rows if self.worker.rows[row].request_id in wanting]
+        assert plan.capture_rows == [row for row in plan.rows if self.worker.rows[row].request_id in wanting]
 
     def resumed(self, key) -> Generate:
-        """The request as its client sends it to the next engine, when this one is gone."""
+        """Return the request as its client would resume it on another engine."""
         message = self.messages[key]
         return msgspec.structs.replace(
             message,
@@ -402,7 +407,7 @@ class Engine:
             routed_experts_from=self.routed_experts_until(key),
         )
 
-    def take(self, outputs: list[AddressedChunk]) -> list[Chunk]:
+    def receive(self, outputs: list[AddressedChunk]) -> list[Chunk]:
         for client, chunk in outputs:
             key = client, chunk.request_id
             assert not self.is_ended(key), "a chunk after the last one"
@@ -412,7 +417,7 @@ class Engine:
     def step(self) -> list[Chunk]:
         while len(self.in_flight) < self.depth and self.plan() is not None:
             pass
-        assert self.in_flight, "there is work, but nothing is planned and nothing in flight"
+        assert self.in_flight, "there is work, but no step is planned or in flight"
         return self.apply()
 
     def run(self):
@@ -420,7 +425,7 @@ class Engine:
             if not self.scheduler.has_work:
                 return
             self.step()
-        raise AssertionError("the requests do not come to an end")
+        raise AssertionError("the requests do not finish")
 
     def is_ended(self, key) -> bool:
         return bool(self.chunks.get(key)) and self.chunks[key][-1].finish_reason is not None
@@ -432,8 +437,8 @@ class Engine:
         return self.chunks[client, request_id][-1]
 
     def check_as_undisturbed(self, key):
-        """The request's chunks are those of a run in which it was alone, cut off where it was aborted or failed, and
-        without what another engine has told before."""
+        """Check that the chunks equal those of a run alone, cut off where the request was aborted or failed, and
+        without the part that another engine has delivered."""
         message, chunks = self.messages[key], self.chunks[key]
         expected, reason, stop_token = undisturbed(message, max_model_len=self.max_model_len)
         num_computed = len(message.prompt_token_ids) + len(expected) - 1
@@ -461,7 +466,7 @@ class Engine:
         return [-int(value) for part in parts for value in part.logprobs[:, 0]]
 
     def routed_experts_until(self, key) -> int | None:
-        """The first position whose experts were not told. Those that were are the right ones, once each and in
+        """Return the first position whose experts were not sent, and check the sent ones: right, once each, in
         order."""
         message = self.messages[key]
         output, _, _ = undisturbed(message, max_model_len=self.max_model_len)
@@ -469,9 +474,9 @@ class Engine:
         until = message.routed_experts_from
         for chunk in self.chunks[key]:
             if chunk.routed_experts:
-                told = ROUTING.rows(chunk.routed_experts)
-                assert np.array_equal(told, experts[until : until + len(told)])
-                until += len(told)
+                sent = ROUTING.rows(chunk.routed_experts)
+                assert np.array_equal(sent, experts[until : until + len(sent)])
+                until += len(sent)
         return until
 
     def check_all_free(self):

@@ -16,7 +16,7 @@ PREFIXES = [[], [1] * 4, [1] * 9, [1, 1, 1, 1, 2, 3, 4, 5, 6], [7, 8]]
 
 @st.composite
 def engines(draw, max_model_len=None):
-    """Small in every respect, so that rows, blocks and budget run out all the time."""
+    """Draw an engine that is small in every respect, so that rows, blocks and budget run out all the time."""
     block_size = draw(st.sampled_from([1, 2, 3, 4]))
     max_model_len = max_model_len or draw(st.integers(2, 24))
     return Engine(
@@ -57,7 +57,7 @@ def messages(draw, request_id, max_model_len):
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Ends every request, and then looks at what each of them was told."""
+    """Finish every request, then check the chunks of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,12 +104,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         client, name = data.draw(st.sampled_from(self.open_requests()))
         outputs = self.engine.scheduler.abort(client, [name, "unknown"])
         assert [(out.client, out.chunk.request_id) for out in outputs] == [(client, name)]
-        self.engine.take(outputs)
+        self.engine.receive(outputs)
 
     @precondition(lambda self: self.open_requests())
     @rule(data=st.data())
     def fail(self, data) -> None:
-        """Its row fails in the next step that computes it."""
+        """Have a request's row fail in the next step that computes it."""
         self.engine.worker.failing.add(data.draw(st.sampled_from(self.open_requests()))[1])
 
     @rule(client=st.sampled_from([ALICE, BOB]))
@@ -142,8 +142,8 @@ TestSchedulerMachine.settings = settings(deadline=None, max_examples=150, statef
 
 @settings(deadline=None, max_examples=200)
 @given(data=st.data())
-def test_requests_go_on_where_an_engine_has_left_them(data):
-    """Whatever the engines are like, and wherever the first one stops: together they say what one would have said."""
+def test_resumed_requests_random_cut_tokens_equal_undisturbed(data):
+    """Two engines of any size, the first stopped anywhere, generate what one engine would have generated."""
     max_model_len = data.draw(st.integers(2, 24))
     first, second = data.draw(engines(max_model_len)), data.draw(engines(max_model_len))
     first.add(*(data.draw(messages(str(index), max_model_len)) for index in range(data.draw(st.integers(1, 6)))))
@@ -163,8 +163,8 @@ def test_requests_go_on_where_an_engine_has_left_them(data):
 
 
 def live_a_day(engine, choose, *, num_requests, rewinds=0.0):
-    """Requests with common beginnings arrive faster than they can run; some are aborted; all come to an end.
-    `rewinds`: how often steps are dropped."""
+    """Requests with common beginnings arrive faster than they can run; some are aborted; all finish.
+    `rewinds`: number of times that the steps in flight are dropped."""
     longest = engine.max_model_len - 1
     systems = [[choose.randrange(VOCAB_SIZE) for _ in range(choose.randrange(1, longest))] for _ in range(3)]
     for index in range(num_requests):
@@ -185,7 +185,7 @@ def live_a_day(engine, choose, *, num_requests, rewinds=0.0):
             if engine.scheduler.has_work:
                 engine.step()
         if choose.random() < 0.2:
-            engine.take(engine.scheduler.abort(ALICE, [str(choose.randrange(index + 1))]))
+            engine.receive(engine.scheduler.abort(ALICE, [str(choose.randrange(index + 1))]))
         if choose.random() < rewinds:
             engine.plan()
             engine.rewind()
@@ -199,7 +199,7 @@ def live_a_day(engine, choose, *, num_requests, rewinds=0.0):
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("rewinds", [0, 0.3])
-def test_a_busy_engine(depth, policy, caching, rewinds):
+def test_scheduler_random_operations_invariants_hold(depth, policy, caching, rewinds):
     engine = Engine(
         depth=depth,
         max_num_seqs=12,
@@ -216,7 +216,7 @@ def test_a_busy_engine(depth, policy, caching, rewinds):
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_any_small_engine_under_load(seed):
+def test_scheduler_random_small_engine_tokens_equal_undisturbed(seed):
     choose = random.Random(seed)
     block_size, max_model_len = choose.randrange(1, 5), choose.randrange(4, 28)
     engine = Engine(

@@ -1,4 +1,4 @@
-"""How requests come in and how they end."""
+"""Admission, finish, abort and failure of requests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from eagleray.messages.sampling import Sampling
 
 
 def generated(prompt, count):
-    """What the fake model says after this prompt."""
+    """Return the tokens that the fake model generates after this prompt."""
     return undisturbed(request("r", prompt, max_tokens=count), max_model_len=1000)[0]
 
 
-def test_a_request_runs_to_its_end_and_nothing_remains():
+def test_scheduler_finished_request_leaves_nothing_behind():
     engine = Engine()
     engine.add(request("r", range(6), max_tokens=5))
     assert engine.scheduler.has_work
@@ -29,7 +29,7 @@ def test_a_request_runs_to_its_end_and_nothing_remains():
     engine.check_all_free()
 
 
-def test_the_models_own_end_token_stops_without_a_stop_token():
+def test_request_eos_token_finishes_without_stop_token_id():
     tokens = generated([1, 2, 3], 6)
     engine = Engine()
     engine.add(request("r", [1, 2, 3], max_tokens=6, eos=(tokens[2],), stop=(tokens[2],)))
@@ -38,7 +38,7 @@ def test_the_models_own_end_token_stops_without_a_stop_token():
     assert (engine.last("r").finish_reason, engine.last("r").stop_token_id) == (FinishReason.STOP, None)
 
 
-def test_a_stop_token_is_named():
+def test_request_stop_token_finishes_with_its_id():
     tokens = generated([1, 2, 3], 6)
     engine = Engine()
     engine.add(request("r", [1, 2, 3], max_tokens=6, stop=(tokens[1],)))
@@ -47,7 +47,7 @@ def test_a_stop_token_is_named():
     assert (engine.last("r").finish_reason, engine.last("r").stop_token_id) == (FinishReason.STOP, tokens[1])
 
 
-def test_an_end_token_on_the_last_place_is_a_stop_not_a_lack_of_length():
+def test_request_eos_as_last_token_finishes_with_stop():
     tokens = generated([1, 2, 3], 1)
     engine = Engine()
     engine.add(request("r", [1, 2, 3], max_tokens=1, eos=tuple(tokens)))
@@ -56,7 +56,7 @@ def test_an_end_token_on_the_last_place_is_a_stop_not_a_lack_of_length():
 
 
 @pytest.mark.parametrize("ids", ["eos", "stop"])
-def test_nothing_stops_before_min_tokens(ids):
+def test_request_before_min_tokens_does_not_stop(ids):
     engine = Engine()
     engine.add(request("r", [1, 2, 3], max_tokens=6, min_tokens=4, **{ids: tuple(range(16))}))
     engine.run()
@@ -65,7 +65,7 @@ def test_nothing_stops_before_min_tokens(ids):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_models_length_ends_a_request(depth):
+def test_request_at_max_model_len_finishes_with_length(depth):
     engine = Engine(depth=depth, max_model_len=12, num_blocks=3)
     engine.add(request("r", range(9), max_tokens=100))
     engine.run()
@@ -74,7 +74,7 @@ def test_the_models_length_ends_a_request(depth):
     assert sum(sum(plan.num_tokens) for plan in engine.plans) == 11
 
 
-def test_log_probabilities_of_tokens_are_forwarded():
+def test_chunks_logprobs_of_result_are_forwarded():
     engine = Engine()
     engine.add(request("with", [1, 2], logprobs=0), request("without", [1, 2]))
     engine.run()
@@ -83,13 +83,13 @@ def test_log_probabilities_of_tokens_are_forwarded():
     assert all(chunk.logprobs == [] for chunk in engine.chunks[ALICE, "without"])
 
 
-def test_an_empty_prompt_is_refused():
+def test_admission_empty_prompt_is_refused():
     with pytest.raises(InvalidRequest, match="empty"):
         Engine().add(request("r", []))
 
 
 @pytest.mark.parametrize("length", [32, 33])
-def test_a_prompt_without_room_for_an_answer_is_refused_with_both_numbers(length):
+def test_admission_prompt_too_long_error_names_both_numbers(length):
     engine = Engine(max_model_len=32)
     with pytest.raises(PromptTooLong, match=rf"{length} tokens.* 32 tokens"):
         engine.add(request("r", range(length)))
@@ -98,17 +98,17 @@ def test_a_prompt_without_room_for_an_answer_is_refused_with_both_numbers(length
 
 
 @pytest.mark.parametrize("bad", [-1, 2**31])
-def test_what_is_no_token_id_is_refused(bad):
+def test_admission_invalid_token_id_is_refused(bad):
     with pytest.raises(InvalidRequest, match="token ids"):
         Engine().add(request("r", [1, bad]))
 
 
-def test_no_token_to_generate_is_refused():
+def test_admission_max_tokens_zero_is_refused():
     with pytest.raises(InvalidRequest, match="max_tokens"):
         Engine().add(request("r", [1], max_tokens=0))
 
 
-def test_ids_are_unique_per_client_while_they_are_in_use():
+def test_scheduler_duplicate_request_id_of_a_client_is_refused():
     engine = Engine()
     engine.add(request("r", [1], max_tokens=2))
     with pytest.raises(InvalidRequest, match="'r' is in use"):
@@ -119,14 +119,14 @@ def test_ids_are_unique_per_client_while_they_are_in_use():
     engine.scheduler.add(request("r", [3]))
 
 
-def test_a_cache_that_cannot_hold_one_sequence_is_refused():
+def test_scheduler_cache_smaller_than_one_sequence_is_refused():
     with pytest.raises(ConfigError, match="give it 9 blocks, or set `max_model_len` to at most 32"):
         Engine(block_size=4, num_blocks=8, max_model_len=33)
     Engine(block_size=4, num_blocks=8, max_model_len=32)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_abort_ends_waiting_and_running_requests_and_no_others(depth):
+def test_abort_waiting_and_running_requests_finish_alone(depth):
     engine = Engine(depth=depth, max_num_seqs=2)
     engine.add(*(request(name, [1, 2, 3], max_tokens=8) for name in ("a", "b", "waits", "other")))
     engine.step()
@@ -135,33 +135,33 @@ def test_abort_ends_waiting_and_running_requests_and_no_others(depth):
         (ALICE, "a", FinishReason.ABORT),
         (ALICE, "waits", FinishReason.ABORT),
     ]
-    engine.take(outputs)
+    engine.receive(outputs)
     engine.run()
     assert engine.tokens("b") == engine.tokens("other") == generated([1, 2, 3], 8)
     assert engine.scheduler.abort(ALICE, ["a", "b"]) == []
     engine.check_all_free()
 
 
-def test_abort_touches_the_clients_own_requests_only():
+def test_abort_same_id_of_other_client_is_kept():
     engine = Engine()
     engine.add(request("r", [1]), request("r", [1], client=BOB))
-    engine.take(engine.scheduler.abort(BOB, ["r"]))
+    engine.receive(engine.scheduler.abort(BOB, ["r"]))
     engine.run()
     assert engine.last("r").finish_reason is FinishReason.LENGTH
     assert engine.last("r", BOB).finish_reason is FinishReason.ABORT
 
 
-def test_the_rows_of_aborted_requests_end_with_the_next_plan():
+def test_plan_after_abort_names_freed_rows():
     engine = Engine()
     engine.add(request("a", [1, 2, 3], max_tokens=8), request("b", [4], max_tokens=8))
     engine.step()
-    engine.take(engine.scheduler.abort(ALICE, ["a"]))
+    engine.receive(engine.scheduler.abort(ALICE, ["a"]))
     engine.add(request("c", [7]))
     plan = engine.plan()
-    assert plan.ends == [0] and [(start.row, start.request_id) for start in plan.starts] == [(0, "c")]
+    assert plan.freed_rows == [0] and [(start.row, start.request_id) for start in plan.new_rows] == [(0, "c")]
 
 
-def test_a_client_that_is_gone_is_forgotten_silently():
+def test_abort_client_its_requests_end_without_chunks():
     engine = Engine(max_num_seqs=2)
     engine.add(*(request(str(index), [1, 2], client=BOB) for index in range(3)), request("mine", [1, 2]))
     engine.step()
@@ -174,7 +174,7 @@ def test_a_client_that_is_gone_is_forgotten_silently():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_failed_row_fails_its_request_alone(depth):
+def test_apply_failed_row_fails_its_request_alone(depth):
     engine = Engine(depth=depth)
     engine.add(*(request(name, range(10), max_tokens=6) for name in ("good", "bad")))
     engine.step()
@@ -186,7 +186,7 @@ def test_a_failed_row_fails_its_request_alone(depth):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_what_a_failed_row_wrote_is_not_found_in_the_cache(depth):
+def test_apply_failed_row_blocks_are_not_cached(depth):
     engine = Engine(depth=depth)
     engine.worker.failing.add("bad")
     engine.add(request("bad", range(10)))
@@ -196,12 +196,12 @@ def test_what_a_failed_row_wrote_is_not_found_in_the_cache(depth):
     assert engine.chunks[ALICE, "again"][0].num_cached_tokens == 0
 
 
-def test_a_failure_after_an_abort_still_takes_the_blocks_out_of_the_cache():
+def test_apply_failure_after_abort_blocks_are_not_cached():
     engine = Engine()
     engine.worker.failing.add("bad")
     engine.add(request("bad", range(10)))
     engine.plan()
-    engine.take(engine.scheduler.abort(ALICE, ["bad"]))
+    engine.receive(engine.scheduler.abort(ALICE, ["bad"]))
     assert engine.apply() == []
     engine.add(request("again", range(10)))
     engine.run()
@@ -209,7 +209,7 @@ def test_a_failure_after_an_abort_still_takes_the_blocks_out_of_the_cache():
     assert engine.chunks[ALICE, "again"][0].num_cached_tokens == 0
 
 
-def test_stats_are_those_of_the_engine():
+def test_stats_fields_equal_engine_stats():
     engine = Engine(max_num_seqs=1, block_size=4, num_blocks=32)
     engine.add(request("a", range(9), max_tokens=3), request("b", range(9), max_tokens=3))
     engine.step()
@@ -236,7 +236,7 @@ def test_stats_are_those_of_the_engine():
         {"repetition_penalty": float("inf")},
     ],
 )
-def test_parameters_that_a_worker_would_not_survive_are_refused_by_name(sampling):
+def test_admission_harmful_sampling_parameter_is_refused_by_name(sampling):
     engine = Engine(vocab_size=16)
     message = msgspec.structs.replace(request("r", [1, 2]), sampling=Sampling(seed=0, **sampling))
     (name,) = sampling
@@ -246,6 +246,6 @@ def test_parameters_that_a_worker_would_not_survive_are_refused_by_name(sampling
     assert not engine.scheduler.has_work
 
 
-def test_parameters_at_their_limits_are_taken():
+def test_admission_sampling_parameters_at_limits_are_accepted():
     sampling = Sampling(seed=0, logit_bias={15: 1.0}, bad_words=((0, 15),), logprobs=16, logprob_token_ids=(0, 15))
     Engine(vocab_size=16).add(msgspec.structs.replace(request("r", [0, 15]), sampling=sampling))

@@ -1,4 +1,4 @@
-"""Steps in flight are dropped as if they had never been planned; and steps in which an engine has nothing to do."""
+"""`rewind` drops the steps in flight as if they had never been planned; idle steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check(engine, *request_ids):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_running_requests_go_on_from_what_was_applied(depth):
+def test_rewind_running_requests_continue_from_applied_steps(depth):
     engine = Engine(depth=depth, max_num_batched_tokens=6)
     engine.add(request("a", range(9), max_tokens=8), request("b", [5, 6], max_tokens=8, routed_experts_from=0))
     for _ in range(3):
@@ -24,14 +24,14 @@ def test_running_requests_go_on_from_what_was_applied(depth):
         pass
     engine.rewind()
     plan = engine.plan()
-    assert plan.ends == list(range(4))
-    starts = {start.request_id: start for start in plan.starts}
+    assert plan.freed_rows == list(range(4))
+    starts = {start.request_id: start for start in plan.new_rows}
     assert starts["a"].token_ids == [*range(9), *tokens]
     assert starts["a"].num_computed_tokens == len(starts["a"].token_ids) - 1
     check(engine, "a", "b")
 
 
-def test_a_prompt_goes_on_where_it_was_applied():
+def test_rewind_partial_prompt_continues_from_applied_chunk():
     engine = Engine(depth=2, max_num_batched_tokens=4)
     engine.add(request("a", range(11)))
     engine.plan()
@@ -39,12 +39,12 @@ def test_a_prompt_goes_on_where_it_was_applied():
     engine.apply()
     engine.rewind()
     plan = engine.plan()
-    assert [start.num_computed_tokens for start in plan.starts] == [4]
+    assert [start.num_computed_tokens for start in plan.new_rows] == [4]
     check(engine, "a")
     assert engine.scheduler.stats().num_preemptions == 0
 
 
-def test_what_dropped_steps_computed_is_not_found():
+def test_rewind_blocks_of_dropped_steps_are_not_cached():
     engine = Engine(depth=2, block_size=4)
     engine.add(request("a", range(10)))
     engine.plan()
@@ -52,37 +52,37 @@ def test_what_dropped_steps_computed_is_not_found():
     assert engine.plan().num_tokens == [1, 2], "it reads what the step before computes"
     engine.rewind()
     plan = engine.plan()
-    assert [start.num_computed_tokens for start in plan.starts] == [0, 8]
+    assert [start.num_computed_tokens for start in plan.new_rows] == [0, 8]
     assert plan.num_tokens == [10, 2]
     check(engine, "a", "b")
 
 
-def test_blocks_of_runs_that_were_over_are_free():
+def test_rewind_blocks_of_ended_runs_are_released():
     engine = Engine(depth=2)
     engine.add(request("a", range(10)))
     engine.plan()
-    engine.take(engine.scheduler.abort(ALICE, ["a"]))
+    engine.receive(engine.scheduler.abort(ALICE, ["a"]))
     assert engine.scheduler.stats().num_free_kv_blocks < 32
     engine.rewind()
     engine.check_all_free()
     assert not engine.scheduler.has_work
 
 
-def test_rows_are_started_anew_by_the_first_plan_that_there_is():
+def test_rewind_next_plan_starts_all_rows_anew():
     engine = Engine(depth=2)
     engine.add(request("a", range(10), max_tokens=9), request("b", [1, 2, 3], max_tokens=9))
     engine.step()
     engine.rewind()
     engine.rewind()
     engine.idle()
-    engine.take(engine.scheduler.abort(ALICE, ["a"]))
+    engine.receive(engine.scheduler.abort(ALICE, ["a"]))
     engine.add(request("c", [7]))
     plan = engine.plan()
-    assert plan.ends == list(range(4)) and {start.request_id for start in plan.starts} == {"b", "c"}
+    assert plan.freed_rows == list(range(4)) and {start.request_id for start in plan.new_rows} == {"b", "c"}
     check(engine, "b", "c")
 
 
-def test_an_idle_step_is_a_step():
+def test_idle_plan_counts_as_a_step_in_flight():
     engine = Engine(depth=2)
     assert engine.plan() is None
     engine.idle()
@@ -93,7 +93,7 @@ def test_an_idle_step_is_a_step():
     check(engine, "a")
 
 
-def test_a_run_that_is_preempted_by_the_first_plan_is_not_started_anew():
+def test_rewind_run_preempted_by_next_plan_is_not_started_anew():
     num_seen = 0
     for num_steps in range(12):
         engine = Engine(block_size=2, num_blocks=12, max_model_len=24)
@@ -106,6 +106,6 @@ def test_a_run_that_is_preempted_by_the_first_plan_is_not_started_anew():
         plan = engine.plan()
         if engine.scheduler.stats().num_preemptions > 0:
             num_seen += 1
-            assert [start.request_id for start in plan.starts] == ["a"]
+            assert [start.request_id for start in plan.new_rows] == ["a"]
         check(engine, "a", "b")
     assert num_seen == 1

@@ -25,7 +25,7 @@ def cache(num_blocks, num_layers=2):
 
 
 def plan(*block_ids):
-    return StepPlan(step=0, ends=[], starts=[], grown=[(0, list(block_ids))], rows=[0], num_tokens=[1])
+    return StepPlan(step=0, freed_rows=[], new_rows=[], new_blocks=[(0, list(block_ids))], rows=[0], num_tokens=[1])
 
 
 class Asked:

@@ -102,7 +102,7 @@ class Engine:
 
     def step(self, **fields) -> StepResult | StepBroken:
         self._num_steps += 1
-        defaults = {"ends": [], "starts": [], "grown": [], "rows": [], "num_tokens": []}
+        defaults = {"freed_rows": [], "new_rows": [], "new_blocks": [], "rows": [], "num_tokens": []}
         return self.call(StepPlan(step=self._num_steps, **defaults | fields))
 
     def generate(self, num_tokens: int) -> list[int]:
@@ -121,7 +121,7 @@ class Engine:
         for number in range(num_tokens):
             begin = {"num_tokens": [1]}
             if number == 0:
-                begin = {"ends": self._taken, "starts": [start], "num_tokens": [len(PROMPT)]}
+                begin = {"freed_rows": self._taken, "new_rows": [start], "num_tokens": [len(PROMPT)]}
                 self._taken = [0]
             result = self.step(rows=[0], **begin)
             assert isinstance(result, StepResult) and result.any_engine_busy

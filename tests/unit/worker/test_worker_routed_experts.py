@@ -101,15 +101,15 @@ def start(row, token_ids):
     )
 
 
-def plan(step, rows, *, starts=(), capture=(), is_idle=False):
+def plan(step, rows, *, new_rows=(), capture_rows=(), is_idle=False):
     return StepPlan(
         step=step,
-        ends=[],
-        starts=list(starts),
-        grown=[],
+        freed_rows=[],
+        new_rows=list(new_rows),
+        new_blocks=[],
         rows=list(rows),
         num_tokens=list(rows.values()),
-        capture=list(capture),
+        capture_rows=list(capture_rows),
         is_idle=is_idle,
     )
 
@@ -137,9 +137,9 @@ def test_a_step_reports_the_rows_of_its_capture(num_experts, dtype):
     runner = make_runner(model)
     prompts = {4: [5, 6, 7], 2: [1], 0: [2, 3], 1: [4]}
     starts = [start(row, tokens) for row, tokens in prompts.items()]
-    first = runner.step(plan(0, {4: 3, 2: 1, 0: 1, 1: 1}, starts=starts, capture=[4, 0, 1]))
-    second = runner.step(plan(1, {4: 1, 2: 1, 0: 1, 1: 1}, capture=[4, 2]))
-    third = runner.step(plan(2, {2: 1, 4: 1}, capture=[2, 4]))
+    first = runner.step(plan(0, {4: 3, 2: 1, 0: 1, 1: 1}, new_rows=starts, capture_rows=[4, 0, 1]))
+    second = runner.step(plan(1, {4: 1, 2: 1, 0: 1, 1: 1}, capture_rows=[4, 2]))
+    third = runner.step(plan(2, {2: 1, 4: 1}, capture_rows=[2, 4]))
     assert first.routed_experts.dtype == second.routed_experts.dtype == dtype
     assert np.array_equal(first.routed_experts, experts([5, 6, 7, 2, 4], [0, 1, 2, 0, 0], num_experts))
     assert np.array_equal(second.routed_experts, experts([0, 0], [3, 1], num_experts))
@@ -151,16 +151,16 @@ def test_a_step_reports_the_rows_of_its_capture(num_experts, dtype):
 
 
 def test_a_step_without_capture_reports_nothing():
-    result = make_runner(RoutingModel()).step(plan(0, {0: 2}, starts=[start(0, [1, 2])]))
+    result = make_runner(RoutingModel()).step(plan(0, {0: 2}, new_rows=[start(0, [1, 2])]))
     assert result.routed_experts is None and result.routed_slots is None
 
 
 def test_a_stage_that_does_not_sample_reports_its_layers():
     runner = make_runner(RoutingModel(FirstStage()))
-    reply = runner.step(plan(7, {0: 2, 3: 1}, starts=[start(0, [1, 2]), start(3, [4])], capture=[0, 3]))
+    reply = runner.step(plan(7, {0: 2, 3: 1}, new_rows=[start(0, [1, 2]), start(3, [4])], capture_rows=[0, 3]))
     assert isinstance(reply, StageRoutedExperts) and reply.step == 7
     assert np.array_equal(reply.routed_experts, experts([1, 2, 4], [0, 1, 0], 300))
-    assert runner.step(plan(8, {5: 1}, starts=[start(5, [1])])) is None
+    assert runner.step(plan(8, {5: 1}, new_rows=[start(5, [1])])) is None
 
 
 @pytest.mark.parametrize("others_work", [False, True])

@@ -1,4 +1,4 @@
-"""The order in which requests wait."""
+"""Order of the waiting queue."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def drain(queue):
     return [queue.pop().arrival for _ in range(len(queue))]
 
 
-def test_first_come_first_served():
+def test_waiting_queue_equal_priorities_are_first_come_first_served():
     queue = WaitingQueue()
     for arrival in range(4):
         queue.push(waiting(arrival))
     assert drain(queue) == [0, 1, 2, 3]
 
 
-def test_lower_priority_numbers_go_first_and_equal_ones_by_arrival():
+def test_waiting_queue_priorities_lower_number_first_then_arrival():
     queue = WaitingQueue()
     for arrival, priority in enumerate([5, -1, 5, 0, -1]):
         queue.push(waiting(arrival, priority))
     assert drain(queue) == [1, 4, 3, 0, 2]
 
 
-def test_what_ran_before_comes_back_to_the_front_of_its_priority():
+def test_waiting_queue_preempted_request_returns_to_front():
     queue = WaitingQueue()
     for arrival, priority in enumerate([1, 1, 1, 0]):
         queue.push(waiting(arrival, priority))
@@ -43,7 +43,7 @@ def test_what_ran_before_comes_back_to_the_front_of_its_priority():
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans())))
-def test_removed_requests_never_come_out(entries):
+def test_waiting_queue_removed_request_is_never_popped(entries):
     queue = WaitingQueue()
     requests = [waiting(arrival, priority) for arrival, (priority, _) in enumerate(entries)]
     for item in requests:

@@ -1,5 +1,5 @@
-"""Requests that engines have died with. That no two of them are computed at a time, and none before its start was told,
-the fake engine checks at every step."""
+"""Suspects in quarantine. The fake engine checks at every step that at most one of them is computed, and none before
+its start was announced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def suspect(name, prompt=(1, 2, 3), **kwargs):
 
 
 def starts(engine):
-    return [start.request_id for plan in engine.plans for start in plan.starts]
+    return [start.request_id for plan in engine.plans for start in plan.new_rows]
 
 
 def finish(engine):
@@ -26,7 +26,7 @@ def finish(engine):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_one_at_a_time_in_order_and_nobody_else_waits_for_them(depth):
+def test_quarantine_suspects_run_one_at_a_time_beside_others(depth):
     engine = Engine(depth=depth)
     engine.add(suspect("a", max_tokens=6), suspect("b", max_tokens=2), suspect("c", max_tokens=3), request("free", [7]))
     engine.step()
@@ -36,7 +36,7 @@ def test_one_at_a_time_in_order_and_nobody_else_waits_for_them(depth):
     assert engine.started == ["a", "b", "c"]
 
 
-def test_those_that_wait_for_their_turn_count_as_waiting():
+def test_quarantine_queued_suspects_count_as_waiting():
     engine = Engine()
     engine.add(*(suspect(name) for name in "abc"))
     engine.step()
@@ -45,7 +45,7 @@ def test_those_that_wait_for_their_turn_count_as_waiting():
     finish(engine)
 
 
-def test_the_start_is_told_with_the_plan_and_nothing_else_is():
+def test_early_chunks_suspect_admitted_announces_its_start():
     engine = Engine()
     engine.add(suspect("a"), request("free", [7]))
     assert engine.scheduler.pop_early_chunks() == []
@@ -55,7 +55,7 @@ def test_the_start_is_told_with_the_plan_and_nothing_else_is():
     assert engine.scheduler.pop_early_chunks() == []
 
 
-def test_a_start_is_told_of_requests_that_ask_for_it_and_they_run_together():
+def test_early_chunks_requests_that_ask_run_together():
     engine = Engine()
     asking = [msgspec.structs.replace(request(name, [7]), announce_start=True) for name in "ab"]
     engine.add(*asking, request("free", [7]))
@@ -65,7 +65,7 @@ def test_a_start_is_told_of_requests_that_ask_for_it_and_they_run_together():
     finish(engine)
 
 
-def test_the_first_chunk_with_something_in_it_tells_what_was_cached():
+def test_early_chunks_cached_tokens_are_reported_by_the_next_chunk():
     engine = Engine(block_size=4)
     engine.add(request("a", range(10)))
     finish(engine)
@@ -74,8 +74,8 @@ def test_the_first_chunk_with_something_in_it_tells_what_was_cached():
     assert engine.chunks[ALICE, "b"][0].num_cached_tokens == 8
 
 
-def test_the_next_waits_until_no_step_computes_the_last_one():
-    """Its engine would not know which of the two has ended it."""
+def test_quarantine_next_suspect_waits_for_steps_in_flight():
+    """With two suspects in one step, an exit of the engine would not identify the one at fault."""
     (token, *_), _, _ = undisturbed(suspect("a"), max_model_len=32)
     engine = Engine()
     engine.add(suspect("a", eos=(token,)), suspect("b"))
@@ -84,11 +84,11 @@ def test_the_next_waits_until_no_step_computes_the_last_one():
     assert [chunk.finish_reason for chunk in engine.apply()] == [FinishReason.STOP]
     assert engine.plan() is None
     engine.apply()
-    assert [start.request_id for start in engine.plan().starts] == ["b"]
+    assert [start.request_id for start in engine.plan().new_rows] == ["b"]
     finish(engine)
 
 
-def test_a_preempted_one_keeps_its_turn_and_is_not_told_again():
+def test_quarantine_preempted_suspect_keeps_its_turn():
     engine = Engine(block_size=2, num_blocks=6, max_model_len=12, enable_prefix_caching=False)
     engine.add(request("old", range(4), max_tokens=8), suspect("a", range(4), max_tokens=8), suspect("b", [1]))
     finish(engine)
@@ -98,7 +98,7 @@ def test_a_preempted_one_keeps_its_turn_and_is_not_told_again():
     assert starts(engine)[-1] == "b"
 
 
-def test_the_more_urgent_has_the_next_turn():
+def test_quarantine_priorities_more_urgent_suspect_is_next():
     engine = Engine(policy="priority")
     engine.add(suspect("a", priority=5))
     engine.step()
@@ -107,7 +107,7 @@ def test_the_more_urgent_has_the_next_turn():
     assert engine.started == ["a", "c", "b", "d"]
 
 
-def test_one_that_has_the_turn_but_no_row_yet_is_not_told():
+def test_quarantine_suspect_without_row_is_not_announced():
     engine = Engine(max_num_seqs=1)
     engine.add(request("runs", [1], max_tokens=3), suspect("a"))
     engine.step()
@@ -117,17 +117,17 @@ def test_one_that_has_the_turn_but_no_row_yet_is_not_told():
 
 
 @pytest.mark.parametrize("aborted", ["a", "b", "c"])
-def test_an_abort_ends_it_wherever_it_is_and_the_next_has_its_turn(aborted):
+def test_quarantine_aborted_suspect_releases_the_next(aborted):
     engine = Engine()
     engine.add(*(suspect(name) for name in "abc"))
     engine.step()
-    engine.take(engine.scheduler.abort(ALICE, [aborted]))
+    engine.receive(engine.scheduler.abort(ALICE, [aborted]))
     finish(engine)
     assert engine.last(aborted).finish_reason is FinishReason.ABORT
     assert engine.started == ["a", *(name for name in "bc" if name != aborted)]
 
 
-def test_one_that_fails_makes_room_for_the_next():
+def test_quarantine_failed_suspect_releases_the_next():
     engine = Engine()
     engine.worker.failing.add("a")
     engine.add(suspect("a"), suspect("b"))
@@ -136,7 +136,7 @@ def test_one_that_fails_makes_room_for_the_next():
     assert engine.started == ["a", "b"]
 
 
-def test_the_turn_of_a_client_that_left_is_over():
+def test_quarantine_client_left_releases_the_next():
     engine = Engine()
     engine.add(suspect("a", client=BOB), suspect("b", client=BOB), suspect("c"))
     engine.step()

@@ -9,93 +9,93 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from eagleray.scheduler.blocks import BlockPool
 
 
-def test_a_block_is_free_when_its_last_holder_is_gone():
+def test_block_pool_last_reference_released_block_is_free():
     pool = BlockPool(4)
-    blocks = pool.take(2)
-    pool.hold(blocks)
+    blocks = pool.allocate(2)
+    pool.retain(blocks)
     pool.release(blocks)
     assert pool.num_free == 2
     pool.release(blocks)
     assert pool.num_free == 4
 
 
-def test_freed_content_is_found_until_the_block_is_taken():
+def test_block_pool_freed_block_is_found_until_allocated():
     pool = BlockPool(2)
-    (block,) = pool.take(1)
+    (block,) = pool.allocate(1)
     pool.register(block, b"a")
     pool.release([block])
     assert pool.find(b"a") == block
-    pool.take(1)
+    pool.allocate(1)
     assert pool.find(b"a") == block, "the blank block goes first"
-    pool.take(1)
+    pool.allocate(1)
     assert pool.find(b"a") is None
 
 
-def test_the_least_recently_used_goes_first_and_tails_before_heads():
+def test_block_pool_eviction_takes_least_recently_used_and_tails_first():
     pool = BlockPool(4)
-    old, new = pool.take(2), pool.take(2)
+    old, new = pool.allocate(2), pool.allocate(2)
     for block, name in zip([*old, *new], [b"old0", b"old1", b"new0", b"new1"], strict=True):
         pool.register(block, name)
     pool.release(old)
     pool.release(new)
-    assert pool.take(4) == [old[1], old[0], new[1], new[0]]
+    assert pool.allocate(4) == [old[1], old[0], new[1], new[0]]
 
 
-def test_using_a_free_block_again_makes_it_recent():
+def test_block_pool_retained_free_block_becomes_recent():
     pool = BlockPool(2)
-    first, second = pool.take(2)
+    first, second = pool.allocate(2)
     pool.register(first, b"1")
     pool.register(second, b"2")
     pool.release([first])
     pool.release([second])
-    pool.hold([first])
+    pool.retain([first])
     pool.release([first])
-    assert pool.take(1) == [second]
+    assert pool.allocate(1) == [second]
 
 
-def test_the_first_of_two_equal_blocks_stays_the_known_one():
+def test_block_pool_equal_blocks_first_stays_cached():
     pool = BlockPool(2)
-    first, second = pool.take(2)
+    first, second = pool.allocate(2)
     pool.register(first, b"same")
     pool.register(second, b"same")
     assert pool.find(b"same") == first
     pool.release([second])
-    assert pool.take(1) == [second], "a block that nobody can find is blank"
+    assert pool.allocate(1) == [second], "a block that nobody can find is blank"
     assert pool.find(b"same") == first
 
 
-def test_a_forgotten_block_is_not_found_and_its_name_is_free():
+def test_block_pool_invalidated_block_is_not_found_and_hash_is_free():
     pool = BlockPool(2)
-    first, second = pool.take(2)
+    first, second = pool.allocate(2)
     pool.register(first, b"a")
-    pool.forget([first, second])
+    pool.invalidate([first, second])
     assert pool.find(b"a") is None
     pool.register(second, b"a")
     assert pool.find(b"a") == second
 
 
-def test_a_twin_with_rows_takes_over_from_one_without():
+def test_block_pool_twin_with_routed_experts_replaces_one_without():
     pool = BlockPool(3)
-    held, freed, rich = pool.take(3)
+    held, freed, rich = pool.allocate(3)
     pool.register(held, b"a")
     pool.register(freed, b"b")
     pool.release([freed])
-    pool.register(rich, b"a", has_rows=True)
-    assert pool.find(b"a") == rich and pool.has_rows(rich)
-    pool.forget([rich])
-    assert not pool.has_rows(rich)
-    pool.register(rich, b"b", has_rows=True)
+    pool.register(rich, b"a", has_routed_experts=True)
+    assert pool.find(b"a") == rich and pool.has_routed_experts(rich)
+    pool.invalidate([rich])
+    assert not pool.has_routed_experts(rich)
+    pool.register(rich, b"b", has_routed_experts=True)
     assert pool.find(b"b") == rich
     pool.release([rich, held])
-    assert set(pool.take(2)) == {held, freed}, "blocks that nobody can find are blank"
+    assert set(pool.allocate(2)) == {held, freed}, "blocks that nobody can find are blank"
     assert pool.find(b"b") == rich
 
 
-def test_a_twin_takes_over_from_none_with_rows():
+def test_block_pool_twin_never_replaces_one_with_routed_experts():
     pool = BlockPool(2)
-    first, second = pool.take(2)
-    pool.register(first, b"a", has_rows=True)
-    pool.register(second, b"a", has_rows=True)
+    first, second = pool.allocate(2)
+    pool.register(first, b"a", has_routed_experts=True)
+    pool.register(second, b"a", has_routed_experts=True)
     assert pool.find(b"a") == first
 
 
@@ -117,15 +117,15 @@ class PoolMachine(RuleBasedStateMachine):
         if count > self.pool.num_free:
             return
         in_use = {block for blocks in self.held for block in blocks}
-        blocks = self.pool.take(count)
+        blocks = self.pool.allocate(count)
         assert len(set(blocks)) == count and not in_use & set(blocks)
         for block in blocks:
             self.content.pop(block, None)
         self.held.append(blocks)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), fresh=st.booleans(), has_rows=st.booleans())
-    def register(self, data: st.DataObject, fresh: bool, has_rows: bool) -> None:
+    @rule(data=st.data(), fresh=st.booleans(), has_routed_experts=st.booleans())
+    def register(self, data: st.DataObject, fresh: bool, has_routed_experts: bool) -> None:
         block = data.draw(st.sampled_from(data.draw(st.sampled_from(self.held))))
         if block in self.content:
             return
@@ -133,25 +133,25 @@ class PoolMachine(RuleBasedStateMachine):
         if fresh or not known:
             self.num_names += 1
             name = str(self.num_names).encode()
-            self.name(block, name, has_rows)
+            self.name(block, name, has_routed_experts)
         else:
             name = data.draw(st.sampled_from(known))
             (twin,) = (other for other, content in self.content.items() if content == name)
-            if has_rows and twin not in self.rich:
+            if has_routed_experts and twin not in self.rich:
                 del self.content[twin]
-                self.name(block, name, has_rows)
-        self.pool.register(block, name, has_rows=has_rows)
+                self.name(block, name, has_routed_experts)
+        self.pool.register(block, name, has_routed_experts=has_routed_experts)
 
-    def name(self, block: int, name: bytes, has_rows: bool) -> None:
+    def name(self, block: int, name: bytes, has_routed_experts: bool) -> None:
         self.content[block] = name
-        self.rich = self.rich | {block} if has_rows else self.rich - {block}
+        self.rich = self.rich | {block} if has_routed_experts else self.rich - {block}
 
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         known = sorted(self.content)
         if known:
             blocks = data.draw(st.lists(st.sampled_from(known), unique=True, min_size=1))
-            self.pool.hold(blocks)
+            self.pool.retain(blocks)
             self.held.append(blocks)
 
     @precondition(lambda self: self.held)
@@ -163,7 +163,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
         blocks = data.draw(st.sampled_from(self.held))
-        self.pool.forget(blocks)
+        self.pool.invalidate(blocks)
         for block in blocks:
             self.content.pop(block, None)
 
@@ -180,7 +180,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.content.get(block) == str(number).encode() if block is not None else True
         for block, name in self.content.items():
             assert self.pool.find(name) == block
-            assert self.pool.has_rows(block) == (block in self.rich)
+            assert self.pool.has_routed_experts(block) == (block in self.rich)
 
 
 TestPoolMachine = PoolMachine.TestCase
