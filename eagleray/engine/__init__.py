@@ -1,1 +1,1 @@
-"""One data-parallel rank: takes requests, plans steps, publishes what they produce."""
+"""The engine, one data-parallel rank: receives requests, plans steps, and publishes their tokens."""

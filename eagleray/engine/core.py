@@ -1,4 +1,4 @@
-"""The engine's heart. Driven by the engine's loop; knows no socket and no torch."""
+"""The engine core: one step, from plan to chunks. Driven by the engine loop; imports neither sockets nor torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from eagleray.scheduler.scheduler import Scheduler
 
 
 class EngineCore:
-    """A scheduler that decides and an executor that carries it out.
+    """A scheduler that plans steps and an executor that has the workers compute them.
 
-    `waves`: of an engine that steps together with others; `least_tokens`: see `Pipeline`.
+    `waves` is given for an engine of an expert group. `least_tokens`: see `Pipeline`.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class EngineCore:
 
     @property
     def awaited(self) -> AwaitedStep | None:
-        """The step that is waited for right now. May be asked from any thread."""
+        """Step that the engine's thread waits for right now. Safe to read from any thread."""
         return self._pipeline.awaited
 
     def call_workers(self, call: CallWorkers) -> WorkersReturned:
-        """Call the worker extension on every worker: their values, or the first one's failure."""
+        """Call the worker extension on every worker and return their values, or the first failure."""
         body = CallExtension(call.method, call.arguments)
         try:
             returned = self.executor.gather(body, ExtensionReturned, timeout=call.timeout, until=_has_failed)
@@ -54,45 +54,45 @@ class EngineCore:
                 return WorkersReturned(call_id=call.call_id, failure=one.failure, rank=rank)
         return WorkersReturned(call_id=call.call_id, values=[one.value or b"" for one in returned.values()])
 
-    def step(self, announce: Callable[[list[AddressedChunk]], None]) -> list[AddressedChunk]:
-        """Plan and send what fits into the pipeline, then apply the oldest step: what it tells the clients.
+    def step(self, send_early: Callable[[list[AddressedChunk]], None]) -> list[AddressedChunk]:
+        """Plan and send the steps that fit into the pipeline, then apply the oldest one and return its chunks.
 
-        `announce` takes what they must know before a step is sent that may be the end of this engine. Raises
-        `ExpertGroupBroken` if an engine is gone that steps together with this one: then `drop_steps` is to be called.
+        `send_early` sends the chunks that clients must receive before a step that may crash this engine. Raises
+        `ExpertGroupBroken` if another engine of the expert group exited: the caller must call `drop_steps` then.
         """
         while self._pipeline.has_room and (plan := self._plan()) is not None:
-            if notices := self.scheduler.pop_early_chunks():
-                announce(notices)
+            if chunks := self.scheduler.pop_early_chunks():
+                send_early(chunks)
             self._pipeline.send(plan)
         if not self._pipeline:
             return []
         result = self._pipeline.oldest()
         if self.waves is not None:
-            self.waves.returned(any_engine_busy=result.any_engine_busy)
+            self.waves.on_result(any_engine_busy=result.any_engine_busy)
         return self.scheduler.apply(result)
 
     def drop_steps(self) -> None:
-        """What is in flight will not be completed: it is planned anew, in a wave of another group."""
-        assert self.waves is not None, "steps are lost together with an engine that shares them"
+        """Drop the steps in flight, which will never complete; they are planned anew in a wave of the next group."""
+        assert self.waves is not None, "steps are dropped only in an expert group"
         self._pipeline.drop()
-        self.executor.forget_steps()
-        self.waves.end()
+        self.executor.drop_steps()
+        self.waves.stop()
         self.scheduler.rewind()
 
     def read_expert_load(self) -> list[WorkerExpertLoad]:
-        """Of every worker, by rank. Waits for the steps in flight."""
+        """Read the token counts of each expert from every worker, by rank. Waits for the steps in flight."""
         return self.executor.call(ReadExpertLoad(), WorkerExpertLoad, timeout=self._pipeline.seconds)
 
     def _plan(self) -> StepPlan | None:
-        """The next step, if there is one. Of a wave there always is."""
+        """Plan the next step, if there is one. During a wave there always is."""
         if self.waves is None:
             return self.scheduler.plan()
         if not self.waves.may_send:
             return None
-        self.waves.sent()
+        self.waves.on_sent()
         return self.scheduler.plan() or self.scheduler.idle_plan()
 
 
 def _has_failed(returned: ExtensionReturned) -> bool:
-    """The others may be waiting for the rank that has failed, and never answer."""
+    """Whether the rank failed: other ranks may wait for it in a collective, and would never reply."""
     return returned.failure is not None

@@ -1,4 +1,4 @@
-"""What clients ask before the news of them has arrived. Owned by the engine's loop."""
+"""Requests that arrive before their client's `Joined`. Owned by the engine loop."""
 
 from __future__ import annotations
 
@@ -8,39 +8,45 @@ from dataclasses import dataclass, field
 from eagleray.identity import ClientId
 from eagleray.messages.requests import CallWorkers, Generate
 
-PATIENCE_SECONDS = 30.0
+JOIN_TIMEOUT_SECONDS = 30.0
+"""Time for which the requests of a client that has not joined are kept."""
 
 
 @dataclass
 class _EarlyRequest:
     since: float
-    asked: list[Generate | CallWorkers] = field(default_factory=list)
+    requests: list[Generate | CallWorkers] = field(default_factory=list)
 
 
 class EarlyRequests:
-    """A request may be faster than the supervisor's `Joined` of its client, and is kept until then; but not for ever,
-    since the client may have died before it joined. Pure: the time is handed in."""
+    """Keeps requests that overtake the supervisor's `Joined` of their client.
+
+    They expire, since the client may have exited before it joined. Pure: callers pass the time.
+    """
 
     def __init__(self) -> None:
-        self._strangers: dict[ClientId, _EarlyRequest] = {}
+        self._by_client: dict[ClientId, _EarlyRequest] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_client)
 
     def keep(self, request: Generate | CallWorkers, now: float) -> None:
-        self._strangers.setdefault(request.client, _EarlyRequest(now)).asked.append(request)
+        self._by_client.setdefault(request.client, _EarlyRequest(now)).requests.append(request)
 
-    def take(self, client: ClientId) -> list[Generate | CallWorkers]:
-        """It is known now, or gone: what it has asked, in order. It is no stranger any more."""
-        stranger = self._strangers.pop(client, None)
-        return [] if stranger is None else stranger.asked
+    def pop(self, client: ClientId) -> list[Generate | CallWorkers]:
+        """Remove and return the requests of a client that joined or left, in order of arrival."""
+        early = self._by_client.pop(client, None)
+        return [] if early is None else early.requests
 
     def abort(self, client: ClientId, request_ids: Sequence[str]) -> None:
-        if stranger := self._strangers.get(client):
-            stranger.asked = [
-                one for one in stranger.asked if isinstance(one, CallWorkers) or one.request_id not in request_ids
+        if early := self._by_client.get(client):
+            early.requests = [
+                one for one in early.requests if isinstance(one, CallWorkers) or one.request_id not in request_ids
             ]
 
     def expire(self, now: float) -> list[ClientId]:
-        """Forget those that were strangers for too long: who they were."""
-        late = [client for client, one in self._strangers.items() if now - one.since > PATIENCE_SECONDS]
+        """Drop the requests of clients that have not joined in time, and return these clients."""
+        late = [client for client, one in self._by_client.items() if now - one.since > JOIN_TIMEOUT_SECONDS]
         for client in late:
-            del self._strangers[client]
+            del self._by_client[client]
         return late

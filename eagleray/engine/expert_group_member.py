@@ -1,12 +1,13 @@
-"""The engines that share experts with this one: when their group is formed, when it breaks, and what is said between.
+"""Membership of an engine in an expert group: forming the group, leaving it when it breaks, forming the next one.
 
-A group has an epoch. The supervisor says for which epoch to open, and who is still missing; this engine's workers open,
-and it says so; when all have, the supervisor says who they are, the workers join them, and from then on the engines
-step together (`waves`). When an engine of the group is lost, a step breaks, or the supervisor says so: then the steps
-in flight are dropped and planned anew, nothing else is lost, and the same begins again for the next epoch. Until it is
-formed this engine steps no more; its loop goes on reading the inbox, so that requests wait and can be aborted.
+A group has an epoch. The supervisor sends the epoch to open and the engines that are still missing; this engine's
+workers open, and the engine reports it; when all have, the supervisor sends the members, the workers join them, and
+from then on the engines step together (`waves`). When an engine of the group exits, a step breaks, or the supervisor
+opens the next epoch: then the steps in flight are dropped and planned anew, nothing else is lost, and the next group is
+formed in the same way. Until then this engine takes no steps; its loop still reads the inbox, so that requests are
+queued and can be aborted.
 
-Driven by the engine's loop.
+Driven by the engine loop.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ logger = get_logger(__name__)
 
 
 class EngineStepper(Protocol):
-    """When the loop's engine steps."""
+    """Decides when the engine of a loop steps."""
 
     @property
     def is_busy(self) -> bool:
-        """There is a step to take, or one to wait for."""
+        """Whether a step can be taken or is in flight."""
 
-    def step(self, announce: Callable[[list[AddressedChunk]], None]) -> list[AddressedChunk]:
-        """As `EngineCore.step`."""
+    def step(self, send_early: Callable[[list[AddressedChunk]], None]) -> list[AddressedChunk]:
+        """See `EngineCore.step`."""
 
     def handle(self, message: OpenExperts | ExpertsFormed | WaveStarted) -> None:
-        """News of the engines that share experts."""
+        """Handle a message about the expert group."""
 
 
 class IndependentStepper:
-    """Whenever it has work."""
+    """Steps whenever the engine has work."""
 
     def __init__(self, core: EngineCore) -> None:
         self._scheduler = core.scheduler
@@ -55,14 +56,15 @@ class IndependentStepper:
         return self._scheduler.has_work
 
     def handle(self, message: OpenExperts | ExpertsFormed | WaveStarted) -> None:
-        logger.warning("dropped a %s: this engine shares its experts with nobody", type(message).__name__)
+        logger.warning("dropped a %s: this engine belongs to no expert group", type(message).__name__)
 
 
 class ExpertGroupMember:
-    """When the others do. `started`: what the supervisor is told when the first group is formed; `leave_seconds`: in
-    which workers come back from a step that the loss of another engine has broken, or this one ends itself;
-    `join_seconds`: what all may take to join when all are there; `patience`: for how long it is waited without any news
-    of those that are missing."""
+    """Steps together with the other engines of the group.
+
+    `started` is sent to the supervisor when the first group is formed. Time limits: `leave_seconds` for workers to
+    return from a step that was broken by the exit of another engine (then this engine exits), `join_seconds` for all
+    workers to join, `missing_seconds` without any update on the engines that are missing."""
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class ExpertGroupMember:
         *,
         leave_seconds: float,
         join_seconds: float,
-        patience: float,
+        missing_seconds: float,
     ) -> None:
         self._engine = started.engine
         self._started: EngineStarted | None = started
@@ -82,29 +84,31 @@ class ExpertGroupMember:
         self._outbox = outbox
         self._leave_seconds = leave_seconds
         self._join_seconds = join_seconds
-        self._patience = patience
-        self._epoch = 0  # that this engine has opened for; 0: none yet
+        self._missing_seconds = missing_seconds
+        self._epoch = 0  # the epoch that this engine has opened; 0: none yet
         self._others: list[EngineId] = []
-        """That it has joined."""
+        """Engines whose group this one has joined."""
         self._is_formed = False
         self._missing: list[int] = []
-        self._waits_since = self._heard_at = time.monotonic()
+        self._waits_since = self._updated_at = time.monotonic()
 
     @property
     def is_busy(self) -> bool:
-        return self._is_formed and (self._core.scheduler.has_work or self._waves.is_on or self._waves.is_called)
+        return self._is_formed and (self._core.scheduler.has_work or self._waves.is_on or self._waves.is_requested)
 
-    def step(self, announce: Callable[[list[AddressedChunk]], None]) -> list[AddressedChunk]:
-        """Raises `DeadlineExceeded` if the group is not formed in time, or a worker does not come back from a step that
-        was broken."""
+    def step(self, send_early: Callable[[list[AddressedChunk]], None]) -> list[AddressedChunk]:
+        """Take a step with the group, if it is formed.
+
+        Raises `DeadlineExceeded` if the group is not formed in time, or a worker does not return from a broken step.
+        """
         if not self._is_formed:
-            self._check_patience()
+            self._check_missing_engines()
             return []
-        if self._waves.begin(has_work=self._core.scheduler.has_work):
+        if self._waves.maybe_start(has_work=self._core.scheduler.has_work):
             for other in self._others:
                 self._outbox.send(other, WaveStarted(self._engine, self._epoch, self._waves.wave))
         try:
-            return self._core.step(announce)
+            return self._core.step(send_early)
         except ExpertGroupBroken:
             self._open(self._epoch + 1)
             return []
@@ -114,27 +118,27 @@ class ExpertGroupMember:
             case OpenExperts(epoch, missing):
                 if epoch > self._epoch:
                     self._open(epoch)
-                self._missing, self._heard_at = missing, time.monotonic()
+                self._missing, self._updated_at = missing, time.monotonic()
             case ExpertsFormed(epoch):
                 if epoch == self._epoch and not self._is_formed:
                     self._join(message)
             case WaveStarted(_, epoch, wave):
-                self._waves.hear(epoch, wave)
+                self._waves.on_wave_started(epoch, wave)
 
     def _open(self, epoch: int) -> None:
-        """Leave the group of an earlier epoch, whatever it was in the middle of, and be there for the next one."""
+        """Leave the group of an earlier epoch, even in the middle of a step, and open the next epoch."""
         if self._is_formed or self._epoch == 0:
             self._waits_since = time.monotonic()
         if self._is_formed:
-            logger.info("an engine that shares experts with this one is gone: waits for its successor")
+            logger.info("%s: an engine of its expert group exited: waiting for the replacement", self._engine.label)
         self._leave()
         self._epoch = epoch
         executor = self._core.executor
         try:
             opened = executor.call(OpenExpertGroup(epoch), ExpertGroupOpened, timeout=self._leave_seconds)
         except DeadlineExceeded as error:
-            raise DeadlineExceeded(f"workers do not leave the group of an engine that is gone: {error}") from error
-        self._heard_at = time.monotonic()
+            raise DeadlineExceeded(f"workers do not leave the group of an exited engine: {error}") from error
+        self._updated_at = time.monotonic()
         where = EngineOpened(rank=self._engine.rank, topology=executor.topology, opened=opened)
         self._outbox.send(SUPERVISOR, ExpertsOpened(self._engine, epoch, where))
 
@@ -146,7 +150,7 @@ class ExpertGroupMember:
         self._core.drop_steps()
 
     def _join(self, formed: ExpertsFormed) -> None:
-        """If one is gone again by now, the first step will say so."""
+        """Join the members. If one of them has exited meanwhile, the first step fails."""
         call = JoinExpertGroup(formed.epoch, formed.members)
         self._core.executor.call(call, GroupsJoined, timeout=self._join_seconds)
         for joined in formed.engines:
@@ -157,16 +161,16 @@ class ExpertGroupMember:
         self._is_formed = True
         seconds = time.monotonic() - self._waits_since
         names = ", ".join(other.label for other in self._others)
-        logger.info("shares experts with %s (epoch %d, after %.1f s)", names, formed.epoch, seconds)
+        logger.info("expert group formed with %s (epoch %d, after %.1f s)", names, formed.epoch, seconds)
         if self._started is not None:
             self._outbox.send(SUPERVISOR, self._started)
             self._started = None
 
-    def _check_patience(self) -> None:
+    def _check_missing_engines(self) -> None:
         now = time.monotonic()
-        if now - self._heard_at > self._patience:
+        if now - self._updated_at > self._missing_seconds:
             awaited = f"engine {', '.join(map(str, self._missing))}" if self._missing else "the supervisor"
             raise DeadlineExceeded(
-                f"{self._engine.label} has waited {now - self._waits_since:.0f} s for the engines that share experts "
-                f"with it (epoch {self._epoch}); {awaited} was not heard of for {now - self._heard_at:.0f} s"
+                f"{self._engine.label} waited {now - self._waits_since:.0f} s for its expert group "
+                f"(epoch {self._epoch}): {awaited} is missing, no update for {now - self._updated_at:.0f} s"
             )

@@ -1,4 +1,4 @@
-"""How many tokens each expert has had, told to the clients now and then. Driven by the engine's loop."""
+"""Load of the experts, in tokens, reported to the clients at intervals. Driven by the engine loop."""
 
 from __future__ import annotations
 
@@ -13,38 +13,40 @@ from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import ExpertLoad
 from eagleray.messages.steps import WorkerExpertLoad
 
-LOAD_SECONDS = 5.0
-"""To read it, the steps in flight are waited for: a moment in which the workers have nothing to do."""
+REPORT_INTERVAL_SECONDS = 5.0
+"""Interval of the reports. Reading the load waits for the steps in flight, so the workers are idle for a moment."""
 
 
 class ExpertLoadReporter:
-    """Reports every few seconds while the engine works, and when it falls idle."""
+    """Reports every few seconds while the engine works, and when it becomes idle."""
 
     def __init__(self, engine: EngineId, core: EngineCore) -> None:
         self._engine = engine
         self._core = core
         self._due = math.inf
 
-    def renew(self) -> None:
-        """Somebody is there who has not heard the last report."""
+    def report_soon(self) -> None:
+        """Make the next report due at once, because a new client has not received the last one."""
         self._due = 0.0
 
     def report(self, *, is_idle: bool) -> ExpertLoad | None:
-        """None: it is not the time, or nothing has happened since the last one."""
+        """Return the load, or None if no report is due or nothing was computed since the last one."""
         now = time.monotonic()
         if self._due == math.inf and not is_idle:  # work has begun
-            self._due = now + LOAD_SECONDS
+            self._due = now + REPORT_INTERVAL_SECONDS
         if now < self._due and not (is_idle and self._due < math.inf):
             return None
-        self._due = math.inf if is_idle else now + LOAD_SECONDS
+        self._due = math.inf if is_idle else now + REPORT_INTERVAL_SECONDS
         tp_size = self._core.executor.topology.tensor_parallel_size
         counts = join_loads(self._core.read_expert_load(), tp_size=tp_size)
         return ExpertLoad(engine=self._engine, counts=counts)
 
 
 def join_loads(loads: list[WorkerExpertLoad], *, tp_size: int) -> Array:
-    """int64 [num_moe_layers, num_experts] from what each rank has counted: layers in order of the stages. Ranks of a
-    stage have counted different tokens, or nothing."""
+    """Return int64 [num_moe_layers, num_experts] from the counts of each rank, with layers in the order of the stages.
+
+    Ranks of a stage have counted different tokens, or none.
+    """
     stages = [loads[first : first + tp_size] for first in range(0, len(loads), tp_size)]
     counted = [[load.counts for load in stage if load.counts.size] for stage in stages]
     layers: list[Array] = [np.sum(counts, axis=0) for counts in counted if counts]

@@ -1,4 +1,4 @@
-"""The engine process's loop: one inbox, one outbox, one `match`."""
+"""The engine loop: one inbox, one outbox, one `match`."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ from eagleray.scheduler.request import AddressedChunk
 logger = get_logger(__name__)
 
 STATS_SECONDS = 0.5
-"""While it works, an engine reports its load this often; and always when it falls idle."""
+"""Interval at which a working engine reports its load; it also reports when it becomes idle."""
 
 IDLE_SECONDS = 0.25
-"""While it waits for requests, an engine looks this often whether its workers are still there."""
+"""Interval at which an idle engine checks its workers and connections."""
 
-LEAVE_SECONDS = 0.01
-"""What a message gets to leave this process, when the next thing it does may be its last."""
+FLUSH_SECONDS = 0.01
+"""Time for zmq to send a message before a step that may crash this process."""
 
 
 class EngineLoop:
-    """Runs until `Stop` arrives or a step raises. `pace`: of an engine that does not step by itself alone;
-    `has_experts`: its clients are told how busy they are."""
+    """Runs until `Stop` arrives or a step raises.
+
+    `stepper` is given for an engine of an expert group. With `has_experts`, clients receive the load of the experts.
+    """
 
     def __init__(
         self,
@@ -46,41 +48,41 @@ class EngineLoop:
         inbox: EngineInbox,
         outbox: EngineOutbox,
         *,
-        pace: EngineStepper | None = None,
+        stepper: EngineStepper | None = None,
         has_experts: bool = False,
     ) -> None:
         self._engine = engine
         self._core = core
-        self._pace = pace or IndependentStepper(core)
+        self._stepper = stepper or IndependentStepper(core)
         self._expert_load = ExpertLoadReporter(engine, core) if has_experts else None
         self._inbox = inbox
         self._outbox = outbox
         self._clients: set[ClientId] = set()
-        self._strangers = EarlyRequests()
+        self._early_requests = EarlyRequests()
         self._stopping = False
         self._stats_due = 0.0
         self._has_reported_idle = False
 
     def run(self) -> None:
         while not self._stopping:
-            self._take()
-            self._publish(self._pace.step(self._announce))
+            self._handle_messages()
+            self._publish(self._stepper.step(self._send_early))
             self._report()
 
     def join(self, member: Joined) -> None:
-        """A client can be answered from now on. Its requests may have overtaken this news: they were kept."""
+        """Connect to a new client and handle its requests that arrived before this message."""
         if isinstance(member.member, ClientId):
             self._clients.add(member.member)
             self._outbox.connect(member.member, member.address)
             self._stats_due = 0.0
             if self._expert_load is not None:
-                self._expert_load.renew()
-            for request in self._strangers.take(member.member):
+                self._expert_load.report_soon()
+            for request in self._early_requests.pop(member.member):
                 self._handle(request)
 
-    def _take(self) -> None:
-        """Handle every message that has arrived; without a step to take, wait for one, with an eye on the workers."""
-        is_idle = not self._pace.is_busy
+    def _handle_messages(self) -> None:
+        """Handle every message that has arrived. An idle engine waits for one and checks its workers meanwhile."""
+        is_idle = not self._stepper.is_busy
         message = self._receive(IDLE_SECONDS if is_idle else 0)
         if is_idle:
             self._core.executor.check()
@@ -88,48 +90,49 @@ class EngineLoop:
         while message is not None:
             self._handle(message)
             message = self._receive(0)
-        for client in self._strangers.expire(time.monotonic()):
-            logger.warning("%s has asked for something, but did not join: forgotten", client.label)
+        if self._early_requests:
+            for client in self._early_requests.expire(time.monotonic()):
+                logger.warning("%s: dropped its requests, because the client has not joined", client.label)
 
     def _check_connections(self) -> None:
-        """Who cannot be reached must not wait for ever for what was sent."""
+        """Report clients that cannot be reached, because chunks for them may be lost and they would wait for ever."""
         for peer in self._outbox.take_broken():
             if isinstance(peer, str):
                 raise EngineFailed("the connection to the supervisor broke")
             self._outbox.send(SUPERVISOR, Unreachable(self._engine, peer))
 
     def _receive(self, timeout: float) -> EngineMessage | None:
-        """Clients may be programs of others: what they say by mistake must not end the engine for everybody."""
+        """Receive the next message. Malformed ones are dropped: a foreign client must not crash the engine."""
         while True:
             try:
                 return self._inbox.receive(timeout)
             except msgspec.MsgspecError as error:
-                logger.warning("dropped something that is no message to an engine: %s", error)
+                logger.warning("dropped a malformed message: %s", error)
 
     def _handle(self, message: EngineMessage) -> None:
         match message:
             case (Generate() | CallWorkers()) as request if request.client not in self._clients:
-                self._strangers.keep(request, time.monotonic())
+                self._early_requests.keep(request, time.monotonic())
             case Generate():
                 self._add(message)
             case CallWorkers(client=client):
                 self._outbox.send(client, self._core.call_workers(message))
             case Abort(client, request_ids):
-                self._strangers.abort(client, request_ids)
+                self._early_requests.abort(client, request_ids)
                 self._publish(self._core.scheduler.abort(client, request_ids))
             case Joined():
                 self.join(message)
             case Left(ClientId() as client):
                 self._clients.discard(client)
-                self._strangers.take(client)
+                self._early_requests.pop(client)
                 self._outbox.disconnect(client)
                 self._core.scheduler.abort_client(client)
             case OpenExperts() | ExpertsFormed() | WaveStarted():
-                self._pace.handle(message)
+                self._stepper.handle(message)
             case Stop():
                 self._stopping = True
             case Left() | Attach():
-                pass  # engines that concern this one are its company's to know, and it is attached already
+                pass  # the stepper is told of engines of its expert group; this engine is attached already
 
     def _add(self, request: Generate) -> None:
         try:
@@ -143,10 +146,10 @@ class EngineLoop:
             )
             self._publish([AddressedChunk(request.client, chunk)])
 
-    def _announce(self, outputs: list[AddressedChunk]) -> None:
-        """To be known even if the step that comes next ends this process."""
+    def _send_early(self, outputs: list[AddressedChunk]) -> None:
+        """Send chunks that must arrive even if the next step crashes this process."""
         self._publish(outputs)
-        time.sleep(LEAVE_SECONDS)
+        time.sleep(FLUSH_SECONDS)
 
     def _publish(self, outputs: list[AddressedChunk]) -> None:
         by_client: dict[ClientId, list[Chunk]] = defaultdict(list)
@@ -156,7 +159,7 @@ class EngineLoop:
             self._outbox.send(client, Chunks(self._engine, chunks))
 
     def _report(self) -> None:
-        """Tell every client the load: now and then, when work begins, and when there is nothing left to do."""
+        """Send the load to every client: at intervals, when work begins, and when the engine becomes idle."""
         scheduler, now = self._core.scheduler, time.monotonic()
         is_idle = not scheduler.has_work
         if now < self._stats_due and is_idle == self._has_reported_idle:

@@ -1,4 +1,4 @@
-"""What comes into an engine and what leaves it."""
+"""Types of an engine's inbox and outbox."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ EngineInbox = Inbox[EngineMessage]
 EngineOutbox = Outbox[MemberId | str, EngineToClient | MemberToSupervisor | EngineToEngine]
 
 SUPERVISOR = "supervisor"
-"""Its name in an engine's outbox; it has no identity."""
+"""Key of the supervisor in an engine's outbox."""

@@ -1,4 +1,4 @@
-"""The steps in flight: sent to the workers, their results not applied yet."""
+"""Steps in flight: sent to the workers, results not applied yet."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import NamedTuple
 from eagleray.executor.executor import Executor, PendingStep
 from eagleray.messages.steps import StepPlan, StepResult
 
-LIMIT_TOKENS = 512
-"""A step may take the watchdog's timeout, and as much again for every so many tokens: a long prompt is no hang."""
+TOKENS_PER_TIMEOUT = 512
+"""A step may take the watchdog's timeout, and as long again for each multiple of this number of tokens, so that a long
+prompt is not taken for a hang."""
 
 
 class AwaitedStep(NamedTuple):
-    """A step that the engine waits for, and the seconds that it may take."""
+    """A step that the engine waits for, and its time limit in seconds."""
 
     plan: StepPlan
     seconds: float
@@ -22,8 +23,8 @@ class AwaitedStep(NamedTuple):
 class Pipeline:
     """Up to `depth` steps: one for each pipeline stage, and one more if the next step is sent while one runs.
 
-    `least_tokens`: every step may take as long as one of so many tokens. Where engines step together, the others may
-    have as many in theirs.
+    Every step gets at least the time limit of a step of `least_tokens` tokens: in an expert group, another engine may
+    compute that many in the same step.
     """
 
     def __init__(self, executor: Executor, *, depth: int, watchdog_timeout: float, least_tokens: int = 0) -> None:
@@ -33,7 +34,7 @@ class Pipeline:
         self._least_tokens = least_tokens
         self._steps: deque[tuple[AwaitedStep, PendingStep]] = deque()
         self.awaited: AwaitedStep | None = None
-        """The step that the engine's thread waits for right now: for the watchdog, which looks from another one."""
+        """Step that the engine's thread waits for right now; the watchdog reads it from another thread."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -44,11 +45,11 @@ class Pipeline:
 
     @property
     def seconds(self) -> float:
-        """What all steps in flight may take together, and something else after them."""
+        """Time limit, in seconds, of a call that is queued behind all steps in flight."""
         return self._watchdog_timeout + sum(step.seconds for step, _ in self._steps)
 
     def send(self, plan: StepPlan) -> None:
-        """With a worker that is an object of this process, the step is computed here."""
+        """Send a step to the workers. A worker in this process computes it here."""
         self.awaited = step = AwaitedStep(plan, self._seconds(plan))
         try:
             self._steps.append((step, self._executor.step(plan, seconds=step.seconds)))
@@ -64,9 +65,9 @@ class Pipeline:
             self.awaited = None
 
     def drop(self) -> None:
-        """Wait for none of them any more."""
+        """Stop waiting for the steps in flight."""
         self._steps.clear()
 
     def _seconds(self, plan: StepPlan) -> float:
         num_tokens = max(plan.total_num_tokens, self._least_tokens)
-        return self._watchdog_timeout * (1 + num_tokens // LIMIT_TOKENS)
+        return self._watchdog_timeout * (1 + num_tokens // TOKENS_PER_TIMEOUT)

@@ -1,4 +1,4 @@
-"""From a configuration to an engine that can step: load the model, size the cache, make the scheduler."""
+"""Start of an engine: load the model, size the cache, make the scheduler and the engine core."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 Body = TypeVar("Body", bound=WorkerReply)
 
 MAX_SLOTS = 2**31 - 1
-"""Places of a cache: blocks x tokens of a block. Kernels count them in 32 bits."""
+"""Upper limit for the slots of a cache (blocks times block size), because kernels count them in 32 bits."""
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 """On a CPU a step of 512 tokens already runs at the speed of the matrix products, and running requests wait for it."""
@@ -48,9 +48,9 @@ class StartedEngine:
 
 
 def start_engine(config: Config, executor: Executor, *, depth: int, deadline: float) -> StartedEngine:
-    """`depth`: steps in flight. `deadline`: on the monotonic clock.
+    """Start an engine with up to `depth` steps in flight. `deadline` is a time of the monotonic clock.
 
-    Raises `CheckpointError` or `ConfigError` for what the user can mend, `WorkerFailed` or `WorkerLost` for the rest.
+    Raises `CheckpointError` or `ConfigError` for mistakes of the user, `WorkerFailed` or `WorkerLost` for failures.
     """
 
     def call(body: WorkerCall, reply: type[Body]) -> list[Body]:
@@ -78,7 +78,7 @@ def start_engine(config: Config, executor: Executor, *, depth: int, deadline: fl
     call(AllocateCache(num_blocks), CacheAllocated)
     block_size = config.cache.block_size
     size = num_blocks * bytes_per_block / 2**30
-    logger.info("cache: %d blocks of %d tokens, %.2f GiB on a worker", num_blocks, block_size, size)
+    logger.info("cache: %d blocks of %d tokens, %.2f GiB per worker", num_blocks, block_size, size)
     scheduler = Scheduler(
         max_num_seqs=config.scheduling.max_num_seqs,
         max_num_batched_tokens=budget,
@@ -100,20 +100,21 @@ def start_engine(config: Config, executor: Executor, *, depth: int, deadline: fl
         has_experts=_has_experts(loaded),
         routing=routing,
     )
-    together = expert_engines(config) > 1
+    shares_experts = expert_engines(config) > 1
     core = EngineCore(
         scheduler,
         executor,
         depth=depth,
         watchdog_timeout=config.recovery.watchdog_timeout,
-        waves=Waves(depth=depth) if together else None,
-        least_tokens=budget if together else 0,
+        waves=Waves(depth=depth) if shares_experts else None,
+        least_tokens=budget if shares_experts else 0,
     )
     return StartedEngine(core, info)
 
 
 def _useful_blocks(config: Config, model: ModelLoaded, num_blocks: int) -> int:
-    """No more than every row at full length could use: a small model shall not take half of the memory."""
+    """Cap the number of blocks at what all rows of full length use, so that a small model does not take half of the
+    memory."""
     return min(num_blocks, config.scheduling.max_num_seqs * _blocks_of_one_sequence(config, model))
 
 
@@ -122,7 +123,7 @@ def _blocks_of_one_sequence(config: Config, model: ModelLoaded) -> int:
 
 
 def check_kernels(loaded: list[ModelLoaded]) -> None:
-    """Raises `ConfigError` unless all workers compute with the same kernels: what they exchange would not fit."""
+    """Raise `ConfigError` unless all workers use the same kernels, since the tensors they exchange must match."""
     kinds = {worker.kernels for worker in loaded}
     if len(kinds) > 1:
         ranks = "; ".join(
@@ -139,7 +140,7 @@ def _has_experts(loaded: list[ModelLoaded]) -> bool:
 
 
 def _routing(config: Config, loaded: list[ModelLoaded]) -> RoutingInfo | None:
-    """What routed experts look like, if they are wanted. Raises `ConfigError` if the model has no experts."""
+    """Return the shape of routed experts if they are enabled. Raises `ConfigError` if the model has no experts."""
     if not config.model.enable_return_routed_experts:
         return None
     if not _has_experts(loaded):
@@ -155,7 +156,7 @@ def _routing(config: Config, loaded: list[ModelLoaded]) -> RoutingInfo | None:
 
 
 def _check_cache(config: Config, model: ModelLoaded, num_blocks: int, bytes_per_block: int) -> None:
-    """Raises `ConfigError` unless one sequence of the greatest length fits; says what would."""
+    """Raise `ConfigError` unless one sequence of `max_model_len` tokens fits; the message says what would."""
     if num_blocks * config.cache.block_size > MAX_SLOTS:
         raise ConfigError(
             f"a cache of {num_blocks} blocks of {config.cache.block_size} tokens has more than {MAX_SLOTS:,} places: "

@@ -1,78 +1,78 @@
-"""When an engine takes steps that other engines take too. Pure: what has happened is told.
+"""Waves: series of steps that all engines of an expert group take together. Pure.
 
-A wave is a sequence of steps that all engines of a group take together: what one leaves out, the others wait for. Each
-engine decides alone whether it goes on, by what all of them know: the result of every step says whether one of them
-worked in it. A wave begins with as many steps as an engine has in flight, its `depth`; a step k in which somebody
-worked makes it at least k + 1 + depth steps long. So all take the same steps, whoever is ahead, and when the last
-request is done anywhere, `depth` idle steps later the wave is over everywhere.
+If one engine skipped a step of a wave, the others would wait for it. Each engine decides alone whether the wave
+continues, from what all of them know: the result of every step says whether any engine was busy in it. A wave starts
+with a length of `depth`, the number of steps that an engine has in flight; if any engine is busy in step k, the wave
+becomes at least k + 1 + depth steps long. So all engines take the same steps, whichever is ahead, and the wave ends
+everywhere `depth` idle steps after the last busy one.
 
-The next wave is begun by any engine that has work, when the last one is over for it: it tells the others, who come
-along as soon as it is over for them. Several may begin the same one; and the calls of a group that is no more mean
-nothing.
+Any engine that has work starts the next wave once the last one has ended for it, and notifies the others, which join as
+soon as the last one has ended for them. Several engines may start the same wave. Notifications of an earlier group are
+ignored.
 
-Owned by the engine's core; begun and ended by its company.
+Owned by the engine core; started and stopped by the expert group member.
 """
 
 from __future__ import annotations
 
 
 class Waves:
-    """`depth`: steps in flight, the same on all engines. There is no wave before `form`."""
+    """Counts the steps of a wave. `depth`: steps in flight, the same on all engines. No wave starts before `form`."""
 
     def __init__(self, *, depth: int) -> None:
         self._depth = depth
-        self._called = (0, 0)  # epoch and number of the newest wave that another engine has begun
+        self._requested = (0, 0)  # epoch and number of the newest wave that another engine has started
         self.epoch = 0
         self.wave = 0
-        """The newest one that this engine has taken part in."""
+        """Number of the newest wave that this engine has taken part in."""
         self._limit = 0
         self._num_sent = 0
         self._num_done = 0
 
     def form(self, epoch: int) -> None:
-        """There is a group: its first wave is number 1. It may have begun already."""
+        """Enter the group of `epoch`, whose first wave has number 1 and may have started already."""
         self.epoch, self.wave = epoch, 0
-        self.end()
+        self.stop()
 
-    def end(self) -> None:
-        """There is none any more: no step is to be sent, and none will come back."""
+    def stop(self) -> None:
+        """Stop the wave: no step will be sent, and no result will arrive."""
         self._limit = self._num_sent = self._num_done = 0
 
-    def hear(self, epoch: int, wave: int) -> None:
-        """Another engine has begun this wave, perhaps of a group that this one has not joined yet."""
-        self._called = max(self._called, (epoch, wave))
+    def on_wave_started(self, epoch: int, wave: int) -> None:
+        """Note that another engine started this wave, perhaps of a group that this engine has not joined yet."""
+        self._requested = max(self._requested, (epoch, wave))
 
     @property
     def is_on(self) -> bool:
-        """There are steps to take, or their results to come."""
+        """Whether steps of the wave are left to send or results are left to arrive."""
         return self._num_done < self._limit
 
     @property
-    def is_called(self) -> bool:
-        """Others have begun a wave that this engine has not taken part in."""
-        epoch, wave = self._called
+    def is_requested(self) -> bool:
+        """Whether others started a wave that this engine has not taken part in."""
+        epoch, wave = self._requested
         return epoch == self.epoch and wave > self.wave
 
-    def begin(self, *, has_work: bool) -> bool:
-        """Begin the next wave if there is a reason, unless one is on. Whether the others must be told."""
-        if self.is_on or not (has_work or self.is_called):
+    def maybe_start(self, *, has_work: bool) -> bool:
+        """Start the next wave if there is a reason and none is on. Returns whether the others must be notified."""
+        if self.is_on or not (has_work or self.is_requested):
             return False
-        is_called = self.is_called
+        is_requested = self.is_requested
         self.wave += 1
         self._limit, self._num_sent, self._num_done = self._depth, 0, 0
-        return not is_called
+        return not is_requested
 
     @property
     def may_send(self) -> bool:
-        """The next step is one of the wave: if this engine has nothing to do in it, it steps for the others' sake."""
+        """Whether the wave has another step to send, which may be idle."""
         return self._num_sent < self._limit
 
-    def sent(self) -> None:
-        """A step was sent."""
+    def on_sent(self) -> None:
+        """Count a step that was sent."""
         self._num_sent += 1
 
-    def returned(self, *, any_engine_busy: bool) -> None:
-        """The result of the oldest step that was sent: whether one of the engines worked in it."""
+    def on_result(self, *, any_engine_busy: bool) -> None:
+        """Count the result of the oldest step; the wave is extended if any engine was busy in it."""
         self._num_done += 1
         if any_engine_busy:
             self._limit = self._num_done + self._depth

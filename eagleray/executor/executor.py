@@ -1,6 +1,6 @@
 """The executor: numbers the calls, matches the replies, turns a worker's failure into an exception.
 
-Final: what differs between backends is the `WorkerGroup` it is given. Used from one thread.
+The class is final: backends differ only in their `WorkerGroup`. Used from one thread.
 """
 
 from __future__ import annotations
@@ -28,26 +28,31 @@ from eagleray.messages.workers import Topology
 Body = TypeVar("Body", bound=WorkerReply)
 
 STEP_SECONDS = 600.0
-"""What a step may take where its sender does not say."""
+"""Time limit of a step whose sender sets none."""
 
 ROOT_CAUSE_SECONDS = 0.3
-"""When a worker dies, its partners fail too, and their news may be faster: how long to wait for the news of a death."""
+"""Time to wait for the report of a worker's exit: its peers fail too, and their failures may arrive first."""
 
 
 class PendingStep:
-    """A step that was sent. `result` waits for it; steps are waited for in the order in which they were sent."""
+    """A step that was sent. Results must be requested in the order in which the steps were sent."""
 
     def __init__(self, wait: Callable[[], StepResult]) -> None:
         self._wait = wait
 
     def result(self) -> StepResult:
-        """Raises `WorkerFailed` if a worker raised, `WorkerLost` if one is gone, `DeadlineExceeded` if none answers,
-        and `ExpertGroupBroken` if they are well, but another engine that steps together with this one is gone."""
+        """Wait for the result of the step.
+
+        Raises `WorkerFailed` if a worker raised, `WorkerLost` if one exited, `DeadlineExceeded` if one does not reply,
+        and `ExpertGroupBroken` if the workers are intact but another engine of the expert group exited.
+        """
         return self._wait()
 
 
 @final
 class Executor:
+    """Calls the workers of one engine."""
+
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
         self._last_call_id = 0
@@ -55,7 +60,7 @@ class Executor:
 
     @property
     def topology(self) -> Topology:
-        """Where the workers are."""
+        """Ranks, nodes and parallel sizes of the workers."""
         return self._group.topology
 
     @property
@@ -63,10 +68,10 @@ class Executor:
         return self._group.topology.world_size
 
     def step(self, plan: StepPlan, *, seconds: float = STEP_SECONDS) -> PendingStep:
-        """Send `plan` to every worker; the result is the reply of the rank that samples, joined with those of other
-        stages if they have something to say.
+        """Send `plan` to every worker. The result is the reply of the rank that samples, merged with the replies of
+        other stages that report something.
 
-        `seconds`: for which the result is waited for; the wait begins when the steps before this one are done.
+        `seconds` limits the wait for the result, which begins when the steps before this one are done.
         """
         call_id = self._send(plan)
         return PendingStep(lambda: self._result(call_id, plan, seconds))
@@ -78,24 +83,24 @@ class Executor:
     def gather(
         self, body: WorkerCall, reply: type[Body], *, timeout: float, until: Callable[[Body], bool] | None = None
     ) -> dict[int, Body]:
-        """As `call`, by rank; with `until`, a reply of which that is true ends the wait for the others."""
+        """Like `call`, by rank. The wait ends early at the first reply for which `until` returns True."""
         call_id = self._send(body)
-        settles = None if until is None else lambda body: until(_expect(reply, body))
-        replies = self._collect(call_id, reply.__name__, range(self.world_size), timeout, settles)
+        stops = None if until is None else lambda body: until(_expect(reply, body))
+        replies = self._collect(call_id, reply.__name__, range(self.world_size), timeout, stops)
         return {rank: _expect(reply, body) for rank, body in replies.items()}
 
     def check(self) -> None:
-        """Raises `WorkerLost` or `WorkerFailed` if something has happened to a worker while nobody waited for it."""
+        """Raise `WorkerLost` or `WorkerFailed` if a worker exited or failed since the last call."""
         self._group.check()
         while (reply := self._group.receive(0)) is not None:
-            self._take(reply)
+            self._store(reply)
 
-    def forget_steps(self) -> None:
-        """Nobody will ask for the results of the steps that were sent: drop what comes of them."""
+    def drop_steps(self) -> None:
+        """Drop the results of the steps in flight, present and future, because no one will request them."""
         self._replies.clear()
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self._group.close()
 
     def _result(self, call_id: int, plan: StepPlan, seconds: float) -> StepResult:
@@ -103,7 +108,7 @@ class Executor:
         try:
             return merge_step(self._collect(call_id, StepResult.__name__, ranks, seconds, _is_broken))
         except DeadlineExceeded as error:
-            raise DeadlineExceeded(f"{plan.label} has not come back: {error}") from error
+            raise DeadlineExceeded(f"{plan.label} has not returned: {error}") from error
 
     def _send(self, body: WorkerCall) -> int:
         self._last_call_id += 1
@@ -119,8 +124,8 @@ class Executor:
         seconds: float,
         until: Callable[[WorkerReply], bool] | None = None,
     ) -> dict[int, WorkerReply]:
-        """The replies of `ranks` to the call, in order of rank, or those that there are when `until` is true of one.
-        Replies to calls that nobody waits for are dropped."""
+        """Wait for the replies of `ranks` to the call and return them in order of rank; those present, if `until` holds
+        for one of them. Replies to other calls that are not awaited are dropped."""
         replies = self._replies[call_id]
         deadline = time.monotonic() + seconds
         try:
@@ -129,37 +134,37 @@ class Executor:
                     break
                 reply = self._group.receive(max(0.0, deadline - time.monotonic()))
                 if reply is not None:
-                    self._take(reply)
+                    self._store(reply)
                 elif time.monotonic() >= deadline:
                     raise DeadlineExceeded(self._explain(call_id, what, ranks, seconds))
         finally:
             del self._replies[call_id]
         return {rank: replies[rank] for rank in sorted(replies)}
 
-    def _take(self, reply: Reply) -> None:
+    def _store(self, reply: Reply) -> None:
         if isinstance(reply.body, WorkerFailure):
             self._fail(reply.body)
         if reply.call_id in self._replies:
             self._replies[reply.call_id][reply.rank] = reply.body
 
     def _fail(self, failure: WorkerFailure) -> None:
-        """Raise the root cause: the death of another worker, if that is what made this one fail."""
+        """Raise the root cause: the exit of another worker, if that made this one fail."""
         cause = failure.cause
         if cause.is_user_error:
             raise cause.as_user_error()
-        is_partner_gone = cause.kind == ChannelClosed.__name__
+        is_peer_gone = cause.kind == ChannelClosed.__name__
         try:
-            deadline = time.monotonic() + (PEER_EXIT_SECONDS if is_partner_gone else ROOT_CAUSE_SECONDS)
-            while (left := deadline - time.monotonic()) > 0:
-                self._group.receive(left)
+            deadline = time.monotonic() + (PEER_EXIT_SECONDS if is_peer_gone else ROOT_CAUSE_SECONDS)
+            while (remaining := deadline - time.monotonic()) > 0:
+                self._group.receive(remaining)
         except WorkerLost as lost:
             raise WorkerLost(f"{lost} ({failure.worker.label} noticed it: {cause})") from None
-        kind = WorkerLost if is_partner_gone else WorkerFailed
+        kind = WorkerLost if is_peer_gone else WorkerFailed
         raise kind(f"{failure.worker.label}: {cause}\n{cause.traceback}".rstrip())
 
     def _explain(self, call_id: int, what: str, ranks: Sequence[int], seconds: float) -> str:
-        answered = self._replies[call_id]
-        silent = [rank for rank in ranks if rank not in answered]
+        replied = self._replies[call_id]
+        silent = [rank for rank in ranks if rank not in replied]
         return f"no {what} from rank {', '.join(map(str, silent))} within {seconds:.0f} s (call {call_id})"
 
 
@@ -168,5 +173,5 @@ def _is_broken(reply: WorkerReply) -> bool:
 
 
 def _expect(kind: type[Body], body: Any) -> Body:
-    assert isinstance(body, kind), f"a worker answered with {type(body).__name__}, not {kind.__name__}"
+    assert isinstance(body, kind), f"a worker replied with {type(body).__name__}, not {kind.__name__}"
     return body

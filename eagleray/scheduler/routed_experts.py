@@ -6,7 +6,7 @@ them are stored, also those of ended runs (their blocks are held until then, and
 and then every request is sent the experts that it has not been sent. So nothing is sent twice, whatever is computed
 again. Steps are applied in the order of their plans: the experts of a block are stored when the first step that reads
 it is applied, even if the same step writes it. Owned and driven by the scheduler; the block pool knows which blocks
-have routed experts. """
+have routed experts."""
 
 from __future__ import annotations
 

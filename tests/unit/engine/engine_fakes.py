@@ -1,4 +1,4 @@
-"""Workers and wires for the engine's tests: small, real, in memory."""
+"""Workers and wires in memory for the tests of the engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ENGINE = EngineId("i", 0)
 
 
 class CountingGroup:
-    """A worker whose model says the number of tokens a row knows: after a prompt of 5 it says 5, 6, 7, …"""
+    """A worker whose model generates the number of tokens in the row: 5, 6, 7, … after a prompt of 5."""
 
     topology = Topology(tensor_parallel_size=1, pipeline_parallel_size=1, nodes=["here"], addresses=["127.0.0.1"])
 
@@ -133,8 +133,7 @@ class CountingGroup:
 
 
 class ListInbox:
-    """Messages that the test put in, and exceptions for what is none; when they are used up, `on_empty` decides what
-    else there is."""
+    """Inbox with the messages and exceptions of a test; `on_empty` is called when they are used up."""
 
     address = "list"
 
@@ -155,7 +154,7 @@ class ListInbox:
 
 
 class ListOutbox:
-    """Everything that was sent, in order, as (peer, message)."""
+    """Outbox that records (peer, message) in the order of sending."""
 
     def __init__(self) -> None:
         self.peers: dict[Any, str] = {}

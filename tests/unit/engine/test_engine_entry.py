@@ -1,4 +1,4 @@
-"""What an engine tells when it cannot start. Its whole life is tested with processes."""
+"""Reports of an engine that cannot start. The tests in `tests/process` run whole engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOSTS = pytest.mark.parametrize("host", [None, "127.0.0.1"])
 
 
 class Supervisor:
-    """Who gives birth to an engine and attaches it."""
+    """Fake supervisor: the inbox that an engine reports to."""
 
     def __init__(self, runtime_dir: Path, host: str | None) -> None:
         decode = Codec[MemberToSupervisor](SUPERVISOR_INBOX).decode
@@ -48,12 +48,12 @@ def supervisor(host):
 
 
 def bind(host: str | None = None, **options) -> Engine:
-    """With a directory of its own."""
+    """Make an engine with a runtime directory of its own."""
     return Engine.bind(EngineSpec(ENGINE, build_config(num_threads=1, **options), runtime_dir="", host=host))
 
 
-def test_without_attach_it_says_so_and_leaves_nothing_behind(monkeypatch):
-    monkeypatch.setattr(entry, "ATTACH_SECONDS", 0.05)
+def test_engine_no_attach_reports_error_and_cleans_up(monkeypatch):
+    monkeypatch.setattr(entry, "ATTACH_TIMEOUT_SECONDS", 0.05)
     engine, told = bind(), []
     runtime_dir = Path(engine.address.removeprefix("ipc://")).parent
     assert runtime_dir.is_dir()
@@ -64,7 +64,7 @@ def test_without_attach_it_says_so_and_leaves_nothing_behind(monkeypatch):
 
 
 @HOSTS
-def test_what_keeps_it_from_starting_is_told_by_the_wire_too(supervisor, host, tmp_path):
+def test_engine_without_pipe_start_failure_is_sent_to_supervisor(supervisor, host, tmp_path):
     engine, told = bind(host, model=str(tmp_path / "nothing")), []
     supervisor.attach(engine)
     with pytest.raises(CheckpointError, match="there is no such directory"):
@@ -76,7 +76,7 @@ def test_what_keeps_it_from_starting_is_told_by_the_wire_too(supervisor, host, t
 
 
 @pytest.mark.parametrize("host", [None])
-def test_who_has_a_pipe_tells_it_once(supervisor, host, tmp_path):
+def test_engine_with_pipe_start_failure_is_reported_once(supervisor, host, tmp_path):
     engine, told = bind(model=str(tmp_path / "nothing")), []
     supervisor.attach(engine)
     with pytest.raises(CheckpointError):
@@ -85,6 +85,6 @@ def test_who_has_a_pipe_tells_it_once(supervisor, host, tmp_path):
     assert supervisor.inbox.receive(0.2) is None
 
 
-def test_an_address_that_is_not_of_this_host_is_refused():
+def test_engine_bind_foreign_address_is_refused():
     with pytest.raises(ConfigError, match="an address of this host"):
         bind("192.0.2.1")

@@ -42,7 +42,7 @@ def generate(
 
 
 def run(*messages: Any, later: Sequence[Any] = (), group: CountingGroup | None = None, depth: int = 1) -> ListOutbox:
-    """Run a loop that receives these messages, when it has nothing left to do `later` ones, and then `Stop`."""
+    """Run a loop that receives these messages, the `later` ones once it is idle, and then `Stop`."""
     outbox = ListOutbox()
     open_loop(*messages, later=later, group=group or CountingGroup(), depth=depth, outbox=outbox).run()
     return outbox
@@ -77,41 +77,41 @@ def finishes(outbox: ListOutbox, client: ClientId = CLIENT) -> dict[str, str]:
     }
 
 
-def test_a_request_is_answered_to_its_client():
+def test_loop_request_chunks_go_to_its_client():
     outbox = run(Joined(CLIENT, "c"), Joined(OTHER, "o"), generate("a"), generate("b", client=OTHER, num_prompt=7))
     assert tokens(outbox) == {"a": [5, 6, 7]}
     assert tokens(outbox, OTHER) == {"b": [7, 8, 9]}
     assert finishes(outbox) == {"a": "length"}
 
 
-def test_chunks_of_one_step_for_one_client_travel_together():
+def test_loop_chunks_of_one_step_and_client_are_one_message():
     outbox = run(Joined(CLIENT, "c"), generate("a"), generate("b"))
     messages = [message for _, message in outbox.sent if isinstance(message, Chunks)]
     assert [len(message.chunks) for message in messages] == [2, 2, 2]
 
 
-def test_a_request_that_overtakes_the_news_of_its_client_is_kept():
+def test_loop_request_before_joined_is_kept():
     outbox = run(generate("a"), Joined(CLIENT, "c"))
     assert tokens(outbox) == {"a": [5, 6, 7]}
 
 
-def test_a_request_that_waits_for_the_news_of_its_client_can_be_aborted():
+def test_loop_early_request_can_be_aborted():
     outbox = run(generate("a"), generate("b"), Abort(CLIENT, ["a"]), Joined(CLIENT, "c"))
     assert tokens(outbox) == {"b": [5, 6, 7]}
 
 
-def test_what_cannot_run_is_answered_with_the_reason_and_nobody_else_notices():
+def test_loop_invalid_request_fails_alone_with_reason():
     outbox = run(Joined(CLIENT, "c"), generate("long", num_prompt=200), generate("a"), generate("a"))
     assert finishes(outbox)["long"] == "error"
     assert tokens(outbox)["a"] == [5, 6, 7]
 
 
-def test_an_abort_ends_a_request():
+def test_loop_abort_finishes_request():
     outbox = run(Joined(CLIENT, "c"), generate("a"), generate("b"), Abort(CLIENT, ["a"]))
     assert finishes(outbox) == {"a": "abort", "b": "length"}
 
 
-def test_requests_of_a_client_that_left_end():
+def test_loop_client_left_its_requests_are_aborted():
     outbox = run(
         Joined(CLIENT, "c"), Joined(OTHER, "o"), generate("a"), Left(CLIENT, "killed"), generate("b", client=OTHER)
     )
@@ -120,14 +120,14 @@ def test_requests_of_a_client_that_left_end():
     assert CLIENT not in outbox.peers
 
 
-def test_the_load_is_reported_when_the_engine_falls_idle():
+def test_loop_engine_becomes_idle_reports_load():
     outbox = run(Joined(CLIENT, "c"), generate("a"))
     (*_, last) = [message for _, message in outbox.sent if isinstance(message, EngineStats)]
     assert (last.num_running, last.num_waiting, last.num_generation_tokens) == (0, 0, 3)
     assert last.num_free_kv_blocks == last.num_kv_blocks
 
 
-def test_a_workers_failure_ends_the_loop_with_its_cause():
+def test_loop_worker_failure_raises_its_cause():
     group = CountingGroup()
     group.fails_at_step = 1
     with pytest.raises(WorkerFailed, match="the worker broke"):
@@ -145,24 +145,24 @@ def stats(outbox: ListOutbox, client: ClientId) -> list[EngineStats]:
     return [message for peer, message in outbox.sent if peer == client and isinstance(message, EngineStats)]
 
 
-def test_every_client_is_told_the_load():
+def test_loop_load_is_sent_to_every_client():
     outbox = run(Joined(CLIENT, "c"), Joined(OTHER, "o"), generate("a"))
     for client in (CLIENT, OTHER):
         assert stats(outbox, client)[-1].num_generation_tokens == 3
 
 
-def test_a_client_that_joins_an_idle_engine_is_told_its_load_at_once():
+def test_loop_client_joins_idle_engine_receives_load_at_once():
     outbox = run(Joined(CLIENT, "c"), generate("a"), later=[Joined(OTHER, "o")])
     assert [one.num_generation_tokens for one in stats(outbox, OTHER)] == [3]
 
 
-def test_a_request_goes_on_after_what_it_has_generated_elsewhere():
+def test_loop_resumed_request_continues_after_its_output():
     outbox = run(Joined(CLIENT, "c"), generate("a", output_token_ids=[8, 9]), generate("b", output_token_ids=[8] * 3))
     assert tokens(outbox) == {"a": [7], "b": []}
     assert finishes(outbox) == {"a": "length", "b": "error"}
 
 
-def test_the_start_of_a_suspect_is_told_before_the_step_that_it_may_not_survive():
+def test_loop_suspect_start_is_sent_before_its_first_step():
     group, outbox = CountingGroup(), ListOutbox()
     group.dies_at_step = 0
     loop = open_loop(Joined(CLIENT, "c"), generate("a", is_suspect=True), group=group, outbox=outbox)
@@ -172,7 +172,7 @@ def test_the_start_of_a_suspect_is_told_before_the_step_that_it_may_not_survive(
     assert (chunk.request_id, chunk.is_started) == ("a", True)
 
 
-def test_a_client_that_cannot_be_reached_is_told_to_the_supervisor():
+def test_loop_unreachable_client_is_reported_to_supervisor():
     outbox = ListOutbox()
     outbox.broken = [CLIENT]
     open_loop(Joined(CLIENT, "c"), group=CountingGroup(), outbox=outbox).run()
@@ -180,14 +180,14 @@ def test_a_client_that_cannot_be_reached_is_told_to_the_supervisor():
 
 
 @pytest.mark.parametrize("messages", [(), (Joined(CLIENT, "c"), generate("a"))])
-def test_an_engine_that_cannot_reach_its_supervisor_ends(messages):
+def test_loop_unreachable_supervisor_raises_engine_failed(messages):
     outbox = ListOutbox()
     outbox.broken = [SUPERVISOR]
     with pytest.raises(EngineFailed, match="the connection to the supervisor broke"):
         open_loop(*messages, group=CountingGroup(), outbox=outbox).run()
 
 
-def test_the_next_incarnation_of_a_client_is_somebody_else():
+def test_loop_next_incarnation_of_a_client_is_another_client():
     outbox = run(
         Joined(CLIENT, "c"),
         generate("a"),
@@ -199,32 +199,32 @@ def test_the_next_incarnation_of_a_client_is_somebody_else():
     assert tokens(outbox, successor(CLIENT)) == {"a": [7, 8, 9]}
 
 
-def test_what_is_no_message_is_dropped(log):
+def test_loop_malformed_message_is_dropped(log):
     outbox = run(msgspec.ValidationError("no such field"), Joined(CLIENT, "c"), generate("a"))
     assert tokens(outbox) == {"a": [5, 6, 7]}
     assert "no such field" in log.text
 
 
-def test_who_does_not_join_is_forgotten(log, monkeypatch):
-    monkeypatch.setattr(early_requests, "PATIENCE_SECONDS", -1.0)
+def test_loop_client_never_joins_requests_are_dropped(log, monkeypatch):
+    monkeypatch.setattr(early_requests, "JOIN_TIMEOUT_SECONDS", -1.0)
     outbox = run(generate("a"), later=[Joined(CLIENT, "c"), generate("b")])
     assert tokens(outbox) == {"b": [5, 6, 7]}
-    assert "client-0 has asked for something, but did not join" in log.text
+    assert "client-0: dropped its requests, because the client has not joined" in log.text
 
 
-def test_clients_hear_how_busy_the_experts_were_when_work_is_done_and_when_they_are_new():
+def test_loop_expert_load_is_sent_when_idle_and_to_new_clients():
     outbox = run(Joined(CLIENT, "c"), generate("a"), later=[Joined(OTHER, "o")], group=CountingGroup(top_k=2))
     loads = [(peer, int(load.counts[0, 0])) for peer, load in outbox.sent if isinstance(load, ExpertLoad)]
     assert (CLIENT, 8) in loads
     assert (OTHER, 8) in loads
 
 
-def test_a_model_without_experts_has_no_such_news():
+def test_loop_model_without_experts_sends_no_expert_load():
     outbox = run(Joined(CLIENT, "c"), generate("a"))
     assert not any(isinstance(message, ExpertLoad) for _, message in outbox.sent)
 
 
-def test_what_only_engines_that_share_experts_say_is_dropped_elsewhere(log):
+def test_loop_expert_group_message_without_group_is_dropped(log):
     outbox = run(WaveStarted(OTHER_ENGINE, 1, 1), Joined(CLIENT, "c"), generate("a"))
     assert tokens(outbox) == {"a": [5, 6, 7]}
-    assert "shares its experts with nobody" in log.text
+    assert "belongs to no expert group" in log.text

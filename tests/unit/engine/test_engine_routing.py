@@ -1,4 +1,4 @@
-"""What an engine says of its model's experts, and when it refuses to start."""
+"""Routing info of an engine, and its refusal to start without experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eagleray.messages.workers import Topology
 
 
 class MixtureGroup(CountingGroup):
-    """`moe_layers`: how many each stage has."""
+    """Start an engine whose stages have `moe_layers` MoE layers each."""
 
     def __init__(self, *moe_layers: int, num_experts: int = 8, tp: int = 1) -> None:
         super().__init__()
@@ -53,17 +53,17 @@ def info(group: CountingGroup, **options) -> EngineInfo:
     return start_engine(build_config(**options, **sizes), Executor(group), depth=1, deadline=math.inf).info
 
 
-def test_the_layers_of_all_stages_count_once():
+def test_routing_info_several_stages_counts_layers_once():
     started = info(MixtureGroup(1, 3, tp=2), enable_return_routed_experts=True)
     assert started.has_experts and started.routing == RoutingInfo(num_layers=4, num_experts=8, top_k=2)
 
 
-def test_experts_that_are_not_to_be_reported():
+def test_routing_info_option_off_is_none():
     started = info(MixtureGroup(2))
     assert started.has_experts and started.routing is None
 
 
-def test_a_model_without_experts_has_none_to_report():
+def test_routing_info_model_without_experts_is_refused():
     assert not info(CountingGroup()).has_experts
     with pytest.raises(ConfigError, match="`enable_return_routed_experts`: the model \\(Counting\\) has no experts"):
         info(CountingGroup(), enable_return_routed_experts=True)

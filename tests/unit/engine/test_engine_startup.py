@@ -14,27 +14,27 @@ from eagleray.messages.steps import AllocateCache, MeasureMemory, ModelLoaded
 
 
 def start(group: CountingGroup, **options) -> int:
-    """The number of cache blocks that the engine got."""
+    """Start an engine and return its number of cache blocks."""
     return start_engine(build_config(**options), Executor(group), depth=1, deadline=math.inf).info.num_kv_blocks
 
 
-def test_the_cache_takes_the_memory_that_there_is():
+def test_start_engine_default_cache_uses_measured_memory():
     group = CountingGroup(available_bytes=5_000)
     assert start(group) == 50
     assert AllocateCache(50) in group.calls
     assert MeasureMemory(512) in group.calls
 
 
-def test_the_cache_takes_no_more_than_its_rows_could_use():
+def test_start_engine_cache_is_capped_at_rows_of_full_length():
     assert start(CountingGroup(available_bytes=10**9), max_num_seqs=2, block_size=10) == 20
 
 
-def test_the_user_decides_the_size_in_blocks_or_bytes():
+def test_start_engine_cache_size_option_is_used():
     assert start(CountingGroup(), num_kv_blocks=33) == 33
     assert start(CountingGroup(), kv_cache_memory="2000") == 20
 
 
-def test_a_cache_too_small_for_one_sequence_says_what_would_fit():
+def test_start_engine_small_cache_error_names_what_fits():
     with pytest.raises(ConfigError) as raised:
         start(CountingGroup(max_model_len=100), num_kv_blocks=3)
     message = str(raised.value)
@@ -43,12 +43,12 @@ def test_a_cache_too_small_for_one_sequence_says_what_would_fit():
     assert "`num_kv_blocks` of 7" in message
 
 
-def test_a_cache_has_no_more_places_than_kernels_can_count():
+def test_start_engine_cache_beyond_slot_limit_is_refused():
     with pytest.raises(ConfigError, match="has more than 2,147,483,647 places"):
         start(CountingGroup(), num_kv_blocks=2**27)
 
 
-def test_workers_with_different_kernels_do_not_work_together():
+def test_check_kernels_different_kernels_are_refused():
     one = ModelLoaded(
         architecture="",
         num_parameters=1,

@@ -18,17 +18,17 @@ def load(*counts: list[int]) -> WorkerExpertLoad:
     return WorkerExpertLoad(np.array(counts, np.int64))
 
 
-def test_layers_come_in_order_of_the_stages():
+def test_join_loads_layers_are_in_order_of_stages():
     joined = join_loads([load([1, 2], [3, 4]), load(), load([5, 6]), load()], tp_size=2)
     assert joined.tolist() == [[1, 2], [3, 4], [5, 6]]
     assert joined.dtype == np.int64
 
 
-def test_ranks_that_have_counted_different_tokens_are_added():
+def test_join_loads_ranks_of_a_stage_are_summed():
     assert join_loads([load([1, 2]), load([3, 4])], tp_size=2).tolist() == [[4, 6]]
 
 
-def test_a_stage_without_experts_has_nothing_to_say():
+def test_join_loads_stage_without_experts_is_skipped():
     assert join_loads([load(), load([3, 4])], tp_size=1).tolist() == [[3, 4]]
     assert join_loads([load()], tp_size=1).shape == (0, 0)
 
@@ -39,7 +39,7 @@ def reporter():
     return ExpertLoadReporter(ENGINE, start_engine(build_config(), Executor(group), depth=1, deadline=math.inf).core)
 
 
-def test_it_is_told_when_work_ends_and_only_then(reporter):
+def test_expert_load_reporter_idle_reports_once(reporter):
     assert reporter.report(is_idle=True) is None
     assert reporter.report(is_idle=False) is None
     assert reporter.report(is_idle=False) is None
@@ -49,12 +49,12 @@ def test_it_is_told_when_work_ends_and_only_then(reporter):
     assert reporter.report(is_idle=True) is None
 
 
-def test_while_there_is_work_it_is_told_now_and_then(reporter, monkeypatch):
-    monkeypatch.setattr(expert_load, "LOAD_SECONDS", 0.0)
+def test_expert_load_reporter_busy_reports_at_intervals(reporter, monkeypatch):
+    monkeypatch.setattr(expert_load, "REPORT_INTERVAL_SECONDS", 0.0)
     assert all(reporter.report(is_idle=False) is not None for _ in range(2))
 
 
-def test_who_is_new_hears_it_too(reporter):
-    reporter.renew()
+def test_expert_load_reporter_new_client_makes_report_due(reporter):
+    reporter.report_soon()
     assert reporter.report(is_idle=True) is not None
     assert reporter.report(is_idle=True) is None

@@ -20,7 +20,7 @@ class Request:
 
 @dataclass
 class Engine:
-    """Does what an engine's core and company do, with requests that are only a number of steps."""
+    """Mimics an engine core and its group member; a request is only a number of steps."""
 
     waves: Waves
     depth: int
@@ -52,8 +52,8 @@ class Engine:
 
 
 class Group:
-    """Engines whose messages take any time to arrive, and that run in any order. Like a real one, an engine that waits
-    for a step does nothing else."""
+    """Engines that run in any order, with messages of any delay. Like a real one, an engine that waits for a step does
+    nothing else."""
 
     def __init__(self, count: int, *, depth: int, ahead: int, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -65,7 +65,7 @@ class Group:
         self.on_the_way: list[tuple[Engine, tuple[int, int]]] = []
 
     def turn(self) -> bool:
-        """Something happens, if anything can."""
+        """Let one possible event happen, if there is any."""
         actions = [lambda engine=engine: self.run(engine) for engine in self.engines if self.can_run(engine)]
         if self.on_the_way:
             actions.append(self.deliver)
@@ -87,24 +87,24 @@ class Group:
     def can_run(self, engine: Engine) -> bool:
         if engine.in_flight:
             return self.is_complete(engine.num_done)
-        return bool(engine.inbox or engine.requests or engine.waves.is_on or engine.waves.is_called)
+        return bool(engine.inbox or engine.requests or engine.waves.is_on or engine.waves.is_requested)
 
     def is_complete(self, step: int) -> bool:
         return all(engine.num_sent > step for engine in self.engines)
 
     def run(self, engine: Engine) -> None:
-        """One turn of its loop; it has come back from waiting for its oldest step, if it has one."""
+        """Run one turn of the loop, after the wait for the oldest step, if one is in flight."""
         if engine.in_flight:
-            engine.waves.returned(any_engine_busy=self.works[engine.num_done])
+            engine.waves.on_result(any_engine_busy=self.works[engine.num_done])
             engine.num_done += 1
             engine.apply()
         while engine.inbox:
-            engine.waves.hear(*engine.inbox.popleft())
-        if engine.waves.begin(has_work=engine.has_work):
+            engine.waves.on_wave_started(*engine.inbox.popleft())
+        if engine.waves.maybe_start(has_work=engine.has_work):
             others = [other for other in self.engines if other is not engine]
             self.on_the_way += [(other, (engine.waves.epoch, engine.waves.wave)) for other in others]
         while len(engine.in_flight) < engine.depth and engine.waves.may_send:
-            engine.waves.sent()
+            engine.waves.on_sent()
             planned = engine.plan()
             if engine.num_sent == len(self.works):
                 self.works.append(False)
@@ -126,7 +126,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3), st.integers
 
 @settings(max_examples=300)
 @given(GROUPS, ARRIVALS)
-def test_whatever_comes_whenever_all_take_the_same_steps_and_come_to_rest(shape, arrivals):
+def test_waves_random_arrivals_all_engines_take_the_same_steps(shape, arrivals):
     count, depth, ahead, seed = shape
     group = Group(count, depth=depth, ahead=ahead, seed=seed)
     for pause, number, steps in arrivals:
@@ -138,7 +138,7 @@ def test_whatever_comes_whenever_all_take_the_same_steps_and_come_to_rest(shape,
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_an_idle_engine_steps_as_long_as_another_one_works_and_not_much_longer(depth):
+def test_waves_idle_engine_steps_until_depth_after_last_work(depth):
     group = Group(3, depth=depth, ahead=depth, seed=0)
     group.engines[1].requests.append(Request(20))
     group.settle()
@@ -147,7 +147,7 @@ def test_an_idle_engine_steps_as_long_as_another_one_works_and_not_much_longer(d
     assert [engine.num_idle_sent for engine in group.engines] == [20 + depth, depth, 20 + depth]
 
 
-def test_nothing_happens_while_nobody_has_work():
+def test_waves_without_work_none_starts():
     group = Group(3, depth=2, ahead=2, seed=0)
     assert not group.turn()
     group.engines[0].requests.append(Request(1))
@@ -155,63 +155,63 @@ def test_nothing_happens_while_nobody_has_work():
     assert not group.turn()
 
 
-def test_a_wave_grows_with_every_step_in_which_somebody_works():
+def test_waves_busy_step_extends_the_wave():
     waves = Waves(depth=2)
     waves.form(1)
     assert not waves.may_send
-    assert waves.begin(has_work=True)
+    assert waves.maybe_start(has_work=True)
     sent = 0
     for works in (True, False, False):
         while waves.may_send:
-            waves.sent()
+            waves.on_sent()
             sent += 1
-        waves.returned(any_engine_busy=works)
+        waves.on_result(any_engine_busy=works)
     assert (sent, waves.is_on, waves.wave) == (3, False, 1)
 
 
-def test_who_is_called_comes_along_and_calls_nobody():
+def test_waves_requested_wave_starts_without_notifying():
     waves = Waves(depth=1)
     waves.form(3)
-    waves.hear(3, 1)
-    assert waves.is_called
-    assert not waves.begin(has_work=True)
+    waves.on_wave_started(3, 1)
+    assert waves.is_requested
+    assert not waves.maybe_start(has_work=True)
     assert waves.is_on
-    assert not waves.is_called
-    waves.hear(3, 1)  # as another one has called, too
-    assert not waves.is_called
+    assert not waves.is_requested
+    waves.on_wave_started(3, 1)  # as another one has called, too
+    assert not waves.is_requested
 
 
-def test_a_call_in_the_middle_of_a_wave_is_for_the_next_one():
+def test_waves_request_during_wave_is_for_the_next():
     waves = Waves(depth=1)
     waves.form(1)
-    waves.begin(has_work=True)
-    waves.hear(1, 2)
-    waves.sent()
-    assert not waves.begin(has_work=True)
-    waves.returned(any_engine_busy=False)
-    assert not waves.begin(has_work=False)
+    waves.maybe_start(has_work=True)
+    waves.on_wave_started(1, 2)
+    waves.on_sent()
+    assert not waves.maybe_start(has_work=True)
+    waves.on_result(any_engine_busy=False)
+    assert not waves.maybe_start(has_work=False)
     assert (waves.is_on, waves.wave) == (True, 2)
 
 
-def test_calls_of_another_group_mean_nothing_until_it_is_joined():
+def test_waves_request_of_later_epoch_counts_after_form():
     waves = Waves(depth=1)
     waves.form(2)
-    waves.hear(1, 5)
-    assert not waves.is_called
-    waves.hear(3, 1)
-    assert not waves.is_called
+    waves.on_wave_started(1, 5)
+    assert not waves.is_requested
+    waves.on_wave_started(3, 1)
+    assert not waves.is_requested
     waves.form(3)
-    assert waves.is_called
+    assert waves.is_requested
 
 
-def test_a_wave_that_is_broken_off_is_over():
+def test_waves_stopped_wave_has_ended():
     waves = Waves(depth=2)
     waves.form(1)
-    waves.begin(has_work=True)
-    waves.sent()
-    waves.end()
+    waves.maybe_start(has_work=True)
+    waves.on_sent()
+    waves.stop()
     assert not waves.is_on
     assert not waves.may_send
     waves.form(2)
-    assert waves.begin(has_work=True)
+    assert waves.maybe_start(has_work=True)
     assert waves.wave == 1

@@ -189,7 +189,7 @@ def test_a_step_that_does_not_come_back_is_named_with_its_size():
     )
     with pytest.raises(DeadlineExceeded) as raised:
         pending.result()
-    expected = "step 7 (100 tokens in 2 rows) has not come back: no StepResult from rank 0 within 0 s (call 1)"
+    expected = "step 7 (100 tokens in 2 rows) has not returned: no StepResult from rank 0 within 0 s (call 1)"
     assert str(raised.value) == expected
 
 
@@ -238,6 +238,6 @@ def test_steps_that_nobody_asks_for_are_forgotten():
     group = FakeGroup()
     executor = Executor(group)
     executor.step(plan(1))
-    executor.forget_steps()
+    executor.drop_steps()
     group.replies += [Reply(1, 0, result(1)), Reply(2, 0, MemoryMeasured(7))]
     assert executor.call(MeasureMemory(1), MemoryMeasured, timeout=1) == [MemoryMeasured(7)]

@@ -11,7 +11,7 @@ from eagleray.messages.steps import Call, NewRow, Reply, StepPlan
 
 
 class Watched(CountingGroup):
-    """Notes what the pipeline says that it waits for, while it waits."""
+    """Records the step that the pipeline reports as awaited during each wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def plan(step: int, *num_tokens: int) -> StepPlan:
     return StepPlan(step=step, freed_rows=[], new_rows=starts, new_blocks=[], rows=rows, num_tokens=list(num_tokens))
 
 
-def test_the_step_that_is_waited_for_and_its_limit_can_be_seen():
+def test_pipeline_awaited_step_has_its_limit():
     group = Watched()
     pipeline = group.pipeline
     pipeline.send(plan(0, 1, 510))
@@ -69,7 +69,7 @@ def test_the_step_that_is_waited_for_and_its_limit_can_be_seen():
     ]
 
 
-def test_nothing_is_waited_for_after_an_error():
+def test_pipeline_after_error_awaits_nothing():
     group = Watched()
     group.dies_at_step = 0
     with pytest.raises(WorkerLost):
@@ -77,7 +77,7 @@ def test_nothing_is_waited_for_after_an_error():
     assert group.pipeline.awaited is None
 
 
-def test_a_step_that_others_take_too_may_take_as_long_as_a_full_one():
+def test_pipeline_least_tokens_raises_the_limit():
     group = CountingGroup()
     pipeline = Pipeline(Executor(group), depth=2, watchdog_timeout=60.0, least_tokens=1024)
     pipeline.send(plan(0, 1))

@@ -1,4 +1,4 @@
-"""An engine in the company of others that share experts with it, by its loop: what it says, and when it steps."""
+"""Engine loop of a member of an expert group: the messages it sends, and when it steps."""
 
 from __future__ import annotations
 
@@ -50,25 +50,29 @@ def generate(request_id: str, *, max_tokens: int = 3) -> Generate:
     )
 
 
-def run(*messages: Any, later: Any = (), group: CountingGroup | None = None, patience: float = 100.0) -> ListOutbox:
-    """Run a loop that receives these messages, when there is no step to take `later` ones, and then `Stop`. None:
-    nothing comes for a while."""
+def run(
+    *messages: Any, later: Any = (), group: CountingGroup | None = None, missing_seconds: float = 100.0
+) -> ListOutbox:
+    """Run a loop that receives these messages, the `later` ones once it has no step to take, and then `Stop`.
+
+    A message None stands for a poll without a message.
+    """
     config = build_config(enable_expert_parallel=True, data_parallel_size=2, enable_prefix_caching=False)
     executor, outbox = Executor(group or CountingGroup(top_k=2)), ListOutbox()
     started = start_engine(config, executor, depth=1, deadline=math.inf)
     assert started.core.waves is not None
-    company = ExpertGroupMember(
+    group_member = ExpertGroupMember(
         EngineStarted(HERE, started.info),
         started.core,
         started.core.waves,
         outbox,
         leave_seconds=1.0,
         join_seconds=1.0,
-        patience=patience,
+        missing_seconds=missing_seconds,
     )
     inbox, left = ListInbox(*messages), iter([*later, Stop(0.0)])
     inbox.on_empty = lambda: next(left)
-    EngineLoop(HERE, started.core, inbox, outbox, pace=company).run()
+    EngineLoop(HERE, started.core, inbox, outbox, stepper=group_member).run()
     return outbox
 
 
@@ -89,7 +93,7 @@ def steps(group: CountingGroup) -> list[StepPlan]:
     return [call for call in group.calls if isinstance(call, StepPlan)]
 
 
-def test_it_has_started_when_the_group_is_formed():
+def test_group_member_first_group_formed_reports_start():
     group = CountingGroup(top_k=2)
     outbox = run(OpenExperts(1, [0, 1]), later=[None, formed(1)], group=group)
     here, started = said(outbox, "supervisor")
@@ -100,20 +104,20 @@ def test_it_has_started_when_the_group_is_formed():
     assert outbox.peers[OTHER] == "address of engine-1"
 
 
-def test_what_comes_before_waits_and_can_be_aborted():
+def test_group_member_before_group_requests_wait_and_can_be_aborted():
     outbox = run(
         CLIENT_JOINED, generate("a"), generate("b"), later=[OpenExperts(1, [1]), Abort(CLIENT, ["a"]), formed(1)]
     )
     assert tokens(outbox) == {"a": [], "b": [5, 6, 7]}
 
 
-def test_who_has_work_calls_the_others():
+def test_group_member_with_work_starts_a_wave():
     outbox = run(*FORMED, generate("a"), later=[generate("b")])
     assert tokens(outbox) == {"a": [5, 6, 7], "b": [5, 6, 7]}
     assert said(outbox, OTHER) == [WaveStarted(HERE, 1, 1), WaveStarted(HERE, 1, 2)]
 
 
-def test_who_is_called_steps_although_there_is_nothing_to_do():
+def test_group_member_idle_steps_in_a_wave_of_others():
     group = CountingGroup(top_k=2)
     group.works_for_others = lambda plan: plan.step < 3
     outbox = run(*FORMED, WaveStarted(OTHER, 1, 1), group=group)
@@ -121,7 +125,7 @@ def test_who_is_called_steps_although_there_is_nothing_to_do():
     assert [(plan.step, plan.is_idle, plan.rows) for plan in steps(group)] == [(n, True, []) for n in range(4)]
 
 
-def test_a_request_that_comes_in_the_middle_of_a_wave_is_taken_along():
+def test_group_member_request_during_wave_is_computed():
     group = CountingGroup(top_k=2)
     group.works_for_others = lambda plan: plan.step < 3
     outbox = run(*FORMED, WaveStarted(OTHER, 1, 1), generate("a"), group=group)
@@ -129,7 +133,7 @@ def test_a_request_that_comes_in_the_middle_of_a_wave_is_taken_along():
     assert said(outbox, OTHER) == []
 
 
-def test_a_step_that_breaks_loses_nothing():
+def test_group_member_broken_step_keeps_all_requests():
     group = CountingGroup(top_k=2)
     group.breaks_at_step = 1
     again = [None, OpenExperts(2, [1]), None, formed(2, successor(OTHER))]
@@ -142,21 +146,21 @@ def test_a_step_that_breaks_loses_nothing():
     assert OTHER not in outbox.peers
 
 
-def test_an_idle_engine_hears_of_it_from_the_supervisor():
+def test_group_member_idle_engine_opens_next_epoch_on_message():
     group = CountingGroup(top_k=2)
     outbox = run(*FORMED, later=[OpenExperts(2, [0, 1]), generate("a"), OpenExperts(2, [1]), formed(2)], group=group)
     assert tokens(outbox) == {"a": [5, 6, 7]}
     assert [call.epoch for call in group.calls if isinstance(call, OpenExpertGroup)] == [1, 2]
 
 
-def test_what_is_said_of_an_epoch_that_is_over_means_nothing():
+def test_group_member_message_of_earlier_epoch_is_ignored():
     group = CountingGroup(top_k=2)
     outbox = run(OpenExperts(1, [1]), OpenExperts(3, [1]), OpenExperts(2, [1]), formed(1), formed(2), group=group)
     assert not any(isinstance(call, JoinExpertGroup) for call in group.calls)
     assert [message.epoch for message in said(outbox, "supervisor")] == [1, 3]
 
 
-def test_one_that_is_lost_while_all_join_is_waited_for_again():
+def test_group_member_exit_during_join_waits_for_next_epoch():
     group = CountingGroup(top_k=2)
     group.broken_epochs = [1]
     outbox = run(*FORMED, generate("a"), later=[None, formed(2, successor(OTHER))], group=group)
@@ -164,6 +168,9 @@ def test_one_that_is_lost_while_all_join_is_waited_for_again():
     assert [one.epoch for one in said(outbox, "supervisor") if isinstance(one, ExpertsOpened)] == [1, 2]
 
 
-def test_the_wait_for_the_others_ends_and_says_for_whom_it_was():
-    with pytest.raises(DeadlineExceeded, match=r"engine-0 has waited .* \(epoch 1\); engine 1 was not heard of for"):
-        run(OpenExperts(1, [1]), later=[None] * 3, patience=-1.0)
+def test_group_member_missing_engine_timeout_names_it():
+    with pytest.raises(
+        DeadlineExceeded,
+        match=r"engine-0 waited .* for its expert group \(epoch 1\): engine 1 is missing, no update for",
+    ):
+        run(OpenExperts(1, [1]), later=[None] * 3, missing_seconds=-1.0)
