@@ -14,9 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eagleray.models.moe.expert_placement import Slots
-
 Int32Array = npt.NDArray[np.int32]
+
+Slots = npt.NDArray[np.int64]
+"""[num_slots] the expert in each slot"""
 
 ABSENT = -1
 """In place of a slot that is on another rank."""

@@ -5,15 +5,8 @@ This order is total, so what is taken from its front never depends on the other 
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
-
-from eagleray.kernels.cpu.abi import abi
-
-FEW_ROWS = 4
-"""Up to so many, one thread is done before another one wakes."""
 
 
 class Ranking:
@@ -32,44 +25,6 @@ class Ranking:
         least = logits.topk(k, dim=-1).values[:, -1:]
         # topk breaks ties as it likes, so take all that is not below its last value (and NaN: there are always k)
         return rank_tokens(logits, (logits < least).logical_not_())[:, :k]
-
-
-class NativeRanking(Ranking):
-    """For float32 logits of a CPU, contiguous. `library`: of `build.native_library`."""
-
-    def __init__(self, library: ctypes.CDLL, *, num_threads: int) -> None:
-        self._library = library
-        self._num_threads = num_threads
-        self._scratch = torch.empty(0, dtype=torch.uint8)
-
-    def first(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        if not logits.is_contiguous():
-            return super().first(logits)
-        n, size = logits.shape
-        ids, values = torch.empty(n, dtype=torch.int32), torch.empty(n, dtype=torch.float32)
-        self._library.er_argmax(
-            logits.data_ptr(), size, n, size, ids.data_ptr(), values.data_ptr(), self._memory(n, size), self._threads(n)
-        )
-        return ids.long(), values
-
-    def top(self, logits: Tensor, k: int) -> Tensor:
-        n, size = logits.shape
-        k = min(k, size)
-        if not 0 < k <= abi.MAX_TOP_K or not logits.is_contiguous():
-            return super().top(logits, k)
-        ids, values = torch.empty((n, k), dtype=torch.int32), torch.empty((n, k), dtype=torch.float32)
-        memory, threads = self._memory(n, size), self._threads(n)
-        self._library.er_top_k(logits.data_ptr(), size, n, size, k, ids.data_ptr(), values.data_ptr(), memory, threads)
-        return ids.long()
-
-    def _threads(self, num_rows: int) -> int:
-        return self._num_threads if num_rows > FEW_ROWS else 1
-
-    def _memory(self, num_rows: int, size: int) -> int:
-        needed = self._library.er_ranking_scratch_size(num_rows, size)
-        if needed > len(self._scratch):
-            self._scratch = torch.empty(needed, dtype=torch.uint8)
-        return self._scratch.data_ptr()
 
 
 def rank_tokens(logits: Tensor, mask: Tensor) -> Tensor:

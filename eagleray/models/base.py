@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eagleray.kernels.backend import Context, HiddenStates, KernelBackend, Operation
 from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch
 from eagleray.kernels.kv_cache import CacheShape, KVCache
-from eagleray.kernels.torch.backend import Context, HiddenStates, Operation, TorchBackend
+from eagleray.kernels.rope import Rope
 from eagleray.models.layers.decoder import DecoderLayer
 from eagleray.models.layers.embedding import Head
-from eagleray.models.layers.rope import Rope
 from eagleray.models.moe.layout import ExpertLayout
 from eagleray.models.moe.rebalance import Rebalancer
 from eagleray.models.sharding import kv_heads
@@ -39,7 +39,7 @@ class Model:
         groups: Groups,
         dtype: torch.dtype,
         device: torch.device,
-        kernels: TorchBackend,
+        kernels: KernelBackend,
         embedding: Operation | None,
         layers: Sequence[DecoderLayer],
         norm: Operation | None,
@@ -82,8 +82,8 @@ class Model:
 
     def cache_shape(self, block_size: int) -> CacheShape:
         """Of the cache that `forward` wants, with blocks of so many tokens."""
-        if self.spec.latent is not None:
-            block = self._kernels.latent_cache_block(block_size, self.spec.latent.cached_size)
+        if self.spec.mla is not None:
+            block = self._kernels.mla_cache_block(block_size, self.spec.mla.cached_size)
         else:
             block = self._kernels.cache_block(block_size, self.num_local_kv_heads, self.spec.head_dim)
         return CacheShape(num_layers=self.num_local_layers, block_size=block_size, block=block)

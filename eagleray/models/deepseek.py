@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from eagleray.config.json_files import shown
-from eagleray.kernels.torch.backend import Operation, TorchBackend
+from eagleray.kernels.backend import KernelBackend, Operation
 from eagleray.models.config_file import MAX_EXPERTS, MAX_LAYERS, ConfigFile
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
 from eagleray.models.layers.mla import MLAAttention
@@ -93,7 +93,7 @@ def load_layer(
     index: int,
     spec: ModelSpec,
     weights: Weights,
-    kernels: TorchBackend,
+    kernels: KernelBackend,
     tp: TensorParallelGroup,
     experts: ExpertLayout | None,
 ) -> DecoderLayer:
@@ -114,7 +114,7 @@ def load_layer(
 
 
 def _load_experts(
-    name: str, index: int, spec: ModelSpec, weights: Weights, kernels: TorchBackend, experts: ExpertLayout
+    name: str, index: int, spec: ModelSpec, weights: Weights, kernels: KernelBackend, experts: ExpertLayout
 ) -> MoeBlock:
     """The router's products are float32 whatever the model's dtype, and so are the weights that it gives to experts."""
     assert spec.moe is not None
@@ -158,7 +158,7 @@ def _read(
         head_dim=latent.qk_rope_head_dim,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
-        latent=latent,
+        mla=latent,
         moe=replace(moe, layers=tuple(layer >= first for layer in range(spec.num_layers))),
     )
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from eagleray.kernels.torch.activation import ClampedSwiglu
-from eagleray.kernels.torch.backend import TorchBackend
+from eagleray.kernels.backend import KernelBackend
+from eagleray.kernels.params import ClampedSwiglu
 from eagleray.models import mxfp4
 from eagleray.models.config_file import MAX_EXPERTS, MAX_POSITIONS, ConfigFile
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
@@ -84,7 +84,7 @@ def load_layer(
     index: int,
     spec: ModelSpec,
     weights: Weights,
-    kernels: TorchBackend,
+    kernels: KernelBackend,
     tp: TensorParallelGroup,
     experts: ExpertLayout | None,
 ) -> DecoderLayer:
@@ -104,7 +104,7 @@ def load_layer(
     return load_decoder_layer(index, spec, weights, kernels, tp, moe, sequence_parallel=experts.sequence_parallel)
 
 
-def _expert_loader(name: str, moe: MoeSpec, hidden_size: int, kernels: TorchBackend, plan: ExpertLayout) -> LoadExpert:
+def _expert_loader(name: str, moe: MoeSpec, hidden_size: int, kernels: KernelBackend, plan: ExpertLayout) -> LoadExpert:
     """Gates and what they gate alternate in the checkpoint."""
     size = moe.intermediate_size
     inner = range(size) if plan.is_divided else shard(size, plan.tp)

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from eagleray.config.json_files import read_json_object, shown
 from eagleray.errors import CheckpointError
-from eagleray.models.tensor_names import LAYER
-from eagleray.models.weights import Cut
+from eagleray.models.weights import LAYER, Cut
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

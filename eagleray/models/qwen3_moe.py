@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from eagleray.config.json_files import shown
-from eagleray.kernels.torch.backend import TorchBackend
+from eagleray.kernels.backend import KernelBackend
 from eagleray.models.config_file import MAX_EXPERTS, ConfigFile
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer, load_dense_layer
 from eagleray.models.moe.experts import MoeBlock
@@ -64,7 +64,7 @@ def load_layer(
     index: int,
     spec: ModelSpec,
     weights: Weights,
-    kernels: TorchBackend,
+    kernels: KernelBackend,
     tp: TensorParallelGroup,
     experts: ExpertLayout | None,
 ) -> DecoderLayer:

@@ -12,9 +12,10 @@ import torch
 
 from eagleray.config.json_files import shown
 from eagleray.errors import ConfigError
+from eagleray.kernels.backend import KernelBackend, Operation
 from eagleray.kernels.choose import choose_backend
 from eagleray.kernels.expert_trace import MAX_TRACED_EXPERTS
-from eagleray.kernels.torch.backend import Operation, TorchBackend
+from eagleray.kernels.rope import Rope
 from eagleray.models.base import Model
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.deepseek import load_layer as load_deepseek_layer
@@ -24,7 +25,6 @@ from eagleray.models.gpt_oss import load_layer as load_gpt_oss_layer
 from eagleray.models.gpt_oss import read_gpt_oss
 from eagleray.models.layers.decoder import DecoderLayer, load_dense_layer
 from eagleray.models.layers.embedding import Head, load_embedding_and_head
-from eagleray.models.layers.rope import Rope
 from eagleray.models.llama import read_llama, read_mistral
 from eagleray.models.loading import CheckpointWeights, stored_dtype, stored_weights
 from eagleray.models.mixtral import load_layer as load_mixtral_layer
@@ -50,7 +50,7 @@ from eagleray.process.malloc import malloc_trim
 class Family:
     read_spec: Callable[[ConfigFile], ModelSpec]
     load_layer: Callable[
-        [int, ModelSpec, Weights, TorchBackend, TensorParallelGroup, ExpertLayout | None], DecoderLayer
+        [int, ModelSpec, Weights, KernelBackend, TensorParallelGroup, ExpertLayout | None], DecoderLayer
     ] = load_dense_layer
 
 
@@ -113,7 +113,7 @@ def load_model(
         _check_stored(config, spec, directory)
     if total_memory is not None:
         _check_memory(config, spec, kind, groups, total_memory)
-    kernels = choose_backend(device, kind, spec)
+    kernels = choose_backend(device, kind, feature_sizes=spec.feature_sizes, head_dim=spec.head_dim)
     if deterministic:
         _check_batch_invariant(spec, kernels, kind, device, groups)
     plan = None
@@ -210,10 +210,10 @@ def _check_options(spec: ModelSpec, experts: ExpertOptions, groups: Groups) -> N
 
 
 def _check_batch_invariant(
-    spec: ModelSpec, kernels: TorchBackend, dtype: torch.dtype, device: torch.device, groups: Groups
+    spec: ModelSpec, kernels: KernelBackend, dtype: torch.dtype, device: torch.device, groups: Groups
 ) -> None:
     """Raises `ConfigError` if a request's numbers could depend on its company."""
-    if spec.latent is not None:
+    if spec.mla is not None:
         raise ConfigError(
             f"option `deterministic`: what computes the attention of {spec.architecture} cannot promise it; drop it"
         )
@@ -243,7 +243,7 @@ def _load_parts(
     family: Family,
     spec: ModelSpec,
     weights: Weights,
-    kernels: TorchBackend,
+    kernels: KernelBackend,
     groups: Groups,
     plan: ExpertLayout | None,
     *,
@@ -273,7 +273,7 @@ def _rebalancer(
     layers: list[DecoderLayer],
     plan: ExpertLayout | None,
     options: ExpertOptions,
-    kernels: TorchBackend,
+    kernels: KernelBackend,
     open_weights: Callable[[], AbstractContextManager[Weights]],
 ) -> Rebalancer | None:
     """None if ranks do not have whole experts. Raises `ConfigError` if experts shall be moved and cannot be."""

@@ -6,60 +6,11 @@ Two styles exist: `rope_theta` with `rope_scaling`, and (since transformers 5) o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from eagleray.config.json_files import shown
+from eagleray.kernels.rope import DefaultRope, DynamicRope, LinearRope, Llama3Rope, RopeSpec, YarnRope
 from eagleray.models.config_file import MAX_POSITIONS, ConfigFile
-
-
-@dataclass(frozen=True, slots=True)
-class DefaultRope:
-    theta: float
-
-
-@dataclass(frozen=True, slots=True)
-class LinearRope:
-    """Positions divided by `factor`."""
-
-    theta: float
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
-class DynamicRope:
-    """NTK scaling that sets in beyond `original_max`, the further the longer the sequence."""
-
-    theta: float
-    factor: float
-    original_max: int
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Rope:
-    """Low frequencies divided by `factor`, high ones kept, a smooth transition between."""
-
-    theta: float
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max: int
-
-
-@dataclass(frozen=True, slots=True)
-class YarnRope:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071): interpolation by frequency, and a factor on the attention."""
-
-    theta: float
-    factor: float
-    original_max: int
-    attention_factor: float
-    beta_fast: float
-    beta_slow: float
-    truncate: bool
-
-
-RopeSpec = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope
 
 MAX_FACTOR = 1e6
 """Largest factor of lengths and frequencies; published models have up to a few hundred."""

@@ -35,7 +35,7 @@ def weight_bytes(spec: ModelSpec, *, itemsize: int, mesh: Mesh, num_expert_ranks
 
 
 def _attention(spec: ModelSpec) -> int:
-    if (latent := spec.latent) is None:
+    if (latent := spec.mla) is None:
         return 2 * spec.hidden_size * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
     queries = spec.num_heads * latent.query_dim
     rank = latent.q_lora_rank

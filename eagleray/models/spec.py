@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eagleray.config.json_files import shown
-from eagleray.kernels.torch.activation import ClampedSwiglu
+from eagleray.kernels.params import ClampedSwiglu
+from eagleray.kernels.rope import RopeSpec
 from eagleray.models.config_file import MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB_SIZE, ConfigFile
-from eagleray.models.rope_config import RopeSpec, check_head_dim, read_rope, stretched
+from eagleray.models.rope_config import check_head_dim, read_rope, stretched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +84,9 @@ class ModelSpec:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    """1 with `latent`."""
+    """1 with `mla`."""
     head_dim: int
-    """With `latent`, what is rotated of it."""
+    """With `mla`, the rotated features of a head."""
     norm_eps: float
     rope: RopeSpec
     tie_embeddings: bool
@@ -102,14 +103,24 @@ class ModelSpec:
     qk_norm: bool = False
     """Queries and keys are normalized, each head by itself, before they are rotated."""
     moe: MoeSpec | None = None
-    latent: MLASpec | None = None
+    mla: MLASpec | None = None
     """None: every key head is cached."""
     has_sinks: bool = False
-    """Every head gives a part of its attention to nothing (see `kernels.reference.Heads`)."""
+    """Every head gives a part of its attention to nothing (see `kernels.params.AttentionParams`)."""
     fp8_block: tuple[int, int] | None = None
     """Rows and columns of a weight that share a scale, in a checkpoint of FP8 weights."""
     num_draft_layers: int = 0
     """Layers in the checkpoint behind the last one, which guess further tokens; they are left out."""
+
+    @property
+    def feature_sizes(self) -> list[int]:
+        """Features of the vectors between a layer's products. The CPU kernels serve even ones only."""
+        sizes = [self.hidden_size, self.head_dim, self.intermediate_size]
+        if self.moe is not None:
+            sizes += [self.moe.intermediate_size, self.moe.shared_intermediate_size]
+        if self.mla is not None:
+            sizes += [self.mla.q_lora_rank or 0, self.mla.v_head_dim]
+        return sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ from fractions import Fraction
 
 from eagleray.models.moe.layout import ExpertLayout
 from eagleray.models.spec import ModelSpec
+from eagleray.models.weights import LAYER
 from eagleray.parallel.mesh import Mesh
 
-LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 EXPERT = re.compile(r"model\.layers\.(\d{1,9})\..*\.experts\.(\d{1,9})\.")
 EXPERTS_TOGETHER = re.compile(r"model\.layers\.(\d{1,9})\..*\.experts\.(?!\d)")
 """A tensor of all experts of a layer, from which each is taken."""

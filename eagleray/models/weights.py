@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+"""Matches the names of a layer's tensors; the group is the layer's number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def step_bytes(
     their experts, this one included; the rows of all may come to one worker, and the outputs of each row's experts.
     """
     tp = mesh.tp_size
-    if (latent := spec.latent) is not None:
+    if (latent := spec.mla) is not None:
         heads = latent.query_dim + latent.qk_nope_head_dim + latent.v_head_dim
         attention = spec.num_heads // tp * heads + latent.cached_size
     else:

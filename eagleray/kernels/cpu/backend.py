@@ -12,6 +12,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from eagleray.kernels.backend import (
+    SINGLE_RANK,
+    Attend,
+    AttendLatents,
+    Compute,
+    ComputeExperts,
+    ExpertProducts,
+    Forward,
+    KernelBackend,
+    Operation,
+)
 from eagleray.kernels.cpu.abi import CStruct, abi
 from eagleray.kernels.cpu.experts import (
     ExpertScratch,
@@ -25,32 +36,20 @@ from eagleray.kernels.cpu.huge_pages import WeightMemory
 from eagleray.kernels.cpu.linear import NativeLinear
 from eagleray.kernels.cpu.mla import NativeMLA
 from eagleray.kernels.cpu.program import Program
+from eagleray.kernels.cpu.ranking import NativeRanking
 from eagleray.kernels.cpu.recording import Recording, Value
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array
 from eagleray.kernels.kv_cache import KVCache
-from eagleray.kernels.ranking import NativeRanking, Ranking
-from eagleray.kernels.torch.activation import ClampedSwiglu
-from eagleray.kernels.torch.backend import (
-    SINGLE_RANK,
-    AttentionParams,
-    Compute,
-    Context,
-    Forward,
-    HiddenStates,
-    Operation,
-    TorchBackend,
-)
-from eagleray.kernels.torch.experts import ExpertProducts
-from eagleray.kernels.torch.mla import MLAParams
-from eagleray.kernels.torch.routing import RouterParams
-from eagleray.models.layers.rope import Rope
-from eagleray.models.spec import ModelSpec
+from eagleray.kernels.params import AttentionParams, ClampedSwiglu, MLAParams, RouterParams
+from eagleray.kernels.ranking import Ranking
+from eagleray.kernels.rope import Rope
+from eagleray.kernels.torch.mla import mla_cache_block
 from eagleray.parallel.group import TensorParallelGroup
 
 
-class CpuBackend(TorchBackend):
+class CpuBackend(KernelBackend):
     """`library`: of `build.native_library`."""
 
     is_batch_invariant = True
@@ -62,19 +61,14 @@ class CpuBackend(TorchBackend):
         self._kind = int(dtype == torch.bfloat16)
         self._memory = WeightMemory()
         self._scratch = ExpertScratch()
-        self._latents = NativeMLA(self, TorchBackend())
+        self._latents = NativeMLA(self)
         self._has_latents = False
 
     @staticmethod
-    def serves(dtype: torch.dtype, spec: ModelSpec) -> bool:
-        """Whether there are kernels for such a model."""
-        sizes = [spec.hidden_size, spec.head_dim, spec.intermediate_size]
-        if spec.moe is not None:
-            sizes += [spec.moe.intermediate_size, spec.moe.shared_intermediate_size]
-        if spec.latent is not None:
-            sizes += [spec.latent.q_lora_rank or 0, spec.latent.v_head_dim]
-        is_even = all(size % 2 == 0 for size in sizes)
-        return dtype in (torch.float32, torch.bfloat16) and is_even and spec.head_dim <= abi.MAX_HEAD_DIM
+    def serves(dtype: torch.dtype, *, feature_sizes: Sequence[int], head_dim: int) -> bool:
+        """Whether there are kernels for a model of this dtype. `feature_sizes`: see `ModelSpec.feature_sizes`."""
+        is_even = all(size % 2 == 0 for size in feature_sizes)
+        return dtype in (torch.float32, torch.bfloat16) and is_even and head_dim <= abi.MAX_HEAD_DIM
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
         n, k = weight.shape
@@ -118,46 +112,45 @@ class CpuBackend(TorchBackend):
         product = self.linear(weight, None)
         return _embedding(product.packed, weight.shape[1], len(weight), first, is_packed=True), product
 
-    def self_attention(self, heads: AttentionParams) -> Callable[[HiddenStates, Tensor, Context], HiddenStates]:
-        norms = [None if weight is None else weight.float() for weight in (heads.q_norm, heads.k_norm)]
-        sinks = None if heads.sinks is None else heads.sinks.float()
-        size = heads.num_heads * heads.head_dim
+    def self_attention(self, params: AttentionParams) -> Attend:
+        norms = [None if weight is None else weight.float() for weight in (params.q_norm, params.k_norm)]
+        sinks = None if params.sinks is None else params.sinks.float()
+        size = params.num_heads * params.head_dim
 
         def apply(qkv: Value, cache: Tensor, block_size: int) -> Value:
             recording = qkv.recording
             queries, out = recording.value(size, is_float=False), recording.value(size, is_float=False)
-            params = abi.CAttentionParams(
-                num_heads=heads.num_heads,
-                num_kv_heads=heads.num_kv_heads,
-                head_dim=heads.head_dim,
+            attention = abi.CAttentionParams(
+                num_heads=params.num_heads,
+                num_kv_heads=params.num_kv_heads,
+                head_dim=params.head_dim,
                 block_size=block_size,
-                window=heads.window or 0,
-                scale=heads.head_dim**-0.5,
+                window=params.window or 0,
+                scale=params.head_dim**-0.5,
                 sinks=None if sinks is None else sinks.data_ptr(),
             )
             q_norm, k_norm = (None if weight is None else weight.data_ptr() for weight in norms)
-            args = abi.CAttend(params=params, q_norm=q_norm, k_norm=k_norm, eps=heads.norm_eps, cache=cache.data_ptr())
+            eps, address = params.norm_eps, cache.data_ptr()
+            args = abi.CAttend(params=attention, q_norm=q_norm, k_norm=k_norm, eps=eps, cache=address)
             recording.append(abi.OP_ATTEND, args, reads={"qkv": qkv}, writes={"queries": queries, "out": out})
             return out
 
         return apply
 
-    def latent_attention(
-        self, heads: MLAParams
-    ) -> Callable[[HiddenStates, HiddenStates, Tensor, Context], HiddenStates]:
+    def mla_attention(self, params: MLAParams) -> AttendLatents:
         self._has_latents = True
-        return self._latents.attention(heads)
+        return self._latents.attention(params)
 
     def experts(
         self,
-        mixture: RouterParams,
+        router: RouterParams,
         gate_up: Sequence[Operation],
         down: Sequence[Operation],
         *,
         slots: ExpertSlotMap | None = None,
         trace: ExpertTrace | None = None,
         layer: int = 0,
-    ) -> Callable[[HiddenStates, HiddenStates], HiddenStates]:
+    ) -> ComputeExperts:
         packed = PackedExperts(gate_up, down)
 
         def apply(x: Value, scores: Value) -> Value:
@@ -166,7 +159,7 @@ class CpuBackend(TorchBackend):
             out = x.another(x.size, is_float=True)
             recording.clear(out)
             args = abi.CComputeExperts(
-                router=native_mixture(mixture, scores.size),
+                router=native_mixture(router, scores.size),
                 experts=packed.experts,
                 slot_map=native_slots(slots, scores.size),
                 counts=None if trace is None else trace.counts[layer].data_ptr(),
@@ -182,8 +175,8 @@ class CpuBackend(TorchBackend):
         packed = PackedExperts(gate_up, down)
         return NativeProducts(self.library, packed, self._scratch, num_threads=self.num_threads)
 
-    def route(self, scores: Tensor, mixture: RouterParams) -> tuple[Tensor, Tensor]:
-        return native_route(self.library, scores, mixture, self.dtype, self.num_threads)
+    def route(self, scores: Tensor, router: RouterParams) -> tuple[Tensor, Tensor]:
+        return native_route(self.library, scores, router, self.dtype, self.num_threads)
 
     def host(
         self,
@@ -195,9 +188,8 @@ class CpuBackend(TorchBackend):
     ) -> Value:
         if is_sequence_sharded is None:
             is_sequence_sharded = inputs[0].is_sequence_sharded
-            assert all(value.is_sequence_sharded == is_sequence_sharded for value in inputs), (
-                "rows of a share, or not, has to be said"
-            )
+            is_alike = all(value.is_sequence_sharded == is_sequence_sharded for value in inputs)
+            assert is_alike, "`is_sequence_sharded` is required for mixed inputs"
         return inputs[0].recording.host(function, inputs, size=size, is_sequence_sharded=is_sequence_sharded)
 
     def add(self, a: Value, b: Value) -> Value:
@@ -225,8 +217,11 @@ class CpuBackend(TorchBackend):
         return torch.float32
 
     def cache_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """See `native/attention.h`."""
+        """See `csrc/attention.h`."""
         return num_kv_heads, 2, -(-block_size // abi.NUM_LANES) * abi.NUM_LANES * head_dim
+
+    def mla_cache_block(self, block_size: int, size: int) -> tuple[int, ...]:
+        return mla_cache_block(block_size, size)  # torch computes this attention
 
 
 class _NativeForward:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eagleray.kernels.backend import ExpertProducts, Operation
 from eagleray.kernels.cpu.abi import CStruct, abi
 from eagleray.kernels.cpu.linear import NativeLinear
 from eagleray.kernels.cpu.program import EXPERT_TOKENS, aligned, threads_for
 from eagleray.kernels.expert_slots import ExpertSlotMap
-from eagleray.kernels.torch.backend import Operation
-from eagleray.kernels.torch.routing import RouterParams
+from eagleray.kernels.params import RouterParams
 
 SCORINGS = {"softmax": abi.SCORING_SOFTMAX, "sigmoid": abi.SCORING_SIGMOID}
 GROUP_SCORES = {"max": abi.GROUP_SCORE_MAX, "top2": abi.GROUP_SCORE_TOP2}
@@ -57,7 +57,7 @@ def native_slots(slots: ExpertSlotMap | None, num_experts: int) -> CStruct:
 def native_route(
     library: ctypes.CDLL, scores: Tensor, mixture: RouterParams, dtype: torch.dtype, num_threads: int
 ) -> tuple[Tensor, Tensor]:
-    """As `Kernels.route`, int32 and float32. `dtype`: what weights are rounded to if they are."""
+    """As `KernelBackend.route`, int32 and float32. `dtype`: what weights are rounded to if they are."""
     n, num_experts = scores.shape
     assert scores.dtype == torch.float32 and scores.stride(1) == 1
     ids = torch.empty((n, mixture.top_k), dtype=torch.int32)
@@ -114,8 +114,8 @@ class ExpertScratch:
         return aligned(self._memory)
 
 
-class NativeProducts:
-    """See `experts.ExpertProducts`. A row's numbers do not depend on the other rows."""
+class NativeProducts(ExpertProducts):
+    """A row's numbers do not depend on the other rows."""
 
     is_movable = True
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.program import threads_for
 from eagleray.kernels.cpu.recording import Value
-from eagleray.kernels.torch.activation import ClampedSwiglu
+from eagleray.kernels.params import ClampedSwiglu
 
 
 class NativeLinear:

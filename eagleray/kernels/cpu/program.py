@@ -13,7 +13,7 @@ from torch import Tensor
 from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.recording import HostOp, NativeOp, Recording, Value
 from eagleray.kernels.forward_batch import ForwardBatch
-from eagleray.models.layers.rope import Rope
+from eagleray.kernels.rope import Rope
 from eagleray.parallel.group import TensorParallelGroup
 from eagleray.parallel.token_shards import token_shard
 

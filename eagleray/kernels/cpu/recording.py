@@ -117,7 +117,7 @@ class Recording:
     def host(
         self, function: Callable[..., Tensor], inputs: Sequence[Value], *, size: int, is_sequence_sharded: bool
     ) -> Value:
-        """See `Kernels.host`."""
+        """See `KernelBackend.host`."""
         out = self.value(size, is_float=True, is_sequence_sharded=is_sequence_sharded)
 
         def compute(*rows: Tensor) -> None:

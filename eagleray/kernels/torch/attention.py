@@ -8,7 +8,7 @@ Query heads that share a key are kept together, so keys and values are never rep
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array
+from eagleray.kernels.params import AttentionParams
+from eagleray.kernels.torch.functional import rms_norm, rotate
 
 GROUP_BYTES = 2 << 20
 """Keys and values that are gathered at a time for rows with one query: what stays in a processor's cache."""
@@ -103,10 +105,54 @@ class AttentionMetadata:
     key. What a query may see depends on its distance from a key alone, so parts of this serve every row."""
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """State of one batch that all layers share."""
+
+    cos: Tensor
+    sin: Tensor
+    """[num_tokens, 1, head_dim], see `Rope.angles`"""
+    slots: Tensor
+    """[num_tokens] where keys and values are cached"""
+    metadata: Mapping[int | None, AttentionMetadata]
+    """By the layer's window."""
+
+
+class SelfAttention:
+    """See `KernelBackend.self_attention`. A layer's cache is [num_blocks, block_size, 2 * num_kv_heads, head_dim]."""
+
+    def __init__(self, params: AttentionParams) -> None:
+        self._params = params
+        self._qk_norm = None
+        if params.q_norm is not None and params.k_norm is not None:
+            weights = [params.q_norm] * params.num_heads + [params.k_norm] * params.num_kv_heads
+            self._qk_norm = torch.stack(weights)  # [heads of queries and keys, head_dim]
+
+    def __call__(self, qkv: Tensor, cache: Tensor, context: ForwardContext) -> Tensor:
+        params = self._params
+        split = qkv.unflatten(1, (-1, params.head_dim))  # [num_tokens, heads of q, k and v, head_dim]
+        queries_keys = split[:, : params.num_heads + params.num_kv_heads]
+        normed = queries_keys
+        if self._qk_norm is not None:
+            normed = rms_norm(queries_keys, self._qk_norm, params.norm_eps)
+        rotate(normed, context.cos, context.sin, out=queries_keys)
+        queries, keys_values = split[:, : params.num_heads], split[:, params.num_heads :]
+        write_cache(keys_values, cache, context.slots)
+        return attend(queries, keys_values, cache, context.metadata[params.window], params.sinks)
+
+
+def write_cache(keys_values: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Write keys and values [num_tokens, 2 * num_kv_heads, head_dim] to their slots of a layer's cache."""
+    if keys_values.dtype == torch.float16:
+        # an overflow must stay its own request's: other rows read this block as padding, and 0 x inf is NaN
+        keys_values = keys_values.nan_to_num()
+    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, keys_values)
+
+
 def build_attention_metadata(batch: DeviceBatch, cache: Tensor, window: int | None) -> AttentionMetadata:
-    """As `Kernels.plan_attention`; `cache` is that of any layer."""
-    order, decodes = _plan_decodes(batch, cache, window)
-    prefills = list(_plan_prefills(batch, cache.shape[1], window))
+    """Build what all layers with this window share in one batch. `cache` is that of any layer."""
+    order, decodes = _group_decodes(batch, cache, window)
+    prefills = list(_prefill_rows(batch, cache.shape[1], window))
     continued = [row for row in prefills if isinstance(row, ContinuedRow)]
     return AttentionMetadata(
         num_decodes=batch.num_decodes,
@@ -119,29 +165,33 @@ def build_attention_metadata(batch: DeviceBatch, cache: Tensor, window: int | No
 
 
 def attend(
-    queries: Tensor, keys_values: Tensor, cache: Tensor, plan: AttentionMetadata, sinks: Tensor | None = None
+    queries: Tensor, keys_values: Tensor, cache: Tensor, metadata: AttentionMetadata, sinks: Tensor | None = None
 ) -> Tensor:
-    """As `Kernels.attention`."""
+    """Return the attention of queries [num_tokens, num_heads, head_dim] over the cached context of their rows,
+    [num_tokens, num_heads * head_dim]. `keys_values` (as in `write_cache`) are in the cache already; `sinks`: see
+    `AttentionParams`."""
     out = queries.new_empty(queries.shape)  # [num_tokens, num_heads, head_dim]
-    if plan.num_decodes:
-        _attend_decodes(queries[: plan.num_decodes], cache, plan, sinks, out[: plan.num_decodes])
-    for row in plan.prefills:
+    if metadata.num_decodes:
+        _attend_decodes(queries[: metadata.num_decodes], cache, metadata, sinks, out[: metadata.num_decodes])
+    for row in metadata.prefills:
         mine, result = queries[row.start : row.end], out[row.start : row.end]
         if isinstance(row, FreshRow):
             _attend_row(mine, keys_values[row.start : row.end], None, sinks, result)
         else:
-            _attend_continued(mine, cache, row, plan, sinks, result)
+            _attend_continued(mine, cache, row, metadata, sinks, result)
     return out.flatten(1)
 
 
-def _attend_decodes(queries: Tensor, cache: Tensor, plan: AttentionMetadata, sinks: Tensor | None, out: Tensor) -> None:
-    if plan.order is None:
-        for group in plan.decodes:
+def _attend_decodes(
+    queries: Tensor, cache: Tensor, metadata: AttentionMetadata, sinks: Tensor | None, out: Tensor
+) -> None:
+    if metadata.order is None:
+        for group in metadata.decodes:
             out[group.start : group.end] = _attend_group(queries[group.start : group.end], cache, group, sinks)
     else:
-        queries = queries.index_select(0, plan.order)
-        results = [_attend_group(queries[group.start : group.end], cache, group, sinks) for group in plan.decodes]
-        out.index_copy_(0, plan.order, torch.cat(results))
+        queries = queries.index_select(0, metadata.order)
+        results = [_attend_group(queries[group.start : group.end], cache, group, sinks) for group in metadata.decodes]
+        out.index_copy_(0, metadata.order, torch.cat(results))
 
 
 def _attend_group(queries: Tensor, cache: Tensor, group: DecodeGroup, sinks: Tensor | None) -> Tensor:
@@ -159,12 +209,12 @@ def _attend_group(queries: Tensor, cache: Tensor, group: DecodeGroup, sinks: Ten
 
 
 def _attend_continued(
-    queries: Tensor, cache: Tensor, row: ContinuedRow, plan: AttentionMetadata, sinks: Tensor | None, out: Tensor
+    queries: Tensor, cache: Tensor, row: ContinuedRow, metadata: AttentionMetadata, sinks: Tensor | None, out: Tensor
 ) -> None:
-    assert plan.mask is not None
+    assert metadata.mask is not None
     context = cache.index_select(0, row.block_ids).flatten(0, 1)  # [keys, 2 * num_kv_heads, head_dim]
-    for first, last, low, high in _pieces(row.end - row.start, row.num_keys, plan.window):
-        mask = plan.mask[first - last :, low - high :].contiguous()  # CUDA's kernels want it aligned
+    for first, last, low, high in _pieces(row.end - row.start, row.num_keys, metadata.window):
+        mask = metadata.mask[first - last :, low - high :].contiguous()  # CUDA's kernels want it aligned
         _attend_row(queries[first:last], context[low:high], mask, sinks, out[first:last])
 
 
@@ -222,7 +272,7 @@ def _with_sinks(queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) ->
     return queries, keys.expand(shared), values.expand(shared)
 
 
-def _plan_decodes(batch: DeviceBatch, cache: Tensor, window: int | None) -> tuple[Tensor | None, list[DecodeGroup]]:
+def _group_decodes(batch: DeviceBatch, cache: Tensor, window: int | None) -> tuple[Tensor | None, list[DecodeGroup]]:
     """(order, groups), such that no row is padded to more than twice its blocks, unless they are few."""
     if batch.num_decodes == 0:
         return None, []
@@ -279,7 +329,7 @@ def _length_mask(num_keys: list[int], cache: Tensor, window: int | None) -> Tens
     return _additive(hidden, cache)[:, None, None]
 
 
-def _plan_prefills(batch: DeviceBatch, block_size: int, window: int | None) -> Iterator[FreshRow | ContinuedRow]:
+def _prefill_rows(batch: DeviceBatch, block_size: int, window: int | None) -> Iterator[FreshRow | ContinuedRow]:
     start = batch.num_decodes
     for row in range(batch.num_decodes, len(batch.query_lens)):
         context, queries = batch.context_lens[row], batch.query_lens[row]

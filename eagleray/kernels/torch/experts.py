@@ -12,6 +12,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from eagleray.kernels.backend import ExpertProducts
+
 Products = Sequence[Callable[[Tensor], Tensor]]
 
 
@@ -24,39 +26,7 @@ class Stored(Protocol):
         ...
 
 
-class ExpertProducts(Protocol):
-    """The experts that a rank has in its slots, for code that brings tokens and experts together itself."""
-
-    num_slots: int
-
-    def pairs(self, x: Tensor, slots: Tensor) -> Tensor:
-        """x [n, hidden_size] of the model's dtype, slots int32 [n, k] -> float32 [n, k, hidden_size]: what the expert
-        in each slot computes of the row; zeros where the slot is -1."""
-        ...
-
-    def sums(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-        """float32 [n, hidden_size]: `pairs`, multiplied by weights float32 [n, k] and added up in order of k."""
-        ...
-
-    def weighted_sum(self, outputs: Tensor, weights: Tensor) -> Tensor:
-        """float32 [n, hidden_size]: outputs float32 [n, k, hidden_size] by weights float32 [n, k], added up in order
-        of k, as `sums` does it."""
-        ...
-
-    @property
-    def is_movable(self) -> bool:
-        """Whether there is a `storage`."""
-        ...
-
-    def storage(self, slot: int) -> list[Tensor]:
-        """The memory of the weights in a slot: uint8 tensors of the same sizes for every slot, to be read and
-        overwritten between passes."""
-        ...
-
-
-class TorchProducts:
-    """See `ExpertProducts`."""
-
+class TorchProducts(ExpertProducts):
     def __init__(self, gate_up: Products, down: Products) -> None:
         self.num_slots = len(down)
         self._gate_up = gate_up

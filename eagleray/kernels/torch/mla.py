@@ -1,4 +1,4 @@
-"""Attention over a cache of latents (DeepSeek's MLA), in plain torch: one vector of a token serves all heads.
+"""Attention over a cache of latents (DeepSeek's MLA), in plain torch: one vector of a token serves all params.
 
 A cached vector is the latent, normalized, and behind it the part of the key that is rotated, which all heads share. A
 head's keys and values are products of the latent with two matrices of the head. Rows that compute one token multiply
@@ -8,116 +8,91 @@ rows make the keys and values that they see, of a few heads at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagleray.kernels.torch.attention import MAX_QUERIES, AttentionMetadata, DecodeGroup, FreshRow
-from eagleray.kernels.torch.context import ForwardContext
+from eagleray.kernels.params import MLAParams
+from eagleray.kernels.torch.attention import (
+    MAX_QUERIES,
+    AttentionMetadata,
+    DecodeGroup,
+    ForwardContext,
+    FreshRow,
+    write_cache,
+)
+from eagleray.kernels.torch.functional import rms_norm, rotate
 
 EXPANDED_BYTES = 64 << 20
 """Keys and values that are made at a time, if they are not of a single head."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MLAParams:
-    """The attention of a layer, of this rank's heads. Every rank has the whole latent."""
-
-    num_heads: int
-    plain_dim: int
-    rotated_dim: int
-    """Features of a query, and of a key: plain ones, and behind them those that are rotated."""
-    value_dim: int
-    scale: float
-    """Of the scores."""
-    norm: Tensor
-    """[rank] weights of the latent's norm"""
-    norm_eps: float
-    keys: Tensor
-    """[num_heads, plain_dim, rank] what makes the plain part of keys"""
-    values: Tensor
-    """[num_heads, value_dim, rank] what makes values"""
+def mla_cache_block(block_size: int, size: int) -> tuple[int, ...]:
+    """See `KernelBackend.mla_cache_block`."""
+    return block_size, size
 
 
-class RowKernels(Protocol):
-    """What is needed of `Kernels`, see there."""
+class LatentAttention:
+    """See `KernelBackend.mla_attention`. A layer's cache is [num_blocks, block_size, rank + rotated_dim]."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None: ...
-
-    def write_cache(self, keys_values: Tensor, cache: Tensor, slots: Tensor) -> None: ...
-
-
-def latent_attention(
-    heads: MLAParams, kernels: RowKernels
-) -> Callable[[Tensor, Tensor, Tensor, ForwardContext], Tensor]:
-    """As `Kernels.latent_attention`; a layer's cache is [num_blocks, block_size, rank + rotated_dim]."""
-    return _LatentAttention(heads, kernels)
-
-
-class _LatentAttention:
-    def __init__(self, heads: MLAParams, kernels: RowKernels) -> None:
-        self._heads = heads
-        self._kernels = kernels
-        self._rank = len(heads.norm)
+    def __init__(self, params: MLAParams) -> None:
+        self._params = params
+        self._rank = len(params.norm)
 
     def __call__(self, queries: Tensor, latents: Tensor, cache: Tensor, context: ForwardContext) -> Tensor:
-        heads, kernels, rank = self._heads, self._kernels, self._rank
-        queries = queries.unflatten(1, (heads.num_heads, -1))  # [num_tokens, num_heads, plain_dim + rotated_dim]
-        rotated = queries[..., heads.plain_dim :]
-        kernels.rotate(rotated, context.cos, context.sin, out=rotated)
+        params, rank = self._params, self._rank
+        queries = queries.unflatten(1, (params.num_heads, -1))  # [num_tokens, num_heads, plain_dim + rotated_dim]
+        rotated = queries[..., params.plain_dim :]
+        rotate(rotated, context.cos, context.sin, out=rotated)
         queries = queries.to(cache.dtype)
-        normed = kernels.rms_norm(latents[:, :rank], heads.norm, heads.norm_eps)
+        normed = rms_norm(latents[:, :rank], params.norm, params.norm_eps)
         cached = torch.cat((normed, latents[:, rank:]), dim=1)  # [num_tokens, rank + rotated_dim]
         key = cached[:, None, rank:]
-        kernels.rotate(key, context.cos, context.sin, out=key)
+        rotate(key, context.cos, context.sin, out=key)
         cached = cached.to(cache.dtype)
-        kernels.write_cache(cached, cache, context.slots)
-        plan = context.plans[None]
-        out = queries.new_empty(len(queries), heads.num_heads, heads.value_dim)
-        if plan.num_decodes:
-            out[: plan.num_decodes] = self._attend_decodes(queries[: plan.num_decodes], cache, plan)
-        for row in plan.prefills:
+        write_cache(cached, cache, context.slots)
+        metadata = context.metadata[None]
+        out = queries.new_empty(len(queries), params.num_heads, params.value_dim)
+        if metadata.num_decodes:
+            out[: metadata.num_decodes] = self._attend_decodes(queries[: metadata.num_decodes], cache, metadata)
+        for row in metadata.prefills:
             mine, result = queries[row.start : row.end], out[row.start : row.end]
             if isinstance(row, FreshRow):
                 self._attend_row(mine, cached[row.start : row.end], None, result)
             else:
                 seen = cache.index_select(0, row.block_ids).flatten(0, 1)[: row.num_keys]
-                self._attend_row(mine, seen, plan.mask, result)
+                self._attend_row(mine, seen, metadata.mask, result)
         return out.flatten(1)
 
-    def _attend_decodes(self, queries: Tensor, cache: Tensor, plan: AttentionMetadata) -> Tensor:
+    def _attend_decodes(self, queries: Tensor, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """One query of each row, [num_decodes, num_heads, plain_dim + rotated_dim] -> [.., value_dim]."""
-        plain, rotated = queries.split([self._heads.plain_dim, self._heads.rotated_dim], dim=-1)
-        absorbed = torch.bmm(plain.transpose(0, 1), self._heads.keys).transpose(0, 1)
+        plain, rotated = queries.split([self._params.plain_dim, self._params.rotated_dim], dim=-1)
+        absorbed = torch.bmm(plain.transpose(0, 1), self._params.keys).transpose(0, 1)
         queries = torch.cat((absorbed, rotated), dim=-1)  # [num_decodes, num_heads, rank + rotated_dim]
-        if plan.order is not None:
-            queries = queries.index_select(0, plan.order)
-        groups = [self._attend_group(queries[group.start : group.end], cache, group) for group in plan.decodes]
+        if metadata.order is not None:
+            queries = queries.index_select(0, metadata.order)
+        groups = [self._attend_group(queries[group.start : group.end], cache, group) for group in metadata.decodes]
         latents = torch.cat(groups)  # [num_decodes, num_heads, rank]
-        if plan.order is not None:
-            latents = torch.empty_like(latents).index_copy_(0, plan.order, latents)
-        return torch.bmm(latents.transpose(0, 1), self._heads.values.transpose(1, 2)).transpose(0, 1)
+        if metadata.order is not None:
+            latents = torch.empty_like(latents).index_copy_(0, metadata.order, latents)
+        return torch.bmm(latents.transpose(0, 1), self._params.values.transpose(1, 2)).transpose(0, 1)
 
     def _attend_group(self, queries: Tensor, cache: Tensor, group: DecodeGroup) -> Tensor:
         """[group size, num_heads, rank]: for each head the latents that it sees, weighted"""
         seen = cache.index_select(0, group.block_ids).view(len(queries), 1, -1, cache.shape[-1])[:, :, : group.num_keys]
         # the heads are the queries of the one key that they share; values as wide as keys, for torch's fast kernels
         out = F.scaled_dot_product_attention(
-            queries[:, None], seen, seen, attn_mask=group.mask, scale=self._heads.scale
+            queries[:, None], seen, seen, attn_mask=group.mask, scale=self._params.scale
         )
         return out[:, 0, :, : self._rank]
 
     def _attend_row(self, queries: Tensor, seen: Tensor, mask: Tensor | None, out: Tensor) -> None:
         """queries [n, num_heads, ..] of the last n of the cached vectors `seen` [m, rank + rotated_dim], out [n,
         num_heads, value_dim]. No mask: causal, n = m."""
-        heads = self._heads
-        width = max(heads.plain_dim + heads.rotated_dim, heads.value_dim)  # torch's fast kernels want one for all
+        params = self._params
+        width = max(params.plain_dim + params.rotated_dim, params.value_dim)  # torch's fast kernels want one for all
         queries = _pad(queries.transpose(0, 1), width)
         for part in self._parts(len(seen), width):
             keys, values = (_pad(made, width) for made in self._expand(seen, part))
@@ -129,26 +104,26 @@ class _LatentAttention:
                     # aligned at the lower right; CUDA's kernels want it contiguous
                     attn_mask=None if mask is None else mask[piece.start - piece.stop :, -high:].contiguous(),
                     is_causal=mask is None,
-                    scale=heads.scale,
+                    scale=params.scale,
                 )  # [1, heads of the part, queries of the piece, width]
-                out[piece, part] = result[0, ..., : heads.value_dim].transpose(0, 1)
+                out[piece, part] = result[0, ..., : params.value_dim].transpose(0, 1)
 
     def _expand(self, seen: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """Keys and values of some heads, [heads, m, plain_dim + rotated_dim] and [heads, m, value_dim]."""
         latents, shared = seen[:, : self._rank], seen[:, None, self._rank :]
         plain, values = (
             F.linear(latents, matrices[part].flatten(0, 1)).unflatten(1, (-1, matrices.shape[1]))  # [m, heads, ..]
-            for matrices in (self._heads.keys, self._heads.values)
+            for matrices in (self._params.keys, self._params.values)
         )
         keys = torch.cat((plain, shared.expand(-1, plain.shape[1], -1)), dim=-1)
         return keys.transpose(0, 1), values.transpose(0, 1)
 
     def _parts(self, num_keys: int, width: int) -> Iterator[slice]:
         """The heads, as many at a time as there is room for."""
-        bytes_of_head = num_keys * 3 * width * self._heads.keys.itemsize
+        bytes_of_head = num_keys * 3 * width * self._params.keys.itemsize
         at_once = max(1, EXPANDED_BYTES // bytes_of_head)
-        for first in range(0, self._heads.num_heads, at_once):
-            yield slice(first, min(first + at_once, self._heads.num_heads))
+        for first in range(0, self._params.num_heads, at_once):
+            yield slice(first, min(first + at_once, self._params.num_heads))
 
 
 def _pieces(num_queries: int, num_keys: int, *, is_whole: bool) -> Iterator[tuple[slice, int]]:

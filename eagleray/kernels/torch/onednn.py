@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagleray.kernels.torch.backend import Operation, TorchBackend
+from eagleray.kernels.backend import Operation
+from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.kernels.torch.linear import PlainLinear
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from eagleray.kernels.torch.backend import AttentionParams, Context, HiddenStates, TorchBackend
+from eagleray.kernels.backend import Context, HiddenStates, KernelBackend
+from eagleray.kernels.params import AttentionParams
 from eagleray.models.layers.linear import load_linear, load_summed_linear
 from eagleray.models.layers.sequence_parallel import SequenceParallel
 from eagleray.models.sharding import features, kv_heads, shard
@@ -22,7 +23,7 @@ class Attention:
         spec: ModelSpec,
         window: int | None,
         weights: Weights,
-        kernels: TorchBackend,
+        kernels: KernelBackend,
         tp: TensorParallelGroup,
         sequence_parallel: SequenceParallel | None = None,
     ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from eagleray.kernels.torch.backend import Context, HiddenStates, Operation, TorchBackend
+from eagleray.kernels.backend import Context, HiddenStates, KernelBackend, Operation
 from eagleray.models.layers.attention import Attention
 from eagleray.models.layers.mlp import MLP
 from eagleray.models.layers.sequence_parallel import SequenceParallel
@@ -28,7 +28,7 @@ class DecoderLayer:
         attention: Attends,
         feed_forward_norm: Operation,
         feed_forward: Operation,
-        kernels: TorchBackend,
+        kernels: KernelBackend,
         sequence_parallel: SequenceParallel | None = None,
     ) -> None:
         self.feed_forward = feed_forward
@@ -54,7 +54,7 @@ def load_decoder_layer(
     index: int,
     spec: ModelSpec,
     weights: Weights,
-    kernels: TorchBackend,
+    kernels: KernelBackend,
     tp: TensorParallelGroup,
     feed_forward: Operation,
     *,
@@ -83,7 +83,7 @@ def load_dense_layer(
     index: int,
     spec: ModelSpec,
     weights: Weights,
-    kernels: TorchBackend,
+    kernels: KernelBackend,
     tp: TensorParallelGroup,
     experts: object = None,
 ) -> DecoderLayer:

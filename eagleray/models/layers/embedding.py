@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagleray.kernels.torch.backend import Operation, TorchBackend
+from eagleray.kernels.backend import KernelBackend, Operation
 from eagleray.models.sharding import padded_shard
 from eagleray.models.spec import ModelSpec
 from eagleray.models.weights import Cut, Weights
@@ -35,7 +35,7 @@ class Head:
 
 
 def load_embedding_and_head(
-    spec: ModelSpec, weights: Weights, kernels: TorchBackend, mesh: Mesh, tp: TensorParallelGroup
+    spec: ModelSpec, weights: Weights, kernels: KernelBackend, mesh: Mesh, tp: TensorParallelGroup
 ) -> tuple[Operation | None, Head | None]:
     """The embedding of the first stage (token ids to hidden states), the head of the last one."""
     own = padded_shard(spec.vocab_size, tp)

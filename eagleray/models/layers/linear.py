@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eagleray.kernels.torch.backend import Operation, TorchBackend
+from eagleray.kernels.backend import KernelBackend, Operation
 from eagleray.models.layers.sequence_parallel import SequenceParallel
 from eagleray.models.weights import Cut, Weights
 from eagleray.parallel.group import TensorParallelGroup
@@ -16,7 +16,7 @@ from eagleray.parallel.group import TensorParallelGroup
 
 def load_linear(
     weights: Weights,
-    kernels: TorchBackend,
+    kernels: KernelBackend,
     names: Sequence[str],
     out_features: Sequence[int],
     in_features: int,
@@ -28,7 +28,7 @@ def load_linear(
     """The layers `names`, each with its number of outputs, one after another in the output.
 
     `outputs`: of each layer the outputs that are wanted; all by default. `gated`: the first of two layers is the gate
-    of the second (see `TorchBackend.gated_linear`).
+    of the second (see `KernelBackend.gated_linear`).
     """
     cuts = None if outputs is None else [Cut(0, span) for span in outputs]
     shapes = [(size, in_features) for size in out_features]
@@ -41,7 +41,7 @@ def load_linear(
 
 def load_partial_linear(
     weights: Weights,
-    kernels: TorchBackend,
+    kernels: KernelBackend,
     name: str,
     out_features: int,
     in_features: int,
@@ -58,7 +58,7 @@ def load_partial_linear(
 
 def load_summed_linear(
     weights: Weights,
-    kernels: TorchBackend,
+    kernels: KernelBackend,
     name: str,
     out_features: int,
     in_features: int,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagleray.kernels.torch.backend import Context, HiddenStates, Operation, TorchBackend
-from eagleray.kernels.torch.mla import MLAParams
+from eagleray.kernels.backend import Context, HiddenStates, KernelBackend, Operation
+from eagleray.kernels.params import MLAParams
 from eagleray.models.layers.linear import load_linear, load_summed_linear
 from eagleray.models.layers.sequence_parallel import SequenceParallel
 from eagleray.models.sharding import features, shard
@@ -30,12 +30,12 @@ class MLAAttention:
         name: str,
         spec: ModelSpec,
         weights: Weights,
-        kernels: TorchBackend,
+        kernels: KernelBackend,
         tp: TensorParallelGroup,
         sequence_parallel: SequenceParallel | None = None,
     ) -> None:
-        assert spec.latent is not None
-        latent, hidden, bias = spec.latent, spec.hidden_size, spec.qkv_bias
+        assert spec.mla is not None
+        latent, hidden, bias = spec.mla, spec.hidden_size, spec.qkv_bias
         rank, heads = latent.kv_lora_rank, shard(spec.num_heads, tp)
         self._queries = _load_queries(name, spec, heads, weights, kernels)
         down = f"{name}.kv_a_proj_with_mqa"
@@ -47,7 +47,7 @@ class MLAAttention:
         made = weights.load(
             f"{name}.kv_b_proj.weight", (spec.num_heads * made_dim, rank), Cut(0, features(heads, made_dim))
         ).unflatten(0, (len(heads), made_dim))
-        self._attend = kernels.latent_attention(
+        self._attend = kernels.mla_attention(
             MLAParams(
                 num_heads=len(heads),
                 plain_dim=latent.qk_nope_head_dim,
@@ -79,10 +79,10 @@ class MLAAttention:
         return self._output(self._attend(self._queries(x), self._latents(x), cache, context))
 
 
-def _load_queries(name: str, spec: ModelSpec, heads: range, weights: Weights, kernels: TorchBackend) -> Operation:
+def _load_queries(name: str, spec: ModelSpec, heads: range, weights: Weights, kernels: KernelBackend) -> Operation:
     """From the hidden state to the queries of these heads, in one product or in two with a norm between."""
-    assert spec.latent is not None
-    latent, hidden = spec.latent, spec.hidden_size
+    assert spec.mla is not None
+    latent, hidden = spec.mla, spec.hidden_size
 
     def last_product(last: str, in_features: int) -> Operation:
         shape, cut = (spec.num_heads * latent.query_dim, in_features), Cut(0, features(heads, latent.query_dim))
@@ -99,8 +99,8 @@ def _load_queries(name: str, spec: ModelSpec, heads: range, weights: Weights, ke
 
 
 def _sorted(weight: Tensor, latent: MLASpec, *, num_heads: int) -> Tensor:
-    """A weight or a bias, its outputs in the order in which `TorchBackend.rotate` wants them: of the features that are
-    rotated, the last ones of each head, the first halves of all pairs and then the second ones. The sums over queries
+    """Return a weight or a bias with its outputs in the order of `kernels.torch.functional.rotate`: of the rotated
+    features, the last ones of each head, the first halves of all pairs and then the second ones. The sums over queries
     and keys do not depend on the order. Changes the tensor itself."""
     if latent.is_interleaved:
         rotated = weight.unflatten(0, (num_heads, -1))[:, -latent.qk_rope_head_dim :]

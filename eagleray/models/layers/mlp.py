@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eagleray.kernels.torch.backend import HiddenStates, TorchBackend
+from eagleray.kernels.backend import HiddenStates, KernelBackend
 from eagleray.models.layers.linear import load_linear, load_partial_linear, load_summed_linear
 from eagleray.models.sharding import shard
 from eagleray.models.weights import Weights
@@ -16,7 +16,7 @@ class MLP:
         self,
         name: str,
         weights: Weights,
-        kernels: TorchBackend,
+        kernels: KernelBackend,
         tp: TensorParallelGroup,
         *,
         hidden_size: int,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from eagleray.kernels.torch.backend import HiddenStates, TorchBackend
+from eagleray.kernels.backend import HiddenStates, KernelBackend
 from eagleray.parallel.group import TensorParallelGroup
 from eagleray.parallel.token_shards import token_counts, token_shard
 
@@ -17,7 +17,7 @@ from eagleray.parallel.token_shards import token_counts, token_shard
 class SequenceParallel:
     """The changes between whole and sharded hidden states of `size` features, over the ranks of `tp`."""
 
-    def __init__(self, kernels: TorchBackend, tp: TensorParallelGroup, size: int) -> None:
+    def __init__(self, kernels: KernelBackend, tp: TensorParallelGroup, size: int) -> None:
         self._kernels = kernels
         self._tp = tp
         self._size = size

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Slots = npt.NDArray[np.int64]
-"""[num_slots] the expert in each slot."""
+from eagleray.kernels.expert_slots import Slots
 
 WORTHWHILE = 0.95
 """Experts are moved if the most loaded rank has at most this part of what it has now."""

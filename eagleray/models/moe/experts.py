@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from eagleray.kernels.torch.backend import HiddenStates, Operation, TorchBackend
-from eagleray.kernels.torch.routing import RouterParams
+from eagleray.kernels.backend import HiddenStates, KernelBackend, Operation
+from eagleray.kernels.params import RouterParams
 from eagleray.models.layers.linear import load_linear
 from eagleray.models.layers.mlp import MLP
 from eagleray.models.moe.layout import ExpertLayout
@@ -40,7 +40,7 @@ class MoeBlock:
         index: int,
         spec: ModelSpec,
         weights: Weights,
-        kernels: TorchBackend,
+        kernels: KernelBackend,
         plan: ExpertLayout,
         *,
         projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
@@ -116,7 +116,7 @@ def make_mixture(name: str, moe: MoeSpec, weights: Weights, *, round_weights: bo
 
 
 def load_shared_experts(
-    name: str, spec: ModelSpec, weights: Weights, kernels: TorchBackend, plan: ExpertLayout
+    name: str, spec: ModelSpec, weights: Weights, kernels: KernelBackend, plan: ExpertLayout
 ) -> Operation | None:
     """The shared experts of the layer `name`, as one: whole where each rank has tokens of its own, else this rank's
     part, which `MoeBlock` sums up with those of the routed experts. None if there are none."""
@@ -138,7 +138,7 @@ def load_shared_experts(
 
 
 def _expert_loader(
-    name: str, moe: MoeSpec, hidden_size: int, kernels: TorchBackend, plan: ExpertLayout, projections: Sequence[str]
+    name: str, moe: MoeSpec, hidden_size: int, kernels: KernelBackend, plan: ExpertLayout, projections: Sequence[str]
 ) -> LoadExpert:
     size = moe.intermediate_size
     inner = range(size) if plan.is_divided else shard(size, plan.tp)

@@ -15,9 +15,9 @@ from typing import Literal
 
 import torch
 
+from eagleray.kernels.backend import KernelBackend
 from eagleray.kernels.expert_slots import LayerExpertSlots
 from eagleray.kernels.expert_trace import ExpertTrace
-from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.models.layers.sequence_parallel import SequenceParallel
 from eagleray.models.moe.expert_placement import initial
 from eagleray.models.moe.token_dispatcher import AllGatherTokenDispatcher, AllToAllTokenDispatcher, TokenDispatcher
@@ -46,7 +46,7 @@ class ExpertLayout:
     """`tp`: the ranks of the engine's stage; `group`: those that have the experts between them."""
 
     def __init__(
-        self, spec: ModelSpec, options: ExpertOptions, *, groups: Groups, kernels: TorchBackend, device: torch.device
+        self, spec: ModelSpec, options: ExpertOptions, *, groups: Groups, kernels: KernelBackend, device: torch.device
     ) -> None:
         assert spec.moe is not None
         moe = spec.moe

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagleray.kernels.torch.backend import TorchBackend
+from eagleray.kernels.backend import KernelBackend
+from eagleray.kernels.expert_slots import Slots
 from eagleray.log import get_logger
-from eagleray.models.moe.expert_placement import Move, Slots, balance, moves, rank_loads
+from eagleray.models.moe.expert_placement import Move, balance, moves, rank_loads
 from eagleray.models.moe.experts import MoeBlock
 from eagleray.models.moe.layout import ExpertLayout
 from eagleray.models.weights import Weights
@@ -36,7 +37,7 @@ class Rebalancer:
         blocks: Sequence[MoeBlock],
         plan: ExpertLayout,
         interval: int | None,
-        kernels: TorchBackend,
+        kernels: KernelBackend,
         open_weights: Callable[[], AbstractContextManager[Weights]],
     ) -> None:
         self.num_moved = 0

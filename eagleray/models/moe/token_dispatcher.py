@@ -19,8 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from eagleray.kernels.backend import ExpertProducts
 from eagleray.kernels.expert_slots import ABSENT, LayerExpertSlots
-from eagleray.kernels.torch.experts import ExpertProducts
 from eagleray.parallel.group import RowGroup
 
 

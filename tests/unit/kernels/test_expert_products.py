@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagleray.kernels.backend import ExpertProducts
 from eagleray.kernels.cpu.backend import CpuBackend
 from eagleray.kernels.cpu.build.library import native_library
 from eagleray.kernels.torch.backend import TorchBackend
-from eagleray.kernels.torch.experts import ExpertProducts
 from eagleray.kernels.torch.linear import PlainLinear
 from eagleray.kernels.torch.onednn import OneDnnBackend
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.experts import native_mixture, native_slots
 from eagleray.kernels.expert_slots import ExpertSlotMap
-from eagleray.kernels.torch.activation import ClampedSwiglu, clamped_swiglu
-from eagleray.kernels.torch.routing import RouterParams
+from eagleray.kernels.params import ClampedSwiglu, RouterParams
+from eagleray.kernels.torch.functional import clamped_swiglu
 
 DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.cpu.experts import native_mixture
-from eagleray.kernels.torch.routing import RouterParams
+from eagleray.kernels.params import RouterParams
 from eagleray.kernels.torch.routing import route as route_in_torch
 
 DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place

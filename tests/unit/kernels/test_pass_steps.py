@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagleray.kernels.backend import HiddenStates, Operation
 from eagleray.kernels.cpu.backend import CpuBackend
 from eagleray.kernels.cpu.build.library import native_library
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch
 from eagleray.kernels.kv_cache import KVCache
-from eagleray.kernels.torch.backend import HiddenStates, Operation, TorchBackend
+from eagleray.kernels.params import RouterParams
+from eagleray.kernels.rope import DefaultRope, Rope
+from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.kernels.torch.onednn import OneDnnBackend
-from eagleray.kernels.torch.routing import RouterParams
-from eagleray.models.layers.rope import Rope
-from eagleray.models.rope_config import DefaultRope
 from eagleray.parallel.group import SingleRankGroup, TensorParallelGroup
 from eagleray.parallel.token_shards import token_shard
 

@@ -63,7 +63,7 @@ def checkpoint(request, tmp_path_factory):
 def kernels(request, monkeypatch):
     """With what is chosen here, and in plain torch."""
     if request.param == "plain":
-        monkeypatch.setattr(registry, "choose_backend", lambda *_: OneDnnBackend())
+        monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: OneDnnBackend())
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from eagleray.kernels.params import MLAParams
 from eagleray.kernels.torch import attention, mla
-from eagleray.kernels.torch.attention import DeviceBatch
-from eagleray.kernels.torch.backend import TorchBackend
-from eagleray.kernels.torch.context import ForwardContext
-from eagleray.kernels.torch.mla import MLAParams
+from eagleray.kernels.torch.attention import DeviceBatch, ForwardContext
 
 RANK, PLAIN, ROTATED = 12, 6, 4
 SCALE = 0.3
@@ -106,7 +104,6 @@ def test_any_batch(rows, block_size, num_heads, value_dim, room, at_once):
     expected_queries = torch.cat((queries[..., :PLAIN], rotated(queries[..., PLAIN:], angles)), dim=2)
     expected = naive(expected_queries, expected_cache, heads, batch)
 
-    kernels = TorchBackend()
     before = mla.EXPANDED_BYTES, mla.MAX_QUERIES, attention.MAX_QUERIES
     mla.EXPANDED_BYTES, mla.MAX_QUERIES, attention.MAX_QUERIES = room, at_once, at_once
     try:
@@ -114,9 +111,9 @@ def test_any_batch(rows, block_size, num_heads, value_dim, room, at_once):
             cos=torch.cat((angles.cos(), angles.cos()), dim=1)[:, None],
             sin=torch.cat((-angles.sin(), angles.sin()), dim=1)[:, None],
             slots=batch.slots,
-            plans={None: kernels.plan_attention(batch, cache, None)},
+            metadata={None: attention.build_attention_metadata(batch, cache, None)},
         )
-        out = kernels.latent_attention(heads)(queries.flatten(1), latents, cache, context)
+        out = mla.LatentAttention(heads)(queries.flatten(1), latents, cache, context)
     finally:
         mla.EXPANDED_BYTES, mla.MAX_QUERIES, attention.MAX_QUERIES = before
     torch.testing.assert_close(cache, expected_cache, atol=1e-5, rtol=0)

@@ -27,10 +27,10 @@ def test_fields_that_are_left_out_have_the_defaults_of_transformers():
     assert (v3.num_layers, v3.num_heads, v3.vocab_size, v3.max_model_len) == (61, 128, 129_280, 4096)
     for spec in (v2, v3):
         assert (spec.num_kv_heads, spec.head_dim) == (1, 64)
-        assert (spec.latent.q_lora_rank, spec.latent.kv_lora_rank, spec.latent.cached_size) == (1536, 512, 576)
-        assert (spec.latent.query_dim, spec.latent.v_head_dim) == (192, 128)
-        assert spec.latent.softmax_scale == pytest.approx(192**-0.5)
-        assert spec.latent.is_interleaved
+        assert (spec.mla.q_lora_rank, spec.mla.kv_lora_rank, spec.mla.cached_size) == (1536, 512, 576)
+        assert (spec.mla.query_dim, spec.mla.v_head_dim) == (192, 128)
+        assert spec.mla.softmax_scale == pytest.approx(192**-0.5)
+        assert spec.mla.is_interleaved
     assert (v2.moe.num_experts, v2.moe.shared_intermediate_size, v2.moe.num_groups) == (64, 2 * 1407, 1)
     assert (v2.moe.scoring, v2.moe.renormalize, v2.moe.scale, v2.moe.has_correction_bias) == (
         "softmax",
@@ -51,7 +51,7 @@ def test_fields_that_are_left_out_have_the_defaults_of_transformers():
 
 
 def test_queries_of_their_own_size():
-    assert read(2, q_lora_rank=None).latent.q_lora_rank is None
+    assert read(2, q_lora_rank=None).mla.q_lora_rank is None
 
 
 def test_groups_count_only_where_the_method_has_them():
@@ -71,10 +71,10 @@ def test_scaled_positions_scale_the_attention():
     for scale in (0.707, 1.0):
         spec = read(3, rope_scaling=yarn | {"mscale": scale, "mscale_all_dim": scale})
         factor = 0.1 * scale * math.log(40) + 1
-        assert spec.latent.softmax_scale == pytest.approx(192**-0.5 * factor * factor)
+        assert spec.mla.softmax_scale == pytest.approx(192**-0.5 * factor * factor)
         assert spec.rope.attention_factor == 1.0
         assert spec.max_model_len == 163_840
-    assert read(3, rope_scaling=yarn).latent.softmax_scale == pytest.approx(192**-0.5)
+    assert read(3, rope_scaling=yarn).mla.softmax_scale == pytest.approx(192**-0.5)
 
 
 @pytest.mark.parametrize(

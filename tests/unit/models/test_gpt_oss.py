@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from eagleray.errors import CheckpointError
-from eagleray.kernels.torch.activation import ClampedSwiglu
+from eagleray.kernels.params import ClampedSwiglu
+from eagleray.kernels.rope import YarnRope
 from eagleray.models import mxfp4, registry
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.moe.layout import ExpertOptions
-from eagleray.models.rope_config import YarnRope
 from eagleray.parallel.groups import Groups
 
 ROUNDING = 1e-4

@@ -80,8 +80,8 @@ def kernels(request, monkeypatch):
     """With our own kernels, and without."""
     choose = registry.choose_backend
 
-    def made(*arguments):
-        chosen = choose(*arguments)
+    def made(*arguments, **options):
+        chosen = choose(*arguments, **options)
         assert isinstance(chosen, CpuBackend)
         return chosen if request.param == "native" else OneDnnBackend()
 

@@ -62,7 +62,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture
 def plain_kernels(monkeypatch):
-    monkeypatch.setattr(registry, "choose_backend", lambda *_: OneDnnBackend())
+    monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: OneDnnBackend())
 
 
 def logits_of_ranks(checkpoint, where, **options) -> list[list[torch.Tensor]]:
@@ -337,7 +337,7 @@ def test_more_experts_than_can_be_reported(checkpoints, tmp_path, monkeypatch):
 
 
 def test_kernels_that_cannot_move_experts(checkpoints, monkeypatch):
-    monkeypatch.setattr(registry, "choose_backend", lambda *_: OneDnnBackend())
+    monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: OneDnnBackend())
     options = ExpertOptions(dispatch="all-reduce", balance_interval=5)
 
     def work(groups: Groups) -> str:
@@ -349,7 +349,7 @@ def test_kernels_that_cannot_move_experts(checkpoints, monkeypatch):
         assert message.startswith(
             "option `enable_eplb`: what computes here keeps weights in a form that cannot be moved"
         )
-    monkeypatch.setattr(registry, "choose_backend", lambda *_: TorchBackend())
+    monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: TorchBackend())
     assert all(run_ranks(lambda groups: load(checkpoints("qwen3_moe"), groups=groups, experts=options), topology(tp=2)))
 
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from eagleray.kernels.params import RouterParams
 from eagleray.kernels.torch import attention, onednn
-from eagleray.kernels.torch.attention import DeviceBatch
-from eagleray.kernels.torch.backend import TorchBackend
+from eagleray.kernels.torch.attention import DeviceBatch, build_attention_metadata, write_cache
+from eagleray.kernels.torch.functional import rms_norm
 from eagleray.kernels.torch.onednn import OneDnnBackend
-from eagleray.kernels.torch.routing import RouterParams
 
 HEAD_DIM = 8
 
@@ -78,10 +78,9 @@ def attend(
     queries = torch.randn(num_tokens, num_kv_heads * group, HEAD_DIM)
     cache = torch.randn(int(batch.block_table.max()) + 4, block_size, 2 * num_kv_heads, HEAD_DIM)
     keys_values = torch.randn(num_tokens, 2 * num_kv_heads, HEAD_DIM)
-    kernels = TorchBackend()
-    kernels.write_cache(keys_values, cache, batch.slots)
+    write_cache(keys_values, cache, batch.slots)
     sinks = torch.randn(num_kv_heads * group) * 2 if has_sinks else None
-    out = kernels.attention(queries, keys_values, cache, kernels.plan_attention(batch, cache, window), sinks)
+    out = attention.attend(queries, keys_values, cache, build_attention_metadata(batch, cache, window), sinks)
     expected = naive_attention(queries, cache, batch, window, sinks)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
 
@@ -126,29 +125,28 @@ def test_attention_of_any_batch(rows, window, block_size, num_kv_heads, group, g
 def test_rows_of_very_different_lengths_are_not_padded_to_the_longest():
     batch = random_batch([(1999, 1)] + [(9, 1)] * 30, 16)
     cache = torch.zeros(200, 16, 4, HEAD_DIM)
-    plan = TorchBackend().plan_attention(batch, cache, None)
-    read = sum(len(group.block_ids) for group in plan.decodes)
+    metadata = build_attention_metadata(batch, cache, None)
+    read = sum(len(group.block_ids) for group in metadata.decodes)
     needed = sum(-(-context // 16) for context in batch.context_lens)
     assert read <= 2 * needed
 
 
 def test_a_window_reads_only_the_blocks_it_sees():
     batch = random_batch([(1999, 1), (1500, 1), (1000, 50)], 16)
-    plan = TorchBackend().plan_attention(batch, torch.zeros(300, 16, 4, HEAD_DIM), 32)
-    assert sum(len(group.block_ids) for group in plan.decodes) <= 2 * 3
-    assert len(plan.prefills[0].block_ids) <= 6
+    metadata = build_attention_metadata(batch, torch.zeros(300, 16, 4, HEAD_DIM), 32)
+    assert sum(len(group.block_ids) for group in metadata.decodes) <= 2 * 3
+    assert len(metadata.prefills[0].block_ids) <= 6
 
 
 def test_an_overflow_in_float16_stays_with_its_request():
     """Blocks are reused and read as padding; what one request left there must not reach another."""
-    kernels = TorchBackend()
     cache = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.float16)
-    kernels.write_cache(torch.full((4, 2, HEAD_DIM), torch.inf, dtype=torch.float16), cache, torch.arange(4))
+    write_cache(torch.full((4, 2, HEAD_DIM), torch.inf, dtype=torch.float16), cache, torch.arange(4))
     batch = random_batch([(7, 1), (0, 1)], 4)
     table = torch.tensor([[2, 3], [1, 0]])
     batch = DeviceBatch(**{name: getattr(batch, name) for name in DeviceBatch.__slots__} | {"block_table": table})
     queries = torch.ones(2, 1, HEAD_DIM, dtype=torch.float16)
-    out = kernels.attention(queries, queries, cache, kernels.plan_attention(batch, cache, None))
+    out = attention.attend(queries, queries, cache, build_attention_metadata(batch, cache, None))
     assert out.isfinite().all()
 
 
@@ -206,4 +204,4 @@ def test_rms_norm_rounds_where_transformers_does(dtype):
     x, weight = torch.randn(5, 4, 32).to(dtype), torch.rand(4, 32).to(dtype)
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
-    torch.testing.assert_close(TorchBackend().rms_norm(x, weight, 1e-5), weight * normed.to(dtype), atol=1e-6, rtol=0)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), weight * normed.to(dtype), atol=1e-6, rtol=0)

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagleray.errors import CheckpointError
+from eagleray.kernels.rope import DefaultRope, DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 from eagleray.models.config_file import ConfigFile
-from eagleray.models.layers.rope import Rope
 from eagleray.models.registry import FAMILIES
-from eagleray.models.rope_config import DefaultRope, DynamicRope, LinearRope, Llama3Rope, YarnRope
 from eagleray.models.size import num_parameters
 
 PATH = Path("/somewhere/config.json")

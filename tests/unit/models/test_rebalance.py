@@ -79,7 +79,7 @@ def logits_before_and_after(model: Model, engine: int = 0) -> list[torch.Tensor]
 @pytest.mark.parametrize("kernels", ["native", "plain"])
 def test_experts_move_and_outputs_stay(skewed, dispatch, redundant, kernels, monkeypatch):
     if kernels == "plain":
-        monkeypatch.setattr(registry, "choose_backend", lambda *_: TorchBackend())
+        monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: TorchBackend())
     expected = PagedRun(load(skewed))
     expected.add("only", PROMPT)
     whole = expected.run("only", 40)

@@ -9,11 +9,59 @@ of a sequence that ends with it. Both agree for text generated token by token fr
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from eagleray.models.rope_config import DefaultRope, DynamicRope, LinearRope, Llama3Rope, RopeSpec, YarnRope
+
+@dataclass(frozen=True, slots=True)
+class DefaultRope:
+    theta: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRope:
+    """Positions divided by `factor`."""
+
+    theta: float
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicRope:
+    """NTK scaling that sets in beyond `original_max`, the further the longer the sequence."""
+
+    theta: float
+    factor: float
+    original_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Rope:
+    """Low frequencies divided by `factor`, high ones kept, a smooth transition between."""
+
+    theta: float
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnRope:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): interpolation by frequency, and a factor on the attention."""
+
+    theta: float
+    factor: float
+    original_max: int
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+
+
+RopeSpec = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope
 
 
 class Rope:
@@ -26,7 +74,7 @@ class Rope:
         self._frequencies = _frequencies(spec, exponents).to(device)  # [head_dim / 2] radians per position
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [num_tokens, 1, head_dim] of the positions [num_tokens], as `Kernels.rotate` wants them."""
+        """cos and sin [num_tokens, 1, head_dim] of the positions [num_tokens], as `functional.rotate` wants them."""
         cos, sin = (part.to(self._dtype) for part in self.table(positions))
         return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 

@@ -1,0 +1,216 @@
+"""The interface between a model's layers and the kernels of a device.
+
+A layer asks the backend for its operations when it is made, handing over its weights, and applies them to hidden
+states. A backend may record what is applied and later run the whole pass at once, so layers do nothing to hidden states
+but apply operations. `torch/backend.py` implements the interface in plain torch and defines the numbers: every other
+backend computes the same, up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from eagleray.kernels.expert_slots import ExpertSlotMap
+from eagleray.kernels.expert_trace import ExpertTrace
+from eagleray.kernels.forward_batch import ForwardBatch, Int32Array
+from eagleray.kernels.kv_cache import KVCache
+from eagleray.kernels.params import AttentionParams, ClampedSwiglu, MLAParams, RouterParams
+from eagleray.kernels.ranking import Ranking
+from eagleray.kernels.rope import Rope
+from eagleray.parallel.group import SingleRankGroup, TensorParallelGroup
+
+SINGLE_RANK = SingleRankGroup()
+
+HiddenStates = Any
+"""[num_tokens, features]: a tensor, or a placeholder for one while a forward pass is recorded."""
+
+Operation = Callable[[HiddenStates], HiddenStates]
+
+Context = Any
+"""State of one batch that attention needs. Only the backend that made it looks inside."""
+
+Attend = Callable[[HiddenStates, Tensor, Context], HiddenStates]
+"""(queries, keys and values [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], the layer's cache, context) ->
+[num_tokens, num_heads * head_dim]"""
+
+AttendLatents = Callable[[HiddenStates, HiddenStates, Tensor, Context], HiddenStates]
+"""(queries [num_tokens, num_heads * (plain_dim + rotated_dim)], latents [num_tokens, rank + rotated_dim], the layer's
+cache, context) -> [num_tokens, num_heads * value_dim]"""
+
+ComputeExperts = Callable[[HiddenStates, HiddenStates], HiddenStates]
+"""(hidden states, the router's scores [num_tokens, num_experts]) -> hidden states"""
+
+Compute = Callable[[HiddenStates, Sequence[Tensor], Context], HiddenStates]
+"""The part of the model that a rank has: (token ids or hidden states, the cache of each layer, context) -> hidden
+states"""
+
+
+class Forward(Protocol):
+    """The compiled form of a `Compute`."""
+
+    def __call__(self, x: Int32Array | Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Run one pass. `x`: token ids [num_tokens], or the hidden states sent by the previous pipeline stage."""
+        ...
+
+
+class ExpertProducts(Protocol):
+    """The experts in this rank's slots, for code that brings tokens and experts together itself."""
+
+    num_slots: int
+
+    def pairs(self, x: Tensor, slots: Tensor) -> Tensor:
+        """Return float32 [n, k, hidden_size]: the output of the expert in each slot for each row, zeros where the slot
+        is -1. `x` [n, hidden_size] is of the model's dtype, `slots` int32 [n, k]."""
+        ...
+
+    def sums(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        """Return float32 [n, hidden_size]: `pairs` times `weights` float32 [n, k], summed in order of k."""
+        ...
+
+    def weighted_sum(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        """Return float32 [n, hidden_size]: `outputs` float32 [n, k, hidden_size] times `weights` float32 [n, k], summed
+        in order of k as by `sums`."""
+        ...
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether `storage` can be called."""
+        ...
+
+    def storage(self, slot: int) -> list[Tensor]:
+        """Return the memory of the weights in a slot: one-dimensional uint8 tensors of the same sizes for every slot,
+        which may be read and overwritten between passes."""
+        ...
+
+
+class KernelBackend(Protocol):
+    """The operations of the layers on one kind of device, chosen once when a model is loaded.
+
+    Methods that make an operation take ownership of the weights: a backend may keep them in another layout, and only in
+    that one.
+    """
+
+    is_batch_invariant: bool
+    """Whether no number of a token depends on the other tokens of a batch or on the number of threads."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Operation:
+        """Make a product with a weight [out_features, in_features]."""
+        ...
+
+    def exact_linear(self, weight: Tensor) -> Operation:
+        """Make a product that is computed in float32 although its weight [out_features, in_features] is of the model's
+        dtype."""
+        ...
+
+    def gated_linear(self, weight: Tensor, bias: Tensor | None, clamp: ClampedSwiglu | None = None) -> Operation:
+        """Make a product with a weight [2 * size, in_features] whose first half of outputs gates the second half: silu
+        of the first half times the second, or as `clamp` says."""
+        ...
+
+    def norm(self, weight: Tensor, eps: float) -> Operation:
+        """Make an RMS norm over the features of each token."""
+        ...
+
+    def embedding(self, weight: Tensor, first: int) -> Operation:
+        """Make a lookup of token ids in `weight` [num_own, size], which holds the vectors of the tokens from id `first`
+        on; other tokens get zeros."""
+        ...
+
+    def tied_embedding(self, weight: Tensor, first: int) -> tuple[Operation, Operation]:
+        """Make an `embedding` and a `linear` that share one weight."""
+        ...
+
+    def self_attention(self, params: AttentionParams) -> Attend:
+        """Make an attention that caches the batch's keys and values and computes what each query sees."""
+        ...
+
+    def mla_attention(self, params: MLAParams) -> AttendLatents:
+        """Make a multi-head latent attention that caches the batch's latents and computes what each query sees."""
+        ...
+
+    def experts(
+        self,
+        router: RouterParams,
+        gate_up: Sequence[Operation],
+        down: Sequence[Operation],
+        *,
+        slots: ExpertSlotMap | None = None,
+        trace: ExpertTrace | None = None,
+        layer: int = 0,
+    ) -> ComputeExperts:
+        """Make the choice of experts and the weighted sum of their outputs. `gate_up` (gated) and `down` are indexed by
+        expert, or by expert slot if `slots` is given.
+
+        `slots`: only experts in this rank's slots are computed; of an expert with copies, the token with number i takes
+        copy i % copies. `trace` records the chosen experts under the number `layer`.
+        """
+        ...
+
+    def expert_products(self, gate_up: Sequence[Operation], down: Sequence[Operation]) -> ExpertProducts:
+        """Return the experts in this rank's slots for code that routes and sums itself, within `host`."""
+        ...
+
+    def route(self, scores: Tensor, router: RouterParams) -> tuple[Tensor, Tensor]:
+        """Return ids and weights, [num_tokens, top_k] each, of the experts of each token, the likeliest first. `scores`
+        are [num_tokens, num_experts]; ids are integers; weights are float32 (also when rounded) or of the scores'
+        dtype."""
+        ...
+
+    def host(
+        self,
+        function: Callable[..., Tensor],
+        inputs: Sequence[HiddenStates],
+        *,
+        size: int,
+        is_sequence_sharded: bool | None = None,
+    ) -> HiddenStates:
+        """Apply a Python function between operations: `function(*tensors)` of tensors [num_tokens, features] returns
+        one tensor with `size` features. It may take the number of tokens, possibly 0, from its tensors only.
+
+        `is_sequence_sharded`: whether the result has the tokens of this rank's shard (`token_shard`) and not those of
+        the whole batch; None: the same as the inputs.
+        """
+        ...
+
+    def add(self, a: HiddenStates, b: HiddenStates) -> HiddenStates:
+        """Return the sum. `a` must not be used afterwards."""
+        ...
+
+    def all_reduce(self, x: HiddenStates, group: TensorParallelGroup) -> HiddenStates:
+        """Return the sum over the ranks. `x` must not be used afterwards."""
+        ...
+
+    def compile(
+        self,
+        compute: Compute,
+        *,
+        rope: Rope,
+        windows: frozenset[int | None],
+        device: torch.device,
+        tp: TensorParallelGroup = SINGLE_RANK,
+    ) -> Forward:
+        """Make a forward pass of `compute` for batches of any size, also of no tokens. The next pass may overwrite its
+        result. `windows`: those of the layers. `tp`: the ranks that divide a batch's tokens where a value is
+        sequence-sharded (see `host`)."""
+        ...
+
+    @property
+    def ranking(self) -> Ranking:
+        """Finds the highest logits of a row."""
+        ...
+
+    def hidden_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the hidden states that pipeline stages exchange in a model of `dtype`."""
+        ...
+
+    def cache_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """Return the shape of a block of `block_size` tokens in a layer's cache."""
+        ...
+
+    def mla_cache_block(self, block_size: int, size: int) -> tuple[int, ...]:
+        """Return the shape of a block in a layer's cache of latents, `size` features for each token."""
+        ...
