@@ -21,46 +21,46 @@ def make_timer(*, grace: float = 5.0) -> StepTimer:
     return StepTimer(grace=grace, tick=TICK)
 
 
-def checks(timer: StepTimer, one: AwaitedStep | None, start: int, end: int) -> list[float]:
+def checks(timer: StepTimer, step: AwaitedStep | None, start: int, end: int) -> list[float]:
     """Return the results of a check at every tick from `start` up to `end`."""
-    said = [make_timer.check(one, float(now)) for now in range(start, end + 1)]
-    return [seconds for seconds in said if seconds is not None]
+    overdue = [timer.check(step, float(now)) for now in range(start, end + 1)]
+    return [seconds for seconds in overdue if seconds is not None]
 
 
 def test_step_timer_beyond_limit_and_grace_is_overdue():
-    one = make_timer()
+    timer = make_timer()
     step = awaited()
-    assert checks(one, step, 0, 65) == []
-    assert one.check(step, 66.0) == 66.0
+    assert checks(timer, step, 0, 65) == []
+    assert timer.check(step, 66.0) == 66.0
 
 
 def test_step_timer_time_between_steps_does_not_count():
-    one = make_timer()
-    assert checks(one, awaited(0), 0, 40) == []
-    assert checks(one, None, 41, 200) == []
-    assert checks(one, awaited(1), 201, 260) == []
-    assert checks(one, awaited(2), 261, 320) == []
+    timer = make_timer()
+    assert checks(timer, awaited(0), 0, 40) == []
+    assert checks(timer, None, 41, 200) == []
+    assert checks(timer, awaited(1), 201, 260) == []
+    assert checks(timer, awaited(2), 261, 320) == []
 
 
 def test_step_timer_equal_steps_are_distinguished():
-    one = make_timer()
-    assert checks(one, awaited(0), 0, 40) == checks(one, awaited(0), 41, 100) == []
+    timer = make_timer()
+    assert checks(timer, awaited(0), 0, 40) == checks(timer, awaited(0), 41, 100) == []
 
 
 def test_step_timer_stopped_process_resets_the_clock():
-    one = make_timer()
+    timer = make_timer()
     step = awaited()
-    assert checks(one, step, 0, 50) == []
-    assert one.check(step, 5000.0) is None
-    assert checks(one, step, 5001, 5065) == []
-    assert one.check(step, 5066.0) == 66.0
+    assert checks(timer, step, 0, 50) == []
+    assert timer.check(step, 5000.0) is None
+    assert checks(timer, step, 5001, 5065) == []
+    assert timer.check(step, 5066.0) == 66.0
 
 
 def test_step_timer_slightly_late_check_keeps_the_clock():
-    one = make_timer()
+    timer = make_timer()
     step = awaited()
-    assert checks(one, step, 0, 65) == []
-    assert one.check(step, 65.0 + TICK + LATE_SECONDS) == 67.0
+    assert checks(timer, step, 0, 65) == []
+    assert timer.check(step, 65.0 + TICK + LATE_SECONDS) == 67.0
 
 
 def test_watchdog_hung_step_is_reported_once():
