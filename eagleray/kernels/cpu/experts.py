@@ -94,7 +94,7 @@ class PackedExperts:
             down=ctypes.addressof(weights[1]),
             gate_up_bias=ctypes.addressof(biases[0]) if len(biases[0]) else None,
             down_bias=ctypes.addressof(biases[1]) if len(biases[1]) else None,
-            ending=self.gate_up[0].ending,
+            epilogue=self.gate_up[0].epilogue,
             swiglu=self.gate_up[0].swiglu,
         )
         """In C's form; it points into this object."""

@@ -41,8 +41,8 @@ class NativeLinear:
         self.swiglu = (
             abi.CClampedSwiglu() if clamp is None else abi.CClampedSwiglu(alpha=clamp.alpha, limit=clamp.limit)
         )
-        gated_ending = abi.ENDING_SILU if clamp is None else abi.ENDING_CLAMPED_SWIGLU
-        self.ending = gated_ending if is_gated else abi.ENDING_STORE
+        gated_epilogue = abi.EPILOGUE_SILU if clamp is None else abi.EPILOGUE_CLAMPED_SWIGLU
+        self.epilogue = gated_epilogue if is_gated else abi.EPILOGUE_STORE
         self._out = torch.empty(0, self._size, dtype=packed.dtype if is_gated else torch.float32)
 
     def __call__(self, x: Value | Tensor) -> Value | Tensor:
@@ -52,7 +52,7 @@ class NativeLinear:
         if self.packed.dtype != torch.float32:
             x = x.recording.rounded(x)
         out = x.another(self._size, is_float=not self._is_gated)
-        args = abi.CMultiply(n=self.n, k=self.k, ending=self.ending, swiglu=self.swiglu, weight=weight, bias=bias)
+        args = abi.CMultiply(n=self.n, k=self.k, epilogue=self.epilogue, swiglu=self.swiglu, weight=weight, bias=bias)
         x.recording.append(abi.OP_MULTIPLY, args, reads={"x": x}, writes={"out": out})
         return out
 
@@ -69,7 +69,7 @@ class NativeLinear:
             n=self.n,
             k=self.k,
             bias=bias,
-            ending=self.ending,
+            epilogue=self.epilogue,
             swiglu=self.swiglu,
             y=self._out.data_ptr(),
             y_stride=self._size,

@@ -81,7 +81,7 @@ class Recording:
         assert total.is_sequence_sharded == x.is_sequence_sharded
         last = self.ops[-1]
         if _can_end_with_sum(last, x) and last.operation == abi.OP_MULTIPLY:
-            last.args.ending = abi.ENDING_ADD
+            last.args.epilogue = abi.EPILOGUE_ADD
             last.writes = {"out": total}
             last.reads["total"] = total
         elif _can_end_with_sum(last, x) and last.operation == abi.OP_COMPUTE_EXPERTS:

@@ -34,7 +34,7 @@ def test_group(library: ctypes.CDLL, num_tokens: int, num_experts: int, top_k: i
     offsets = torch.full((num_experts + 1,), -1, dtype=torch.int32)
     tokens, places = (torch.full((num_tokens * top_k,), -1, dtype=torch.int32) for _ in range(2))
     pointers = (x.data_ptr() for x in (offsets, tokens, places))
-    library.er_group(ids.data_ptr(), num_tokens, top_k, num_experts, *pointers)
+    library.er_group_pairs(ids.data_ptr(), num_tokens, top_k, num_experts, *pointers)
     pairs = ids.flatten()
     order = pairs.argsort(stable=True)[(pairs < 0).sum() :]
     found = places.flatten()
@@ -47,7 +47,7 @@ def test_group(library: ctypes.CDLL, num_tokens: int, num_experts: int, top_k: i
 def test_group_in_place(library: ctypes.CDLL) -> None:
     slots = torch.tensor([[2, -1], [0, 2], [-1, -1]], dtype=torch.int32)
     offsets, tokens = torch.empty(4, dtype=torch.int32), torch.full((6,), -1, dtype=torch.int32)
-    library.er_group(slots.data_ptr(), 3, 2, 3, offsets.data_ptr(), tokens.data_ptr(), slots.data_ptr())
+    library.er_group_pairs(slots.data_ptr(), 3, 2, 3, offsets.data_ptr(), tokens.data_ptr(), slots.data_ptr())
     assert slots.tolist() == [[1, -1], [0, 2], [-1, -1]]
     assert tokens[:3].tolist() == [1, 0, 1]
     assert offsets.tolist() == [0, 1, 1, 3]
@@ -130,12 +130,12 @@ class Layer:
         held = range(num_experts) if experts is None else experts
         gate_up, down = ((c_void_p * len(held))(*[part[e].data_ptr() for e in held]) for part in self.packed)
         packed = abi.CExperts(len(held), size, inner, ctypes.addressof(gate_up), ctypes.addressof(down))
-        packed.ending = abi.ENDING_SILU
+        packed.epilogue = abi.EPILOGUE_SILU
         if self.gate_up_bias is not None and self.down_bias is not None:
             parts = self.gate_up_bias, self.down_bias
             offsets = [(c_void_p * len(held))(*[part[e].data_ptr() for e in held]) for part in parts]
             packed.gate_up_bias, packed.down_bias = map(ctypes.addressof, offsets)
-            packed.ending, packed.swiglu = abi.ENDING_CLAMPED_SWIGLU, abi.CClampedSwiglu(CLAMP.alpha, CLAMP.limit)
+            packed.epilogue, packed.swiglu = abi.EPILOGUE_CLAMPED_SWIGLU, abi.CClampedSwiglu(CLAMP.alpha, CLAMP.limit)
         memory = self.library.er_experts_scratch_size(packed, self.top_k, max_tokens, dtype)
         scratch = torch.empty(memory, dtype=torch.uint8)
         scratch.fill_(0xFF)  # NaN, however it is read

@@ -16,8 +16,8 @@ from torch import Tensor
 from eagleray.kernels.cpu.abi import abi
 
 DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
-ENDINGS = (abi.ENDING_STORE, abi.ENDING_ADD, abi.ENDING_SILU, abi.ENDING_CLAMPED_SWIGLU)
-GATED = (abi.ENDING_SILU, abi.ENDING_CLAMPED_SWIGLU)
+EPILOGUES = (abi.EPILOGUE_STORE, abi.EPILOGUE_ADD, abi.EPILOGUE_SILU, abi.EPILOGUE_CLAMPED_SWIGLU)
+GATED = (abi.EPILOGUE_SILU, abi.EPILOGUE_CLAMPED_SWIGLU)
 ALPHA, LIMIT = 1.7, 0.8
 NUM_ROWS = (1, 2, 3, 5, 8, 11, 12, 13, 16, 17, 24, 31, 32, 33, 64, 100)
 SPARE = 7.0  # what stands where nothing may be written
@@ -53,13 +53,13 @@ class Weight:
     library: ctypes.CDLL
     plain: Tensor  # [n, k]
     bias: Tensor | None
-    ending: int
+    epilogue: int
     packed: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         n, k = self.plain.shape
         dtype, stride = self.plain.dtype, self.plain.stride(0)
-        if self.ending in GATED:
+        if self.epilogue in GATED:
             gate, up = self.plain.chunk(2)
             self.packed = room_for(self.library, 2 * -(-n // 32) * 16, k, dtype)
             rows = gate.data_ptr(), up.data_ptr(), stride, n // 2
@@ -74,10 +74,10 @@ class Weight:
         wide_bias = None if self.bias is None else self.bias.double()
         result = F.linear(x.double(), self.plain.double(), wide_bias)
         scale = F.linear(x.double().abs(), self.plain.double().abs(), None if wide_bias is None else wide_bias.abs())
-        if self.ending not in GATED:
+        if self.epilogue not in GATED:
             return result, scale
         (gate, up), (gate_scale, up_scale) = result.chunk(2, dim=1), scale.chunk(2, dim=1)
-        if self.ending == abi.ENDING_CLAMPED_SWIGLU:
+        if self.epilogue == abi.EPILOGUE_CLAMPED_SWIGLU:
             gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
             gated = gate * torch.sigmoid(ALPHA * gate)
             return gated * up, 1.1 * gate_scale * up.abs() + gated.abs() * up_scale
@@ -86,10 +86,10 @@ class Weight:
 
 
 def random_weight(
-    library: ctypes.CDLL, n: int, k: int, dtype: torch.dtype, *, bias: bool = False, ending: int = abi.ENDING_STORE
+    library: ctypes.CDLL, n: int, k: int, dtype: torch.dtype, *, bias: bool = False, epilogue: int = abi.EPILOGUE_STORE
 ) -> Weight:
     plain = (torch.randn(n, k + 3) / k**0.5).to(dtype)[:, :k]
-    return Weight(library, plain, torch.randn(n) if bias else None, ending)
+    return Weight(library, plain, torch.randn(n) if bias else None, epilogue)
 
 
 class Call:
@@ -97,9 +97,9 @@ class Call:
 
     def __init__(self, x: Tensor, weight: Weight, *, x_rows: Tensor | None = None, y: Tensor | None = None) -> None:
         n, k = weight.plain.shape
-        size = n // 2 if weight.ending in GATED else n
+        size = n // 2 if weight.epilogue in GATED else n
         self.num_rows = len(x) if x_rows is None else len(x_rows)
-        dtype = weight.plain.dtype if weight.ending in GATED else torch.float32
+        dtype = weight.plain.dtype if weight.epilogue in GATED else torch.float32
         self.memory = torch.full((self.num_rows, size + 3), SPARE, dtype=dtype)
         if y is not None:
             self.memory[:, :size] = y
@@ -114,7 +114,7 @@ class Call:
             n=n,
             k=k,
             bias=address(weight.bias),
-            ending=weight.ending,
+            epilogue=weight.epilogue,
             swiglu=abi.CClampedSwiglu(ALPHA, LIMIT),
             y=self.memory.data_ptr(),
             y_stride=size + 3,
@@ -143,12 +143,12 @@ def check_close(result: Tensor, weight: Weight, x: Tensor, y: Tensor | None = No
 
 
 def check_product(
-    library: ctypes.CDLL, n: int, k: int, dtype: torch.dtype, ending: int, num_rows: Sequence[int] = NUM_ROWS
+    library: ctypes.CDLL, n: int, k: int, dtype: torch.dtype, epilogue: int, num_rows: Sequence[int] = NUM_ROWS
 ) -> None:
     torch.manual_seed(n * k)
-    weight = random_weight(library, n, k, dtype, bias=(n + k) % 2 == 0, ending=ending)
+    weight = random_weight(library, n, k, dtype, bias=(n + k) % 2 == 0, epilogue=epilogue)
     x = random_rows(max(num_rows), k, dtype)
-    y = torch.randn(len(x), n) if ending == abi.ENDING_ADD else None
+    y = torch.randn(len(x), n) if epilogue == abi.EPILOGUE_ADD else None
     full = multiply(x, weight, 2, y=y)
     check_close(full, weight, x, y)
     for i, count in enumerate(num_rows):
@@ -162,29 +162,29 @@ def check_product(
 # ---- products
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(2, 1), (6, 3), (32, 64), (34, 7), (100, 130), (128, 256), (258, 1000)])
-def test_product(library: ctypes.CDLL, n: int, k: int, dtype: torch.dtype, ending: int) -> None:
-    check_product(library, n, k, dtype, ending)
+def test_product(library: ctypes.CDLL, n: int, k: int, dtype: torch.dtype, epilogue: int) -> None:
+    check_product(library, n, k, dtype, epilogue)
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_product_that_is_cut_along_k(library: ctypes.CDLL, dtype: torch.dtype, ending: int) -> None:
-    check_product(library, 210, 4243, dtype, ending, (1, 12, 13, 40))
+def test_product_that_is_cut_along_k(library: ctypes.CDLL, dtype: torch.dtype, epilogue: int) -> None:
+    check_product(library, 210, 4243, dtype, epilogue, (1, 12, 13, 40))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_product_of_many_rows(library: ctypes.CDLL, dtype: torch.dtype) -> None:
-    check_product(library, 70, 64, dtype, abi.ENDING_STORE, (95, 96, 97, 193, 400))
+    check_product(library, 70, 64, dtype, abi.EPILOGUE_STORE, (95, 96, 97, 193, 400))
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_product_on_another_processor(other_library: ctypes.CDLL, dtype: torch.dtype, ending: int) -> None:
-    check_product(other_library, 98, 131, dtype, ending)
-    check_product(other_library, 66, 2400, dtype, ending, (1, 5, 30))
+def test_product_on_another_processor(other_library: ctypes.CDLL, dtype: torch.dtype, epilogue: int) -> None:
+    check_product(other_library, 98, 131, dtype, epilogue)
+    check_product(other_library, 66, 2400, dtype, epilogue, (1, 5, 30))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -200,15 +200,15 @@ def test_more_threads_than_panels(library: ctypes.CDLL, num_rows: int, dtype: to
     n=st.integers(1, 80),
     k=st.integers(1, 80),
     dtype=st.sampled_from(DTYPES),
-    ending=st.sampled_from(ENDINGS),
+    epilogue=st.sampled_from(EPILOGUES),
     threads=st.integers(1, 4),
 )
 def test_any_product(
-    library: ctypes.CDLL, num_rows: int, n: int, k: int, dtype: torch.dtype, ending: int, threads: int
+    library: ctypes.CDLL, num_rows: int, n: int, k: int, dtype: torch.dtype, epilogue: int, threads: int
 ) -> None:
-    weight = random_weight(library, 2 * n, k, dtype, bias=True, ending=ending)
+    weight = random_weight(library, 2 * n, k, dtype, bias=True, epilogue=epilogue)
     x = random_rows(num_rows, k, dtype)
-    y = torch.randn(num_rows, 2 * n) if ending == abi.ENDING_ADD else None
+    y = torch.randn(num_rows, 2 * n) if epilogue == abi.EPILOGUE_ADD else None
     check_close(multiply(x, weight, threads, y=y), weight, x, y)
 
 
@@ -221,21 +221,21 @@ def test_rows_that_are_picked(library: ctypes.CDLL, count: int, dtype: torch.dty
     assert torch.equal(picked, multiply(x, weight)[x_rows.long()])
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [7, 20])
 def test_a_broken_row_is_no_other_rows_business(
-    library: ctypes.CDLL, num_rows: int, dtype: torch.dtype, ending: int
+    library: ctypes.CDLL, num_rows: int, dtype: torch.dtype, epilogue: int
 ) -> None:
-    weight, x = random_weight(library, 50, 40, dtype, ending=ending), random_rows(num_rows, 40, dtype)
-    y = torch.randn(num_rows, 50) if ending == abi.ENDING_ADD else None
+    weight, x = random_weight(library, 50, 40, dtype, epilogue=epilogue), random_rows(num_rows, 40, dtype)
+    y = torch.randn(num_rows, 50) if epilogue == abi.EPILOGUE_ADD else None
     expected = multiply(x, weight, y=y)
     x[2, 5], x[4, 6] = torch.nan, torch.inf
     broken = multiply(x, weight, y=y)
     whole = [row for row in range(num_rows) if row not in (2, 4)]
     assert torch.equal(broken[whole], expected[whole])
     assert broken[2].isnan().all()
-    assert not broken[4].isfinite().any() or ending in GATED
+    assert not broken[4].isfinite().any() or epilogue in GATED
 
 
 # ---- many products at once
@@ -247,13 +247,13 @@ def test_products_at_once(library: ctypes.CDLL, dtype: torch.dtype, threads: int
     x = random_rows(64, 96, dtype)
     calls, expected = [], []
     for index, count in enumerate([0, 1, 5, 0, 0, 13, 130, 2, 1, 0]):
-        weight = random_weight(library, 60 + 20 * index, 96, dtype, bias=True, ending=ENDINGS[index % 4])
+        weight = random_weight(library, 60 + 20 * index, 96, dtype, bias=True, epilogue=EPILOGUES[index % 4])
         x_rows = torch.randint(64, (count,), dtype=torch.int32)
         calls.append(Call(x, weight, x_rows=x_rows))
         (alone,) = run(library, [Call(x, weight, x_rows=x_rows)], dtype)
         expected.append(alone)
         check_close(
-            alone, weight, x[x_rows.long()], torch.full((1, 1), SPARE) if weight.ending == abi.ENDING_ADD else None
+            alone, weight, x[x_rows.long()], torch.full((1, 1), SPARE) if weight.epilogue == abi.EPILOGUE_ADD else None
         )
     for result, alone in zip(run(library, calls, dtype, threads), expected, strict=True):
         assert torch.equal(result, alone)
@@ -286,7 +286,7 @@ def test_panels(library: ctypes.CDLL, n: int, k: int, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("inner", [16, 37])
 def test_panels_of_gate_and_up(library: ctypes.CDLL, inner: int) -> None:
-    weight = random_weight(library, 2 * inner, 11, torch.float32, ending=abi.ENDING_SILU)
+    weight = random_weight(library, 2 * inner, 11, torch.float32, epilogue=abi.EPILOGUE_SILU)
     panels = weight.packed.view(-1, 11, 2, 16)
     for place, plain in enumerate(weight.plain.chunk(2)):
         rows = panels[:, :, place].transpose(1, 2).flatten(0, 1)  # [inner, padded to 16; k]

@@ -21,13 +21,13 @@ enum { MAX_TOP_K = 256 };     // of `er_top_k`
 
 // ---- matrix products
 
-// What happens to the result of a product before it is written. The gated endings take a weight that
+// What happens to the result of a product before it is written. The gated epilogues take a weight that
 // `er_pack_gate_up` packed.
 enum {
-  ENDING_STORE,           // float y = result
-  ENDING_ADD,             // float y += result
-  ENDING_SILU,            // T y[row, j] = silu(gate j) * up j
-  ENDING_CLAMPED_SWIGLU,  // T y[row, j] = gate * sigmoid(alpha * gate) * (up + 1), with gate j at most `limit`, and
+  EPILOGUE_STORE,           // float y = result
+  EPILOGUE_ADD,             // float y += result
+  EPILOGUE_SILU,            // T y[row, j] = silu(gate j) * up j
+  EPILOGUE_CLAMPED_SWIGLU,  // T y[row, j] = gate * sigmoid(alpha * gate) * (up + 1), with gate j at most `limit`, and
                           // up j between -limit and limit
 };
 
@@ -45,8 +45,8 @@ typedef struct {
   int64_t n;              // outputs; if gated 2 * inner, whatever `inner` was padded to
   int64_t k;
   const float* bias;      // [n], if gated the bias of gate and then that of up; null: no bias
-  int64_t ending;
-  CClampedSwiglu swiglu;  // of ENDING_CLAMPED_SWIGLU
+  int64_t epilogue;
+  CClampedSwiglu swiglu;  // of EPILOGUE_CLAMPED_SWIGLU
   void* y;                // [num_rows, n] float, or if gated [num_rows, inner] T
   int64_t y_stride;
 } CProduct;
@@ -150,7 +150,7 @@ typedef struct {
   const void* const* down;           // by slot, T packed by `er_pack`
   const float* const* gate_up_bias;  // by slot, [2 * inner]; null: no expert has one
   const float* const* down_bias;     // by slot, [hidden]; null: no expert has one
-  int64_t ending;                    // of gate and up
+  int64_t epilogue;                    // of gate and up
   CClampedSwiglu swiglu;
 } CExperts;
 
@@ -203,9 +203,9 @@ void er_sum_pairs(const CExperts* experts, const void* x, int64_t x_stride, int6
                   int64_t top_k, const float* weights, float* hidden, void* scratch, int64_t max_tokens, int dtype,
                   int num_threads);
 
-// See `group` in experts.h.
-void er_group(const int32_t* slots, int64_t num_tokens, int64_t top_k, int64_t num_slots, int32_t* offsets,
-              int32_t* tokens, int32_t* positions);
+// See `group_pairs` in experts.h.
+void er_group_pairs(const int32_t* slots, int64_t num_tokens, int64_t top_k, int64_t num_slots, int32_t* offsets,
+                    int32_t* tokens, int32_t* positions);
 
 // See `combine` in experts.h.
 void er_combine(const float* outputs, const int32_t* positions, const float* weights, int64_t num_tokens,
@@ -248,10 +248,10 @@ typedef struct {
 
 typedef struct {
   int64_t x;              // T
-  int64_t out;            // as the ending says
+  int64_t out;            // as the epilogue says
   int64_t n;
   int64_t k;
-  int64_t ending;
+  int64_t epilogue;
   CClampedSwiglu swiglu;
   const void* weight;
   const float* bias;

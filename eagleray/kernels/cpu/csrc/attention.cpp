@@ -1,52 +1,53 @@
-// How a share of the tasks is computed: tile by tile, and for each tile chunk by chunk of its context.
+// Attention of one shard: its tasks one after another, and each task chunk by chunk of its context.
 #include "attention_division.h"
 
 namespace eagleray {
 namespace {
 
 constexpr float LOG2_E = 1.44269504088896341f;
-constexpr int64_t AHEAD = 4;  // slices that are fetched from memory before they are read
+constexpr int64_t SLICES_AHEAD = 4;  // distance of prefetching
 
 // 16 lanes of a block.
 template <class T>
 struct Slice {
-  int64_t position, tokens;  // the first one; there are fewer than 16 at the end of a block of an odd size
-  const T* keys;             // of the block and kv head; the values follow
-  int64_t lane;              // in the block
+  int64_t position;  // of the first token
+  int64_t tokens;    // 16, fewer at the end of a block whose size is no multiple of 16
+  const T* keys;     // of the block and kv head; the values follow
+  int64_t lane;      // of the first token in the block
 
   int64_t end() const { return position + tokens; }
 };
 
 template <class T>
 struct Chunk {
-  Span slices;  // those that some row of the tile sees
-  Slice<T> at[SLICES];
+  Span slices;  // that at least one row of the tile sees
+  Slice<T> at[CHUNK_SLICES];
 
   const Slice<T>& first() const { return at[slices.begin]; }
   const Slice<T>& last() const { return at[slices.end - 1]; }
 };
 
-// What a thread works on.
+// Memory of one thread. `for_rows` may exceed the tile by one row, and a group of slices the end of the last row.
 template <class T>
 struct Workspace {
-  alignas(64) T queries[TILE + 1][MAX_HEAD_DIM];  // `for_rows` may run over by one
-  alignas(64) float scores[TILE + 2][CHUNK];      // and slices over the end of the last row
-  alignas(64) T probabilities[TILE + 1][CHUNK];
-  alignas(64) float parts[TILE + 1][RESULT];  // of a chunk
-  alignas(64) float totals[TILE][RESULT];     // of the chunks so far
-  float part_tops[TILE], total_tops[TILE];
+  alignas(64) T queries[TILE + 1][MAX_HEAD_DIM];
+  alignas(64) float scores[TILE + 2][CHUNK_LANES];
+  alignas(64) T probabilities[TILE + 1][CHUNK_LANES];
+  alignas(64) float parts[TILE + 1][RESULT_SIZE];  // results of one chunk
+  alignas(64) float totals[TILE][RESULT_SIZE];     // results of the chunks so far
+  float part_max[TILE], total_max[TILE];
   alignas(64) T last_values[LANES * MAX_HEAD_DIM];
-  Span seen[TILE];  // positions
+  Span visible[TILE];  // positions
   Chunk<T> chunks[2];
   std::vector<Piece> pieces;
 };
 
 template <class T>
-class Attention : Places {
+class Attention : TaskRows {
  public:
   Attention(const CAttentionParams& params, const CAttentionMetadata& metadata, const T* queries, const T* cache,
             T* out, const Scratch& scratch, Workspace<T>& space)
-      : Places{params, metadata}, queries_(queries), cache_(cache), out_(out), scratch_(scratch), space_(space) {}
+      : TaskRows{params, metadata}, queries_(queries), cache_(cache), out_(out), scratch_(scratch), space_(space) {}
 
   void run() {
     const std::vector<Piece>& pieces = space_.pieces;
@@ -55,71 +56,73 @@ class Attention : Places {
 
  private:
   void run(const Piece& piece, const Piece& following) {
-    open(piece.task);
-    find(piece.task, piece.chunks.begin, space_.chunks[0]);
+    load_queries(piece.task);
+    find_slices(piece.task, piece.chunks.begin, space_.chunks[0]);
     for (int64_t index = piece.chunks.begin, turn = 0; index < piece.chunks.end; index++, turn ^= 1) {
       const Chunk<T>& chunk = space_.chunks[turn];
       Chunk<T>& next = space_.chunks[turn ^ 1];
-      if (index + 1 < piece.chunks.end) find(piece.task, index + 1, next);
-      else find(following.task, following.chunks.begin, next);
-      Span some = compute(piece.task, chunk, next);
-      for (int64_t row = some.begin; row < some.end; row++) {
-        if (piece.sharers == 1) add(row, space_.parts[row], space_.part_tops[row]);
-        else put(piece, index, row);
+      if (index + 1 < piece.chunks.end) find_slices(piece.task, index + 1, next);
+      else find_slices(following.task, following.chunks.begin, next);
+      Span active = compute(piece.task, chunk, next);
+      for (int64_t row = active.begin; row < active.end; row++) {
+        if (piece.num_shards == 1) add_part(row, space_.parts[row], space_.part_max[row]);
+        else store_part(piece, index, row);
       }
     }
-    if (piece.sharers == 1 || merge_pieces(piece)) close(piece.task);
+    if (piece.num_shards == 1 || merge_pieces(piece)) write_results(piece.task);
   }
 
-  void open(const Task& task) {
+  void load_queries(const Task& task) {
     for (int64_t row = 0; row < task.end - task.begin; row++) {
       std::memcpy((void*)space_.queries[row], queries_ + offset(task, task.begin + row), size_t(size_) * sizeof(T));
-      space_.seen[row] = seen(task, task.begin + row);
-      space_.total_tops[row] = NONE;
+      space_.visible[row] = visible(task, task.begin + row);
+      space_.total_max[row] = NO_SCORE;
     }
   }
 
-  void close(const Task& task) {
+  void write_results(const Task& task) {
     for (int64_t row = 0; row < task.end - task.begin; row++)
-      finish(space_.totals[row], space_.totals[row] + width_, sunk(task, row), size_,
+      finish(space_.totals[row], space_.totals[row] + width_, sink_probability(task, row), size_,
              out_ + offset(task, task.begin + row));
   }
 
-  float sunk(const Task& task, int64_t row) const {
+  float sink_probability(const Task& task, int64_t row) const {
     if (!params.sinks) return 0;
-    return std::exp2(params.sinks[head(task, task.begin + row)] * LOG2_E - space_.total_tops[row]);
+    return std::exp2(params.sinks[head(task, task.begin + row)] * LOG2_E - space_.total_max[row]);
   }
 
-  void add(int64_t row, const float* part, float top) {
-    float &total_top = space_.total_tops[row], *total = space_.totals[row];
-    if (total_top != NONE) return merge(total, &total_top, part, top, width_ + LANES);
+  void add_part(int64_t row, const float* part, float max_score) {
+    float &total_max_score = space_.total_max[row], *total = space_.totals[row];
+    if (total_max_score != NO_SCORE) return merge(total, &total_max_score, part, max_score, width_ + LANES);
     std::memcpy(total, part, size_t(width_ + LANES) * sizeof(float));
-    total_top = top;
+    total_max_score = max_score;
   }
 
-  void put(const Piece& piece, int64_t chunk, int64_t row) {
+  void store_part(const Piece& piece, int64_t chunk, int64_t row) {
     chunk -= chunks(piece.task).begin;
-    std::memcpy(scratch_.result(piece.owner, chunk, row), space_.parts[row], size_t(width_ + LANES) * sizeof(float));
-    scratch_.top(piece.owner, chunk, row) = space_.part_tops[row];
+    std::memcpy(scratch_.result(piece.first_shard, chunk, row), space_.parts[row],
+                size_t(width_ + LANES) * sizeof(float));
+    scratch_.max_score(piece.first_shard, chunk, row) = space_.part_max[row];
   }
 
-  // By the last share to come; the others need not.
+  // Merge the chunks of a task that several shards computed. Only the last shard to finish does it and returns true.
   bool merge_pieces(const Piece& piece) {
-    std::atomic<int32_t>& done = scratch_.done(piece.owner);
-    if (done.fetch_add(1, std::memory_order_acq_rel) != piece.sharers - 1) return false;
+    std::atomic<int32_t>& done = scratch_.done(piece.first_shard);
+    if (done.fetch_add(1, std::memory_order_acq_rel) != piece.num_shards - 1) return false;
     done.store(0, std::memory_order_relaxed);
     const Span all = chunks(piece.task);
     for (int64_t chunk = 0; chunk < all.end - all.begin; chunk++)
       for (int64_t row = 0; row < group; row++)
-        add(row, scratch_.result(piece.owner, chunk, row), scratch_.top(piece.owner, chunk, row));
+        add_part(row, scratch_.result(piece.first_shard, chunk, row),
+                 scratch_.max_score(piece.first_shard, chunk, row));
     return true;
   }
 
-  void find(const Task& task, int64_t index, Chunk<T>& chunk) const {
-    const Span positions = seen(task);
-    const int64_t base = index * SLICES;
+  void find_slices(const Task& task, int64_t index, Chunk<T>& chunk) const {
+    const Span positions = visible(task);
+    const int64_t base = index * CHUNK_SLICES;
     const int64_t begin = std::max(slice_of(params, positions.begin), base);
-    const int64_t end = std::min(slice_of(params, positions.end - 1) + 1, base + SLICES);
+    const int64_t end = std::min(slice_of(params, positions.end - 1) + 1, base + CHUNK_SLICES);
     const int32_t* table = metadata.block_table + task.request * metadata.table_stride;
     int64_t block = begin / (lanes_ / LANES), lane = begin % (lanes_ / LANES) * LANES;
     chunk.slices = {begin - base, end - base};
@@ -132,31 +135,31 @@ class Attention : Places {
     }
   }
 
-  // Results of a chunk for the rows that see it, which are returned. `next` is what will be read after it.
+  // Compute a chunk for the rows that see it, and return these rows. `next` is the chunk that is read after it.
   Span compute(const Task& task, const Chunk<T>& chunk, const Chunk<T>& next) {
-    Span some = {0, task.end - task.begin};
-    while (space_.seen[some.begin].end <= chunk.first().position) some.begin++;
-    while (space_.seen[some.end - 1].begin >= chunk.last().end()) some.end--;
-    const T* order[2 * SLICES + AHEAD];  // what is read: this chunk's keys, its values, the next one's keys
+    Span active = {0, task.end - task.begin};
+    while (space_.visible[active.begin].end <= chunk.first().position) active.begin++;
+    while (space_.visible[active.end - 1].begin >= chunk.last().end()) active.end--;
+    const T* order[2 * CHUNK_SLICES + SLICES_AHEAD];  // of reading: this chunk's keys and values, the next's keys
     const int64_t count = chunk.slices.end - chunk.slices.begin;
     for (int64_t i = 0; i < count; i++) {
       order[i] = chunk.at[chunk.slices.begin + i].keys;
       order[count + i] = order[i] + values_at_;
     }
-    for (int64_t i = 0; i < AHEAD; i++)
+    for (int64_t i = 0; i < SLICES_AHEAD; i++)
       order[2 * count + i] = next.at[std::min(next.slices.begin + i, next.slices.end - 1)].keys;
-    score(chunk, some, order + AHEAD);
-    const bool whole = count == SLICES && params.block_size % LANES == 0;
-    for (int64_t row = some.begin; row < some.end; row++) {
-      const Span seen = space_.seen[row];
-      const bool all = whole && seen.begin <= chunk.first().position && seen.end >= chunk.last().end();
-      all ? soften_all(row) : soften_seen(chunk, row);
+    multiply_queries(chunk, active, order + SLICES_AHEAD);
+    const bool whole = count == CHUNK_SLICES && params.block_size % LANES == 0;
+    for (int64_t row = active.begin; row < active.end; row++) {
+      const Span visible = space_.visible[row];
+      const bool all = whole && visible.begin <= chunk.first().position && visible.end >= chunk.last().end();
+      all ? softmax_all(row) : softmax_visible(chunk, row);
     }
-    weigh(task, chunk, some, order + count + AHEAD);
-    return some;
+    multiply_probabilities(task, chunk, active, order + count + SLICES_AHEAD);
+    return active;
   }
 
-  void score(const Chunk<T>& chunk, Span some, const T* const* later) {
+  void multiply_queries(const Chunk<T>& chunk, Span active, const T* const* later) {
     for (int64_t slice = chunk.slices.begin; slice < chunk.slices.end; slice += VECTORS) {
       const T *keys[VECTORS], *fetch[VECTORS];
       for (int64_t n = 0; n < VECTORS; n++) {
@@ -164,33 +167,34 @@ class Attention : Places {
         keys[n] = chunk.at[i].keys + chunk.at[i].lane * PAIR<T>;
         fetch[n] = later[i - chunk.slices.begin] + chunk.at[i].lane * PAIR<T>;
       }
-      for_rows(some, [&](int64_t row, auto count) {
-        if (space_.seen[std::min(row + count(), some.end) - 1].end <= chunk.at[slice].position) return;
+      for_rows(active, [&](int64_t row, auto count) {
+        if (space_.visible[std::min(row + count(), active.end) - 1].end <= chunk.at[slice].position) return;
         multiply_keys<T, count(), VECTORS>(space_.queries[row], keys, fetch, lanes_ * PAIR<T>, size_,
                                            space_.scores[row] + slice * LANES);
       });
     }
   }
 
-  __attribute__((noinline)) void soften_all(int64_t row) {
-    space_.part_tops[row] = soften<T>({0, SLICES}, [](int64_t) { return Span{0, LANES}; }, scale_, space_.scores[row],
+  __attribute__((noinline)) void softmax_all(int64_t row) {
+    auto all_lanes = [](int64_t) { return Span{0, LANES}; };
+    space_.part_max[row] = softmax<T>({0, CHUNK_SLICES}, all_lanes, scale_, space_.scores[row],
                                       space_.probabilities[row], space_.parts[row] + width_);
   }
 
-  __attribute__((noinline)) void soften_seen(const Chunk<T>& chunk, int64_t row) {
-    const Span seen = space_.seen[row];
-    auto shown = [&](int64_t i) {
+  __attribute__((noinline)) void softmax_visible(const Chunk<T>& chunk, int64_t row) {
+    const Span visible = space_.visible[row];
+    auto visible_lanes = [&](int64_t i) {
       if (i < chunk.slices.begin || i >= chunk.slices.end) return Span{0, 0};
       const Slice<T>& slice = chunk.at[i];
-      return Span{seen.begin - slice.position, std::min(seen.end - slice.position, slice.tokens)};
+      return Span{visible.begin - slice.position, std::min(visible.end - slice.position, slice.tokens)};
     };
-    space_.part_tops[row] = soften<T>(chunk.slices, shown, scale_, space_.scores[row], space_.probabilities[row],
-                                      space_.parts[row] + width_);
+    space_.part_max[row] = softmax<T>(chunk.slices, visible_lanes, scale_, space_.scores[row],
+                                      space_.probabilities[row], space_.parts[row] + width_);
   }
 
-  void weigh(const Task& task, const Chunk<T>& chunk, Span some, const T* const* later) {
+  void multiply_probabilities(const Task& task, const Chunk<T>& chunk, Span active, const T* const* later) {
     const auto [begin, end] = chunk.slices;
-    const T *values[SLICES], *fetch[SLICES];
+    const T *values[CHUNK_SLICES], *fetch[CHUNK_SLICES];
     for (int64_t i = begin; i < end; i++) {
       const int64_t offset = chunk.at[i].lane * size_;
       values[i] = chunk.at[i].keys + values_at_ + offset;
@@ -199,29 +203,30 @@ class Attention : Places {
     const int64_t known = metadata.seq_lens[task.request] - chunk.last().position;
     if (known < chunk.last().tokens) values[end - 1] = copy_known(values[end - 1], known);
     int64_t feature = 0;
-    if (some.end - some.begin <= FEW_ROWS) cover<FEW_ROWS, MANY_VECTORS>(chunk, some, values, fetch, feature);
-    cover<MAX_ROWS, VECTORS>(chunk, some, values, fetch, feature);
-    cover<MAX_ROWS, 1>(chunk, some, values, fetch, feature);
+    if (active.end - active.begin <= FEW_ROWS) cover<FEW_ROWS, MANY_VECTORS>(chunk, active, values, fetch, feature);
+    cover<MAX_ROWS, VECTORS>(chunk, active, values, fetch, feature);
+    cover<MAX_ROWS, 1>(chunk, active, values, fetch, feature);
     if (feature < size_)
-      for (int64_t row = some.begin; row < some.end; row++)
+      for (int64_t row = active.begin; row < active.end; row++)
         multiply_rest(space_.probabilities[row], values, chunk.slices, size_ * PAIR<T>, feature, space_.parts[row]);
   }
 
-  // Features from `feature` on, as long as there are N vectors of them.
+  // Compute the features from `feature` on in steps of N vectors, while N vectors remain.
   template <int MOST, int N>
-  void cover(const Chunk<T>& chunk, Span some, const T* const* values, const T* const* fetch, int64_t& feature) {
+  void cover(const Chunk<T>& chunk, Span active, const T* const* values, const T* const* fetch, int64_t& feature) {
     for (; feature + N * LANES <= size_; feature += N * LANES)
-      for_rows<MOST>(some, [&](int64_t row, auto count) {
-        const int64_t last = std::min(row + count(), some.end) - 1;
+      for_rows<MOST>(active, [&](int64_t row, auto count) {
+        const int64_t last = std::min(row + count(), active.end) - 1;
         auto [begin, end] = chunk.slices;
-        while (chunk.at[begin].end() <= space_.seen[row].begin) begin++;
-        while (chunk.at[end - 1].position >= space_.seen[last].end) end--;
+        while (chunk.at[begin].end() <= space_.visible[row].begin) begin++;
+        while (chunk.at[end - 1].position >= space_.visible[last].end) end--;
         multiply_values<T, count(), N>(space_.probabilities[row], values, fetch, {begin, end}, size_ * PAIR<T>, feature,
                                        space_.parts[row]);
       });
   }
 
-  // The first tokens of a slice's values, and zeros for the rest: 0 times what another request left there may be NaN.
+  // Copy the values of a slice's first tokens, with zeros for the others: another request may have left values there
+  // whose product with the probability 0 is NaN.
   const T* copy_known(const T* values, int64_t tokens) {
     const int64_t step = size_ * PAIR<T>, known = tokens / PAIR<T> * step;
     T* copy = space_.last_values;
@@ -238,38 +243,38 @@ class Attention : Places {
   const Scratch& scratch_;
   Workspace<T>& space_;
   const int64_t size_ = params.head_dim, width_ = round_up(size_, LANES), lanes_ = lanes_of_block(params);
-  const int64_t values_at_ = lanes_ * size_;                // in a block of a kv head
-  const float scale_ = params.scale * LOG2_E;                // for powers of 2
+  const int64_t values_at_ = lanes_ * size_;   // offset of the values in a block of a kv head
+  const float scale_ = params.scale * LOG2_E;  // makes the softmax one of powers of 2
 };
 
-// In which a crew divides a phase.
-int64_t num_shares(int num_threads) {
-  Crew::State state;
-  int64_t size = 0;
-  Crew(&state, num_threads).each([&](Team team) { size = team.size; });
-  return size;
+// The number of shards into which a team of threads divides a phase.
+int64_t count_shards(int num_threads) {
+  Team::State state;
+  int64_t count = 0;
+  Team(&state, num_threads).for_each_shard([&](Shard shard) { count = shard.count; });
+  return count;
 }
 
 }  // namespace
 
 int64_t attend_scratch(const CAttentionParams& params, int64_t max_context, int num_threads) {
   const int64_t max_chunks = chunk_of(params, max_context - 1) + 1;
-  return Scratch(params, num_shares(num_threads), max_chunks, nullptr).size();
+  return Scratch(params, count_shards(num_threads), max_chunks, nullptr).size();
 }
 
 template <class T>
-void attend(const Team& team, const CAttentionParams& params, const CAttentionMetadata& metadata, const T* queries,
+void attend(const Shard& shard, const CAttentionParams& params, const CAttentionMetadata& metadata, const T* queries,
             const T* cache, T* out, float* scratch) {
   static thread_local Workspace<T> space;
-  Division division(params, metadata, team);
+  Division division(params, metadata, shard);
   division.collect(space.pieces);
-  Scratch parts(params, team.size, division.max_chunks(), scratch);
+  Scratch parts(params, shard.count, division.max_chunks(), scratch);
   Attention<T>(params, metadata, queries, cache, out, parts, space).run();
 }
 
-template void attend(const Team&, const CAttentionParams&, const CAttentionMetadata&, const float*, const float*,
+template void attend(const Shard&, const CAttentionParams&, const CAttentionMetadata&, const float*, const float*,
                      float*, float*);
-template void attend(const Team&, const CAttentionParams&, const CAttentionMetadata&, const Bf16*, const Bf16*, Bf16*,
+template void attend(const Shard&, const CAttentionParams&, const CAttentionMetadata&, const Bf16*, const Bf16*, Bf16*,
                      float*);
 
 }  // namespace eagleray
@@ -286,9 +291,9 @@ int64_t er_attention_scratch_size(const CAttentionParams* params, int64_t max_co
 
 void er_attend(const CAttentionParams* params, const CAttentionMetadata* metadata, const void* queries,
                const void* cache, void* out, float* scratch, int dtype, int num_threads) {
-  run_team(num_threads, [&](const Team& team) {
-    if (dtype) attend(team, *params, *metadata, (const Bf16*)queries, (const Bf16*)cache, (Bf16*)out, scratch);
-    else attend(team, *params, *metadata, (const float*)queries, (const float*)cache, (float*)out, scratch);
+  run_phase(num_threads, [&](const Shard& shard) {
+    if (dtype) attend(shard, *params, *metadata, (const Bf16*)queries, (const Bf16*)cache, (Bf16*)out, scratch);
+    else attend(shard, *params, *metadata, (const float*)queries, (const float*)cache, (float*)out, scratch);
   });
 }
 

@@ -1,17 +1,17 @@
 // Attention over the paged cache.
 //
-// A layer's cache is [blocks][kv heads][keys, then values]. In both, the tokens of a block are lanes; there are
-// round_up(block_size, 16) of them. With PAIR numbers to a word (2 of bfloat16, 1 of float):
+// A layer's cache is [blocks][kv heads][keys, then values]. In both, each token of a block is a lane, and a block has
+// round_up(block_size, 16) lanes. With PAIR numbers in a word (2 of bfloat16, 1 of float):
 //
-//   keys    [head_dim / PAIR][lanes][PAIR]   16 tokens in a register: their scores grow by dot(query pair, keys)
-//   values  [lanes / PAIR][head_dim][PAIR]   16 features in a register: they grow by dot(probability pair, values)
+//   keys    [head_dim / PAIR][lanes][PAIR]   a register holds 16 tokens: scores += dot(query pair, keys)
+//   values  [lanes / PAIR][head_dim][PAIR]   a register holds 16 features: results += dot(probability pair, values)
 //
-// The cache begins as zeros. Lanes behind block_size are never written. Lanes behind the end of a row's context hold
-// what another request left there, perhaps NaN: nothing of it reaches a result.
+// The cache begins as zeros. Lanes beyond block_size are never written. Lanes beyond the end of a row's context hold
+// numbers that another request left there, possibly NaN; none of them reaches a result.
 //
-// The keys of a context are cut at fixed places into chunks. Each chunk has its own softmax, and the results of the
-// chunks are merged in their order. So a query's result is the same number alone and beside others, at the end of a
-// prompt or after it, and however the work is divided.
+// The keys of a context are divided into chunks at fixed positions. Each chunk has its own softmax, and the results of
+// the chunks are merged in order. Therefore a query's result is the same number whether it is computed alone or in a
+// batch, within its prompt or after it, and however the work is divided among threads.
 #pragma once
 
 #include "base.h"
@@ -20,27 +20,28 @@ namespace eagleray {
 
 inline int64_t lanes_of_block(const CAttentionParams& params) { return round_up(params.block_size, LANES); }
 
-// Numbers of one block in the cache of a layer.
+// The number of elements of one block in the cache of a layer.
 inline int64_t block_elements(const CAttentionParams& params) {
   return params.num_kv_heads * 2 * lanes_of_block(params) * params.head_dim;
 }
 
-// Split the products [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] into queries, keys and values. Queries and
-// keys are normed, where there are weights [head_dim], and rotated by their position, with tables
+// Split qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] into queries, keys and values. Queries and keys are
+// normalized if q_norm and k_norm [head_dim] are not null, and rotated by their position with the tables cos and sin
 // [positions, head_dim / 2]. Queries go to [num_tokens, num_heads * head_dim], keys and values to their slots.
 template <class T>
-void prepare(const Team& team, const CAttentionParams& params, const CAttentionMetadata& metadata, const float* qkv,
+void prepare(const Shard& shard, const CAttentionParams& params, const CAttentionMetadata& metadata, const float* qkv,
              const float* q_norm, const float* k_norm, float eps, const float* cos, const float* sin, T* queries,
              T* cache);
 
-// Floats that a crew of so many threads needs as scratch for contexts up to `max_context`. The scratch begins as zeros
-// and serves one phase at a time.
+// The number of floats of scratch that a team of `num_threads` needs for contexts up to `max_context`. The scratch
+// begins as zeros and serves one phase at a time.
 int64_t attend_scratch(const CAttentionParams& params, int64_t max_context, int num_threads);
 
-// Attention of all queries over their rows' contexts -> out [num_tokens, num_heads * head_dim]. All that the queries
-// see has been prepared. A token that overflowed may spoil those of its own row that are computed with it.
+// Attention of all queries over their rows' contexts -> out [num_tokens, num_heads * head_dim]. `prepare` must have
+// finished for the whole batch. Infinities and NaN in a token may reach other tokens of the same row that are computed
+// with it, but no other row.
 template <class T>
-void attend(const Team& team, const CAttentionParams& params, const CAttentionMetadata& metadata, const T* queries,
+void attend(const Shard& shard, const CAttentionParams& params, const CAttentionMetadata& metadata, const T* queries,
             const T* cache, T* out, float* scratch);
 
 }  // namespace eagleray

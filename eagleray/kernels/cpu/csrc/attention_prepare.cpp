@@ -1,11 +1,12 @@
-// From a layer's products to queries and cached keys and values.
+// Queries, and keys and values in the cache, from the product of a layer's hidden states with its qkv weight.
 #include "attention.h"
 #include "rows.h"
 
 namespace eagleray {
 namespace {
 
-// x / rms(x) * weight, if there is one, then rotated. One body, so that every head gets the same instructions.
+// Normalize x by weight, unless it is null, and rotate it. The function is not inlined, so that every head is computed
+// by the same instructions.
 template <class T>
 __attribute__((noinline)) void norm_and_rotate(const float* x, int64_t half, const float* weight, float eps,
                                                const float* cos, const float* sin, T* out) {
@@ -45,13 +46,13 @@ void write_value(const T* value, int64_t size, int64_t lane, T* values) {
 }  // namespace
 
 template <class T>
-void prepare(const Team& team, const CAttentionParams& params, const CAttentionMetadata& metadata, const float* qkv,
+void prepare(const Shard& shard, const CAttentionParams& params, const CAttentionMetadata& metadata, const float* qkv,
              const float* q_norm, const float* k_norm, float eps, const float* cos, const float* sin, T* queries,
              T* cache) {
   const int64_t heads = params.num_heads, kv_heads = params.num_kv_heads, group = heads / kv_heads;
   const int64_t size = params.head_dim, half = size / 2, lanes = lanes_of_block(params);
   alignas(64) T key[MAX_HEAD_DIM], value[MAX_HEAD_DIM];
-  const Span own = share(team, metadata.num_tokens * kv_heads);
+  const Span own = range_of(shard, metadata.num_tokens * kv_heads);
   for (int64_t item = own.begin; item < own.end; item++) {
     const int64_t token = item / kv_heads, kv_head = item % kv_heads;
     const float* from = qkv + token * (heads + 2 * kv_heads) * size;
@@ -72,9 +73,9 @@ void prepare(const Team& team, const CAttentionParams& params, const CAttentionM
   }
 }
 
-template void prepare(const Team&, const CAttentionParams&, const CAttentionMetadata&, const float*, const float*,
+template void prepare(const Shard&, const CAttentionParams&, const CAttentionMetadata&, const float*, const float*,
                       const float*, float, const float*, const float*, float*, float*);
-template void prepare(const Team&, const CAttentionParams&, const CAttentionMetadata&, const float*, const float*,
+template void prepare(const Shard&, const CAttentionParams&, const CAttentionMetadata&, const float*, const float*,
                       const float*, float, const float*, const float*, Bf16*, Bf16*);
 
 }  // namespace eagleray
@@ -84,8 +85,8 @@ using namespace eagleray;
 extern "C" void er_prepare(const CAttentionParams* params, const CAttentionMetadata* metadata, const float* qkv,
                            const float* q_norm, const float* k_norm, float eps, const float* cos, const float* sin,
                            void* queries, void* cache, int dtype, int num_threads) {
-  run_team(num_threads, [&](const Team& team) {
-    if (dtype) prepare(team, *params, *metadata, qkv, q_norm, k_norm, eps, cos, sin, (Bf16*)queries, (Bf16*)cache);
-    else prepare(team, *params, *metadata, qkv, q_norm, k_norm, eps, cos, sin, (float*)queries, (float*)cache);
+  run_phase(num_threads, [&](const Shard& shard) {
+    if (dtype) prepare(shard, *params, *metadata, qkv, q_norm, k_norm, eps, cos, sin, (Bf16*)queries, (Bf16*)cache);
+    else prepare(shard, *params, *metadata, qkv, q_norm, k_norm, eps, cos, sin, (float*)queries, (float*)cache);
   });
 }

@@ -1,8 +1,8 @@
-// The products and the softmax of a tile: some rows by some slices of the cache.
+// The products and the softmax of a tile: several rows by several slices of the cache.
 //
 // A row is the query of one token and head. A slice is 16 lanes of a block. A row's numbers come from the same
-// operations in the same order for every number of rows and slices that are computed together: slices that a row does
-// not see have probability 0, and adding 0 changes nothing.
+// operations in the same order, however many rows and slices are computed together: slices that a row does not see have
+// probability 0, and adding 0 changes nothing.
 #pragma once
 
 #include <algorithm>
@@ -13,15 +13,15 @@
 namespace eagleray {
 namespace {
 
-constexpr int64_t SLICES = 16;                    // of a chunk
-constexpr int64_t CHUNK = SLICES * LANES;         // lanes that share a softmax
-constexpr int64_t RESULT = MAX_HEAD_DIM + LANES;  // of a row: features, then 16 sums of its probabilities
-constexpr float NONE = -1e30f;                    // the top score where there is none: below every score, and finite
+constexpr int64_t CHUNK_SLICES = 16;
+constexpr int64_t CHUNK_LANES = CHUNK_SLICES * LANES;  // one softmax
+constexpr int64_t RESULT_SIZE = MAX_HEAD_DIM + LANES;  // of a row: features, then 16 sums of its probabilities
+constexpr float NO_SCORE = -1e30f;                     // highest score of no keys: below every score, and finite
 
-// Slices that are read together: a processor reads well from so many pages of memory at a time.
-constexpr int64_t TOGETHER = 4;
+// Slices that are read alternately: a processor reads well from about this many pages of memory at a time.
+constexpr int64_t SLICES_AT_ONCE = 4;
 
-// Rows x vectors of 16 results that are held in registers; few rows may have more vectors.
+// Rows x vectors of 16 results that fit into the registers; fewer rows leave room for more vectors.
 constexpr int PARTS = LANES / WIDTH;  // registers of a vector
 constexpr int MAX_ROWS = PARTS == 1 ? 6 : PARTS == 2 ? 4 : 2, VECTORS = PARTS == 1 ? 4 : 1;
 constexpr int FEW_ROWS = PARTS == 1 ? 3 : PARTS == 2 ? 2 : 1, MANY_VECTORS = 2 * VECTORS;
@@ -29,7 +29,7 @@ constexpr int FEW_ROWS = PARTS == 1 ? 3 : PARTS == 2 ? 2 : 1, MANY_VECTORS = 2 *
 template <int N>
 using Count = std::integral_constant<int, N>;
 
-// Call f(row, Count<M>) until all rows are covered, M at most MOST; the last one may run over the end by one.
+// Call f(row, Count<M>), M at most MOST, until all rows are covered. The last call may exceed the end by one row.
 template <int MOST = MAX_ROWS, class F>
 inline void for_rows(Span rows, F&& f) {
   constexpr int ENOUGH = MOST > 4 ? MOST - 1 : MOST;
@@ -37,7 +37,7 @@ inline void for_rows(Span rows, F&& f) {
   if constexpr (MOST > 1) for_rows<(MOST > 4 ? 4 : MOST - 1)>(rows, f);
 }
 
-// ---- products. While slices are read, others are fetched from memory for later.
+// ---- products. While slices are read, later ones are prefetched from memory.
 
 template <class T, int M, int N>
 struct Totals {
@@ -48,7 +48,7 @@ struct Totals {
       for (int i = 0; i < N * PARTS; i++) of[m][i] = Sums{};
   }
 
-  // row m += a[m * row_step], a pair, times b, N vectors
+  // Row m += a[m * row_step] * b, where an element of a is a pair and b has N vectors.
   void add(const T* a, int64_t row_step, const Register<T> (&b)[N * PARTS]) {
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) {
@@ -64,7 +64,7 @@ struct Totals {
   }
 };
 
-// scores[M][N slices] = queries[M] . keys[N]; a step leads from a pair of features to the next one.
+// scores[M][N slices] = queries[M] . keys[N]; `step` is the distance between pairs of features.
 template <class T, int M, int N>
 __attribute__((noinline)) void multiply_keys(const T* queries, const T* const* keys, const T* const* later,
                                              int64_t step, int64_t size, float* scores) {
@@ -81,21 +81,21 @@ __attribute__((noinline)) void multiply_keys(const T* queries, const T* const* k
     totals.add(queries + i, MAX_HEAD_DIM, b);
     i += PAIR<T>, offset += step;
   } while (i < size);
-  totals.write(scores, CHUNK);
+  totals.write(scores, CHUNK_LANES);
 }
 
-// Call f(slice, lane, offset of its pair): the order in which values are added up.
+// Call f(slice, lane, offset of its pair) in the order in which values are added up.
 template <class T, class F>
 inline void for_values(Span slices, int64_t step, F&& f) {
-  for (int64_t first = slices.begin / TOGETHER * TOGETHER; first < slices.end; first += TOGETHER) {
-    const int64_t begin = std::max(first, slices.begin), end = std::min(first + TOGETHER, slices.end);
+  for (int64_t first = slices.begin / SLICES_AT_ONCE * SLICES_AT_ONCE; first < slices.end; first += SLICES_AT_ONCE) {
+    const int64_t begin = std::max(first, slices.begin), end = std::min(first + SLICES_AT_ONCE, slices.end);
     int64_t offset = 0;
     for (int64_t lane = 0; lane < LANES; lane += PAIR<T>, offset += step)
       for (int64_t slice = begin; slice < end; slice++) f(slice, lane, offset);
   }
 }
 
-// out[M][N vectors from `feature` on] = probabilities[M] . values; a step leads from a pair of tokens to the next one.
+// out[M][N vectors from `feature` on] = probabilities[M] . values; `step` is the distance between pairs of tokens.
 template <class T, int M, int N>
 __attribute__((noinline)) void multiply_values(const T* probabilities, const T* const* values, const T* const* later,
                                                Span slices, int64_t step, int64_t feature, float* out) {
@@ -107,12 +107,12 @@ __attribute__((noinline)) void multiply_values(const T* probabilities, const T* 
 #pragma GCC unroll 16
     for (int i = 0; i < N * PARTS; i++) b[i] = read<Register<T>>(from + i * WIDTH * PAIR<T>);
     for (int n = 0; n < N; n++) __builtin_prefetch(fetch + n * LANES * PAIR<T>);
-    totals.add(probabilities + slice * LANES + lane, CHUNK, b);
+    totals.add(probabilities + slice * LANES + lane, CHUNK_LANES, b);
   });
-  totals.write(out + feature, RESULT);
+  totals.write(out + feature, RESULT_SIZE);
 }
 
-// The same for one row, and for the features behind the last full vector.
+// The same for one row and the features after the last full vector.
 template <class T>
 void multiply_rest(const T* probabilities, const T* const* values, Span slices, int64_t step, int64_t feature,
                    float* out) {
@@ -130,7 +130,7 @@ void multiply_rest(const T* probabilities, const T* const* values, Span slices, 
 inline Floats exp2_of(Floats x, float) { return exp2(x); }
 inline Floats exp2_of(Floats x, Bf16) {
 #ifdef __AVX512DQ__
-  // 2^(x - floor(x)) * 2^floor(x), to 3e-6 relative: far below what rounding to bfloat16 costs
+  // 2^(x - floor(x)) * 2^floor(x), with a relative error of 3e-6, far below that of rounding to bfloat16.
   Floats rest = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
   Floats p = splat(1.353416803e-2f);
   p = p * rest + 5.201146141e-2f;
@@ -143,7 +143,7 @@ inline Floats exp2_of(Floats x, Bf16) {
 #endif
 }
 
-inline float top_of(Floats x) {
+inline float max_lane(Floats x) {
 #ifdef __AVX512F__
   return _mm512_reduce_max_ps((__m512)x);
 #else
@@ -151,57 +151,58 @@ inline float top_of(Floats x) {
 #endif
 }
 
-inline Floats hide(Floats scores, Span shown) {
+inline Floats hide(Floats scores, Span visible) {
   const Floats lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, hidden = splat(-INFINITY);
-  if (shown.begin <= 0 && shown.end >= LANES) return scores;
-  Floats behind_begin = select_below(lanes, splat(float(shown.begin)), hidden, scores);
-  return select_below(lanes, splat(float(shown.end)), behind_begin, hidden);
+  if (visible.begin <= 0 && visible.end >= LANES) return scores;
+  Floats behind_begin = select_below(lanes, splat(float(visible.begin)), hidden, scores);
+  return select_below(lanes, splat(float(visible.end)), behind_begin, hidden);
 }
 
-// Scores of a row to probabilities relative to their top, which is returned, and to 16 sums of them. `shown(slice)` is
-// the span of lanes that the row sees; other probabilities are 0. The scores are overwritten.
-template <class T, class Shown>
-inline float soften(Span slices, Shown&& shown, float scale, float* scores, T* probabilities, float* sums) {
-  // four chains, so that one instruction need not wait for the other; slice i belongs to chain i % 4
+// Compute the probabilities of a row's scores relative to the highest score, which is returned, and 16 partial sums of
+// them. visible(slice) is the span of lanes that the row sees; other probabilities are 0. The scores are overwritten.
+template <class T, class Visible>
+inline float softmax(Span slices, Visible&& visible, float scale, float* scores, T* probabilities, float* sums) {
+  // Four independent chains, so that instructions do not wait for each other; slice i belongs to chain i % 4.
   const int64_t begin = slices.begin / 4 * 4, end = round_up(slices.end, 4);
-  Floats tops[4] = {splat(NONE), splat(NONE), splat(NONE), splat(NONE)}, totals[4] = {};
+  Floats maxima[4] = {splat(NO_SCORE), splat(NO_SCORE), splat(NO_SCORE), splat(NO_SCORE)}, totals[4] = {};
   for (int64_t first = begin; first < end; first += 4)
     for (int i = 0; i < 4; i++) {
       float* at = scores + (first + i) * LANES;
-      Floats x = hide(load(at), shown(first + i));
+      Floats x = hide(load(at), visible(first + i));
       store(at, x);
-      tops[i] = max(x, tops[i]);
+      maxima[i] = max(x, maxima[i]);
     }
-  const float top = top_of(max(max(tops[0], tops[1]), max(tops[2], tops[3]))) * scale;
+  const float max_score = max_lane(max(max(maxima[0], maxima[1]), max(maxima[2], maxima[3]))) * scale;
   for (int64_t first = begin; first < end; first += 4)
     for (int i = 0; i < 4; i++) {
-      Floats p = exp2_of(load(scores + (first + i) * LANES) * scale - top, T{});
+      Floats p = exp2_of(load(scores + (first + i) * LANES) * scale - max_score, T{});
       totals[i] += p;
       store(probabilities + (first + i) * LANES, p);
     }
   store(sums, (totals[0] + totals[1]) + (totals[2] + totals[3]));
-  return top;
+  return max_score;
 }
 
 // ---- results
 
-// Add the result of a chunk, relative to its top, to that of the chunks before it.
-__attribute__((noinline)) void merge(float* total, float* total_top, const float* part, float part_top,
-                                            int64_t size) {
-  const bool higher = part_top > *total_top;
-  Floats less = exp2(splat(higher ? *total_top - part_top : part_top - *total_top));
+// Add the result of a chunk, relative to its highest score, to that of the chunks before it.
+__attribute__((noinline)) void merge(float* total, float* total_max_score, const float* part, float part_max_score,
+                                     int64_t size) {
+  const bool higher = part_max_score > *total_max_score;
+  Floats less = exp2(splat(higher ? *total_max_score - part_max_score : part_max_score - *total_max_score));
   Floats keep = higher ? less : splat(1.0f), take = higher ? splat(1.0f) : less;
   for (int64_t i = 0; i < size; i += LANES) store(total + i, load(total + i) * keep + load(part + i) * take);
-  if (higher) *total_top = part_top;
+  if (higher) *total_max_score = part_max_score;
 }
 
-// `sunk`: what no key has of the probabilities, as a sum like the others.
+// Divide the features by the sum of the probabilities. `sink` is the probability of the sink, relative to the highest
+// score like the sums.
 template <class T>
-__attribute__((noinline)) void finish(const float* total, const float* sums, float sunk, int64_t size, T* out) {
-  const float share = 1.0f / (sum(load(sums)) + sunk);
+__attribute__((noinline)) void finish(const float* total, const float* sums, float sink, int64_t size, T* out) {
+  const float scale = 1.0f / (sum(load(sums)) + sink);
   int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) store(out + i, load(total + i) * share);
-  for (; i < size; i++) out[i] = from_float<T>(total[i] * share);
+  for (; i + LANES <= size; i += LANES) store(out + i, load(total + i) * scale);
+  for (; i < size; i++) out[i] = from_float<T>(total[i] * scale);
 }
 
 }  // namespace

@@ -1,11 +1,11 @@
-// What all kernels share: number formats, vectors of 16 lanes, and the team of threads that computes one step.
+// The basis of all kernels: number formats, vectors of 16 lanes, and the team of threads that runs a program.
 //
-// Vectors are GCC's, so that one source serves every processor: compiled for AVX-512 they are one register, for AVX2
-// two, otherwise what there is. Only the product of bfloat16 pairs has an instruction of its own where the processor
-// has one.
+// Vectors are GCC's, so that one source serves every processor: a vector is one register with AVX-512, two with AVX2,
+// and several otherwise. Only the product of bfloat16 pairs uses an instruction of its own, on processors that have it.
 //
-// Every number that belongs to one token is computed by the same operations in the same order, however many tokens
-// are computed together and however many threads there are: so a request's result does not depend on its company.
+// Batch invariance: every number that belongs to one token is computed by the same operations in the same order,
+// however many tokens are computed together and however many threads there are. Therefore a request's result does not
+// depend on the other requests of a step.
 #pragma once
 
 #include <atomic>
@@ -68,9 +68,9 @@ inline float from_float<float>(float x) { return x; }
 template <>
 inline Bf16 from_float<Bf16>(float x) { return to_bf16(x); }
 
-// ---- vectors. Memory need not be aligned.
+// ---- vectors. Loads and stores need no alignment.
 
-inline Floats splat(float x) { return x - Floats{}; }  // exact, also for -0, so that nothing is computed
+inline Floats splat(float x) { return x - Floats{}; }  // exact, also for -0, so the compiler omits the subtraction
 
 inline Floats load(const float* from) {
   Floats x;
@@ -101,7 +101,7 @@ inline void store(Bf16* to, Floats x) {
 #endif
 }
 
-// a where x < y, else b. GCC compares a vector that is longer than a register lane by lane, so it is cut up first.
+// a where x < y, else b. GCC compares a vector that is longer than a register lane by lane, so it is split first.
 inline Floats select_below(Floats x, Floats y, Floats a, Floats b) {
 #ifdef __AVX512F__
   return x < y ? a : b;
@@ -125,10 +125,10 @@ inline Floats select_below(Floats x, Floats y, Floats a, Floats b) {
 #endif
 }
 
-// b if a is NaN; NaN if b is.
+// The larger one: b if a is NaN, NaN if b is NaN.
 inline Floats max(Floats a, Floats b) { return select_below(b, a, a, b); }
 
-// In a fixed order: lanes i and i + 8, then i + 4, i + 2, i + 1.
+// The sum of all lanes, in a fixed order: lanes i and i + 8, then i + 4, i + 2, i + 1.
 inline float sum(Floats x) {
   float lanes[LANES];
   std::memcpy(lanes, &x, sizeof x);
@@ -145,11 +145,11 @@ inline float highest(Floats x) {
   return lanes[0];
 }
 
-// 2^x, to about 1e-7 relative; 0 below -126, x at most 127.
+// 2^x with a relative error of about 1e-7; 0 for x below -126. x is at most 127.
 inline Floats exp2(Floats x) {
   Floats lowest = splat(-126.0f);
   Floats clamped = select_below(x, lowest, lowest, x);
-  Floats shifted = clamped + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+  Floats shifted = clamped + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
   Floats rest = clamped - (shifted - 12582912.0f);  // [-0.5, 0.5]
   Ints exponent;
   std::memcpy(&exponent, &shifted, sizeof exponent);
@@ -166,18 +166,18 @@ inline Floats exp2(Floats x) {
   word += exponent;
   Floats result;
   std::memcpy(&result, &word, sizeof result);
-  return select_below(x, lowest, splat(0.0f), result + (x - x));  // NaN of NaN, whatever its bits
+  return select_below(x, lowest, splat(0.0f), result + (x - x));  // NaN for every NaN, whatever its bits
 }
 inline Floats exp(Floats x) { return exp2(x * 1.44269504088896341f); }
 inline Floats silu(Floats x) { return x / (1.0f + exp(-max(x, splat(-87.0f)))); }
 
-// ---- products of pairs: T pairs lie side by side, two bfloat16 in a word; a "pair" of float is one float.
+// ---- products of pairs: two bfloat16 lie side by side in a word; a "pair" of float is a single float.
 
 template <class T>
 constexpr int PAIR = sizeof(float) / sizeof(T);
 
 template <class T>
-struct Pairs;  // 16 lanes of a pair each
+struct Pairs;  // 16 lanes, each with one pair
 template <>
 struct Pairs<float> {
   Floats values;
@@ -200,7 +200,7 @@ inline Pairs<Bf16> splat_pair(const Bf16* from) {
   return {Words{} + word};
 }
 
-// total + a * b, summed over the pair.
+// total + a * b, where the two products of a pair are added up.
 inline Floats dot(Floats total, Pairs<float> a, Pairs<float> b) { return total + a.values * b.values; }
 inline Floats dot(Floats total, Pairs<Bf16> a, Pairs<Bf16> b) {
 #ifdef __AVX512BF16__
@@ -222,62 +222,65 @@ inline void relax() {
 #endif
 }
 
-// One share of the work of a phase: number `rank` of `size`.
-struct Team {
-  int rank;
-  int size;
+// One of `count` parts of the work of a phase.
+struct Shard {
+  int index;
+  int count;
 };
 
-// The threads of a crew run the same code and divide its phases between them. A thread takes a share when it comes for
-// one: whoever comes late, because something else has its core, finds the work done by the others, and the phases that
-// are over it passes by. A phase is over when all its shares are done; who waits for that looks, then yields its core.
-class Crew {
+// The threads of a team run the same code and divide its phases among them.
+//
+// A thread takes shards of a phase until none is left, so the other threads do the work of a thread whose core another
+// process uses; that thread skips the phases that have finished. A phase is finished when all its shards are done.
+// Threads that wait for this spin, then yield their core.
+class Team {
  public:
   struct State {
-    alignas(64) std::atomic<uint64_t> ticket{0};  // phase << 32 | the next share of it
-    alignas(64) std::atomic<int> done{0};         // shares of the phase
+    alignas(64) std::atomic<uint64_t> ticket{0};  // phase << 32 | its next shard
+    alignas(64) std::atomic<int> done{0};         // finished shards of the phase
   };
 
-  Crew(State* state, int num_threads) : state_(state), shares_(num_threads == 1 ? 1 : SHARES * num_threads) {}
+  Team(State* state, int num_threads)
+      : state_(state), num_shards_(num_threads == 1 ? 1 : SHARDS_PER_THREAD * num_threads) {}
 
-  // work(team) for every share of the phase. All threads call, in the same order.
+  // Run a phase: work(shard) for every shard. All threads call it, with the same phases in the same order.
   template <class Work>
-  void each(Work&& work) {
-    if (shares_ == 1) return work(Team{0, 1});
+  void for_each_shard(Work&& work) {
+    if (num_shards_ == 1) return work(Shard{0, 1});
     uint64_t phase = phase_++;
     uint64_t ticket = state_->ticket.load(std::memory_order_acquire);
     while (ticket >> 32 == phase) {
-      int share = int(ticket);
-      if (share == shares_) break;
+      int index = int(ticket);
+      if (index == num_shards_) break;
       if (!state_->ticket.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
-      work(Team{share, shares_});
-      if (state_->done.fetch_add(1, std::memory_order_acq_rel) == shares_ - 1) {
+      work(Shard{index, num_shards_});
+      if (state_->done.fetch_add(1, std::memory_order_acq_rel) == num_shards_ - 1) {
         state_->done.store(0, std::memory_order_relaxed);
         state_->ticket.store((phase + 1) << 32, std::memory_order_release);
         return;
       }
       ticket = state_->ticket.load(std::memory_order_acquire);
     }
-    for (int look = 0; state_->ticket.load(std::memory_order_acquire) >> 32 == phase; look++) {
-      if (look < LOOKS) relax();
+    for (int spin = 0; state_->ticket.load(std::memory_order_acquire) >> 32 == phase; spin++) {
+      if (spin < SPINS) relax();
       else sched_yield();
     }
   }
 
-  // work() by one of the threads.
+  // Run a phase in which one of the threads calls work(). All threads call it.
   template <class Work>
-  void one(Work&& work) {
-    each([&](Team team) {
-      if (team.rank == 0) work();
+  void run_once(Work&& work) {
+    for_each_shard([&](Shard shard) {
+      if (shard.index == 0) work();
     });
   }
 
  private:
-  static constexpr int SHARES = 2;  // for each thread
-  static constexpr int LOOKS = 2000;
+  static constexpr int SHARDS_PER_THREAD = 2;
+  static constexpr int SPINS = 2000;
 
   State* state_;
-  int shares_;
+  int num_shards_;
   uint64_t phase_ = 0;
 };
 
@@ -285,37 +288,37 @@ struct Span {
   int64_t begin, end;
 };
 
-// This share of `count` things, in multiples of `grain` (but for the last).
-inline Span share(const Team& team, int64_t count, int64_t grain = 1) {
+// The shard's range of `count` items, whose bounds are multiples of `grain` (except the end of the last range).
+inline Span range_of(const Shard& shard, int64_t count, int64_t grain = 1) {
   int64_t grains = (count + grain - 1) / grain;
-  int64_t begin = grains * team.rank / team.size * grain, end = grains * (team.rank + 1) / team.size * grain;
+  int64_t begin = grains * shard.index / shard.count * grain, end = grains * (shard.index + 1) / shard.count * grain;
   return {begin < count ? begin : count, end < count ? end : count};
 }
 
-// Run `work(crew)` on this many threads, or as many as there are.
+// Run work(team) on `num_threads` threads, or on fewer if OpenMP provides fewer.
 template <class Work>
-void run_crew(int num_threads, Work&& work) {
-  Crew::State state;
-  omp_set_dynamic(0);  // as many as are asked for: what is kept between calls may depend on it
+void run_team(int num_threads, Work&& work) {
+  Team::State state;
+  omp_set_dynamic(0);  // no fewer threads than requested: the layout of scratch may depend on their number
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
-    Crew crew(&state, omp_get_num_threads());
-    work(crew);
+    Team team(&state, omp_get_num_threads());
+    work(team);
   }
 }
 
-// Run the one phase `work(team)` on this many threads, or as many as there are.
+// Run the single phase work(shard) on `num_threads` threads, or on fewer if OpenMP provides fewer.
 template <class Work>
-void run_team(int num_threads, Work&& work) {
-  run_crew(num_threads, [&](Crew& crew) { crew.each(work); });
+void run_phase(int num_threads, Work&& work) {
+  run_team(num_threads, [&](Team& team) { team.for_each_shard(work); });
 }
 
 constexpr int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
-// Call `work` with a zero of the type that C's `dtype` names: 0 float32, 1 bfloat16.
+// Call `work` with a zero of the type that a DTYPE_* constant names.
 template <class Work>
 void with_type(int dtype, Work&& work) {
-  if (dtype == 0) work(float{});
+  if (dtype == DTYPE_FLOAT32) work(float{});
   else work(Bf16{});
 }
 

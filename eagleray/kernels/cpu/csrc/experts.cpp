@@ -8,20 +8,20 @@
 namespace eagleray {
 namespace {
 
-// Up to so many tokens one thread routes sooner than all could meet.
+// Up to this many tokens, one thread routes faster than the team needs for a phase.
 constexpr int64_t FEW_TOKENS = 8;
-// Columns that a thread sums up at a time.
+// The number of columns that a thread sums up at a time.
 constexpr int64_t COLUMNS = 256;
 
-// How many of a token's pairs have a place, which come first.
-int64_t count_placed(const int32_t* places, int64_t top_k) {
-  while (top_k > 0 && places[top_k - 1] < 0) top_k--;
+// The number of a token's pairs that have a position. They precede the others.
+int64_t count_computed(const int32_t* positions, int64_t top_k) {
+  while (top_k > 0 && positions[top_k - 1] < 0) top_k--;
   return top_k;
 }
 
-// ---- routed rows
+// ---- routed tokens
 
-// The rows from number `begin` on.
+// The tokens from `begin` on.
 CRoutedTokens part_of(CRoutedTokens routed, int64_t begin, int64_t top_k) {
   routed.scores += begin * routed.scores_stride;
   routed.hidden += begin * routed.hidden_stride;
@@ -31,7 +31,7 @@ CRoutedTokens part_of(CRoutedTokens routed, int64_t begin, int64_t top_k) {
   return routed;
 }
 
-// The rows that this thread has routed.
+// Write the ids of the tokens that this thread has routed.
 template <class Id>
 void write_trace(Span own, const int32_t* ids, int64_t top_k, const CExpertTrace& trace) {
   for (int64_t token = own.begin; token < own.end; token++)
@@ -39,33 +39,33 @@ void write_trace(Span own, const int32_t* ids, int64_t top_k, const CExpertTrace
 }
 
 template <class T>
-void route_rows(const Team& team, const CRouterParams& router, int64_t count, const CRoutedTokens& routed,
+void route_rows(const Shard& shard, const CRouterParams& router, int64_t count, const CRoutedTokens& routed,
                 float* weights) {
   auto route_rounded = router.round_weights ? route<T> : route<float>;
-  route_rounded(team, router, routed.scores, routed.scores_stride, count, routed.ids, weights);
+  route_rounded(shard, router, routed.scores, routed.scores_stride, count, routed.ids, weights);
   if (!routed.trace.ids) return;
   auto write = routed.trace.is_wide ? write_trace<uint16_t> : write_trace<uint8_t>;
-  write(share(team, count), routed.ids, router.top_k, routed.trace);  // `route` divides tokens as this does
+  write(range_of(shard, count), routed.ids, router.top_k, routed.trace);  // `route` divides tokens as this does
 }
 
-// One thread does it, where every expert has the slot of its number.
+// Prepare the products where expert e is in slot e. One thread calls it.
 template <class T>
 void prepare_routed(const CExperts& experts, const ExpertRows<T>& rows, const int32_t* ids, int64_t* counts,
                     const Workspace<T>& workspace) {
-  const int32_t* offsets = workspace.groups.offsets;
+  const int32_t* offsets = workspace.pairs.offsets;
   prepare_products(experts, rows, ids, workspace);
   for (int64_t slot = 0; counts && slot < experts.num_slots; slot++) counts[slot] += offsets[slot + 1] - offsets[slot];
 }
 
-// One thread does it. `begin`: of the part.
+// Prepare the products where `slot_map` has the slots. `begin` is the first token of the part. One thread calls it.
 template <class T>
 void prepare_mapped(const CExperts& experts, const CExpertSlotMap& slot_map, int64_t begin, const ExpertRows<T>& rows,
                     const int32_t* ids, int64_t* counts, const Workspace<T>& workspace) {
   int64_t top_k = workspace.top_k;
-  int32_t* places = workspace.groups.places;
-  find_slots(slot_map, ids, begin, rows.count, top_k, places);
-  prepare_products(experts, rows, places, workspace);
-  close_gaps(rows.count, top_k, places, workspace.weights);
+  int32_t* positions = workspace.pairs.positions;
+  find_slots(slot_map, ids, begin, rows.count, top_k, positions);
+  prepare_products(experts, rows, positions, workspace);
+  compact_pairs(rows.count, top_k, positions, workspace.weights);
   for (int64_t pair = 0; counts && pair < rows.count * top_k; pair++) counts[ids[pair]]++;
 }
 
@@ -80,32 +80,32 @@ void find_slots(const CExpertSlotMap& slot_map, const int32_t* ids, int64_t firs
     }
 }
 
-void group(const int32_t* slots, int64_t num_tokens, int64_t top_k, int64_t num_slots, const Groups& groups) {
+void group_pairs(const int32_t* slots, int64_t num_tokens, int64_t top_k, int64_t num_slots, const PairsBySlot& pairs) {
   int64_t num_pairs = num_tokens * top_k;
-  int32_t* next = groups.offsets;  // the place of the next pair of each slot, until all are placed
-  std::fill_n(groups.offsets, num_slots + 1, 0);
+  int32_t* next = pairs.offsets;  // while positions are assigned: the position of each slot's next pair
+  std::fill_n(pairs.offsets, num_slots + 1, 0);
   for (int64_t pair = 0; pair < num_pairs; pair++)
-    if (slots[pair] >= 0) groups.offsets[slots[pair] + 1]++;
-  for (int64_t slot = 0; slot < num_slots; slot++) groups.offsets[slot + 1] += groups.offsets[slot];
+    if (slots[pair] >= 0) pairs.offsets[slots[pair] + 1]++;
+  for (int64_t slot = 0; slot < num_slots; slot++) pairs.offsets[slot + 1] += pairs.offsets[slot];
   for (int64_t token = 0; token < num_tokens; token++)
     for (int64_t pair = token * top_k; pair < (token + 1) * top_k; pair++) {
-      int32_t place = slots[pair] < 0 ? -1 : next[slots[pair]]++;
-      if (place >= 0) groups.tokens[place] = int32_t(token);
-      groups.places[pair] = place;
+      int32_t position = slots[pair] < 0 ? -1 : next[slots[pair]]++;
+      if (position >= 0) pairs.tokens[position] = int32_t(token);
+      pairs.positions[pair] = position;
     }
-  std::copy_backward(next, next + num_slots, next + num_slots + 1);  // each stands where the one behind it begins
-  groups.offsets[0] = 0;
+  std::copy_backward(next, next + num_slots, next + num_slots + 1);  // each is now where the next slot begins
+  pairs.offsets[0] = 0;
 }
 
-void combine(const Team& team, const float* outputs, const int32_t* places, const float* weights, int64_t num_tokens,
-             int64_t top_k, int64_t size, float* hidden, int64_t stride) {
+void combine(const Shard& shard, const float* outputs, const int32_t* positions, const float* weights,
+             int64_t num_tokens, int64_t top_k, int64_t size, float* hidden, int64_t stride) {
   int64_t parts = (size + COLUMNS - 1) / COLUMNS;
-  Span own = share(team, num_tokens * parts);
+  Span own = range_of(shard, num_tokens * parts);
   for (int64_t index = own.begin; index < own.end; index++) {
     int64_t token = index / parts, begin = index % parts * COLUMNS;
-    const int32_t* rows = places + token * top_k;
+    const int32_t* rows = positions + token * top_k;
     const float* factors = weights + token * top_k;
-    const int64_t count = count_placed(rows, top_k);
+    const int64_t count = count_computed(rows, top_k);
     float* to = hidden + token * stride + begin;
     for_vectors(std::min(COLUMNS, size - begin), [&](int64_t i, auto lanes) {
       Floats total{};
@@ -122,53 +122,50 @@ int64_t experts_scratch_size(const CExperts& experts, int64_t top_k, int64_t max
 }
 
 template <class T>
-void compute_experts(Crew& crew, const CRouterParams& router, const CExperts& experts, const CExpertSlotMap& slot_map,
+void compute_experts(Team& team, const CRouterParams& router, const CExperts& experts, const CExpertSlotMap& slot_map,
                      const ExpertRows<T>& all, const CRoutedTokens& whole, int64_t* counts,
                      const ExpertScratch& scratch) {
   Workspace<T> workspace(experts, router.top_k, scratch);
   for_parts(all, scratch.max_tokens, [&](int64_t begin, const ExpertRows<T>& rows) {
     CRoutedTokens routed = part_of(whole, begin, router.top_k);
-    bool are_few = rows.count <= FEW_TOKENS;
-    if (!are_few) crew.each([&](Team team) { route_rows<T>(team, router, rows.count, routed, workspace.weights); });
-    crew.one([&] {
-      if (are_few) route_rows<T>(Team{0, 1}, router, rows.count, routed, workspace.weights);
+    bool is_small = rows.count <= FEW_TOKENS;
+    if (!is_small)
+      team.for_each_shard([&](Shard shard) { route_rows<T>(shard, router, rows.count, routed, workspace.weights); });
+    team.run_once([&] {
+      if (is_small) route_rows<T>(Shard{0, 1}, router, rows.count, routed, workspace.weights);
       if (slot_map.table) prepare_mapped(experts, slot_map, begin, rows, routed.ids, counts, workspace);
       else prepare_routed(experts, rows, routed.ids, counts, workspace);
     });
-    multiply_experts(crew, experts, workspace);
-    combine_rows(crew, experts, rows.count, workspace, routed.hidden, routed.hidden_stride);
+    multiply_experts(team, experts, workspace);
+    combine_rows(team, experts, rows.count, workspace, routed.hidden, routed.hidden_stride);
   });
 }
 
 template int64_t experts_scratch_size<float>(const CExperts&, int64_t, int64_t);
 template int64_t experts_scratch_size<Bf16>(const CExperts&, int64_t, int64_t);
-template void compute_experts(Crew&, const CRouterParams&, const CExperts&, const CExpertSlotMap&,
+template void compute_experts(Team&, const CRouterParams&, const CExperts&, const CExpertSlotMap&,
                               const ExpertRows<float>&, const CRoutedTokens&, int64_t*, const ExpertScratch&);
-template void compute_experts(Crew&, const CRouterParams&, const CExperts&, const CExpertSlotMap&,
+template void compute_experts(Team&, const CRouterParams&, const CExperts&, const CExpertSlotMap&,
                               const ExpertRows<Bf16>&, const CRoutedTokens&, int64_t*, const ExpertScratch&);
 
 }  // namespace eagleray
-
-// ---- for what is computed outside of a program, and for tests. dtype: 0 float32, 1 bfloat16. `scratch` has room for
-// `max_tokens`.
 
 using namespace eagleray;
 
 extern "C" {
 
-void er_group(const int32_t* slots, int64_t num_tokens, int64_t top_k, int64_t num_slots, int32_t* offsets,
-              int32_t* tokens, int32_t* places) {
-  group(slots, num_tokens, top_k, num_slots, Groups{offsets, tokens, places});
+void er_group_pairs(const int32_t* slots, int64_t num_tokens, int64_t top_k, int64_t num_slots, int32_t* offsets,
+                    int32_t* tokens, int32_t* positions) {
+  group_pairs(slots, num_tokens, top_k, num_slots, PairsBySlot{offsets, tokens, positions});
 }
 
-void er_combine(const float* outputs, const int32_t* places, const float* weights, int64_t num_tokens, int64_t top_k,
+void er_combine(const float* outputs, const int32_t* positions, const float* weights, int64_t num_tokens, int64_t top_k,
                 int64_t size, float* hidden, int64_t stride, int num_threads) {
-  run_team(num_threads, [&](Team team) {
-    combine(team, outputs, places, weights, num_tokens, top_k, size, hidden, stride);
+  run_phase(num_threads, [&](Shard shard) {
+    combine(shard, outputs, positions, weights, num_tokens, top_k, size, hidden, stride);
   });
 }
 
-// Bytes.
 int64_t er_experts_scratch_size(const CExperts* experts, int64_t top_k, int64_t max_tokens, int dtype) {
   return dtype == 0 ? experts_scratch_size<float>(*experts, top_k, max_tokens)
                     : experts_scratch_size<Bf16>(*experts, top_k, max_tokens);
@@ -180,8 +177,8 @@ void er_compute_experts(const CRouterParams* router, const CExperts* experts, co
   with_type(dtype, [&](auto zero) {
     using T = decltype(zero);
     ExpertRows<T> rows{num_tokens, static_cast<const T*>(x), x_stride};
-    run_crew(num_threads, [&](Crew& crew) {
-      compute_experts(crew, *router, *experts, *slot_map, rows, *routed, counts, ExpertScratch{scratch, max_tokens});
+    run_team(num_threads, [&](Team& team) {
+      compute_experts(team, *router, *experts, *slot_map, rows, *routed, counts, ExpertScratch{scratch, max_tokens});
     });
   });
 }

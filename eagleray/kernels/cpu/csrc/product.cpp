@@ -1,9 +1,8 @@
-// How a product is computed.
+// The computation of a product, block by block.
 //
-// What a tile reads must come from the second-level cache in time. So a block is made to fit there: up to 8 tiles of
-// rows, and as much of k as leaves room for two panels. While one panel is multiplied, the next is fetched, a part
-// during each tile. The rows of a large block are brought into the order in which tiles read them, once for all its
-// panels.
+// A tile must be able to read from the second-level cache, so a block fits into it: up to 8 tiles of rows, and as much
+// of k as leaves room for two panels. While one panel is multiplied, the next one is prefetched, a part during each
+// tile. The rows of a large block are interleaved in the order in which tiles read them, once for all its panels.
 #include "product.h"
 
 #include <algorithm>
@@ -17,21 +16,21 @@ namespace {
 // ---- blocks
 
 constexpr int BLOCK_TILES = 8;
-constexpr int FEW_TILES = 2;         // whose rows stay where they are
-constexpr int BLOCK_PAIRS = 1024;    // of k, where there are several tiles: 4 KB of a row, 128 KB of a panel
-constexpr int BLOCK_PANELS = 4;      // for which the rows' block of k stays, if k has several
-constexpr int STREAM_AHEAD = 12288;  // bytes, where a panel is read once
+constexpr int FEW_TILES = 2;         // up to this many, rows are not interleaved
+constexpr int BLOCK_PAIRS = 1024;    // along k, if there are several tiles: 4 KB of a row, 128 KB of a panel
+constexpr int BLOCK_PANELS = 4;      // computed for one part of k before the next part, if k has several
+constexpr int PREFETCH_BYTES = 12288;  // distance of prefetching where a panel is read once
 
 int64_t divide_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
 
-// This thread's memory for the rows of a block. It stays, and grows to what the largest block needs.
-uint32_t* memory_of_rows(int64_t words) {
+// This thread's memory for the interleaved rows of a block. It is kept, and grows to the size of the largest block.
+uint32_t* row_memory(int64_t words) {
   static thread_local std::vector<uint32_t> memory;
   if (int64_t(memory.size()) < words) memory.resize(words);
   return memory.data();
 }
 
-// Some rows of a product.
+// A range of a product's rows.
 template <class T>
 class Block {
  public:
@@ -47,10 +46,11 @@ class Block {
       int64_t source = product.x_rows ? product.x_rows[begin + row] : begin + row;
       x[row] = product.x + source * product.x_stride;
     }
-    if (are_arranged()) arrange_tiles();
+    if (is_interleaved()) interleave_tiles();
   }
 
-  // Panel after panel; if k is long, one part of it after the other for a few panels, whose sums wait in between.
+  // Compute panel after panel. A long k is divided into parts; each part is computed for a few panels, whose sums are
+  // kept until the next part.
   void multiply(Span panels) const {
     alignas(64) float sums[BLOCK_PANELS][MAX_ROWS * PANEL];
     int64_t parts = num_tiles == 1 ? 1 : divide_up(num_pairs, BLOCK_PAIRS), step = parts == 1 ? 1 : BLOCK_PANELS;
@@ -72,17 +72,17 @@ class Block {
  private:
   const Product<T>& product;
   int64_t begin, num_rows, num_tiles, num_pairs;
-  const T* x[MAX_ROWS];  // if they are arranged: at the first row of each tile, all of it
+  const T* x[MAX_ROWS];  // the rows; if interleaved, the entry of a tile's first row points to the whole tile
 
   Span rows_of(int64_t tile) const { return {num_rows * tile / num_tiles, num_rows * (tile + 1) / num_tiles}; }
-  bool are_arranged() const { return num_tiles > FEW_TILES; }
+  bool is_interleaved() const { return num_tiles > FEW_TILES; }
 
-  void arrange_tiles() {
-    constexpr int64_t SLOT = arranged(TILE_ROWS<T>);
-    T* to = reinterpret_cast<T*>(memory_of_rows(num_tiles * SLOT * num_pairs));
-    for (int64_t tile = 0; tile < num_tiles; tile++, to += SLOT * num_pairs * PAIR<T>) {
+  void interleave_tiles() {
+    constexpr int64_t SIZE = interleaved(TILE_ROWS<T>);
+    T* to = reinterpret_cast<T*>(row_memory(num_tiles * SIZE * num_pairs));
+    for (int64_t tile = 0; tile < num_tiles; tile++, to += SIZE * num_pairs * PAIR<T>) {
       Span rows = rows_of(tile);
-      arrange(x + rows.begin, rows.end - rows.begin, num_pairs, to);
+      interleave(x + rows.begin, rows.end - rows.begin, num_pairs, to);
       x[rows.begin] = to;
     }
   }
@@ -91,31 +91,31 @@ class Block {
     return product.weight + (panel * num_pairs + pair) * PANEL * PAIR<T>;
   }
 
-  // Where the results of a row and a panel go.
+  // The address of the results of a row and a panel.
   char* results(int64_t row, int64_t panel) const {
-    bool gated = is_gated(product.ending);
+    bool gated = is_gated(product.epilogue);
     int64_t offset = (begin + row) * product.y_stride + panel * (gated ? LANES : PANEL);
     return static_cast<char*>(product.y) + offset * int64_t(gated ? sizeof(T) : sizeof(float));
   }
 
-  // sums: [num_rows, PANEL]. The tiles share the work of fetching `next`.
+  // sums: [num_rows, PANEL]. Each tile prefetches a part of `next`.
   void multiply_panel(int64_t panel, Span pairs, const T* next, float* sums) const {
     const T* from = weight(panel, pairs.begin);
     bool last = pairs.end == num_pairs;
     int64_t count = pairs.end - pairs.begin, pace = next ? divide_up(128, num_tiles) : 0;
-    Ahead ahead{reinterpret_cast<const char*>(next ? next : from), pace};
-    if (num_tiles == 1) ahead = {reinterpret_cast<const char*>(from) + STREAM_AHEAD, 128};
+    Prefetch prefetch{reinterpret_cast<const char*>(next ? next : from), pace};
+    if (num_tiles == 1) prefetch = {reinterpret_cast<const char*>(from) + PREFETCH_BYTES, 128};
 
-    for (int64_t tile = 0; tile < num_tiles; tile++, ahead.from += pace * count) {
+    for (int64_t tile = 0; tile < num_tiles; tile++, prefetch.from += pace * count) {
       Span rows = rows_of(tile);
       float* to = sums + rows.begin * PANEL;
       for (int64_t row = rows.begin; last && row < rows.end; row++) {
         __builtin_prefetch(results(row, panel), 1);
         __builtin_prefetch(results(row, panel) + 64, 1);
       }
-      choose_tile<T>(rows.end - rows.begin, are_arranged())(x + rows.begin, pairs.begin * PAIR<T>, from, count, to,
-                                                            pairs.begin > 0, ahead);
-      if (last && is_gated(product.ending)) finish_gated(panel, rows, to);
+      choose_tile<T>(rows.end - rows.begin, is_interleaved())(x + rows.begin, pairs.begin * PAIR<T>, from, count, to,
+                                                              pairs.begin > 0, prefetch);
+      if (last && is_gated(product.epilogue)) finish_gated(panel, rows, to);
       else if (last) finish_sums(panel, rows, to);
     }
   }
@@ -127,10 +127,10 @@ class Block {
     for (int64_t row = rows.begin; row < rows.end; row++, sums += PANEL) {
       float* y = reinterpret_cast<float*>(results(row, panel));
       float* to = count == PANEL ? y : edge;
-      if (to != y && product.ending == ENDING_ADD) std::copy_n(y, count, edge);
+      if (to != y && product.epilogue == EPILOGUE_ADD) std::copy_n(y, count, edge);
       for (int i = 0; i < PANEL; i += LANES) {
         Floats result = load(sums + i) + load(bias + i);
-        store(to + i, product.ending == ENDING_ADD ? load(to + i) + result : result);
+        store(to + i, product.epilogue == EPILOGUE_ADD ? load(to + i) + result : result);
       }
       if (to != y) std::copy_n(edge, count, y);
     }
@@ -146,32 +146,32 @@ class Block {
     for (int64_t row = rows.begin; row < rows.end; row++, sums += PANEL) {
       T edge[LANES], *y = reinterpret_cast<T*>(results(row, panel));
       Floats gate = load(sums) + load(gate_bias), up = load(sums + LANES) + load(up_bias);
-      store(count == LANES ? y : edge, pass(gate, up));
+      store(count == LANES ? y : edge, apply_gate(gate, up));
       if (count < LANES) std::copy_n(edge, count, y);
     }
   }
 
-  Floats pass(Floats gate, Floats up) const {
-    if (product.ending == ENDING_SILU) return silu(gate) * up;
+  Floats apply_gate(Floats gate, Floats up) const {
+    if (product.epilogue == EPILOGUE_SILU) return silu(gate) * up;
     const Floats limit = splat(product.swiglu.limit), alpha = splat(product.swiglu.alpha);
-    gate = gate > limit ? limit : gate;  // not `min`: NaN must stay
+    gate = gate > limit ? limit : gate;  // not `min`, because NaN must stay NaN
     up = up > limit ? limit : up < -limit ? -limit : up;
     return gate / (1.0f + exp(-max(alpha * gate, splat(-87.0f)))) * (up + 1.0f);
   }
 };
 
-// ---- the division among threads
+// ---- the division among shards
 
-// How a product is cut: a unit of work is a block of rows and a panel.
+// The units of work of a product: a unit is a block of rows and a panel.
 template <class T>
-struct Cut {
+struct Partition {
   int64_t panels, blocks;
 
-  Cut(const Product<T>& product, int threads)
-      : panels(is_gated(product.ending) ? divide_up(product.n / 2, LANES) : divide_up(product.n, PANEL)) {
+  Partition(const Product<T>& product, int num_shards)
+      : panels(is_gated(product.epilogue) ? divide_up(product.n / 2, LANES) : divide_up(product.n, PANEL)) {
     int64_t tiles = divide_up(product.num_rows, TILE_ROWS<T>);
-    int64_t for_threads = divide_up(2 * threads, std::max<int64_t>(panels, 1));
-    blocks = std::min(tiles, std::max(divide_up(tiles, BLOCK_TILES), for_threads));
+    int64_t for_shards = divide_up(2 * num_shards, std::max<int64_t>(panels, 1));
+    blocks = std::min(tiles, std::max(divide_up(tiles, BLOCK_TILES), for_shards));
   }
 
   Span rows(const Product<T>& product, int64_t block) const {
@@ -179,7 +179,7 @@ struct Cut {
   }
 };
 
-// What a unit takes, in operations on a pair of k. Few rows take as long as reading the weight.
+// The cost of a unit, in operations on a pair of k. Few rows take as long as reading the weight.
 template <class T>
 int64_t cost(const Product<T>& product, Span rows) {
   return divide_up(product.k, PAIR<T>) * std::max<int64_t>(rows.end - rows.begin, 16);
@@ -187,20 +187,20 @@ int64_t cost(const Product<T>& product, Span rows) {
 
 // ---- packing
 
-// A lane's pairs [begin, end) of a panel. row: [k], or null for zeros.
+// Pack a lane's pairs [begin, end) of a panel. row: [k], or null for zeros.
 template <class T>
 void pack_lane(const T* row, int64_t k, Span pairs, T* lane) {
-  auto put = [&](int64_t pair, uint32_t word) { std::memcpy(lane + pair * PANEL * PAIR<T>, &word, sizeof word); };
+  auto write = [&](int64_t pair, uint32_t word) { std::memcpy(lane + pair * PANEL * PAIR<T>, &word, sizeof word); };
   int64_t pair = pairs.begin, whole = row ? std::min(pairs.end, k / PAIR<T>) : pair;
-  for (; pair < whole; pair++) put(pair, read<uint32_t>(row + pair * PAIR<T>));
+  for (; pair < whole; pair++) write(pair, read<uint32_t>(row + pair * PAIR<T>));
   for (; pair < pairs.end; pair++) {
     uint32_t word = 0;
     if (row) std::memcpy(&word, row + pair * PAIR<T>, sizeof(T));  // half a pair
-    put(pair, word);
+    write(pair, word);
   }
 }
 
-// Panels of the rows that `row_of(panel, lane)` finds.
+// Pack panels of the rows that row_of(panel, lane) returns.
 template <class T, class RowOf>
 void pack_panels(Span panels, int64_t k, T* out, RowOf&& row_of) {
   constexpr int64_t STEP = 64;  // pairs, few enough for the panel's part to stay in the first-level cache
@@ -220,16 +220,16 @@ int64_t packed_size(int64_t n, int64_t k) {
 }
 
 template <class T>
-void pack(const Team& team, const T* weight, int64_t stride, int64_t n, int64_t k, T* out) {
-  pack_panels(share(team, divide_up(n, PANEL)), k, out, [=](int64_t panel, int lane) {
+void pack(const Shard& shard, const T* weight, int64_t stride, int64_t n, int64_t k, T* out) {
+  pack_panels(range_of(shard, divide_up(n, PANEL)), k, out, [=](int64_t panel, int lane) {
     int64_t row = panel * PANEL + lane;
     return row < n ? weight + row * stride : nullptr;
   });
 }
 
 template <class T>
-void pack_gate_up(const Team& team, const T* gate, const T* up, int64_t stride, int64_t inner, int64_t k, T* out) {
-  pack_panels(share(team, divide_up(inner, LANES)), k, out, [=](int64_t panel, int lane) {
+void pack_gate_up(const Shard& shard, const T* gate, const T* up, int64_t stride, int64_t inner, int64_t k, T* out) {
+  pack_panels(range_of(shard, divide_up(inner, LANES)), k, out, [=](int64_t panel, int lane) {
     int64_t row = panel * LANES + lane % LANES;
     return row < inner ? (lane < LANES ? gate : up) + row * stride : nullptr;
   });
@@ -246,53 +246,51 @@ void unpack_row(const T* packed, int64_t row, int64_t k, Out* out) {
 }
 
 template <class T>
-void multiply_all(const Team& team, const Product<T>* products, int64_t count) {
+void multiply_all(const Shard& shard, const Product<T>* products, int64_t count) {
   int64_t total = 0;
   for (int64_t i = 0; i < count; i++) {
-    Cut<T> cut(products[i], team.size);
-    for (int64_t block = 0; block < cut.blocks; block++)
-      total += cut.panels * cost(products[i], cut.rows(products[i], block));
+    Partition<T> partition(products[i], shard.count);
+    for (int64_t block = 0; block < partition.blocks; block++)
+      total += partition.panels * cost(products[i], partition.rows(products[i], block));
   }
 
-  // Units that begin in [begin, end) of the line of all are this thread's.
-  int64_t at = 0, begin = total * team.rank / team.size, end = total * (team.rank + 1) / team.size;
+  // The units of all products in order are a line of length `total`. The shard computes those that begin in its range.
+  int64_t at = 0, begin = total * shard.index / shard.count, end = total * (shard.index + 1) / shard.count;
   for (int64_t i = 0; i < count && at < end; i++) {
-    Cut<T> cut(products[i], team.size);
-    for (int64_t block = 0; block < cut.blocks; block++) {
-      Span rows = cut.rows(products[i], block);
+    Partition<T> partition(products[i], shard.count);
+    for (int64_t block = 0; block < partition.blocks; block++) {
+      Span rows = partition.rows(products[i], block);
       int64_t unit = cost(products[i], rows);
-      auto units_before = [&](int64_t place) {
-        return std::min(divide_up(std::max<int64_t>(place - at, 0), unit), cut.panels);
+      auto units_before = [&](int64_t position) {
+        return std::min(divide_up(std::max<int64_t>(position - at, 0), unit), partition.panels);
       };
       Span panels{units_before(begin), units_before(end)};
       if (panels.begin < panels.end) Block<T>(products[i], rows).multiply(panels);
-      at += cut.panels * unit;
+      at += partition.panels * unit;
     }
   }
 }
 
 template <class T>
-void multiply(const Team& team, const Product<T>& product) {
-  multiply_all(team, &product, 1);
+void multiply(const Shard& shard, const Product<T>& product) {
+  multiply_all(shard, &product, 1);
 }
 
 template int64_t packed_size<float>(int64_t, int64_t);
 template int64_t packed_size<Bf16>(int64_t, int64_t);
-template void pack(const Team&, const float*, int64_t, int64_t, int64_t, float*);
-template void pack(const Team&, const Bf16*, int64_t, int64_t, int64_t, Bf16*);
-template void pack_gate_up(const Team&, const float*, const float*, int64_t, int64_t, int64_t, float*);
-template void pack_gate_up(const Team&, const Bf16*, const Bf16*, int64_t, int64_t, int64_t, Bf16*);
+template void pack(const Shard&, const float*, int64_t, int64_t, int64_t, float*);
+template void pack(const Shard&, const Bf16*, int64_t, int64_t, int64_t, Bf16*);
+template void pack_gate_up(const Shard&, const float*, const float*, int64_t, int64_t, int64_t, float*);
+template void pack_gate_up(const Shard&, const Bf16*, const Bf16*, int64_t, int64_t, int64_t, Bf16*);
 template void unpack_row(const float*, int64_t, int64_t, float*);
 template void unpack_row(const Bf16*, int64_t, int64_t, float*);
 template void unpack_row(const Bf16*, int64_t, int64_t, Bf16*);
-template void multiply(const Team&, const Product<float>&);
-template void multiply(const Team&, const Product<Bf16>&);
-template void multiply_all(const Team&, const Product<float>*, int64_t);
-template void multiply_all(const Team&, const Product<Bf16>*, int64_t);
+template void multiply(const Shard&, const Product<float>&);
+template void multiply(const Shard&, const Product<Bf16>&);
+template void multiply_all(const Shard&, const Product<float>*, int64_t);
+template void multiply_all(const Shard&, const Product<Bf16>*, int64_t);
 
 }  // namespace eagleray
-
-// ---- for tests, benchmarks and loading. dtype: 0 float, 1 bfloat16.
 
 using namespace eagleray;
 
@@ -305,8 +303,8 @@ int64_t er_packed_size(int64_t n, int64_t k, int dtype) {
 void er_pack(const void* weight, int64_t stride, int64_t n, int64_t k, void* out, int dtype, int num_threads) {
   with_type(dtype, [&](auto zero) {
     using T = decltype(zero);
-    run_team(num_threads, [&](Team team) {
-      pack(team, static_cast<const T*>(weight), stride, n, k, static_cast<T*>(out));
+    run_phase(num_threads, [&](Shard shard) {
+      pack(shard, static_cast<const T*>(weight), stride, n, k, static_cast<T*>(out));
     });
   });
 }
@@ -315,8 +313,8 @@ void er_pack_gate_up(const void* gate, const void* up, int64_t stride, int64_t i
                      int num_threads) {
   with_type(dtype, [&](auto zero) {
     using T = decltype(zero);
-    run_team(num_threads, [&](Team team) {
-      pack_gate_up(team, static_cast<const T*>(gate), static_cast<const T*>(up), stride, inner, k,
+    run_phase(num_threads, [&](Shard shard) {
+      pack_gate_up(shard, static_cast<const T*>(gate), static_cast<const T*>(up), stride, inner, k,
                    static_cast<T*>(out));
     });
   });
@@ -337,10 +335,10 @@ void er_multiply(const CProduct* products, int64_t count, int dtype, int num_thr
     for (int64_t i = 0; i < count; i++) {
       const CProduct& each = products[i];
       typed.push_back({static_cast<const T*>(each.x), each.x_stride, each.x_rows, each.num_rows,
-                       static_cast<const T*>(each.weight), each.n, each.k, each.bias, each.ending, each.swiglu, each.y,
-                       each.y_stride});
+                       static_cast<const T*>(each.weight), each.n, each.k, each.bias, each.epilogue, each.swiglu,
+                       each.y, each.y_stride});
     }
-    run_team(num_threads, [&](Team team) { multiply_all(team, typed.data(), count); });
+    run_phase(num_threads, [&](Shard shard) { multiply_all(shard, typed.data(), count); });
   });
 }
 

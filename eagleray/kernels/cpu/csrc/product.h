@@ -1,11 +1,11 @@
-// The product of rows with a weight, y = x W^T, that is as fast for one row as memory is and for many as the core is.
+// The product of rows with a weight, y = x W^T. For one row its speed is that of memory, for many that of the core.
 //
-// A weight is packed once, into one layout for every number of rows: panels of 32 outputs, and in a panel pair by pair
-// along k, [ceil(n / 32)][ceil(k / PAIR)][32][PAIR], with zeros where n or k end. A thread reads its panels front to
-// back, once for dozens of rows.
+// A weight is packed once, into one layout for every number of rows: panels of 32 outputs, and within a panel pair by
+// pair along k, [ceil(n / 32)][ceil(k / PAIR)][32][PAIR], with zeros where n or k ends. A thread reads its panels
+// sequentially, once for dozens of rows.
 //
-// Each sum runs over k in order, pair by pair, whatever the number of rows, products or threads: its bits depend on its
-// own row and weight alone.
+// Each sum runs over k in order, pair by pair, whatever the number of rows, products or threads, so its bits depend
+// only on its own row and weight.
 #pragma once
 
 #include "base.h"
@@ -14,25 +14,24 @@ namespace eagleray {
 
 constexpr int PANEL = 32;  // outputs of a panel
 
-// The number of elements of a packed weight of n outputs. Keep them where a multiple of 64 bytes begins, best in huge
-// pages.
+// The number of elements of a packed weight of n outputs. Its address should be a multiple of 64, best in huge pages.
 template <class T>
 int64_t packed_size(int64_t n, int64_t k);
 
-// weight: [n, k], rows `stride` elements apart.
+// Pack the shard's panels of weight [n, k], whose rows are `stride` elements apart.
 template <class T>
-void pack(const Team& team, const T* weight, int64_t stride, int64_t n, int64_t k, T* out);
+void pack(const Shard& shard, const T* weight, int64_t stride, int64_t n, int64_t k, T* out);
 
-// gate, up: [inner, k] -> panels of 16 rows of gate and the 16 rows of up that belong to them, as gated endings take
-// them. `out` has packed_size(2 * round_up(inner, 16), k) elements.
+// Pack gate and up [inner, k] into panels of 16 rows of gate and the corresponding 16 rows of up, for gated epilogues.
+// `out` has packed_size(2 * round_up(inner, 16), k) elements.
 template <class T>
-void pack_gate_up(const Team& team, const T* gate, const T* up, int64_t stride, int64_t inner, int64_t k, T* out);
+void pack_gate_up(const Shard& shard, const T* gate, const T* up, int64_t stride, int64_t inner, int64_t k, T* out);
 
-// A row of the weight that `pack` packed: [k]. One thread does it.
+// Copy a row of a weight that `pack` packed to out [k]. One thread calls it.
 template <class T, class Out>
 void unpack_row(const T* packed, int64_t row, int64_t k, Out* out);
 
-inline bool is_gated(int64_t ending) { return ending == ENDING_SILU || ending == ENDING_CLAMPED_SWIGLU; }
+inline bool is_gated(int64_t epilogue) { return epilogue == EPILOGUE_SILU || epilogue == EPILOGUE_CLAMPED_SWIGLU; }
 
 // `CProduct` with typed pointers.
 template <class T>
@@ -44,18 +43,19 @@ struct Product {
   const T* weight;
   int64_t n, k;
   const float* bias;
-  int64_t ending;
+  int64_t epilogue;
   CClampedSwiglu swiglu;
   void* y;
   int64_t y_stride;
 };
 
-// All threads of the team do their part. None waits for the others, neither before nor after.
+// Compute the shard's part of a product. Shards do not wait for each other.
 template <class T>
-void multiply(const Team& team, const Product<T>& product);
+void multiply(const Shard& shard, const Product<T>& product);
 
-// Many products at once, as of experts: their work in one line, cut into equal parts. One without rows costs nothing.
+// Compute the shard's part of several products, such as those of experts. The shards divide the sum of their work
+// equally. A product without rows costs nothing.
 template <class T>
-void multiply_all(const Team& team, const Product<T>* products, int64_t count);
+void multiply_all(const Shard& shard, const Product<T>* products, int64_t count);
 
 }  // namespace eagleray

@@ -1,4 +1,4 @@
-// A tile: a few rows times a panel of the weight, all of whose sums stay in registers while k runs.
+// A tile: a few rows times a panel of the weight. All its sums stay in registers while k advances.
 //
 // Each sum is computed by the same operations in the same order, however many rows the tile has.
 #pragma once
@@ -11,7 +11,7 @@
 
 namespace eagleray {
 
-// ---- registers. Unlike `Floats` these are exactly one register: a tile must be kept in them.
+// ---- vectors that are exactly one register, unlike `Floats`, because a tile must fit into the registers
 
 #if defined(__AVX512F__)
 constexpr int WIDTH = 16, REGISTERS = 32;
@@ -35,7 +35,7 @@ inline Vector read(const From* from) {
   std::memcpy(&x, from, sizeof x);
   return x;
 }
-inline Sums splat_to(Sums, const float* pair) { return *pair - Sums{}; }  // x - 0 is x, whatever x is; x + 0 is not
+inline Sums splat_to(Sums, const float* pair) { return *pair - Sums{}; }  // unlike x + 0, x - 0 is x for every x
 inline Bits splat_to(Bits, const Bf16* pair) { return Bits{} + read<uint32_t>(pair); }
 
 inline Sums add_products(Sums total, Sums a, Sums b) { return total + a * b; }
@@ -53,8 +53,8 @@ inline Sums add_products(Sums total, Bits a, Bits b) {
 template <class T>
 constexpr int TILE_ROWS = REGISTERS == 32 ? 12 : std::is_same_v<T, float> ? 6 : 4;
 
-// Registers of a row of the tile: 2, or as many as few rows leave room for. If that is not the panel, the tile is
-// computed in several passes over it.
+// The number of registers for a row of the tile: 2, or more if few rows leave room. If they do not cover the panel, the
+// tile is computed in several passes.
 template <class T>
 constexpr int columns_of(int rows) {
   int columns = 2;
@@ -62,49 +62,49 @@ constexpr int columns_of(int rows) {
   return columns;
 }
 
-// What to fetch meanwhile: `pace` bytes, at most 128, with each pair of k.
-struct Ahead {
+// Memory to prefetch during a tile: `pace` bytes, at most 128, with each pair of k.
+struct Prefetch {
   const char* from;
   int64_t pace;
 };
 
-inline void fetch(Ahead& ahead) {
-  __builtin_prefetch(ahead.from);
-  __builtin_prefetch(ahead.from + 64);
-  ahead.from += ahead.pace;
+inline void advance(Prefetch& prefetch) {
+  __builtin_prefetch(prefetch.from);
+  __builtin_prefetch(prefetch.from + 64);
+  prefetch.from += prefetch.pace;
 }
 
 // ---- the rows of a tile
 
-// Where they are. Few rows are read so: what they wait for is the weight.
+// Rows at separate addresses. This suffices for few rows, whose computation waits for the weight.
 template <class T, int ROWS>
-struct Apart {
+struct SeparateRows {
   const T* rows[ROWS];
 
-  Apart(const T* const* x, int64_t k) {
+  SeparateRows(const T* const* x, int64_t k) {
     for (int row = 0; row < ROWS; row++) rows[row] = x[row] + k;
   }
   const T* at(int row, int64_t pair) const { return rows[row] + pair * PAIR<T>; }
 };
 
-// Pair by pair along k, [pairs][arranged(rows)][PAIR], in the order in which they are read: one address for all, and no
-// two that drive each other out of the first-level cache.
-constexpr int arranged(int64_t rows) { return int(round_up(rows, 4)); }
+// Rows interleaved pair by pair along k, [pairs][interleaved(rows)][PAIR], which is the order of reading. They need one
+// address, and do not evict each other from the first-level cache.
+constexpr int interleaved(int64_t rows) { return int(round_up(rows, 4)); }
 
 template <class T, int ROWS>
-struct Arranged {
+struct InterleavedRows {
   const T* rows;
 
-  Arranged(const T* const* x, int64_t k) : rows(*x + k * arranged(ROWS)) {}
-  const T* at(int row, int64_t pair) const { return rows + (pair * arranged(ROWS) + row) * PAIR<T>; }
+  InterleavedRows(const T* const* x, int64_t k) : rows(*x + k * interleaved(ROWS)) {}
+  const T* at(int row, int64_t pair) const { return rows + (pair * interleaved(ROWS) + row) * PAIR<T>; }
 };
 
 typedef uint32_t Four __attribute__((vector_size(16)));
 
-// x: rows of `pairs` pairs. Four rows and four pairs are exchanged at a time.
+// Interleave rows of `pairs` pairs. Four rows by four pairs are transposed at a time.
 template <class T>
-inline void arrange(const T* const* x, int64_t rows, int64_t pairs, T* to) {
-  int64_t stride = arranged(rows);
+inline void interleave(const T* const* x, int64_t rows, int64_t pairs, T* to) {
+  int64_t stride = interleaved(rows);
   for (int64_t first = 0; first < stride; first += 4) {
     const T* from[4];
     for (int row = 0; row < 4; row++) from[row] = x[std::min(first + row, rows - 1)];
@@ -130,11 +130,11 @@ inline void arrange(const T* const* x, int64_t rows, int64_t pairs, T* to) {
 
 // ---- tiles
 
-// sums: [ROWS, PANEL], over what came before in k if `resume`. x: the rows, to be read from element `k` on, or one
-// pointer to them if they are arranged.
+// sums: [ROWS, PANEL]; if `resume`, they already hold the sums over the preceding part of k. x: the rows, read from
+// element `k` on, or one pointer to them if they are interleaved.
 template <class T, int ROWS, template <class, int> class X>
 void multiply_tile(const T* const* x, int64_t k, const T* weight, int64_t pairs, float* sums, bool resume,
-                   Ahead ahead) {
+                   Prefetch prefetch) {
   constexpr int COLUMNS = columns_of<T>(ROWS);
   const X<T, ROWS> rows(x, k);
 
@@ -148,7 +148,7 @@ void multiply_tile(const T* const* x, int64_t k, const T* weight, int64_t pairs,
 
     const T* from = weight + output * PAIR<T>;
     for (int64_t pair = 0; pair < pairs; pair++, from += PANEL * PAIR<T>) {
-      if (output == 0) fetch(ahead);
+      if (output == 0) advance(prefetch);
       Register<T> weights[COLUMNS];
 #pragma GCC unroll 16
       for (int column = 0; column < COLUMNS; column++)
@@ -171,19 +171,20 @@ void multiply_tile(const T* const* x, int64_t k, const T* weight, int64_t pairs,
 }
 
 template <class T>
-using Tile = void (*)(const T* const*, int64_t, const T*, int64_t, float*, bool, Ahead);
+using Tile = void (*)(const T* const*, int64_t, const T*, int64_t, float*, bool, Prefetch);
 
 template <class T, template <class, int> class X, int... ROWS>
 constexpr std::array<Tile<T>, sizeof...(ROWS)> list_tiles(std::integer_sequence<int, ROWS...>) {
   return {multiply_tile<T, ROWS + 1, X>...};
 }
 
-// rows: 1 to TILE_ROWS
+// The function for a tile of 1 to TILE_ROWS rows.
 template <class T>
-inline Tile<T> choose_tile(int64_t rows, bool are_arranged) {
+inline Tile<T> choose_tile(int64_t rows, bool is_interleaved) {
   using Sizes = std::make_integer_sequence<int, TILE_ROWS<T>>;
-  static constexpr auto apart = list_tiles<T, Apart>(Sizes{}), arranged = list_tiles<T, Arranged>(Sizes{});
-  return (are_arranged ? arranged : apart)[rows - 1];
+  static constexpr auto separate = list_tiles<T, SeparateRows>(Sizes{});
+  static constexpr auto interleaved = list_tiles<T, InterleavedRows>(Sizes{});
+  return (is_interleaved ? interleaved : separate)[rows - 1];
 }
 
 }  // namespace eagleray

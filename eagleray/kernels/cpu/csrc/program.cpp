@@ -12,10 +12,10 @@ namespace eagleray {
 namespace {
 
 template <class T>
-class Run {
+class Program {
  public:
-  Run(Crew& crew, const CBuffer* buffers, const CBatch& batch)
-      : crew_(crew), buffers_(buffers), batch_(batch), num_tokens_(batch.metadata.num_tokens) {}
+  Program(Team& team, const CBuffer* buffers, const CBatch& batch)
+      : team_(team), buffers_(buffers), batch_(batch), num_tokens_(batch.metadata.num_tokens) {}
 
   void run(const COp& op) const {
     switch (op.operation) {
@@ -36,33 +36,35 @@ class Run {
   int64_t stride(int64_t buffer) const { return buffers_[buffer].stride; }
 
   void embed(const CEmbed& args) const {
-    Table<T> table{static_cast<const T*>(args.values), bool(args.is_packed), args.size,
+    EmbeddingTable<T> table{static_cast<const T*>(args.values), bool(args.is_packed), args.size,
                    args.first, args.num_own};
-    crew_.each([&](Team team) { eagleray::embed(team, table, batch_.token_ids, num_tokens_, rows<float>(args.out)); });
+    team_.for_each_shard([&](Shard shard) {
+      eagleray::embed(shard, table, batch_.token_ids, num_tokens_, rows<float>(args.out));
+    });
   }
 
   void normalize(const CNormalize& args) const {
-    crew_.each([&](Team team) {
-      eagleray::normalize(team, rows<float>(args.x), stride(args.x), num_tokens_, args.size, args.weight, args.eps,
+    team_.for_each_shard([&](Shard shard) {
+      eagleray::normalize(shard, rows<float>(args.x), stride(args.x), num_tokens_, args.size, args.weight, args.eps,
                           rows<T>(args.out), stride(args.out));
     });
   }
 
   void multiply(const CMultiply& args) const {
     Product<T> product{rows<T>(args.x), stride(args.x), nullptr, num_tokens_, static_cast<const T*>(args.weight),
-                       args.n, args.k, args.bias, args.ending, args.swiglu, rows<void>(args.out), stride(args.out)};
-    crew_.each([&](Team team) { eagleray::multiply(team, product); });
+                       args.n, args.k, args.bias, args.epilogue, args.swiglu, rows<void>(args.out), stride(args.out)};
+    team_.for_each_shard([&](Shard shard) { eagleray::multiply(shard, product); });
   }
 
   void attend(const CAttend& args) const {
     T* cache = static_cast<T*>(args.cache);
     T* queries = rows<T>(args.queries);
-    crew_.each([&](Team team) {
-      prepare(team, args.params, batch_.metadata, rows<float>(args.qkv), args.q_norm, args.k_norm, args.eps, batch_.cos,
-              batch_.sin, queries, cache);
+    team_.for_each_shard([&](Shard shard) {
+      prepare(shard, args.params, batch_.metadata, rows<float>(args.qkv), args.q_norm, args.k_norm, args.eps,
+              batch_.cos, batch_.sin, queries, cache);
     });
-    crew_.each([&](Team team) {
-      eagleray::attend(team, args.params, batch_.metadata, queries, cache, rows<T>(args.out),
+    team_.for_each_shard([&](Shard shard) {
+      eagleray::attend(shard, args.params, batch_.metadata, queries, cache, rows<T>(args.out),
                        static_cast<float*>(batch_.attention_scratch));
     });
   }
@@ -71,33 +73,33 @@ class Run {
     ExpertRows<T> tokens{num_tokens_, rows<T>(args.x), stride(args.x)};
     CRoutedTokens routed{rows<float>(args.scores), stride(args.scores), rows<float>(args.hidden), stride(args.hidden),
                       batch_.expert_ids, args.trace};
-    eagleray::compute_experts(crew_, args.router, args.experts, args.slot_map, tokens, routed, args.counts,
+    eagleray::compute_experts(team_, args.router, args.experts, args.slot_map, tokens, routed, args.counts,
                     {batch_.expert_scratch, batch_.expert_tokens});
   }
 
   void add(const CElementwise& args) const {
-    crew_.each([&](Team team) {
-      eagleray::add(team, rows<float>(args.x), stride(args.x), num_tokens_, args.size, rows<float>(args.out),
+    team_.for_each_shard([&](Shard shard) {
+      eagleray::add(shard, rows<float>(args.x), stride(args.x), num_tokens_, args.size, rows<float>(args.out),
                     stride(args.out));
     });
   }
 
   void clear(const CElementwise& args) const {
-    crew_.each([&](Team team) {
-      Span own = share(team, num_tokens_);
+    team_.for_each_shard([&](Shard shard) {
+      Span own = range_of(shard, num_tokens_);
       float* out = rows<float>(args.out) + own.begin * stride(args.out);
       std::memset(out, 0, size_t((own.end - own.begin) * stride(args.out)) * sizeof(float));
     });
   }
 
   void round(const CElementwise& args) const {
-    crew_.each([&](Team team) {
-      eagleray::round(team, rows<float>(args.x), stride(args.x), num_tokens_, args.size, rows<T>(args.out),
+    team_.for_each_shard([&](Shard shard) {
+      eagleray::round(shard, rows<float>(args.x), stride(args.x), num_tokens_, args.size, rows<T>(args.out),
                       stride(args.out));
     });
   }
 
-  Crew& crew_;
+  Team& team_;
   const CBuffer* buffers_;
   const CBatch& batch_;
   int64_t num_tokens_;
@@ -105,9 +107,9 @@ class Run {
 
 template <class T>
 void run(const COp* ops, int64_t count, const CBuffer* buffers, const CBatch& batch, int num_threads) {
-  run_crew(num_threads, [&](Crew& crew) {
-    Run<T> one(crew, buffers, batch);
-    for (int64_t i = 0; i < count; i++) one.run(ops[i]);
+  run_team(num_threads, [&](Team& team) {
+    Program<T> program(team, buffers, batch);
+    for (int64_t i = 0; i < count; i++) program.run(ops[i]);
   });
 }
 

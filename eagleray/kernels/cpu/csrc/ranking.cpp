@@ -9,9 +9,9 @@ namespace {
 typedef int32_t Half __attribute__((vector_size(32)));     // [8]
 typedef int32_t Quarter __attribute__((vector_size(16)));  // [4]
 
-// What one thread does at a time. It is the same however many threads there are, and so are the sums.
+// Logits that one thread takes at a time. The size does not depend on the number of threads.
 constexpr int64_t PIECE = 4096;
-// `top_k` looks into the k blocks with the highest logits.
+// Logits of a block; `top_k` reads only the k blocks with the highest logits.
 constexpr int64_t BLOCK = 64;
 
 int64_t count_of(int64_t size, int64_t each) { return (size + each - 1) / each; }
@@ -20,12 +20,12 @@ struct Piece {
   int64_t row, begin, size;
 };
 
-// visit(index, piece) for the pieces of all rows.
+// Call visit(index, piece) for the pieces of all rows.
 template <class Visit>
-void for_pieces(Crew& crew, int64_t num_rows, int64_t size, Visit&& visit) {
+void for_pieces(Team& team, int64_t num_rows, int64_t size, Visit&& visit) {
   int64_t per_row = count_of(size, PIECE);
-  crew.each([&](Team team) {
-    Span own = share(team, num_rows * per_row);
+  team.for_each_shard([&](Shard shard) {
+    Span own = range_of(shard, num_rows * per_row);
     for (int64_t index = own.begin; index < own.end; index++) {
       int64_t begin = index % per_row * PIECE;
       visit(index, Piece{index / per_row, begin, std::min(PIECE, size - begin)});
@@ -33,11 +33,11 @@ void for_pieces(Crew& crew, int64_t num_rows, int64_t size, Visit&& visit) {
   });
 }
 
-// visit(row)
+// Call visit(row) for all rows.
 template <class Visit>
-void for_rows(Crew& crew, int64_t num_rows, Visit&& visit) {
-  crew.each([&](Team team) {
-    Span own = share(team, num_rows);
+void for_rows(Team& team, int64_t num_rows, Visit&& visit) {
+  team.for_each_shard([&](Shard shard) {
+    Span own = range_of(shard, num_rows);
     for (int64_t row = own.begin; row < own.end; row++) visit(row);
   });
 }
@@ -57,48 +57,48 @@ int32_t highest(Ints x) {
   return std::max(std::max(last[0], last[1]), std::max(last[2], last[3]));
 }
 
-int32_t highest_order(const float* x, int64_t size) {
+int32_t highest_key(const float* x, int64_t size) {
   Ints best[4];
   for (Ints& lanes : best) lanes = Ints{} + INT32_MIN;
   int64_t i = 0;
   for (; i + 4 * LANES <= size; i += 4 * LANES)
-    for (int part = 0; part < 4; part++) best[part] = higher(best[part], order(load(x + i + part * LANES)));
+    for (int part = 0; part < 4; part++) best[part] = higher(best[part], order_key(load(x + i + part * LANES)));
   int32_t rest = INT32_MIN;
-  for (; i < size; i++) rest = std::max(rest, order(x[i]));
+  for (; i < size; i++) rest = std::max(rest, order_key(x[i]));
   return std::max(rest, highest(higher(higher(best[0], best[1]), higher(best[2], best[3]))));
 }
 
-// The first of this order, which is there.
+// The first index whose key is `wanted`. There must be one.
 int64_t find(const float* x, int64_t size, int32_t wanted) {
   int64_t i = 0;
-  while (i + BLOCK < size && highest_order(x + i, BLOCK) != wanted) i += BLOCK;
-  while (order(x[i]) != wanted) i++;
+  while (i + BLOCK < size && highest_key(x + i, BLOCK) != wanted) i += BLOCK;
+  while (order_key(x[i]) != wanted) i++;
   return i;
 }
 
-// ---- the first k
+// ---- the k highest
 
-// A logit's order above, its place below, counted down: the higher number comes first, and no two are equal.
-uint64_t rank_of(int32_t order, int64_t place) {
-  return uint64_t(uint32_t(order) ^ 0x80000000u) << 32 | (UINT32_MAX - uint32_t(place));
+// A logit's key in the upper half and its negated index in the lower: higher numbers come first, and all differ.
+uint64_t rank_of(int32_t key, int64_t index) {
+  return uint64_t(uint32_t(key) ^ 0x80000000u) << 32 | (UINT32_MAX - uint32_t(index));
 }
-int64_t place_of(uint64_t rank) { return UINT32_MAX - uint32_t(rank); }
+int64_t index_of(uint64_t rank) { return UINT32_MAX - uint32_t(rank); }
 
-// The k highest of the ranks that it is offered. Now and then it drops those that are behind.
-struct Front {
+// The k highest of the inserted ranks. Lower ones are pruned when the array is full.
+struct TopRanks {
   int64_t k, capacity, count = 0;
-  uint64_t last = 0;  // ranks up to this one are behind
+  uint64_t last = 0;  // ranks up to this one are not among the k highest
   uint64_t ranks[4 * MAX_TOP_K + 64];
 
-  explicit Front(int64_t k) : k(k), capacity(4 * k + 64) {}
+  explicit TopRanks(int64_t k) : k(k), capacity(4 * k + 64) {}
 
-  void offer(uint64_t rank) {
+  void insert(uint64_t rank) {
     if (rank <= last) return;
     ranks[count++] = rank;
-    if (count == capacity) drop();
+    if (count == capacity) prune();
   }
 
-  void drop() {
+  void prune() {
     if (count < k) return;
     std::nth_element(ranks, ranks + k - 1, ranks + count, std::greater<uint64_t>());
     last = ranks[k - 1];
@@ -106,22 +106,22 @@ struct Front {
   }
 };
 
-// highest: of each block of the row. The k first are in the k first blocks: each block before another one has a logit
-// that comes before all of the other's.
-void first_of_row(const float* row, int64_t size, const int32_t* highest, int64_t k, int32_t* ids, float* values) {
+// highest: the highest key of each block of the row. The k highest logits are in the k highest blocks, because each of
+// these has a logit that precedes all logits of every other block.
+void top_k_of_row(const float* row, int64_t size, const int32_t* highest, int64_t k, int32_t* ids, float* values) {
   int64_t num_blocks = count_of(size, BLOCK);
-  Front blocks(std::min(k, num_blocks)), front(k);
-  for (int64_t block = 0; block < num_blocks; block++) blocks.offer(rank_of(highest[block], block));
-  blocks.drop();
-  if (num_blocks >= k) front.last = blocks.last & ~uint64_t(UINT32_MAX);  // what is lower than k blocks' highest
+  TopRanks blocks(std::min(k, num_blocks)), top(k);
+  for (int64_t block = 0; block < num_blocks; block++) blocks.insert(rank_of(highest[block], block));
+  blocks.prune();
+  if (num_blocks >= k) top.last = blocks.last & ~uint64_t(UINT32_MAX);  // below the highest logits of k blocks
   for (int64_t i = 0; i < blocks.count; i++) {
-    int64_t begin = place_of(blocks.ranks[i]) * BLOCK, end = std::min(begin + BLOCK, size);
-    for (int64_t id = begin; id < end; id++) front.offer(rank_of(order(row[id]), id));
+    int64_t begin = index_of(blocks.ranks[i]) * BLOCK, end = std::min(begin + BLOCK, size);
+    for (int64_t id = begin; id < end; id++) top.insert(rank_of(order_key(row[id]), id));
   }
-  front.drop();
-  std::sort(front.ranks, front.ranks + k, std::greater<uint64_t>());
+  top.prune();
+  std::sort(top.ranks, top.ranks + k, std::greater<uint64_t>());
   for (int64_t i = 0; i < k; i++) {
-    ids[i] = int32_t(place_of(front.ranks[i]));
+    ids[i] = int32_t(index_of(top.ranks[i]));
     values[i] = row[ids[i]];
   }
 }
@@ -132,41 +132,39 @@ int64_t ranking_scratch_size(int64_t num_rows, int64_t size) {
   return num_rows * count_of(size, BLOCK) * int64_t(sizeof(int32_t));
 }
 
-void argmax(Crew& crew, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int32_t* ids,
+void argmax(Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int32_t* ids,
             float* values, void* scratch) {
   int32_t* highest = static_cast<int32_t*>(scratch);  // [num_rows, pieces]
-  for_pieces(crew, num_rows, size, [&](int64_t index, Piece piece) {
-    highest[index] = highest_order(logits + piece.row * stride + piece.begin, piece.size);
+  for_pieces(team, num_rows, size, [&](int64_t index, Piece piece) {
+    highest[index] = highest_key(logits + piece.row * stride + piece.begin, piece.size);
   });
   int64_t num_pieces = count_of(size, PIECE);
-  for_rows(crew, num_rows, [&](int64_t row) {
-    const int32_t* orders = highest + row * num_pieces;
-    int64_t piece = std::max_element(orders, orders + num_pieces) - orders, begin = piece * PIECE;
+  for_rows(team, num_rows, [&](int64_t row) {
+    const int32_t* keys = highest + row * num_pieces;
+    int64_t piece = std::max_element(keys, keys + num_pieces) - keys, begin = piece * PIECE;
     const float* x = logits + row * stride;
-    ids[row] = int32_t(begin + find(x + begin, std::min(PIECE, size - begin), orders[piece]));
+    ids[row] = int32_t(begin + find(x + begin, std::min(PIECE, size - begin), keys[piece]));
     values[row] = x[ids[row]];
   });
 }
 
-void top_k(Crew& crew, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k,
+void top_k(Team& team, const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k,
            int32_t* ids, float* values, void* scratch) {
   int32_t* highest = static_cast<int32_t*>(scratch);  // [num_rows, blocks]
   int64_t num_blocks = count_of(size, BLOCK);
-  for_pieces(crew, num_rows, size, [&](int64_t, Piece piece) {
+  for_pieces(team, num_rows, size, [&](int64_t, Piece piece) {
     const float* x = logits + piece.row * stride + piece.begin;
     int32_t* to = highest + piece.row * num_blocks + piece.begin / BLOCK;
     int64_t i = 0;
-    for (; i + BLOCK <= piece.size; i += BLOCK) *to++ = highest_order(x + i, BLOCK);
-    if (i < piece.size) *to = highest_order(x + i, piece.size - i);
+    for (; i + BLOCK <= piece.size; i += BLOCK) *to++ = highest_key(x + i, BLOCK);
+    if (i < piece.size) *to = highest_key(x + i, piece.size - i);
   });
-  for_rows(crew, num_rows, [&](int64_t row) {
-    first_of_row(logits + row * stride, size, highest + row * num_blocks, k, ids + row * k, values + row * k);
+  for_rows(team, num_rows, [&](int64_t row) {
+    top_k_of_row(logits + row * stride, size, highest + row * num_blocks, k, ids + row * k, values + row * k);
   });
 }
 
 }  // namespace eagleray
-
-// ---- for tests and measurements. `scratch` has `er_ranking_scratch_size` bytes.
 
 using namespace eagleray;
 
@@ -176,12 +174,12 @@ int64_t er_ranking_scratch_size(int64_t num_rows, int64_t size) { return ranking
 
 void er_argmax(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int32_t* ids, float* values,
                void* scratch, int num_threads) {
-  run_crew(num_threads, [&](Crew& crew) { argmax(crew, logits, stride, num_rows, size, ids, values, scratch); });
+  run_team(num_threads, [&](Team& team) { argmax(team, logits, stride, num_rows, size, ids, values, scratch); });
 }
 
 void er_top_k(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k, int32_t* ids,
               float* values, void* scratch, int num_threads) {
-  run_crew(num_threads, [&](Crew& crew) { top_k(crew, logits, stride, num_rows, size, k, ids, values, scratch); });
+  run_team(num_threads, [&](Team& team) { top_k(team, logits, stride, num_rows, size, k, ids, values, scratch); });
 }
 
 }  // extern "C"

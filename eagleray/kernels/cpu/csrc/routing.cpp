@@ -12,15 +12,15 @@ namespace {
 
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
-// Offers the numbers of `span` to `ids`, which has the `count` highest so far, in order, and keeps k of them. Returns
-// how many there are now. Of equal ones that come first which are offered first.
+// Insert the ids of `span` into `ids`, which has the `count` highest keys so far in order and keeps at most k. Return
+// the new count. Among equal keys the one inserted first precedes.
 int64_t choose(const float* keys, Span span, int64_t k, int32_t* ids, int64_t count = 0) {
   for (int64_t id = span.begin; id < span.end; id++) {
-    int32_t own = order(keys[id]);
-    if (count == k && own <= order(keys[ids[k - 1]])) continue;
-    int64_t place = count < k ? count++ : k - 1;
-    for (; place > 0 && own > order(keys[ids[place - 1]]); place--) ids[place] = ids[place - 1];
-    ids[place] = int32_t(id);
+    int32_t key = order_key(keys[id]);
+    if (count == k && key <= order_key(keys[ids[k - 1]])) continue;
+    int64_t index = count < k ? count++ : k - 1;
+    for (; index > 0 && key > order_key(keys[ids[index - 1]]); index--) ids[index] = ids[index - 1];
+    ids[index] = int32_t(id);
   }
   return count;
 }
@@ -43,7 +43,7 @@ void choose_in_groups(const CRouterParams& router, const float* keys, int32_t* i
   for (int32_t group : best) count = choose(keys, {group * size, (group + 1) * size}, router.top_k, ids, count);
 }
 
-// The ids of the top_k highest, in order.
+// The ids of the top_k experts with the highest keys, in order.
 void choose_experts(const CRouterParams& router, const float* keys, int32_t* ids) {
   if (router.num_groups > 1) choose_in_groups(router, keys, ids);
   else choose(keys, {0, router.num_experts}, router.top_k, ids);
@@ -61,11 +61,11 @@ float sum_of_exp(const float* scores, int64_t count, float highest) {
 
 Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-max(splat(-87.0f), x))); }
 
-// A token's probabilities, of its scores.
+// The function from a token's scores to its probabilities.
 struct Probability {
   int64_t scoring;
   float highest;  // of the scores
-  float total;    // of a softmax
+  float total;    // the denominator of a softmax
 
   Probability(const CRouterParams& router, const float* scores, float highest)
       : scoring(router.scoring),
@@ -80,13 +80,13 @@ struct Probability {
   }
 };
 
-// The order of a softmax is that of the scores.
+// Whether the scores can be the keys: a softmax does not change their order.
 bool chooses_by_score(const CRouterParams& router) {
   bool sums = router.num_groups > 1 && router.group_score == GROUP_SCORE_TOP2;
   return router.scoring == SCORING_SOFTMAX && !router.correction_bias && !sums;
 }
 
-// By what experts are chosen otherwise: [num_experts], until the thread's next call.
+// The keys [num_experts] by which experts are chosen otherwise, valid until the thread's next call.
 const float* choice_keys(const CRouterParams& router, const float* scores, const Probability& probability) {
   static thread_local std::vector<float> keys;
   keys.resize(size_t(router.num_experts));
@@ -111,29 +111,29 @@ void route_token(const CRouterParams& router, const float* scores, int32_t* ids,
     return;
   }
   float kept = 0;
-  for (int64_t slot = 0; slot < router.top_k; slot++) {
-    weights[slot] = probability(scores[ids[slot]]);
-    kept += weights[slot];
+  for (int64_t i = 0; i < router.top_k; i++) {
+    weights[i] = probability(scores[ids[i]]);
+    kept += weights[i];
   }
   float divisor = kept + router.renormalize_eps;
-  for (int64_t slot = 0; slot < router.top_k; slot++) {
-    float weight = router.renormalize ? weights[slot] / divisor : weights[slot];
-    weights[slot] = to_float(from_float<T>(weight * router.scale));
+  for (int64_t i = 0; i < router.top_k; i++) {
+    float weight = router.renormalize ? weights[i] / divisor : weights[i];
+    weights[i] = to_float(from_float<T>(weight * router.scale));
   }
 }
 
 }  // namespace
 
 template <class T>
-void route(const Team& team, const CRouterParams& router, const float* scores, int64_t stride, int64_t num_tokens,
+void route(const Shard& shard, const CRouterParams& router, const float* scores, int64_t stride, int64_t num_tokens,
            int32_t* ids, float* weights) {
-  Span own = share(team, num_tokens);
+  Span own = range_of(shard, num_tokens);
   for (int64_t token = own.begin; token < own.end; token++)
     route_token<T>(router, scores + token * stride, ids + token * router.top_k, weights + token * router.top_k);
 }
 
-template void route<float>(const Team&, const CRouterParams&, const float*, int64_t, int64_t, int32_t*, float*);
-template void route<Bf16>(const Team&, const CRouterParams&, const float*, int64_t, int64_t, int32_t*, float*);
+template void route<float>(const Shard&, const CRouterParams&, const float*, int64_t, int64_t, int32_t*, float*);
+template void route<Bf16>(const Shard&, const CRouterParams&, const float*, int64_t, int64_t, int32_t*, float*);
 
 }  // namespace eagleray
 
@@ -142,7 +142,7 @@ using namespace eagleray;
 extern "C" void er_route(const CRouterParams* router, const float* scores, int64_t stride, int64_t num_tokens,
                          int32_t* ids, float* weights, int dtype, int num_threads) {
   auto route_rounded = router->round_weights && dtype ? route<Bf16> : route<float>;
-  run_team(num_threads, [&](Team team) {
-    route_rounded(team, *router, scores, stride, num_tokens, ids, weights);
+  run_phase(num_threads, [&](Shard shard) {
+    route_rounded(shard, *router, scores, stride, num_tokens, ids, weights);
   });
 }

@@ -5,7 +5,7 @@
 namespace eagleray {
 namespace {
 
-// In a fixed order: four sums of every fourth vector, then (0 + 1) + (2 + 3), then over the lanes.
+// The sum in a fixed order: four sums of every fourth vector, then (0 + 1) + (2 + 3), then over the lanes.
 float sum_of_squares(const float* x, int64_t size) {
   Floats totals[4] = {};
   auto add_square = [](Floats& total, Floats value) { total += value * value; };
@@ -26,7 +26,7 @@ void normalize_row(const float* x, int64_t size, const float* weight, float eps,
 }
 
 template <class T>
-void embed_row(const Table<T>& table, int64_t row, float* out) {
+void embed_row(const EmbeddingTable<T>& table, int64_t row, float* out) {
   if (table.is_packed) return unpack_row(table.values, row, table.size, out);
   const T* from = table.values + row * table.size;
   for (int64_t i = 0; i < table.size; i++) out[i] = to_float(from[i]);
@@ -35,16 +35,16 @@ void embed_row(const Table<T>& table, int64_t row, float* out) {
 }  // namespace
 
 template <class T>
-void normalize(const Team& team, const float* x, int64_t stride, int64_t num_rows, int64_t size, const float* weight,
+void normalize(const Shard& shard, const float* x, int64_t stride, int64_t num_rows, int64_t size, const float* weight,
                float eps, T* out, int64_t out_stride) {
-  Span own = share(team, num_rows);
+  Span own = range_of(shard, num_rows);
   for (int64_t row = own.begin; row < own.end; row++)
     normalize_row(x + row * stride, size, weight, eps, out + row * out_stride);
 }
 
 template <class T>
-void embed(const Team& team, const Table<T>& table, const int32_t* token_ids, int64_t num_rows, float* out) {
-  Span own = share(team, num_rows);
+void embed(const Shard& shard, const EmbeddingTable<T>& table, const int32_t* token_ids, int64_t num_rows, float* out) {
+  Span own = range_of(shard, num_rows);
   for (int64_t i = own.begin; i < own.end; i++) {
     int64_t row = token_ids[i] - table.first;
     float* to = out + i * table.size;
@@ -53,33 +53,31 @@ void embed(const Team& team, const Table<T>& table, const int32_t* token_ids, in
   }
 }
 
-void add(const Team& team, const float* x, int64_t stride, int64_t num_rows, int64_t size, float* out,
+void add(const Shard& shard, const float* x, int64_t stride, int64_t num_rows, int64_t size, float* out,
          int64_t out_stride) {
-  Span own = share(team, num_rows);
+  Span own = range_of(shard, num_rows);
   for (int64_t row = own.begin; row < own.end; row++)
     for (int64_t i = 0; i < size; i++) out[row * out_stride + i] += x[row * stride + i];
 }
 
 template <class T>
-void round(const Team& team, const float* x, int64_t stride, int64_t num_rows, int64_t size, T* out,
+void round(const Shard& shard, const float* x, int64_t stride, int64_t num_rows, int64_t size, T* out,
            int64_t out_stride) {
-  Span own = share(team, num_rows);
+  Span own = range_of(shard, num_rows);
   for (int64_t row = own.begin; row < own.end; row++)
     for_vectors(size, [&](int64_t i, auto count) {
       store_some(out + row * out_stride + i, load_some(x + row * stride + i, count), count);
     });
 }
 
-template void normalize(const Team&, const float*, int64_t, int64_t, int64_t, const float*, float, float*, int64_t);
-template void normalize(const Team&, const float*, int64_t, int64_t, int64_t, const float*, float, Bf16*, int64_t);
-template void round(const Team&, const float*, int64_t, int64_t, int64_t, float*, int64_t);
-template void round(const Team&, const float*, int64_t, int64_t, int64_t, Bf16*, int64_t);
-template void embed(const Team&, const Table<float>&, const int32_t*, int64_t, float*);
-template void embed(const Team&, const Table<Bf16>&, const int32_t*, int64_t, float*);
+template void normalize(const Shard&, const float*, int64_t, int64_t, int64_t, const float*, float, float*, int64_t);
+template void normalize(const Shard&, const float*, int64_t, int64_t, int64_t, const float*, float, Bf16*, int64_t);
+template void round(const Shard&, const float*, int64_t, int64_t, int64_t, float*, int64_t);
+template void round(const Shard&, const float*, int64_t, int64_t, int64_t, Bf16*, int64_t);
+template void embed(const Shard&, const EmbeddingTable<float>&, const int32_t*, int64_t, float*);
+template void embed(const Shard&, const EmbeddingTable<Bf16>&, const int32_t*, int64_t, float*);
 
 }  // namespace eagleray
-
-// ---- for tests and measurements. dtype: 0 float32, 1 bfloat16.
 
 using namespace eagleray;
 
@@ -89,7 +87,8 @@ void er_normalize(const float* x, int64_t stride, int64_t num_rows, int64_t size
                   float eps, void* out, int64_t out_stride, int dtype, int num_threads) {
   with_type(dtype, [&](auto zero) {
     auto* to = static_cast<decltype(zero)*>(out);
-    run_team(num_threads, [&](Team team) { normalize(team, x, stride, num_rows, size, weight, eps, to, out_stride); });
+    run_phase(num_threads,
+              [&](Shard shard) { normalize(shard, x, stride, num_rows, size, weight, eps, to, out_stride); });
   });
 }
 
@@ -97,14 +96,14 @@ void er_embed(const void* values, int is_packed, int64_t size, int64_t first, in
               const int32_t* token_ids, int64_t num_rows, float* out, int dtype, int num_threads) {
   with_type(dtype, [&](auto zero) {
     using T = decltype(zero);
-    Table<T> table{static_cast<const T*>(values), bool(is_packed), size, first, num_own};
-    run_team(num_threads, [&](Team team) { embed(team, table, token_ids, num_rows, out); });
+    EmbeddingTable<T> table{static_cast<const T*>(values), bool(is_packed), size, first, num_own};
+    run_phase(num_threads, [&](Shard shard) { embed(shard, table, token_ids, num_rows, out); });
   });
 }
 
 void er_add(const float* x, int64_t stride, int64_t num_rows, int64_t size, float* out, int64_t out_stride,
             int num_threads) {
-  run_team(num_threads, [&](Team team) { add(team, x, stride, num_rows, size, out, out_stride); });
+  run_phase(num_threads, [&](Shard shard) { add(shard, x, stride, num_rows, size, out, out_stride); });
 }
 
 }  // extern "C"
