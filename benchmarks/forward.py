@@ -62,7 +62,7 @@ def main() -> None:
         model.cache_shape(BLOCK), num_blocks=num_blocks, dtype=model.dtype, device=torch.device("cpu")
     )
     whole = _best(lambda: model.forward(batch, cache), arguments.repeat)
-    hidden = model.forward(batch, cache)[batch.starts[1:] - 1]
+    hidden = model.forward(batch, cache)[batch.query_start_loc[1:] - 1]
     head = _best(lambda: model.logits(hidden), arguments.repeat)
     print(f"forward {1e3 * whole:.3f} ms, head {1e3 * head:.3f} ms ({batch.num_tokens} tokens, {arguments.rows} rows)")
 
@@ -101,10 +101,10 @@ def _batch(rows: int, tokens: int, context: int) -> ForwardBatch:
     return ForwardBatch(
         token_ids=np.random.default_rng(0).integers(10, 7000, rows * tokens, dtype=np.int32),
         positions=positions,
-        slots=table[owner, positions // BLOCK] * BLOCK + positions % BLOCK,
+        slot_mapping=table[owner, positions // BLOCK] * BLOCK + positions % BLOCK,
         block_table=table,
-        context_lens=np.full(rows, lengths, dtype=np.int32),
-        starts=np.arange(rows + 1, dtype=np.int32) * tokens,
+        seq_lens=np.full(rows, lengths, dtype=np.int32),
+        query_start_loc=np.arange(rows + 1, dtype=np.int32) * tokens,
         num_decodes=rows if tokens == 1 else 0,
     )
 

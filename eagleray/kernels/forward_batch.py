@@ -1,4 +1,4 @@
-"""What one forward pass computes: the tokens of some rows, and where their keys and values are cached.
+"""The input of one forward pass: the tokens of some rows, and the slots of the KV cache that they use.
 
 Made by the worker for every step, read by the model.
 """
@@ -15,25 +15,22 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """Rows one after another, those that compute one token first. A slot is block x block_size + offset.
-
-    Contiguous arrays of the host.
-    """
+    """Contiguous host arrays over the batch's rows, those that compute one token first."""
 
     token_ids: Int32Array
     """[num_tokens]"""
     positions: Int32Array
-    """[num_tokens]; those of a row follow each other and end with its last cached token"""
-    slots: Int32Array
-    """[num_tokens]: where each token's key and value go; no slot twice"""
+    """[num_tokens] consecutive within a row"""
+    slot_mapping: Int32Array
+    """[num_tokens] slot (block x block_size + offset) that each token's key and value are written to; no slot twice"""
     block_table: Int32Array
-    """[num_rows, max_blocks]: blocks of each row in order of position, padded with 0"""
-    context_lens: Int32Array
-    """[num_rows] tokens of the row in the cache, this step's included"""
-    starts: Int32Array
-    """[num_rows + 1] where the row's tokens begin, and behind the last one"""
+    """[num_rows, max_blocks] blocks of each row in order of position, padded with 0"""
+    seq_lens: Int32Array
+    """[num_rows] cached tokens of each row, this step's included"""
+    query_start_loc: Int32Array
+    """[num_rows + 1] index of each row's first token, and behind the last token of all"""
     num_decodes: int
-    """The first this many rows compute exactly one token."""
+    """Number of rows that compute exactly one token; they are the first ones."""
 
     @property
     def num_tokens(self) -> int:

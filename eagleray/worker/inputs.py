@@ -50,10 +50,10 @@ def build_inputs(plan: StepPlan, rows: InputBatch) -> StepInputs:
     batch = ForwardBatch(
         token_ids=rows.token_ids[token_rows, positions],
         positions=positions.astype(np.int32),
-        slots=(rows.block_table[token_rows, block] * rows.block_size + offset).astype(np.int32),
+        slot_mapping=(rows.block_table[token_rows, block] * rows.block_size + offset).astype(np.int32),
         block_table=rows.block_table[row_ids, :max_blocks],
-        context_lens=contexts.astype(np.int32),
-        starts=starts,
+        seq_lens=contexts.astype(np.int32),
+        query_start_loc=starts,
         num_decodes=num_decodes,
     )
     samples = np.flatnonzero(contexts == rows.num_tokens[row_ids])

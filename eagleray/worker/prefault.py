@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from eagleray.kernels.kv_cache import HUGE_PAGE, KVCache
+from eagleray.kernels.kv_cache import HUGE_PAGE_BYTES, KVCache
 from eagleray.log import get_logger
 from eagleray.messages.steps import StepPlan
 
@@ -61,7 +61,7 @@ class CachePrefaulter:
         if self._layers:
             first = self._layers[0]
             self._num_blocks, self._block_bytes = len(first), first[0].nbytes
-            self._blocks_at_once = max(1, HUGE_PAGE // self._block_bytes)
+            self._blocks_at_once = max(1, HUGE_PAGE_BYTES // self._block_bytes)
             self._ahead = ahead_bytes // (self._block_bytes * len(self._layers))
             self._thread.start()
 

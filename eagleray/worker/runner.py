@@ -95,9 +95,9 @@ class Runner:
         batch = inputs.batch
         is_planned_order = batch.num_decodes == len(inputs.rows) or plan.rows == inputs.rows.tolist()
         if len(plan.capture_rows) == len(plan.rows) and is_planned_order:  # all of the batch, as it is
-            return self._experts.begin(None, batch.num_tokens), batch.slots
+            return self._experts.begin(None, batch.num_tokens), batch.slot_mapping
         lines = token_indices_of(plan.capture_rows, inputs)
-        return self._experts.begin(lines, batch.num_tokens), batch.slots[lines]
+        return self._experts.begin(lines, batch.num_tokens), batch.slot_mapping[lines]
 
     def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> Sampled:
         """The next token of every row whose last known one was computed."""

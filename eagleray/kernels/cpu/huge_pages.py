@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 32 << 20
-HUGE_PAGE = 2 << 20
-LINE = 64
+HUGE_PAGE_BYTES = 2 << 20
+CACHE_LINE_BYTES = 64
 
 
 class WeightMemory:
@@ -24,7 +24,7 @@ class WeightMemory:
 
     def take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """[num_elements] zeros, from a multiple of 64 bytes on."""
-        size = -(-num_elements * dtype.itemsize // LINE) * LINE
+        size = -(-num_elements * dtype.itemsize // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
         with self._lock:
             if self._used + size > len(self._chunk):
                 self._chunk, self._used = _map(max(size, CHUNK_BYTES)), 0
@@ -35,10 +35,10 @@ class WeightMemory:
 
 def _map(size: int) -> Tensor:
     """[size or more] uint8 from a huge page's boundary on."""
-    size = -(-size // HUGE_PAGE) * HUGE_PAGE
-    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    size = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    offset = -whole.data_ptr() % HUGE_PAGE
+    offset = -whole.data_ptr() % HUGE_PAGE_BYTES
     return whole[offset : offset + size]

@@ -47,6 +47,6 @@ class NativeMLA:
         self._context = ForwardContext(
             cos=torch.cat((cos, cos), dim=-1)[:, None],
             sin=torch.cat((-sin, sin), dim=-1)[:, None],
-            slots=tensors.slots,
+            slot_mapping=tensors.slot_mapping,
             metadata={None: build_attention_metadata(tensors, cache.layers[0], None)},
         )

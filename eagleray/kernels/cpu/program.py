@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.recording import HostOp, NativeOp, Recording, Value
-from eagleray.kernels.forward_batch import ForwardBatch
+from eagleray.kernels.forward_batch import ForwardBatch, Int32Array
 from eagleray.kernels.rope import Rope
 from eagleray.parallel.group import TensorParallelGroup
 from eagleray.parallel.token_shards import token_shard
@@ -84,7 +84,7 @@ class Program:
         num_tokens = batch.num_tokens
         if num_tokens > self._capacity:
             self._grow(num_tokens)
-        max_context = int(batch.context_lens.max(initial=0))
+        max_context = int(batch.seq_lens.max(initial=0))
         if max_context > self._max_context:
             self._reach(max_context)
         if x is not None:
@@ -108,17 +108,15 @@ class Program:
         return self._rows[value.buffer][: num_own if value.is_sequence_sharded else num_tokens, : value.size]
 
     def _describe(self, batch: ForwardBatch) -> None:
-        arrays = (batch.starts, batch.context_lens, batch.block_table, batch.positions, batch.slots, batch.token_ids)
-        assert all(array.flags.c_contiguous and array.dtype == np.int32 for array in arrays)
-        c = self._metadata
-        c.num_rows, c.num_tokens = len(batch.context_lens), batch.num_tokens
-        c.query_start_loc = batch.starts.ctypes.data
-        c.seq_lens = batch.context_lens.ctypes.data
-        c.block_table = batch.block_table.ctypes.data
-        c.table_stride = batch.block_table.shape[1]
-        c.positions = batch.positions.ctypes.data
-        c.slot_mapping = batch.slots.ctypes.data
-        self._batch.token_ids = batch.token_ids.ctypes.data
+        metadata = self._metadata
+        metadata.num_rows = len(batch.seq_lens)
+        metadata.query_start_loc = _address(batch.query_start_loc)
+        metadata.seq_lens = _address(batch.seq_lens)
+        metadata.block_table = _address(batch.block_table)
+        metadata.table_stride = batch.block_table.shape[1]
+        metadata.positions = _address(batch.positions)
+        metadata.slot_mapping = _address(batch.slot_mapping)
+        self._batch.token_ids = _address(batch.token_ids)
 
     def _grow(self, num_tokens: int) -> None:
         """Make room for so many tokens."""
@@ -191,6 +189,11 @@ def _segments(recording: Recording) -> list[_Segment]:
         pending.append(op)
     close()
     return segments
+
+
+def _address(array: Int32Array) -> int:
+    assert array.flags.c_contiguous and array.dtype == np.int32
+    return array.ctypes.data
 
 
 def aligned(memory: Tensor) -> int:

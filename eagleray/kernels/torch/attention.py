@@ -35,9 +35,9 @@ class DeviceBatch:
 
     token_ids: Tensor
     positions: Tensor
-    slots: Tensor
+    slot_mapping: Tensor
     block_table: Tensor
-    context_lens: list[int]
+    seq_lens: list[int]
     query_lens: list[int]
     """[num_rows] tokens of the row computed in this step"""
     num_decodes: int
@@ -50,10 +50,10 @@ class DeviceBatch:
         return cls(
             token_ids=tensor(batch.token_ids),
             positions=tensor(batch.positions),
-            slots=tensor(batch.slots),
+            slot_mapping=tensor(batch.slot_mapping),
             block_table=tensor(batch.block_table),
-            context_lens=batch.context_lens.tolist(),
-            query_lens=(batch.starts[1:] - batch.starts[:-1]).tolist(),
+            seq_lens=batch.seq_lens.tolist(),
+            query_lens=(batch.query_start_loc[1:] - batch.query_start_loc[:-1]).tolist(),
             num_decodes=batch.num_decodes,
         )
 
@@ -112,7 +112,7 @@ class ForwardContext:
     cos: Tensor
     sin: Tensor
     """[num_tokens, 1, head_dim], see `Rope.angles`"""
-    slots: Tensor
+    slot_mapping: Tensor
     """[num_tokens] where keys and values are cached"""
     metadata: Mapping[int | None, AttentionMetadata]
     """By the layer's window."""
@@ -137,7 +137,7 @@ class SelfAttention:
             normed = rms_norm(queries_keys, self._qk_norm, params.norm_eps)
         rotate(normed, context.cos, context.sin, out=queries_keys)
         queries, keys_values = split[:, : params.num_heads], split[:, params.num_heads :]
-        write_cache(keys_values, cache, context.slots)
+        write_cache(keys_values, cache, context.slot_mapping)
         return attend(queries, keys_values, cache, context.metadata[params.window], params.sinks)
 
 
@@ -277,7 +277,7 @@ def _group_decodes(batch: DeviceBatch, cache: Tensor, window: int | None) -> tup
     if batch.num_decodes == 0:
         return None, []
     block_size, device = cache.shape[1], batch.block_table.device
-    contexts = batch.context_lens[: batch.num_decodes]
+    contexts = batch.seq_lens[: batch.num_decodes]
     firsts = [_first_block(context - 1, window, block_size) for context in contexts]
     num_keys = [context - first * block_size for context, first in zip(contexts, firsts, strict=True)]
     sizes = [max(-(-keys // block_size), SMALL_CONTEXT) for keys in num_keys]
@@ -332,7 +332,7 @@ def _length_mask(num_keys: list[int], cache: Tensor, window: int | None) -> Tens
 def _prefill_rows(batch: DeviceBatch, block_size: int, window: int | None) -> Iterator[FreshRow | ContinuedRow]:
     start = batch.num_decodes
     for row in range(batch.num_decodes, len(batch.query_lens)):
-        context, queries = batch.context_lens[row], batch.query_lens[row]
+        context, queries = batch.seq_lens[row], batch.query_lens[row]
         if context == queries and (window is None or queries <= window):
             yield FreshRow(start, start + queries)
         else:

@@ -125,7 +125,7 @@ class TorchBackend(KernelBackend):
             tensors = DeviceBatch.of(batch, device)
             cos, sin = rope.angles(tensors.positions)
             metadata = {window: build_attention_metadata(tensors, cache.layers[0], window) for window in windows}
-            context = ForwardContext(cos=cos, sin=sin, slots=tensors.slots, metadata=metadata)
+            context = ForwardContext(cos=cos, sin=sin, slot_mapping=tensors.slot_mapping, metadata=metadata)
             hidden: Tensor = compute(x if isinstance(x, Tensor) else tensors.token_ids, cache.layers, context)
             return hidden
 

@@ -52,7 +52,7 @@ class LatentAttention:
         key = cached[:, None, rank:]
         rotate(key, context.cos, context.sin, out=key)
         cached = cached.to(cache.dtype)
-        write_cache(cached, cache, context.slots)
+        write_cache(cached, cache, context.slot_mapping)
         metadata = context.metadata[None]
         out = queries.new_empty(len(queries), params.num_heads, params.value_dim)
         if metadata.num_decodes:

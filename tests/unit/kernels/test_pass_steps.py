@@ -61,10 +61,10 @@ def batch_of(num_tokens: int) -> ForwardBatch:
     return ForwardBatch(
         token_ids=numbers,
         positions=numbers,
-        slots=numbers,
+        slot_mapping=numbers,
         block_table=np.zeros((0, 1), np.int32),
-        context_lens=np.zeros(0, np.int32),
-        starts=np.zeros(1, np.int32),
+        seq_lens=np.zeros(0, np.int32),
+        query_start_loc=np.zeros(1, np.int32),
         num_decodes=0,
     )
 

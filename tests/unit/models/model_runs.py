@@ -78,10 +78,10 @@ class PagedRun:
         return ForwardBatch(
             token_ids=np.array(token_ids, np.int32),
             positions=np.array(positions, np.int32),
-            slots=np.array(slots, np.int32),
+            slot_mapping=np.array(slots, np.int32),
             block_table=np.array(table, np.int32).reshape(len(names), width),
-            context_lens=np.array(contexts, np.int32),
-            starts=np.cumsum([0, *(counts[name] for name in names)], dtype=np.int32),
+            seq_lens=np.array(contexts, np.int32),
+            query_start_loc=np.cumsum([0, *(counts[name] for name in names)], dtype=np.int32),
             num_decodes=sum(counts[name] == 1 for name in names),
         )
 

@@ -29,9 +29,9 @@ def random_batch(rows: list[tuple[int, int]], block_size: int) -> DeviceBatch:
     return DeviceBatch(
         token_ids=positions,
         positions=positions,
-        slots=torch.cat(slots),
+        slot_mapping=torch.cat(slots),
         block_table=table,
-        context_lens=contexts,
+        seq_lens=contexts,
         query_lens=[queries for _, queries in rows],
         num_decodes=sum(queries == 1 for _, queries in rows),
     )
@@ -48,7 +48,7 @@ def naive(queries: torch.Tensor, cache: torch.Tensor, heads: MLAParams, batch: D
     """One query and one head at a time, in float64; queries [num_tokens, num_heads, ..] are rotated already."""
     block_size, token = cache.shape[1], 0
     out = torch.empty(len(queries), heads.num_heads, heads.value_dim, dtype=torch.float64)
-    for row, (context, count) in enumerate(zip(batch.context_lens, batch.query_lens, strict=True)):
+    for row, (context, count) in enumerate(zip(batch.seq_lens, batch.query_lens, strict=True)):
         slots = [batch.block_table[row, p // block_size] * block_size + p % block_size for p in range(context)]
         cached = cache.flatten(0, 1)[torch.stack(slots)].double()
         for position in range(context - count, context):
@@ -80,7 +80,7 @@ ROWS = st.one_of(
 @example(rows=[(40, 1), (2, 1), (1, 1)], block_size=1, num_heads=2, value_dim=5, room=1, at_once=3)
 def test_any_batch(rows, block_size, num_heads, value_dim, room, at_once):
     batch = random_batch(rows, block_size)
-    num_tokens = len(batch.slots)
+    num_tokens = len(batch.slot_mapping)
     heads = MLAParams(
         num_heads=num_heads,
         plain_dim=PLAIN,
@@ -99,7 +99,7 @@ def test_any_batch(rows, block_size, num_heads, value_dim, room, at_once):
 
     expected_cache = cache.clone().flatten(0, 1)
     normed = latents[:, :RANK] * torch.rsqrt(latents[:, :RANK].pow(2).mean(1, keepdim=True) + 1e-6) * heads.norm
-    expected_cache[batch.slots] = torch.cat((normed, rotated(latents[:, RANK:], angles)), dim=1)
+    expected_cache[batch.slot_mapping] = torch.cat((normed, rotated(latents[:, RANK:], angles)), dim=1)
     expected_cache = expected_cache.view_as(cache)
     expected_queries = torch.cat((queries[..., :PLAIN], rotated(queries[..., PLAIN:], angles)), dim=2)
     expected = naive(expected_queries, expected_cache, heads, batch)
@@ -110,7 +110,7 @@ def test_any_batch(rows, block_size, num_heads, value_dim, room, at_once):
         context = ForwardContext(
             cos=torch.cat((angles.cos(), angles.cos()), dim=1)[:, None],
             sin=torch.cat((-angles.sin(), angles.sin()), dim=1)[:, None],
-            slots=batch.slots,
+            slot_mapping=batch.slot_mapping,
             metadata={None: attention.build_attention_metadata(batch, cache, None)},
         )
         out = mla.LatentAttention(heads)(queries.flatten(1), latents, cache, context)

@@ -33,9 +33,9 @@ def random_batch(rows: list[tuple[int, int]], block_size: int) -> DeviceBatch:
     return DeviceBatch(
         token_ids=torch.cat(positions),
         positions=torch.cat(positions),
-        slots=torch.cat(slots),
+        slot_mapping=torch.cat(slots),
         block_table=table,
-        context_lens=contexts,
+        seq_lens=contexts,
         query_lens=[queries for _, queries in rows],
         num_decodes=sum(queries == 1 for _, queries in rows),
     )
@@ -48,7 +48,7 @@ def naive_attention(
     num_kv_heads, block_size = cache.shape[2] // 2, cache.shape[1]
     group = queries.shape[1] // num_kv_heads
     out, token = torch.empty_like(queries, dtype=torch.float64), 0
-    for row, (context, count) in enumerate(zip(batch.context_lens, batch.query_lens, strict=True)):
+    for row, (context, count) in enumerate(zip(batch.seq_lens, batch.query_lens, strict=True)):
         slots = [batch.block_table[row, p // block_size] * block_size + p % block_size for p in range(context)]
         keys_values = cache.flatten(0, 1)[torch.stack(slots)].double()
         for position in range(context - count, context):
@@ -74,11 +74,11 @@ def attend(
     has_sinks: bool = False,
 ) -> None:
     batch = random_batch(rows, block_size)
-    num_tokens = len(batch.slots)
+    num_tokens = len(batch.slot_mapping)
     queries = torch.randn(num_tokens, num_kv_heads * group, HEAD_DIM)
     cache = torch.randn(int(batch.block_table.max()) + 4, block_size, 2 * num_kv_heads, HEAD_DIM)
     keys_values = torch.randn(num_tokens, 2 * num_kv_heads, HEAD_DIM)
-    write_cache(keys_values, cache, batch.slots)
+    write_cache(keys_values, cache, batch.slot_mapping)
     sinks = torch.randn(num_kv_heads * group) * 2 if has_sinks else None
     out = attention.attend(queries, keys_values, cache, build_attention_metadata(batch, cache, window), sinks)
     expected = naive_attention(queries, cache, batch, window, sinks)
@@ -127,7 +127,7 @@ def test_rows_of_very_different_lengths_are_not_padded_to_the_longest():
     cache = torch.zeros(200, 16, 4, HEAD_DIM)
     metadata = build_attention_metadata(batch, cache, None)
     read = sum(len(group.block_ids) for group in metadata.decodes)
-    needed = sum(-(-context // 16) for context in batch.context_lens)
+    needed = sum(-(-context // 16) for context in batch.seq_lens)
     assert read <= 2 * needed
 
 

@@ -10,11 +10,11 @@ import time
 import pytest
 import torch
 
-from eagleray.kernels.kv_cache import HUGE_PAGE, CacheShape, KVCache
+from eagleray.kernels.kv_cache import HUGE_PAGE_BYTES, CacheShape, KVCache
 from eagleray.messages.steps import StepPlan
 from eagleray.worker.prefault import CachePrefaulter, _populate
 
-BLOCK_BYTES = HUGE_PAGE // 4
+BLOCK_BYTES = HUGE_PAGE_BYTES // 4
 QUIET = 0.02
 SECONDS = 20.0
 

@@ -127,7 +127,7 @@ def test_lines_are_in_the_order_that_was_asked_for():
 
 def test_inputs_of_a_step_without_rows():
     inputs = build_inputs(plan(0, {}), make_rows())
-    assert inputs.batch.num_tokens == 0 and inputs.batch.starts.tolist() == [0]
+    assert inputs.batch.num_tokens == 0 and inputs.batch.query_start_loc.tolist() == [0]
     assert len(inputs.samples) == len(inputs.rows) == 0
 
 
