@@ -1,1 +1,1 @@
-"""Repeats the engine's decisions to every worker and collects what they answer."""
+"""Sends the engine's calls to every worker and collects their replies."""

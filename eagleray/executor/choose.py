@@ -1,4 +1,5 @@
-"""Which worker group an engine gets. Imports one of them: the others' dependencies are not paid for."""
+"""Choice of the worker group of an engine. Only the chosen one is imported, so the others' dependencies cost
+nothing."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ def open_executor(
     ray: RayContext | None = None,
     on_lost: Callable[[Exception], None] | None = None,
 ) -> Executor:
-    """The executor that `config` asks for, its workers running. Raises, and leaves nothing behind, if one does not.
+    """Start the workers that `config` asks for and return their executor. Cleans up and raises if one does not start.
 
-    `ray`: what this program is in, if it runs inside a Ray cluster. `on_lost`: called with the cause, from a thread,
-    before this process ends because a Ray cluster that it has started is lost.
+    `ray`: context of this program, if it runs inside a Ray cluster. `on_lost` is called with the cause, from a thread,
+    before this process exits because a Ray cluster that it has started is lost.
     """
     return Executor(_open_group(engine, config, runtime_dir, ray, on_lost))
 
@@ -33,18 +34,18 @@ def open_executor(
 def is_in_placement_group(config: Config, ray: RayContext | None) -> bool:
     """Whether workers would go into the placement group that the program `ray` runs in.
 
-    They would not if the program holds what they need itself and the group has no room beside that: then they use what
-    the program holds, as its children.
+    They do not if the program itself holds the resources they need and the group has no room for more: then they run
+    as its children, on the resources that it holds.
     """
     if ray is None or ray.placement_group is None:
         return False
     held = {} if ray.caller is None else ray.caller.held
     worker = worker_resources(config.ray.ray_worker_resources, config.execution.device, ray.group_bundles)
     needed = config.parallel.world_size * engines_on_host(config)
-    beside = sum(
+    free = sum(
         count_fitting(subtract_held(has, held.get(index, {})), worker) for index, has in enumerate(ray.group_bundles)
     )
-    return beside >= needed or sum(count_fitting(has, worker) for has in held.values()) < needed
+    return free >= needed or sum(count_fitting(has, worker) for has in held.values()) < needed
 
 
 def _open_group(

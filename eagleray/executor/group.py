@@ -1,4 +1,4 @@
-"""What differs between the ways to run workers."""
+"""Protocol of the transport-specific part of an executor."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from eagleray.messages.workers import Topology
 class WorkerGroup(Protocol):
     """The workers of one engine. Driven by its executor alone, from one thread.
 
-    A group that exists is complete: every worker has said that it is there. Its factory raises, and leaves nothing
-    behind, if one does not.
+    A group that exists is complete: every worker has attached. Its factory cleans up and raises if one does not.
     """
 
     topology: Topology
 
     def send(self, call: Call) -> None:
-        """Hand `call` to every worker. Raises as `check` does."""
+        """Send `call` to every worker. Raises like `check`."""
 
     def receive(self, timeout: float) -> Reply | None:
-        """The next reply of any worker; None after `timeout` seconds without one. Raises as `check` does."""
+        """Return the next reply of any worker, or None after `timeout` seconds. Raises like `check`."""
 
     def check(self) -> None:
-        """Raises `WorkerLost` once a worker has died or fallen silent, whoever noticed it."""
+        """Raise `WorkerLost` once a worker has exited or stopped sending heartbeats."""
 
     def close(self) -> None:
-        """End the workers in bounded time (ask, terminate, kill); harmless when repeated."""
+        """Stop the workers in bounded time (close the queue, terminate, kill). Idempotent."""

@@ -1,4 +1,4 @@
-"""The worker groups without a process: one worker, an object of the engine's process."""
+"""Worker groups without worker processes: one worker, an object of the engine's process."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from eagleray.worker.worker import Worker
 
 SINGLE_WORKER = Topology(tensor_parallel_size=1, pipeline_parallel_size=1, nodes=["here"], addresses=["127.0.0.1"])
 
-END_SECONDS = 10.0
-"""How long the worker's thread may take to finish what it computes."""
+STOP_TIMEOUT_SECONDS = 10.0
+"""Time for the worker's thread to finish its current call."""
 
 
 def _worker(engine: EngineId, config: Config) -> Worker:
-    first = first_device(config, engine.rank) or None  # None: the process's current one
+    first = first_device(config, engine.rank) or None  # None means the current device of the process
     return Worker(WorkerId(engine), 0, config, SINGLE_WORKER, device_index=first)
 
 
 class InProcessGroup:
-    """`send` computes; `receive` hands out what was computed."""
+    """Computes each call inside `send` and queues the reply for `receive`."""
 
     topology = SINGLE_WORKER
 
@@ -43,7 +43,7 @@ class InProcessGroup:
         return self._replies.popleft() if self._replies else None
 
     def check(self) -> None:
-        """An object of this process cannot be lost."""
+        """Do nothing: an object of this process cannot be lost."""
 
     def close(self) -> None:
         self._replies.clear()
@@ -51,7 +51,7 @@ class InProcessGroup:
 
 
 class ThreadGroup:
-    """The worker computes in a thread of its own, so that the engine can plan the next step meanwhile."""
+    """Runs the worker in a thread, so that the engine can plan the next step meanwhile."""
 
     topology = SINGLE_WORKER
 
@@ -59,7 +59,7 @@ class ThreadGroup:
         self._worker = _worker(engine, config)
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="worker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._thread.start()
 
     def send(self, call: Call) -> None:
@@ -72,17 +72,19 @@ class ThreadGroup:
             return None
 
     def check(self) -> None:
-        """A thread of this process cannot be lost: whatever it raises is a reply."""
+        """Do nothing: a thread of this process cannot be lost, and exceptions of the worker are replies."""
 
     def close(self) -> None:
         if not self._thread.is_alive():
             return
         self._calls.put(None)
-        self._thread.join(END_SECONDS)
+        self._thread.join(STOP_TIMEOUT_SECONDS)
         if self._thread.is_alive():
-            raise DeadlineExceeded(f"the worker's thread still computes, {END_SECONDS:.0f} s after it was told to end")
+            raise DeadlineExceeded(
+                f"the worker's thread still runs {STOP_TIMEOUT_SECONDS:.0f} s after it was asked to stop"
+            )
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             reply = self._worker.handle(call)
             if reply is not None:

@@ -1,7 +1,7 @@
-"""One result of a step from what the ranks that report it have said. Pure.
+"""Merge of the replies of several ranks into one step result. Pure.
 
-The rank that samples says nearly everything. Which experts computed a token is known to each stage for its own layers:
-where that is asked for, the first rank of every other stage reports too.
+The rank that samples reports everything but the routed experts of other stages: if a request wants them, the first rank
+of every other stage replies too.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from eagleray.messages.workers import Topology
 
 
 def reporting_ranks(topology: Topology, plan: StepPlan) -> list[int]:
-    """The ranks that answer a step, in order of the stages; the last one samples."""
+    """Return the ranks that reply to a step, in order of the stages; the last one samples."""
     if not plan.capture_rows:
         return [topology.sampler_rank]
     return list(range(0, topology.world_size, topology.tensor_parallel_size))
 
 
 def merge_step(replies: Mapping[int, WorkerReply]) -> StepResult:
-    """`replies`: of the reporting ranks, in order of rank. Raises `ExpertGroupBroken` if one says so."""
+    """Merge the replies of the reporting ranks, in order of rank. Raises `ExpertGroupBroken` if one is `StepBroken`."""
     *others, sampled = [_unbroken(reply) for reply in replies.values()]
-    assert isinstance(sampled, StepResult), f"the rank that samples answered with {type(sampled).__name__}"
+    assert isinstance(sampled, StepResult), f"the rank that samples replied with {type(sampled).__name__}"
     if not others:
         return sampled
     layers = [_experts(reply) for reply in replies.values()]

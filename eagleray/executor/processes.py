@@ -21,37 +21,40 @@ from eagleray.transport.message_queue_hub import MessageQueueHub
 
 logger = get_logger(__name__)
 
-END_SECONDS = 3.0
-"""How long workers may take to end after the queue was closed, and again after SIGTERM."""
+STOP_TIMEOUT_SECONDS = 3.0
+"""Time for workers to exit after the queue was closed, and again after SIGTERM."""
 
 
 def start_processes(engine: EngineId, config: Config, *, runtime_dir: Path) -> QueueGroup:
-    """The workers of `engine`, every one attached to the queue. Raises `WorkerLost` or `DeadlineExceeded`."""
+    """Start the workers of `engine` and wait until each is attached to the queue.
+
+    Raises `WorkerLost` or `DeadlineExceeded`.
+    """
     topology = _topology(config)
     labels = worker_labels(engine, topology)
     first = first_device(config, engine.rank)
     with ExitStack() as stack:
-        broadcaster = MessageQueueHub.open(num_peers=topology.world_size, runtime_dir=runtime_dir)
-        stack.callback(broadcaster.close)
-        losses = FailureMonitor(broadcaster.wake)
-        pulse = open_heartbeat_monitor(labels, losses, config=config, runtime_dir=runtime_dir, host=None)
-        stack.callback(pulse.close)
+        hub = MessageQueueHub.open(num_peers=topology.world_size, runtime_dir=runtime_dir)
+        stack.callback(hub.close)
+        failures = FailureMonitor(hub.wake)
+        heartbeats = open_heartbeat_monitor(labels, failures, config=config, runtime_dir=runtime_dir, host=None)
+        stack.callback(heartbeats.close)
         children: list[Child] = []
-        stack.callback(_end, children, broadcaster.close, losses)
-        stack.callback(losses.expect)
+        stack.callback(_stop, children, hub.close, failures)
+        stack.callback(failures.expect_exits)
         specs = encode_worker_specs(
             engine,
             config,
             topology,
             devices=range(first, first + topology.world_size),
-            near=[True] * topology.world_size,
-            queue=broadcaster.ticket,
-            pulse=pulse,
+            is_local=[True] * topology.world_size,
+            queue=hub.ticket,
+            heartbeats=heartbeats,
         )
         for label, payload in zip(labels, specs, strict=True):
-            children.append(_spawn(payload, label, config, losses))
-        broadcaster.wait_for_peers(config.execution.startup_timeout, losses.check)
-        return QueueGroup(topology=topology, broadcaster=broadcaster, losses=losses, ends=stack.pop_all())
+            children.append(_spawn(payload, label, config, failures))
+        hub.wait_for_peers(config.execution.startup_timeout, failures.check)
+        return QueueGroup(topology=topology, hub=hub, failures=failures, exit_stack=stack.pop_all())
 
 
 def _topology(config: Config) -> Topology:
@@ -63,34 +66,36 @@ def _topology(config: Config) -> Topology:
     )
 
 
-def _spawn(payload: bytes, label: str, config: Config, losses: FailureMonitor) -> Child:
-    def heard(message: ChildToParent) -> None:
+def _spawn(payload: bytes, label: str, config: Config, failures: FailureMonitor) -> Child:
+    def on_message(message: ChildToParent) -> None:
         if isinstance(message, Failed):
-            losses.report(label, message.cause)
+            failures.report(label, message.cause)
 
     return Child(
         target="eagleray.worker.entry:run",
         label=label,
         payload=payload,
         log_level=config.execution.log_level,
-        runtime_dir="",  # the instance's directory is not the workers' to remove
-        on_message=heard,
-        on_exit=lambda reason: losses.report(label, reason),
+        runtime_dir="",  # only the engine may remove the instance's directory
+        on_message=on_message,
+        on_exit=lambda reason: failures.report(label, reason),
     )
 
 
-def _end(children: list[Child], close_queue: Callable[[], None], losses: FailureMonitor) -> None:
-    """Workers end when the queue closes; those that do not are told by SIGTERM, then killed. When one is lost all are
-    killed at once: the others wait for it, and would not hear."""
+def _stop(children: list[Child], close_queue: Callable[[], None], failures: FailureMonitor) -> None:
+    """Stop the workers: they exit when the queue closes; late ones get SIGTERM, then SIGKILL.
+
+    If one is lost, all are killed at once: its peers wait for it and would not notice that the queue closes.
+    """
     close_queue()
-    if losses.is_broken:
+    if failures.is_broken:
         for child in children:
             child.kill()
     for stronger in (Child.terminate, Child.kill):
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
         late = [child for child in children if not child.wait(max(0.0, deadline - time.monotonic()))]
         for child in late:
-            logger.warning("%s did not end within %.0f s: %s", child.label, END_SECONDS, stronger.__name__)
+            logger.warning("%s has not exited within %.0f s: %s", child.label, STOP_TIMEOUT_SECONDS, stronger.__name__)
             stronger(child)
     for child in children:
-        child.wait(END_SECONDS)
+        child.wait(STOP_TIMEOUT_SECONDS)

@@ -1,5 +1,4 @@
-"""The worker group whose calls and replies go over a queue. Who brings the workers to life, and ends them, is another's
-concern: `processes` and `ray_actors` each make one of these."""
+"""Worker group whose calls and replies go over a message queue. `processes` and `ray_actors` start the workers."""
 
 from __future__ import annotations
 
@@ -12,52 +11,52 @@ from eagleray.messages.steps import Call, Reply, WorkerFailure
 from eagleray.messages.workers import Topology
 from eagleray.transport.message_queue_hub import MessageQueueHub
 
-SEND_SECONDS = 60.0
-"""A worker that takes no call for so long, though it is alive, will not come back."""
+SEND_TIMEOUT_SECONDS = 60.0
+"""Time for a worker to make room in its queue; a live worker that does not is hung."""
 
 
 class QueueGroup:
-    """See `group.WorkerGroup`. `ends` ends the workers, and whatever else belongs to the group, when it is closed."""
+    """See `group.WorkerGroup`. Closing `exit_stack` stops the workers and closes everything else of the group."""
 
     def __init__(
-        self, *, topology: Topology, broadcaster: MessageQueueHub, losses: FailureMonitor, ends: ExitStack
+        self, *, topology: Topology, hub: MessageQueueHub, failures: FailureMonitor, exit_stack: ExitStack
     ) -> None:
         self.topology = topology
-        self._broadcaster = broadcaster
-        self._losses = losses
-        self._ends = ends
+        self._hub = hub
+        self._failures = failures
+        self._exit_stack = exit_stack
         self._calls: Codec[Call] = Codec(Call)
         self._replies: Codec[Reply] = Codec(Reply)
 
     def send(self, call: Call) -> None:
-        self._losses.check()
+        self._failures.check()
         try:
-            self._broadcaster.send(self._calls.encode(call), SEND_SECONDS, self._losses.check)
+            self._hub.send(self._calls.encode(call), SEND_TIMEOUT_SECONDS, self._failures.check)
         except ChannelClosed as error:
             raise self._cause(error) from error
 
     def receive(self, timeout: float) -> Reply | None:
         try:
-            received = self._broadcaster.receive(timeout)
+            received = self._hub.receive(timeout)
         except ChannelClosed as error:
             raise self._cause(error) from error
         if received is not None:
             reply = self._replies.decode(received[1])
             if isinstance(reply.body, WorkerFailure):
-                self._losses.mark_failed()
+                self._failures.mark_failed()
             return reply
-        self._losses.check()
+        self._failures.check()
         return None
 
     def check(self) -> None:
-        self._losses.check()
+        self._failures.check()
 
     def close(self) -> None:
-        self._losses.expect()
-        self._ends.close()
+        self._failures.expect_exits()
+        self._exit_stack.close()
 
     def _cause(self, error: ChannelClosed) -> Exception:
-        """Why a worker's end of the queue is closed: those who watch the workers know in a moment."""
-        self._losses.wait(PEER_EXIT_SECONDS)
-        self._losses.check()
+        """Return why a worker closed its end of the queue; the monitors report it in a moment."""
+        self._failures.wait(PEER_EXIT_SECONDS)
+        self._failures.check()
         return WorkerLost(f"a worker has left the queue: {error}")

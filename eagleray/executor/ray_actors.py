@@ -50,14 +50,20 @@ def start_ray_actors(
         pulse = open_heartbeat_monitor(labels, losses, config=config, runtime_dir=runtime_dir, host=team.host)
         stack.callback(pulse.close)
         specs = encode_worker_specs(
-            engine, config, topology, devices=team.devices, near=team.near, queue=broadcaster.ticket, pulse=pulse
+            engine,
+            config,
+            topology,
+            devices=team.devices,
+            is_local=team.near,
+            queue=broadcaster.ticket,
+            heartbeats=pulse,
         )
         sentinels = team.actors.run(worker, specs)
         watch = ActorMonitor(sentinels, topology.nodes, lambda rank, reason: losses.report(labels[rank], reason))
         stack.callback(watch.close)
         broadcaster.wait_for_peers(wait.left, losses.check)
         stack.callback(_end, broadcaster, team.actors, losses)
-        return QueueGroup(topology=topology, broadcaster=broadcaster, losses=losses, ends=stack.pop_all())
+        return QueueGroup(topology=topology, hub=broadcaster, failures=losses, exit_stack=stack.pop_all())
 
 
 def _end(broadcaster: MessageQueueHub, actors: ActorHandles, losses: FailureMonitor) -> None:

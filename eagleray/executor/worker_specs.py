@@ -1,4 +1,4 @@
-"""What every executor tells its workers at their birth, and how it listens for their heartbeats."""
+"""Specs that executors pass to their workers at spawn, and the monitor of the workers' heartbeats."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from eagleray.transport.heartbeat import HeartbeatMonitor
 
 
 def worker_labels(engine: EngineId, topology: Topology) -> list[str]:
-    """Names of the workers, by rank."""
+    """Return the labels of the workers, by rank."""
     return [topology.worker_id(engine, rank).label for rank in range(topology.world_size)]
 
 
 def open_heartbeat_monitor(
-    labels: Sequence[str], losses: FailureMonitor, *, config: Config, runtime_dir: Path, host: str | None
+    labels: Sequence[str], failures: FailureMonitor, *, config: Config, runtime_dir: Path, host: str | None
 ) -> HeartbeatMonitor:
-    """A worker that is heard and then falls silent is a loss. `host`: where workers of other nodes reach the engine."""
+    """Open a monitor that reports a worker as failed once its heartbeats stop.
+
+    `host`: address at which workers of other nodes reach the engine.
+    """
     return HeartbeatMonitor.open(
         num_peers=len(labels),
         runtime_dir=runtime_dir,
         host=host,
         limit=config.execution.heartbeat_timeout,
-        on_silent=lambda rank, seconds: losses.report(labels[rank], f"it was silent for {seconds:.0f} s"),
+        on_silent=lambda rank, seconds: failures.report(labels[rank], f"it was silent for {seconds:.0f} s"),
     )
 
 
@@ -38,11 +41,12 @@ def encode_worker_specs(
     topology: Topology,
     *,
     devices: Sequence[int | None],
-    near: Sequence[bool],
+    is_local: Sequence[bool],
     queue: Callable[[int], bytes],
-    pulse: HeartbeatMonitor,
+    heartbeats: HeartbeatMonitor,
 ) -> list[bytes]:
-    """An encoded `WorkerSpec` for each rank. `devices`, `near`: by rank; `queue`: the ticket of a rank."""
+    """Encode a `WorkerSpec` for each rank. `devices` and `is_local` are by rank; `queue` returns the handle of a
+    rank."""
     specs = [
         WorkerSpec(
             worker=topology.worker_id(engine, rank),
@@ -50,9 +54,9 @@ def encode_worker_specs(
             config=config,
             topology=topology,
             device_index=devices[rank],
-            is_local=near[rank],
+            is_local=is_local[rank],
             queue=queue(rank),
-            pulse=pulse.ticket(rank),
+            pulse=heartbeats.ticket(rank),
         )
         for rank in range(topology.world_size)
     ]

@@ -66,7 +66,7 @@ def start_ray_graph(
         pulse = open_heartbeat_monitor(labels, losses, config=config, runtime_dir=runtime_dir, host=team.host)
         stack.callback(pulse.close)
         specs = encode_worker_specs(
-            engine, config, topology, devices=team.devices, near=team.near, queue=lambda rank: b"", pulse=pulse
+            engine, config, topology, devices=team.devices, is_local=team.near, queue=lambda rank: b"", heartbeats=pulse
         )
         sentinels = team.actors.run(worker, specs)
         watch = ActorMonitor(sentinels, topology.nodes, lambda rank, reason: losses.report(labels[rank], reason))
@@ -153,7 +153,7 @@ class RayGraphGroup:
         if self._is_closed:
             return
         self._is_closed = True
-        self._losses.expect()
+        self._losses.expect_exits()
         self._sent.put(None)
         is_lost = self._losses.is_broken
         self._thread.join(0 if is_lost else END_SECONDS)

@@ -26,7 +26,7 @@ from eagleray.messages.workers import Topology
 
 
 class FakeGroup:
-    """Workers that answer what the test says, in the order that it says."""
+    """Worker group that returns the replies of a test, in its order."""
 
     def __init__(self, world_size: int = 1, *, pp: int = 1) -> None:
         self.topology = Topology(
@@ -70,19 +70,19 @@ def capturing(step: int) -> StepPlan:
 
 
 def layers(*numbers: int) -> np.ndarray:
-    """[2 tokens, one layer for each number, 3]"""
+    """Return routed experts [2 tokens, one layer for each number, top_k 3]."""
     rows = [[token, layer, 0] for token in range(2) for layer in numbers]
     return np.array(rows, np.uint8).reshape(2, len(numbers), 3)
 
 
-def test_a_call_collects_every_workers_reply_in_order_of_rank():
+def test_call_all_workers_reply_returns_in_order_of_rank():
     group = FakeGroup(world_size=2)
     group.replies += [Reply(1, 1, MemoryMeasured(11)), Reply(1, 0, MemoryMeasured(10))]
     replies = Executor(group).call(MeasureMemory(1), MemoryMeasured, timeout=1)
     assert [reply.available_bytes for reply in replies] == [10, 11]
 
 
-def test_steps_in_flight_get_their_own_results():
+def test_step_several_in_flight_get_their_own_results():
     group = FakeGroup()
     executor = Executor(group)
     first, second = executor.step(plan(1)), executor.step(plan(2))
@@ -91,7 +91,7 @@ def test_steps_in_flight_get_their_own_results():
     assert second.result() == result(2)
 
 
-def test_a_late_reply_is_never_taken_for_another():
+def test_call_late_reply_is_not_mistaken_for_another():
     group = FakeGroup()
     executor = Executor(group)
     with pytest.raises(DeadlineExceeded, match=r"no MemoryMeasured from rank 0 within 0 s \(call 1\)"):
@@ -100,7 +100,7 @@ def test_a_late_reply_is_never_taken_for_another():
     assert executor.call(MeasureMemory(1), MemoryMeasured, timeout=1)[0].available_bytes == 2
 
 
-def test_a_reply_that_settles_it_ends_the_wait_for_the_others():
+def test_gather_until_holds_ends_the_wait():
     group = FakeGroup(world_size=3)
     group.replies += [Reply(1, 1, MemoryMeasured(5))]
     replies = Executor(group).gather(MeasureMemory(1), MemoryMeasured, timeout=5, until=lambda r: r.available_bytes < 9)
@@ -112,7 +112,7 @@ def failure(kind: str, *, is_user_error: bool) -> WorkerFailure:
     return WorkerFailure(worker=WorkerId(EngineId("i", 0), tp=1, pp=0), cause=cause)
 
 
-def test_any_workers_exception_is_raised_with_its_name_and_traceback():
+def test_call_worker_raised_error_has_name_and_traceback():
     group = FakeGroup(world_size=2)
     executor = Executor(group)
     pending = executor.step(plan(1))
@@ -121,7 +121,7 @@ def test_any_workers_exception_is_raised_with_its_name_and_traceback():
         pending.result()
 
 
-def test_a_death_is_the_cause_of_what_others_say_of_it():
+def test_call_peer_failure_is_attributed_to_exited_worker():
     group = FakeGroup(world_size=2)
     executor = Executor(group)
     pending = executor.step(plan(1))
@@ -131,7 +131,7 @@ def test_a_death_is_the_cause_of_what_others_say_of_it():
         pending.result()
 
 
-def test_a_closed_channel_is_the_loss_of_a_worker_that_nobody_has_reported(monkeypatch):
+def test_call_closed_channel_without_report_is_worker_lost(monkeypatch):
     monkeypatch.setattr("eagleray.executor.executor.PEER_EXIT_SECONDS", 0.01)
     group = FakeGroup(world_size=2)
     executor = Executor(group)
@@ -150,14 +150,14 @@ def test_a_closed_channel_is_the_loss_of_a_worker_that_nobody_has_reported(monke
         (Failure(kind="CheckpointError", message="x", is_user_error=True), CheckpointError),
     ],
 )
-def test_losses_report_tells_a_worker_that_failed_from_one_that_was_lost(reason, kind):
+def test_failure_monitor_report_kind_is_failed_or_lost(reason, kind):
     losses = FailureMonitor(lambda: None)
     losses.report("engine-0/tp0-pp0", reason)
     with pytest.raises(kind):
         losses.check()
 
 
-def test_news_are_heard_while_nobody_waits():
+def test_check_unawaited_failure_is_raised():
     group = FakeGroup(world_size=2)
     executor = Executor(group)
     executor.check()
@@ -170,20 +170,20 @@ def test_news_are_heard_while_nobody_waits():
         executor.check()
 
 
-def test_a_users_mistake_keeps_its_type():
+def test_call_user_error_keeps_its_type():
     group = FakeGroup()
     group.replies.append(Reply(1, 0, failure("CheckpointError", is_user_error=True)))
     with pytest.raises(CheckpointError, match=r"^it broke$"):
         Executor(group).call(LoadModel(), MemoryMeasured, timeout=1)
 
 
-def test_closing_ends_the_workers():
+def test_close_stops_the_workers():
     group = FakeGroup()
     Executor(group).close()
     assert group.closed
 
 
-def test_a_step_that_does_not_come_back_is_named_with_its_size():
+def test_step_result_timeout_names_step_and_size():
     pending = Executor(FakeGroup()).step(
         StepPlan(step=7, freed_rows=[], new_rows=[], new_blocks=[], rows=[0, 3], num_tokens=[1, 99]), seconds=0.01
     )
@@ -193,7 +193,7 @@ def test_a_step_that_does_not_come_back_is_named_with_its_size():
     assert str(raised.value) == expected
 
 
-def test_the_experts_of_all_stages_are_joined_in_their_order():
+def test_merge_step_routed_experts_are_joined_in_order_of_stages():
     group = FakeGroup(world_size=6, pp=3)
     pending = Executor(group).step(capturing(1))
     group.replies += [
@@ -206,14 +206,14 @@ def test_the_experts_of_all_stages_are_joined_in_their_order():
     assert np.array_equal(joined, layers(0, 1, 2, 3, 4))
 
 
-def test_without_capture_the_rank_that_samples_answers_alone():
+def test_merge_step_without_capture_needs_sampler_rank_alone():
     group = FakeGroup(world_size=4, pp=2)
     pending = Executor(group).step(plan(1))
     group.replies.append(Reply(1, 2, result(1)))
     assert pending.result() == result(1)
 
 
-def test_a_stage_that_does_not_report_is_named():
+def test_step_missing_stage_report_names_its_rank():
     group = FakeGroup(world_size=4, pp=2)
     pending = Executor(group).step(capturing(1), seconds=0.01)
     group.replies.append(Reply(1, 2, result(1, layers(0))))
@@ -222,7 +222,7 @@ def test_a_stage_that_does_not_report_is_named():
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
-def test_a_step_that_another_engine_broke_raises_whichever_rank_says_it(rank):
+def test_step_broken_reply_of_any_rank_raises_expert_group_broken(rank):
     group = FakeGroup(world_size=4, pp=2)
     executor = Executor(group)
     first, second = executor.step(capturing(1)), executor.step(capturing(2))
@@ -234,7 +234,7 @@ def test_a_step_that_another_engine_broke_raises_whichever_rank_says_it(rank):
         second.result()
 
 
-def test_steps_that_nobody_asks_for_are_forgotten():
+def test_drop_steps_late_results_are_dropped():
     group = FakeGroup()
     executor = Executor(group)
     executor.step(plan(1))

@@ -1,4 +1,4 @@
-"""Whether workers go into the placement group that the calling program runs in, or use what the program holds."""
+"""Choice between the caller's placement group and the resources that the caller holds."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def executor(bundles: list[dict[str, float]], held: dict[int, dict[str, float]],
         ([BOTH], {0: {"CPU": 1.0, "GPU": 0.5}}, 1, "ray"),  # which says who holds it
     ],
 )
-def test_auto_in_a_placement_group_is_ray_unless_the_program_holds_it_all(
+def test_executor_name_auto_in_placement_group_is_ray_unless_all_held(
     bundles: list[dict[str, float]], held: dict[int, dict[str, float]], tp: int, expected: str
 ) -> None:
     assert executor(bundles, held, tensor_parallel_size=tp) == expected
 
 
-def test_auto_of_several_engines_counts_all_of_their_workers() -> None:
+def test_is_in_placement_group_several_engines_counts_all_workers() -> None:
     assert executor([{"CPU": 3.0}], {0: {"CPU": 2.0}}, data_parallel_size=2) == "in-process"
     assert executor([{"CPU": 4.0}], {0: {"CPU": 2.0}}, data_parallel_size=2) == "ray"
 
 
-def test_an_executor_that_is_given_is_taken() -> None:
+def test_executor_name_given_is_used() -> None:
     assert executor([CPU], {0: CPU}, executor="ray") == "ray"
     assert executor([CPU], {0: CPU}, ray_worker_resources={"CPU": 1}) == "ray"
     assert executor([CPU, CPU], {0: CPU}, executor="in-process") == "in-process"
@@ -58,6 +58,6 @@ def test_is_in_placement_group_without_a_group_is_false() -> None:
     assert not is_in_placement_group(build_config(), RayContext(address="a:1"))
 
 
-def test_is_in_placement_group_of_an_engine_that_is_an_actor_is_true() -> None:
-    """Its bundles are its own."""
+def test_is_in_placement_group_engine_actor_is_true() -> None:
+    """The placement group of an engine's actor was made for its workers."""
     assert is_in_placement_group(build_config(), RayContext(address="a:1", placement_group="ab", bundles=[0]))
