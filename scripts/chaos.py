@@ -1,17 +1,17 @@
-"""Load on a server while its processes die, and a report of what the clients saw of it: nothing but a pause.
+"""Load on a server while its processes are killed, and a report of what its clients noticed: nothing but a pause.
 
 python scripts/chaos.py [--requests 1000] [--every 3] [--backend ray] [--ray-cluster own] [--hosts 3]
     [--victims engine,raylet] [--expert-parallel] [--routed-experts] [-- options]
 
-The load is sent twice to the same server: first undisturbed, then while random engines, workers and API servers are
+The load is sent twice to the same server: first without faults, then while random engines, workers and API servers are
 killed (SIGKILL) or stopped (SIGSTOP) every few seconds; with `--hosts`, which needs root, each engine is on a host of
-its own, hosts die, and links to them are cut. `--victims` may name `raylet` and `gcs`, Ray's node manager and its
-control store: those of a cluster that this program keeps, and whose nodes it starts again as an operator does, or,
-with `--ray-cluster own`, of the cluster that the server has started for itself. Every answer must be the same both
-times. A request whose own API server dies loses its connection; it is sent again here, as any client has to, and
-counted apart.
+its own, hosts are killed, and links to them are cut. `--victims` may name `raylet` and `gcs`, Ray's node manager and
+its control store: those of a cluster that this program maintains, restarting its nodes as an operator does, or, with
+`--ray-cluster own`, those of the cluster that the server has started for itself. Every answer must be the same both
+times. A request whose own API server exits loses its connection; it is sent again here, as any client has to, and
+counted separately.
 
-Exits with 0 if no request failed, no answer differs, all engines are back, and nothing is left at the end.
+The exit code is 0 if no request failed, no answer differs, all engines are back, and nothing is left at the end.
 """
 
 from __future__ import annotations
@@ -35,21 +35,23 @@ from pathlib import Path
 
 import chaos_hosts
 import chaos_ray
-from chaos_blows import Blow, Blows
+from chaos_faults import Fault, FaultInjector
 from chaos_hosts import Cluster
 from chaos_leaks import Leaks
-from chaos_load import Job, Outcome, differences, make_jobs, run_load
-from chaos_server import CONTROL_STORE, RAYLET, ChaosFailed, Member, Server, end_properly_when_told
+from chaos_load import ChaosOutcome, ChaosRequest, find_differences, make_requests, run_load
+from chaos_server import CONTROL_STORE, RAYLET, ChaosFailed, Server, Target, exit_on_sigterm
+
+from eagleray_bench.figures import summarize
 
 START_SECONDS = 25
-"""What an engine gets to start: one that is stopped before it could say anything is missed after that."""
+"""Time that an engine has to start: one that is stopped before its first message is missed after it."""
 
-WHOLE_SECONDS = 150.0
-"""After the last blow, every engine answers again."""
+ALL_ENGINES_SECONDS = 150.0
+"""Time within which every engine answers again after the last fault."""
 
 SHOWN = 10
 RAY_START_SECONDS = 90
-"""The same where Ray itself may have to come back first."""
+"""Start time of an engine if Ray itself may have to restart first."""
 
 VICTIMS = {
     "engine": "engine",
@@ -60,34 +62,34 @@ VICTIMS = {
     "raylet": RAYLET,
     "gcs": CONTROL_STORE,
 }
-"""Names for the command line of what may be killed."""
+"""Kinds of processes that may be killed, by their names on the command line."""
 
 USUAL_VICTIMS = ["engine", "api-server", "worker", "driver", "host"]
 
 HIT_FACTOR, HIT_SECONDS = 5.0, 0.02
-"""A stream was hit by a death if its pause around it is so many times its usual one, at least so long, and mostly after
-it: what had paused before was waiting for something else."""
+"""A stream counts as hit by a fault if its pause around it is this many times the usual one, at least this long, and
+mostly after the fault: a stream that had paused before was waiting for something else."""
 
 MANY = "1000000"
-"""Budgets of restarts are for what goes on dying by itself: here somebody kills."""
+"""Restart budgets are for processes that fail by themselves; here they are killed."""
 
 
 @dataclass
-class Report:
+class ChaosReport:
     requests: int = 0
     tokens: int = 0
     seconds: float = 0.0
     blows: dict[str, int] = field(default_factory=dict)
     restarts: int = 0
     resent: int = 0
-    """Times that a request was sent again because its own API server had died."""
+    """Number of times that a request was sent again because its own API server exited."""
     failures: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
     next_token: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Milliseconds from what was done to an engine or its host to the next token of a stream that it had."""
+    """Milliseconds from a fault of an engine or its host to the next token of a stream that it served."""
     leaks: dict[str, list[str]] = field(default_factory=dict)
     trouble: list[str] = field(default_factory=list)
-    """What else must not be."""
+    """Other violations."""
 
     @property
     def is_good(self) -> bool:
@@ -107,16 +109,16 @@ def main() -> int:
         parser.error("--victims: raylet and gcs need --backend ray without --hosts")
     if options.hosts and (reason := chaos_hosts.why_impossible()):
         parser.error(f"--hosts {options.hosts}: {reason}")
-    end_properly_when_told()
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory, ExitStack() as stack:
         root = Path(directory)
-        report = _torment(options, root, stack)
+        report = _run_chaos(options, root, stack)
     print(json.dumps(asdict(report) | {"ok": report.is_good}) if options.json else _show(report))
     return 0 if report.is_good else 1
 
 
-def _torment(options: argparse.Namespace, root: Path, stack: ExitStack) -> Report:
-    report = Report(requests=options.requests)
+def _run_chaos(options: argparse.Namespace, root: Path, stack: ExitStack) -> ChaosReport:
+    report = ChaosReport(requests=options.requests)
     surroundings = _surroundings(options, root, stack)
     leaks = Leaks(surroundings.left)
     server = Server(
@@ -130,12 +132,12 @@ def _torment(options: argparse.Namespace, root: Path, stack: ExitStack) -> Repor
     stack.callback(server.kill)
     try:
         server.wait_until_serving()
-        server.wait_until_whole(num_engines=options.data_parallel_size, seconds=WHOLE_SECONDS)
+        server.wait_until_all_engines_answer(num_engines=options.data_parallel_size, seconds=ALL_ENGINES_SECONDS)
         _load(options, server, surroundings, report)
-        server.wait_until_whole(num_engines=options.data_parallel_size, seconds=WHOLE_SECONDS)
+        server.wait_until_all_engines_answer(num_engines=options.data_parallel_size, seconds=ALL_ENGINES_SECONDS)
         report.restarts = _restarts(server.members() + surroundings.labelled(server))
         if (code := server.stop()) != 0:
-            report.trouble.append(f"told to stop, the server ended with exit code {code}")
+            report.trouble.append(f"told to stop, the server exited with code {code}")
         report.leaks = leaks.find(server)
     except ChaosFailed as error:
         report.trouble.append(str(error))
@@ -144,15 +146,15 @@ def _torment(options: argparse.Namespace, root: Path, stack: ExitStack) -> Repor
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where the server runs, and what belongs to it that is no descendant of it."""
+    """Place of the server, and the processes that belong to it without being its descendants."""
 
     arguments: list[str] = field(default_factory=list)
     enter: Sequence[str] = ()
     temporary: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict)
-    members: Callable[[Server], list[Member]] = lambda server: []
-    labelled: Callable[[Server], list[Member]] = lambda server: []
-    """The same with their identities."""
+    members: Callable[[Server], list[Target]] = lambda server: []
+    labelled: Callable[[Server], list[Target]] = lambda server: []
+    """Returns the same processes with their labels."""
     left: Callable[[], list[str]] = list
     hosts: Cluster | None = None
 
@@ -190,18 +192,18 @@ def _surroundings(options: argparse.Namespace, root: Path, stack: ExitStack) -> 
     return Surroundings()
 
 
-def _load(options: argparse.Namespace, server: Server, surroundings: Surroundings, report: Report) -> None:
-    """The load undisturbed, the load with blows, and the difference."""
-    jobs = make_jobs(options.requests, options.seed, routed_experts=options.routed_experts)
+def _load(options: argparse.Namespace, server: Server, surroundings: Surroundings, report: ChaosReport) -> None:
+    """Send the load without faults, then with faults, and compare the answers."""
+    requests = make_requests(options.requests, options.seed, routed_experts=options.routed_experts)
     expected = asyncio.run(
-        run_load(server.url, jobs, concurrency=options.concurrency, api_server_was_hit=lambda since: False)
+        run_load(server.url, requests, concurrency=options.concurrency, may_have_hit_api_server=lambda since: False)
     )
     if failures := _failures(expected):
-        raise ChaosFailed(f"without any blow requests failed: {failures[:SHOWN]}")
+        raise ChaosFailed(f"without any fault requests failed: {failures[:SHOWN]}")
     choices = [choice for one in expected if one.answer is not None for choice in one.answer.choices.values()]
     if options.routed_experts and not all(choice.rows for choice in choices):
         raise ChaosFailed("not every answer has routed experts, though all asked for them")
-    blows = Blows(
+    injector = FaultInjector(
         lambda: server.members() + surroundings.members(server),
         every=options.every,
         settled=options.settled,
@@ -211,63 +213,70 @@ def _load(options: argparse.Namespace, server: Server, surroundings: Surrounding
         hosts=surroundings.hosts,
     )
     began = time.monotonic()
-    got = asyncio.run(_disturbed(server, jobs, blows, options.concurrency))
+    got = asyncio.run(_run_load_with_faults(server, requests, injector, options.concurrency))
     report.seconds = round(time.monotonic() - began, 1)
-    report.blows = dict(Counter(blow.label for blow in blows.struck))
+    report.blows = dict(Counter(fault.label for fault in injector.faults))
     report.resent = sum(outcome.num_resent for outcome in got)
     report.failures = _failures(got)
     report.tokens = sum(outcome.answer.num_tokens for outcome in got if outcome.answer is not None)
     for number, (one, other) in enumerate(zip(expected, got, strict=True)):
         if one.answer is not None and other.answer is not None:
-            found = differences(one.answer, other.answer)
-            report.mismatches += [f"request {number} ({one.job.kind}): {what}" for what in found]
-    ends = [blow for blow in blows.struck if blow.ends_engine]
-    for label in sorted({blow.label for blow in ends}):
-        report.next_token[label] = _percentiles(got, [blow for blow in ends if blow.label == label])
+            found = find_differences(one.answer, other.answer)
+            report.mismatches += [f"request {number} ({one.request.kind}): {what}" for what in found]
+    ends = [fault for fault in injector.faults if fault.ends_engine]
+    for label in sorted({fault.label for fault in ends}):
+        report.next_token[label] = _percentiles(got, [fault for fault in ends if fault.label == label])
     if surroundings.hosts is not None:
         report.trouble += surroundings.hosts.trouble
     server.check()
 
 
-async def _disturbed(server: Server, jobs: Sequence[Job], blows: Blows, concurrency: int) -> list[Outcome]:
-    striking = asyncio.create_task(blows.run())
+async def _run_load_with_faults(
+    server: Server, requests: Sequence[ChaosRequest], injector: FaultInjector, concurrency: int
+) -> list[ChaosOutcome]:
+    injecting = asyncio.create_task(injector.run())
     try:
-        return await run_load(server.url, jobs, concurrency=concurrency, api_server_was_hit=blows.hit_api_server)
+        return await run_load(
+            server.url, requests, concurrency=concurrency, may_have_hit_api_server=injector.may_have_hit_api_server
+        )
     finally:
-        striking.cancel()
+        injecting.cancel()
         with suppress(asyncio.CancelledError):
-            await striking
+            await injecting
 
 
-def _failures(outcomes: Sequence[Outcome]) -> list[str]:
+def _failures(outcomes: Sequence[ChaosOutcome]) -> list[str]:
     return [
-        f"request {number} ({outcome.job.kind}): {outcome.failure}"
+        f"request {number} ({outcome.request.kind}): {outcome.failure}"
         for number, outcome in enumerate(outcomes)
         if outcome.failure is not None
     ]
 
 
-def _percentiles(outcomes: Sequence[Outcome], blows: Sequence[Blow]) -> dict[str, float]:
-    """Of the times from these blows to the next tokens of the streams that they hit, in milliseconds."""
-    waits = sorted(
+def _percentiles(outcomes: Sequence[ChaosOutcome], faults: Sequence[Fault]) -> dict[str, float]:
+    """Return percentiles of the milliseconds from these faults to the next tokens of the streams that they hit."""
+    waits = [
         wait
         for outcome in outcomes
         if outcome.answer is not None
         for choice in outcome.answer.choices.values()
-        for blow in blows
-        if (wait := _wait(choice.arrivals, blow.when)) is not None
-    )
-    if not waits:
+        for fault in faults
+        if (wait := _wait(choice.arrivals, fault.when)) is not None
+    ]
+    if (found := summarize(waits, scale=1000)) is None:
         return {"streams": 0}
-    at = {"p50": 0.5, "p99": 0.99, "max": 1.0}
-    found = {name: round(1000 * waits[min(int(share * len(waits)), len(waits) - 1)], 1) for name, share in at.items()}
-    return {"streams": len(waits), **found}
+    return {
+        "streams": found.count,
+        "p50": round(found.p50, 1),
+        "p99": round(found.p99, 1),
+        "max": round(found.highest, 1),
+    }
 
 
 def _wait(arrivals: Sequence[float], when: float) -> float | None:
-    """How long a stream waited for its next token at that time; None if it was not running, or not hit.
+    """Return the seconds that a stream waited for its next token at that time; None if it was not running or not hit.
 
-    Whose stream it was, a client does not know: what went on as usual was another engine's.
+    Clients do not see which engine serves a stream: one that continued as usual was served by another engine.
     """
     after = bisect_right(arrivals, when)
     if not 0 < after < len(arrivals):
@@ -278,8 +287,8 @@ def _wait(arrivals: Sequence[float], when: float) -> float | None:
     return wait if pause > max(HIT_FACTOR * usual, HIT_SECONDS) and wait > pause / 2 else None
 
 
-def _restarts(members: Sequence[Member]) -> int:
-    newest = {m.slot: m.incarnation for m in sorted(members, key=lambda m: m.incarnation)}
+def _restarts(members: Sequence[Target]) -> int:
+    newest = {m.place: m.incarnation for m in sorted(members, key=lambda m: m.incarnation)}
     return sum(newest[m] for m in newest if "/" not in m)
 
 
@@ -295,17 +304,17 @@ def _arguments(options: argparse.Namespace, root: Path) -> list[str]:
         "--max-engine-restarts": MANY,
         "--heartbeat-timeout": options.heartbeat_timeout,
         "--startup-timeout": RAY_START_SECONDS if {"raylet", "gcs"} & set(options.victims) else START_SECONDS,
-        "--dtype": "float32",  # the answers are to be equal, not only valid
+        "--dtype": "float32",  # answers must be equal, not only valid
         "--num-threads": 1,
     }
-    if options.expert_parallel:  # then the death of one engine is a pause for the streams of all
+    if options.expert_parallel:  # then the exit of one engine pauses the streams of all
         arguments.append("--enable-expert-parallel")
     if options.routed_experts:
         arguments.append("--enable-return-routed-experts")
     return arguments + [str(word) for pair in given.items() for word in pair]
 
 
-def _show(report: Report) -> str:
+def _show(report: ChaosReport) -> str:
     lines = [
         f"requests                {report.requests} ({report.tokens} tokens in {report.seconds} s)",
         f"blows                   {', '.join(f'{n} x {what}' for what, n in sorted(report.blows.items())) or 'none'}",
@@ -329,12 +338,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--concurrency", type=int, default=12, help="requests in flight")
-    parser.add_argument("--every", type=float, default=3.0, help="seconds between two blows, on the average")
+    parser.add_argument("--every", type=float, default=3.0, help="seconds between two faults, on the average")
     parser.add_argument(
-        "--settled", type=float, default=12.0, help="seconds that a process has been there before most blows hit it"
+        "--settled", type=float, default=12.0, help="seconds that a process has been there before most faults hit it"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the requests and of the blows")
-    parser.add_argument("--backend", choices=["processes", "ray"], default="processes", help="what an engine is")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests and of the faults")
+    parser.add_argument(
+        "--backend", choices=["processes", "ray"], default="processes", help="kind of process of an engine"
+    )
     parser.add_argument(
         "--ray-cluster", choices=["kept", "own"], default="kept", help="kept by this program, or the server's own"
     )
@@ -344,7 +355,7 @@ def _parser() -> argparse.ArgumentParser:
         default=USUAL_VICTIMS,
         help=f"what is killed: of {','.join(VICTIMS)}; all but raylet and gcs without it",
     )
-    parser.add_argument("--hosts", type=int, default=0, help="so many simulated hosts for engines; more than engines")
+    parser.add_argument("--hosts", type=int, default=0, help="number of simulated hosts for engines; more than engines")
     parser.add_argument("--data-parallel-size", type=int, default=2, help="engines")
     parser.add_argument("--expert-parallel", action="store_true", help="the engines share the experts of the model")
     parser.add_argument(

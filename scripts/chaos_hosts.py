@@ -1,6 +1,6 @@
-"""Hosts of their own for a server whose engines are Ray actors, to be killed and cut off.
+"""Hosts for the engines of a server on Ray, which faults kill and cut off.
 
-Each is a simulated host of `tests/hosts`; the server and its clients are on the head, which is spared.
+Each is a simulated host of `tests/hosts`; the server and its clients run on the head, which no fault hits.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from chaos_blows import CUT, KILL, SHORT_CUT
-from chaos_server import HOST, LABEL, TITLES, Member
+from chaos_faults import CUT, KILL, SHORT_CUT
+from chaos_server import HOST, LABEL, TITLES, Target
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "hosts"))
 
@@ -24,26 +24,26 @@ from simulated_hosts import Host, host_network
 from simulated_hosts import why_impossible as why_impossible
 
 RESOURCE = "engine"
-"""Every host but the head has one of it."""
+"""Ray resource of which every host but the head has one."""
 
 SHORT_SHARE = 0.3
-"""A link that is cut for so much of the time after which silence is noticed."""
+"""Duration of a short cut of a link, as a share of the time after which silence is noticed."""
 
-END_SECONDS = 75.0
-"""A process that is cut off ends itself: soon after it has noticed the silence, or, if nobody has called it yet, when
-Ray's node gives up, which takes a minute."""
+STOP_TIMEOUT_SECONDS = 75.0
+"""Time within which a process that is cut off exits: soon after it has noticed the silence, or, if it was never called,
+when Ray's node gives up, which takes a minute."""
 
 LATE_SECONDS = 1.0
-"""What was on its way when a link was cut arrives when it is healed."""
+"""Wait for messages that were on their way when a link was cut and arrive when it is healed."""
 
 TEMPORARY = "/tmp/eagleray-chaos"
-"""Of the server: on the head alone. Hosts that reached each other's Unix sockets could not be cut off."""
+"""Temporary directory of the server, on the head alone: shared Unix sockets could not be cut."""
 
 RAYS_MEMORY = ("plasma", "ray", "sem.")
 
 
 class Cluster:
-    """Made by `cluster`. `missed_after`: seconds after which silence is noticed."""
+    """Cluster of simulated hosts, made by `cluster`. `missed_after`: seconds after which silence is noticed."""
 
     def __init__(self, ray: RayCluster, driver: Driver, num_hosts: int, *, missed_after: float) -> None:
         self.address = ray.address
@@ -57,51 +57,53 @@ class Cluster:
         self._hosts = ray.add(*([{RESOURCE: 1}] * num_hosts))
 
     def arguments(self) -> list[str]:
-        """Of `serve`: an engine on each host that is needed."""
+        """Return the options of `serve` that place each engine on a host of its own."""
         resources = f'{{"{RESOURCE}": 1}}'
         placement = ["--ray-engine-placement", "strict-spread", "--ray-worker-resources", resources]
         return ["--ray-address", self.address, "--executor", "in-process", *placement]
 
-    def hosts(self) -> list[Member]:
-        """Those that have an engine."""
+    def hosts(self) -> list[Target]:
+        """Return the hosts with an engine."""
         there = [(host, _processes(host)) for host in self._hosts]
-        return [Member(processes[0].pid, f"{HOST}{host.name}") for host, processes in there if processes]
+        return [Target(processes[0].pid, f"{HOST}{host.name}") for host, processes in there if processes]
 
-    def strike(self, host: Member, how: str) -> None:
-        """One that is killed, or was cut off for long, is replaced: its Ray node is given up by then."""
-        (struck,) = (each for each in self._hosts if host.label == f"{HOST}{each.name}")
+    def inject(self, host: Target, how: str) -> None:
+        """Kill `host` or cut its link. A host that is killed or cut off for long is replaced: Ray has given it up."""
+        (target,) = (each for each in self._hosts if host.label == f"{HOST}{each.name}")
         if how == SHORT_CUT:
-            self._ray.network.cut(struck)
+            self._ray.network.cut(target)
             time.sleep(SHORT_SHARE * self._missed_after)
-            self._ray.network.heal(struck)
+            self._ray.network.heal(target)
             return
         assert how in (KILL, CUT), how
         if how == CUT:
-            self._cut_off(struck)
-        struck.kill()
-        self._hosts.remove(struck)
+            self._cut_off(target)
+        target.kill()
+        self._hosts.remove(target)
         self._hosts += self._ray.add({RESOURCE: 1})
 
     def _cut_off(self, host: Host) -> None:
         self._ray.network.cut(host)
         time.sleep(self._missed_after)
         try:
-            wait_until(lambda: not _processes(host), f"the engine on {host.name}, cut off, ends itself", END_SECONDS)
+            wait_until(
+                lambda: not _processes(host), f"the engine on {host.name}, cut off, ends itself", STOP_TIMEOUT_SECONDS
+            )
         except TimeoutError as error:
             self.trouble.append(str(error))
         self._ray.network.heal(host)
         time.sleep(LATE_SECONDS)
 
-    def members(self) -> list[Member]:
-        """The processes of engines and workers on all hosts."""
+    def members(self) -> list[Target]:
+        """Return the processes of engines and workers on all hosts."""
         return [member for host in self._hosts for member in _processes(host)]
 
-    def labelled(self) -> list[Member]:
-        """The living actors by the names of engines and workers; their processes are not known."""
-        return [Member(0, match[0]) for name in self._look()["actors"] if (match := LABEL.search(name))]
+    def labelled(self) -> list[Target]:
+        """Return the running actors of engines and workers by their labels; their process ids are not known."""
+        return [Target(0, match[0]) for name in self._look()["actors"] if (match := LABEL.search(name))]
 
     def left(self) -> list[str]:
-        """What is alive of the server, but for its own processes on the head."""
+        """Return everything left of the server except its own processes on the head."""
         found = self._look()
         actors = [f"actor {name}" for name in found["actors"]] + [f"group {name}" for name in found["groups"]]
         return actors + [
@@ -117,7 +119,7 @@ class Cluster:
 
 @contextmanager
 def cluster(root: Path, *, num_hosts: int, missed_after: float) -> Iterator[Cluster]:
-    """A head and so many hosts that see `root`. Meanwhile this process is in the network of the head."""
+    """Start a head and `num_hosts` hosts that see `root`. This process joins the head's network for the time."""
     with host_network(root) as network:
         ray = RayCluster(network)
         driver = ray.driver()
@@ -127,7 +129,7 @@ def cluster(root: Path, *, num_hosts: int, missed_after: float) -> Iterator[Clus
 
 @contextmanager
 def _in_network_of(host: Host) -> Iterator[None]:
-    """This thread, and those that it starts."""
+    """Move this thread, and the threads that it starts, into the network of `host`."""
     own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     there = os.open(f"/proc/{host.pid}/ns/net", os.O_RDONLY)
     try:
@@ -145,13 +147,13 @@ def _set_namespace(descriptor: int) -> None:
         raise OSError(ctypes.get_errno(), "setns")
 
 
-def _processes(host: Host) -> list[Member]:
+def _processes(host: Host) -> list[Target]:
     found = []
     for pid, line in host.processes().items():
         if match := LABEL.search(line):
-            found.append(Member(pid, match[0]))
+            found.append(Target(pid, match[0]))
         elif title := next((title for title in TITLES if line.startswith(title)), None):
-            found.append(Member(pid, title))
+            found.append(Target(pid, title))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a server must not leave behind: processes, shared memory, directories, sockets, and what it had elsewhere."""
+"""Leaks of a server: processes, shared memory, directories, sockets, and objects in Ray or on other hosts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from chaos_server import Server
 SHARED_MEMORY = Path("/dev/shm")
 RAY_SEMAPHORES = ("sem.hdr", "sem.obj")
 
-PATIENCE_SECONDS = 5.0
-"""Orphans end by themselves, at once but not in no time."""
+EXIT_SECONDS = 5.0
+"""Time within which orphans exit by themselves."""
 
 
 class Leaks:
-    """Made before the server starts, asked after it has ended.
+    """Comparison of the machine before the server starts, when this is made, with the time after its exit.
 
-    `elsewhere`: what the server could have left in a Ray cluster and on other hosts, as a list of names.
+    `elsewhere` returns the names of everything that the server has left in a Ray cluster and on other hosts.
     """
 
     def __init__(self, elsewhere: Callable[[], list[str]] = list) -> None:
@@ -28,8 +28,8 @@ class Leaks:
         self._segments = segments()
 
     def find(self, server: Server) -> dict[str, list[str]]:
-        """By kind; every list is empty if nothing is left."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        """Return the leaks by kind; every list is empty if nothing is left."""
+        deadline = time.monotonic() + EXIT_SECONDS
         while any((left := self._look(server)).values()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
@@ -37,7 +37,7 @@ class Leaks:
     def _look(self, server: Server) -> dict[str, list[str]]:
         new = segments() - self._segments
         return {
-            "processes": [str(pid) for pid in server.survivors()],
+            "processes": [str(pid) for pid in server.remaining_processes()],
             "shared memory": sorted(new - _held(new)) if new else [],
             "runtime directories": sorted(path.name for path in server.temporary.iterdir()),
             "sockets": _unix_sockets(server.tmpdir) + _listening(server.url),
@@ -46,13 +46,13 @@ class Leaks:
 
 
 def segments() -> set[str]:
-    """The names of all there are, but for the semaphores of Ray's graphs: those are of some cluster of this host."""
+    """Return the names of all shared memory but the semaphores of Ray's graphs, which belong to any cluster here."""
     names = {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
     return {name for name in names if not name.startswith(RAY_SEMAPHORES)}
 
 
 def _held(names: set[str]) -> set[str]:
-    """Those that a process has mapped: they are somebody else's, who runs at the same time."""
+    """Return the names that a running process has mapped: they belong to other programs."""
     held: set[str] = set()
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
@@ -70,7 +70,7 @@ def _unix_sockets(directory: str) -> list[str]:
 
 
 def _listening(url: str) -> list[str]:
-    """The HTTP port, if somebody still answers there."""
+    """Return the URL if its port still accepts connections."""
     where = urlsplit(url)
     with socket.socket() as probe:
         probe.settimeout(1.0)

@@ -1,7 +1,7 @@
-"""The load: requests of every kind over real HTTP, and what came back of each.
+"""The load: requests of every kind over real HTTP, and their answers.
 
-A request's answer depends on nothing but the request: it is greedy or has a seed. So one that was sent while processes
-died must have the same answer as one that was not disturbed.
+An answer depends on nothing but its request, which is greedy or has a seed. So the answer to a request that was sent
+while processes were killed must equal the answer without faults.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
+from eagleray_bench.events import EventSplitter
 
 WORDS = [
     "the",
@@ -42,15 +44,15 @@ VOCAB = 256
 """Token ids below this are in every model's vocabulary."""
 
 SILENCE_SECONDS = 120.0
-"""A request that says nothing for so long hangs."""
+"""A request without data for this long hangs."""
 
 LOGPROB_TOLERANCE = 1e-3
-"""A prefix that is computed at once may differ from one that was decoded, in the last bits."""
+"""Tolerance for a prefix that was prefilled instead of decoded, which may differ in the last bits."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """One request."""
+class ChaosRequest:
+    """HTTP request of the load."""
 
     kind: str
     path: str
@@ -59,7 +61,7 @@ class Job:
 
 @dataclass
 class Choice:
-    """One completion, put together from its events."""
+    """Completion, put together from its events."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -67,14 +69,14 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     rows: bytes = b""
-    """Which experts computed each token, if that was asked for."""
+    """Experts that computed each token, if the request asked for them."""
     arrivals: list[float] = field(default_factory=list)
-    """When tokens came, by `time.monotonic`; empty without a stream."""
+    """Times at which tokens arrived, by `time.monotonic`; empty without a stream."""
 
 
 @dataclass
-class Answer:
-    """All of it. `num_completion_tokens` is what its usage says."""
+class ChaosAnswer:
+    """Whole answer. `num_completion_tokens` is the number in its usage."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
     num_completion_tokens: int | None = None
@@ -85,28 +87,28 @@ class Answer:
 
 
 @dataclass
-class Outcome:
-    """What became of one job."""
+class ChaosOutcome:
+    """Result of a request: its answer, or why it failed."""
 
-    job: Job
-    answer: Answer | None = None
+    request: ChaosRequest
+    answer: ChaosAnswer | None = None
     failure: str | None = None
     num_resent: int = 0
-    """Its API server died: the one thing that a client must mend itself."""
+    """Times that the request was sent again because its API server exited, which only a client can repair."""
 
 
-class Refused(Exception):
-    """The server answered, but not with a completion."""
+class RequestRefused(Exception):
+    """Raised if the server answered, but not with a completion."""
 
 
-def make_jobs(count: int, seed: int, *, routed_experts: bool = False) -> list[Job]:
-    """The same arguments make the same jobs. `routed_experts`: all ask which experts computed their tokens."""
-    jobs = [_make(kind, random.Random(f"{seed}/{i}")) for i, kind in zip(range(count), _cycle(), strict=False)]
+def make_requests(count: int, seed: int, *, routed_experts: bool = False) -> list[ChaosRequest]:
+    """Make `count` requests; equal arguments give equal requests. `routed_experts`: all ask for routed experts."""
+    requests = [_make(kind, random.Random(f"{seed}/{i}")) for i, kind in zip(range(count), _cycle(), strict=False)]
     if routed_experts:
-        for job in jobs:
-            job.body["routed_experts_format"] = "raw"
-            job.body.get("sampling_params", job.body)["return_routed_experts"] = True
-    return jobs
+        for request in requests:
+            request.body["routed_experts_format"] = "raw"
+            request.body.get("sampling_params", request.body)["return_routed_experts"] = True
+    return requests
 
 
 def _cycle() -> Any:
@@ -114,7 +116,7 @@ def _cycle() -> Any:
         yield from KINDS
 
 
-def _make(kind: str, rng: random.Random) -> Job:
+def _make(kind: str, rng: random.Random) -> ChaosRequest:
     prompt = " ".join(rng.choices(WORDS, k=rng.choice((2, 8, 30, 90))))
     body: dict[str, Any] = {"max_tokens": rng.choice((5, 60, 250, 600)), "ignore_eos": True}
     seeded = {"temperature": round(rng.uniform(0.5, 1.0), 2), "seed": rng.randrange(2**40)}
@@ -124,11 +126,11 @@ def _make(kind: str, rng: random.Random) -> Job:
     body |= more
     if path == GENERATE:
         token_ids = [rng.randrange(3, VOCAB) for _ in range(rng.choice((3, 40, 150)))]
-        return Job(kind, path, {"token_ids": token_ids, "sampling_params": body, **stream})
+        return ChaosRequest(kind, path, {"token_ids": token_ids, "sampling_params": body, **stream})
     said = {"messages": [{"role": "user", "content": prompt}]} if path == CHAT else {"prompt": prompt}
     if body.pop("whole", False):
         stream = {}
-    return Job(kind, path, {**said, **body, **stream, "return_token_ids": True})
+    return ChaosRequest(kind, path, {**said, **body, **stream, "return_token_ids": True})
 
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
@@ -150,74 +152,74 @@ KINDS: dict[str, Callable[[random.Random, Fields, Fields], tuple[str, Fields]]] 
 
 
 async def run_load(
-    url: str, jobs: Sequence[Job], *, concurrency: int, api_server_was_hit: Callable[[float], bool]
-) -> list[Outcome]:
-    """Send all jobs, `concurrency` at a time. The outcomes are in the order of the jobs.
+    url: str, requests: Sequence[ChaosRequest], *, concurrency: int, may_have_hit_api_server: Callable[[float], bool]
+) -> list[ChaosOutcome]:
+    """Send all requests, `concurrency` at a time, and return their outcomes in the same order.
 
-    `api_server_was_hit(since)`: whether an API server may have died since that time of `time.monotonic`.
+    `may_have_hit_api_server(since)`: whether an API server may have exited since that time of `time.monotonic`.
     """
-    outcomes = [Outcome(job) for job in jobs]
+    outcomes = [ChaosOutcome(request) for request in requests]
     queue = iter(outcomes)
     # A connection for each request: one that is kept belongs to one API server, and would be found broken later.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(SILENCE_SECONDS, connect=SILENCE_SECONDS)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout, trust_env=False) as http:
 
-        async def take() -> None:
+        async def send_next() -> None:
             for outcome in queue:
-                await _complete(http, outcome, api_server_was_hit)
+                await _complete(http, outcome, may_have_hit_api_server)
 
-        await asyncio.gather(*(take() for _ in range(concurrency)))
+        await asyncio.gather(*(send_next() for _ in range(concurrency)))
     return outcomes
 
 
-async def _complete(http: httpx.AsyncClient, outcome: Outcome, api_server_was_hit: Callable[[float], bool]) -> None:
+async def _complete(
+    http: httpx.AsyncClient, outcome: ChaosOutcome, may_have_hit_api_server: Callable[[float], bool]
+) -> None:
     while True:
         began = time.monotonic()
         try:
-            outcome.answer = await _send(http, outcome.job)
+            outcome.answer = await _send(http, outcome.request)
             return
-        except (Refused, httpx.TimeoutException) as error:
+        except (RequestRefused, httpx.TimeoutException) as error:
             outcome.failure = f"{type(error).__name__}: {error}"
             return
         except httpx.TransportError as error:
-            if not api_server_was_hit(began):
+            if not may_have_hit_api_server(began):
                 outcome.failure = f"the connection broke, and no API server had died: {type(error).__name__}: {error}"
                 return
             outcome.num_resent += 1
 
 
-async def _send(http: httpx.AsyncClient, job: Job) -> Answer:
-    answer = Answer()
-    if not job.body.get("stream"):
-        response = await http.post(job.path, json=job.body)
+async def _send(http: httpx.AsyncClient, request: ChaosRequest) -> ChaosAnswer:
+    answer = ChaosAnswer()
+    if not request.body.get("stream"):
+        response = await http.post(request.path, json=request.body)
         if response.status_code != 200:
-            raise Refused(f"{response.status_code}: {response.text[:500]}")
-        _take(answer, response.json())
+            raise RequestRefused(f"{response.status_code}: {response.text[:500]}")
+        _add(answer, response.json())
         return answer
-    async with http.stream("POST", job.path, json=job.body) as response:
+    async with http.stream("POST", request.path, json=request.body) as response:
         if response.status_code != 200:
-            raise Refused(f"{response.status_code}: {(await response.aread()).decode()[:500]}")
+            raise RequestRefused(f"{response.status_code}: {(await response.aread()).decode()[:500]}")
         async for event in _events(response):
             if event == b"[DONE]":
                 return answer
-            _take(answer, json.loads(event), time.monotonic())
-    raise Refused("the stream ended without [DONE]")
+            _add(answer, json.loads(event), time.monotonic())
+    raise RequestRefused("the stream ended without [DONE]")
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Not by `aiter_lines`, which takes more for the end of a line than a line feed."""
-    received = b""
-    async for data in response.aiter_bytes():
-        *events, received = (received + data).split(b"\n\n")
-        for event in events:
-            yield event.removeprefix(b"data: ")
+    splitter = EventSplitter()
+    async for part in response.aiter_bytes():
+        for event in splitter.feed(part):
+            yield event
 
 
-def _take(answer: Answer, event: dict[str, Any], now: float | None = None) -> None:
-    """Add what an event, or a whole answer, says."""
+def _add(answer: ChaosAnswer, event: dict[str, Any], now: float | None = None) -> None:
+    """Add the content of an event, or of a whole answer."""
     if "error" in event:
-        raise Refused(str(event["error"]))
+        raise RequestRefused(str(event["error"]))
     for part in event["choices"]:
         choice = answer.choices.setdefault(part["index"], Choice())
         said = part.get("delta") or part.get("message") or {"content": part.get("text")}
@@ -234,8 +236,8 @@ def _take(answer: Answer, event: dict[str, Any], now: float | None = None) -> No
         answer.num_completion_tokens = usage["completion_tokens"]
 
 
-def differences(expected: Answer, got: Answer) -> list[str]:
-    """In what the two differ; empty if they are the same."""
+def find_differences(expected: ChaosAnswer, got: ChaosAnswer) -> list[str]:
+    """Describe the differences between two answers; empty if they are equal."""
     found = []
     if expected.choices.keys() != got.choices.keys():
         found.append(f"choices {sorted(got.choices)} instead of {sorted(expected.choices)}")

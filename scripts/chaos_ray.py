@@ -1,6 +1,6 @@
-"""Ray for a server whose engines are actors: a cluster that this program keeps, or the server's own.
+"""Ray for a server whose engines are actors: a cluster that this program maintains, or the server's own.
 
-Owns the nodes of the former, and finds the processes of both by a variable in their environment.
+Owns the nodes of the former, and finds the processes of both by an environment variable.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from chaos_server import CONTROL_STORE, LABEL, RAYLET, TITLES, ChaosFailed, Member, free_port, processes_with
+from chaos_server import CONTROL_STORE, LABEL, RAYLET, TITLES, ChaosFailed, Target, free_port, processes_with
 
 CPUS_PER_ENGINE = 4
 NUM_WORKER_NODES = 2
 OBJECT_STORE_BYTES = 100 * 2**20
 
 MARK = "EAGLERAY_CHAOS_RAY"
-"""A variable in the environment of each process of a cluster that this program has started."""
+"""Environment variable of each process of a cluster that this program has started."""
 
 DOWN_SECONDS = 3.0
-"""Time after which the operator starts a node again."""
+"""Time after which the operator thread restarts a node."""
 
 START_SECONDS = 60.0
 POLL_SECONDS = 0.2
@@ -37,27 +37,27 @@ DAEMONS = {"/raylet/raylet": RAYLET, "/gcs/gcs_server": CONTROL_STORE}
 
 
 def prepare(root: Path) -> None:
-    """Let all of Ray's processes of this program write to `root`."""
+    """Set the environment so that Ray's processes of this program write to `root`."""
     (root / "ray").mkdir()
     os.environ |= {"RAY_TMPDIR": str(root / "ray"), "RAY_AUTH_MODE": "disabled", "TMPDIR": str(root / "tmp")}
     os.environ.pop("RAY_ADDRESS", None)
 
 
-def members_with(mark: str) -> list[Member]:
-    """Engines, workers, raylets and control stores among the processes that have `mark` in their environment."""
+def members_with(mark: str) -> list[Target]:
+    """Return the engines, workers, raylets and control stores among the processes with `mark` in their environment."""
     found = []
     for pid, line in processes_with(mark).items():
         program = line.partition("\0")[0]
         if label := next((label for name, label in DAEMONS.items() if program.endswith(name)), None):
-            found.append(Member(pid, label))
+            found.append(Target(pid, label))
         elif title := next((title for title in TITLES if line.startswith(title)), None):
             match = LABEL.search(line)
-            found.append(Member(pid, match[0] if match else title))
+            found.append(Target(pid, match[0] if match else title))
     return found
 
 
 class RayNode:
-    """A node of a cluster, as `ray start --block` keeps it: when one of its daemons dies, all of it ends."""
+    """Node of a cluster, run by `ray start --block`: when one of its daemons exits, the whole node does."""
 
     def __init__(self, arguments: list[str], log: Path, env: dict[str, str]) -> None:
         self._words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
@@ -83,9 +83,11 @@ class RayNode:
 
 
 class RayCluster:
-    """A head without resources and two nodes for engines on this host; each is started again soon after it has ended,
-    as an operator does. A control store that has died has forgotten everything: its successor is a new cluster at
-    the same address, which the nodes join when they have noticed."""
+    """A head without resources and two nodes for engines on this host, each restarted soon after its exit.
+
+    A control store that exits loses its state: its successor is a new cluster at the same address, which the nodes join
+    when they have noticed.
+    """
 
     def __init__(self, root: Path, *, num_engines: int) -> None:
         mark = secrets.token_hex(8)
@@ -100,8 +102,8 @@ class RayCluster:
             RayNode([*arguments, *common], root / f"ray-node-{number}.log", {MARK: f"{mark}-{number}"})
             for number, arguments in enumerate([head, *[worker] * NUM_WORKER_NODES])
         ]
-        self._is_ending = threading.Event()
-        self._operator = threading.Thread(target=self._keep, daemon=True)
+        self._is_closing = threading.Event()
+        self._operator = threading.Thread(target=self._restart_nodes, daemon=True)
 
     def start(self) -> None:
         """Start all nodes and wait for them. Raises `ChaosFailed`."""
@@ -120,28 +122,28 @@ class RayCluster:
                 raise ChaosFailed(f"Ray has not started {count} x {kind} within {START_SECONDS:g} s")
             time.sleep(POLL_SECONDS)
 
-    def members(self) -> list[Member]:
-        """What may be killed. The raylet of the head is left out: the control store would end with it."""
+    def members(self) -> list[Target]:
+        """Return the processes that may be killed: not the head's raylet, with which the control store would exit."""
         head, *workers = self._marks
         found = [member for member in members_with(head) if member.label != RAYLET]
         return found + [member for mark in workers for member in members_with(mark)]
 
     def left(self) -> list[str]:
-        """Every actor that is not dead and every placement group that is not removed."""
-        found = self._ask()
+        """Return the names of every actor that is not dead and every placement group that is not removed."""
+        found = self._query()
         return [f"actor {name}" for name in found["actors"]] + [f"group {name}" for name in found["groups"]]
 
     def census(self) -> dict[str, float]:
-        """The numbers of actors and of placement groups, and the megabytes in use in the object stores."""
-        found = self._ask()
+        """Return the numbers of actors and of placement groups, and the megabytes in use in the object stores."""
+        found = self._query()
         return {
             "Ray actors": len(found["actors"]),
             "Ray groups": len(found["groups"]),
             "Ray objects, MB": found["object_store_bytes"] / 2**20,
         }
 
-    def _ask(self) -> dict[str, Any]:
-        """By another process: a driver would end with the cluster that it is connected to."""
+    def _query(self) -> dict[str, Any]:
+        """Query the cluster in another process, because a driver exits with the cluster that it is connected to."""
         words = [sys.executable, str(Path(__file__).with_name("chaos_ray_census.py")), self.address]
         run = subprocess.run(words, capture_output=True, text=True, timeout=START_SECONDS)
         if run.returncode != 0:
@@ -150,7 +152,7 @@ class RayCluster:
         return found
 
     def close(self) -> None:
-        self._is_ending.set()
+        self._is_closing.set()
         if self._operator.is_alive():
             self._operator.join()
         for node in reversed(self._nodes):
@@ -159,10 +161,10 @@ class RayCluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
 
-    def _keep(self) -> None:
-        """Start nodes again that have ended, each a while after that was noticed."""
+    def _restart_nodes(self) -> None:
+        """Restart nodes that have exited, each `DOWN_SECONDS` after that was noticed."""
         down: dict[RayNode, float] = {}
-        while not self._is_ending.wait(POLL_SECONDS):
+        while not self._is_closing.wait(POLL_SECONDS):
             for node in self._nodes:
                 if node.is_up:
                     down.pop(node, None)
@@ -173,7 +175,7 @@ class RayCluster:
 
 @contextmanager
 def cluster(root: Path, *, num_engines: int) -> Iterator[RayCluster]:
-    """A cluster on this host, which ends with the context."""
+    """Start a cluster on this host that is stopped with the context."""
     prepare(root)
     ray = RayCluster(root, num_engines=num_engines)
     try:
@@ -184,7 +186,7 @@ def cluster(root: Path, *, num_engines: int) -> Iterator[RayCluster]:
 
 
 def _own_address() -> str:
-    """The address that Ray gives a node of this host; its head can't have that of the loopback."""
+    """Return the address that Ray gives a node of this host; a head cannot have the loopback address."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import ray

@@ -1,4 +1,4 @@
-"""A program that prints, as JSON, what is alive in the Ray cluster at an address."""
+"""Program that prints, as JSON, the actors, placement groups and objects of the Ray cluster at an address."""
 
 from __future__ import annotations
 

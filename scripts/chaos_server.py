@@ -1,6 +1,6 @@
-"""A server to torment: started as a user does it, with every process of it found by its label.
+"""The server under test: started as a user starts it, with every one of its processes found by its label.
 
-Owns the directory that the server takes for its temporary files, so that what is left in it is a leak.
+Owns the server's directory for temporary files, so that every file left in it is a leak.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from pathlib import Path
 import httpx
 
 READY_SECONDS = 120.0
-END_SECONDS = 120.0
+STOP_TIMEOUT_SECONDS = 120.0
 POLL_SECONDS = 0.05
 
 MARK = "EAGLERAY_CHAOS"
-"""A variable of the server's environment, by which every process that comes of it is known, however it came about."""
+"""Environment variable of the server that marks every process descended from it, however it was started."""
 
 HOST = "host "
-"""Begins the label of a whole host."""
+"""Prefix of the label of a whole host."""
 
 LABEL = re.compile(r"(?P<role>engine|client)-(?P<number>\d+)(?:\.(?P<incarnation>\d+))?(?P<worker>/tp\d+-pp\d+)?")
-"""Of `identity`: engine-0, engine-0.2, engine-0.2/tp1-pp0, client-1.3"""
+"""Pattern of the labels of `identity`: engine-0, engine-0.2, engine-0.2/tp1-pp0, client-1.3"""
 
 RAYLET, CONTROL_STORE = "raylet", "control store"
 """Labels of Ray's own processes."""
 
-TITLES = {"ray::EngineHost": "engine", "ray::Host": "worker", "ray::GraphHost": "worker"}
-"""What Ray calls the processes of actors; a label instead needs setproctitle."""
+TITLES = {"ray::EngineActor": "engine", "ray::ActorProcess": "worker", "ray::GraphActor": "worker"}
+"""Titles that Ray gives to the processes of actors; showing labels instead needs setproctitle."""
 
 
 class ChaosFailed(Exception):
-    """The server did not do what it must; nothing more can be learned from it."""
+    """Raised if the server did not behave so that the run can go on."""
 
 
 @dataclass(frozen=True)
-class Member:
-    """A process of the instance, or a host of it."""
+class Target:
+    """Process or host of the instance that faults may hit."""
 
     pid: int
-    """Of a host: of what it has of the instance."""
+    """Process id; of a host, that of a process of the instance on it."""
     label: str
 
     @property
@@ -66,7 +66,7 @@ class Member:
         return "engine" if match["role"] == "engine" else "API server"
 
     @property
-    def slot(self) -> str:
+    def place(self) -> str:
         """The label without the incarnation."""
         return LABEL.sub(lambda match: f"{match['role']}-{match['number']}{match['worker'] or ''}", self.label)
 
@@ -77,17 +77,18 @@ class Member:
 
 
 def age(pid: int) -> float:
-    """Seconds since the process began; 0 if it has ended."""
+    """Return the seconds since the process started; 0 if it has exited."""
     fields = _read(pid, "stat").rpartition(b")")[2].split()
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     return uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
 class Server:
-    """`eagleray serve` with `arguments`. `root`: a directory of our own; `log`: the file that it writes to.
+    """`eagleray serve` with `arguments`, which writes its output to the file `log`.
 
-    `enter`: a command that runs it, as its only child, where it shall run. `temporary`: its directory for temporary
-    files as this program reaches it, where that is not below `root`; then `env`, of more variables, has its own TMPDIR.
+    `root`: a directory for this server alone. `enter`: a command that runs the server, as its only child, in another
+    namespace. `temporary`: path of the server's temporary directory for this program if it is not below `root`; the
+    additional variables `env` then set TMPDIR.
     """
 
     def __init__(
@@ -105,14 +106,14 @@ class Server:
         self.temporary.mkdir()
         variables = {"TMPDIR": str(self.temporary), MARK: self.mark} | dict(env or {})
         self.tmpdir = variables["TMPDIR"]
-        """Its name where the server runs."""
+        """Path of the temporary directory for the server itself."""
         self._log = log
         self._is_entered = bool(enter)
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 [*enter, sys.executable, "-m", "eagleray.cli.main", "serve", *arguments, "--port", "0"],
                 stdin=subprocess.DEVNULL,
-                stdout=file,  # Ray writes there what it has to say of nodes
+                stdout=file,  # Ray reports on nodes there
                 stderr=file,
                 env=os.environ | variables,
             )
@@ -120,7 +121,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the supervisor, as this machine counts."""
+        """Process id of the supervisor in this machine's own namespace."""
         return next(iter(_children(self._process.pid)), 0) if self._is_entered else self._process.pid
 
     @property
@@ -128,7 +129,7 @@ class Server:
         return self._log.read_text(errors="replace")
 
     def wait_until_serving(self) -> None:
-        """Raises `ChaosFailed` with the log."""
+        """Wait until the server serves. Raises `ChaosFailed` with the log if it does not."""
         deadline = time.monotonic() + READY_SECONDS
         while (match := re.search(r"serving .* at (http://\S+)/v1", self.log)) is None:
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -136,66 +137,68 @@ class Server:
             time.sleep(POLL_SECONDS)
         self.url = match[1]
 
-    def members(self) -> list[Member]:
-        """Processes of this host that the supervisor and its children have started and that have not ended."""
+    def members(self) -> list[Target]:
+        """Return the running processes of this host that the supervisor and its children have started."""
         found, queue = [], [self.pid]
         while queue:
             for pid in _children(queue.pop()):
                 queue.append(pid)
                 if (label := _label(pid)) is not None:
-                    found.append(Member(pid, label))
+                    found.append(Target(pid, label))
         return found
 
-    def engines(self) -> list[Member]:
-        """Engines that are there, by what the server says of them; their processes are not known."""
+    def engines(self) -> list[Target]:
+        """Return the engines that /server_info lists; their process ids are not known."""
         with httpx.Client(base_url=self.url, timeout=10.0, trust_env=False) as http:
             entries = http.get("/server_info").json()["engines"]
-        return [Member(0, f"engine-{entry['rank']}.{entry['incarnation']}") for entry in entries]
+        return [Target(0, f"engine-{entry['rank']}.{entry['incarnation']}") for entry in entries]
 
     def check(self) -> None:
-        """Raises `ChaosFailed` if the supervisor has ended."""
+        """Raises `ChaosFailed` if the supervisor has exited."""
         if self._process.poll() is not None:
-            raise ChaosFailed(f"the supervisor ended with exit code {self._process.returncode}:\n{self.log}")
+            raise ChaosFailed(f"the supervisor exited with code {self._process.returncode}:\n{self.log}")
 
-    def wait_until_whole(self, *, num_engines: int, seconds: float) -> None:
-        """Every engine answers a request that names it. Raises `ChaosFailed`."""
+    def wait_until_all_engines_answer(self, *, num_engines: int, seconds: float) -> None:
+        """Wait until every engine answers a request that names it. Raises `ChaosFailed` after `seconds`."""
         deadline = time.monotonic() + seconds
         with httpx.Client(base_url=self.url, timeout=seconds, trust_env=False) as http:
             for rank in range(num_engines):
-                while not (reply := self._ask(http, rank)).startswith("200"):
+                while not (reply := self._send_to_engine(http, rank)).startswith("200"):
                     self.check()
                     if time.monotonic() > deadline:
-                        raise ChaosFailed(f"engine {rank} was not back {seconds:.0f} s after the last blow: {reply}")
+                        raise ChaosFailed(f"engine {rank} was not back {seconds:.0f} s after the last fault: {reply}")
                     time.sleep(POLL_SECONDS)
 
     def stop(self) -> int:
-        """SIGTERM, and wait: the exit code. Raises `ChaosFailed` if it does not end."""
+        """Send SIGTERM, wait and return the exit code. Raises `ChaosFailed` if the server does not exit."""
         if self._process.poll() is None:
             _signal(self.pid or self._process.pid, signal.SIGTERM)
         try:
-            return self._process.wait(END_SECONDS)
+            return self._process.wait(STOP_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
-            raise ChaosFailed(f"the server did not end within {END_SECONDS:.0f} s of SIGTERM:\n{self.log}") from None
+            raise ChaosFailed(
+                f"the server did not exit within {STOP_TIMEOUT_SECONDS:.0f} s of SIGTERM:\n{self.log}"
+            ) from None
 
     def kill(self) -> None:
-        """Whatever is left, at once."""
+        """Kill every remaining process."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        for pid in self.survivors():
+        for pid in self.remaining_processes():
             _signal(pid, signal.SIGKILL)
 
-    def survivors(self) -> list[int]:
-        """Processes of this host that came of the server, whoever is their parent now."""
+    def remaining_processes(self) -> list[int]:
+        """Return the processes of this host that descend from the server, whoever is their parent now."""
         return list(processes_with(self.own_mark))
 
     @property
     def own_mark(self) -> str:
-        """The entry of the environment that all processes have that came of the server."""
+        """Entry in the environment of every process that descends from the server."""
         return f"{MARK}={self.mark}"
 
     @staticmethod
-    def _ask(http: httpx.Client, rank: int) -> str:
+    def _send_to_engine(http: httpx.Client, rank: int) -> str:
         body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1}}
         try:
             response = http.post("/inference/v1/generate", json=body, headers={"X-data-parallel-rank": str(rank)})
@@ -205,20 +208,19 @@ class Server:
 
 
 def processes_with(entry: str) -> dict[int, str]:
-    """The processes of this host that run with `entry` in their environment, and their command lines, in which NUL
-    separates the words."""
+    """Return the command lines, with NUL between words, of this host's processes with `entry` in the environment."""
     mark = entry.encode()
     pids = [pid for pid in _all_pids() if mark in _read(pid, "environ").split(b"\0") and _is_running(pid)]
     return {pid: _read(pid, "cmdline").decode(errors="replace") for pid in pids}
 
 
-def end_properly_when_told() -> None:
-    """Turn SIGTERM into an exception, so that servers and clusters of this program end with it."""
+def exit_on_sigterm() -> None:
+    """Turn SIGTERM into `SystemExit`, so that servers and clusters of this program are stopped."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def free_port() -> int:
-    """A port that nobody listens on at present."""
+    """Return a port that is free at present."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
@@ -226,16 +228,16 @@ def free_port() -> int:
 
 
 def _children(pid: int) -> list[int]:
-    """A child belongs to the thread that has forked it."""
+    """Return the children of all threads of a process."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except OSError:  # it has just ended
+    except OSError:  # it has just exited
         return []
 
 
 def _label(pid: int) -> str | None:
-    """What `process.spawn` says of a child, as the last word of its command line; None for other programs."""
+    """Return the label that `process.spawn` puts last on a child's command line; None for other programs."""
     words = _read(pid, "cmdline").rstrip(b"\0").split(b"\0")
     is_child = any(b"eagleray.process.child" in word for word in words)
     return words[-1].decode() if is_child and _is_running(pid) else None
@@ -246,13 +248,13 @@ def _all_pids() -> Iterable[int]:
 
 
 def _is_running(pid: int) -> bool:
-    """A zombie that nobody has reaped yet has ended."""
+    """Whether the process runs; a zombie does not."""
     status = _read(pid, "stat")
     return bool(status) and status.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
 
 
 def _read(pid: int, name: str) -> bytes:
-    """Of /proc; empty if the process has ended or is none of ours."""
+    """Read a file of /proc; empty if the process has exited or belongs to another user."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:

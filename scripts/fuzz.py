@@ -1,13 +1,13 @@
-"""Attacks on a server, while another client's stream, /live and the server's memory are watched.
+"""Attacks on a server, while another client's stream, /live and the server's memory are monitored.
 
 python scripts/fuzz.py [--seed 3] [--seconds 120] [--only bodies] [--attack NAME] [--list] [-- options of serve]
 
-Starts `eagleray serve` on the embedded model and sends it what nobody should: hostile bodies, raw HTTP, readers that
-stop; and it starts servers on damaged checkpoints. An attack is bad if a canary's stream pauses for more than a second,
-/live takes more than half a second, an answer is a 5xx or an error in another than the documented form, a process
-dies, or memory grows by more than 300 MB or does not come back.
+The program starts `eagleray serve` on the embedded model and sends it hostile bodies, raw HTTP, and requests whose
+answers it stops reading; and it starts servers on damaged checkpoints. An attack is bad if a canary's stream pauses for
+more than a second, /live takes more than half a second, an answer is a 5xx or an error in another than the documented
+form, a process exits, or memory grows by more than 300 MB or is not returned.
 
-Exits with 0 if no attack was bad; otherwise the report says how to repeat each one alone.
+The exit code is 0 if no attack was bad; otherwise the report says how to repeat each one alone.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ import fuzzing.broken_checkpoints
 import fuzzing.raw_http
 import fuzzing.readers
 import fuzzing.surroundings  # noqa: F401
-from chaos_server import ChaosFailed, Server, end_properly_when_told
+from chaos_server import ChaosFailed, Server, exit_on_sigterm
 from fuzzing.arena import Arena, Attack, registered
 from fuzzing.canary import Canary, Notes
 from fuzzing.values import encode
-from fuzzing.verdict import Limits, Outcome, judge, table
+from fuzzing.verdict import AttackOutcome, Limits, judge, table
 from fuzzing.wire import Address, Broken, get, post
 
 GROUPS = ("bodies", "http", "readers", "checkpoints", "surroundings")
 NICENESS = 5
-"""Attacks yield the processor to the server and to the canary: a machine with two cores has room for no more."""
+"""Niceness of attacks, which yield the processor to the server and the canary on small machines."""
 
 ATTACK_SECONDS = 180.0
 SETTLE_SECONDS = 10.0
-"""After an attack: until nothing of it runs, and its memory is given back."""
+"""Time after an attack within which none of its requests runs and its memory is returned."""
 
 REACTION_SECONDS = 60.0
-"""A server that answers nobody for so long after an attack is not waited for."""
+"""Time after which a server that answers no client after an attack is given up."""
 
 LEAST_RANDOM_SECONDS = 5.0
 WARM_UP_PROMPTS = 44
@@ -63,7 +63,7 @@ def main() -> int:
         for each in chosen:
             print(f"{each.name:<38}{each.group:<14}{each.about}")
         return 0
-    end_properly_when_told()
+    exit_on_sigterm()
     _raise_open_files()
     outcomes = _run(options, chosen)
     print("\n" + table(outcomes), flush=True)
@@ -90,28 +90,28 @@ def _chosen(options: argparse.Namespace) -> list[Attack]:
     return [each for each in attacks.values() if each.group in (options.only or GROUPS)]
 
 
-def _run(options: argparse.Namespace, chosen: Sequence[Attack]) -> list[Outcome]:
-    """Run named attacks, in an order that the seed decides, then random ones, which share what is left of the time."""
+def _run(options: argparse.Namespace, chosen: Sequence[Attack]) -> list[AttackOutcome]:
+    """Run named attacks in an order that the seed determines, then random ones, which share the remaining time."""
     deadline = time.monotonic() + options.seconds
     named = [each for each in chosen if not each.is_random]
     at_random = [each for each in chosen if each.is_random]
     if not options.attack:
         random.Random(options.seed).shuffle(named)
     reserve = 2 * LEAST_RANDOM_SECONDS * len(at_random)
-    outcomes: list[Outcome] = []
+    outcomes: list[AttackOutcome] = []
     with contextlib.ExitStack() as stack:
-        field = Field(options, stack)
+        servers = ServerPool(options, stack)
         for each in named:
             if options.attack or time.monotonic() < deadline - reserve:
-                outcomes.append(_shown(field.attack(each, LEAST_RANDOM_SECONDS), options))
+                outcomes.append(_shown(servers.attack(each, LEAST_RANDOM_SECONDS), options))
         for number, each in enumerate(at_random):
             left = (deadline - time.monotonic()) / (len(at_random) - number) - SETTLE_SECONDS / 2
             if options.attack or left > 0:
-                outcomes.append(_shown(field.attack(each, max(left, LEAST_RANDOM_SECONDS)), options))
+                outcomes.append(_shown(servers.attack(each, max(left, LEAST_RANDOM_SECONDS)), options))
     return outcomes
 
 
-def _shown(outcome: Outcome, options: argparse.Namespace) -> Outcome:
+def _shown(outcome: AttackOutcome, options: argparse.Namespace) -> AttackOutcome:
     print(table([outcome]).splitlines()[1], flush=True)
     for text in outcome.refusals if options.verbose else ():
         print(f"      {text}")
@@ -120,34 +120,34 @@ def _shown(outcome: Outcome, options: argparse.Namespace) -> Outcome:
     return outcome
 
 
-class Field:
-    """The servers that attacks need, each started when the first attack needs it. They end with `stack`."""
+class ServerPool:
+    """The servers that attacks need, each started with the first attack that needs it, and stopped with `stack`."""
 
     def __init__(self, options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
         self._options = options
         self._stack = stack
-        self._stands: dict[int | None, Stand] = {}
+        self._servers: dict[int | None, MonitoredServer] = {}
 
-    def attack(self, attack: Attack, seconds: float) -> Outcome:
+    def attack(self, attack: Attack, seconds: float) -> AttackOutcome:
         if not attack.needs_server:
             return _attack_alone(attack, self._options, seconds)
         key = attack.open_files
         try:
-            if key not in self._stands:
-                self._stands[key] = self._stack.enter_context(_stand(self._options, key))
-            return self._stands[key].attack(attack, seconds)
+            if key not in self._servers:
+                self._servers[key] = self._stack.enter_context(_open_server(self._options, key))
+            return self._servers[key].attack(attack, seconds)
         except ChaosFailed as error:  # the next attack gets another server
-            self._stands.pop(key, None)
-            return Outcome(attack.name, violations=[str(error)[-3000:]])
+            self._servers.pop(key, None)
+            return AttackOutcome(attack.name, violations=[str(error)[-3000:]])
 
 
-def _attack_alone(attack: Attack, options: argparse.Namespace, seconds: float) -> Outcome:
+def _attack_alone(attack: Attack, options: argparse.Namespace, seconds: float) -> AttackOutcome:
     """Run an attack that starts servers of its own."""
     arena = Arena(("127.0.0.1", 0), seed=options.seed, seconds=seconds, case=options.case)
     began = time.monotonic()
     with _niceness():
         _run_attack(attack, arena, ATTACK_SECONDS + seconds)
-    outcome = Outcome(attack.name)
+    outcome = AttackOutcome(attack.name)
     judge(outcome, arena, Notes(), Limits(), seconds=time.monotonic() - began)
     return outcome
 
@@ -156,13 +156,13 @@ def _run_attack(attack: Attack, arena: Arena, seconds: float) -> None:
     try:
         asyncio.run(asyncio.wait_for(attack.run(arena), seconds))
     except TimeoutError:
-        arena.find(f"the attack was not over after {seconds:.0f} s; in flight: {_oldest(arena)}")
-    except (OSError, EOFError, Broken) as error:  # the server broke off where the attack did not expect it
+        arena.find(f"the attack had not finished after {seconds:.0f} s; in flight: {_oldest(arena)}")
+    except (OSError, EOFError, Broken) as error:  # the server closed the connection unexpectedly
         arena.find(f"the attack ended early: {type(error).__name__}: {error}")
 
 
-class Stand:
-    """A server with its canary, on which one attack after another is run."""
+class MonitoredServer:
+    """A server with its canary, on which attacks run one after another."""
 
     def __init__(self, server: Server, canary: Canary, options: argparse.Namespace) -> None:
         self._server = server
@@ -170,12 +170,12 @@ class Stand:
         self._options = options
         self._address = _address(server)
 
-    def attack(self, attack: Attack, seconds: float) -> Outcome:
-        """Run an attack, wait until it is over for the server too, and judge. Raises `ChaosFailed`."""
-        outcome = Outcome(attack.name)
+    def attack(self, attack: Attack, seconds: float) -> AttackOutcome:
+        """Run an attack, wait until the server has handled all of it, and judge. Raises `ChaosFailed`."""
+        outcome = AttackOutcome(attack.name)
         arena = Arena(self._address, seed=self._options.seed, seconds=seconds, case=self._options.case)
         self._canary.notes()
-        time.sleep(0.5)  # the first of the new notes are from before the attack
+        time.sleep(0.5)  # so that the first new notes are from before the attack
         began = time.monotonic()
         _run_attack(attack, arena, ATTACK_SECONDS + seconds)
         notes = self._settled(arena)
@@ -184,7 +184,7 @@ class Stand:
         return outcome
 
     def _settled(self, arena: Arena) -> Notes:
-        """The notes up to when the server is as it was before, or the time for that is over."""
+        """Return the notes up to the time when the server has recovered, or should have."""
         notes = self._canary.notes()
         limits = Limits()
         deadline = time.monotonic() + SETTLE_SECONDS
@@ -216,7 +216,7 @@ def _oldest(arena: Arena) -> str:
 
 
 @contextlib.contextmanager
-def _stand(options: argparse.Namespace, open_files: int | None) -> Iterator[Stand]:
+def _open_server(options: argparse.Namespace, open_files: int | None) -> Iterator[MonitoredServer]:
     with tempfile.TemporaryDirectory(prefix="fuzz-") as directory:
         root = Path(directory)
         words = ["--num-threads", 1, "--kv-cache-memory", "64MiB", "--api-server-count", options.api_server_count]
@@ -224,13 +224,13 @@ def _stand(options: argparse.Namespace, open_files: int | None) -> Iterator[Stan
         server = Server([*map(str, words), *options.server], root, log=log)
         canary = None
         try:
-            if open_files is not None:  # in time: it has started no process yet
+            if open_files is not None:  # early enough: it has not started a process yet
                 resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (open_files, open_files))
             server.wait_until_serving()
             asyncio.run(_warm_up(_address(server), random.Random(options.seed)))
             canary = Canary(_address(server), server.pid, num_streams=options.streams)
             with _niceness():
-                yield Stand(server, canary, options)
+                yield MonitoredServer(server, canary, options)
             canary.stop()
             if (code := server.stop()) != 0:
                 print(f"told to stop, the server ended with exit code {code}:\n{server.log[-2000:]}")
@@ -247,7 +247,7 @@ def _niceness() -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(PermissionError):  # only root gets it back; then all later servers are as nice
+        with contextlib.suppress(PermissionError):  # only root may lower it; otherwise later servers keep it
             os.setpriority(os.PRIO_PROCESS, 0, before)
 
 
@@ -258,7 +258,7 @@ def _address(server: Server) -> Address:
 
 
 async def _warm_up(address: Address, rng: random.Random) -> None:
-    """Use all of the cache and every endpoint once, so that what grows later is no first use."""
+    """Use the whole cache and every endpoint once, so that later growth is no first use."""
     prompts = [[rng.randrange(3, 4000) for _ in range(WARM_UP_TOKENS)] for _ in range(WARM_UP_PROMPTS)]
     bodies: list[tuple[str, dict[str, object]]] = [
         ("/v1/completions", {"prompt": prompts, "max_tokens": 2}),
@@ -274,7 +274,7 @@ async def _warm_up(address: Address, rng: random.Random) -> None:
 
 
 async def _load(address: Address) -> int:
-    """Sequences that run or wait on all engines; as large as can be if nobody answers."""
+    """Return the number of sequences that run or wait on all engines; `sys.maxsize` if there is no answer."""
     reply = await get(address, "/server_info", seconds=5)
     if reply.status != 200:
         return sys.maxsize

@@ -1,14 +1,14 @@
-"""Mixed load on a server for a long time, while its processes die, and what that leaves behind.
+"""Mixed load on a server for a long time, while its processes are killed, and a check of growth and leaks.
 
 python scripts/soak.py [--minutes 15] [--seed 0] [--every 10] [--backend ray] [-- options of serve]
 
-Works in rounds of a minute: streams, whole answers, chats, log-probabilities and clients that leave, while processes
-are killed or stopped; then the load pauses, all engines are waited for, and memory, descriptors, threads, shared
+The soak runs in rounds of a minute: streams, whole answers, chats, log-probabilities and clients that disconnect, while
+processes are killed or stopped; then the load pauses until all engines answer, and memory, descriptors, threads, shared
 memory, files of the runtime directory, and Ray's actors, groups and objects are counted. The same requests are sent in
 each round and must have the same answers.
 
-Exits with 0 if no request failed or changed, what was counted does not grow beyond the bounds below, and nothing is
-left at the end.
+The exit code is 0 if no request failed or changed, no count grows beyond the bounds below, and nothing is left at the
+end.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from pathlib import Path
 
 import chaos_ray
 import httpx
-from chaos_blows import Blows
+from chaos_faults import FaultInjector
 from chaos_leaks import Leaks, segments
-from chaos_load import Job, Outcome, differences, make_jobs, run_load
-from chaos_server import ChaosFailed, Server, end_properly_when_told, processes_with
+from chaos_load import ChaosOutcome, ChaosRequest, find_differences, make_requests, run_load
+from chaos_server import ChaosFailed, Server, exit_on_sigterm, processes_with
 
 ROUND_SECONDS = 45.0
-"""Of load; with the pause and the count after it, a round takes about a minute."""
+"""Duration of a round's load; with the pause and the count after it, a round takes about a minute."""
 
 SETTLE_SECONDS = 3.0
-WHOLE_SECONDS = 150.0
+ALL_ENGINES_SECONDS = 150.0
 WARM_UP_ROUNDS = 2
-"""Rounds before the one that later ones are compared with: caches fill, allocators settle."""
+"""Rounds in which caches fill and allocators settle, before the first one that counts for growth."""
 
-NUM_JOBS = 400
-LEAVE_EVERY = 0.2
+NUM_REQUESTS = 400
+DISCONNECT_INTERVAL_SECONDS = 0.2
 MEGABYTE = 2**20
 SHOWN = 10
 
 
 @dataclass(frozen=True)
 class Bound:
-    """How much a figure may grow: by `slack` at most in all, and by `per_minute`, whichever is more."""
+    """Limit of a figure's growth: `slack` in all, or `per_minute` times the minutes, whichever is more."""
 
     slack: float
     per_minute: float
@@ -68,20 +68,20 @@ BOUNDS = {
     "Ray groups": Bound(0, 0),
     "Ray objects, MB": Bound(8, 0.5),
 }
-"""By the name of the figure. A process that was killed has a young successor, so the sums go up and down a little."""
+"""Bounds by the name of the figure. Replacements of killed processes are young, so the sums vary a little."""
 
 
 @dataclass
-class Report:
+class SoakReport:
     minutes: float = 0.0
     requests: int = 0
     aborted: int = 0
     resent: int = 0
     blows: int = 0
     census: list[dict[str, float]] = field(default_factory=list)
-    """The figures after each round, by name; `minute` is when."""
+    """Figures after each round, by name; `minute` is the time."""
     runtime_files: list[str] = field(default_factory=list)
-    """Those of the last count."""
+    """Files of the runtime directory at the last count."""
     growth: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
@@ -96,15 +96,15 @@ class Report:
 
 def main() -> int:
     options = _parser().parse_args()
-    end_properly_when_told()
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="soak-") as directory, ExitStack() as stack:
         report = _soak(options, Path(directory), stack)
     print(json.dumps(asdict(report) | {"ok": report.is_good}) if options.json else _shown(report))
     return 0 if report.is_good else 1
 
 
-def _soak(options: argparse.Namespace, root: Path, stack: ExitStack) -> Report:
-    report = Report()
+def _soak(options: argparse.Namespace, root: Path, stack: ExitStack) -> SoakReport:
+    report = SoakReport()
     arguments, ray = [], None
     if options.backend == "ray":
         ray = stack.enter_context(chaos_ray.cluster(root, num_engines=options.data_parallel_size))
@@ -116,7 +116,7 @@ def _soak(options: argparse.Namespace, root: Path, stack: ExitStack) -> Report:
         server.wait_until_serving()
         _rounds(options, server, ray, report)
         if (code := server.stop()) != 0:
-            report.trouble.append(f"told to stop, the server ended with exit code {code}")
+            report.trouble.append(f"told to stop, the server exited with code {code}")
         report.leaks = leaks.find(server)
     except ChaosFailed as error:
         report.trouble.append(str(error)[-3000:])
@@ -126,20 +126,20 @@ def _soak(options: argparse.Namespace, root: Path, stack: ExitStack) -> Report:
     return report
 
 
-def _rounds(options: argparse.Namespace, server: Server, ray: chaos_ray.RayCluster | None, report: Report) -> None:
-    jobs = make_jobs(NUM_JOBS, options.seed)
-    expected: dict[int, Outcome] = {}
+def _rounds(options: argparse.Namespace, server: Server, ray: chaos_ray.RayCluster | None, report: SoakReport) -> None:
+    requests = make_requests(NUM_REQUESTS, options.seed)
+    expected: dict[int, ChaosOutcome] = {}
     known = segments()
     began = time.monotonic()
     number = 0
     while (minute := (time.monotonic() - began) / 60) < options.minutes or number == 0:
-        outcomes, num_aborted, num_blows = asyncio.run(_round(options, server, ray, jobs, number))
-        server.wait_until_whole(num_engines=options.data_parallel_size, seconds=WHOLE_SECONDS)
-        time.sleep(SETTLE_SECONDS)  # what was stopped is replaced by now, and what it had is given back
+        outcomes, num_aborted, num_faults = asyncio.run(_round(options, server, ray, requests, number))
+        server.wait_until_all_engines_answer(num_engines=options.data_parallel_size, seconds=ALL_ENGINES_SECONDS)
+        time.sleep(SETTLE_SECONDS)  # until stopped processes are replaced and their memory is returned
         _compare(outcomes, expected, report)
         report.requests += len(outcomes)
         report.aborted += num_aborted
-        report.blows += num_blows
+        report.blows += num_faults
         report.resent += sum(outcome.num_resent for outcome in outcomes.values())
         minute = (time.monotonic() - began) / 60
         report.census.append({"minute": round(minute, 2), **_census(server, ray, known)})
@@ -151,13 +151,17 @@ def _rounds(options: argparse.Namespace, server: Server, ray: chaos_ray.RayClust
 
 
 async def _round(
-    options: argparse.Namespace, server: Server, ray: chaos_ray.RayCluster | None, jobs: Sequence[Job], number: int
-) -> tuple[dict[int, Outcome], int, int]:
-    """Load for a while. The outcomes by the number of the job, how many clients left, and the number of blows.
+    options: argparse.Namespace,
+    server: Server,
+    ray: chaos_ray.RayCluster | None,
+    requests: Sequence[ChaosRequest],
+    number: int,
+) -> tuple[dict[int, ChaosOutcome], int, int]:
+    """Run the load of one round; return outcomes by request number, and the counts of disconnected clients and faults.
 
-    The first round is undisturbed, and what it answers is what the others must answer.
+    The first round has no faults, and its answers are the expected ones of the others.
     """
-    blows = Blows(
+    injector = FaultInjector(
         lambda: server.members() + ([] if ray is None else ray.members()),
         every=options.every,
         settled=options.settled,
@@ -166,16 +170,19 @@ async def _round(
         victims=("engine", "API server", "worker"),
     )
     deadline = time.monotonic() + ROUND_SECONDS
-    leaving = Leaving(server.url, random.Random(f"{options.seed}/leave/{number}"))
-    tasks = [asyncio.create_task(leaving.run())]
+    disconnecting = DisconnectingClients(server.url, random.Random(f"{options.seed}/leave/{number}"))
+    tasks = [asyncio.create_task(disconnecting.run())]
     if number > 0 and options.every > 0:
-        tasks.append(asyncio.create_task(blows.run()))
-    outcomes: dict[int, Outcome] = {}
+        tasks.append(asyncio.create_task(injector.run()))
+    outcomes: dict[int, ChaosOutcome] = {}
     try:
-        for start in range(0, len(jobs), options.concurrency * 2):
-            some = jobs[start : start + options.concurrency * 2]
+        for start in range(0, len(requests), options.concurrency * 2):
+            some = requests[start : start + options.concurrency * 2]
             got = await run_load(
-                server.url, some, concurrency=options.concurrency, api_server_was_hit=blows.hit_api_server
+                server.url,
+                some,
+                concurrency=options.concurrency,
+                may_have_hit_api_server=injector.may_have_hit_api_server,
             )
             outcomes |= dict(enumerate(got, start))
             if time.monotonic() > deadline:
@@ -186,11 +193,11 @@ async def _round(
         for task in tasks:
             with suppress(asyncio.CancelledError):
                 await task
-    return outcomes, leaving.count, len(blows.struck)
+    return outcomes, disconnecting.count, len(injector.faults)
 
 
-class Leaving:
-    """Clients that close their streams after a few events, one after another. `count`: how many have done so."""
+class DisconnectingClients:
+    """Clients that close their streams after a few events, one after another. `count` is their number so far."""
 
     def __init__(self, url: str, rng: random.Random) -> None:
         self._url = url
@@ -201,10 +208,10 @@ class Leaving:
         async with httpx.AsyncClient(base_url=self._url, timeout=30.0, trust_env=False) as http:
             while True:
                 with suppress(httpx.HTTPError):
-                    await self._leave(http)
-                await asyncio.sleep(LEAVE_EVERY)
+                    await self._disconnect(http)
+                await asyncio.sleep(DISCONNECT_INTERVAL_SECONDS)
 
-    async def _leave(self, http: httpx.AsyncClient) -> None:
+    async def _disconnect(self, http: httpx.AsyncClient) -> None:
         body = {"prompt": "Return the", "max_tokens": 800, "ignore_eos": True, "stream": True}
         num_events = self._rng.randrange(0, 20)
         async with http.stream("POST", "/v1/completions", json=body | {"n": self._rng.randrange(1, 4)}) as response:
@@ -215,20 +222,20 @@ class Leaving:
         self.count += 1
 
 
-def _compare(outcomes: Mapping[int, Outcome], expected: dict[int, Outcome], report: Report) -> None:
-    """The first answer to a job is what later ones must be."""
+def _compare(outcomes: Mapping[int, ChaosOutcome], expected: dict[int, ChaosOutcome], report: SoakReport) -> None:
+    """Compare each answer with the first one to the same request."""
     for number, outcome in outcomes.items():
         if outcome.failure is not None:
-            report.failures.append(f"request {number} ({outcome.job.kind}): {outcome.failure}")
+            report.failures.append(f"request {number} ({outcome.request.kind}): {outcome.failure}")
             continue
         before = expected.setdefault(number, outcome)
         assert before.answer is not None and outcome.answer is not None
-        found = differences(before.answer, outcome.answer)
-        report.mismatches += [f"request {number} ({outcome.job.kind}): {what}" for what in found]
+        found = find_differences(before.answer, outcome.answer)
+        report.mismatches += [f"request {number} ({outcome.request.kind}): {what}" for what in found]
 
 
 def _census(server: Server, ray: chaos_ray.RayCluster | None, known: set[str]) -> dict[str, float]:
-    """What there is of everything that could leak."""
+    """Count everything that could leak."""
     pids = set(processes_with(server.own_mark))
     if ray is not None:
         pids |= {member.pid for member in ray.members() if member.kind in ("engine", "worker")}
@@ -262,7 +269,7 @@ def _entries(pid: int, name: str) -> int:
 
 
 def growth(census: Sequence[Mapping[str, float]]) -> list[str]:
-    """Which figures grow beyond their bounds after the rounds of warming up.
+    """Describe the figures that grow beyond their bounds after the warm-up rounds.
 
     The growth is the slope of the line through the figures, times the minutes that they span.
     """
@@ -302,7 +309,7 @@ def _line(figures: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in figures.items())
 
 
-def _shown(report: Report) -> str:
+def _shown(report: SoakReport) -> str:
     lines = [
         f"requests     {report.requests} in {report.minutes} minutes, {report.aborted} more whose clients left",
         f"blows        {report.blows}",
@@ -325,8 +332,8 @@ def _shown(report: Report) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=15.0)
-    parser.add_argument("--seed", type=int, default=0, help="of the requests and of the blows")
-    parser.add_argument("--every", type=float, default=10.0, help="seconds between two blows; 0 for none")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests and of the faults")
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between two faults; 0 for none")
     parser.add_argument(
         "--settled", type=float, default=8.0, help="least age in seconds of most processes that are hit"
     )

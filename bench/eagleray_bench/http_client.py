@@ -78,7 +78,7 @@ class HttpClient:
             ):
                 if on_body is None or response.status != 200:
                     return HttpReply(response.status, await response.read())
-                async for part in response.content.iter_any():
+                while part := await response.content.readany():
                     on_body(part)
                 return HttpReply(response.status, b"")
         except TimeoutError:

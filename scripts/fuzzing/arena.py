@@ -1,4 +1,4 @@
-"""What an attack gets to work with, and how the answers that it provokes are judged."""
+"""The interface of attacks to the server, the judgement of its answers, and the registry of attacks."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Arena:
         self._num_of_kind: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self.in_flight: dict[str, float] = {}
-        """Cases under way, by what is sent, and since when."""
+        """Running cases by their description, with their start times."""
 
     def rng(self, name: str) -> random.Random:
         return random.Random(f"{self.seed}/{name}")
 
     def find(self, what: str, *, kind: str = "") -> None:
-        """Record a violation. Of a kind that has a name, the first few are enough."""
+        """Record a violation. Only the first few of a named kind are kept."""
         self._num_of_kind[kind] += 1
         if kind and self._num_of_kind[kind] > MOST_OF_A_KIND:
             return
@@ -60,7 +60,7 @@ class Arena:
         headers: Mapping[str, str] | None = None,
         seconds: float = REPLY_SECONDS,
     ) -> Reply:
-        """Send a well-formed request and judge its answer. `want`: the only statuses that are right."""
+        """Send a well-formed request and judge its answer. `want` has the only correct statuses."""
         payload = body if isinstance(body, bytes) else encode(dict(body))
         since = time.monotonic()
         self.in_flight[what] = since
@@ -74,7 +74,7 @@ class Arena:
         return reply
 
     def judge(self, reply: Reply, what: str, *, has_timeout: bool = False, may_be_silent: bool = False) -> None:
-        """Record what is wrong with an answer. `may_be_silent`: the server may close the connection without one."""
+        """Record the violations of an answer. `may_be_silent`: the server may close the connection without one."""
         self.statuses[str(reply.status or "none")] += 1
         if reply.status == 0:
             if not may_be_silent or "no whole answer" in reply.trouble:
@@ -100,7 +100,7 @@ class Arena:
 
 
 def _wrong_form(reply: Reply) -> str:
-    """What is not as documented in the body of an error; empty if nothing."""
+    """Describe how the body of an error differs from its documented form; empty if it does not."""
     try:
         error = reply.json()["error"]
         for name, kind in ERROR_FIELDS.items():
@@ -117,7 +117,7 @@ def _shown(reply: Reply) -> str:
 
 @dataclass(frozen=True)
 class Attack:
-    """A named attack. One that `is_random` runs for the time it is given; the others have an end of their own."""
+    """A named attack. Random attacks run for a given time; the others finish by themselves."""
 
     name: str
     group: str
@@ -125,11 +125,11 @@ class Attack:
     run: Callable[[Arena], Awaitable[None]]
     is_random: bool = False
     open_files: int | None = None
-    """The attack needs a server of its own, with this limit of open files."""
+    """Limit of open files of the attack's own server; None if it shares the common one."""
 
     @property
     def needs_server(self) -> bool:
-        """Whether it is an attack on a server that runs, rather than on the start of one."""
+        """Whether the attack is on a running server, rather than on the start of one."""
         return self.group not in ("checkpoints", "surroundings")
 
 
@@ -137,7 +137,7 @@ _REGISTERED: dict[str, Attack] = {}
 
 
 def registered() -> dict[str, Attack]:
-    """All attacks by name, in the order of their definition."""
+    """Return all attacks by name, in the order of their definition."""
     return _REGISTERED
 
 
@@ -150,7 +150,7 @@ def register(
     is_random: bool = False,
     open_files: int | None = None,
 ) -> None:
-    """Add an attack to those that can be chosen by name."""
+    """Add an attack to the registry."""
     assert name not in _REGISTERED, name
     _REGISTERED[name] = Attack(name, group, about, run, is_random, open_files)
 
@@ -158,7 +158,7 @@ def register(
 def attack(
     group: str, about: str, *, is_random: bool = False, open_files: int | None = None
 ) -> Callable[[Callable[[Arena], Awaitable[None]]], Callable[[Arena], Awaitable[None]]]:
-    """Register a function as an attack of its name, with hyphens."""
+    """Register a function as the attack with its name, written with hyphens."""
 
     def add(run: Callable[[Arena], Awaitable[None]]) -> Callable[[Arena], Awaitable[None]]:
         register(run.__name__.replace("_", "-"), group, about, run, is_random=is_random, open_files=open_files)

@@ -19,7 +19,7 @@ BODY_BYTES = 32 * 2**20
 """The default of --max-request-bytes."""
 
 ROOM = 4096
-"""Bytes of a body left for what is not the text."""
+"""Bytes of a body that are reserved for everything except the text."""
 
 WITHOUT_END = "1" + "0" * 400
 NUM_RANDOM = 4

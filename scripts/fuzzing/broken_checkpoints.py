@@ -221,7 +221,7 @@ for _name, _damage in DAMAGES.items():
 
 @contextlib.contextmanager
 def _copy(source: Path) -> Iterator[Path]:
-    """A directory with a copy of a checkpoint, whose weights are linked rather than copied."""
+    """Make a directory with a copy of a checkpoint, whose weights are linked rather than copied."""
     with tempfile.TemporaryDirectory(prefix="fuzz-checkpoint-") as root:
         directory = Path(root) / "model"
         directory.mkdir()
@@ -270,7 +270,7 @@ def _made(directory: Path, family: str) -> Path:
 
 
 def _damage_at_random(directory: Path, rng: random.Random) -> str:
-    """Damage one file; what was done to it."""
+    """Damage one file and describe the damage."""
     files = sorted(path.name for path in directory.iterdir())
     name = rng.choice([each for each in files if each.endswith((".json", ".safetensors"))] + ["config.json"] * 6)
     path = directory / name
@@ -298,7 +298,7 @@ def _damage_at_random(directory: Path, rng: random.Random) -> str:
 
 
 def _replace(value: Any, rng: random.Random, new: Any) -> str:
-    """Replace a random part of a JSON object; its path."""
+    """Replace a random part of a JSON object and return its path."""
     parts: list[str] = []
     while True:
         keys: list[Any] = sorted(value) if isinstance(value, dict) else list(range(len(value)))

@@ -1,7 +1,7 @@
-"""Another client of the server under attack, in a process of its own, and what it notices.
+"""Another client of the server under attack, in a process of its own, and its observations.
 
-Streams one long answer again and again and compares its tokens with those of an undisturbed run, asks /live ten times a
-second, each time by a new connection, and adds up the memory of the server's processes.
+It streams one long answer repeatedly and compares its tokens with those of an undisturbed run, requests /live ten times
+per second, each time over a new connection, and adds up the memory of the server's processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIVE_EVERY = 0.1
 MEMORY_EVERY = 0.1
 LATE_EVERY = 0.02
 NOTED_GAP = 0.2
-"""Shorter pauses between two tokens are not written down one by one."""
+"""Shortest pause between two tokens that is recorded."""
 
 SILENCE_SECONDS = 60.0
 RETRY_SECONDS = 0.3
@@ -35,28 +35,30 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass
 class Notes:
-    """What was noticed; times are of `time.monotonic`, which all processes of a machine share."""
+    """Observations; times are of `time.monotonic`, which all processes of a machine share."""
 
     gaps: list[tuple[float, float]] = field(default_factory=list)
-    """When a token came after a pause, and the pause in seconds."""
+    """Arrival of a token after a pause, and the pause in seconds."""
     first_tokens: list[tuple[float, float]] = field(default_factory=list)
     live: list[tuple[float, float, str]] = field(default_factory=list)
-    """When /live was asked, how long that took, and what was wrong with the answer."""
+    """Time of each request of /live, its duration, and the fault of the answer if it has one."""
     memory: list[tuple[float, int]] = field(default_factory=list)
     pids: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
-    """The server's processes, whenever they have changed."""
+    """Process ids of the server after every change."""
     troubles: list[tuple[float, str]] = field(default_factory=list)
-    """Streams that broke, or had other tokens."""
+    """Streams that broke or had other tokens."""
     turned_away: list[tuple[float, str]] = field(default_factory=list)
     """New streams that were refused with 429 or 503."""
     num_tokens: int = 0
     late: list[tuple[float, float]] = field(default_factory=list)
-    """How late this process itself was, so that a busy machine is not taken for a slow server."""
+    """Delays of this process itself, so that a busy machine is not taken for a slow server."""
 
 
 class Canary:
-    """Runs until `stop`; raises `ChaosFailed` if it can't. `pid` is the server's first process, `num_streams` the
-    number of streams that run at a time."""
+    """Process of the canary, which runs until `stop`. Raises `ChaosFailed` if it cannot start.
+
+    `pid` is the server's first process, `num_streams` the number of streams that run at a time.
+    """
 
     def __init__(self, address: Address, pid: int, *, num_streams: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -67,7 +69,7 @@ class Canary:
         self._receive(SILENCE_SECONDS)
 
     def notes(self) -> Notes:
-        """What was noticed since the last call."""
+        """Return the observations since the last call."""
         self._ours.send("notes")
         notes: Notes = self._receive(SILENCE_SECONDS)
         return notes
@@ -78,7 +80,7 @@ class Canary:
 
     def _receive(self, seconds: float) -> Any:
         if not self._ours.poll(seconds):
-            raise ChaosFailed(f"the canary has said nothing for {seconds:g} s")
+            raise ChaosFailed(f"the canary sent nothing for {seconds:g} s")
         found = self._ours.recv()
         if isinstance(found, ChaosFailed):
             raise found
@@ -86,7 +88,7 @@ class Canary:
 
 
 def server_processes(pid: int) -> list[int]:
-    """The process and all that have come of it."""
+    """Return the process and its descendants."""
     found, queue = [], [pid]
     while queue:
         each = queue.pop()
@@ -94,13 +96,13 @@ def server_processes(pid: int) -> list[int]:
         try:
             for task in Path(f"/proc/{each}/task").iterdir():
                 queue += [int(child) for child in (task / "children").read_text().split()]
-        except OSError:  # it has just ended
+        except OSError:  # it has just exited
             continue
     return found
 
 
 def resident_bytes(pids: list[int]) -> int:
-    """Memory of the processes, less what they share with others."""
+    """Return the resident memory of the processes without the shared part."""
     total = 0
     for pid in pids:
         try:
@@ -127,9 +129,9 @@ class _Watch:
         self._expected: list[int] = []
         self._seen_pids: tuple[int, ...] = ()
         self._tasks: dict[asyncio.Task[None], float] = {}
-        """Questions after /live under way, and since when."""
-        self._heard: dict[int, float] = {}
-        """When each running stream had its last token."""
+        """Running requests of /live, with their start times."""
+        self._last_token: dict[int, float] = {}
+        """Arrival of the last token of each running stream."""
 
     async def run(self, num_streams: int) -> None:
         self._expected = await self._stream()
@@ -139,8 +141,8 @@ class _Watch:
         self._pipe.send("ready")
         async with asyncio.TaskGroup() as tasks:
             for _ in range(num_streams):
-                tasks.create_task(self._sing())
-            tasks.create_task(self._ask())
+                tasks.create_task(self._stream_forever())
+            tasks.create_task(self._probe_live())
             tasks.create_task(self._measure())
             tasks.create_task(self._tick())
             tasks.create_task(self._report())
@@ -152,7 +154,7 @@ class _Watch:
                 self._pipe.recv()
                 notes, self._notes = self._notes, Notes()
                 now = time.monotonic()
-                notes.gaps += [(now, now - last) for last in self._heard.values() if now - last > NOTED_GAP]
+                notes.gaps += [(now, now - last) for last in self._last_token.values() if now - last > NOTED_GAP]
                 notes.live += [(began, now - began, "") for began in self._tasks.values()]
                 self._pipe.send(notes)
 
@@ -163,7 +165,7 @@ class _Watch:
                 self._notes.troubles.append((time.monotonic(), f"other tokens: {len(tokens)} of them"))
 
     async def _stream(self) -> list[int]:
-        """The tokens of one answer, as far as it came."""
+        """Return the tokens of one answer, up to the point where it broke off."""
         body = {
             "prompt": PROMPT,
             "max_tokens": NUM_TOKENS,
@@ -185,7 +187,7 @@ class _Watch:
                 last = began = time.monotonic()
                 async for event in stream_events(reader, reply.headers):
                     limit.reschedule(asyncio.get_running_loop().time() + SILENCE_SECONDS)
-                    last = self._take(event, tokens, last, began)
+                    last = self._record_event(event, tokens, last, began)
             if len(tokens) < NUM_TOKENS:
                 raise Broken(f"a stream ended after {len(tokens)} tokens")
         except TimeoutError:
@@ -194,11 +196,11 @@ class _Watch:
             self._notes.troubles.append((time.monotonic(), f"{type(error).__name__}: {error}"))
             await asyncio.sleep(RETRY_SECONDS)
         finally:
-            self._heard.pop(id(tokens), None)
+            self._last_token.pop(id(tokens), None)
         return tokens
 
-    def _take(self, event: bytes, tokens: list[int], last: float, began: float) -> float:
-        """Note when an event came; return the time of the last token."""
+    def _record_event(self, event: bytes, tokens: list[int], last: float, began: float) -> float:
+        """Record the arrival of an event and return the time of the last token."""
         if event == b"[DONE]":
             return last
         said = json.loads(event)
@@ -214,17 +216,17 @@ class _Watch:
             self._notes.gaps.append((now, now - last))
         tokens += new
         self._notes.num_tokens += len(new)
-        self._heard[id(tokens)] = now
+        self._last_token[id(tokens)] = now
         return now
 
-    async def _ask(self) -> None:
+    async def _probe_live(self) -> None:
         while True:
-            task = asyncio.create_task(self._ask_once())
+            task = asyncio.create_task(self._probe_once())
             self._tasks[task] = time.monotonic()
             task.add_done_callback(self._tasks.pop)
             await asyncio.sleep(LIVE_EVERY)
 
-    async def _ask_once(self) -> None:
+    async def _probe_once(self) -> None:
         began = time.monotonic()
         reply = await exchange(self._address, [request("GET", "/live")], seconds=SILENCE_SECONDS)
         trouble = "" if reply.status == 200 else f"{reply.status} {reply.trouble}"

@@ -18,13 +18,13 @@ COMPLETIONS = "/v1/completions"
 SMALL = encode({"prompt": "x", "max_tokens": 1})
 START = b"POST /v1/completions HTTP/1.1\r\nHost: fuzz\r\nContent-Type: application/json\r\n"
 HOLD_SECONDS = 12.0
-"""How long connections are held open that say nothing, or little."""
+"""Time for which silent or nearly silent connections are held open."""
 
 NUM_IDLE = 5000
 NUM_SLOW = 300
 NUM_RANDOM = 8
 MOST_HEAD_BYTES = 16 * 2**20
-"""A head this long must have been refused."""
+"""Length of a head that must have been refused by then."""
 
 CLOSED = (400, 408, 413, 414, 431, 501, 505)
 
@@ -199,7 +199,7 @@ async def steady_bodies(arena: Arena) -> None:
 
 
 async def _paced(arena: Arena, payload: bytes, size: int) -> Reply:
-    """Send ten pieces of this size a second."""
+    """Send ten pieces of this size per second."""
     reader, writer = await asyncio.open_connection(*arena.address)
     reply = Reply()
     try:

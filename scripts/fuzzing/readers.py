@@ -1,4 +1,4 @@
-"""Attacks by clients that ask and do not read, or read slowly, or leave."""
+"""Attacks by clients that do not read their answers, read them slowly, or disconnect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPLETIONS = "/v1/completions"
 HOLD_SECONDS = 15.0
 LONG: dict[str, Any] = {"prompt": "Return the", "temperature": 1, "ignore_eos": True}
 TIMEOUT = 30.0
-"""Each request sets it, so that a server that does not notice who has left is quiet again soon."""
+"""Timeout of each request, so that a server that misses a disconnect is quiet again soon."""
 
 
 def _payload(**more: Any) -> bytes:
@@ -27,7 +27,7 @@ def _payload(**more: Any) -> bytes:
 
 
 async def _connect(arena: Arena, payload: bytes, *, room: int = 4096) -> socket.socket:
-    """A connection with a receive buffer of `room` bytes, from which nothing is read."""
+    """Open a connection with a receive buffer of `room` bytes, from which nothing is read."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
     sock.setblocking(False)
@@ -43,7 +43,7 @@ async def _connect(arena: Arena, payload: bytes, *, room: int = 4096) -> socket.
 
 
 async def _hold(arena: Arena, payloads: Iterable[bytes]) -> None:
-    """Send each request, read nothing for a while, and leave."""
+    """Send each request, read nothing for a while, and disconnect."""
     socks: list[socket.socket] = []
     try:
         for payload in payloads:

@@ -1,4 +1,4 @@
-"""Bodies made from a JSON schema: mostly what it asks for, with hostile values where it hurts."""
+"""Request bodies made from a JSON schema: mostly valid, with hostile values in random places."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fuzzing.values import HOSTILE, encode
 Schema = dict[str, Any]
 
 BOUND_NAMES = {"max_tokens": 40, "max_completion_tokens": 40, "min_tokens": 5, "n": 4, "prompt_logprobs": 3}
-"""Sane values of these are small, so that a run consists of many cases and not of a few long ones."""
+"""Largest sane values of fields that make answers long, so that a run has many short cases."""
 
 OFTEN = ("prompt", "messages", "token_ids", "sampling_params", "max_tokens")
 SANE_SHARE = 0.25
-"""Chance that an optional property is there at all."""
+"""Chance that an optional property is present."""
 
 MOST_HOSTILE = 3
 
@@ -32,7 +32,7 @@ class BodyMaker:
         }
 
     def make(self, rng: random.Random) -> tuple[str, bytes, str]:
-        """A path, a body, and in words what is hostile about it."""
+        """Return a path, a body, and a description of its hostile values."""
         path = rng.choice(sorted(self.operations))
         body = self._sane(self._resolved(self.operations[path]), rng, "")
         said = []
@@ -44,11 +44,11 @@ class BodyMaker:
         return path, encode(body), ", ".join(said) or "nothing"
 
     def numbers(self, path: str) -> list[str]:
-        """Names of the properties of a body that may be numbers."""
+        """Return the names of the properties of a body that may be numbers."""
         return self._named(path, ("integer", "number"))
 
     def texts(self, path: str) -> list[str]:
-        """Names of the properties of a body that may be texts."""
+        """Return the names of the properties of a body that may be strings."""
         return self._named(path, ("string",))
 
     def _named(self, path: str, types: tuple[str, ...]) -> list[str]:
@@ -61,7 +61,7 @@ class BodyMaker:
         return {str(schema.get("type"))}.union(*inner)
 
     def _place(self, body: Any, schema: Schema, rng: random.Random) -> str:
-        """The dotted path of a property: one of the schema, of an object in the body, or one that does not exist."""
+        """Return the dotted path of a property: of the schema, of an object in the body, or of neither."""
         schema = self._resolved(schema)
         names = sorted(schema.get("properties", {}))
         if not names or rng.random() < 0.03:

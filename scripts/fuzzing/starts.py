@@ -1,4 +1,4 @@
-"""Starts of servers that may fail: each serves, or ends soon with exit code 2 and one sentence."""
+"""Starts of servers that may fail: each serves, or exits soon with code 2 and one sentence."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ START_SECONDS = 60.0
 END_SECONDS = 30.0
 POLL_SECONDS = 0.05
 ORPHAN_SECONDS = 10.0
-LAST_WORDS_SECONDS = 0.3
-"""After a process has ended, for what it has written to be read."""
+OUTPUT_SECONDS = 0.3
+"""Time after the exit of a process in which the rest of its output is read."""
 
 MOST_BYTES = 3 * 2**30
 LONGEST_SENTENCE = 2000
@@ -40,7 +40,7 @@ async def start_and_judge(
     enter: Sequence[str] = (),
     most_file_bytes: int | None = None,
 ) -> None:
-    """Start a server and judge how that ends.
+    """Start a server and judge the outcome.
 
     `arguments` of serve; `enter`: a command that executes the rest of its words; `most_file_bytes`: its RLIMIT_FSIZE.
     """
@@ -59,7 +59,7 @@ async def start_and_judge(
 async def started(
     arguments: Sequence[str], env: Mapping[str, str], enter: Sequence[str], most_file_bytes: int | None
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, bytearray]]:
-    """A server, of which nothing is left at the end, and what it writes."""
+    """Start a server and give its process and its output so far; nothing of it is left at the end."""
     words = [*enter, sys.executable, "-m", "eagleray.cli.main", "serve", *arguments, *SMALL]
     process = await asyncio.create_subprocess_exec(
         *words,
@@ -90,7 +90,7 @@ async def _read(process: asyncio.subprocess.Process, log: bytearray) -> None:
 
 
 async def wait_until_serving(arena: Arena, process: asyncio.subprocess.Process, log: bytearray, what: str) -> str:
-    """Until the server serves or has ended; what it has written."""
+    """Wait until the server serves or has exited, and return its output."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         ended = process.returncode is not None
@@ -98,7 +98,7 @@ async def wait_until_serving(arena: Arena, process: asyncio.subprocess.Process, 
         if SERVING.search(text):
             return text
         if ended:
-            await asyncio.sleep(LAST_WORDS_SECONDS)
+            await asyncio.sleep(OUTPUT_SECONDS)
             return log.decode(errors="replace")
         size = resident_bytes(server_processes(process.pid))
         if size > MOST_BYTES:

@@ -1,4 +1,4 @@
-"""Attacks by what a server finds around it when it starts, and by signals."""
+"""Attacks through the environment in which a server starts, and by signals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fuzzing.values import encode
 from fuzzing.wire import open_stream, request, stream_events
 
 TINY = 'mount -t tmpfs -o size=16k none "$0" && exec "$@"'
-"""For a shell in a mount namespace of its own, which needs root."""
+"""Script for a shell in a mount namespace of its own, which needs root."""
 
 
 @attack("surroundings", "ulimit -f: files of at most 0 bytes, 1 KB and 1 MB")

@@ -1,4 +1,4 @@
-"""Hostile JSON values, and an encoder that can write what `json.dumps` refuses to."""
+"""Hostile JSON values, and an encoder for values that `json.dumps` refuses."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 
 class Raw(str):
-    """JSON text that is sent as it stands: numbers that Python would round, and what is not JSON at all."""
+    """JSON text that is sent unchanged: numbers that Python would round, and invalid JSON."""
 
     __slots__ = ()
 
 
 def encode(value: Any) -> bytes:
-    """JSON with the `Raw` parts of `value` inserted; lone surrogates are written as escapes."""
+    """Encode as JSON, with the `Raw` parts of `value` inserted; lone surrogates are written as escapes."""
     return "".join(_parts(value)).encode()
 
 
@@ -36,7 +36,7 @@ def _parts(value: Any) -> list[str]:
 
 
 def nested(depth: int, opening: str = "[", closing: str = "]") -> Raw:
-    """Brackets in brackets, around a number."""
+    """Return a number in nested brackets."""
     return Raw(opening * depth + "1" + closing * depth)
 
 
@@ -81,4 +81,4 @@ HOSTILE: dict[str, Callable[[random.Random], Any]] = {
     "deep object": lambda rng: nested(rng.choice((30, 900, 50_000)), '{"a":', "}"),
     "unclosed": lambda rng: Raw("[" * 2000),
 }
-"""Each by its name, made from a random generator."""
+"""Makers of hostile values by name, each called with a random generator."""

@@ -1,4 +1,4 @@
-"""What one attack did to the others: figures, and which of them are too large."""
+"""Effects of an attack on other clients: figures, and their limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Limits:
-    """What another client may notice at most."""
+    """Largest effects on another client that are accepted."""
 
     gap_seconds: float = 1.0
     live_seconds: float = 0.5
@@ -23,8 +23,8 @@ class Limits:
 
 
 @dataclass
-class Outcome:
-    """The figures of one attack. `violations` is empty if nobody else has noticed it."""
+class AttackOutcome:
+    """Figures of one attack. `violations` is empty if it had no effect on others."""
 
     name: str
     seconds: float = 0.0
@@ -35,15 +35,15 @@ class Outcome:
     turned_away: int = 0
     live: float = 0.0
     late: float = 0.0
-    """How late the canary itself was: the machine was busy."""
+    """Longest delay of the canary itself, on a busy machine."""
     growth: int = 0
     left: int = 0
     violations: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
 
 
-def judge(outcome: Outcome, arena: Arena, notes: Notes, limits: Limits, *, seconds: float) -> None:
-    """Fill in what the canary noticed from the begin of the attack until its end, `seconds` later."""
+def judge(outcome: AttackOutcome, arena: Arena, notes: Notes, limits: Limits, *, seconds: float) -> None:
+    """Fill in the canary's observations from the start of the attack until its end, `seconds` later."""
     outcome.seconds = round(seconds, 1)
     outcome.statuses = dict(arena.statuses)
     outcome.refusals = [f"{count} x {text}" for text, count in arena.refusals.most_common(SHOWN)]
@@ -59,7 +59,7 @@ def judge(outcome: Outcome, arena: Arena, notes: Notes, limits: Limits, *, secon
     outcome.violations += list(_violations(outcome, notes, limits))
 
 
-def _violations(outcome: Outcome, notes: Notes, limits: Limits) -> Sequence[str]:
+def _violations(outcome: AttackOutcome, notes: Notes, limits: Limits) -> Sequence[str]:
     found = []
     if outcome.gap > limits.gap_seconds:
         count = sum(gap > limits.gap_seconds for _, gap in notes.gaps)
@@ -84,8 +84,8 @@ def _most(pairs: Sequence[tuple[float, float]]) -> float:
     return round(max((value for _, value in pairs), default=0.0), 3)
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """A line for each attack."""
+def table(outcomes: Sequence[AttackOutcome]) -> str:
+    """Return a table with a line for each attack."""
     lines = [f"{'attack':<38}{'s':>6}{'gap s':>8}{'/live s':>9}{'wait s':>8}{'+MB':>6}{'left':>6}  answers"]
     for one in outcomes:
         statuses = " ".join(f"{status}:{count}" for status, count in sorted(one.statuses.items()))

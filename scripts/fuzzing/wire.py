@@ -1,4 +1,4 @@
-"""A raw HTTP/1.1 client: it sends exactly the bytes that it is given, and reads whatever comes back."""
+"""A raw HTTP/1.1 client: it sends exactly the given bytes, and reads any answer."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Address = tuple[str, int]
 
 REPLY_SECONDS = 60.0
 KEPT_BYTES = 2**20
-"""Longer bodies are read to their end, but only this much of them is kept."""
+"""Bytes of a body that are kept; longer bodies are still read to their end."""
 
 PIECE_BYTES = 2**18
 HEAD_LIMIT = 2**20
 
 
 class Broken(Exception):
-    """The connection ended before a whole answer had arrived."""
+    """Raised if the connection was closed before a whole answer had arrived."""
 
 
 @dataclass
 class Reply:
-    """An HTTP answer. `status` is 0 if there was none, and `trouble` then says why."""
+    """An HTTP answer. `status` is 0 if there was no answer, and `trouble` then gives the cause."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -36,12 +36,12 @@ class Reply:
     trouble: str = ""
 
     def json(self) -> Any:
-        """The body's value. Raises `ValueError` if it is not JSON."""
+        """Decode the body. Raises `ValueError` if it is not JSON."""
         return json.loads(self.body)
 
 
 def request(method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
-    """A well-formed request that asks for the connection to be closed."""
+    """Return the bytes of a well-formed request that asks the server to close the connection."""
     lines = {"Host": "fuzz", "Connection": "close"}
     if body is not None:
         lines |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
@@ -66,7 +66,7 @@ async def post(
 
 
 async def exchange(address: Address, pieces: Iterable[bytes], *, seconds: float = REPLY_SECONDS) -> Reply:
-    """Send the pieces one after another, and return the first answer, which may come before all of them are sent."""
+    """Send the pieces one after another and return the first answer, which may arrive before all are sent."""
     began = time.monotonic()
     reply = Reply()
     try:
@@ -150,7 +150,7 @@ async def _exactly(reader: asyncio.StreamReader, size: int) -> AsyncIterator[byt
 
 @contextlib.asynccontextmanager
 async def open_stream(address: Address, payload: bytes) -> AsyncIterator[tuple[Reply, asyncio.StreamReader]]:
-    """Send a request and read the head of its answer; the body is the caller's to read."""
+    """Send a request and read the head of its answer; the caller reads the body."""
     reader, writer = await asyncio.open_connection(*address, limit=HEAD_LIMIT)
     try:
         writer.write(payload)
@@ -163,7 +163,7 @@ async def open_stream(address: Address, payload: bytes) -> AsyncIterator[tuple[R
 
 
 async def stream_events(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
-    """The data of each server-sent event."""
+    """Yield the data of each server-sent event."""
     received = b""
     async for data in _body(reader, headers):
         *events, received = (received + data).split(b"\n\n")

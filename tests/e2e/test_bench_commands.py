@@ -1,4 +1,4 @@
-"""`eagleray bench`: each benchmark does its work on a small checkpoint and says what it found."""
+"""`eagleray bench`: each benchmark measures a small checkpoint and reports its figures."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def figures(path: Path, *arguments: str) -> Any:
-    """What the benchmark wrote as JSON."""
+    """Run a benchmark and return the figures that it wrote as JSON."""
     run = bench(*arguments, "--json", str(path))
     assert run.returncode == 0, run.stderr
     return json.loads(path.read_text())["figures"]
 
 
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
-def test_a_server_under_load(server, tmp_path, endpoint):
+def test_serve_writes_figures_and_a_plot(server, tmp_path, endpoint):
     plot = tmp_path / "plot.svg"
     arguments = ("--num-prompts", "6", "--random-input-len", "60", "--random-output-len", "5", "--plot", str(plot))
     found = figures(tmp_path / "f.json", "serve", "--base-url", server.url, "--endpoint", endpoint, *arguments)
@@ -56,7 +56,7 @@ def test_a_server_under_load(server, tmp_path, endpoint):
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")
 
 
-def test_repeated_prefixes_are_found_in_the_cache(server, tmp_path):
+def test_serve_repeated_prefixes_hit_the_cache(server, tmp_path):
     arguments = ("--dataset", "prefix-repetition", "--num-prefixes", "1", "--prefix-uses", "3", "--prefix-len", "64")
     lengths = ("--random-input-len", "4", "--random-output-len", "2", "--max-concurrency", "1", "--seed", "5")
     found = figures(tmp_path / "f.json", "serve", "--base-url", server.url, *arguments, *lengths)
@@ -64,7 +64,7 @@ def test_repeated_prefixes_are_found_in_the_cache(server, tmp_path):
     assert found["peak_concurrency"] == 1
 
 
-def test_requests_that_fail_are_no_successes(server, tmp_path):
+def test_serve_failing_requests_are_counted_as_failures(server, tmp_path):
     """Some of the prompts are too long for the model."""
     lengths = ("--random-input-len", "190", "--random-range-ratio", "0.5", "--random-output-len", "2")
     some = figures(
@@ -98,7 +98,7 @@ def test_requests_that_fail_are_no_successes(server, tmp_path):
         (["scheduler", "--steps", "0"], 2, "--steps and --requests must be at least 1"),
     ],
 )
-def test_a_mistake_is_one_sentence(server, arguments, code, message):
+def test_bench_mistake_is_one_sentence_and_an_exit_code(server, arguments, code, message):
     if arguments[0] == "serve" and "--base-url" not in arguments:
         arguments = [*arguments, "--base-url", server.url]
     run = bench(*arguments)
@@ -107,7 +107,7 @@ def test_a_mistake_is_one_sentence(server, arguments, code, message):
     assert len(run.stderr.splitlines()) == 1
 
 
-def test_throughput(checkpoint, tmp_path):
+def test_throughput_writes_figures(checkpoint, tmp_path):
     lengths = ("--num-prompts", "4", "--random-input-len", "10", "--random-output-len", "3", "--num-threads", "1")
     found = figures(tmp_path / "f.json", "throughput", checkpoint, *lengths)
     assert (found["num_requests"], found["num_input_tokens"], found["num_output_tokens"]) == (4, 40, 12)
@@ -115,7 +115,7 @@ def test_throughput(checkpoint, tmp_path):
     assert found["total_tokens_per_s"] == pytest.approx(52 / found["duration_s"])
 
 
-def test_throughput_with_routed_experts_and_without(tmp_path):
+def test_throughput_routed_experts_measures_with_and_without(tmp_path):
     checkpoint = make_checkpoint(tmp_path / "moe", "qwen3_moe")
     lengths = ("--num-prompts", "4", "--random-input-len", "10", "--random-output-len", "3", "--num-threads", "1")
     rounds = ("--routed-experts", "--rounds", "2")
@@ -126,7 +126,7 @@ def test_throughput_with_routed_experts_and_without(tmp_path):
     assert found["ratio"] > 0
 
 
-def test_latency(checkpoint, tmp_path):
+def test_latency_writes_figures_and_a_plot(checkpoint, tmp_path):
     plot = tmp_path / "plot.svg"
     lengths = ("--batch-size", "2", "--input-len", "6", "--output-len", "4", "--iterations", "3", "--warm-up", "1")
     options = ("--num-threads", "1", "--plot", str(plot))
@@ -139,7 +139,7 @@ def test_latency(checkpoint, tmp_path):
     assert "10 tokens in and 10 out do not fit into the model's length" in too_long.stderr
 
 
-def test_startup(checkpoint, tmp_path):
+def test_startup_measures_program_and_server(checkpoint, tmp_path):
     program, server = figures(tmp_path / "f.json", "startup", checkpoint, "--repeat", "1", "--num-threads", "1")
     assert (program["kind"], server["kind"]) == ("program", "server")
     for start in (program, server):
@@ -149,7 +149,7 @@ def test_startup(checkpoint, tmp_path):
     assert "`max_model_len`: 999999 is longer than" in failed.stderr
 
 
-def test_scheduler(tmp_path):
+def test_scheduler_writes_figures_of_each_kind(tmp_path):
     found = figures(tmp_path / "f.json", "scheduler", "--requests", "1", "4", "--steps", "30", "--kinds", "mixed")
     assert [(one["kind"], one["num_requests"]) for one in found] == [("mixed", 1), ("mixed", 4)]
     assert all(one["both_us"]["count"] == 30 for one in found)

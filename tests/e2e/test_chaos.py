@@ -1,4 +1,4 @@
-"""scripts/chaos.py: what clients notice of processes that die. A short form, and the one that `make chaos` runs."""
+"""scripts/chaos.py: clients notice a pause and nothing else. A short form, and the one that `make chaos` runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def checkpoint(tmp_path_factory):
 
 
 def chaos(log: Path, *arguments: str, seconds: float) -> dict[str, Any]:
-    """The report of a run that was good."""
+    """Return the report of a run, which must be good."""
     words = [sys.executable, str(SCRIPT), "--json", "--log", str(log), *arguments]
     run = subprocess.run(words, capture_output=True, text=True, timeout=seconds)
     assert run.stdout, run.stderr
@@ -37,15 +37,15 @@ def check(report: dict[str, Any], num_requests: int) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_no_request_fails_or_changes_while_processes_die(checkpoint, tmp_path):
+def test_chaos_processes_killed_no_request_fails_or_changes(checkpoint, tmp_path):
     options = ("--requests", "40", "--concurrency", "4", "--every", "1", "--settled", "4", "--heartbeat-timeout", "1")
     check(chaos(tmp_path / "log", "--model", str(checkpoint), *options, seconds=170), 40)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_nor_while_engines_that_share_experts_die(tmp_path):
-    """With the embedded model, which has some; every request asks which of them computed its tokens."""
+def test_chaos_expert_parallel_engines_killed_no_request_fails_or_changes(tmp_path):
+    """The embedded model has experts; every request asks which of them computed its tokens."""
     options = (
         "--routed-experts",
         "--requests",
@@ -65,7 +65,7 @@ def test_nor_while_engines_that_share_experts_die(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("workers", [(), ("--", "--tensor-parallel-size", "2")], ids=["alone", "workers"])
-def test_nor_do_a_thousand(checkpoint, tmp_path, workers):
+def test_chaos_thousand_requests_none_fails_or_changes(checkpoint, tmp_path, workers):
     check(
         chaos(tmp_path / "log", "--model", str(checkpoint), "--requests", "1000", "--seed", "1", *workers, seconds=880),
         1000,

@@ -1,4 +1,4 @@
-"""scripts/fuzz.py, a short form: what one client sends is not noticed by another. `make fuzz` runs all of it."""
+"""scripts/fuzz.py, a short form: clients notice nothing of the hostile ones. `make fuzz` runs all of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ATTACKS = ("random-bodies", "closed-after-an-event", "hosts")
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_another_client_notices_nothing_of_hostile_requests(tmp_path):
+def test_fuzz_hostile_requests_other_clients_notice_nothing(tmp_path):
     words = [word for name in ATTACKS for word in ("--attack", name)]
     log = tmp_path / "log"
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""The modules beside the scripts are imported as the scripts import them."""
+"""Tests import the modules of scripts/ in the same way as the scripts."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from fuzzing.arena import Arena
 from fuzzing.canary import Notes
 from fuzzing.schema import BodyMaker
 from fuzzing.values import HOSTILE, Raw, encode, nested
-from fuzzing.verdict import MEGABYTE, Limits, Outcome, judge
+from fuzzing.verdict import MEGABYTE, AttackOutcome, Limits, judge
 from fuzzing.wire import Reply
 
 from eagleray.server.openai.requests import CompletionRequest
@@ -115,8 +115,8 @@ CALM = {
         ({"pids": [(0.0, (1, 2)), (1.0, (1, 4))]}, "processes have died"),
     ],
 )
-def test_judge_attack_says_what_others_noticed(arena, more, words):
-    outcome = Outcome("x")
+def test_judge_violations_name_the_effects_on_others(arena, more, words):
+    outcome = AttackOutcome("x")
     judge(outcome, arena, Notes(**(CALM | more)), Limits(), seconds=1.0)
     assert len(outcome.violations) == (words is not None)
     assert all(words in violation for violation in outcome.violations)
