@@ -1,4 +1,4 @@
-"""Experts for code that routes and sums up itself: against plain torch, and against what a pass computes with them."""
+"""Expert products for code that routes and sums up itself, against plain torch and against the experts of a pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[slots, 2 * inner, hidden] gates and what they gate, [slots, hidden, inner]"""
+    """Weights: gate and up [slots, 2 * inner, hidden], down [slots, hidden, inner]."""
     generator = torch.Generator().manual_seed(3)
     gate_up = torch.randn(NUM_SLOTS, 2 * INNER, HIDDEN, generator=generator) / HIDDEN**0.5
     down = torch.randn(NUM_SLOTS, HIDDEN, INNER, generator=generator) / INNER**0.5
@@ -39,10 +39,10 @@ def native(dtype: torch.dtype, *, num_threads: int = 1) -> ExpertProducts:
 
 
 def random_pairs(n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, slots of which some are -1, weights."""
+    """Hidden states, slots of which some are -1, and weights."""
     torch.manual_seed(n)
     slots = torch.randint(-1, NUM_SLOTS, (n, k), dtype=torch.int32)
-    slots[slots == 4] = 3  # one without rows
+    slots[slots == 4] = 3  # so slot 4 has no rows
     return torch.randn(n, HIDDEN).to(dtype), slots, torch.rand(n, k)
 
 
@@ -59,7 +59,9 @@ def exact_pairs(x: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("make", [TorchBackend, OneDnnBackend, None])
 @pytest.mark.parametrize(("n", "k"), [(0, 3), (1, 1), (7, 3), (90, 2), (3, 0)])
-def test_pairs_and_sums(make: type[TorchBackend] | None, n: int, k: int, dtype: torch.dtype) -> None:
+def test_expert_products_pairs_and_sums_equal_plain_torch(
+    make: type[TorchBackend] | None, n: int, k: int, dtype: torch.dtype
+) -> None:
     experts = native(dtype) if make is None else products(make(), dtype)
     x, slots, factors = random_pairs(n, k, dtype)
     tolerance = {"rtol": 0.0, "atol": 1e-5 if dtype == torch.float32 else 0.06}
@@ -76,8 +78,8 @@ def test_pairs_and_sums(make: type[TorchBackend] | None, n: int, k: int, dtype: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_is_the_same_in_any_company(dtype: torch.dtype) -> None:
-    x, slots, factors = random_pairs(600, 3, dtype)  # more than are computed at a time
+def test_expert_products_row_computed_alone_has_the_same_bits(dtype: torch.dtype) -> None:
+    x, slots, factors = random_pairs(600, 3, dtype)  # more than one part
     experts, with_threads = native(dtype), native(dtype, num_threads=3)
     pairs, sums = experts.pairs(x, slots), experts.sums(x, slots, factors)
     assert torch.equal(with_threads.pairs(x, slots), pairs)
@@ -91,7 +93,9 @@ def test_a_row_is_the_same_in_any_company(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("make", [TorchBackend, None])
-def test_experts_change_places(make: type[TorchBackend] | None, dtype: torch.dtype) -> None:
+def test_expert_products_swapped_storage_and_slots_keep_outputs(
+    make: type[TorchBackend] | None, dtype: torch.dtype
+) -> None:
     experts = native(dtype) if make is None else products(make(), dtype)
     assert experts.is_movable
     x, slots, _ = random_pairs(20, 3, dtype)
@@ -108,7 +112,7 @@ def test_experts_change_places(make: type[TorchBackend] | None, dtype: torch.dty
     assert torch.equal(experts.pairs(x, swapped), before)
 
 
-def test_what_is_packed_by_another_library_cannot_be_moved() -> None:
+def test_expert_products_packed_by_onednn_are_not_movable() -> None:
     kernels = OneDnnBackend()
     is_plain = isinstance(kernels.linear(torch.eye(4), None), PlainLinear)
     assert products(kernels, torch.float32).is_movable == is_plain

@@ -1,4 +1,4 @@
-"""Attention over the paged cache, against float64; and each token's result, bit for bit, however it is computed."""
+"""Attention over the paged cache equals float64, and each token has the same bits however it is computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.torch.attention import attend_with_sinks
 
-DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
+DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its index
 EPS = 1e-6
 MAX_CONTEXT = 4096
 
@@ -62,7 +62,7 @@ class Layer:
         return (self.params.num_heads + 2 * self.params.num_kv_heads) * self.params.head_dim
 
     def new_blocks(self, sizes: list[int]) -> list[list[int]]:
-        """As many as so many tokens need, in no order, in a new cache; and two that nobody has."""
+        """Requests of these sizes, whose blocks are in random order in a new cache, which has two unused blocks."""
         counts = [-(-size // self.params.block_size) for size in sizes]
         self.num_blocks = sum(counts) + 2
         self.cache = torch.zeros(self.num_blocks * self.library.er_block_elements(self.params), dtype=self.dtype)
@@ -74,7 +74,7 @@ class Layer:
         return [Request(torch.randn(n, self.width) * scale, mine) for n, mine in zip(sizes, blocks, strict=True)]
 
     def views(self) -> tuple[Tensor, Tensor]:
-        """keys, values [blocks, kv heads, lanes, head_dim] of the cache"""
+        """Keys and values [blocks, kv heads, lanes, head_dim] of the cache."""
         pair = 4 // self.dtype.itemsize
         keys, values = self.cache.view(self.num_blocks, self.params.num_kv_heads, 2, -1).unbind(2)
         keys = keys.unflatten(-1, (-1, self.lanes, pair)).transpose(-3, -2).flatten(-2)
@@ -82,7 +82,7 @@ class Layer:
         return keys, values
 
     def poison(self, number: float) -> None:
-        """As if other requests had had all blocks."""
+        """Fill all blocks, as if other requests had used them."""
         pair = 4 // self.dtype.itemsize
         keys, values = self.cache.view(self.num_blocks, self.params.num_kv_heads, 2, -1).unbind(2)
         keys.unflatten(-1, (-1, self.lanes, pair))[..., : self.params.block_size, :] = number
@@ -90,7 +90,7 @@ class Layer:
             values.unflatten(-1, (-1, self.params.head_dim, pair))[..., lane // pair, :, lane % pair] = number
 
     def step(self, *work: tuple[Request, int]) -> list[Tensor]:
-        """The next so many tokens of these requests -> their results."""
+        """Compute the next tokens of these requests, and return their results."""
         block_size = self.params.block_size
         contexts = [request.done + count for request, count in work]
         spans = [range(request.done, context) for (request, _), context in zip(work, contexts, strict=True)]
@@ -123,14 +123,14 @@ class Layer:
         return list(out.split(counts))
 
     def prepared(self, request: Request) -> tuple[Tensor, Tensor]:
-        """Its keys and values in the cache, [done, kv heads, head_dim]"""
+        """Keys and values of the request in the cache, [done, kv heads, head_dim]."""
         block_size, positions = self.params.block_size, torch.arange(request.done)
         blocks, lanes = torch.tensor(request.blocks)[positions // block_size], positions % block_size
         keys, values = self.views()
         return keys[blocks, :, lanes], values[blocks, :, lanes]
 
     def truth(self, request: Request, queries: Tensor) -> Tensor:
-        """Attention of the last queries [n, heads * head_dim], in float64, with what is in the cache."""
+        """Attention of the last queries [n, heads * head_dim] over the cache, in float64."""
         keys, values = (x.double().repeat_interleave(self.group, dim=1) for x in self.prepared(request))
         n = len(queries)
         queries = queries.view(n, self.params.num_heads, -1).double()
@@ -148,7 +148,7 @@ class Layer:
 
 
 def run(layer: Layer, request: Request, counts: list[int]) -> Tensor:
-    """All tokens of a request, so many in each step."""
+    """Compute a request in steps of `counts` tokens."""
     return torch.cat([layer.step((request, count))[0] for count in counts])
 
 
@@ -157,7 +157,7 @@ def error(result: Tensor, truth: Tensor) -> float:
 
 
 def check_accuracy(library: ctypes.CDLL, dtype: torch.dtype, size: int, **shape: int) -> None:
-    """Against what torch makes of the same queries, keys and values."""
+    """Compare with torch for the same queries, keys and values."""
     torch.manual_seed(size)
     layer = Layer(library, dtype, **shape)
     (request,) = layer.new_requests([size])
@@ -180,32 +180,38 @@ def check_accuracy(library: ctypes.CDLL, dtype: torch.dtype, size: int, **shape:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [4, 6, 16, 24, 64, 80, 96, 128, 256])
-def test_accuracy(library: ctypes.CDLL, dtype: torch.dtype, head_dim: int) -> None:
+def test_attend_head_dims_equal_float64(library: ctypes.CDLL, dtype: torch.dtype, head_dim: int) -> None:
     check_accuracy(library, dtype, 300, head_dim=head_dim)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (2, 1), (8, 2), (14, 2), (71, 1)])
-def test_accuracy_of_groups(library: ctypes.CDLL, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+def test_attend_grouped_heads_equal_float64(
+    library: ctypes.CDLL, dtype: torch.dtype, heads: int, kv_heads: int
+) -> None:
     check_accuracy(library, dtype, 100, heads=heads, kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [1, 4, 5, 8, 16, 24, 32, 256, 512])
 @pytest.mark.parametrize("window", [0, 1, 40])
-def test_accuracy_of_blocks_and_windows(library: ctypes.CDLL, dtype: torch.dtype, block_size: int, window: int) -> None:
+def test_attend_blocks_and_windows_equal_float64(
+    library: ctypes.CDLL, dtype: torch.dtype, block_size: int, window: int
+) -> None:
     check_accuracy(library, dtype, 600, block_size=block_size, window=window, heads=2, kv_heads=1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 1, 40])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (71, 1)])
-def test_accuracy_with_sinks(library: ctypes.CDLL, dtype: torch.dtype, heads: int, kv_heads: int, window: int) -> None:
+def test_attend_sinks_equal_float64(
+    library: ctypes.CDLL, dtype: torch.dtype, heads: int, kv_heads: int, window: int
+) -> None:
     check_accuracy(library, dtype, 300, heads=heads, kv_heads=kv_heads, window=window, sinks=True)
 
 
 @pytest.mark.parametrize("score", [-1e4, 1e4])
-def test_sinks_that_take_nothing_or_all(library: ctypes.CDLL, score: float) -> None:
+def test_attend_extreme_sinks_take_nothing_or_everything(library: ctypes.CDLL, score: float) -> None:
     layer, plain = (Layer(library, torch.float32, sinks=sinks) for sinks in (True, False))
     assert layer.sinks is not None
     layer.sinks.fill_(score)
@@ -220,7 +226,9 @@ def test_sinks_that_take_nothing_or_all(library: ctypes.CDLL, score: float) -> N
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("head_dim", [4, 6, 16, 80, 128, 256])
 @pytest.mark.parametrize("block_size", [5, 16, 32])
-def test_prepare(library: ctypes.CDLL, dtype: torch.dtype, norm: bool, head_dim: int, block_size: int) -> None:
+def test_prepare_writes_queries_keys_and_values(
+    library: ctypes.CDLL, dtype: torch.dtype, norm: bool, head_dim: int, block_size: int
+) -> None:
     torch.manual_seed(head_dim)
     layer = Layer(library, dtype, head_dim=head_dim, block_size=block_size, norm=norm, threads=2)
     first, second = layer.new_requests([70, 9])
@@ -254,7 +262,7 @@ def test_prepare(library: ctypes.CDLL, dtype: torch.dtype, norm: bool, head_dim:
 
 
 def check_steps(library: ctypes.CDLL, dtype: torch.dtype, size: int, **shape: int) -> None:
-    """A token is the same however many are computed with it, on whatever number of threads."""
+    """Check that a token has the same bits for every number of tokens in a step and of threads."""
     torch.manual_seed(size)
     layer = Layer(library, dtype, **shape)
     (request,) = layer.new_requests([size])
@@ -273,25 +281,31 @@ def check_steps(library: ctypes.CDLL, dtype: torch.dtype, size: int, **shape: in
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "heads"), [(6, 2), (16, 1), (16, 7), (64, 2), (80, 4), (128, 3), (256, 2)])
-def test_token_by_token_is_all_at_once(library: ctypes.CDLL, dtype: torch.dtype, head_dim: int, heads: int) -> None:
+def test_attend_token_by_token_has_the_same_bits(
+    library: ctypes.CDLL, dtype: torch.dtype, head_dim: int, heads: int
+) -> None:
     check_steps(library, dtype, 300, head_dim=head_dim, heads=heads, kv_heads=1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [4, 5, 8, 16, 32])
 @pytest.mark.parametrize("window", [0, 3, 50, 300])
-def test_token_by_token_with_windows(library: ctypes.CDLL, dtype: torch.dtype, block_size: int, window: int) -> None:
+def test_attend_token_by_token_with_windows_has_the_same_bits(
+    library: ctypes.CDLL, dtype: torch.dtype, block_size: int, window: int
+) -> None:
     check_steps(library, dtype, 330, block_size=block_size, window=window)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 50])
-def test_token_by_token_with_sinks(library: ctypes.CDLL, dtype: torch.dtype, window: int) -> None:
+def test_attend_token_by_token_with_sinks_has_the_same_bits(
+    library: ctypes.CDLL, dtype: torch.dtype, window: int
+) -> None:
     check_steps(library, dtype, 1100, window=window, sinks=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_on_another_processor(other_library: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_attend_older_processor_equals_float64(other_library: ctypes.CDLL, dtype: torch.dtype) -> None:
     check_accuracy(other_library, dtype, 300, head_dim=80)
     check_steps(other_library, dtype, 300, head_dim=128)
     check_steps(other_library, dtype, 290, head_dim=64, heads=7, kv_heads=1, block_size=8, window=50)
@@ -306,7 +320,7 @@ def mixed_work(requests: list[Request], counts: list[int]) -> list[tuple[Request
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_row_does_not_depend_on_its_company(
+def test_attend_row_in_a_batch_has_the_same_bits(
     library: ctypes.CDLL, dtype: torch.dtype, window: int, threads: int
 ) -> None:
     torch.manual_seed(0)
@@ -326,7 +340,9 @@ def test_a_row_does_not_depend_on_its_company(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 700])
-def test_threads_share_a_long_context(library: ctypes.CDLL, dtype: torch.dtype, window: int) -> None:
+def test_attend_long_context_on_many_threads_has_the_same_bits(
+    library: ctypes.CDLL, dtype: torch.dtype, window: int
+) -> None:
     torch.manual_seed(0)
     shape = {"heads": 3, "kv_heads": 1, "head_dim": 32, "window": window}
     layer = Layer(library, dtype, **shape)
@@ -346,7 +362,7 @@ def test_threads_share_a_long_context(library: ctypes.CDLL, dtype: torch.dtype, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("number", [math.nan, math.inf, -3e38])
 @pytest.mark.parametrize(("block_size", "head_dim"), [(5, 16), (16, 64), (32, 20)])
-def test_nothing_remains_of_other_requests(
+def test_attend_reused_blocks_leave_no_trace(
     library: ctypes.CDLL, dtype: torch.dtype, number: float, block_size: int, head_dim: int
 ) -> None:
     torch.manual_seed(0)
@@ -368,7 +384,7 @@ def test_nothing_remains_of_other_requests(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_overflow_stays_in_its_row(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_attend_overflow_stays_in_its_row(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = Layer(library, dtype, threads=2)
     requests = layer.new_requests([40, 40, 40])
@@ -382,8 +398,8 @@ def test_an_overflow_stays_in_its_row(library: ctypes.CDLL, dtype: torch.dtype) 
     assert out[1][20:].isnan().all()
 
 
-def test_extreme_scores(library: ctypes.CDLL) -> None:
-    """One key has all the attention, or all have the same."""
+def test_attend_extreme_scores_equal_float64(library: ctypes.CDLL) -> None:
+    """One key has all the attention, or all keys have the same."""
     for scale in (1e3, 1e-3):
         layer = Layer(library, torch.float32, heads=1, kv_heads=1)
         (request,) = layer.new_requests([500], scale)

@@ -1,4 +1,4 @@
-"""Sources become a library once: found again, made again when it must be, refused with a reason."""
+"""A library is compiled once, found again, made again when its sources change, and refused with a reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXPORT = 'extern "C" __attribute__((visibility("default")))'
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
-    """The user's cache directory, and no compiler that he has chosen."""
+    """The user's cache directory; no compiler is chosen."""
     monkeypatch.setenv("EAGLERAY_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
     return tmp_path / "cache" / "kernels"
@@ -65,11 +65,11 @@ def num_runs(log: Path) -> int:
 
 
 def libraries(directory: Path) -> list[str]:
-    """What lies there, but for locks."""
+    """Names of the files in `directory`, except locks."""
     return sorted(path.name for path in directory.iterdir() if path.suffix != ".lock")
 
 
-def test_sources_become_one_library_with_one_line_in_the_log(source, tmp_path, cache, capfd, caplog):
+def test_build_several_sources_makes_one_library_and_logs_once(source, tmp_path, cache, capfd, caplog):
     write(tmp_path / "ten.h", "constexpr int TEN = 10;")
     other = write(tmp_path / "other.cpp", f'#include "ten.h"\n{EXPORT} int other() {{ return TEN; }}')
     with caplog.at_level(logging.INFO, "eagleray"):
@@ -82,7 +82,7 @@ def test_sources_become_one_library_with_one_line_in_the_log(source, tmp_path, c
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_was_compiled_is_found_again(source, runs, tmp_path):
+def test_build_same_sources_are_found_again(source, runs, tmp_path):
     path = build([source])
     assert build([source]) == path
     assert num_runs(runs) == 1
@@ -91,7 +91,7 @@ def test_what_was_compiled_is_found_again(source, runs, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["answer.cpp", "header.h"])
-def test_a_change_is_compiled(source, runs, tmp_path, name):
+def test_build_changed_file_is_compiled_again(source, runs, tmp_path, name):
     write(tmp_path / "header.h", "")
     first = build([source])
     with (tmp_path / name).open("a") as file:
@@ -100,13 +100,13 @@ def test_a_change_is_compiled(source, runs, tmp_path, name):
     assert num_runs(runs) == 2
 
 
-def test_each_kind_of_processor_has_its_own(source):
+def test_build_each_processor_has_its_own_library(source):
     variants = {build([source], march=march) for march in ("native", "x86-64", "x86-64-v3")}
     assert len(variants) == 3
 
 
 @pytest.mark.parametrize("damage", ["truncated", "emptied", "changed"])
-def test_a_damaged_file_is_made_again(source, runs, damage):
+def test_build_damaged_library_is_made_again(source, runs, damage):
     path = build([source])
     whole = path.read_bytes()
     half = len(whole) // 2
@@ -118,7 +118,7 @@ def test_a_damaged_file_is_made_again(source, runs, damage):
     assert load(path).answer() == 42
 
 
-def test_what_somebody_left_unfinished_is_removed(source, cache):
+def test_build_unfinished_leftovers_are_removed(source, cache):
     path = build([source])
     path.unlink()
     remains = cache / f"making-{path.name}-somebody"
@@ -131,46 +131,46 @@ def test_what_somebody_left_unfinished_is_removed(source, cache):
 # ---- the compiler
 
 
-def test_without_a_compiler_the_reason_says_what_to_install(source, tmp_path, cache, monkeypatch):
+def test_build_without_compiler_says_what_to_install(source, tmp_path, cache, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NativeUnavailable, match=r"no C\+\+ compiler on PATH .*c\+\+, g\+\+, clang\+\+.*: install GCC"):
         build([source])
     assert not cache.exists()
 
 
-def test_a_chosen_compiler_that_is_missing_is_named(source, monkeypatch):
+def test_build_missing_chosen_compiler_is_named(source, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -m64")
     with pytest.raises(NativeUnavailable, match="no-such-compiler, which CXX names"):
         build([source])
 
 
-def test_a_chosen_compiler_may_have_arguments(tmp_path, monkeypatch):
+def test_build_chosen_compiler_may_have_arguments(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "g++ -DANSWER=7")
     source = write(tmp_path / "chosen.cpp", f"{EXPORT} int answer() {{ return ANSWER; }}")
     assert load(build([source])).answer() == 7
 
 
-def test_the_first_error_is_told_and_nothing_left(source, tmp_path, cache):
+def test_build_error_is_reported_and_leaves_nothing(source, tmp_path, cache):
     broken = write(tmp_path / "broken.cpp", "int f() { return nothing; }\nint g() { return nothing; }")
     with pytest.raises(NativeUnavailable, match=r"failed with `broken.cpp:1:\d+: error: .*nothing.*`: install GCC"):
         build([source, broken])
     assert libraries(cache) == []
 
 
-def test_a_symbol_that_nobody_defines_is_told_at_build_time(tmp_path, cache):
+def test_build_undefined_symbol_is_reported(tmp_path, cache):
     source = write(tmp_path / "half.cpp", f"int other(); {EXPORT} int half() {{ return other(); }}")
     with pytest.raises(NativeUnavailable, match="undefined reference to `other"):
         build([source])
     assert libraries(cache) == []
 
 
-def test_a_compiler_that_crashes_is_told(source, tmp_path, monkeypatch):
+def test_build_crashing_compiler_is_reported(source, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(script(tmp_path / "crashing-c++", "kill -SEGV $$")))
     with pytest.raises(NativeUnavailable, match=r"crashing-c\+\+ failed with `exit status -11`"):
         build([source])
 
 
-def test_clang_is_used_only_where_it_can_be(tmp_path, monkeypatch):
+def test_find_compiler_clang_needs_a_runtime_that_serves_it(tmp_path, monkeypatch):
     real = shutil.which("g++")
     script(tmp_path / "c++", "echo '#define __clang__ 1'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -181,10 +181,10 @@ def test_clang_is_used_only_where_it_can_be(tmp_path, monkeypatch):
     assert find_compiler(real, march="native", runtime=OpenmpRuntime(Path("gomp"), False)).command == (real,)
 
 
-# ---- where it is kept
+# ---- the cache
 
 
-def test_a_cache_that_cannot_be_written_is_replaced_by_a_private_directory(source, runs, tmp_path, monkeypatch):
+def test_build_unwritable_cache_uses_a_private_directory(source, runs, tmp_path, monkeypatch):
     write(tmp_path / "file", "")
     monkeypatch.setenv("EAGLERAY_CACHE_DIR", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -196,7 +196,7 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_private_directory(sourc
 
 
 @pytest.mark.parametrize("kind", ["open to all", "a link"])
-def test_a_temporary_directory_that_others_can_write_is_refused(source, tmp_path, monkeypatch, kind):
+def test_build_private_directory_writable_by_others_is_refused(source, tmp_path, monkeypatch, kind):
     write(tmp_path / "file", "")
     monkeypatch.setenv("EAGLERAY_CACHE_DIR", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -211,7 +211,7 @@ def test_a_temporary_directory_that_others_can_write_is_refused(source, tmp_path
         build([source])
 
 
-def test_a_wait_for_another_process_has_an_end(source, runs, monkeypatch):
+def test_build_lock_held_too_long_raises(source, runs, monkeypatch):
     path = build([source])
     path.unlink()
     monkeypatch.setattr(build_cache, "LOCK_SECONDS", 0.1)
@@ -222,7 +222,7 @@ def test_a_wait_for_another_process_has_an_end(source, runs, monkeypatch):
     assert num_runs(runs) == 1
 
 
-def test_the_environment_says_where_the_cache_is(monkeypatch):
+def test_build_settings_cache_directory_follows_the_environment(monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     monkeypatch.setenv("EAGLERAY_CACHE_DIR", "~/ours")
@@ -238,7 +238,7 @@ def test_the_environment_says_where_the_cache_is(monkeypatch):
 # ---- threads
 
 
-def test_a_team_is_made_of_torchs_threads(tmp_path):
+def test_load_library_shares_the_threads_of_torch(tmp_path):
     text = f"""#include <omp.h>
     {EXPORT} int count(int num_threads, int* seen) {{
       int size = 0;
@@ -262,7 +262,7 @@ def test_a_team_is_made_of_torchs_threads(tmp_path):
 # ---- the library
 
 
-def test_the_kernels_are_loaded_once(source, runs, monkeypatch):
+def test_native_library_second_call_returns_the_same(source, runs, monkeypatch):
     header = write(source.with_name("abi.h"), "int er_answer(void);\nconst char* er_abi_fingerprint(void);")
     with source.open("a") as file:
         file.write(f"\n{EXPORT} const char* er_abi_fingerprint() {{ return ABI_FINGERPRINT; }}")
@@ -278,11 +278,11 @@ def test_the_kernels_are_loaded_once(source, runs, monkeypatch):
         native_library.cache_clear()
 
 
-def test_an_installation_without_sources_is_told(tmp_path, monkeypatch):
+def test_build_without_sources_raises(tmp_path, monkeypatch):
     with pytest.raises(NativeUnavailable, match="no sources of kernels"):
         build([])
 
 
-def test_a_file_that_is_no_library_is_refused(tmp_path):
+def test_load_file_that_is_no_library_is_refused(tmp_path):
     with pytest.raises(NativeUnavailable, match="cannot be loaded"):
         load(write(tmp_path / "text.so", "text"))

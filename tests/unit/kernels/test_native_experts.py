@@ -1,4 +1,4 @@
-"""What experts compute, and its sums, against float64 and plain torch; each token alone against it in any company."""
+"""Mixtures of experts equal float64 and plain torch, and each token has the same bits alone and in a batch."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.params import ClampedSwiglu, RouterParams
 from eagleray.kernels.torch.functional import clamped_swiglu
 
-DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
+DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its index
 
 
 # ---- groups
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 8, 2), (300, 128, 8), (7, 50, 3), (40, 3, 3)])
-def test_group(library: ctypes.CDLL, num_tokens: int, num_experts: int, top_k: int) -> None:
+def test_group_pairs_sorts_pairs_by_slot(library: ctypes.CDLL, num_tokens: int, num_experts: int, top_k: int) -> None:
     torch.manual_seed(num_tokens)
     ids = torch.rand(num_tokens, num_experts).argsort(dim=1)[:, :top_k].int().contiguous()
-    ids[ids == 1] = 0  # an expert without tokens, and tokens that chose one twice
-    ids[num_tokens // 2 :: 3, 0] = -1  # pairs that are elsewhere
+    ids[ids == 1] = 0  # expert 1 has no tokens, and tokens may have expert 0 twice
+    ids[num_tokens // 2 :: 3, 0] = -1  # pairs of other ranks
     offsets = torch.full((num_experts + 1,), -1, dtype=torch.int32)
     tokens, places = (torch.full((num_tokens * top_k,), -1, dtype=torch.int32) for _ in range(2))
     pointers = (x.data_ptr() for x in (offsets, tokens, places))
@@ -44,7 +44,7 @@ def test_group(library: ctypes.CDLL, num_tokens: int, num_experts: int, top_k: i
     assert offsets.tolist() == [0, *pairs[pairs >= 0].bincount(minlength=num_experts).cumsum(0).tolist()]
 
 
-def test_group_in_place(library: ctypes.CDLL) -> None:
+def test_group_pairs_positions_may_overwrite_slots(library: ctypes.CDLL) -> None:
     slots = torch.tensor([[2, -1], [0, 2], [-1, -1]], dtype=torch.int32)
     offsets, tokens = torch.empty(4, dtype=torch.int32), torch.full((6,), -1, dtype=torch.int32)
     library.er_group_pairs(slots.data_ptr(), 3, 2, 3, offsets.data_ptr(), tokens.data_ptr(), slots.data_ptr())
@@ -65,7 +65,7 @@ def combine(library: ctypes.CDLL, outputs: Tensor, places: Tensor, weights: Tens
 
 
 @pytest.mark.parametrize("size", [1, 37, 256, 700])
-def test_combine(library: ctypes.CDLL, size: int) -> None:
+def test_combine_sums_outputs_in_order(library: ctypes.CDLL, size: int) -> None:
     torch.manual_seed(size)
     outputs, weights, hidden = torch.randn(40, size), torch.randn(5, 8), torch.randn(5, size + 2)
     places = torch.randperm(40).int().view(5, 8)
@@ -95,7 +95,7 @@ CLAMP = ClampedSwiglu(alpha=1.7, limit=0.9)
 
 @dataclass(frozen=True)
 class Layer:
-    """Experts, plain and packed. With biases, their gates are clamped, too."""
+    """Experts, plain and packed. Experts with biases have clamped gates."""
 
     library: ctypes.CDLL
     gate: Tensor  # [num_experts, inner, hidden_size]
@@ -119,8 +119,8 @@ class Layer:
         slots: ExpertSlotMap | None = None,
         experts: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`hidden` plus what the experts make of x, the ids, and how many tokens each expert had. `experts`: what is in
-        each slot."""
+        """Return `hidden` plus the experts' outputs for x, the ids, and the number of tokens of each expert. `experts`
+        has the expert in each slot."""
         n, size = x.shape
         num_experts, inner, _ = self.gate.shape
         dtype = DTYPES.index(x.dtype)
@@ -157,7 +157,7 @@ class Layer:
         return weights.to(self.gate.dtype).double() if self.round_weights else weights
 
     def truth(self, x: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
-        """In float64, all experts for all tokens."""
+        """The result in float64, from all experts for all tokens."""
         gate, up, down, x = (tensor.double() for tensor in (self.gate, self.up, self.down, x))
         products = torch.cat([torch.einsum("nh,eih->nei", x, part) for part in (gate, up)], dim=2)
         inner = self.pass_gate(products, self.gate_up_bias)
@@ -173,7 +173,7 @@ class Layer:
         return F.silu(gate) * up
 
     def in_torch(self, x: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
-        """In the model's dtype; the sum in that of the weights."""
+        """The result in the model's dtype, summed in the dtype of the weights."""
         outputs = []
         for expert, (gate, up, down) in enumerate(zip(self.gate, self.up, self.down, strict=True)):
             products = torch.cat((F.linear(x, gate), F.linear(x, up)), dim=1)
@@ -218,7 +218,7 @@ def make_layer(
 def inputs(layer: Layer, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     num_experts, _, hidden_size = layer.gate.shape
     scores = torch.randn(num_tokens, num_experts) * 2
-    scores[:, num_experts // 2] -= 1000  # nobody's choice, where there is a choice
+    scores[:, num_experts // 2] -= 1000  # an expert that no token chooses
     return torch.randn(num_tokens, hidden_size).to(layer.gate.dtype), scores, torch.randn(num_tokens, hidden_size)
 
 
@@ -251,7 +251,7 @@ def check_layer(layer: Layer, num_tokens: int) -> None:
     ("num_experts", "top_k", "hidden_size", "inner"),
     [(16, 4, 64, 48), (8, 2, 37, 21), (5, 5, 96, 16), (60, 3, 130, 7), (1, 1, 33, 33), (300, 5, 16, 8)],
 )
-def test_experts(
+def test_compute_experts_equals_float64(
     library: ctypes.CDLL,
     num_experts: int,
     top_k: int,
@@ -265,23 +265,25 @@ def test_experts(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 9, 300])
-def test_experts_with_biases_and_clamped_gates(library: ctypes.CDLL, num_tokens: int, dtype: torch.dtype) -> None:
+def test_compute_experts_biases_and_clamped_gates_equal_float64(
+    library: ctypes.CDLL, num_tokens: int, dtype: torch.dtype
+) -> None:
     for sizes in ((16, 4, 64, 48), (8, 2, 37, 21)):
         check_layer(make_layer(library, *sizes, dtype, has_biases=True), num_tokens)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_that_are_rounded(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_compute_experts_rounded_weights_equal_float64(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     check_layer(make_layer(library, 16, 4, 64, 48, dtype, renormalize=False), 50)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_experts_on_another_processor(other_library: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_compute_experts_older_processor_equals_float64(other_library: ctypes.CDLL, dtype: torch.dtype) -> None:
     check_layer(make_layer(other_library, 16, 4, 64, 48, dtype), 20)
     check_layer(make_layer(other_library, 8, 2, 37, 21, dtype), 9)
 
 
-def test_a_broken_token_is_no_other_tokens_business(library: ctypes.CDLL) -> None:
+def test_compute_experts_nan_stays_in_its_token(library: ctypes.CDLL) -> None:
     layer = make_layer(library, 8, 2, 64, 32, torch.bfloat16)
     x, scores, hidden = inputs(layer, 20)
     expected = layer.compute(x, scores, hidden)[0]
@@ -292,21 +294,21 @@ def test_a_broken_token_is_no_other_tokens_business(library: ctypes.CDLL) -> Non
     assert torch.equal(result[others], expected[others])
 
 
-def test_no_tokens(library: ctypes.CDLL) -> None:
+def test_compute_experts_without_tokens_does_nothing(library: ctypes.CDLL) -> None:
     layer = make_layer(library, 8, 2, 64, 32, torch.float32)
     result, _, counts = layer.compute(*inputs(layer, 0), threads=2)
     assert result.shape == (0, 64)
     assert counts.sum() == 0
 
 
-# ---- experts that are elsewhere, and copies
+# ---- experts on other ranks, and copies
 
 PLACES = ([3, 0, 6, 3], [1, 4, 0, 5], [7, 2, 3, 1])
-"""The experts in the slots of three ranks: of 0 and 1 there are two copies, of 3 three."""
+"""Experts in the slots of three ranks: experts 0 and 1 have two copies, expert 3 has three."""
 
 
 def slot_maps() -> list[ExpertSlotMap]:
-    """Of the ranks."""
+    """The slot map of each rank."""
     maps = [ExpertSlotMap(np.full((8, 3), -1, np.int32), np.zeros(8, np.int32)) for _ in PLACES]
     for rank, experts in enumerate(PLACES):
         for slot, expert in enumerate(experts):
@@ -319,7 +321,9 @@ def slot_maps() -> list[ExpertSlotMap]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 9, 60])
-def test_ranks_that_have_some_of_the_experts(library: ctypes.CDLL, num_tokens: int, dtype: torch.dtype) -> None:
+def test_compute_experts_ranks_with_some_experts_sum_to_all(
+    library: ctypes.CDLL, num_tokens: int, dtype: torch.dtype
+) -> None:
     layer = make_layer(library, 8, 3, 64, 32, dtype)
     x, scores, hidden = inputs(layer, num_tokens)
     whole, ids, counts = layer.compute(x, scores, hidden)
@@ -341,7 +345,7 @@ def test_ranks_that_have_some_of_the_experts(library: ctypes.CDLL, num_tokens: i
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rank_that_has_all_experts_in_any_slots(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_compute_experts_all_experts_in_any_slots_have_the_same_bits(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     layer = make_layer(library, 8, 3, 64, 32, dtype)
     x, scores, hidden = inputs(layer, 40)
     experts = [5, 1, 0, 7, 2, 4, 6, 3, 1]

@@ -1,4 +1,4 @@
-"""Products with packed weights against float64; each row alone, bit for bit, against the row in any company."""
+"""Products with packed weights equal float64, and each row has the same bits alone and in a batch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from eagleray.kernels.cpu.abi import abi
 
-DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
+DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its index
 EPILOGUES = (abi.EPILOGUE_STORE, abi.EPILOGUE_ADD, abi.EPILOGUE_SILU, abi.EPILOGUE_CLAMPED_SWIGLU)
 GATED = (abi.EPILOGUE_SILU, abi.EPILOGUE_CLAMPED_SWIGLU)
 ALPHA, LIMIT = 1.7, 0.8
 NUM_ROWS = (1, 2, 3, 5, 8, 11, 12, 13, 16, 17, 24, 31, 32, 33, 64, 100)
-SPARE = 7.0  # what stands where nothing may be written
+SPARE = 7.0  # the number in memory that must not be written
 
 
-# ---- a product, as a caller makes it
+# ---- making a product
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -39,7 +39,7 @@ def room_for(library: ctypes.CDLL, n: int, k: int, dtype: torch.dtype) -> Tensor
 
 
 def random_rows(num_rows: int, k: int, dtype: torch.dtype) -> Tensor:
-    """[num_rows, k], where a zero completes each row's last pair, and the rest of the stride may not be read."""
+    """Rows [num_rows, k]: a zero completes each row's last pair, and the rest of the stride is NaN."""
     memory = torch.full((num_rows, k + 5), torch.nan, dtype=dtype)
     memory[:, : k + 1] = 0
     memory[:, :k] = torch.randn(num_rows, k)
@@ -48,7 +48,7 @@ def random_rows(num_rows: int, k: int, dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class Weight:
-    """Of a linear layer; if it is gated n / 2 rows of gate, then as many of up."""
+    """Weight of a linear layer; of a gated one n / 2 rows of gate, then n / 2 rows of up."""
 
     library: ctypes.CDLL
     plain: Tensor  # [n, k]
@@ -70,7 +70,7 @@ class Weight:
         assert not self.packed.isnan().any()
 
     def truth(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """In float64 what the product is, and how large what was summed up for it is."""
+        """The product in float64, and the sum of its terms' magnitudes."""
         wide_bias = None if self.bias is None else self.bias.double()
         result = F.linear(x.double(), self.plain.double(), wide_bias)
         scale = F.linear(x.double().abs(), self.plain.double().abs(), None if wide_bias is None else wide_bias.abs())
@@ -93,7 +93,7 @@ def random_weight(
 
 
 class Call:
-    """One product, and where its results go: behind each row there is room that stays as it is."""
+    """A product and the memory of its results. The space after each row must not be written."""
 
     def __init__(self, x: Tensor, weight: Weight, *, x_rows: Tensor | None = None, y: Tensor | None = None) -> None:
         n, k = weight.plain.shape
@@ -104,7 +104,7 @@ class Call:
         if y is not None:
             self.memory[:, :size] = y
         self.y = self.memory[:, :size]
-        self.kept = x, weight, x_rows  # the product has but their addresses
+        self.kept = x, weight, x_rows  # the product has only their addresses
         self.product = abi.CProduct(
             x=x.data_ptr(),
             x_stride=x.stride(0),
@@ -165,31 +165,33 @@ def check_product(
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(2, 1), (6, 3), (32, 64), (34, 7), (100, 130), (128, 256), (258, 1000)])
-def test_product(library: ctypes.CDLL, n: int, k: int, dtype: torch.dtype, epilogue: int) -> None:
+def test_multiply_sizes_equal_float64(library: ctypes.CDLL, n: int, k: int, dtype: torch.dtype, epilogue: int) -> None:
     check_product(library, n, k, dtype, epilogue)
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_product_that_is_cut_along_k(library: ctypes.CDLL, dtype: torch.dtype, epilogue: int) -> None:
+def test_multiply_long_k_equals_float64(library: ctypes.CDLL, dtype: torch.dtype, epilogue: int) -> None:
     check_product(library, 210, 4243, dtype, epilogue, (1, 12, 13, 40))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_product_of_many_rows(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_multiply_many_rows_equal_float64(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     check_product(library, 70, 64, dtype, abi.EPILOGUE_STORE, (95, 96, 97, 193, 400))
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_product_on_another_processor(other_library: ctypes.CDLL, dtype: torch.dtype, epilogue: int) -> None:
+def test_multiply_older_processor_equals_float64(other_library: ctypes.CDLL, dtype: torch.dtype, epilogue: int) -> None:
     check_product(other_library, 98, 131, dtype, epilogue)
     check_product(other_library, 66, 2400, dtype, epilogue, (1, 5, 30))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 30])
-def test_more_threads_than_panels(library: ctypes.CDLL, num_rows: int, dtype: torch.dtype) -> None:
+def test_multiply_more_threads_than_panels_has_the_same_bits(
+    library: ctypes.CDLL, num_rows: int, dtype: torch.dtype
+) -> None:
     weight, x = random_weight(library, 90, 50, dtype), random_rows(num_rows, 50, dtype)
     assert torch.equal(multiply(x, weight, 12), multiply(x, weight))
 
@@ -203,7 +205,7 @@ def test_more_threads_than_panels(library: ctypes.CDLL, num_rows: int, dtype: to
     epilogue=st.sampled_from(EPILOGUES),
     threads=st.integers(1, 4),
 )
-def test_any_product(
+def test_multiply_any_product_equals_float64(
     library: ctypes.CDLL, num_rows: int, n: int, k: int, dtype: torch.dtype, epilogue: int, threads: int
 ) -> None:
     weight = random_weight(library, 2 * n, k, dtype, bias=True, epilogue=epilogue)
@@ -214,7 +216,7 @@ def test_any_product(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 9, 30, 150])
-def test_rows_that_are_picked(library: ctypes.CDLL, count: int, dtype: torch.dtype) -> None:
+def test_multiply_picked_rows_have_the_same_bits(library: ctypes.CDLL, count: int, dtype: torch.dtype) -> None:
     weight, x = random_weight(library, 70, 33, dtype), random_rows(20, 33, dtype)
     x_rows = torch.randint(20, (count,), dtype=torch.int32)
     (picked,) = run(library, [Call(x, weight, x_rows=x_rows)], dtype, 2)
@@ -224,9 +226,7 @@ def test_rows_that_are_picked(library: ctypes.CDLL, count: int, dtype: torch.dty
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [7, 20])
-def test_a_broken_row_is_no_other_rows_business(
-    library: ctypes.CDLL, num_rows: int, dtype: torch.dtype, epilogue: int
-) -> None:
+def test_multiply_nan_stays_in_its_row(library: ctypes.CDLL, num_rows: int, dtype: torch.dtype, epilogue: int) -> None:
     weight, x = random_weight(library, 50, 40, dtype, epilogue=epilogue), random_rows(num_rows, 40, dtype)
     y = torch.randn(num_rows, 50) if epilogue == abi.EPILOGUE_ADD else None
     expected = multiply(x, weight, y=y)
@@ -238,12 +238,12 @@ def test_a_broken_row_is_no_other_rows_business(
     assert not broken[4].isfinite().any() or epilogue in GATED
 
 
-# ---- many products at once
+# ---- several products
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_at_once(library: ctypes.CDLL, dtype: torch.dtype, threads: int) -> None:
+def test_multiply_several_products_have_the_same_bits(library: ctypes.CDLL, dtype: torch.dtype, threads: int) -> None:
     x = random_rows(64, 96, dtype)
     calls, expected = [], []
     for index, count in enumerate([0, 1, 5, 0, 0, 13, 130, 2, 1, 0]):
@@ -259,7 +259,7 @@ def test_products_at_once(library: ctypes.CDLL, dtype: torch.dtype, threads: int
         assert torch.equal(result, alone)
 
 
-def test_no_products(library: ctypes.CDLL) -> None:
+def test_multiply_without_products_does_nothing(library: ctypes.CDLL) -> None:
     weight, x = random_weight(library, 40, 8, torch.bfloat16), random_rows(0, 8, torch.bfloat16)
     assert run(library, [], torch.bfloat16, 2) == []
     assert [out.shape for out in run(library, [Call(x, weight), Call(x, weight)], torch.bfloat16, 2)] == [(0, 40)] * 2
@@ -270,7 +270,7 @@ def test_no_products(library: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (32, 8), (33, 9), (100, 150)])
-def test_panels(library: ctypes.CDLL, n: int, k: int, dtype: torch.dtype) -> None:
+def test_pack_rows_are_unpacked_again(library: ctypes.CDLL, n: int, k: int, dtype: torch.dtype) -> None:
     weight = random_weight(library, n, k, dtype)
     pair = 4 // dtype.itemsize
     padded = torch.zeros(-(-n // 32) * 32, -(-k // pair) * pair, dtype=dtype)
@@ -285,7 +285,7 @@ def test_panels(library: ctypes.CDLL, n: int, k: int, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("inner", [16, 37])
-def test_panels_of_gate_and_up(library: ctypes.CDLL, inner: int) -> None:
+def test_pack_gate_up_pairs_gates_with_ups(library: ctypes.CDLL, inner: int) -> None:
     weight = random_weight(library, 2 * inner, 11, torch.float32, epilogue=abi.EPILOGUE_SILU)
     panels = weight.packed.view(-1, 11, 2, 16)
     for place, plain in enumerate(weight.plain.chunk(2)):

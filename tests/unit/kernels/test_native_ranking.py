@@ -1,4 +1,4 @@
-"""The highest logits of rows, as plain torch ranks them."""
+"""The kernels rank the logits of rows as plain torch does."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def top_k(library: ctypes.CDLL, logits: Tensor, k: int, threads: int = 1) -> tup
 
 
 def bits(x: Tensor) -> Tensor:
-    """Equal where x is, whether a number or not."""
+    """Bits of x, which are equal for equal NaN too."""
     return x.view(torch.int32)
 
 
 def logits_of_all_kinds(size: int) -> Tensor:
-    """[kinds, size], not side by side"""
+    """Rows [kinds, size] that are not contiguous."""
     torch.manual_seed(size)
     return torch.stack([torch.cat([kind(size), torch.zeros(3)]) for kind in KINDS.values()])[:, :size]
 
@@ -73,21 +73,21 @@ def check(library: ctypes.CDLL, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 15, 37, 63, 64, 65, 1000, 4096, 4097, 10007, 32000])
-def test_all_kinds_of_rows(library: ctypes.CDLL, size: int) -> None:
+def test_ranking_kinds_of_rows_equal_plain_torch(library: ctypes.CDLL, size: int) -> None:
     check(library, size)
 
 
-def test_all_kinds_of_rows_on_another_processor(other_library: ctypes.CDLL) -> None:
+def test_ranking_older_processor_equals_plain_torch(other_library: ctypes.CDLL) -> None:
     for size in (37, 1000, 4097):
         check(other_library, size)
 
 
-def test_a_large_vocabulary(library: ctypes.CDLL) -> None:
+def test_ranking_large_vocabulary_equals_plain_torch(library: ctypes.CDLL) -> None:
     logits = torch.randn(2, 151936, generator=torch.Generator().manual_seed(0))
     assert torch.equal(argmax(library, logits, 2)[0], logits.argmax(dim=1))
     assert torch.equal(top_k(library, logits, 256, 2)[0], Ranking().top(logits, 256))
 
 
-def test_no_rows(library: ctypes.CDLL) -> None:
+def test_ranking_without_rows_does_nothing(library: ctypes.CDLL) -> None:
     assert top_k(library, torch.empty(0, 100), 5, 2)[0].shape == (0, 5)
     assert argmax(library, torch.empty(0, 100), 2)[0].shape == (0,)

@@ -1,5 +1,4 @@
-"""Which experts a token gets, and with what weights: native against plain torch, float64 and transformers; each token
-alone against it in any company."""
+"""Routing equals plain torch, float64 and transformers, and each token has the same bits alone and in a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from eagleray.kernels.cpu.experts import native_mixture
 from eagleray.kernels.params import RouterParams
 from eagleray.kernels.torch.routing import route as route_in_torch
 
-DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
+DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its index
 
 
 def plain(top_k: int, *, renormalize: bool, rounds: bool = False) -> RouterParams:
@@ -36,8 +35,10 @@ def route(
     return ids.long(), weights
 
 
-def check_company(library: ctypes.CDLL, scores: Tensor, mixture: RouterParams, ids: Tensor, weights: Tensor) -> None:
-    """These are what a token gets whatever other tokens and threads there are."""
+def check_batch_invariance(
+    library: ctypes.CDLL, scores: Tensor, mixture: RouterParams, ids: Tensor, weights: Tensor
+) -> None:
+    """Check that a token gets these ids and weights for all other tokens and numbers of threads."""
     for threads in (2, 3):
         ids_too, weights_too = route(library, scores, mixture, threads=threads)
         assert torch.equal(ids_too, ids)
@@ -50,7 +51,7 @@ def check_company(library: ctypes.CDLL, scores: Tensor, mixture: RouterParams, i
 
 
 def exact_route(scores: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """In float64; equal scores by id."""
+    """Route in float64, equal scores in order of their ids."""
     ids = scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.double().softmax(dim=1).gather(1, ids)
     return ids, weights / weights.sum(dim=1, keepdim=True) if renormalize else weights
@@ -74,21 +75,21 @@ def check_route(library: ctypes.CDLL, num_experts: int, top_k: int, *, renormali
     rounded = route(library, scores, rounding, dtype=torch.bfloat16)[1]
     torch.testing.assert_close(rounded, weights.bfloat16().float(), rtol=0, atol=1e-37)
     assert torch.equal(route(library, scores, rounding)[1], weights)
-    check_company(library, scores, mixture, ids, weights)
+    check_batch_invariance(library, scores, mixture, ids, weights)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (128, 8), (37, 5), (5, 5), (1, 1), (17, 16), (512, 10)])
-def test_route(library: ctypes.CDLL, num_experts: int, top_k: int, renormalize: bool) -> None:
+def test_route_softmax_equals_float64(library: ctypes.CDLL, num_experts: int, top_k: int, renormalize: bool) -> None:
     check_route(library, num_experts, top_k, renormalize=renormalize)
 
 
-def test_route_on_another_processor(other_library: ctypes.CDLL) -> None:
+def test_route_older_processor_equals_float64(other_library: ctypes.CDLL) -> None:
     check_route(other_library, 37, 5, renormalize=True)
     check_like_torch(other_library, MIXTURES["DeepSeek-V3"], 64)
 
 
-def test_scores_that_are_no_numbers(library: ctypes.CDLL) -> None:
+def test_route_nan_and_infinity_stay_in_their_token(library: ctypes.CDLL) -> None:
     scores = torch.randn(6, 20)
     mixture = plain(4, renormalize=True)
     expected = route(library, scores, mixture)
@@ -105,7 +106,7 @@ def test_scores_that_are_no_numbers(library: ctypes.CDLL) -> None:
     assert ids[3:5].tolist() == [[0, 1, 2, 3]] * 2
 
 
-# ---- other mixtures
+# ---- other routers
 
 
 def mixture(**fields: Any) -> RouterParams:
@@ -147,22 +148,22 @@ def check_like_torch(library: ctypes.CDLL, mixture: RouterParams, num_experts: i
     expected_ids, expected_weights = route_in_torch(scores, mixture)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected_weights, rtol=3e-6, atol=1e-30)
-    check_company(library, scores, mixture, ids, weights)
+    check_batch_invariance(library, scores, mixture, ids, weights)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_other_mixtures(library: ctypes.CDLL, name: str) -> None:
+def test_route_other_routers_equal_plain_torch(library: ctypes.CDLL, name: str) -> None:
     check_like_torch(library, MIXTURES[name], 64)
 
 
-def test_weights_are_rounded_last(library: ctypes.CDLL) -> None:
+def test_route_weights_are_rounded_last(library: ctypes.CDLL) -> None:
     scores = torch.randn(20, 64)
     exact = route(library, scores, mixture(scale=2.7))[1]
     rounded = route(library, scores, mixture(scale=2.7, round_weights=True), dtype=torch.bfloat16)[1]
     assert torch.equal(rounded, exact.bfloat16().float())
 
 
-def test_a_broken_token_of_groups_has_experts_that_exist(library: ctypes.CDLL) -> None:
+def test_route_nan_in_groups_chooses_valid_experts(library: ctypes.CDLL) -> None:
     scores = torch.randn(8, 64)
     scores[0] = torch.nan
     scores[1, 17] = torch.nan
@@ -177,7 +178,7 @@ def test_a_broken_token_of_groups_has_experts_that_exist(library: ctypes.CDLL) -
         assert weights[5:].isfinite().all()
 
 
-def test_what_no_choice_can_come_of_is_refused() -> None:
+def test_router_params_without_a_possible_choice_are_refused() -> None:
     refused = [
         ({"num_groups": 3, "top_groups": 3}, 64),
         ({"num_groups": 8, "top_groups": 2, "top_k": 17}, 64),
@@ -199,7 +200,7 @@ def sorted_by_id(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V2", "DeepSeek-V3"])
-def test_routers_of_transformers(library: ctypes.CDLL, name: str) -> None:
+def test_route_deepseek_routers_equal_transformers(library: ctypes.CDLL, name: str) -> None:
     from transformers import DeepseekV2Config, DeepseekV3Config
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter

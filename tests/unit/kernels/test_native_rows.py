@@ -1,4 +1,4 @@
-"""Operations on rows of hidden states, against float64, and each row alone against the row in any company."""
+"""Operations on hidden states equal float64, and each row has the same bits alone and in a batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its place
+DTYPES = (torch.float32, torch.bfloat16)  # a dtype's number is its index
 EPS = 1e-6
 
 
@@ -28,7 +28,7 @@ def check_normalize(library: ctypes.CDLL, size: int, dtype: torch.dtype) -> None
     out = normalize(library, x, weight, dtype)
     wide = x.double()
     truth = wide / (wide.square().mean(dim=1, keepdim=True) + EPS).sqrt() * weight.double()
-    # once rounded: half a unit in the last place of bfloat16
+    # rounded once: half a unit in the last place of bfloat16
     torch.testing.assert_close(out.double(), truth, rtol=1e-6 if dtype == torch.float32 else 2**-8 * 1.001, atol=0)
     for threads in (2, 3):
         assert torch.equal(normalize(library, x, weight, dtype, threads), out)
@@ -38,24 +38,24 @@ def check_normalize(library: ctypes.CDLL, size: int, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 16, 37, 64, 100, 128, 1030, 2048])
-def test_normalize(library: ctypes.CDLL, size: int, dtype: torch.dtype) -> None:
+def test_normalize_sizes_equal_float64(library: ctypes.CDLL, size: int, dtype: torch.dtype) -> None:
     check_normalize(library, size, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_normalize_on_another_processor(other_library: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_normalize_older_processor_equals_float64(other_library: ctypes.CDLL, dtype: torch.dtype) -> None:
     for size in (37, 256):
         check_normalize(other_library, size, dtype)
 
 
-def test_normalize_in_place(library: ctypes.CDLL) -> None:
+def test_normalize_in_place_has_the_same_bits(library: ctypes.CDLL) -> None:
     x, weight = torch.randn(4, 100), torch.randn(100)
     expected = normalize(library, x, weight, torch.float32)
     library.er_normalize(x.data_ptr(), 100, 4, 100, weight.data_ptr(), EPS, x.data_ptr(), 100, 0, 2)
     assert torch.equal(x, expected)
 
 
-def test_a_broken_row_is_no_other_rows_business(library: ctypes.CDLL) -> None:
+def test_normalize_nan_stays_in_its_row(library: ctypes.CDLL) -> None:
     x, weight = torch.randn(3, 50), torch.randn(50)
     expected = normalize(library, x, weight, torch.bfloat16)
     x[1, 7] = torch.nan
@@ -83,16 +83,18 @@ def check_embed(library: ctypes.CDLL, vocab_size: int, size: int, dtype: torch.d
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab_size", "size"), [(37, 21), (100, 64), (32, 1)])
-def test_embed(library: ctypes.CDLL, vocab_size: int, size: int, dtype: torch.dtype) -> None:
+def test_embed_plain_and_packed_rows_equal_the_table(
+    library: ctypes.CDLL, vocab_size: int, size: int, dtype: torch.dtype
+) -> None:
     check_embed(library, vocab_size, size, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_embed_on_another_processor(other_library: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_embed_older_processor_equals_the_table(other_library: ctypes.CDLL, dtype: torch.dtype) -> None:
     check_embed(other_library, 37, 21, dtype)
 
 
-def test_shares_of_a_vocabulary_sum_up_to_all_of_it(library: ctypes.CDLL) -> None:
+def test_embed_shards_of_the_vocabulary_sum_to_all(library: ctypes.CDLL) -> None:
     table = torch.randn(37, 24)
     token_ids = torch.arange(-1, 40, dtype=torch.int32)
     total = torch.zeros(len(token_ids), 24)
@@ -106,7 +108,7 @@ def test_shares_of_a_vocabulary_sum_up_to_all_of_it(library: ctypes.CDLL) -> Non
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_add(library: ctypes.CDLL, threads: int) -> None:
+def test_add_threads_equal_torch(library: ctypes.CDLL, threads: int) -> None:
     x, out = torch.randn(5, 45), torch.randn(5, 50)
     expected = out.clone()
     expected[:, :37] += x[:, :37]

@@ -1,5 +1,5 @@
-"""Steps of a pass that go beyond a dense model's: those of the host, of a share of the rows, of experts in slots and
-of traces; native and in plain torch."""
+"""Ops of a pass beyond those of a dense model, native and in plain torch: host ops, ops on a shard of the rows, experts
+in slots, and traces."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ MAKERS = (native, plain, packed)
 
 @dataclass
 class Rank:
-    """A place in a group that nothing is sent over."""
+    """A rank of a group without communication."""
 
     rank: int
     size: int
 
 
 def batch_of(num_tokens: int) -> ForwardBatch:
-    """Without attention, only the number of tokens matters."""
+    """A batch for passes without attention, where only the number of tokens matters."""
     numbers = np.arange(num_tokens, dtype=np.int32)
     return ForwardBatch(
         token_ids=numbers,
@@ -70,7 +70,7 @@ def batch_of(num_tokens: int) -> ForwardBatch:
 
 
 class Pass:
-    """A pass of `compute`, from rows to rows."""
+    """A pass of `compute`, from hidden states to hidden states."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Layer:
         self.down: list[Operation] = [kernels.linear(down[expert].clone(), None) for expert in self.held]
 
     def block(self, **options: Any) -> Callable[[HiddenStates], HiddenStates]:
-        """The hidden state plus the experts' sum."""
+        """Add the experts' sum to the hidden state, in the pass."""
         experts = self.kernels.experts(MIXTURE, self.gate_up, self.down, **options)
 
         def compute(hidden: HiddenStates) -> HiddenStates:
@@ -124,7 +124,7 @@ class Layer:
         return compute
 
     def block_of_the_host(self, trace: ExpertTrace | None = None) -> Callable[[HiddenStates], HiddenStates]:
-        """The same, routed and summed up in Python."""
+        """Add the experts' sum to the hidden state, routed and summed up in Python."""
         kernels, products = self.kernels, self.kernels.expert_products(self.gate_up, self.down)
 
         def mix(x: Tensor, scores: Tensor) -> Tensor:
@@ -148,12 +148,14 @@ def close(dtype: torch.dtype) -> dict[str, float]:
     return {"rtol": 0.0, "atol": 1e-4 if dtype == torch.float32 else 0.1}
 
 
-# ---- steps of the host
+# ---- host ops
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_step_of_the_host_between_others(make: Callable[[torch.dtype], TorchBackend], dtype: torch.dtype) -> None:
+def test_host_op_between_native_ops_gets_their_results(
+    make: Callable[[torch.dtype], TorchBackend], dtype: torch.dtype
+) -> None:
     kernels = make(dtype)
     weight, scale = torch.randn(6, HIDDEN).to(dtype), torch.ones(HIDDEN, dtype=dtype)
     product, norm = kernels.linear(weight.clone(), None), kernels.norm(scale, 1e-6)
@@ -176,7 +178,9 @@ def test_a_step_of_the_host_between_others(make: Callable[[torch.dtype], TorchBa
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("make", MAKERS)
-def test_products_of_what_the_host_returns(make: Callable[[torch.dtype], TorchBackend], dtype: torch.dtype) -> None:
+def test_host_op_result_is_rounded_for_products(
+    make: Callable[[torch.dtype], TorchBackend], dtype: torch.dtype
+) -> None:
     kernels = make(dtype)
     weight = torch.randn(6, HIDDEN).to(dtype)
     product, norm = kernels.linear(weight.clone(), None), kernels.norm(torch.ones(HIDDEN, dtype=dtype), 1e-6)
@@ -186,7 +190,7 @@ def test_products_of_what_the_host_returns(make: Callable[[torch.dtype], TorchBa
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rounding_for_a_product(dtype: torch.dtype) -> None:
+def test_recording_rounds_hidden_states_for_products(dtype: torch.dtype) -> None:
     kernels = native(dtype)
     weight = torch.randn(6, HIDDEN).to(dtype)
     product = kernels.linear(weight.clone(), None)
@@ -196,12 +200,12 @@ def test_rounding_for_a_product(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
-# ---- shares of the rows
+# ---- shards of the rows
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 7, 8, 100])
-def test_every_row_is_of_one_share(num_tokens: int, size: int) -> None:
+def test_token_shard_every_row_is_in_one_shard(num_tokens: int, size: int) -> None:
     shares = [token_shard(num_tokens, cast(TensorParallelGroup, Rank(rank, size))) for rank in range(size)]
     assert [row for share in shares for row in share] == list(range(num_tokens))
     longest = -(-num_tokens // size)
@@ -212,7 +216,9 @@ def test_every_row_is_of_one_share(num_tokens: int, size: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_steps_of_a_share(make: Callable[[torch.dtype], TorchBackend], rank: int, dtype: torch.dtype) -> None:
+def test_program_ops_of_a_shard_compute_its_rows(
+    make: Callable[[torch.dtype], TorchBackend], rank: int, dtype: torch.dtype
+) -> None:
     kernels, tp = make(dtype), cast(TensorParallelGroup, Rank(rank, 3))
     layer = Layer(kernels, dtype)
     block = layer.block()
@@ -245,7 +251,7 @@ def test_steps_of_a_share(make: Callable[[torch.dtype], TorchBackend], rank: int
             assert torch.equal(run(x), expected)
 
 
-def test_a_step_has_one_number_of_rows() -> None:
+def test_recording_op_with_two_numbers_of_rows_raises() -> None:
     kernels = native(torch.float32)
 
     def compute(hidden: HiddenStates) -> HiddenStates:
@@ -260,7 +266,7 @@ def test_a_step_has_one_number_of_rows() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("make", MAKERS)
-def test_experts_of_the_host_are_those_of_the_pass(
+def test_expert_products_on_host_equal_experts_in_pass(
     make: Callable[[torch.dtype], TorchBackend], dtype: torch.dtype
 ) -> None:
     kernels = make(dtype)
@@ -275,8 +281,10 @@ def test_experts_of_the_host_are_those_of_the_pass(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("make", MAKERS)
-def test_experts_that_move_between_ranks(make: Callable[[torch.dtype], TorchBackend], dtype: torch.dtype) -> None:
-    """Two ranks of six slots each, four of the slots for copies; then experts change places, and tables with them."""
+def test_program_experts_moved_between_ranks_keep_results(
+    make: Callable[[torch.dtype], TorchBackend], dtype: torch.dtype
+) -> None:
+    """Two ranks of six slots each, of which four are for copies; then experts and slot maps change."""
     kernels = make(dtype)
     placements = [
         [[0, 1, 2, 3, 4, 5], [6, 7, 0, 1, 2, 0]],
@@ -289,7 +297,7 @@ def test_experts_that_move_between_ranks(make: Callable[[torch.dtype], TorchBack
     expected = Pass(kernels, Layer(kernels, dtype).block(), dtype)
     for placement in placements:
         if make is packed and placement is placements[1]:
-            continue  # nobody can move its experts
+            continue  # this backend cannot move experts
         move(kernels, layers, dtype, placement)
         fill(slots, placement)
         for num_rows in (1, 40, 0, 600):
@@ -304,7 +312,7 @@ def no_slots(max_copies: int) -> ExpertSlotMap:
 
 
 def fill(slots: list[ExpertSlotMap], placement: list[list[int]]) -> None:
-    """In place."""
+    """Rewrite the slot maps in place."""
     for each in slots:
         each.table.fill(-1)
         each.num_copies.fill(0)
@@ -316,7 +324,7 @@ def fill(slots: list[ExpertSlotMap], placement: list[list[int]]) -> None:
 
 
 def move(kernels: TorchBackend, layers: list[Layer], dtype: torch.dtype, placement: list[list[int]]) -> None:
-    """Give every slot its expert's weights, by the memory of both."""
+    """Copy its expert's weights to every slot."""
     every = Layer(kernels, dtype)
     source = kernels.expert_products(every.gate_up, every.down)
     for layer, held in zip(layers, placement, strict=True):
@@ -328,8 +336,8 @@ def move(kernels: TorchBackend, layers: list[Layer], dtype: torch.dtype, placeme
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_of_sums(dtype: torch.dtype) -> None:
-    """Experts and a product are added up before the sum is added to the hidden state, or each for itself."""
+def test_recording_added_sums_equal_separate_additions(dtype: torch.dtype) -> None:
+    """The outputs of experts and a product are added up before they are added to the hidden state, or each is added."""
     kernels = native(dtype)
     layer = Layer(kernels, dtype)
     experts, shared = (
@@ -369,9 +377,11 @@ def make_trace(*, keeps_ids: bool) -> ExpertTrace:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("is_mapped", [False, True])
-def test_traces_of_passes(make: Callable[[torch.dtype], TorchBackend], is_mapped: bool, dtype: torch.dtype) -> None:
-    """Of a layer that computes in the pass, against one that routes in Python. With a map, half of the experts are
-    elsewhere, and chosen nevertheless."""
+def test_expert_trace_of_pass_equals_routing_in_python(
+    make: Callable[[torch.dtype], TorchBackend], is_mapped: bool, dtype: torch.dtype
+) -> None:
+    """Compare a layer that computes in the pass with one that routes in Python. With a slot map, half of the experts
+    are on another rank, but are chosen all the same."""
     kernels = make(dtype)
     layer = Layer(kernels, dtype, list(range(0, NUM_EXPERTS, 2)) if is_mapped else range(NUM_EXPERTS))
     slots = no_slots(1)
