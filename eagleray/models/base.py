@@ -127,6 +127,7 @@ class Model:
             return torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
         hidden = self._run(self._receive(batch) if self._embedding is None else batch.token_ids, batch, cache)
         if self._norm is None and num_tokens > 0:
+            assert self.groups.stages is not None
             self.groups.stages.send_hidden(hidden.clone())  # it may still be under way when it is overwritten
         return hidden
 
@@ -148,4 +149,5 @@ class Model:
         shape = (batch.num_tokens, self.spec.hidden_size)
         if batch.num_tokens == 0:
             return torch.empty(shape, dtype=self._hidden_dtype, device=self.device)
+        assert self.groups.stages is not None
         return self.groups.stages.receive_hidden(shape, self._hidden_dtype, self.device)

@@ -1,6 +1,6 @@
-"""Connections of torch.distributed: gloo between processes that compute on CPUs, NCCL between GPUs.
+"""Groups over torch.distributed: gloo between processes that compute on CPUs, NCCL between GPUs.
 
-Process groups are made straight from the store of `rendezvous`; torch's global default group is left to the user.
+Process groups are created directly on the store of `rendezvous`; torch's global default group is left to the user.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp, Store, Work  # type: ignore[attr-defined]
 
 from eagleray.errors import ChannelClosed, DeadlineExceeded
-from eagleray.parallel.group import OPERATION_SECONDS
-from eagleray.parallel.sums import add_in_order
+from eagleray.parallel.group import add_in_order
+from eagleray.parallel.timeouts import OPERATION_TIMEOUT_SECONDS
 
 Operations = Any
-"""A process group of one kind of device; torch's annotations leave out what it can do."""
+"""A process group for one kind of device. torch's annotations omit its operations."""
 
 
 class TorchProcessGroups:
-    """Connections between `size` ranks, for tensors of the host and, if `device` is a GPU, for tensors of it.
+    """Connections between `size` ranks, for tensors on the host and, if `device` is a GPU, for tensors on it.
 
-    `host`: the address of this machine to listen on. Returns when all ranks are connected. Raises `DeadlineExceeded`
+    Listens on `host`, an address of this machine, and returns when all ranks are connected. Raises `DeadlineExceeded`
     if they are not within `timeout` seconds.
     """
 
@@ -50,28 +50,29 @@ class TorchProcessGroups:
         self._device = _nccl(PrefixStore(f"{name}/nccl", store), rank, size) if device.type == "cuda" else None
 
     def of(self, device: torch.device) -> Operations:
-        """Those for tensors of this device."""
+        """Return the process group for tensors on this device."""
         if device.type == "cuda":
-            assert self._device is not None, "a tensor of a GPU, in a group of CPUs"
+            assert self._device is not None, "a tensor on a GPU in a group of CPUs"
             return self._device
         return self._host
 
     def close(self) -> None:
-        """Others that wait for this rank notice it."""
+        """Close the connections. Ranks that wait for this one notice it."""
         self._host.abort()
         if self._device is not None:
             self._device.abort()
 
 
 def _nccl(store: Store, rank: int, size: int) -> Operations:
-    """Connects at the first operation. Its own watchdog ends the process when an operation takes too long."""
+    """Return an NCCL process group, which connects at the first operation. NCCL's own watchdog ends the process when an
+    operation takes too long."""
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=OPERATION_SECONDS)
+    options._timeout = timedelta(seconds=OPERATION_TIMEOUT_SECONDS)
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def finish(what: str, start: Callable[[], Work], timeout: float, device: torch.device) -> None:
-    """Start an operation on tensors of `device`, and wait for its end: on a GPU the stream waits, not we.
+def run_operation(what: str, start: Callable[[], Work], timeout: float, device: torch.device) -> None:
+    """Start an operation on tensors of `device` and wait until it is done; on a GPU the stream waits, not the caller.
 
     Raises `DeadlineExceeded`, or `ChannelClosed` for any other failure.
     """
@@ -79,7 +80,7 @@ def finish(what: str, start: Callable[[], Work], timeout: float, device: torch.d
     try:
         work = start()
         if device.type == "cuda":
-            work.wait()  # with a limit it would be we who wait
+            work.wait()  # with a limit, the caller would wait
         else:
             work.wait(timedelta(seconds=timeout))
     except RuntimeError as error:
@@ -89,11 +90,15 @@ def finish(what: str, start: Callable[[], Work], timeout: float, device: torch.d
 
 
 class TorchGroup:
-    """See `group.Group`. On CPUs, sums of bfloat16 and float16 are computed in float32 and rounded once; on GPUs those
-    of `all_reduce` are NCCL's. `kind`: what the ranks are ranks of, for messages."""
+    """A `TensorParallelGroup` over connections. On CPUs, sums of bfloat16 and float16 are computed in float32 and
+    rounded once; on GPUs those of `all_reduce` are NCCL's. `kind` is the kind of group, for messages."""
 
     def __init__(
-        self, connections: TorchProcessGroups, *, timeout: float = OPERATION_SECONDS, kind: str = "tensor-parallel"
+        self,
+        connections: TorchProcessGroups,
+        *,
+        timeout: float = OPERATION_TIMEOUT_SECONDS,
+        kind: str = "tensor-parallel",
     ) -> None:
         self.rank, self.size = connections.rank, connections.size
         self.bytes_sent: dict[str, int] = Counter()
@@ -103,18 +108,18 @@ class TorchGroup:
 
     @property
     def is_ordered(self) -> bool:
-        return self.size <= 2  # of two there is but one order
+        return self.size <= 2  # two addends have only one order
 
     def all_reduce(self, x: Tensor) -> Tensor:
         wide = (x if x.is_cuda or x.itemsize >= 4 else x.float()).contiguous()
         limit = timedelta(seconds=self._timeout)
-        self._finish("all_reduce", x, lambda group: group.allreduce(wide, ReduceOp.SUM, limit))
+        self._run_unless_empty("all_reduce", x, lambda group: group.allreduce(wide, ReduceOp.SUM, limit))
         self.bytes_sent["all_reduce"] += x.nbytes
         return wide.to(x.dtype)
 
     def all_gather(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        assert len(x) == counts[self.rank], "the rows of this rank are as many as it counts"
-        whole = x.repeat(self.size, *[1] * (x.ndim - 1))  # the same for each
+        assert len(x) == counts[self.rank], "x has the rows of this rank"
+        whole = x.repeat(self.size, *[1] * (x.ndim - 1))  # every rank gets the same
         self.bytes_sent["all_gather"] += x.nbytes
         return self._all_to_all("all_gather", whole, [len(x)] * self.size, counts)
 
@@ -135,7 +140,7 @@ class TorchGroup:
         mine = x.contiguous()
         parts = [torch.empty_like(mine) for _ in range(self.size)] if self.rank == 0 else []
         limit = timedelta(seconds=self._timeout)
-        self._finish("gather", x, lambda group: group.gather(parts, mine, 0, limit))
+        self._run_unless_empty("gather", x, lambda group: group.gather(parts, mine, 0, limit))
         if self.rank != 0:
             self.bytes_sent["gather"] += x.nbytes
         return torch.cat(parts, dim=-1) if parts else None
@@ -143,7 +148,7 @@ class TorchGroup:
     def broadcast(self, x: Tensor) -> Tensor:
         whole = x.contiguous()
         limit = timedelta(seconds=self._timeout)
-        self._finish("broadcast", x, lambda group: group.broadcast(whole, 0, limit))
+        self._run_unless_empty("broadcast", x, lambda group: group.broadcast(whole, 0, limit))
         if self.rank == 0:
             self.bytes_sent["broadcast"] += x.nbytes
         return whole
@@ -156,28 +161,28 @@ class TorchGroup:
     def _all_to_all(
         self, operation: str, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> Tensor:
-        """As bytes, which every backend can send whatever they mean. A rank takes part even if it has nothing to send:
-        the others count operations."""
-        assert len(x) == sum(send_counts), "there are as many rows as are sent"
+        """Exchange rows as bytes, which every backend can send whatever the dtype. A rank takes part even if it has
+        nothing to send, because the others count operations."""
+        assert len(x) == sum(send_counts), "x has the rows that are sent"
         out = x.new_empty((sum(receive_counts), *x.shape[1:]))
         row_bytes = x.shape[1:].numel() * x.itemsize
         sizes = [[count * row_bytes for count in counts] for counts in (receive_counts, send_counts)]
-        said, heard = x.reshape(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
+        sent, received = x.reshape(-1).view(torch.uint8), out.view(-1).view(torch.uint8)
         limit = timedelta(seconds=self._timeout)
         if row_bytes > 0:
-            self._start(operation, x.device, lambda group: group.alltoall_base(heard, said, *sizes, limit))
+            self._run(operation, x.device, lambda group: group.alltoall_base(received, sent, *sizes, limit))
         return out
 
-    def _finish(self, operation: str, x: Tensor, start: Callable[[Operations], Work]) -> None:
+    def _run_unless_empty(self, operation: str, x: Tensor, start: Callable[[Operations], Work]) -> None:
         if x.numel() > 0:
-            self._start(operation, x.device, start)
+            self._run(operation, x.device, start)
         elif self._connections is None:
             raise ChannelClosed(f"{operation}: the group was closed")
 
-    def _start(self, operation: str, device: torch.device, start: Callable[[Operations], Work]) -> None:
+    def _run(self, operation: str, device: torch.device, start: Callable[[Operations], Work]) -> None:
         if self._connections is None:
             raise ChannelClosed(f"{operation}: the group was closed")
         backend = self._connections.of(device)
         others = ", ".join(str(rank) for rank in range(self.size) if rank != self.rank)
         what = f"{operation}: {self._kind} rank {self.rank} of {self.size} with rank {others}"
-        finish(what, lambda: start(backend), self._timeout, device)
+        run_operation(what, lambda: start(backend), self._timeout, device)

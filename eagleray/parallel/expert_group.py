@@ -1,13 +1,13 @@
 """The workers that divide the experts among them: all of one stage, of all engines that step together.
 
-The engines come and go, so the group has an epoch: it is opened, joined when the engines know what all have opened, and
-left when one of them is gone; the next epoch's is another group. With one engine it is the tensor-parallel group, which
-is there from the start.
+Engines start and exit, so the group has an epoch: the group of an epoch is opened, joined when the engines know what
+all have opened, and left when one of them is gone; that of the next epoch is another group. With one engine it is the
+tensor-parallel group, which needs no epoch.
 
-Ranks on one node exchange rows through shared memory, and watch each other's processes; others over connections, which
-break when a process ends. When a member is gone, an operation raises `ExpertGroupBroken`: on all tensor-parallel ranks
-of an engine in the same operation, so that they stay in step with each other. Shared memory sees to that by itself
-(`rounds.py`); over connections those ranks tell each other after every operation.
+Ranks on one node exchange rows through shared memory and watch each other's processes; others use connections, which
+break when a process exits. When a member is gone, an operation raises `ExpertGroupBroken`: on all tensor-parallel ranks
+of an engine in the same operation, so that they stay in step with each other. Shared memory guarantees that by itself
+(`rounds.py`); over connections these ranks check with each other after every operation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from eagleray.errors import ChannelClosed, ExpertGroupBroken
 from eagleray.messages.steps import EngineOpened, ExpertGroupOpened
 from eagleray.parallel.distributed import TorchGroup, TorchProcessGroups
-from eagleray.parallel.group import RowGroup, TensorParallelGroup
+from eagleray.parallel.group import TensorParallelGroup
 from eagleray.parallel.mesh import SINGLE_ENGINE, EnginePosition
 from eagleray.parallel.process_watcher import ProcessWatcher
 from eagleray.parallel.rendezvous import LOOPBACK, bind_store, reach_store
@@ -38,22 +38,24 @@ KIND = "expert"
 CPU = torch.device("cpu")
 
 
-class Presence(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank that could share memory says of itself."""
+class SharedMemoryOffer(msgspec.Struct, frozen=True, array_like=True):
+    """The facts about a rank that could share memory, for the other ranks."""
 
     pid: int
     host: str
-    """Equal where process ids mean the same, and memory can be shared."""
+    """Equal on ranks that see the same process ids and can share memory."""
     segment: bytes | None
-    """The first rank's: the memory of the group."""
+    """Handle of the group's memory, from the first rank."""
 
 
 class ExpertGroup:
-    """One rank's end: rank = the engine's rank x tensor-parallel size + tensor-parallel rank. See `group.RowGroup` for
-    the operations; they raise `ExpertGroupBroken` when a member is gone, and as long as no group is joined.
+    """One rank of the group: rank = the engine's rank x tensor-parallel size + tensor-parallel rank.
+
+    The operations are those of `TensorParallelGroup`; they raise `ExpertGroupBroken` when a member is gone, and while
+    no group is joined.
 
     `tp`: the tensor-parallel group of this rank, which outlives the group. `address`: where ranks of other nodes reach
-    this one. `device`: where it computes.
+    this one. `device`: the device that it computes on.
     """
 
     def __init__(
@@ -72,15 +74,15 @@ class ExpertGroup:
         self._tp = tp
         self._address = address
         self._device = device
-        self._group: RowGroup | None = None if self.spans_engines else tp
+        self._group: SharedMemoryGroup | TorchGroup | None = None
         self._reason = "no group of engines that share the experts was joined yet"
         self._needs_agreement = False
-        self._ends = ExitStack()  # what was opened or joined for this epoch
+        self._exit_stack = ExitStack()  # resources of this epoch
         self._segment: Segment | None = None
         self._store: TCPStore | None = None
 
     def open(self, epoch: int) -> ExpertGroupOpened:
-        """Leave the group there is, and open what others need to join that of `epoch`. Raises `ConfigError` for an
+        """Leave the current group, and open what others need to join that of `epoch`. Raises `ConfigError` for an
         address that is not this machine's, and for too little shared memory."""
         self.epoch = epoch
         if not self.spans_engines:
@@ -91,15 +93,15 @@ class ExpertGroup:
         if self.rank == 0:
             if can_share:
                 self._segment = Segment.create(self.size)
-                self._ends.callback(self._segment.close)
+                self._exit_stack.callback(self._segment.close)
             if not can_share or self._address != LOOPBACK:
                 self._store, address = bind_store(self._address)
-        return ExpertGroupOpened(store=address, segment=self._presence() if can_share else None)
+        return ExpertGroupOpened(store=address, segment=self._offer() if can_share else None)
 
     def join(self, epoch: int, members: Sequence[EngineOpened], timeout: float) -> None:
-        """Returns when all ranks have joined. Raises `DeadlineExceeded` if they have not within `timeout` seconds, and
-        `ConfigError` if what they opened cannot be reached. If one of them is gone by then the group counts as joined,
-        and is broken: its operations raise `ExpertGroupBroken`."""
+        """Join, and return when all ranks have joined. Raises `DeadlineExceeded` if they have not within `timeout`
+        seconds, and `ConfigError` if what they opened cannot be reached. If a rank is gone by then, the group counts as
+        joined and broken: its operations raise `ExpertGroupBroken`."""
         if not self.spans_engines:
             return
         assert epoch == self.epoch, f"epoch {epoch} is joined, but {self.epoch} was opened"
@@ -107,68 +109,68 @@ class ExpertGroup:
         opened = [one for member in ordered for one in member.opened]
         assert len(opened) == self.size, f"{len(opened)} ranks are to join, but {self.size} share the experts"
         nodes = {node for member in ordered for node in member.topology.nodes}
-        presences = [_read(one.segment) for one in opened if one.segment is not None]
-        shares = len(presences) == self.size and len({present.host for present in presences}) == len(nodes) == 1
-        self._needs_agreement = not shares and self._tp.size > 1
+        offers = [_decode(one.segment) for one in opened if one.segment is not None]
+        can_share = len(offers) == self.size and len({offer.host for offer in offers}) == len(nodes) == 1
+        self._needs_agreement = not can_share and self._tp.size > 1
         try:
-            group = self._share(presences, timeout) if shares else self._connect(opened[0].store, timeout)
+            group = self._share_memory(offers, timeout) if can_share else self._connect(opened[0].store, timeout)
         except ChannelClosed as error:
-            self._break(error)
+            self._mark_broken(error)
             return
-        self._ends.callback(group.close)
+        self._exit_stack.callback(group.close)
         group.bytes_sent = self.bytes_sent
         self._group = group
 
     def leave(self) -> None:
-        """Those that wait for this rank notice it. Harmless when repeated."""
+        """Leave the group; ranks that wait for this one notice it. Harmless when repeated."""
         if self.spans_engines:
             self._group, self._reason = None, f"the group of epoch {self.epoch} that shares the experts was left"
             self._segment = self._store = None
-            self._ends.close()
+            self._exit_stack.close()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return self._do(lambda group: group.all_reduce(x), x)
+        return self._run(lambda group: group.all_reduce(x), x)
 
     def all_gather(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        return self._do(lambda group: group.all_gather(x, counts), x)
+        return self._run(lambda group: group.all_gather(x, counts), x)
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        return self._do(lambda group: group.reduce_scatter(x, counts), x)
+        return self._run(lambda group: group.reduce_scatter(x, counts), x)
 
     def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
-        return self._do(lambda group: group.all_to_all(x, send_counts, receive_counts), x)
+        return self._run(lambda group: group.all_to_all(x, send_counts, receive_counts), x)
 
-    def agree(self, is_idle: bool, num_rows: int) -> tuple[bool, list[int]]:
-        """(whether some rank is not idle, the `num_rows` of every rank)."""
-        own = torch.tensor([[not is_idle, num_rows]], dtype=torch.int64)
-        said: list[list[int]] = self.all_gather(own, [1] * self.size).tolist()
-        return any(works for works, _ in said), [count for _, count in said]
+    def agree(self, is_idle: bool, num_tokens: int) -> tuple[bool, list[int]]:
+        """Return whether any rank is not idle, and the `num_tokens` of every rank."""
+        own = torch.tensor([[not is_idle, num_tokens]], dtype=torch.int64)
+        gathered: list[list[int]] = self.all_gather(own, [1] * self.size).tolist()
+        return any(is_busy for is_busy, _ in gathered), [count for _, count in gathered]
 
-    def _presence(self) -> bytes:
+    def _offer(self) -> bytes:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         host = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-        segment = None if self._segment is None else self._segment.ticket
-        return msgspec.msgpack.encode(Presence(os.getpid(), host, segment))
+        segment = None if self._segment is None else self._segment.handle
+        return msgspec.msgpack.encode(SharedMemoryOffer(os.getpid(), host, segment))
 
-    def _share(self, presences: list[Presence], timeout: float) -> SharedMemoryGroup:
+    def _share_memory(self, offers: list[SharedMemoryOffer], timeout: float) -> SharedMemoryGroup:
         with ExitStack() as stack:
-            processes = ProcessWatcher([present.pid for present in presences])
-            stack.callback(processes.close)
+            watcher = ProcessWatcher([offer.pid for offer in offers])
+            stack.callback(watcher.close)
             if self._segment is not None:
-                group = self._segment.join(kind=KIND, processes=processes)
+                group = self._segment.join(kind=KIND, watcher=watcher)
             else:
-                ticket = presences[0].segment
-                assert ticket is not None, "the first rank of a group on one node makes its memory"
-                group = Segment.attach(ticket, rank=self.rank, num_ranks=self.size, kind=KIND, processes=processes)
+                handle = offers[0].segment
+                assert handle is not None, "the first rank of a group on one node creates its memory"
+                group = Segment.attach(handle, rank=self.rank, num_ranks=self.size, kind=KIND, watcher=watcher)
             stack.callback(group.close)
-            group.assemble(timeout)
+            group.join(timeout)
             stack.pop_all()
-        self._store = None  # not needed, now that it is known where all are
+        self._store = None  # only needed for connections
         return group
 
     def _connect(self, address: str | None, timeout: float) -> TorchGroup:
         if self._store is None:
-            assert address is not None, "the first rank of a group over several nodes makes its store"
+            assert address is not None, "the first rank of a group over several nodes binds its store"
             self._store = reach_store(address, timeout=timeout)
         connections = TorchProcessGroups(
             self._store,
@@ -181,7 +183,7 @@ class ExpertGroup:
         )
         return TorchGroup(connections, kind=KIND)
 
-    def _do(self, operation: Callable[[RowGroup], Tensor], x: Tensor) -> Tensor:
+    def _run(self, operation: Callable[[TensorParallelGroup], Tensor], x: Tensor) -> Tensor:
         if not self.spans_engines:
             return operation(self._tp)
         if self._group is None:
@@ -190,25 +192,25 @@ class ExpertGroup:
         try:
             result = operation(self._group)
         except ChannelClosed as error:
-            self._break(error)
+            self._mark_broken(error)
             self._is_broken_anywhere(True, x)
             raise ExpertGroupBroken(self._reason) from error
         if self._is_broken_anywhere(False, x):
-            self._break(ChannelClosed("another worker of this engine has noticed it"))
+            self._mark_broken(ChannelClosed("another worker of this engine has noticed it"))
             raise ExpertGroupBroken(self._reason)
         return result
 
     def _is_broken_anywhere(self, is_broken_here: bool, x: Tensor) -> bool:
-        """Whether a tensor-parallel rank of this engine has found the group broken, in the same operation on `x`. Not
-        asked on GPUs, where an operation is only begun here; there it is `agree` that notices."""
+        """Whether a tensor-parallel rank of this engine has found the group broken, in the same operation on `x`. The
+        ranks do not check this on GPUs, where an operation has only begun here; there, `agree` notices it."""
         if not self._needs_agreement or x.is_cuda:
             return is_broken_here
         return self._tp.all_reduce(torch.tensor([float(is_broken_here)])).item() > 0
 
-    def _break(self, error: ChannelClosed) -> None:
+    def _mark_broken(self, error: ChannelClosed) -> None:
         self.leave()
         self._reason = f"an engine that shares the experts is gone, the group of epoch {self.epoch} is broken: {error}"
 
 
-def _read(presence: bytes) -> Presence:
-    return msgspec.msgpack.decode(presence, type=Presence)
+def _decode(offer: bytes) -> SharedMemoryOffer:
+    return msgspec.msgpack.decode(offer, type=SharedMemoryOffer)

@@ -1,4 +1,4 @@
-"""The operations between ranks that compute one model together."""
+"""The operations between ranks that compute one model together, and the order in which their sums are added up."""
 
 from __future__ import annotations
 
@@ -6,62 +6,58 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-OPERATION_SECONDS = 600.0
-"""How long an operation waits for the other ranks. They may be in a step that takes long; a rank that ended is noticed
-by the engine, much earlier."""
 
+class TensorParallelGroup(Protocol):
+    """The ranks that share every layer. An expert group has the same operations, see `ExpertGroup`.
 
-class RowGroup(Protocol):
-    """Ranks that have different rows, or parts of one sum.
+    Every rank makes the same calls in the same order, with the same dtypes and features. A call raises
+    `DeadlineExceeded` if the others do not make it too, and `ChannelClosed` if one of them is gone and this can be
+    noticed here; the group cannot be used afterwards.
 
-    Every rank makes the same calls in the same order, with the same dtypes and features; `counts` says for each rank,
-    and is the same on all, how many rows it has: perhaps none. A call raises `DeadlineExceeded` if the others do not
-    make it too, and `ChannelClosed` if one of them is gone and that can be noticed here; the group is of no use then.
+    Rows are the first dimension of a tensor. `counts` holds the number of rows of each rank, possibly 0, and is the
+    same on all ranks.
     """
 
     rank: int
     size: int
     bytes_sent: dict[str, int]
-    """By operation: how many bytes this rank has had for others, each counted once, however many others hear it."""
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, the same bits on every rank; may be computed in `x` itself."""
-        ...
-
-    def all_gather(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """The rows of all ranks, in their order: [counts[rank], …] -> [sum(counts), …]."""
-        ...
-
-    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """This rank's rows of the sum over all ranks, added up in their order: [sum(counts), …] -> [counts[rank], …].
-
-        The arithmetic is that of `all_reduce`.
-        """
-        ...
-
-    def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
-        """Rows for each rank, from each rank: [sum(send_counts), …] -> [sum(receive_counts), …], both in order of the
-        ranks. What one rank sends to another is what that one receives from it."""
-        ...
-
-
-class TensorParallelGroup(RowGroup, Protocol):
-    """The ranks that share every layer, a tensor-parallel group."""
+    """By operation, the bytes that this rank had for others. Each is counted once, however many ranks receive it."""
 
     @property
     def is_ordered(self) -> bool:
         """Whether every sum is added up in the same order, whatever the shape."""
         ...
 
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over all ranks, with the same bits on every rank. It may be computed in `x` itself."""
+        ...
+
+    def all_gather(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks in order of the ranks: [counts[rank], …] -> [sum(counts), …]."""
+        ...
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return this rank's rows of the sum over all ranks: [sum(counts), …] -> [counts[rank], …].
+
+        The arithmetic is that of `all_reduce`: the ranks' tensors are added up in order of the ranks.
+        """
+        ...
+
+    def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """Send rows to each rank and return those from each rank: [sum(send_counts), …] -> [sum(receive_counts), …],
+        both in order of the ranks. The count that one rank sends to another is the one that the other receives."""
+        ...
+
     def gather(self, x: Tensor) -> Tensor | None:
-        """On rank 0 the tensors of all ranks, one after another along the last dimension; None on the others. Their
-        shapes are the same."""
+        """Return on rank 0 the tensors of all ranks, concatenated along the last dimension, and None on the others. All
+        tensors have the same shape."""
         ...
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """What rank 0 has, on every rank; may be written into `x` itself."""
+        """Return rank 0's tensor on every rank. It may be written into `x` itself."""
         ...
 
     def close(self) -> None:
@@ -70,7 +66,7 @@ class TensorParallelGroup(RowGroup, Protocol):
 
 
 class SingleRankGroup:
-    """A group of one: nothing is sent."""
+    """A group of one rank. It sends nothing."""
 
     rank = 0
     size = 1
@@ -99,3 +95,17 @@ class SingleRankGroup:
 
     def close(self) -> None:
         pass
+
+
+def add_in_order(parts: Sequence[Tensor], *, out: Tensor) -> None:
+    """Write the sum of the ranks' parts, at least two, to `out`, with the same bits on every rank. bfloat16 and float16
+    are added up in float32 and rounded once."""
+    if len(parts) > 2 and out.dtype.is_floating_point and out.itemsize < 4:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total.add_(part)
+        out.copy_(total)
+    else:  # torch computes the sum of two in float32 and rounds it once
+        torch.add(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            out.add_(part)

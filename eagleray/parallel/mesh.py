@@ -1,4 +1,4 @@
-"""Which part of the model a worker has. Pure: numbers in, numbers out."""
+"""The coordinates of a worker, which decide its part of the model. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """A worker's place: rank = pp_rank x tp_size + tp_rank."""
+    """A worker's coordinates in its engine: rank = pp_rank x tp_size + tp_rank."""
 
     rank: int = 0
     tp_size: int = 1
@@ -33,17 +33,17 @@ class Mesh:
 
     @property
     def is_first_stage(self) -> bool:
-        """It turns token ids into hidden states."""
+        """Whether this worker turns token ids into hidden states."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """It turns hidden states into logits."""
+        """Whether this worker turns hidden states into logits."""
         return self.pp_rank == self.pp_size - 1
 
     @property
     def sampler_rank(self) -> int:
-        """The rank that samples, and answers steps: the first one of the last stage."""
+        """The rank that samples and sends the result of a step: the first one of the last stage."""
         return (self.pp_size - 1) * self.tp_size
 
     @property
@@ -51,17 +51,17 @@ class Mesh:
         return self.rank == self.sampler_rank
 
     def layers(self, num_layers: int) -> range:
-        """The layers of this stage. Where they do not divide evenly, earlier stages have one more: the last one also
-        has the head."""
-        share, extra = divmod(num_layers, self.pp_size)
-        start = self.pp_rank * share + min(self.pp_rank, extra)
-        return range(start, start + share + (self.pp_rank < extra))
+        """Return the layers of this stage. If they do not divide evenly, earlier stages have one more, because the last
+        one also has the head."""
+        count, extra = divmod(num_layers, self.pp_size)
+        start = self.pp_rank * count + min(self.pp_rank, extra)
+        return range(start, start + count + (self.pp_rank < extra))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePosition:
-    """The engines whose workers divide the experts among them: which of them this is, and how many they are. An engine
-    that has all experts is the only one, whatever its rank is among those that share the requests."""
+    """The number of an engine among the engines whose workers divide the experts, and how many these are. An engine
+    that has all experts is the only one, whatever its data-parallel rank is."""
 
     rank: int = 0
     size: int = 1

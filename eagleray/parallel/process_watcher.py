@@ -1,5 +1,5 @@
-"""Whether other processes of this host have ended: known by descriptors, which never mean another process that has got
-the same number meanwhile."""
+"""Detects that other processes of this host have exited. It holds a descriptor of each, because a process id may mean
+another process by then."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from contextlib import ExitStack
 
 
 class ProcessWatcher:
-    """Owns a descriptor of each of `pids` but our own. One that has ended before counts as ended."""
+    """Owns a descriptor of each of `pids` but our own. A process that exited before is reported as exited."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self.pids = list(pids)
-        self._ended: set[int] = set()
-        self._numbers: dict[int, int] = {}
+        self._exited: set[int] = set()
+        self._indices: dict[int, int] = {}
         self._poll = select.poll()
         with ExitStack() as stack:
-            for number, pid in enumerate(pids):
+            for index, pid in enumerate(pids):
                 if pid != os.getpid():
                     try:
                         descriptor = os.pidfd_open(pid)
                     except ProcessLookupError:
-                        self._ended.add(number)
+                        self._exited.add(index)
                         continue
                     stack.callback(os.close, descriptor)
-                    self._numbers[descriptor] = number
+                    self._indices[descriptor] = index
                     self._poll.register(descriptor, select.POLLIN)
-            self._stack = stack.pop_all()
+            self._exit_stack = stack.pop_all()
 
-    def ended(self) -> set[int]:
-        """Which of them have ended, by their place in `pids`. Does not wait."""
+    def exited(self) -> set[int]:
+        """Return the indices in `pids` of the processes that have exited, without waiting."""
         for descriptor, _ in self._poll.poll(0):
-            self._ended.add(self._numbers[descriptor])
-        return self._ended
+            self._exited.add(self._indices[descriptor])
+        return self._exited
 
     def close(self) -> None:
-        """Harmless when repeated; nothing is known of processes that end later."""
+        """Stop watching: later exits are not reported. Harmless when repeated."""
         self._poll = select.poll()
-        self._stack.close()
+        self._exit_stack.close()

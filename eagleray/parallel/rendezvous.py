@@ -1,7 +1,5 @@
-"""Where ranks meet that are to have connections of torch.distributed: one store, in the process of rank 0.
-
-Rank 0 binds it to a free port of one address and says which; nobody guesses ports.
-"""
+"""The store through which ranks find each other before they have torch.distributed connections. It lives in the process
+of rank 0, which binds it to a free port of one address and reports the port, so that no port has to be guessed."""
 
 from __future__ import annotations
 
@@ -12,16 +10,15 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from eagleray.errors import ChannelClosed, ConfigError, DeadlineExceeded
+from eagleray.parallel.timeouts import STORE_BIND_TIMEOUT_SECONDS
 
 LOOPBACK = "127.0.0.1"
-"""Nothing that other machines can reach."""
-
-LOCAL_SECONDS = 30.0
-"""For rank 0 to connect to its own store."""
+"""An address that other machines cannot reach."""
 
 
 def bind_store(host: str) -> tuple[TCPStore, str]:
-    """The store, and its address `host:port`. Raises `ConfigError` if `host` is not an address of this machine."""
+    """Return the store and its address `host:port`. Raises `ConfigError` if `host` is not an address of this
+    machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listening:
         try:
@@ -37,7 +34,7 @@ def bind_store(host: str) -> tuple[TCPStore, str]:
             host,
             port,
             is_master=True,
-            timeout=timedelta(seconds=LOCAL_SECONDS),
+            timeout=timedelta(seconds=STORE_BIND_TIMEOUT_SECONDS),
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
@@ -45,7 +42,7 @@ def bind_store(host: str) -> tuple[TCPStore, str]:
 
 
 def reach_store(address: str, *, timeout: float) -> TCPStore:
-    """Raises `DeadlineExceeded` if rank 0 is not reached in time."""
+    """Connect to the store of rank 0. Raises `DeadlineExceeded` if rank 0 is not reached within `timeout` seconds."""
     host, _, port = address.rpartition(":")
     began = time.monotonic()
     try:

@@ -1,26 +1,27 @@
-"""How ranks on one node exchange bytes through memory that all of them map.
+"""The exchange of bytes between ranks on one node, through memory that all of them map.
 
-The memory holds a number for each rank, and two slots for each rank. An operation is one or more rounds, counted from
-1; all ranks take the same rounds, whether they have something to say or not. In round k a rank that has something to
-say writes it into its slot k % 2; then every rank sets its own number to k and waits until the numbers of those whose
-slots it wants to read are at least k.
+The memory holds a counter and two buffers for each rank. An operation is one or more rounds, numbered from 1; all ranks
+take the same rounds, whether or not they have something to publish. In round k a rank that has something to publish
+writes it into its buffer k % 2; then every rank sets its own counter to k, and waits until the counters of the ranks
+whose buffers it wants to read are at least k.
 
-Why two slots are enough, without a second wait at the end of a round: a rank's number is k - 1 only after it is done
-with round k - 2, reading included. A rank writes its slot of round k, last written in round k - 2, only once all
-numbers are at least k - 1, so nobody reads any more what it overwrites. After a round in which it has waited for all
-that is known already.
+Two buffers are enough, without a second wait at the end of a round, for this reason: a rank's counter is k - 1 only
+after the rank is done with round k - 2, reading included. A rank writes its buffer of round k, which was last written
+in round k - 2, only once all counters are at least k - 1, so no rank still reads what it overwrites. After a round in
+which it has waited for all others it knows this already.
 
-Memory order. Numbers are words of eight bytes, written and read through a `memoryview` of format "Q", one aligned
-move each. x86-64 does not reorder a store with an earlier store, nor a load with an earlier load (total store order;
-where a large copy uses non-temporal stores, libc ends it with a fence): a rank that sees number k sees the slot too.
-And no rank sets its number to k before its loads of earlier rounds are done, since a store is not reordered with an
-earlier load. Other processors give no such promise; there groups use gloo (`distributed.py`).
+Memory order. Counters are words of eight bytes, written and read through a `memoryview` of format "Q", one aligned move
+each. x86-64 does not reorder a store with an earlier store, nor a load with an earlier load (total store order; where a
+large copy uses non-temporal stores, libc ends it with a fence): a rank that sees counter k sees the buffer too. And no
+rank sets its counter to k before its loads of earlier rounds are done, since a store is not reordered with an earlier
+load. Other processors give no such promise; on these, groups use gloo (`distributed.py`).
 
-Ranks that end. A rank marks that it leaves; that a process was killed is seen by its descriptor, if the group watches
-it. Who waits looks for both now and then, and gives up if a rank is gone that has not come to the round it waits for:
-it looks at the number once more after it knows that the rank is gone, so what a rank has said before its end counts,
-whoever looks when. Where every round waits for all (`meet`), all ranks that are left give up in the same round: the
-first that some rank has not come to. None of them goes beyond it, and each comes to it.
+Ranks that exit. A rank sets a flag when it leaves; a process that was killed is noticed by its descriptor, if the group
+watches it. A waiting rank checks both from time to time, and gives up if a rank is gone that has not reached the round
+it waits for. It reads that rank's counter once more after it knows that the rank is gone, so everything that a rank has
+published before its exit counts, no matter who checks when. If every round of an operation waits for all ranks
+(`barrier`), all remaining ranks give up in the same round: the first that some rank has not reached. None of them goes
+beyond it, and each reaches it.
 """
 
 from __future__ import annotations
@@ -33,56 +34,47 @@ from torch import Tensor
 
 from eagleray.errors import ChannelClosed, DeadlineExceeded
 from eagleray.parallel.process_watcher import ProcessWatcher
+from eagleray.parallel.timeouts import POLL_INTERVAL_SECONDS, SLEEP_SECONDS, SPIN_SECONDS
 from eagleray.transport.memfd import Region
 
 WORD = 8
 LINE_BYTES = 64
-"""What a rank says of itself is on a cache line of its own: its number, then whether it has left."""
+"""Each rank's counter and its flag for having left are on a cache line of their own."""
 
 PAGE_BYTES = 4096
-"""Slots begin at a multiple of this, so that all ranks compute sums with the same alignment."""
-
-SPIN_SECONDS = 0.001
-"""Ranks compute the same, so usually the others are only microseconds away."""
-
-NAP_SECONDS = 50e-6
-
-LOOK_SECONDS = 0.05
-"""How often a rank that waits looks whether the others are still there."""
+"""Buffers begin at a multiple of this, so that all ranks compute sums with the same alignment."""
 
 MAX_VIEWS = 512
-"""Shapes whose views of the slots are kept."""
+"""Shapes whose views of the buffers are kept."""
 
-
-MORE_THAN_ANY = 1 << 63
-"""A round that nobody comes to."""
+UNREACHABLE_ROUND = 1 << 63
 
 
 class RoundLayout:
-    """Where things are: a line for the nonce, a line for each rank, then the slots."""
+    """Positions in the memory: a line for the nonce, a line for each rank, then the buffers."""
 
-    def __init__(self, num_ranks: int, slot_bytes: int) -> None:
-        assert slot_bytes % PAGE_BYTES == 0
-        self.num_ranks, self.slot_bytes = num_ranks, slot_bytes
+    def __init__(self, num_ranks: int, buffer_bytes: int) -> None:
+        assert buffer_bytes % PAGE_BYTES == 0
+        self.num_ranks, self.buffer_bytes = num_ranks, buffer_bytes
         self.data = -(-LINE_BYTES * (1 + num_ranks) // PAGE_BYTES) * PAGE_BYTES
-        self.size = self.data + 2 * num_ranks * slot_bytes
+        self.size = self.data + 2 * num_ranks * buffer_bytes
 
-    def number(self, rank: int) -> int:
-        """Index among the words."""
+    def counter(self, rank: int) -> int:
+        """Return the index of the rank's counter among the words."""
         return LINE_BYTES // WORD * (1 + rank)
 
     def left(self, rank: int) -> int:
-        """Index among the words."""
-        return self.number(rank) + 1
+        """Return the index, among the words, of the flag that the rank has left."""
+        return self.counter(rank) + 1
 
-    def slot(self, rank: int, parity: int) -> int:
-        """Offset in the data."""
-        return (2 * rank + parity) * self.slot_bytes
+    def buffer(self, rank: int, parity: int) -> int:
+        """Return the offset of a buffer in the data."""
+        return (2 * rank + parity) * self.buffer_bytes
 
 
 class Rounds:
-    """One rank's end. Owns the memory. `kind`: what the rank is a rank of, for messages. `processes`: those of the
-    ranks, if it is to be noticed when they end; owned too."""
+    """One rank's end of the memory, which it owns. `kind` is the kind of group, for messages. `watcher`, if given, is
+    owned too: it watches the processes of the ranks, so that their exits are noticed."""
 
     def __init__(
         self,
@@ -92,70 +84,70 @@ class Rounds:
         rank: int,
         timeout: float,
         kind: str = "tensor-parallel",
-        processes: ProcessWatcher | None = None,
+        watcher: ProcessWatcher | None = None,
     ) -> None:
         self.rank = rank
         self.size = layout.num_ranks
-        self.slot_bytes = layout.slot_bytes
+        self.buffer_bytes = layout.buffer_bytes
         self._region = region
         self._layout = layout
         self._timeout = timeout
         self._kind = kind
-        self._processes = processes
+        self._watcher = watcher
         self._words = region.words(0, layout.data)
         self._data = region.bytes(layout.data, layout.size - layout.data)
-        self._own = layout.number(rank)
+        self._own = layout.counter(rank)
         self._others = [other for other in range(self.size) if other != rank]
-        self._seen = [0] * self.size  # the last number that was seen of each rank
+        self._seen = [0] * self.size  # the latest known counter of each rank
         self._round = 0
         self._is_closed = False
         self._views: dict[tuple[int, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
 
-    def begin(self, operation: str, count: int, dtype: torch.dtype) -> list[Tensor]:
-        """Begin a round with something to say -> the slots of all ranks, [count] each. Write into this rank's own, then
-        `say` it."""
+    def begin_write(self, operation: str, count: int, dtype: torch.dtype) -> list[Tensor]:
+        """Begin a round with something to publish, and return the buffers of all ranks, [count] each. The caller writes
+        into this rank's own and then calls `publish`."""
         self._check_open(operation)
         before = self._round
         for other in self._others:
             if self._seen[other] < before:
                 self._wait(operation, other, before)
-        return self._slots(before + 1, count, dtype)
+        return self._buffers(before + 1, count, dtype)
 
-    def say(self) -> None:
-        """What is in this rank's slot of the round is for the others to read now."""
+    def publish(self) -> None:
+        """Let the others read this rank's buffer of the round."""
         self._words[self._own] = self._round = self._round + 1
 
-    def listen(self, operation: str, count: int, dtype: torch.dtype) -> list[Tensor]:
-        """A round with nothing to say -> the slots of all ranks, [count] each."""
+    def begin_read(self, operation: str, count: int, dtype: torch.dtype) -> list[Tensor]:
+        """Begin a round with nothing to publish, and return the buffers of all ranks, [count] each."""
         self._check_open(operation)
-        self.say()
-        return self._slots(self._round, count, dtype)
+        self.publish()
+        return self._buffers(self._round, count, dtype)
 
     def wait(self, operation: str, other: int) -> None:
-        """Until rank `other` has come to this round: its slot can be read then."""
+        """Wait until rank `other` has reached this round, so that its buffer can be read."""
         self._wait(operation, other, self._round)
 
-    def meet(self, operation: str) -> None:
-        """Until all ranks have come to this round."""
+    def barrier(self, operation: str) -> None:
+        """Wait until all ranks have reached this round."""
         for other in self._others:
             self._wait(operation, other, self._round)
 
-    def assemble(self, timeout: float) -> None:
-        """The first round: until all ranks are there, before any of them says anything. Raises `DeadlineExceeded`
-        after `timeout` seconds, and `ChannelClosed` as soon as any rank is gone, even if it has been there: then others
-        may not have found the memory any more, and never come."""
-        self.say()
-        words, started, look = self._words, time.monotonic(), 0.0
-        while missing := [other for other in self._others if words[self._layout.number(other)] < self._round]:
+    def join(self, timeout: float) -> None:
+        """Take the first round: wait for all ranks before any of them publishes something. Raises `DeadlineExceeded`
+        after `timeout` seconds, and `ChannelClosed` as soon as any rank is gone, even one that had joined: others may
+        not have found its memory, and then they never join."""
+        self.publish()
+        words, started, next_check = self._words, time.monotonic(), 0.0
+        while missing := [other for other in self._others if words[self._layout.counter(other)] < self._round]:
             waited = time.monotonic() - started
             if waited >= timeout:
                 ranks = ", ".join(str(other) for other in missing)
                 what = f"{self._kind} ranks {ranks} of {self.size}"
                 raise DeadlineExceeded(f"{what} have not joined within {timeout:g} s")
-            if self._processes is not None and waited >= look:
-                look = waited + LOOK_SECONDS
-                self._look("join", MORE_THAN_ANY)
-            time.sleep(NAP_SECONDS)
+            if self._watcher is not None and waited >= next_check:
+                next_check = waited + POLL_INTERVAL_SECONDS
+                self._check_ranks("join", UNREACHABLE_ROUND)
+            time.sleep(SLEEP_SECONDS)
 
     def close(self) -> None:
         """Leave; harmless when repeated."""
@@ -165,21 +157,21 @@ class Rounds:
         self._words[self._layout.left(self.rank)] = 1
         self._views.clear()  # they are addresses of memory that is about to go
         self._region.close()
-        if self._processes is not None:
-            self._processes.close()
+        if self._watcher is not None:
+            self._watcher.close()
 
     def _check_open(self, operation: str) -> None:
         if self._is_closed:
             raise ChannelClosed(f"{operation}: the group was closed")
 
     def _wait(self, operation: str, other: int, number: int) -> None:
-        """Until rank `other` has come to round `number`."""
-        words, word = self._words, self._layout.number(other)
+        """Wait until rank `other` has reached round `number`."""
+        words, word = self._words, self._layout.counter(other)
         if (seen := words[word]) < number:
-            start = time.monotonic()
-            look = LOOK_SECONDS if self._processes is not None else self._timeout
+            started = time.monotonic()
+            next_check = POLL_INTERVAL_SECONDS if self._watcher is not None else self._timeout
             while (seen := words[word]) < number:
-                waited = time.monotonic() - start
+                waited = time.monotonic() - started
                 if waited < SPIN_SECONDS:
                     os.sched_yield()
                 elif waited >= self._timeout:
@@ -187,25 +179,25 @@ class Rounds:
                         f"{operation}: {self._kind} rank {self.rank} of {self.size} has waited for rank {other} for "
                         f"{self._timeout:g} s"
                     )
-                elif waited >= look:
-                    look = waited + LOOK_SECONDS
-                    self._look(operation, number)
+                elif waited >= next_check:
+                    next_check = waited + POLL_INTERVAL_SECONDS
+                    self._check_ranks(operation, number)
                 else:
-                    time.sleep(NAP_SECONDS)
+                    time.sleep(SLEEP_SECONDS)
         self._seen[other] = seen
 
-    def _look(self, operation: str, number: int) -> None:
-        """Raises `ChannelClosed` if a rank is gone that has not come to round `number`."""
-        assert self._processes is not None
-        ended = self._processes.ended()
+    def _check_ranks(self, operation: str, number: int) -> None:
+        """Raise `ChannelClosed` if a rank is gone that has not reached round `number`."""
+        assert self._watcher is not None
+        exited = self._watcher.exited()
         for other in self._others:
             has_left = self._words[self._layout.left(other)] != 0
-            # in this order: its number does not change any more
-            if (has_left or other in ended) and self._words[self._layout.number(other)] < number:
-                why = "has left the group" if has_left else f"is gone: process {self._processes.pids[other]} has ended"
+            # read the counter only after the rank is known to be gone: it is final then
+            if (has_left or other in exited) and self._words[self._layout.counter(other)] < number:
+                why = "has left the group" if has_left else f"is gone: process {self._watcher.pids[other]} has ended"
                 raise ChannelClosed(f"{operation}: {self._kind} rank {other} of {self.size} {why}")
 
-    def _slots(self, number: int, count: int, dtype: torch.dtype) -> list[Tensor]:
+    def _buffers(self, number: int, count: int, dtype: torch.dtype) -> list[Tensor]:
         key = (count, dtype)
         views = self._views.get(key)
         if views is None:
@@ -217,6 +209,6 @@ class Rounds:
     def _map(self, count: int, dtype: torch.dtype, *, parity: int) -> list[Tensor]:
         with torch.inference_mode(False):  # tensors that are made in that mode cannot be written to outside of it
             return [
-                torch.frombuffer(self._data, dtype=dtype, count=count, offset=self._layout.slot(rank, parity))
+                torch.frombuffer(self._data, dtype=dtype, count=count, offset=self._layout.buffer(rank, parity))
                 for rank in range(self.size)
             ]

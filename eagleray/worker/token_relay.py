@@ -40,6 +40,7 @@ class TokenRelay:
         if mesh.pp_size == 1:
             self._rows.append(rows, self._broadcast(len(rows), token_ids))
         elif token_ids is not None:
+            assert self._groups.stages is not None
             self._groups.stages.send_tokens(torch.from_numpy(token_ids))
             self._rows.append(rows, token_ids)
         else:
@@ -65,7 +66,10 @@ class TokenRelay:
 
     def _arrive(self, step: _OnTheWay) -> None:
         count = len(step.rows)
-        received = self._groups.stages.receive_tokens(count).numpy() if self._groups.mesh.rank == 0 else None
+        received = None
+        if self._groups.mesh.rank == 0:
+            assert self._groups.stages is not None
+            received = self._groups.stages.receive_tokens(count).numpy()
         token_ids = self._broadcast(count, received)
         current = self._is_current(step)
         self._rows.token_ids[step.rows[current], step.positions[current]] = token_ids[current]

@@ -108,5 +108,5 @@ class ExpertLayout:
     def agree(self, is_idle: bool, num_tokens: int) -> bool:
         """All ranks of several engines begin a step: whether one of the engines works."""
         own = token_counts(num_tokens, self.tp.size)[self.tp.rank] if self.sequence_parallel is not None else num_tokens
-        works, self.row_counts[:] = self.group.agree(is_idle=is_idle, num_rows=own)
+        works, self.row_counts[:] = self.group.agree(is_idle=is_idle, num_tokens=own)
         return works

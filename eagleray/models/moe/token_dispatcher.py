@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eagleray.kernels.backend import ExpertProducts
 from eagleray.kernels.expert_slots import ABSENT, LayerExpertSlots
-from eagleray.parallel.group import RowGroup
+from eagleray.parallel.expert_group import ExpertGroup
 
 
 class TokenDispatcher(Protocol):
@@ -44,7 +44,7 @@ class TokenDispatcher(Protocol):
 class AllGatherTokenDispatcher:
     """Every rank gets the rows of all: few messages, and bytes that grow with the number of ranks."""
 
-    def __init__(self, group: RowGroup) -> None:
+    def __init__(self, group: ExpertGroup) -> None:
         self._group = group
 
     def __call__(
@@ -66,7 +66,7 @@ class AllGatherTokenDispatcher:
 class AllToAllTokenDispatcher:
     """A row goes only where its experts are."""
 
-    def __init__(self, group: RowGroup) -> None:
+    def __init__(self, group: ExpertGroup) -> None:
         self._group = group
 
     def __call__(

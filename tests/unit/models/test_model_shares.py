@@ -31,7 +31,6 @@ from eagleray.models.weights import Cut
 from eagleray.parallel.expert_group import ExpertGroup
 from eagleray.parallel.groups import Groups
 from eagleray.parallel.mesh import Mesh
-from eagleray.parallel.stages import SingleStage
 from eagleray.worker.memory import step_bytes
 
 CPU = torch.device("cpu")
@@ -54,7 +53,7 @@ class Loading:
 
 def loaded(checkpoint, mesh: Mesh, **options):
     tp = Loading(mesh)
-    return load(checkpoint, groups=Groups(mesh, tp, SingleStage(), ExpertGroup(tp)), **options)
+    return load(checkpoint, groups=Groups(mesh, tp, None, ExpertGroup(tp)), **options)
 
 
 @given(size=st.integers(1, 8), count=st.integers(1, 100))

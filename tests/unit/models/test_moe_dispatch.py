@@ -35,8 +35,8 @@ def groups(request):
     if size == 1:
         made = [SingleRankGroup()]
     else:
-        segment = Segment.create(size, slot_bytes=4096)
-        others = [Segment.attach(segment.ticket, rank=rank, num_ranks=size, timeout=20) for rank in range(1, size)]
+        segment = Segment.create(size, buffer_bytes=4096)
+        others = [Segment.attach(segment.handle, rank=rank, num_ranks=size, timeout=20) for rank in range(1, size)]
         made = [segment.join(timeout=20), *others]
     yield made
     for group in made:
@@ -137,7 +137,7 @@ def test_all_gather_adds_up_the_same_numbers(groups, dtype, data, seed):
 def test_rows_go_only_where_their_experts_are():
     """Bytes of all-to-all: a row once for each other rank that has an expert of it, and an output for each pair."""
     segment = Segment.create(2)
-    groups = [segment.join(timeout=20), Segment.attach(segment.ticket, rank=1, num_ranks=2, timeout=20)]
+    groups = [segment.join(timeout=20), Segment.attach(segment.handle, rank=1, num_ranks=2, timeout=20)]
     placement = make_placement([0, 1, 2, 3, 4, 5, 6, 0], 2)
     x = torch.randn(3, HIDDEN)
     ids = torch.tensor([[1, 2, 3], [4, 1, 5], [4, 5, 6]])

@@ -13,14 +13,14 @@ from eagleray.parallel.shared_memory import Segment
 
 KINDS = ["shared memory", "gloo"]
 
-SLOT_BYTES = 4096
+BUFFER_BYTES = 4096
 """Small, so that tensors go in pieces."""
 
 
 def make_groups(kind: str, size: int, timeout: float = 20.0) -> list:
     if kind == "shared memory":
-        segment = Segment.create(size, slot_bytes=SLOT_BYTES)
-        others = [Segment.attach(segment.ticket, rank=rank, num_ranks=size, timeout=timeout) for rank in range(1, size)]
+        segment = Segment.create(size, buffer_bytes=BUFFER_BYTES)
+        others = [Segment.attach(segment.handle, rank=rank, num_ranks=size, timeout=timeout) for rank in range(1, size)]
         return [segment.join(timeout=timeout), *others]
     store, address = bind_store("127.0.0.1")
 

@@ -14,7 +14,7 @@ from ranks import together
 
 from eagleray.errors import ChannelClosed, DeadlineExceeded, ExpertGroupBroken
 from eagleray.parallel.distributed import TorchGroup
-from eagleray.parallel.expert_group import Presence
+from eagleray.parallel.expert_group import SharedMemoryOffer
 from eagleray.parallel.groups import Groups
 from eagleray.parallel.shared_memory import Segment, SegmentHandle, SharedMemoryGroup
 
@@ -177,8 +177,8 @@ def test_a_member_that_leaves_while_others_join():
     engines = make_engines(2, 1)
     members = open_epoch(engines, 1)
     first = engines[0].experts[0]
-    presence = msgspec.msgpack.decode(members[0].opened[0].segment, type=Presence)
-    Segment.attach(presence.segment, rank=1, num_ranks=2).close()
+    offer = msgspec.msgpack.decode(members[0].opened[0].segment, type=SharedMemoryOffer)
+    Segment.attach(offer.segment, rank=1, num_ranks=2).close()
     first.join(1, members, timeout=20)
     assert "expert rank 1 of 2 has left the group" in broken_by(first, lambda group: group.agree(False, 1))
     close(engines)
@@ -188,9 +188,9 @@ def test_memory_of_a_member_that_is_gone():
     engines = make_engines(2, 1)
     members = open_epoch(engines, 1)
     opened = members[0].opened[0]
-    presence = msgspec.msgpack.decode(opened.segment, type=Presence)
-    ticket = msgspec.structs.replace(msgspec.msgpack.decode(presence.segment, type=SegmentHandle), pid=NO_PROCESS)
-    gone = msgspec.structs.replace(presence, pid=NO_PROCESS, segment=msgspec.msgpack.encode(ticket))
+    offer = msgspec.msgpack.decode(opened.segment, type=SharedMemoryOffer)
+    handle = msgspec.structs.replace(msgspec.msgpack.decode(offer.segment, type=SegmentHandle), pid=NO_PROCESS)
+    gone = msgspec.structs.replace(offer, pid=NO_PROCESS, segment=msgspec.msgpack.encode(handle))
     opened = msgspec.structs.replace(opened, segment=msgspec.msgpack.encode(gone))
     second = engines[1].experts[0]
     second.join(1, [msgspec.structs.replace(members[0], opened=[opened]), members[1]], timeout=20)

@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 import pytest
 import torch
-from group_kinds import KINDS, SLOT_BYTES, make_groups
+from group_kinds import BUFFER_BYTES, KINDS, make_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import together
@@ -158,16 +158,16 @@ def test_an_address_of_another_machine():
 
 
 def test_memory_of_somebody_else():
-    segment = Segment.create(2, slot_bytes=SLOT_BYTES)
+    segment = Segment.create(2, buffer_bytes=BUFFER_BYTES)
     pid, descriptor = os.getpid(), os.memfd_create("other")
     for wrong in (
-        SegmentHandle(pid, segment._region.descriptor, bytes(16), SLOT_BYTES),
-        SegmentHandle(pid, segment._region.descriptor, segment._region.nonce, 2 * SLOT_BYTES),
-        SegmentHandle(pid, descriptor, segment._region.nonce, SLOT_BYTES),
+        SegmentHandle(pid, segment._region.descriptor, bytes(16), BUFFER_BYTES),
+        SegmentHandle(pid, segment._region.descriptor, segment._region.nonce, 2 * BUFFER_BYTES),
+        SegmentHandle(pid, descriptor, segment._region.nonce, BUFFER_BYTES),
     ):
         with pytest.raises(ConfigError, match="tensor-parallel rank 1 cannot open the shared memory of rank 0"):
             Segment.attach(msgspec.msgpack.encode(wrong), rank=1, num_ranks=2)
-    gone = SegmentHandle(2**22 + 1, 3, segment._region.nonce, SLOT_BYTES)
+    gone = SegmentHandle(2**22 + 1, 3, segment._region.nonce, BUFFER_BYTES)
     with pytest.raises(ChannelClosed, match="is gone, or in another container"):
         Segment.attach(msgspec.msgpack.encode(gone), rank=1, num_ranks=2)
     os.close(descriptor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from types import NoneType
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from eagleray.parallel.group import SingleRankGroup
 from eagleray.parallel.groups import Groups, OpenedGroups
 from eagleray.parallel.mesh import Mesh
 from eagleray.parallel.shared_memory import SharedMemoryGroup
-from eagleray.parallel.stages import SingleStage, TorchStages
+from eagleray.parallel.stages import StageLinks
 
 CPU = torch.device("cpu")
 
@@ -28,20 +29,20 @@ def kinds(groups: Groups) -> tuple[type, type]:
 def test_groups_of_one_worker_open_nothing():
     (opened,) = open_all(topology())
     assert (opened.opened.store, opened.opened.segment) == (None, None)
-    assert kinds(opened.join([opened.opened], timeout=1)) == kinds(Groups.single()) == (SingleRankGroup, SingleStage)
+    assert kinds(opened.join([opened.opened], timeout=1)) == kinds(Groups.single()) == (SingleRankGroup, NoneType)
 
 
 @pytest.mark.parametrize(
     ("where", "expected", "stores", "segments"),
     [
-        (topology(tp=2), [(SharedMemoryGroup, SingleStage)] * 2, [], [0]),
-        (topology(pp=2), [(SingleRankGroup, TorchStages)] * 2, [0], []),
-        (topology(tp=2, pp=2), [(SharedMemoryGroup, TorchStages)] * 4, [0], [0, 2]),
-        (topology(tp=2, nodes="ab"), [(TorchGroup, SingleStage)] * 2, [0], []),
-        (topology(tp=2, pp=2, nodes="aabb"), [(SharedMemoryGroup, TorchStages)] * 4, [0], [0, 2]),
+        (topology(tp=2), [(SharedMemoryGroup, NoneType)] * 2, [], [0]),
+        (topology(pp=2), [(SingleRankGroup, StageLinks)] * 2, [0], []),
+        (topology(tp=2, pp=2), [(SharedMemoryGroup, StageLinks)] * 4, [0], [0, 2]),
+        (topology(tp=2, nodes="ab"), [(TorchGroup, NoneType)] * 2, [0], []),
+        (topology(tp=2, pp=2, nodes="aabb"), [(SharedMemoryGroup, StageLinks)] * 4, [0], [0, 2]),
         (
             topology(tp=2, pp=2, nodes="aaab"),
-            [(SharedMemoryGroup, TorchStages)] * 2 + [(TorchGroup, TorchStages)] * 2,
+            [(SharedMemoryGroup, StageLinks)] * 2 + [(TorchGroup, StageLinks)] * 2,
             [0],
             [0],
         ),
@@ -121,7 +122,7 @@ def test_a_stage_that_sends_nothing(what):
     said = [one.opened for one in opened]
     first, last = together([lambda one=one: one.join(said, timeout=20) for one in opened])
     first, last = (
-        TorchStages(groups.mesh, groups.stages._connections, groups.stages._store, timeout=0.3)
+        StageLinks(groups.mesh, groups.stages._connections, groups.stages._store, timeout=0.3)
         for groups in (first, last)
     )
     with pytest.raises(DeadlineExceeded, match=r"0\.3 s"):
