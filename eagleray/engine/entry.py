@@ -58,7 +58,7 @@ def run(payload: bytes, parent: Parent) -> None:
     """Run the engine that `payload`, an encoded `EngineSpec`, describes."""
     engine = Engine.bind(msgspec.msgpack.decode(payload, type=EngineSpec))
     parent.send(Bound(engine.address))
-    engine.run(parent.tell, has_pipe=True)
+    engine.run(parent.report_failure, has_pipe=True)
 
 
 class Engine:

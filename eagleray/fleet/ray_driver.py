@@ -48,13 +48,13 @@ def run(payload: bytes, parent: Parent) -> None:
     spec = msgspec.msgpack.decode(payload, type=DriverSpec)
     options = spec.config.ray
     with ExitStack() as ends:
-        with parent.telling():
+        with parent.reporting_failure():
             connection = connect(
                 options.ray_address or (None if spec.ray is None else spec.ray.address),
                 namespace=spec.instance,
                 program=spec.ray,
                 keep=options.ray_env_include,
-                on_lost=parent.tell,
+                on_lost=parent.report_failure,
             )
             ends.callback(connection.close)
             places = _places(spec, connection)

@@ -1,5 +1,5 @@
-"""What Prometheus is told, under the names that vLLM's dashboards know, with the prefix `eagleray:`.
+"""Prometheus metrics, under the names that vLLM's dashboards use, with the prefix `eagleray:`.
 
-Belongs to the API servers, any of which tells the totals of all: values are passed in, nothing here knows a client or
-an engine. No global registry.
+Owned by the API servers, each of which reports the totals of all. Values are passed in: nothing here imports a client
+or an engine. There is no global registry.
 """

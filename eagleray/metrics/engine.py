@@ -1,4 +1,5 @@
-"""Load and totals of the engines, read from their newest stats at each scrape. Every API server hears all of them."""
+"""Load and totals of the engines, read from their newest stats at each scrape. Every API server receives all of
+them."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ COUNTERS: list[Reading] = [
 
 
 class EngineCollector(Collector):
-    """Reports nothing of an engine that has no stats: a zero would claim an idle one."""
+    """Collector that omits engines without stats, because a zero would claim an idle engine."""
 
     def __init__(self, model_name: str, stats: Callable[[], Iterable[EngineStats]]) -> None:
         self._model_name = model_name

@@ -1,7 +1,7 @@
-"""How much the experts of each layer have had to do, read from the engines' newest reports at each scrape.
+"""Load of the experts of each layer, read from the engines' newest reports at each scrape.
 
-Written as text here: there is a line for each expert of each layer, ten thousand and more for a large model, and the
-library takes some twenty times as long for a line.
+The text is written here, because there is a line for each expert of each layer, ten thousand and more for a large
+model, and the library takes about twenty times as long for a line.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ HEADS = {
 
 
 class ExpertText:
-    """Says nothing of engines that have not reported: they may have no experts."""
+    """Collector that omits engines without a report, because their model may have no experts."""
 
     def __init__(self, model_name: str, loads: Callable[[], Iterable[ExpertLoad]]) -> None:
         self._model_name = _escaped(model_name)
         self._loads = loads
 
     def text(self) -> str:
-        """In Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         # The newest incarnation is the last of its rank: two series of one name would spoil the whole scrape.
         in_order = sorted(self._loads(), key=lambda load: (load.engine.rank, load.engine.incarnation))
         loads = {load.engine.rank: load for load in in_order}.values()
@@ -47,11 +47,11 @@ class ExpertText:
             yield f"{BALANCE}{{{labels}}} {counts.mean() / most if most else 1.0:.6g}\n"
 
     def _labels(self, load: ExpertLoad) -> list[str]:
-        """Of each layer."""
+        """Return the labels of each layer."""
         engine = f'model_name="{self._model_name}",engine="{load.engine.rank}"'
         return [f'{engine},layer="{layer}"' for layer in range(len(load.counts))]
 
 
 def _escaped(value: str) -> str:
-    """As the text format has the value of a label."""
+    """Escape a label value for the text format."""
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

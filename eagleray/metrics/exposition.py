@@ -19,10 +19,10 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 
 class Metrics:
-    """What one API server counts, in `ledger`, and what it reports.
+    """Metrics of one API server: it counts in `ledger` and reports the totals of all.
 
-    `stats` and `expert_load` are asked at each scrape for the newest word of every engine. `ledger` stays its maker's
-    to close.
+    `stats` and `expert_load` are called at each scrape for the newest report of every engine. The caller closes
+    `ledger`.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class Metrics:
         )
 
     def http_answered(self, route: str, method: str, status: int) -> None:
-        """Count one HTTP request. `route` is a route's pattern, not a path: paths would be without bound."""
+        """Count one HTTP request. `route` is the pattern of a route, because the number of paths has no bound."""
         self._http.at(route, method, str(status)).add()
 
     def text(self) -> bytes:
-        """Everything, in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry) + self._experts.text().encode()

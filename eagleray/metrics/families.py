@@ -1,4 +1,4 @@
-"""What is counted in a ledger, as Prometheus' families of metrics. Each is reported as the total of all API servers."""
+"""Prometheus metric families over the numbers of a ledger. Each is reported as the total of all API servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUM = "sum"
 
 
 class Counter:
-    """How often something happened, told apart by labels. `constant`: labels that are the same for all of them."""
+    """Counter with labels. `constant`: labels with the same value on every sample."""
 
     def __init__(
         self, ledger: Ledger, name: str, text: str, *, labels: Sequence[str] = (), constant: Mapping[str, str]
@@ -29,7 +29,7 @@ class Counter:
         self._constant = list(constant.values())
 
     def at(self, *values: str) -> Tally:
-        """The count of these values of the labels. From now on it is reported, be it 0."""
+        """Return the tally of these label values, which is reported from now on even if it is 0."""
         return self._ledger.tally(self._name, *values)
 
     def report(self, totals: Totals) -> Metric:
@@ -40,7 +40,7 @@ class Counter:
 
 
 class Histogram:
-    """How large something was: counts by upper `bounds`, which ascend, and the sum."""
+    """Histogram of sizes: counts by ascending upper `bounds`, and the sum."""
 
     def __init__(
         self, ledger: Ledger, name: str, text: str, *, bounds: Sequence[float], constant: Mapping[str, str]
@@ -66,12 +66,12 @@ class Histogram:
 
 
 def _mark(bound: float) -> str:
-    """As the library's own histograms call their buckets: 0.5, 100.0, 1e+06."""
+    """Format a bucket bound as the library's own histograms do: 0.5, 100.0, 1e+06."""
     return str(floatToGoString(bound))  # type: ignore[no-untyped-call]
 
 
 class Families(Collector):
-    """Makes the families of one ledger, and reports them all."""
+    """Creates the families of one ledger and reports them all."""
 
     def __init__(self, ledger: Ledger, *, model_name: str) -> None:
         self._ledger = ledger
@@ -79,14 +79,14 @@ class Families(Collector):
         self._each: list[Counter | Histogram] = []
 
     def counter(self, name: str, text: str, labels: Sequence[str] = (), *, is_of_model: bool = True) -> Counter:
-        """A new counter `eagleray:NAME_total`; with a label `model_name` if it `is_of_model`."""
+        """Create a counter `eagleray:NAME_total`, with a label `model_name` if it `is_of_model`."""
         constant = self._model if is_of_model else {}
         counter = Counter(self._ledger, f"eagleray:{name}", text, labels=labels, constant=constant)
         self._each.append(counter)
         return counter
 
     def histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
-        """A new histogram `eagleray:NAME`, with a label `model_name`."""
+        """Create a histogram `eagleray:NAME`, with a label `model_name`."""
         histogram = Histogram(self._ledger, f"eagleray:{name}", text, bounds=bounds, constant=self._model)
         self._each.append(histogram)
         return histogram

@@ -1,13 +1,13 @@
-"""The counts of all API servers of an instance: each server writes a file of its own, and any of them adds up all.
+"""Counts of all API servers of an instance: each server writes a file of its own, and any of them adds up all.
 
-A file is memory that its server shares with the system, so what was counted outlives a server that is killed, and its
-successor goes on in the same file. Records have a fixed size and are all there from the beginning: nothing grows later,
-and a full disk is an error at the start instead of the death of a server in the middle of a request.
+A file is memory that its server shares with the system, so counts outlive a server that is killed, and its replacement
+continues in the same file. Records have a fixed size and all exist from the beginning: nothing grows later, and a full
+disk is an error at the start instead of a crash in the middle of a request.
 
-prometheus_client has such files, too. They do not suit: an environment variable, read at its first import, decides what
-every counter of a process is; a file belongs to a process id, so each restart leaves one more to add up; a server that
-is killed while its file grows leaves one that nobody can read; and what the system says of a process (its memory, its
-files) is only ever told of the one that was asked.
+prometheus_client has such files, too. They do not fit here: an environment variable, read at its first import, decides
+the kind of every counter of a process; a file belongs to a process id, so each restart leaves one more to add up; a
+server that is killed while its file grows leaves one that cannot be read; and system values of a process (its memory,
+its files) are reported only for the process that is scraped.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ import msgspec
 RECORD_BYTES = 256
 NUMBER = struct.Struct("d")
 NAME_BYTES = RECORD_BYTES - NUMBER.size
-"""A record is a name as a JSON array of strings, filled up with zeros, and a number."""
+"""Bytes of a record's name, a JSON array of strings padded with zeros. A number follows it."""
 
 NUM_RECORDS = 2048
-"""Far more than there are names: buckets are fixed, and routes, methods and statuses are few."""
+"""Capacity, far more than the number of names: buckets are fixed, and routes, methods and statuses are few."""
 
 NAME = msgspec.json.Decoder(tuple[str, ...])
 
 PROCESS = "process"
-"""Name of the process id of the file's server: not a count."""
+"""Name of the record that holds the process id of the file's server; not a count."""
 
 Labels = tuple[str, ...]
 Totals = Mapping[str, Mapping[Labels, float]]
-"""Numbers by name and values of labels; 0 for what nobody has counted."""
+"""Numbers by name and label values; 0 for a combination that was never counted."""
 
 
 class Tally:
-    """One of this server's numbers. It only grows."""
+    """One number of this server, which only grows."""
 
     __slots__ = ("_numbers", "_place")
 
@@ -53,7 +53,7 @@ class Tally:
 
 
 class Ledger:
-    """Make one with `open`. For one thread; no two processes may be the same `server` at the same time."""
+    """File of counters, made by `open`. For one thread; no two processes may be the same `server` at the same time."""
 
     def __init__(self, directory: Path, memory: mmap.mmap) -> None:
         self._directory = directory
@@ -64,7 +64,7 @@ class Ledger:
 
     @classmethod
     def open(cls, directory: Path, server: int) -> Ledger:
-        """The ledger of the instance whose files are in `directory`, to be written as this server.
+        """Open the ledger of the instance whose files are in `directory`, to be written as this server.
 
         Raises `OSError` if there is no room for its file.
         """
@@ -77,11 +77,11 @@ class Ledger:
         return ledger
 
     def tally(self, name: str, *labels: str) -> Tally:
-        """This server's number of that name. It begins with what the server's predecessor had."""
+        """Return this server's number of that name, which continues its predecessor's."""
         return Tally(self._numbers, self._place(name, *labels))
 
     def totals(self) -> Totals:
-        """The numbers of all servers, of those that have ended too, added up."""
+        """Return the sums of all servers' numbers, including servers that have exited."""
         totals: defaultdict[str, defaultdict[Labels, float]] = defaultdict(lambda: defaultdict(float))
         for path in self._directory.iterdir():
             for (name, *labels), number in _records(path.read_bytes()):
@@ -89,18 +89,18 @@ class Ledger:
         return totals
 
     def processes(self) -> dict[int, int]:
-        """Process ids by server, of those that have ended and have no successor yet, too."""
+        """Return process ids by server, including servers that have exited and were not replaced yet."""
         found = {int(path.name): dict(_records(path.read_bytes())) for path in self._directory.iterdir()}
         return {server: int(records[(PROCESS,)]) for server, records in sorted(found.items()) if (PROCESS,) in records}
 
     def close(self) -> None:
-        """No tally may be added to any more."""
+        """Close the file. No tally may be increased afterwards."""
         self._numbers.release()
         self._bytes.release()
         self._memory.close()
 
     def _place(self, *name: str) -> int:
-        """Where the number of the record is among all numbers."""
+        """Return the index of the record's number."""
         if name not in self._places:
             self._write_name(len(self._places), msgspec.json.encode(name))
             self._places[name] = len(self._places)
@@ -116,7 +116,7 @@ class Ledger:
 
 
 def _records(data: bytes) -> Iterator[tuple[Labels, float]]:
-    """The names and numbers of a file, in order. It may be shorter than it should be: its server is just starting."""
+    """Yield the names and numbers of a file, in order. The file may be short, because its server is just starting."""
     for start in range(0, len(data) - RECORD_BYTES + 1, RECORD_BYTES):
         if data[start] == 0:
             return

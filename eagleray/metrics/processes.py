@@ -1,4 +1,4 @@
-"""What the system says of the processes of the API servers: memory, processor time, files. Of each, not their sum."""
+"""System values of each API server's process (not summed): memory, processor time, files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 
 class ServerProcesses(Collector):
-    """`processes` is asked at each scrape for the process ids by server. One that has ended is left out."""
+    """Collector; `processes` is called at each scrape for the process ids by server. Exited processes are left out."""
 
     def __init__(self, processes: Callable[[], Mapping[int, int]]) -> None:
         self._processes = processes

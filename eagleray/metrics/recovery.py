@@ -1,4 +1,4 @@
-"""What the death of engines did to requests. Told by the client, whose `RecoveryObserver` this is."""
+"""Effects of engine exits on requests, recorded by the client."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ class RecoveryMetrics:
         )
 
     def resumed(self, num_requests: int, num_tokens: int) -> None:
-        """So many requests were sent again, with so many tokens (prompts, and what was delivered) all together."""
+        """Record requests that were resumed, with the total number of tokens (prompts and delivered output) sent
+        again."""
         self._resumed.add(num_requests)
         self._recomputed.add(num_tokens)
 
     def next_token(self, seconds: float) -> None:
-        """A resumed request got a token, so long after it had lost its engine."""
+        """Record the time in seconds from the loss of an engine to a resumed request's next token."""
         self._silence.observe(seconds)
 
     def given_up(self, num_requests: int) -> None:
-        """So many requests failed."""
+        """Record requests that failed because their engines exited too often."""
         self._given_up.add(num_requests)

@@ -1,6 +1,6 @@
-"""How requests fared, as their API server saw it: latencies, sizes, parameters, ends.
+"""Latencies, sizes, parameters and finish reasons of requests, as their API server measures them.
 
-These carry no `engine` label: a request may move from one engine to another.
+They carry no `engine` label, because a request may move from one engine to another.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ REQUEST_SECONDS = (
 
 
 def one_two_five(most: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, 50, … up to `most`."""
+    """Return 1, 2, 5, 10, 20, 50, … up to `most`."""
     powers = (10**exponent for exponent in range(len(str(most))))
     return tuple(bound for power in powers for bound in (power, 2 * power, 5 * power) if bound <= most)
 
 
 class RequestMetrics:
-    """The families that are about requests."""
+    """Metric families about requests."""
 
     def __init__(self, families: Families) -> None:
         histogram = families.histogram
@@ -61,7 +61,8 @@ class RequestMetrics:
         self.finished = {reason: success.at(reason.value) for reason in FinishReason}
 
     def begin(self, *, arrival: float, num_prompt_tokens: int, n: int, max_tokens: int | None) -> RequestTimer:
-        """A request was given to the engine. `arrival` is a time of `time.perf_counter`."""
+        """Record a request that was sent to an engine and return its timer. `arrival` is a time of
+        `time.perf_counter`."""
         self.prompt_tokens.observe(num_prompt_tokens)
         self.params_n.observe(n)
         if max_tokens is not None:
@@ -71,9 +72,9 @@ class RequestMetrics:
 
 
 class RequestTimer:
-    """The times of one request with its `n` completions.
+    """Measures one request with its `n` completions.
 
-    Told of the tokens as they come, or else only of the first one and of the ends.
+    The caller reports tokens as they arrive, or else only the first one and the finish of each completion.
     """
 
     def __init__(self, metrics: RequestMetrics, arrival: float, n: int) -> None:
@@ -85,12 +86,12 @@ class RequestTimer:
         self._running = set(range(n))
 
     def first_token(self, at: float) -> None:
-        """The first token of any completion came at that time of `time.perf_counter`."""
+        """Record that the first token of any completion arrived at `at`, a time of `time.perf_counter`."""
         self._first = at
         self._metrics.first_token.observe(self._first - self._arrival)
 
     def tokens(self, index: int, count: int) -> None:
-        """Completion `index` got `count` more tokens just now."""
+        """Record that `count` more tokens of completion `index` arrived just now."""
         if count == 0:
             return
         now = time.perf_counter()
@@ -103,7 +104,8 @@ class RequestTimer:
         self._last[index] = now
 
     def finished(self, index: int, reason: FinishReason, num_tokens: int) -> None:
-        """Completion `index` ended just now, with so many tokens in all. Every completion ends once."""
+        """Record that completion `index` finished just now with `num_tokens` tokens in all. Called once per
+        completion."""
         now = time.perf_counter()
         self._running.discard(index)
         self._metrics.finished[reason].add()
@@ -113,6 +115,6 @@ class RequestTimer:
             self._metrics.per_token.observe((now - self._first) / (num_tokens - 1))
 
     def ended(self, reason: FinishReason) -> None:
-        """The request ended just now: what has not finished before did so for this reason."""
+        """Record that the request ended just now; completions that have not finished get this reason."""
         for index in sorted(self._running):
             self.finished(index, reason, self._num_tokens[index])

@@ -1,1 +1,1 @@
-"""Local processes: one way to spawn one, one way to notice its end."""
+"""Local processes: spawning them and noticing their exit."""

@@ -1,4 +1,4 @@
-"""The one entry of every process that eagleray spawns: `spawn.Child` starts it with (file descriptor, label)."""
+"""Entry of every process that eagleray spawns: `spawn.Child` starts it with (file descriptor, label)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Become what the parent wants; say why to the parent if that ends by an exception."""
+    """Run the target that the parent asks for and report an exception to the parent."""
     sock = socket.socket(fileno=int(sys.argv[1]))
-    sock.set_inheritable(False)  # a program that we start and that outlives us must not hide our end
+    sock.set_inheritable(False)  # a program that this process starts and that outlives it must not hide its exit
     frame = read_frame(sock)
-    if frame is None:  # the parent died while it gave birth
+    if frame is None:  # the parent exited while it spawned this process
         return 1
     birth = msgspec.msgpack.decode(frame, type=SpawnSpec)
     setup_logging(birth.label, birth.log_level)
@@ -35,19 +35,19 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _end)
     parent = Parent(sock)
     parent.end_with_parent(birth.runtime_dir)
-    _go_on_when_parent_dies()
+    _continue_when_parent_exits()
     try:
         module, _, function = birth.target.partition(":")
         getattr(importlib.import_module(module), function)(birth.payload, parent)
     except Exception as error:
-        logger.debug("ended by an exception", exc_info=True)
-        parent.tell(error)
+        logger.debug("exits with an exception", exc_info=True)
+        parent.report_failure(error)
         return 1
     return 0
 
 
-def _go_on_when_parent_dies() -> None:
-    """A process that is stopped would not notice that its parent is gone: the system lets it go on then, to its end."""
+def _continue_when_parent_exits() -> None:
+    """Have the kernel continue this process when its parent exits: a stopped process would not notice the exit."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 

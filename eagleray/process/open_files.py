@@ -1,4 +1,4 @@
-"""The limit of open files of this process, which the processes that it starts inherit."""
+"""Limit of open files of this process, which its child processes inherit."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import contextlib
 import resource
 
 ENOUGH_FILES = 2**16
-"""Hard limits of a billion exist, and programs that walk through all numbers up to the soft one."""
+"""Soft limit that suffices. Hard limits of a billion exist, and some programs walk through all numbers up to the soft
+one."""
 
 NO_LIMIT = 2**30
 
 
 def open_files_limit() -> int:
-    """Files that this process may have open."""
+    """Return the number of files that this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return NO_LIMIT if soft == resource.RLIM_INFINITY else soft
 
 
 def raise_open_files_limit(needed: int = 0) -> int:
-    """Raise the soft limit as far as the hard one allows, but not without end; to `needed` in any case. Return it.
+    """Raise the soft limit to `ENOUGH_FILES`, or to `needed` if that is more, as far as the hard limit allows, and
+    return it.
 
-    For programs of our own only: code that uses `select` cannot handle descriptors from 1024 on.
+    Only for this project's own programs: code that uses `select` cannot handle descriptors from 1024 on.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max(ENOUGH_FILES, needed)

@@ -1,4 +1,4 @@
-"""The child's view of its parent."""
+"""The child's connection to its parent."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from eagleray.process.spawn_protocol import read_frame, write_frame
 
 POLL_SECONDS = 1.0
 
-ORPHAN_SECONDS = 5.0
-"""How long a process whose parent has died may take to end by itself."""
+ORPHAN_EXIT_SECONDS = 5.0
+"""Time for an orphaned process to exit by itself before it is forced to."""
 
 
 class Parent:
-    """The other end of the socket pair: takes our reports, and its closing tells that the parent is gone."""
+    """The child's end of the socket pair: sends reports; its closing means that the parent exited."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -31,23 +31,24 @@ class Parent:
         self._lock = threading.Lock()
         self._has_told = False
 
-    def tell(self, error: Exception) -> None:
-        """This is what we end because of. To be said before the end, which may take its time; only the first counts."""
+    def report_failure(self, error: Exception) -> None:
+        """Report the exception that makes this process exit, before the clean-up, which may take a while. Only the
+        first report is sent."""
         if not self._has_told:
             self._has_told = True
             self.send(Failed(Failure.of(error)))
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """An exception that leaves this block is told at once; what it passes on its way is closed after that."""
+    def reporting_failure(self) -> Iterator[None]:
+        """Report an exception that leaves this block at once, before the clean-up that it passes on its way."""
         try:
             yield
         except Exception as error:
-            self.tell(error)
+            self.report_failure(error)
             raise
 
     def send(self, message: ChildToParent) -> None:
-        """Report to the parent; nothing happens if it is gone, because then we are ending anyway."""
+        """Send a message to the parent. If the parent has exited, nothing happens, because this process exits too."""
         frame = bytes(self._codec.encode(message)[0])
         try:
             with self._lock:
@@ -56,18 +57,19 @@ class Parent:
             pass
 
     def end_with_parent(self, runtime_dir: str) -> None:
-        """From now on this process ends when its parent does, however the parent ended, and tidies up after it."""
+        """From now on exit when the parent does, however it exited, and remove `runtime_dir`."""
         threading.Thread(target=self._watch, args=(runtime_dir,), name="parent-watch", daemon=True).start()
 
     def _watch(self, runtime_dir: str) -> None:
-        # The end of the stream tells at once; the parent's id tells even if some fork of the parent keeps its end open.
+        # The end of the stream shows the exit at once; the parent's id shows it even if a fork of the parent keeps the
+        # stream open.
         parent = os.getppid()
-        news = select.poll()  # not `select`: the descriptor has the number that it has in the parent, of any size
-        news.register(self._socket, select.POLLIN)
+        poller = select.poll()  # not `select`: the descriptor has the number that it has in the parent, of any size
+        poller.register(self._socket, select.POLLIN)
         while os.getppid() == parent:
-            if news.poll(POLL_SECONDS * 1000) and read_frame(self._socket) is None:
+            if poller.poll(POLL_SECONDS * 1000) and read_frame(self._socket) is None:
                 break
         shutil.rmtree(runtime_dir, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGTERM)
-        threading.Event().wait(ORPHAN_SECONDS)
+        threading.Event().wait(ORPHAN_EXIT_SECONDS)
         os._exit(1)  # the main thread is stuck in something that SIGTERM does not interrupt

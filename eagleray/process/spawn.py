@@ -1,4 +1,4 @@
-"""The parent's side: spawn a process, hear what it reports, learn at once that it ended."""
+"""The parent's side: spawn a process, receive its reports, notice its exit at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Child:
     """A process of this host, started fresh (no fork of our state, no re-import of the user's main module).
 
     `on_message` and `on_exit` are called from a thread of this child's own: first the messages in order, then
-    `on_exit(reason)` exactly once, when the process has ended and was reaped.
+    `on_exit(reason)` exactly once, when the process has exited and was reaped.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Child:
         self._socket = ours
         self._pidfd = _open_pidfd(self._process.pid)
         birth = SpawnSpec(target=target, label=label, log_level=log_level, payload=payload, runtime_dir=runtime_dir)
-        with contextlib.suppress(OSError):  # it died already: the watcher is about to say so
+        with contextlib.suppress(OSError):  # it has exited already: the watcher is about to report it
             write_frame(ours, msgspec.msgpack.encode(birth))
         self._watcher = threading.Thread(target=self._watch, name=f"watch-{label}", daemon=True)
         self._watcher.start()
@@ -61,31 +61,34 @@ class Child:
         return self._process.pid
 
     def terminate(self) -> None:
-        """Ask it to end (SIGTERM)."""
+        """Send SIGTERM."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """End it (SIGKILL)."""
+        """Send SIGKILL."""
         self._process.kill()
 
     def wait(self, timeout: float) -> bool:
-        """Whether it has ended, and `on_exit` was called, within `timeout` seconds."""
+        """Whether the process exited, and `on_exit` was called, within `timeout` seconds."""
         self._watcher.join(timeout)
         return not self._watcher.is_alive()
 
-    def _has_news(self) -> bool:
-        """Wait for a message, or its end. A fork of the process (of a library that it uses) may keep the socket open
-        beyond its death: so its death is watched, too. Whether there may be a message."""
+    def _wait_for_message(self) -> bool:
+        """Wait for a message or the exit. Returns whether there may be a message.
+
+        A fork of the process (made by a library that it uses) may keep the socket open beyond its exit, so the exit
+        itself is watched too.
+        """
         if self._pidfd is None:
             return True
-        news = select.poll()
-        news.register(self._socket, select.POLLIN)
-        news.register(self._pidfd, select.POLLIN)
-        return any(descriptor == self._socket.fileno() for descriptor, _ in news.poll())
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        poller.register(self._pidfd, select.POLLIN)
+        return any(descriptor == self._socket.fileno() for descriptor, _ in poller.poll())
 
     def _watch(self) -> None:
         codec: Codec[ChildToParent] = Codec(ChildToParent)
-        while self._has_news() and (frame := read_frame(self._socket)) is not None:
+        while self._wait_for_message() and (frame := read_frame(self._socket)) is not None:
             self._on_message(codec.decode([frame]))
         returncode = self._process.wait()
         self._socket.close()
@@ -95,7 +98,7 @@ class Child:
 
 
 def _open_pidfd(pid: int) -> int | None:
-    """A descriptor that can be read when the process has ended; None where the system has no such thing."""
+    """Return a descriptor that becomes readable when the process has exited, or None where the system has none."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -103,12 +106,13 @@ def _open_pidfd(pid: int) -> int | None:
 
 
 def _program() -> str:
-    """The child imports from where we do. `-m` would put the current directory first, and whatever lies there."""
+    """Return the child's program, which imports from the same paths as this process. `-m` would put the current
+    directory first."""
     return f"import sys; sys.path[:] = {sys.path!r}; from eagleray.process.child import main; sys.exit(main())"
 
 
 def explain_exit(returncode: int) -> str:
-    """Say how a process ended, in the words of a log line."""
+    """Describe how a process exited, for a log line."""
     if returncode >= 0:
         return f"it ended with exit code {returncode}"
     known = -returncode in {number.value for number in signal.Signals}  # real-time signals have no names
@@ -118,5 +122,5 @@ def explain_exit(returncode: int) -> str:
 
 
 CRASHES = frozenset(explain_exit(-number) for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE))
-"""Ends, as `explain_exit` tells them, that a process brings about itself. SIGABRT is not among them: Ray ends drivers
-of a lost cluster by it."""
+"""Exits, as `explain_exit` describes them, that a process causes itself. SIGABRT is not among them, because Ray aborts
+drivers of a lost cluster with it."""

@@ -1,4 +1,4 @@
-"""What a parent hands to a child over the socket pair that the child is born with, and how frames travel on it."""
+"""Spec of a child process, and the framing on the socket pair that the child inherits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LENGTH = struct.Struct("<I")
 
 
 class SpawnSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the child is to be."""
+    """Spec that a parent passes to its child."""
 
     target: str
     """`module:function`; called with (payload, parent)."""
@@ -19,16 +19,17 @@ class SpawnSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
     payload: bytes
     runtime_dir: str
-    """Directory that belongs to the instance: an orphan removes it, since the parent no longer can."""
+    """Runtime directory of the instance, which an orphan removes because the parent no longer can; empty if the child
+    must not remove it."""
 
 
 def write_frame(sock: socket.socket, frame: bytes) -> None:
-    """Raises `OSError` if the other side is gone."""
+    """Write a frame. Raises `OSError` if the other side has exited."""
     sock.sendall(LENGTH.pack(len(frame)) + frame)
 
 
 def read_frame(sock: socket.socket) -> bytes | None:
-    """The next frame, or None when the other side has closed or died."""
+    """Read the next frame, or return None if the other side has closed its end or exited."""
     header = _read_exactly(sock, LENGTH.size)
     return None if header is None else _read_exactly(sock, LENGTH.unpack(header)[0])
 

@@ -23,7 +23,7 @@ def fail(payload: bytes, parent: Parent) -> None:
 
 
 def crash(payload: bytes, parent: Parent) -> None:
-    with parent.telling():
+    with parent.reporting_failure():
         raise ZeroDivisionError("there is a bug")
 
 
