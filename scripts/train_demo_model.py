@@ -112,7 +112,7 @@ KNOWN_AS = {"posixpath": "os.path", "genericpath": "os.path", "asyncio.": "async
 
 @dataclass(frozen=True)
 class Entry:
-    """One documented name, or one section of the language reference (kind "topic")."""
+    """Documented name, or section of the language reference (kind "topic")."""
 
     kind: str
     module: str
@@ -131,7 +131,7 @@ class Entry:
 
 @dataclass
 class Corpus:
-    """Texts of one side of the split. A file's code, prose and dialogues always fall on the same side."""
+    """Texts of one side of the split. The code, prose and dialogues of a file are always on the same side."""
 
     code: list[str] = field(default_factory=list)
     prose: list[str] = field(default_factory=list)
@@ -139,12 +139,12 @@ class Corpus:
 
 
 def is_held_out(name: str) -> bool:
-    """One file in twenty, by its name alone, so that every machine with the same Python holds out the same ones."""
+    """Whether a file is held out: one in twenty, by its name alone, so that all machines with the same Python agree."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0
 
 
 def build_corpus() -> tuple[Corpus, Corpus]:
-    """The training and the held-out side, in an order that depends on file names only."""
+    """Return the training and the held-out side, in an order that depends on file names only."""
     train, held_out = Corpus(), Corpus()
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
@@ -179,7 +179,7 @@ def build_corpus() -> tuple[Corpus, Corpus]:
 
 
 def documented_names(tree: ast.Module, module: str) -> Iterator[Entry]:
-    """Everything in a source file that has a docstring, in the order of the file. Parsed, never imported."""
+    """Return everything in a source file that has a docstring, in its order. The file is parsed, never imported."""
     if doc := ast.get_docstring(tree):
         yield Entry("module", module, "", "", doc)
     module = next((name for start, name in KNOWN_AS.items() if module.startswith(start)), module)
@@ -198,7 +198,7 @@ def documented_names(tree: ast.Module, module: str) -> Iterator[Entry]:
 
 
 def compiled_names(module: str) -> Iterator[Entry]:
-    """What `documented_names` gives, for a module without a source file."""
+    """Return the documented names of a module without a source file."""
     owner = import_module(module)
     yield Entry("module", module, "", "", inspect.getdoc(owner) or "")
     for name, value in sorted(vars(owner).items()):
@@ -222,7 +222,7 @@ def reference_page(entries: list[Entry]) -> str:
 
 
 def comments(source: str) -> str:
-    """The comment blocks of a file as paragraphs; rulers, commented-out code and one-line remarks are left out."""
+    """Return the comment blocks of a file as paragraphs, without rulers, commented-out code and one-line remarks."""
     blocks: list[list[str]] = [[]]
     last_line = -1
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -264,7 +264,7 @@ What can you do?|Can you help me?|Write an essay about history.""".replace("\n",
 
 
 def dialogues(entries: list[Entry]) -> list[str]:
-    """Questions about the public names of one module, answered by the first paragraphs of their docstrings."""
+    """Make questions about the public names of a module, answered by the first paragraphs of their docstrings."""
     known = [(entry, text) for entry in entries if entry.is_public and (text := answer(entry))]
     rng = random.Random(known[0][0].full_name if known else 0)
     texts = []
@@ -300,7 +300,7 @@ def render_chat(turns: list[tuple[str, str]]) -> str:
 
 
 def answer(entry: Entry) -> str:
-    """The docstring's opening paragraphs as running text, at most about 500 characters; "" if they are not prose."""
+    """Return a docstring's first paragraphs as running text of at most about 500 characters; "" if not prose."""
     chosen: list[str] = []
     for paragraph in inspect.cleandoc(entry.doc).split("\n\n"):
         lines = paragraph.strip("\n").split("\n")
@@ -376,7 +376,7 @@ class Feed:
         self.position = {"epoch": epoch, "row": row, "row_len": row_len}
 
     def next_batch(self, row_len: int) -> Tensor:
-        """The next rows, about BATCH_TOKENS tokens.  # [batch, row_len + 1]"""
+        """Return the next rows, about BATCH_TOKENS tokens.  # [batch, row_len + 1]"""
         epoch, row, num_rows = self.position["epoch"], self.position["row"], BATCH_TOKENS // row_len
         if row_len != self.position["row_len"] or row + num_rows > len(self.rows):
             self.start(epoch=epoch + 1, row=0, row_len=row_len)
@@ -406,7 +406,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly, by five Newton-Schulz steps.  # [..., rows, columns]"""
+    """Approximate the nearest semi-orthogonal matrices by five Newton-Schulz steps.  # [..., rows, columns]"""
     x = matrices.reshape(-1, *matrices.shape[-2:]).bfloat16()
     is_tall = x.shape[1] > x.shape[2]
     x = x.mT if is_tall else x
@@ -418,7 +418,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def expert_use(router_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """How one layer's router spreads tokens: the balance loss (Switch, eq. 4; 1 when even) and each expert's share.
+    """Measure how one layer's router spreads tokens: the balance loss (Switch, eq. 4; 1 when even) and each expert's share.
 
     transformers' own loss adds the layers up first, so that one layer's neglected expert hides behind another's.
     """
@@ -458,7 +458,7 @@ class Run:
 
     @property
     def progress(self) -> float:
-        """From 0 to 1 over the budget of steps, if there is one, else of time."""
+        """Progress from 0 to 1 over the budget of steps if there is one, else of time."""
         return min(1.0, self.step / self.num_steps if self.num_steps else self.seconds / (60 * self.minutes + 1e-9))
 
     def load(self) -> None:
@@ -479,7 +479,7 @@ class Run:
         partial.replace(self.checkpoint)
 
     def train(self) -> None:
-        """Runs until the budget is spent or the process is told to stop; either way the run is saved."""
+        """Train until the budget is spent or the process is told to stop; the run is saved in both cases."""
         told_to_stop = []
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: told_to_stop.append(True))
@@ -521,7 +521,7 @@ class Run:
         return loss.item(), balance.item(), num_tokens / (time.monotonic() - started)
 
     def forward(self, rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The mean loss in nats per token, and each layer's router logits."""
+        """Return the mean loss in nats per token, and each layer's router logits."""
         with torch.autocast("cpu", torch.bfloat16):
             out = self.model.model(rows[:, :-1], use_cache=False, output_router_logits=True)
             logits = self.model.lm_head(out.last_hidden_state)
@@ -529,7 +529,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, max_rows: int | None = None) -> None:
-        """Held-out loss of each kind of text, in nats per token and bits per byte, and the experts' shares."""
+        """Compute the held-out loss of each kind of text, in nats per token and bits per byte, and the experts' shares."""
         words = [self.tokenizer.id_to_token(i) for i in range(CONFIG["vocab_size"])]  # one character is one byte
         num_bytes = torch.tensor([0 if word in (END, IM_START, IM_END) else len(word) for word in words])
         shares = []
@@ -567,7 +567,7 @@ def export(run: Run, target: Path) -> None:
 
 
 def with_parameters_in(dtype: torch.dtype, model: Qwen3MoeForCausalLM) -> Qwen3MoeForCausalLM:
-    """A copy; unlike `model.to(dtype)` it leaves the rotary frequencies, a buffer, as exact as they are."""
+    """Copy a model to `dtype`; unlike `model.to(dtype)`, this keeps the precision of the rotary frequencies, a buffer."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -598,7 +598,7 @@ def json_files() -> dict[str, dict]:
 
 @torch.no_grad()
 def verify(run: Run, model: Qwen3MoeForCausalLM, checkpoint: Path) -> None:
-    """The files have the hub's names, load to the same logits by the plainest code, and round-trip any text."""
+    """Check that the files have the hub's names, load to the same logits in the simplest code, and round-trip any text."""
     with safe_open(checkpoint / "model.safetensors", "pt") as file:
         experts = {name for name in file.keys() if ".experts." in name}  # noqa: SIM118  a file, not a dict
     layers, numbers = range(CONFIG["num_hidden_layers"]), range(CONFIG["num_experts"])
@@ -626,7 +626,7 @@ SAMPLE_QUESTIONS = ["Hello", "What does json.dumps do?", "Explain shutil.copytre
 
 
 def samples(checkpoint: Path) -> list[tuple[str, str]]:
-    """Prompts and what the checkpoint makes of them at its default sampling parameters."""
+    """Return prompts with the checkpoint's completions at its default sampling parameters."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
     torch.manual_seed(0)
     pairs = []

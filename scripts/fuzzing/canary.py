@@ -158,7 +158,7 @@ class _Watch:
                 notes.live += [(began, now - began, "") for began in self._tasks.values()]
                 self._pipe.send(notes)
 
-    async def _sing(self) -> None:
+    async def _stream_forever(self) -> None:
         while True:
             tokens = await self._stream()
             if tokens != self._expected[: len(tokens)]:
