@@ -5,8 +5,8 @@ machine with Python, so the model can be made again anywhere, without a download
 
     python scripts/train_demo_model.py --export eagleray/demo_model
 
-A run saves itself in --work-dir every few minutes and on SIGTERM or ctrl-C; the same command carries on from there.
-Nothing is written to the package but by `export`, which first checks the written files.
+A run saves itself in --work-dir every few minutes and on SIGTERM or ctrl-C; the same command continues from there.
+Only `export` writes to the package; it first checks the written files.
 """
 
 import argparse
@@ -418,7 +418,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def expert_use(router_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Measure how one layer's router spreads tokens: the balance loss (Switch, eq. 4; 1 when even) and each expert's share.
+    """Return how a layer's router spreads tokens: the balance loss (Switch, eq. 4; 1 when even) and each expert's share.
 
     transformers' own loss adds the layers up first, so that one layer's neglected expert hides behind another's.
     """
@@ -529,7 +529,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, max_rows: int | None = None) -> None:
-        """Compute the held-out loss of each kind of text, in nats per token and bits per byte, and the experts' shares."""
+        """Report the held-out loss of each kind of text (nats per token, bits per byte), and the experts' shares."""
         words = [self.tokenizer.id_to_token(i) for i in range(CONFIG["vocab_size"])]  # one character is one byte
         num_bytes = torch.tensor([0 if word in (END, IM_START, IM_END) else len(word) for word in words])
         shares = []
@@ -567,7 +567,7 @@ def export(run: Run, target: Path) -> None:
 
 
 def with_parameters_in(dtype: torch.dtype, model: Qwen3MoeForCausalLM) -> Qwen3MoeForCausalLM:
-    """Copy a model to `dtype`; unlike `model.to(dtype)`, this keeps the precision of the rotary frequencies, a buffer."""
+    """Copy a model to `dtype`; unlike `model.to(dtype)`, it keeps the precision of a buffer, the rotary frequencies."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -598,7 +598,7 @@ def json_files() -> dict[str, dict]:
 
 @torch.no_grad()
 def verify(run: Run, model: Qwen3MoeForCausalLM, checkpoint: Path) -> None:
-    """Check that the files have the hub's names, load to the same logits in the simplest code, and round-trip any text."""
+    """Check that the files have the hub's names, load to the same logits, and round-trip any text."""
     with safe_open(checkpoint / "model.safetensors", "pt") as file:
         experts = {name for name in file.keys() if ".experts." in name}  # noqa: SIM118  a file, not a dict
     layers, numbers = range(CONFIG["num_hidden_layers"]), range(CONFIG["num_experts"])
