@@ -418,7 +418,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def expert_use(router_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how a layer's router spreads tokens: the balance loss (Switch, eq. 4; 1 when even) and each expert's share.
+    """Return the balance loss of a layer's router (Switch, eq. 4; 1 when even) and each expert's share of its tokens.
 
     transformers' own loss adds the layers up first, so that one layer's neglected expert hides behind another's.
     """
