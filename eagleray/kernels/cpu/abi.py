@@ -1,7 +1,7 @@
 """The C interface of the CPU kernels as ctypes, derived from its only declaration: the header `csrc/abi.h`.
 
-The reader accepts the subset of C that the header needs and raises on everything else, so that nothing is skipped
-silently.
+The header is read when this module is imported, by a reader that accepts the subset of C that the header needs and
+raises on everything else, so that nothing is skipped silently.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ class CInterface:
 
 
 def fingerprint(header: bytes) -> str:
+    """Return the hash by which a library and this process compare the headers they have read."""
     return hashlib.sha256(header).hexdigest()[:16]
 
 

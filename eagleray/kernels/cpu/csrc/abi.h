@@ -5,7 +5,7 @@
 // file that it was compiled with, and Python refuses a library whose hash differs from that of the file it read.
 //
 // The file is plain C, restricted to what `abi.py` understands: line comments, anonymous enums, structs of scalars,
-// pointers and structs defined above, and functions. One declaration ends with each semicolon.
+// pointers and structs defined above, and functions named er_*. One variable per declaration.
 //
 // Flags and numbers of a list of constants are int64_t in structs and int in arguments. A `dtype` is one of DTYPE_*.
 // A stride is a number of elements.
@@ -21,7 +21,7 @@ enum { MAX_TOP_K = 256 };     // of `er_top_k`
 
 // ---- matrix products
 
-// What happens to the result of a product before it is written. The gated epilogues take a weight that
+// The last operation on a product's result, before it is written. Gated epilogues require a weight that
 // `er_pack_gate_up` packed.
 enum {
   EPILOGUE_STORE,           // float y = result
@@ -126,7 +126,7 @@ enum { SCORING_SOFTMAX, SCORING_SIGMOID };
 
 enum { GROUP_SCORE_MAX, GROUP_SCORE_TOP2 };
 
-// How experts are chosen and weighted.
+// The parameters by which a router chooses and weights experts.
 typedef struct {
   int64_t num_experts;
   int64_t top_k;
@@ -296,7 +296,7 @@ typedef struct {
   int64_t stride;
 } CBuffer;
 
-// All that depends on the batch of a step.
+// Everything that depends on the batch of a step.
 typedef struct {
   CAttentionMetadata metadata;
   const int32_t* token_ids;
