@@ -7,7 +7,7 @@ one, whichever path created them. An identity carries its incarnation: a restart
 from __future__ import annotations
 
 import secrets
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
@@ -54,7 +54,18 @@ class WorkerId(msgspec.Struct, frozen=True, tag="worker"):
         return f"{self.engine.label}/tp{self.tp}-pp{self.pp}"
 
 
+class DriverId(msgspec.Struct, frozen=True, tag="driver"):
+    """The process that drives Ray for one instance."""
+
+    instance: str
+    incarnation: int = 0
+    label: ClassVar[str] = "ray-driver"
+
+
 MemberId = EngineId | ClientId
+
+ProcessId = EngineId | ClientId | WorkerId | DriverId
+"""Whatever is spawned as a process or created as an actor."""
 
 
 def successor(member: Member) -> Member:

@@ -12,7 +12,7 @@ import msgspec
 
 from eagleray.identity import ClientId
 from eagleray.messages.codec import Codec
-from eagleray.messages.lifecycle import Attach, Bound, EngineSpec, EngineStarted, Stop
+from eagleray.messages.lifecycle import Attach, EngineSpec, EngineStarted, Stop
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.outputs import Chunk, Chunks, FinishReason
 from eagleray.messages.requests import Abort, Generate
@@ -39,7 +39,7 @@ def run(payload: bytes, parent: Parent) -> None:
         stack.callback(inbox.close)
         outbox = Outbox(Codec(ENGINE_OUTBOX).encode)
         stack.callback(outbox.close)
-        parent.send(Bound(inbox.address))
+        parent.report_bound(inbox.address)
         attach = inbox.receive(SECONDS)
         assert isinstance(attach, Attach)
         assert attach.member == spec.engine

@@ -22,8 +22,8 @@ LOOK_SECONDS = 0.2
 class ActorMonitor:
     """A thread that waits on the sentinels of an engine's workers, by rank.
 
-    From it `on_loss(rank, reason)` is called for each worker that ends, with a `Failure` for one that ends by an
-    exception of its own. If the watch itself fails, every worker that is left counts as lost: nobody would notice.
+    From it `on_loss(rank, cause)` is called for each worker that exits. If the watch itself fails, every
+    worker that is left counts as lost: nobody would notice.
     Must be closed before Ray is disconnected.
     """
 
@@ -31,7 +31,7 @@ class ActorMonitor:
         self,
         sentinels: Sequence[Sentinel],
         nodes: Sequence[str],
-        on_loss: Callable[[int, str | Failure], None],
+        on_loss: Callable[[int, Failure], None],
     ) -> None:
         self._ranks = {sentinel: rank for rank, sentinel in enumerate(sentinels)}
         self._nodes = nodes
@@ -54,21 +54,21 @@ class ActorMonitor:
                     del self._ranks[sentinel]
         except Exception as error:
             for rank in self._ranks.values():
-                self._on_loss(rank, f"it can no longer be watched: {type(error).__name__}: {error}")
+                self._on_loss(rank, Failure.noticed(f"it can no longer be watched: {type(error).__name__}: {error}"))
 
     def _report(self, rank: int, sentinel: Sentinel) -> None:
         self._on_loss(rank, exit_reason(sentinel, self._nodes[rank]))
 
 
-def exit_reason(sentinel: Sentinel, node_id: str) -> str | Failure:
-    """Of an actor on that node, whose sentinel is ready: a `Failure` if it ended by an exception of its own."""
+def exit_reason(sentinel: Sentinel, node_id: str) -> Failure:
+    """Return why the actor of a sentinel that is ready exited; the actor ran on that node."""
     try:
         ray.get(sentinel)
     except RayTaskError as error:
         return _failure(error)
     except RayError as error:
-        return f"{summarize(str(error))}{_node_state(node_id)}"
-    return "it has ended"
+        return Failure.noticed(f"{summarize(str(error))}{_node_state(node_id)}")
+    return Failure.noticed("it has ended")
 
 
 def _node_state(node_id: str) -> str:

@@ -40,8 +40,8 @@ class EngineActorHandle:
         """Let it be an engine from now on."""
         self._sentinel = self._actors.actors[0].handle.live.remote()
 
-    def why_ended(self, seconds: float) -> str | Failure | None:
-        """Why it has ended, a `Failure` if by an exception of its own; None if it has not within `seconds`."""
+    def exit_reason(self, seconds: float) -> Failure | None:
+        """Return why the actor exited; None if it still runs after `seconds`."""
         ready, _ = ray.wait([self._sentinel], timeout=seconds)
         return exit_reason(self._sentinel, self._node_id) if ready else None
 

@@ -34,8 +34,8 @@ from eagleray.errors import DeadlineExceeded
 from eagleray.executor.choose import is_in_placement_group, open_executor
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
-from eagleray.messages.failure import Failure
-from eagleray.messages.lifecycle import Attach, Bound, EngineSpec, EngineStarted, Failing, MemberToSupervisor
+from eagleray.messages.failure import Ended, Failure
+from eagleray.messages.lifecycle import Attach, EngineSpec, EngineStarted, MemberToSupervisor
 from eagleray.messages.outputs import EngineToClient
 from eagleray.messages.waves import EngineToEngine
 from eagleray.messages.wires import ENGINE_INBOX, ENGINE_OUTBOX
@@ -57,7 +57,7 @@ LOCAL_EXECUTORS = ("in-process", "processes")
 def run(payload: bytes, parent: Parent) -> None:
     """Run the engine that `payload`, an encoded `EngineSpec`, describes."""
     engine = Engine.bind(msgspec.msgpack.decode(payload, type=EngineSpec))
-    parent.send(Bound(engine.address))
+    parent.report_bound(engine.address)
     engine.run(parent.report_failure, has_pipe=True)
 
 
@@ -176,13 +176,13 @@ class Engine:
         return message
 
     def _report_over_new_socket(self, report_error: ReportError, supervisor: str) -> ReportError:
-        """Also send `Failing`, over a new socket: this runs on any thread and zmq sockets are not thread-safe."""
+        """Also send `Ended`, over a new socket: this runs on any thread and zmq sockets are not thread-safe."""
 
         def report_both(error: Exception) -> None:
             report_error(error)
             outbox = _open_outbox()
             outbox.connect(SUPERVISOR, supervisor)
-            outbox.send(SUPERVISOR, Failing(self._spec.engine, Failure.of(error)))
+            outbox.send(SUPERVISOR, Ended(self._spec.engine, Failure.of(error)))
             outbox.close()
 
         return report_both

@@ -13,6 +13,7 @@ from eagleray.errors import ChannelClosed, DeadlineExceeded, WorkerFailed, Worke
 from eagleray.executor.failure_monitor import PEER_EXIT_SECONDS
 from eagleray.executor.group import WorkerGroup
 from eagleray.executor.merge import merge_step, reporting_ranks
+from eagleray.messages.failure import Ended
 from eagleray.messages.steps import (
     Call,
     Reply,
@@ -20,7 +21,6 @@ from eagleray.messages.steps import (
     StepPlan,
     StepResult,
     WorkerCall,
-    WorkerFailure,
     WorkerReply,
 )
 from eagleray.messages.workers import Topology
@@ -142,12 +142,12 @@ class Executor:
         return {rank: replies[rank] for rank in sorted(replies)}
 
     def _store(self, reply: Reply) -> None:
-        if isinstance(reply.body, WorkerFailure):
+        if isinstance(reply.body, Ended):
             self._fail(reply.body)
         if reply.call_id in self._replies:
             self._replies[reply.call_id][reply.rank] = reply.body
 
-    def _fail(self, failure: WorkerFailure) -> None:
+    def _fail(self, failure: Ended) -> None:
         """Raise the root cause: the exit of another worker, if that made this one fail."""
         cause = failure.cause
         if cause.is_user_error:
@@ -158,9 +158,9 @@ class Executor:
             while (remaining := deadline - time.monotonic()) > 0:
                 self._group.receive(remaining)
         except WorkerLost as lost:
-            raise WorkerLost(f"{lost} ({failure.worker.label} noticed it: {cause})") from None
+            raise WorkerLost(f"{lost} ({failure.member.label} noticed it: {cause})") from None
         kind = WorkerLost if is_peer_gone else WorkerFailed
-        raise kind(f"{failure.worker.label}: {cause}\n{cause.traceback}".rstrip())
+        raise kind(f"{failure.member.label}: {cause}\n{cause.traceback}".rstrip())
 
     def _explain(self, call_id: int, what: str, ranks: Sequence[int], seconds: float) -> str:
         replied = self._replies[call_id]

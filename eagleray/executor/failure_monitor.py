@@ -24,17 +24,16 @@ class FailureMonitor:
         self._are_expected = False
         self._has_failed = False
 
-    def report(self, label: str, reason: str | Failure) -> None:
-        """Report that worker `label` exited; a `Failure` is its own report of the cause."""
-        match reason:
-            case str():
-                self._keep(WorkerLost(f"worker {label}: {reason}"))
-            case Failure(is_user_error=True):
-                self._keep(reason.as_user_error())
-            case _:
-                # a closed channel follows from the exit of another worker, which may be reported later
-                kind = WorkerLost if reason.kind == ChannelClosed.__name__ else WorkerFailed
-                self._keep(kind(f"worker {label} ended: {reason}\n{reason.traceback}".rstrip()))
+    def report(self, label: str, cause: Failure) -> None:
+        """Record that the worker `label` ended because of `cause`."""
+        if not cause.is_exception:
+            self._keep(WorkerLost(f"worker {label}: {cause}"))
+        elif cause.is_user_error:
+            self._keep(cause.as_user_error())
+        else:
+            # a closed channel follows from the exit of another worker, which may be reported later
+            kind = WorkerLost if cause.kind == ChannelClosed.__name__ else WorkerFailed
+            self._keep(kind(f"worker {label} ended: {cause}\n{cause.traceback}".rstrip()))
 
     def expect_exits(self) -> None:
         """Ignore exits from now on, because the workers are being stopped."""

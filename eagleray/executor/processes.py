@@ -12,9 +12,10 @@ from eagleray.config.sections import Config
 from eagleray.executor.failure_monitor import FailureMonitor
 from eagleray.executor.queue_group import QueueGroup
 from eagleray.executor.worker_specs import encode_worker_specs, open_heartbeat_monitor, worker_labels
-from eagleray.identity import EngineId
+from eagleray.identity import EngineId, WorkerId
 from eagleray.log import get_logger
-from eagleray.messages.lifecycle import ChildToParent, Failed
+from eagleray.messages.failure import Ended
+from eagleray.messages.lifecycle import ChildToParent
 from eagleray.messages.workers import Topology
 from eagleray.process.spawn import Child
 from eagleray.transport.message_queue_hub import MessageQueueHub
@@ -51,8 +52,8 @@ def start_processes(engine: EngineId, config: Config, *, runtime_dir: Path) -> Q
             queue=hub.ticket,
             heartbeats=heartbeats,
         )
-        for label, payload in zip(labels, specs, strict=True):
-            children.append(_spawn(payload, label, config, failures))
+        for rank, payload in enumerate(specs):
+            children.append(_spawn(payload, topology.worker_id(engine, rank), config, failures))
         hub.wait_for_peers(config.execution.startup_timeout, failures.check)
         return QueueGroup(topology=topology, hub=hub, failures=failures, exit_stack=stack.pop_all())
 
@@ -66,19 +67,19 @@ def _topology(config: Config) -> Topology:
     )
 
 
-def _spawn(payload: bytes, label: str, config: Config, failures: FailureMonitor) -> Child:
+def _spawn(payload: bytes, worker: WorkerId, config: Config, failures: FailureMonitor) -> Child:
     def on_message(message: ChildToParent) -> None:
-        if isinstance(message, Failed):
-            failures.report(label, message.cause)
+        if isinstance(message, Ended):
+            failures.report(worker.label, message.cause)
 
     return Child(
         target="eagleray.worker.entry:run",
-        label=label,
+        member=worker,
         payload=payload,
         log_level=config.execution.log_level,
         runtime_dir="",  # only the engine may remove the instance's directory
         on_message=on_message,
-        on_exit=lambda reason: failures.report(label, reason),
+        on_exit=lambda cause: failures.report(worker.label, cause),
     )
 
 

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from eagleray.errors import ChannelClosed, WorkerLost
 from eagleray.executor.failure_monitor import PEER_EXIT_SECONDS, FailureMonitor
 from eagleray.messages.codec import Codec
-from eagleray.messages.steps import Call, Reply, WorkerFailure
+from eagleray.messages.failure import Ended
+from eagleray.messages.steps import Call, Reply
 from eagleray.messages.workers import Topology
 from eagleray.transport.message_queue_hub import MessageQueueHub
 
@@ -42,7 +43,7 @@ class QueueGroup:
             raise self._cause(error) from error
         if received is not None:
             reply = self._replies.decode(received[1])
-            if isinstance(reply.body, WorkerFailure):
+            if isinstance(reply.body, Ended):
                 self._failures.mark_failed()
             return reply
         self._failures.check()

@@ -59,7 +59,7 @@ def start_ray_actors(
             heartbeats=pulse,
         )
         sentinels = team.actors.run(worker, specs)
-        watch = ActorMonitor(sentinels, topology.nodes, lambda rank, reason: losses.report(labels[rank], reason))
+        watch = ActorMonitor(sentinels, topology.nodes, lambda rank, cause: losses.report(labels[rank], cause))
         stack.callback(watch.close)
         broadcaster.wait_for_peers(wait.left, losses.check)
         stack.callback(_end, broadcaster, team.actors, losses)

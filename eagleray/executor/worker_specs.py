@@ -10,6 +10,7 @@ import msgspec
 from eagleray.config.sections import Config
 from eagleray.executor.failure_monitor import FailureMonitor
 from eagleray.identity import EngineId
+from eagleray.messages.failure import Failure
 from eagleray.messages.workers import Topology, WorkerSpec
 from eagleray.transport.heartbeat import HeartbeatMonitor
 
@@ -31,7 +32,9 @@ def open_heartbeat_monitor(
         runtime_dir=runtime_dir,
         host=host,
         limit=config.execution.heartbeat_timeout,
-        on_silent=lambda rank, seconds: failures.report(labels[rank], f"it was silent for {seconds:.0f} s"),
+        on_silent=lambda rank, seconds: failures.report(
+            labels[rank], Failure.noticed(f"it was silent for {seconds:.0f} s")
+        ),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from eagleray.log import get_logger
+from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import ApiServerSpec, ChildToParent, EngineSpec
 from eagleray.process.spawn import Child
 
@@ -18,8 +19,8 @@ Spec = TypeVar("Spec", contravariant=True)
 OnMessage = Callable[[ChildToParent], None]
 """Called with each message, in order, from any thread."""
 
-OnExit = Callable[[str], None]
-"""Called exactly once, after the last message, from any thread: why it has ended."""
+OnExit = Callable[[Failure], None]
+"""Called exactly once, after the last message, from any thread, with the reason of the exit."""
 
 
 class Spawned(Protocol):
@@ -64,13 +65,13 @@ class ProcessLauncher:
 
     def spawn(self, spec: EngineSpec | ApiServerSpec, *, on_message: OnMessage, on_exit: OnExit) -> Child:
         match spec:
-            case EngineSpec(engine=engine):
-                label, target, descriptors = engine.label, self._engine_target, []
-            case ApiServerSpec(client=client, listener_fd=listener_fd):
-                label, target, descriptors = client.label, self._api_server_target, [listener_fd]
+            case EngineSpec(engine=member):
+                target, descriptors = self._engine_target, []
+            case ApiServerSpec(client=member, listener_fd=listener_fd):
+                target, descriptors = self._api_server_target, [listener_fd]
         child = Child(
             target=target,
-            label=label,
+            member=member,
             payload=msgspec.msgpack.encode(spec),
             log_level=self._log_level,
             runtime_dir=self._runtime_dir,
@@ -78,7 +79,7 @@ class ProcessLauncher:
             on_exit=on_exit,
             pass_fds=descriptors,
         )
-        logger.debug("%s is process %d", label, child.pid)
+        logger.debug("%s is process %d", member.label, child.pid)
         return child
 
     async def close(self) -> None:

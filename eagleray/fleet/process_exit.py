@@ -13,9 +13,7 @@ from eagleray.messages.failure import Failure
 @dataclass(frozen=True)
 class ProcessExit:
     member: MemberId
-    reason: str
-    failure: Failure | None
-    """What it said of its end, if it could."""
+    cause: Failure
     verdict: RestartDecision | None
     """None: it was to end."""
 
@@ -38,13 +36,13 @@ class ProcessExit:
 
     def as_exception(self) -> EagleRayError:
         """For whoever waits for this instance, which ends because of it."""
-        return as_exception(self.member.label, self.reason, self.failure)
+        return as_exception(self.member.label, self.cause)
 
 
-def as_exception(who: str, reason: str, failure: Failure | None) -> EagleRayError:
-    """What the end of a process means to whoever needs it. `failure`: what it said of its end, if it could."""
-    if failure is None:
-        return EngineFailed(f"{who} is gone: {reason}")
-    if failure.is_user_error:
-        return failure.as_user_error()
-    return EngineFailed(f"{who} failed: {failure}\n{failure.traceback}".rstrip())
+def as_exception(label: str, cause: Failure) -> EagleRayError:
+    """Return the exception for callers that need the process `label`, which ended because of `cause`."""
+    if not cause.kind:
+        return EngineFailed(f"{label} is gone: {cause.message}")
+    if cause.is_user_error:
+        return cause.as_user_error()
+    return EngineFailed(f"{label} failed: {cause.kind}: {cause.message}\n{cause.traceback}".rstrip())

@@ -21,15 +21,15 @@ from eagleray.errors import DeadlineExceeded
 from eagleray.fleet.ray_life import RayEngineLifecycle
 from eagleray.identity import EngineId
 from eagleray.messages.codec import Codec
-from eagleray.messages.launching import (
+from eagleray.messages.lifecycle import (
     DriverReady,
     DriverSpec,
     DriverToLauncher,
-    EndEngine,
+    EngineSpec,
+    KillEngine,
     LauncherToDriver,
     SpawnEngine,
 )
-from eagleray.messages.lifecycle import EngineSpec
 from eagleray.process.parent import Parent
 from eagleray.transport.heartbeat import HeartbeatSender
 from eagleray.transport.inbox import Inbox, Outbox
@@ -51,7 +51,7 @@ def run(payload: bytes, parent: Parent) -> None:
         with parent.reporting_failure():
             connection = connect(
                 options.ray_address or (None if spec.ray is None else spec.ray.address),
-                namespace=spec.instance,
+                namespace=spec.driver.instance,
                 program=spec.ray,
                 keep=options.ray_env_include,
                 on_lost=parent.report_failure,
@@ -60,7 +60,7 @@ def run(payload: bytes, parent: Parent) -> None:
             places = _places(spec, connection)
             only(snapshot(), options.ray_nodes)  # a name of no node is an error now
         inbox: Inbox[LauncherToDriver] = Inbox(
-            Path(spec.runtime_dir), f"ray-driver-{spec.number}", Codec(LauncherToDriver).decode
+            Path(spec.runtime_dir), f"ray-driver-{spec.driver.incarnation}", Codec(LauncherToDriver).decode
         )
         ends.callback(inbox.close)
         ends.callback(HeartbeatSender.start(spec.pulse, on_silent=_keep_on).close)
@@ -90,7 +90,7 @@ class Driver:
             match message:
                 case SpawnEngine(spec):
                     born[spec.engine] = self._make(spec)
-                case EndEngine(engine):
+                case KillEngine(engine):
                     if life := born.get(engine) or self._lives.get(engine):
                         life.end()
         for life in born.values():
@@ -142,7 +142,7 @@ def _report(spec: DriverSpec, connection: Connection, address: str) -> None:
     outbox.send(
         "launcher",
         DriverReady(
-            number=spec.number,
+            driver=spec.driver,
             address=address,
             host=address_of(connection.node_id),
             cluster=connection.address,

@@ -18,21 +18,21 @@ from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, ClusterError, ClusterLost, EngineFailed
 from eagleray.fleet.launcher import OnExit, OnMessage
 from eagleray.fleet.process_exit import as_exception
-from eagleray.identity import EngineId
+from eagleray.identity import DriverId, EngineId
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
-from eagleray.messages.failure import Failure
-from eagleray.messages.launching import (
+from eagleray.messages.failure import Ended, Failure
+from eagleray.messages.lifecycle import (
+    Bound,
+    ChildToParent,
     DriverReady,
     DriverSpec,
     DriverToLauncher,
-    EndEngine,
-    EngineEnded,
-    EngineReported,
+    EngineSpec,
+    KillEngine,
     LauncherToDriver,
     SpawnEngine,
 )
-from eagleray.messages.lifecycle import ChildToParent, EngineSpec, Failed
 from eagleray.messages.workers import RayContext
 from eagleray.process.spawn import Child
 from eagleray.transport.heartbeat import HeartbeatMonitor
@@ -50,7 +50,7 @@ END_SECONDS = 15.0
 FIRST_DELAYS = (0.0, 1.0, 2.0)
 """Seconds before each further attempt to get a first driver connected."""
 
-LOST_STORE = "it ended with exit code 1"
+LOST_STORE = Failure.noticed("it ended with exit code 1")
 """What Ray does to a driver, without a word to us, a minute after the cluster's control store was lost."""
 
 
@@ -77,15 +77,13 @@ class RayEngine:
 
 @dataclass(eq=False)
 class _Driver:
-    number: int
+    id: DriverId
     pulse: int
     timer: asyncio.TimerHandle
     """Until it is connected."""
     ready: DriverReady | None = None
-    failure: Failure | None = None
-    """What it said of its end, or what we ended it for."""
-    reason: str = ""
-    """Once it has ended."""
+    cause: Failure | None = None
+    """Why it ended: its own report, the reason for which it was killed, or, once it has exited, the reason of that."""
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     """It is connected, or has ended."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -184,18 +182,18 @@ class RayLauncher:
             await driver.answered.wait()
             if driver.ready is not None:
                 return
-            error = as_exception("the process that drives Ray", driver.reason, driver.failure)
-            if delay is None or (driver.failure is not None and driver.failure.kind != ClusterLost.__name__):
+            assert driver.cause is not None
+            error = as_exception("the process that drives Ray", driver.cause)
+            if delay is None or driver.cause.kind not in ("", ClusterLost.__name__):
                 raise error
             logger.warning("%s; starting another one in %g s", error, delay)
             await asyncio.sleep(delay)
 
     def _start_driver(self) -> _Driver:
-        number = self._num_drivers
+        name = DriverId(self._instance, self._num_drivers)
         pulse, ticket = self._pulse.invite()
         spec = DriverSpec(
-            number=number,
-            instance=self._instance,
+            driver=name,
             config=self._config,
             runtime_dir=str(self._runtime_dir),
             launcher=self._inbox.address,
@@ -204,15 +202,15 @@ class RayLauncher:
             pulse=ticket,
         )
         timer = self._loop.call_later(CONNECT_SECONDS, self._connection_is_late)
-        driver = _Driver(number, pulse, timer)
+        driver = _Driver(name, pulse, timer)
         self._child = Child(
             target="eagleray.fleet.ray_driver:run",
-            label="ray-driver",
+            member=name,
             payload=msgspec.msgpack.encode(spec),
             log_level=self._config.execution.log_level,
             runtime_dir=str(self._runtime_dir),
             on_message=lambda message: self._post(self._driver_said, driver, message),
-            on_exit=lambda reason: self._post(self._driver_ended, driver, reason),
+            on_exit=lambda cause: self._post(self._driver_ended, driver, cause),
         )
         self._num_drivers += 1
         self._driver = driver
@@ -221,13 +219,13 @@ class RayLauncher:
     def _connection_is_late(self) -> None:
         if (driver := self._driver) is not None and self._child is not None:
             late = ClusterError(f"Ray: no connection within {CONNECT_SECONDS:.0f} s (the process that drives it hangs)")
-            driver.failure = _as_loss(Failure.of(late)) if self._was_connected else Failure.of(late)
+            driver.cause = _as_loss(Failure.of(late)) if self._was_connected else Failure.of(late)
             self._child.kill()
 
     def _driver_is_silent(self, pulse: int, seconds: float) -> None:
         """It hangs, or was stopped: it can neither tell of its engines nor end them."""
         if (driver := self._driver) is not None and driver.pulse == pulse and self._child is not None:
-            driver.failure = Failure.of(EngineFailed(f"it was silent for {seconds:.0f} s"))
+            driver.cause = Failure.of(EngineFailed(f"it was silent for {seconds:.0f} s"))
             self._child.kill()
 
     async def _read_inbox(self) -> None:
@@ -236,16 +234,16 @@ class RayLauncher:
                 match await self._inbox.receive():
                     case DriverReady() as ready:
                         self._connect(ready)
-                    case EngineReported(name, message):
+                    case Bound(EngineId() as name) as message:
                         if engine := self._engines.get(name):
                             engine.on_message(message)
-                    case EngineEnded(name, reason):
+                    case Ended(EngineId() as name, cause):
                         if engine := self._engines.pop(name, None):
-                            engine.on_exit(reason)
+                            engine.on_exit(cause)
 
     def _connect(self, ready: DriverReady) -> None:
         driver = self._driver
-        if driver is None or driver.number != ready.number:  # it has ended meanwhile
+        if driver is None or driver.id != ready.driver:  # it has ended meanwhile
             return
         driver.timer.cancel()
         driver.ready = ready
@@ -269,30 +267,29 @@ class RayLauncher:
         if self._engines.get(name) is not engine:
             return
         if engine.is_sent:
-            self._outbox.send("driver", EndEngine(name))
+            self._outbox.send("driver", KillEngine(name))
         else:
             del self._engines[name]
-            self._loop.call_soon(engine.on_exit, "it was told to end before it was made")
+            self._loop.call_soon(engine.on_exit, Failure.noticed("it was told to end before it was made"))
 
     def _driver_said(self, driver: _Driver, message: ChildToParent) -> None:
-        if isinstance(message, Failed):
-            driver.failure = _as_loss(message.cause) if self._was_connected else message.cause
+        if isinstance(message, Ended):
+            driver.cause = _as_loss(message.cause) if self._was_connected else message.cause
 
-    def _driver_ended(self, driver: _Driver, reason: str) -> None:
-        is_lost = reason == LOST_STORE and driver.ready is not None and driver.failure is None
-        hint = " (as Ray does when the cluster's control store is lost)" if is_lost else ""
+    def _driver_ended(self, driver: _Driver, exit_cause: Failure) -> None:
+        has_lost_store = exit_cause == LOST_STORE and driver.ready is not None
+        hint = " (as Ray does when the cluster's control store is lost)" if has_lost_store else ""
         driver.timer.cancel()
         self._pulse.forget(driver.pulse)
-        driver.reason = reason + hint
+        reported = driver.cause
+        driver.cause = reported or Failure.noticed(exit_cause.message + hint)
         driver.answered.set()
         driver.ended.set()
         self._driver = None
         self._outbox.disconnect("driver", linger_ms=0)
         engines, self._engines = self._engines, {}
         for engine in engines.values():
-            if driver.failure is not None:
-                engine.on_message(Failed(driver.failure))
-            engine.on_exit(f"the process that drives Ray ended: {driver.failure or driver.reason}")
+            engine.on_exit(reported or Failure.noticed(f"the process that drives Ray ended: {driver.cause}"))
 
     def _post(self, function: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know any more

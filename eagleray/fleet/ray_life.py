@@ -21,9 +21,8 @@ from eagleray.errors import EagleRayError
 from eagleray.identity import EngineId
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
-from eagleray.messages.failure import Failure
-from eagleray.messages.launching import DriverToLauncher, EngineEnded, EngineReported
-from eagleray.messages.lifecycle import Bound, EngineSpec, Failed
+from eagleray.messages.failure import Ended, Failure
+from eagleray.messages.lifecycle import Bound, DriverToLauncher, EngineSpec
 from eagleray.messages.workers import RayContext
 from eagleray.transport.inbox import Outbox
 
@@ -78,29 +77,27 @@ class RayEngineLifecycle:
         outbox.connect("launcher", self._launcher)
         ends = ExitStack()
         try:
-            outbox.send("launcher", EngineEnded(self.engine, self._live(outbox, ends)))
+            outbox.send("launcher", Ended(self.engine, self._live(outbox, ends)))
         finally:
             self._tidy(ends)
             outbox.close()
 
-    def _live(self, outbox: Outbox[str, DriverToLauncher], ends: ExitStack) -> str:
+    def _live(self, outbox: Outbox[str, DriverToLauncher], ends: ExitStack) -> Failure:
         """Why it has ended. `ends` removes what is left of it."""
         try:
             actor = self._give_birth(ends)
-            outbox.send("launcher", EngineReported(self.engine, Bound(actor.address)))
+            outbox.send("launcher", Bound(self.engine, actor.address))
             actor.run()
-            while (cause := actor.why_ended(LOOK_SECONDS)) is None:
+            while (cause := actor.exit_reason(LOOK_SECONDS)) is None:
                 self._check()
+            return cause
         except Cancelled:
             self._tidy(ends)  # only then is it true
-            return "it was told to end"
+            return Failure.noticed("it was told to end")
         except Exception as error:
             if not isinstance(error, EagleRayError):
                 logger.exception("%s could not be brought to life", self.engine.label)
-            cause = Failure.of(error)
-        if isinstance(cause, Failure):
-            outbox.send("launcher", EngineReported(self.engine, Failed(cause)))
-        return str(cause)
+            return Failure.of(error)
 
     def _give_birth(self, ends: ExitStack) -> EngineActorHandle:
         config = self._spec.config

@@ -13,15 +13,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from eagleray.errors import EagleRayError, ProcessCrashed
+from eagleray.errors import EagleRayError
 from eagleray.fleet.launcher import OnExit, OnMessage, Spawned
 from eagleray.fleet.process_exit import ProcessExit
 from eagleray.fleet.restart_policy import Restart, RestartDecision, RestartHistory
 from eagleray.identity import MemberId, successor
 from eagleray.log import get_logger
-from eagleray.messages.failure import Failure
-from eagleray.messages.lifecycle import Bound, ChildToParent, Failed
-from eagleray.process.spawn import CRASHES
+from eagleray.messages.failure import Ended, Failure
+from eagleray.messages.lifecycle import Bound, ChildToParent
 
 logger = get_logger(__name__)
 
@@ -30,7 +29,7 @@ END_SECONDS = 15.0
 workers to end first."""
 
 Spawn = Callable[[MemberId, OnMessage, OnExit], Spawned]
-Decide = Callable[[RestartHistory, float | None, Failure | None], tuple[RestartHistory, RestartDecision]]
+Decide = Callable[[RestartHistory, float | None, Failure], tuple[RestartHistory, RestartDecision]]
 
 
 class ReplicaPhase(enum.Enum):
@@ -112,7 +111,7 @@ class Replica:
                 member, partial(self._post, self._heard, member), partial(self._post, self._exited, member)
             )
         except (OSError, EagleRayError) as error:
-            self._exited(member, f"it could not be started: {error}")
+            self._exited(member, Failure.noticed(f"it could not be started: {error}"))
 
     def started(self) -> float | None:
         """It works. Seconds since an earlier incarnation was lost; None for the first."""
@@ -130,7 +129,7 @@ class Replica:
             self._set_timer(None)
             self._working_since = self._working_since or self._loop.time()
 
-    def lose(self, reason: str, failure: Failure | None = None, *, at_once: bool = False) -> None:
+    def lose(self, cause: Failure, *, at_once: bool = False) -> None:
         """It does not work any more. It is killed: if it has not ended by itself after a while, or at once."""
         if self.phase not in (ReplicaPhase.STARTING, ReplicaPhase.UP):
             return
@@ -138,14 +137,14 @@ class Replica:
         worked = None if self._working_since is None else now - self._working_since
         self._verdict = None
         if not self._is_closed:
-            self._history, self._verdict = self._decide(self._history, worked, failure)
+            self._history, self._verdict = self._decide(self._history, worked, cause)
         self.phase = ReplicaPhase.ENDING
         self._lost_at = now if self._lost_at is None else self._lost_at
         if at_once:
             self._kill_and_wait()
         else:
             self._set_timer(END_SECONDS, self._insist)
-        self._watcher.lost(ProcessExit(self.member, reason, failure, self._verdict))
+        self._watcher.lost(ProcessExit(self.member, cause, self._verdict))
 
     def terminate(self) -> None:
         """Ask the process to end, if there is one."""
@@ -176,14 +175,14 @@ class Replica:
         if member != self.member or self.phase not in (ReplicaPhase.STARTING, ReplicaPhase.UP):
             return
         match message:
-            case Bound(address):
+            case Bound(_, address):
                 self._watcher.bound(member, address)
-            case Failed(cause):
-                self.lose(str(cause), cause)
+            case Ended(_, cause):
+                self.lose(cause)
 
-    def _exited(self, member: MemberId, reason: str) -> None:
+    def _exited(self, member: MemberId, cause: Failure) -> None:
         self._spawned = None
-        self.lose(reason, Failure.of(ProcessCrashed(reason)) if reason in CRASHES else None)
+        self.lose(cause)
         self._set_timer(None)
         self._ended.set()
         if isinstance(self._verdict, Restart) and not self._is_closed:
@@ -197,7 +196,8 @@ class Replica:
         self.start()
 
     def _start_is_late(self) -> None:
-        self.lose(f"it had not started after {self._start_seconds:.0f} s (option `startup_timeout`)", at_once=True)
+        late = f"it had not started after {self._start_seconds:.0f} s (option `startup_timeout`)"
+        self.lose(Failure.noticed(late), at_once=True)
 
     def _insist(self) -> None:
         logger.warning("%s has not ended within %.0f s: it is killed", self.member.label, END_SECONDS)

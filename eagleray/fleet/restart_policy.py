@@ -71,28 +71,28 @@ def decide_restart(
     history: RestartHistory,
     *,
     worked: float | None,
-    failure: Failure | None,
+    cause: Failure,
     max_restarts: int | None,
     max_delay: float,
     instance_has_served: bool,
 ) -> tuple[RestartHistory, RestartDecision]:
     """Return what follows from an end, and the history to hand in at the next one.
 
-    `worked`: seconds from its start to its end, None if it never started; `failure`: what it said of its end;
+    `worked`: seconds from its start to its end, None if it never started;
     `max_restarts`: budget of failures of its own, None for no limit; with 0 nothing is ever started again.
     """
-    if failure is not None and failure.is_user_error and not instance_has_served:
+    if cause.is_user_error and not instance_has_served:
         return history, EndInstance()
     if max_restarts == 0:
         return history, GiveUp()
     history = _after_start(history, worked)
-    is_own = failure is not None and not _is_from_outside(failure, history)
-    if failure is not None and failure.kind == ProcessCrashed.__name__:
+    is_own = not _is_from_outside(cause, history)
+    if cause.kind == ProcessCrashed.__name__:
         # At work it may be a request's fault, which has a budget of its own.
         is_own = worked is None and not instance_has_served
     start_failure = None
-    if failure is not None and is_own and worked is None and failure.kind != DeadlineExceeded.__name__:
-        start_failure = f"{failure.kind}: {VARYING.sub('#', failure.message)}"
+    if is_own and worked is None and cause.kind != DeadlineExceeded.__name__:
+        start_failure = f"{cause.kind}: {VARYING.sub('#', cause.message)}"
         if start_failure == history.start_failure:
             return history, GiveUp() if instance_has_served else EndInstance()
     if is_own and max_restarts is not None and history.spent >= max_restarts:
@@ -118,7 +118,7 @@ def _after_start(history: RestartHistory, worked: float | None) -> RestartHistor
     return replace(history, failed_starts=0, has_served=True, start_failure=None)
 
 
-def _is_from_outside(failure: Failure, history: RestartHistory) -> bool:
-    """Whether the process reports what has happened to others, not what it has done itself."""
-    is_lost_cluster = failure.kind == ClusterError.__name__ and history.has_served
-    return failure.kind in LOST or failure.library == "ray" or is_lost_cluster
+def _is_from_outside(cause: Failure, history: RestartHistory) -> bool:
+    """Whether the process raised nothing, or reports an exit of others."""
+    is_lost_cluster = cause.kind == ClusterError.__name__ and history.has_served
+    return not cause.kind or cause.kind in LOST or cause.library == "ray" or is_lost_cluster

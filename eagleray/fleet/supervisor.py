@@ -36,7 +36,7 @@ from eagleray.fleet.restart_policy import EndInstance, GiveUp, RestartDecision, 
 from eagleray.identity import ClientId, EngineId, MemberId, new_instance_name
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
-from eagleray.messages.failure import Failure
+from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.lifecycle import (
     Alive,
     ApiServerSpec,
@@ -45,7 +45,6 @@ from eagleray.messages.lifecycle import (
     EngineStarted,
     ExpertsFormed,
     ExpertsOpened,
-    Failing,
     Knows,
     MemberToSupervisor,
     Register,
@@ -227,12 +226,12 @@ class Supervisor:
 
     def lost(self, loss: ProcessExit) -> None:
         """For seats: a member works no longer."""
-        self._board.leave(Left(loss.member, loss.reason, returns=loss.returns))
+        self._board.leave(Left(loss.member, str(loss.cause), returns=loss.returns))
         if loss.verdict is None:
             return
-        logger.warning("%s is gone: %s; %s", loss.member.label, loss.reason, loss.what_follows)
-        if loss.failure is not None and loss.failure.traceback:
-            logger.warning("%s", loss.failure.traceback.rstrip())
+        logger.warning("%s is gone: %s; %s", loss.member.label, loss.cause, loss.what_follows)
+        if loss.cause.traceback:
+            logger.warning("%s", loss.cause.traceback.rstrip())
         if self._ends_instance(loss):
             self._fail(loss.as_exception())
             return
@@ -278,13 +277,13 @@ class Supervisor:
             remove_dead_sockets(self.runtime_dir)  # of the incarnation before, if it was killed
 
     def _decide(
-        self, member: MemberId, history: RestartHistory, worked: float | None, failure: Failure | None
+        self, member: MemberId, history: RestartHistory, worked: float | None, cause: Failure
     ) -> tuple[RestartHistory, RestartDecision]:
         is_engine, max_restarts = isinstance(member, EngineId), self._config.recovery.max_engine_restarts
         return decide_restart(
             history,
             worked=worked,
-            failure=failure,
+            cause=cause,
             max_restarts=max_restarts if is_engine or max_restarts == 0 else None,
             max_delay=MAX_ENGINE_DELAY if is_engine else MAX_API_SERVER_DELAY,
             instance_has_served=self.serving.is_set(),
@@ -337,9 +336,11 @@ class Supervisor:
                 self._connections.broke(sender, receiver)
             case ExpertsOpened():
                 self._opened(message)
-            case Failing(member, cause):
+            case Ended(EngineId() | ClientId() as member, cause):
                 if seat := self._seat_of(member):
-                    seat.lose(str(cause), cause)
+                    seat.lose(cause)
+            case Ended():
+                pass  # workers and drivers report to their own parents
             case Register():
                 if not self._is_ending:
                     self._guests.register(message)
@@ -399,7 +400,7 @@ class Supervisor:
 
     def _lose(self, member: MemberId, reason: str) -> None:
         if seat := self._seat_of(member):
-            seat.lose(reason, at_once=True)
+            seat.lose(Failure.noticed(reason), at_once=True)
 
     def _fail(self, error: EagleRayError) -> None:
         """Nobody is started again; clients hear why."""

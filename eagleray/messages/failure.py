@@ -1,4 +1,4 @@
-"""An exception that crosses a process, as a value."""
+"""Why something ended, as a value that crosses processes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import traceback
 import msgspec
 
 from eagleray import errors
-from eagleray.errors import EagleRayError, UserError
+from eagleray.errors import EagleRayError, ProcessCrashed, UserError
+from eagleray.identity import ProcessId
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """What went wrong, told so that the reader of another process can name the cause."""
+    """An exception that a process raised, or an exit that others noticed, with a text that names the cause."""
 
     kind: str
-    """Name of the exception's class."""
+    """Name of the exception's class; empty if the process raised none: it was killed, fell silent or just returned."""
     message: str
     traceback: str = ""
     is_user_error: bool = False
@@ -27,16 +28,37 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             kind=type(error).__name__,
             message=str(error),
-            # what we raise on purpose says all in its message
+            # An error that eagleray raises on purpose says everything in its message.
             traceback="" if isinstance(error, EagleRayError) else "".join(traceback.format_exception(error)),
             is_user_error=isinstance(error, UserError),
             library=type(error).__module__.partition(".")[0],
         )
 
+    @classmethod
+    def noticed(cls, reason: str) -> Failure:
+        """Make the failure of a process that was found gone or silent, and reported no exception."""
+        return cls(kind="", message=reason)
+
+    @property
+    def is_exception(self) -> bool:
+        """Whether the process raised an exception and reported it."""
+        return self.kind not in ("", ProcessCrashed.__name__)
+
     def as_user_error(self) -> EagleRayError:
-        """The exception that it was, if `is_user_error`."""
+        """Return the exception that it was, if `is_user_error`."""
         error: EagleRayError = getattr(errors, self.kind, UserError)(self.message)
         return error
 
     def __str__(self) -> str:
-        return self.message if self.is_user_error else f"{self.kind}: {self.message}"
+        return f"{self.kind}: {self.message}" if self.is_exception and not self.is_user_error else self.message
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """`member` ends because of `cause`.
+
+    A process sends it before it exits, a worker in reply to a call that failed; the driver of Ray sends it about an
+    engine when the actor is gone.
+    """
+
+    member: ProcessId
+    cause: Failure

@@ -15,8 +15,8 @@ from __future__ import annotations
 import msgspec
 
 from eagleray.config.sections import Config
-from eagleray.identity import ClientId, EngineId, MemberId
-from eagleray.messages.failure import Failure
+from eagleray.identity import ClientId, DriverId, EngineId, MemberId, ProcessId
+from eagleray.messages.failure import Ended
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.steps import EngineOpened
 from eagleray.messages.workers import RayContext
@@ -48,18 +48,13 @@ class ApiServerSpec(msgspec.Struct, frozen=True):
 
 
 class Bound(msgspec.Struct, frozen=True, tag=True):
-    """My inbox is bound; reach me here."""
+    """`member` has bound its inbox."""
 
+    member: ProcessId
     address: str
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """I end because of this."""
-
-    cause: Failure
-
-
-ChildToParent = Bound | Failed
+ChildToParent = Bound | Ended
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
@@ -139,13 +134,6 @@ class Unreachable(msgspec.Struct, frozen=True, tag=True):
     receiver: MemberId
 
 
-class Failing(msgspec.Struct, frozen=True, tag=True):
-    """I am about to end because of this. For those whose end is reported by others, and later."""
-
-    member: MemberId
-    cause: Failure
-
-
 class Register(msgspec.Struct, frozen=True, tag=True):
     """A client that was not spawned wants to belong to the fleet. Answered by `Attach` into its inbox."""
 
@@ -170,4 +158,53 @@ class ExpertsOpened(msgspec.Struct, frozen=True, tag=True):
     opened: EngineOpened
 
 
-MemberToSupervisor = EngineStarted | ClientStarted | Knows | Unreachable | Failing | Register | Alive | ExpertsOpened
+MemberToSupervisor = EngineStarted | ClientStarted | Knows | Unreachable | Ended | Register | Alive | ExpertsOpened
+
+
+class DriverSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Payload of the process that drives Ray for the supervisor, see `fleet/ray_driver.py`."""
+
+    driver: DriverId
+    config: Config
+    runtime_dir: str
+    """Directory in which it binds its inbox."""
+    launcher: str
+    """Address of the inbox that it reports to."""
+    ray: RayContext | None
+    """Where the program is that asked for the engines; of a later incarnation, the cluster that the first joined."""
+    engine_target: str
+    """`module:function` that binds an engine, see `cluster/engine_actor.py`."""
+    pulse: bytes
+    """Ticket for `transport.Pulse`: to be heard by it once it is connected, or count as hung."""
+
+
+class DriverReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The driver is connected to Ray; engines can be asked for."""
+
+    driver: DriverId
+    address: str
+    """Address of its inbox."""
+    host: str
+    """Address at which the cluster's other nodes reach this one."""
+    cluster: str
+    """Address of the cluster, host:port."""
+    is_own: bool
+    """Whether the driver started the cluster, which then ends with it."""
+
+
+class SpawnEngine(msgspec.Struct, frozen=True, tag=True):
+    """Create the actor of this engine."""
+
+    spec: EngineSpec
+
+
+class KillEngine(msgspec.Struct, frozen=True, tag=True):
+    """Kill this engine's actor at once, and remove whatever belongs to it."""
+
+    engine: EngineId
+
+
+LauncherToDriver = SpawnEngine | KillEngine
+
+DriverToLauncher = DriverReady | Bound | Ended
+"""`Bound` and `Ended` of engines. `Ended` is the last message about an engine: its actor is gone."""

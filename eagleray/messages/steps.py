@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from eagleray.identity import WorkerId
 from eagleray.messages.arrays import Array
-from eagleray.messages.failure import Failure
+from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 from eagleray.messages.sampling import Sampling
 from eagleray.messages.workers import Topology
@@ -221,13 +220,6 @@ class CacheAllocated(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A call raised on a worker. The worker's state is unknown from here on."""
-
-    worker: WorkerId
-    cause: Failure
-
-
 class LoadNullModel(msgspec.Struct, frozen=True, tag=True):
     """Compute nothing: every row that could sample answers token 0. What is left is the cost of the step's way."""
 
@@ -271,8 +263,9 @@ WorkerReply = (
     | StepBroken
     | ExpertGroupOpened
     | WorkerExpertLoad
-    | WorkerFailure
+    | Ended
 )
+"""`Ended`: the call raised, and the worker's state is unknown from here on, so its engine ends."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):

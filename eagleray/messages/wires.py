@@ -7,8 +7,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from eagleray.messages.launching import DriverToLauncher, LauncherToDriver
-from eagleray.messages.lifecycle import ChildToParent, MemberToSupervisor, SupervisorToEngine, SupervisorToMember
+from eagleray.messages.lifecycle import (
+    ChildToParent,
+    DriverToLauncher,
+    LauncherToDriver,
+    MemberToSupervisor,
+    SupervisorToEngine,
+    SupervisorToMember,
+)
 from eagleray.messages.outputs import EngineToClient
 from eagleray.messages.requests import ClientToEngine
 from eagleray.messages.steps import Call, Reply

@@ -27,18 +27,18 @@ def main() -> int:
     frame = read_frame(sock)
     if frame is None:  # the parent exited while it spawned this process
         return 1
-    birth = msgspec.msgpack.decode(frame, type=SpawnSpec)
-    setup_logging(birth.label, birth.log_level)
+    spec = msgspec.msgpack.decode(frame, type=SpawnSpec)
+    setup_logging(spec.member.label, spec.log_level)
     # Ctrl-C and the loss of the terminal reach the whole process group; the supervisor alone decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # also for the programs that this process starts
     signal.signal(signal.SIGTERM, _end)
-    parent = Parent(sock)
-    parent.end_with_parent(birth.runtime_dir)
+    parent = Parent(sock, spec.member)
+    parent.end_with_parent(spec.runtime_dir)
     _continue_when_parent_exits()
     try:
-        module, _, function = birth.target.partition(":")
-        getattr(importlib.import_module(module), function)(birth.payload, parent)
+        module, _, function = spec.target.partition(":")
+        getattr(importlib.import_module(module), function)(spec.payload, parent)
     except Exception as error:
         logger.debug("exits with an exception", exc_info=True)
         parent.report_failure(error)

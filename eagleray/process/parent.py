@@ -11,9 +11,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from eagleray.identity import ProcessId
 from eagleray.messages.codec import Codec
-from eagleray.messages.failure import Failure
-from eagleray.messages.lifecycle import ChildToParent, Failed
+from eagleray.messages.failure import Ended, Failure
+from eagleray.messages.lifecycle import Bound, ChildToParent
 from eagleray.process.spawn_protocol import read_frame, write_frame
 
 POLL_SECONDS = 1.0
@@ -25,18 +26,23 @@ ORPHAN_EXIT_SECONDS = 5.0
 class Parent:
     """The child's end of the socket pair: sends reports; its closing means that the parent exited."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, member: ProcessId) -> None:
         self._socket = sock
+        self._member = member
         self._codec: Codec[ChildToParent] = Codec(ChildToParent)
         self._lock = threading.Lock()
-        self._has_told = False
+        self._has_reported_failure = False
+
+    def report_bound(self, address: str) -> None:
+        """Report the address of this process's inbox."""
+        self._send(Bound(self._member, address))
 
     def report_failure(self, error: Exception) -> None:
         """Report the exception that makes this process exit, before the clean-up, which may take a while. Only the
         first report is sent."""
-        if not self._has_told:
-            self._has_told = True
-            self.send(Failed(Failure.of(error)))
+        if not self._has_reported_failure:
+            self._has_reported_failure = True
+            self._send(Ended(self._member, Failure.of(error)))
 
     @contextmanager
     def reporting_failure(self) -> Iterator[None]:
@@ -47,7 +53,7 @@ class Parent:
             self.report_failure(error)
             raise
 
-    def send(self, message: ChildToParent) -> None:
+    def _send(self, message: ChildToParent) -> None:
         """Send a message to the parent. If the parent has exited, nothing happens, because this process exits too."""
         frame = bytes(self._codec.encode(message)[0])
         try:

@@ -14,46 +14,52 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from eagleray.errors import ProcessCrashed
+from eagleray.identity import ProcessId
 from eagleray.messages.codec import Codec
+from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import ChildToParent
 from eagleray.process.spawn_protocol import SpawnSpec, read_frame, write_frame
+
+CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
+"""Signals that a process causes itself. SIGABRT is not among them, because Ray aborts drivers of a lost cluster."""
 
 
 class Child:
     """A process of this host, started fresh (no fork of our state, no re-import of the user's main module).
 
     `on_message` and `on_exit` are called from a thread of this child's own: first the messages in order, then
-    `on_exit(reason)` exactly once, when the process has exited and was reaped.
+    `on_exit(cause)` exactly once, when the process has exited and was reaped.
     """
 
     def __init__(
         self,
         *,
         target: str,
-        label: str,
+        member: ProcessId,
         payload: bytes,
         log_level: str,
         runtime_dir: str,
         on_message: Callable[[ChildToParent], None],
-        on_exit: Callable[[str], None],
+        on_exit: Callable[[Failure], None],
         pass_fds: Sequence[int] = (),
     ) -> None:
-        self.label = label
+        self.label = member.label
         self._on_message = on_message
         self._on_exit = on_exit
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _program(), str(theirs.fileno()), label],
+                [sys.executable, "-P", "-c", _program(), str(theirs.fileno()), self.label],
                 pass_fds=(theirs.fileno(), *pass_fds),
                 stdin=subprocess.DEVNULL,
             )
         self._socket = ours
         self._pidfd = _open_pidfd(self._process.pid)
-        birth = SpawnSpec(target=target, label=label, log_level=log_level, payload=payload, runtime_dir=runtime_dir)
+        spec = SpawnSpec(target=target, member=member, log_level=log_level, payload=payload, runtime_dir=runtime_dir)
         with contextlib.suppress(OSError):  # it has exited already: the watcher is about to report it
-            write_frame(ours, msgspec.msgpack.encode(birth))
-        self._watcher = threading.Thread(target=self._watch, name=f"watch-{label}", daemon=True)
+            write_frame(ours, msgspec.msgpack.encode(spec))
+        self._watcher = threading.Thread(target=self._watch, name=f"watch-{self.label}", daemon=True)
         self._watcher.start()
 
     @property
@@ -94,7 +100,7 @@ class Child:
         self._socket.close()
         if self._pidfd is not None:
             os.close(self._pidfd)
-        self._on_exit(explain_exit(returncode))
+        self._on_exit(_exit_cause(returncode))
 
 
 def _open_pidfd(pid: int) -> int | None:
@@ -121,6 +127,6 @@ def explain_exit(returncode: int) -> str:
     return f"it was killed by {name}{hint}"
 
 
-CRASHES = frozenset(explain_exit(-number) for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE))
-"""Exits, as `explain_exit` describes them, that a process causes itself. SIGABRT is not among them, because Ray aborts
-drivers of a lost cluster with it."""
+def _exit_cause(returncode: int) -> Failure:
+    reason = explain_exit(returncode)
+    return Failure.of(ProcessCrashed(reason)) if -returncode in CRASH_SIGNALS else Failure.noticed(reason)

@@ -7,6 +7,8 @@ import struct
 
 import msgspec
 
+from eagleray.identity import ProcessId
+
 LENGTH = struct.Struct("<I")
 
 
@@ -15,7 +17,7 @@ class SpawnSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     target: str
     """`module:function`; called with (payload, parent)."""
-    label: str
+    member: ProcessId
     log_level: str
     payload: bytes
     runtime_dir: str

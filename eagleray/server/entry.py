@@ -19,7 +19,7 @@ import uvloop
 
 from eagleray.client.client import Client
 from eagleray.client.open import open_client
-from eagleray.messages.lifecycle import ApiServerSpec, Bound
+from eagleray.messages.lifecycle import ApiServerSpec
 from eagleray.metrics.ledger import Ledger
 from eagleray.process.gc_freeze import freeze_gc
 from eagleray.process.open_files import open_files_limit
@@ -114,7 +114,7 @@ async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: Co
     limits = HttpLimits.of(spec.config, open_files=open_files_limit())
     server = _Server(create_app(client, spec.config, ledger), limits, counts)
     freeze_gc()
-    parent.send(Bound(client.address))
+    parent.report_bound(client.address)
     with socket.socket(fileno=spec.listener_fd) as listener:
         serving = asyncio.create_task(_accept(server, listener, client))
         reading = asyncio.create_task(client.run())

@@ -1,6 +1,6 @@
 """One device: answers the engine's calls, one `match`.
 
-Driven by an executor's worker group. An exception leaves `handle` as a `WorkerFailure` reply, never as an exception.
+Driven by an executor's worker group. An exception leaves `handle` as an `Ended` reply, never as an exception.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from eagleray.errors import ConfigError, ExpertGroupBroken, InvalidRequest
 from eagleray.identity import WorkerId
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.log import get_logger
-from eagleray.messages.failure import Failure
+from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.steps import (
     AllocateCache,
     CacheAllocated,
@@ -44,7 +44,6 @@ from eagleray.messages.steps import (
     StepBroken,
     StepPlan,
     WorkerExpertLoad,
-    WorkerFailure,
     WorkerReply,
 )
 from eagleray.messages.workers import Topology
@@ -102,7 +101,7 @@ class Worker:
             body = self._do(call)
         except Exception as error:
             self._has_failed = True
-            body = WorkerFailure(worker=self._id, cause=Failure.of(error))
+            body = Ended(self._id, Failure.of(error))
         return None if body is None else Reply(call.call_id, self.rank, body)
 
     def close(self) -> None:

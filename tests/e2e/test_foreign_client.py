@@ -24,6 +24,7 @@ from serving import is_running, serve
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages import lifecycle, membership, outputs, requests, sampling
 from eagleray.messages.codec import Codec
+from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.lifecycle import Alive, ClientStarted, Register
 from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX
 
@@ -37,7 +38,7 @@ needs_node = pytest.mark.skipif(NODE is None, reason="node is not here: the fore
 NOT_FOR_ALL = {"CallWorkers", "WorkersReturned"}
 """Of worker extensions, which are Python."""
 
-NOT_OF_CLIENTS = {"EngineStarted", "ExpertsOpened", "Failing"}
+NOT_OF_CLIENTS = {"EngineStarted", "ExpertsOpened", "Ended"}
 
 EVERYTHING = CLIENT_INBOX | CLIENT_OUTBOX
 MODULES = (lifecycle, membership, outputs, requests, sampling)
@@ -222,7 +223,7 @@ def junk() -> list[list[bytes]]:
         [encode(Alive(ClientId("somebody", 3)))],
         [encode(Alive(EngineId("somebody", 0)))],
         [encode(ClientStarted(ClientId("somebody", 3)))],
-        [encode(lifecycle.Failing(EngineId("somebody", 0), lifecycle.Failure(kind="X", message="boo")))],
+        [encode(Ended(EngineId("somebody", 0), Failure(kind="X", message="boo")))],
     ]
 
 

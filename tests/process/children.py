@@ -9,13 +9,13 @@ import sys
 import time
 
 from eagleray.errors import CheckpointError
-from eagleray.messages.lifecycle import Bound
+from eagleray.identity import ClientId
 from eagleray.process.parent import Parent
 from eagleray.process.spawn import Child
 
 
 def report(payload: bytes, parent: Parent) -> None:
-    parent.send(Bound(payload.decode()))
+    parent.report_bound(payload.decode())
 
 
 def fail(payload: bytes, parent: Parent) -> None:
@@ -42,12 +42,12 @@ def kill_yourself(payload: bytes, parent: Parent) -> None:
 def leave_a_program(payload: bytes, parent: Parent) -> None:
     """End while a program that we started goes on."""
     program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
-    parent.send(Bound(str(program.pid)))
+    parent.report_bound(str(program.pid))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def wait(payload: bytes, parent: Parent) -> None:
-    parent.send(Bound(str(os.getpid())))
+    parent.report_bound(str(os.getpid()))
     time.sleep(600)
 
 
@@ -55,12 +55,12 @@ def have_a_child(payload: bytes, parent: Parent) -> None:
     """Report the process id of a child of our own."""
     Child(
         target="children:wait",
-        label="grandchild",
+        member=ClientId("test", 1),
         payload=b"",
         log_level="info",
         runtime_dir=payload.decode(),
-        on_message=parent.send,
-        on_exit=lambda reason: None,
+        on_message=lambda message: parent.report_bound(message.address),
+        on_exit=lambda cause: None,
     )
     time.sleep(600)
 
@@ -68,4 +68,4 @@ def have_a_child(payload: bytes, parent: Parent) -> None:
 def import_random(payload: bytes, parent: Parent) -> None:
     import random
 
-    parent.send(Bound(random.__file__))
+    parent.report_bound(random.__file__)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from eagleray.identity import ClientId
 from eagleray.process.spawn import Child
 from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
@@ -29,12 +30,12 @@ def spawn_queue_child(monkeypatch):
         reports: queue.Queue = queue.Queue()
         child = Child(
             target=f"queue_children:{function}",
-            label="test",
+            member=ClientId("test", 0),
             payload=json.dumps(said).encode(),
             log_level="info",
             runtime_dir="/nonexistent",
             on_message=lambda message: reports.put(getattr(message, "address", message)),
-            on_exit=reports.put,
+            on_exit=lambda cause: reports.put(cause.message),
         )
         children.append(child)
         return child, reports

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 from eagleray.errors import ChannelClosed
-from eagleray.messages.lifecycle import Bound
 from eagleray.process.parent import Parent
 from eagleray.transport.heartbeat import HeartbeatMonitor, HeartbeatSender
 from eagleray.transport.message_queue_hub import MessageQueueHub
@@ -39,7 +38,7 @@ def stream(num_small: int, num_large: int, size: int):
 def listen(said: dict, parent: Parent) -> MessageQueuePeer:
     options = {"media": said["media"]} if "media" in said else {}
     listener = MessageQueuePeer.open(bytes.fromhex(said["ticket"]), timeout=SECONDS, **options)
-    parent.send(Bound(listener.medium))
+    parent.report_bound(listener.medium)
     return listener
 
 
@@ -51,7 +50,7 @@ def echo(payload: bytes, parent: Parent) -> None:
             if (frames := listener.receive(SECONDS)) is not None:
                 listener.send(frames, SECONDS)
     except ChannelClosed as error:
-        parent.send(Bound(str(error)))
+        parent.report_bound(str(error))
     finally:
         listener.close()
 
@@ -63,9 +62,9 @@ def compare(payload: bytes, parent: Parent) -> None:
     expected = (said["num_small"], said["num_large"], said["size"])
     for frames in stream(*expected):
         if (received := listener.receive(SECONDS)) != frames:
-            parent.send(Bound(f"{frames[0]!r} was expected, {received and received[0]!r} came"))
+            parent.report_bound(f"{frames[0]!r} was expected, {received and received[0]!r} came")
             return
-    parent.send(Bound("equal"))
+    parent.report_bound("equal")
     for frames in stream(*expected):
         listener.send(frames, SECONDS)
     listener.receive(SECONDS)  # stay until the engine has everything
@@ -78,17 +77,17 @@ def count(payload: bytes, parent: Parent) -> None:
     number = 0
     while (frames := listener.receive(SECONDS)) is not None and frames[0] != b"end":
         if int(bytes(frames[0])) != number:
-            parent.send(Bound(f"{number} was expected, {bytes(frames[0])!r} came"))
+            parent.report_bound(f"{number} was expected, {bytes(frames[0])!r} came")
             return
         number += 1
-    parent.send(Bound(str(number)))
+    parent.report_bound(str(number))
     listener.close()
 
 
 def be_engine(payload: bytes, parent: Parent) -> None:
     """Open a queue, report its ticket, and do nothing any more once its peer is there."""
     queue = MessageQueueHub.open(num_peers=1, runtime_dir=Path(json.loads(payload)["runtime_dir"]), host="127.0.0.1")
-    parent.send(Bound(queue.ticket(0).hex()))
+    parent.report_bound(queue.ticket(0).hex())
     queue.wait_for_peers(SECONDS, lambda: None)
     time.sleep(SECONDS)
 
@@ -101,12 +100,12 @@ def monitor(payload: bytes, parent: Parent) -> None:
         runtime_dir=Path(said["runtime_dir"]),
         host=None,
         limit=said["limit"],
-        on_silent=lambda peer, seconds: parent.send(Bound(f"peer {peer} is silent")),
+        on_silent=lambda peer, seconds: parent.report_bound(f"peer {peer} is silent"),
     )
-    parent.send(Bound(pulse.ticket(0).hex()))
+    parent.report_bound(pulse.ticket(0).hex())
     while not pulse._heard:
         time.sleep(0.01)
-    parent.send(Bound("heard"))
+    parent.report_bound("heard")
     time.sleep(SECONDS)
     pulse.close()
 
@@ -114,7 +113,7 @@ def monitor(payload: bytes, parent: Parent) -> None:
 def beat(payload: bytes, parent: Parent) -> None:
     """Be heard; report when the engine is not."""
     ticket = bytes.fromhex(json.loads(payload)["ticket"])
-    pulse = HeartbeatSender.start(ticket, on_silent=lambda seconds: parent.send(Bound("silent")))
-    parent.send(Bound("started"))
+    pulse = HeartbeatSender.start(ticket, on_silent=lambda seconds: parent.report_bound("silent"))
+    parent.report_bound("started")
     time.sleep(SECONDS)
     pulse.close()

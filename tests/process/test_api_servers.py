@@ -30,12 +30,12 @@ class Server:
         self.said: queue.Queue = queue.Queue()
         self.process = Child(
             target="eagleray.server.entry:run",
-            label=client.label,
+            member=client,
             payload=msgspec.msgpack.encode(spec),
             log_level="warning",
             runtime_dir="/nonexistent",
             on_message=self.said.put,
-            on_exit=self.said.put,
+            on_exit=lambda cause: self.said.put(cause.message),
             pass_fds=[listener.fileno()],
         )
 

@@ -12,7 +12,8 @@ import pytest
 from eagleray.config.build import build_config
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.codec import Codec
-from eagleray.messages.lifecycle import Attach, Bound, EngineSpec, EngineStarted, Failed, Stop
+from eagleray.messages.failure import Ended
+from eagleray.messages.lifecycle import Attach, Bound, EngineSpec, EngineStarted, Stop
 from eagleray.messages.membership import Joined
 from eagleray.messages.outputs import Chunk, Chunks
 from eagleray.messages.requests import Generate
@@ -43,12 +44,12 @@ class Fleet:
         spec = EngineSpec(ENGINE, config, runtime_dir="" if host else str(runtime_dir), host=host)
         self.child = Child(
             target=target,
-            label="engine",
+            member=ENGINE,
             payload=msgspec.msgpack.encode(spec),
             log_level="warning",
             runtime_dir="/nonexistent",
             on_message=self.said.put,
-            on_exit=self.said.put,
+            on_exit=lambda cause: self.said.put(cause.message),
         )
 
     def start(self) -> None:
@@ -136,7 +137,7 @@ def test_one_that_hangs_in_a_step_says_so_and_ends(open_fleet):
     fleet = open_fleet(target="engine_children:hang_in_a_step", watchdog_timeout=0.5)
     fleet.ask()
     failed = fleet.said.get(timeout=SECONDS)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, Ended)
     assert failed.cause.kind == "DeadlineExceeded"
     assert failed.cause.message.startswith("step 0 (3 tokens in 1 rows) hangs for ")
     assert fleet.said.get(timeout=SECONDS) == "it ended with exit code 1"

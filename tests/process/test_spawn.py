@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from eagleray.messages.lifecycle import Bound, Failed
+from eagleray.identity import ClientId
+from eagleray.messages.failure import Ended
+from eagleray.messages.lifecycle import Bound
 from eagleray.process.spawn import Child
 
 DEADLINE = 20.0
+TEST = ClientId("test", 0)
 
 
 @pytest.fixture
@@ -25,12 +28,12 @@ def spawn(monkeypatch):
         said: queue.Queue = queue.Queue()
         child = Child(
             target=f"children:{function}",
-            label="test",
+            member=TEST,
             payload=payload,
             log_level="info",
             runtime_dir="/nonexistent",
             on_message=said.put,
-            on_exit=said.put,
+            on_exit=lambda cause: said.put(cause.message),
         )
         children.append(child)
         return child, said
@@ -43,7 +46,7 @@ def spawn(monkeypatch):
 
 def test_a_child_gets_its_payload_and_reports(spawn):
     child, said = spawn("report", b"payload")
-    assert said.get(timeout=DEADLINE) == Bound("payload")
+    assert said.get(timeout=DEADLINE) == Bound(TEST, "payload")
     assert said.get(timeout=DEADLINE) == "it ended with exit code 0"
     assert child.wait(DEADLINE)
 
@@ -51,7 +54,7 @@ def test_a_child_gets_its_payload_and_reports(spawn):
 def test_an_exception_crosses_as_a_value_with_its_cause(spawn):
     _, said = spawn("fail")
     failed = said.get(timeout=DEADLINE)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, Ended)
     assert (failed.cause.kind, failed.cause.message) == ("CheckpointError", "the file is broken")
     assert failed.cause.is_user_error
     assert not failed.cause.traceback, "the message says all"
@@ -67,7 +70,7 @@ def test_a_death_is_noticed_though_a_fork_lives(spawn):
 def test_a_bug_brings_its_traceback_and_is_told_once(spawn):
     _, said = spawn("crash")
     failed = said.get(timeout=DEADLINE)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, Ended)
     assert (failed.cause.kind, failed.cause.is_user_error) == ("ZeroDivisionError", False)
     assert "children.py" in failed.cause.traceback
     assert said.get(timeout=DEADLINE) == "it ended with exit code 1"

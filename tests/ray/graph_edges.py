@@ -10,8 +10,8 @@ import numpy as np
 
 from eagleray.executor.ray_graph.frame_handler import FailedCall
 from eagleray.messages.codec import Codec
-from eagleray.messages.failure import Failure
-from eagleray.messages.steps import Call, Reply, StepPlan, StepResult, WorkerFailure
+from eagleray.messages.failure import Ended, Failure
+from eagleray.messages.steps import Call, Reply, StepPlan, StepResult
 from eagleray.messages.workers import WorkerSpec
 
 LONG_SECONDS = 60.0
@@ -51,7 +51,7 @@ class Half:
         if self._spec.rank == 0:
             time.sleep(LONG_SECONDS)
         call = Codec[Call](Call).decode(frames)
-        failure = WorkerFailure(worker=self._spec.worker, cause=Failure.of(ZeroDivisionError("there is a bug")))
+        failure = Ended(self._spec.worker, Failure.of(ZeroDivisionError("there is a bug")))
         raise FailedCall(bytes(Codec[Reply](Reply).encode(Reply(call.call_id, self._spec.rank, failure))[0]))
 
     def close(self) -> None:

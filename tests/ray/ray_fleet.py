@@ -12,8 +12,8 @@ from eagleray.config.sections import Config
 from eagleray.fleet.ray_launcher import RayEngine, RayLauncher
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.codec import Codec
-from eagleray.messages.failure import Failure
-from eagleray.messages.lifecycle import Attach, Bound, EngineSpec, EngineStarted, Failed, Failing, Stop
+from eagleray.messages.failure import Ended, Failure
+from eagleray.messages.lifecycle import Attach, Bound, EngineSpec, EngineStarted, Stop
 from eagleray.messages.membership import Joined
 from eagleray.messages.outputs import Chunks
 from eagleray.messages.requests import Generate
@@ -34,24 +34,23 @@ class Engine:
         self.name = name
         self.address: str | None = None
         self.failures: list[Failure] = []
-        """Told by whoever gave birth to it."""
+        """The exceptions that it ended with."""
         self.ends: list[str] = []
         self.bound = asyncio.Event()
         """Or ended."""
         self.ended = asyncio.Event()
         self.spawned: RayEngine
 
-    def hear(self, message: Bound | Failed) -> None:
+    def on_message(self, message: Bound | Ended) -> None:
         assert not self.ends, "a message after the end"
-        match message:
-            case Bound(address):
-                self.address = address
-                self.bound.set()
-            case Failed(cause):
-                self.failures.append(cause)
+        assert isinstance(message, Bound)
+        self.address = message.address
+        self.bound.set()
 
-    def exit(self, reason: str) -> None:
-        self.ends.append(reason)
+    def on_exit(self, cause: Failure) -> None:
+        self.ends.append(str(cause))
+        if cause.is_exception:
+            self.failures.append(cause)
         self.bound.set()
         self.ended.set()
 
@@ -78,7 +77,7 @@ class Fleet:
         name = EngineId(self.instance, rank, incarnation)
         engine = Engine(name)
         spec = EngineSpec(name, self._config, runtime_dir="")
-        engine.spawned = self.launcher.spawn(spec, on_message=engine.hear, on_exit=engine.exit)
+        engine.spawned = self.launcher.spawn(spec, on_message=engine.on_message, on_exit=engine.on_exit)
         return engine
 
     async def attach(self, *engines: Engine) -> None:
@@ -96,7 +95,7 @@ class Fleet:
             match await self._report(SECONDS):
                 case EngineStarted(name):
                     expected.discard(name)
-                case Failing(_, cause):
+                case Ended(_, cause):
                     raise AssertionError(cause)
 
     async def start(self, *ranks: int) -> list[Engine]:
@@ -108,7 +107,7 @@ class Fleet:
         """What an engine that was attached says by the wire."""
         while True:
             match await self._report(SECONDS):
-                case Failing(_, cause):
+                case Ended(_, cause):
                     return cause
 
     async def generate(self, engine: Engine, prompt: list[int], max_tokens: int = 8) -> list[int]:

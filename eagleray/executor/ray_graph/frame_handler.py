@@ -10,7 +10,8 @@ import msgspec
 from eagleray.config.environment import limit_openmp_spinning
 from eagleray.messages.arrays import Frame
 from eagleray.messages.codec import Codec
-from eagleray.messages.steps import AllocateCache, Call, Reply, WorkerFailure
+from eagleray.messages.failure import Ended
+from eagleray.messages.steps import AllocateCache, Call, Reply
 from eagleray.messages.workers import WorkerSpec
 from eagleray.process.gc_freeze import freeze_gc
 from eagleray.transport.heartbeat import HeartbeatSender
@@ -24,7 +25,7 @@ class FailedCall(Exception):
     def __init__(self, reply: bytes) -> None:
         super().__init__(reply)
         self.reply = reply
-        """The encoded `Reply`, with its `WorkerFailure`."""
+        """The encoded `Reply`, with its `Ended`."""
 
 
 def open_frame_handler(payload: bytes) -> WorkerFrameHandler:
@@ -57,7 +58,7 @@ class WorkerFrameHandler:
             if reply is None:
                 return []
             answer = self._replies.encode(reply)
-            if isinstance(reply.body, WorkerFailure):
+            if isinstance(reply.body, Ended):
                 raise FailedCall(bytes(answer[0]))
             return answer
 

@@ -33,6 +33,7 @@ from eagleray.executor.ray_graph.graph import (
 from eagleray.executor.worker_specs import encode_worker_specs, open_heartbeat_monitor
 from eagleray.identity import EngineId
 from eagleray.messages.codec import Codec
+from eagleray.messages.failure import Failure
 from eagleray.messages.steps import Call, Reply, StepPlan
 from eagleray.messages.workers import RayContext
 
@@ -69,7 +70,7 @@ def start_ray_graph(
             engine, config, topology, devices=team.devices, is_local=team.near, queue=lambda rank: b"", heartbeats=pulse
         )
         sentinels = team.actors.run(worker, specs)
-        watch = ActorMonitor(sentinels, topology.nodes, lambda rank, reason: losses.report(labels[rank], reason))
+        watch = ActorMonitor(sentinels, topology.nodes, lambda rank, cause: losses.report(labels[rank], cause))
         stack.callback(watch.close)
         hosts = [actor.handle for actor in team.actors.actors]
         wait_until_alive(hosts, wait, losses.check)
@@ -183,7 +184,7 @@ class RayGraphGroup:
         except Exception as error:
             # When it broke because a worker died, the watch knows which one, and why, a little later.
             if not self._losses.wait(PEER_EXIT_SECONDS):
-                self._losses.report("in the compiled graph", explain(error))
+                self._losses.report("in the compiled graph", Failure.noticed(explain(error)))
 
     def _answers_to(self, sent: _Step | _Call | _LateStep) -> Iterable[Frames]:
         match sent:

@@ -10,7 +10,7 @@ import numpy as np
 
 from eagleray.errors import WorkerLost
 from eagleray.identity import EngineId, WorkerId
-from eagleray.messages.failure import Failure
+from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.steps import (
     AllocateCache,
     CacheAllocated,
@@ -32,7 +32,6 @@ from eagleray.messages.steps import (
     StepPlan,
     StepResult,
     WorkerExpertLoad,
-    WorkerFailure,
     WorkerReply,
 )
 from eagleray.messages.workers import Topology
@@ -114,7 +113,7 @@ class CountingGroup:
     def _step(self, plan: StepPlan) -> WorkerReply:
         if plan.step == self.fails_at_step:
             cause = Failure(kind="RuntimeError", message="the worker broke")
-            return WorkerFailure(worker=WorkerId(ENGINE), cause=cause)
+            return Ended(WorkerId(ENGINE), cause)
         self.is_broken |= plan.step == self.breaks_at_step
         if self.is_broken:
             return StepBroken(step=plan.step, cause="engine-1 is gone")

@@ -12,7 +12,8 @@ from eagleray.engine import entry
 from eagleray.engine.entry import Engine
 from eagleray.errors import CheckpointError, ConfigError, DeadlineExceeded
 from eagleray.messages.codec import Codec
-from eagleray.messages.lifecycle import Attach, EngineSpec, Failing, MemberToSupervisor, SupervisorToMember
+from eagleray.messages.failure import Ended
+from eagleray.messages.lifecycle import Attach, EngineSpec, MemberToSupervisor, SupervisorToMember
 from eagleray.messages.wires import SUPERVISOR_INBOX, SUPERVISOR_OUTBOX
 from eagleray.transport.inbox import Inbox, Outbox
 from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
@@ -71,7 +72,7 @@ def test_engine_without_pipe_start_failure_is_sent_to_supervisor(supervisor, hos
         engine.run(told.append)
     assert [type(error) for error in told] == [CheckpointError]
     failing = supervisor.inbox.receive(SECONDS)
-    assert isinstance(failing, Failing)
+    assert isinstance(failing, Ended)
     assert (failing.member, failing.cause.kind, failing.cause.is_user_error) == (ENGINE, "CheckpointError", True)
 
 

@@ -9,7 +9,7 @@ from eagleray.errors import CheckpointError, DeadlineExceeded, ExpertGroupBroken
 from eagleray.executor.executor import Executor
 from eagleray.executor.failure_monitor import FailureMonitor
 from eagleray.identity import EngineId, WorkerId
-from eagleray.messages.failure import Failure
+from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.steps import (
     Call,
     LoadModel,
@@ -20,7 +20,6 @@ from eagleray.messages.steps import (
     StepBroken,
     StepPlan,
     StepResult,
-    WorkerFailure,
 )
 from eagleray.messages.workers import Topology
 
@@ -107,9 +106,9 @@ def test_gather_until_holds_ends_the_wait():
     assert replies == {1: MemoryMeasured(5)}
 
 
-def failure(kind: str, *, is_user_error: bool) -> WorkerFailure:
+def failure(kind: str, *, is_user_error: bool) -> Ended:
     cause = Failure(kind=kind, message="it broke", traceback="Traceback: here", is_user_error=is_user_error)
-    return WorkerFailure(worker=WorkerId(EngineId("i", 0), tp=1, pp=0), cause=cause)
+    return Ended(WorkerId(EngineId("i", 0), tp=1, pp=0), cause)
 
 
 def test_call_worker_raised_error_has_name_and_traceback():
@@ -142,17 +141,17 @@ def test_call_closed_channel_without_report_is_worker_lost(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("reason", "kind"),
+    ("cause", "kind"),
     [
-        ("it was killed by SIGKILL", WorkerLost),
+        (Failure.noticed("it was killed by SIGKILL"), WorkerLost),
         (Failure(kind="ChannelClosed", message="x"), WorkerLost),
         (Failure(kind="KeyError", message="x"), WorkerFailed),
         (Failure(kind="CheckpointError", message="x", is_user_error=True), CheckpointError),
     ],
 )
-def test_failure_monitor_report_kind_is_failed_or_lost(reason, kind):
+def test_failure_monitor_report_kind_is_failed_or_lost(cause, kind):
     losses = FailureMonitor(lambda: None)
-    losses.report("engine-0/tp0-pp0", reason)
+    losses.report("engine-0/tp0-pp0", cause)
     with pytest.raises(kind):
         losses.check()
 

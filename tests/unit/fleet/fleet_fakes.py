@@ -10,9 +10,11 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from eagleray.config.build import build_config
+from eagleray.errors import ProcessCrashed
 from eagleray.fleet.supervisor import Supervisor
 from eagleray.identity import ClientId, EngineId, MemberId
 from eagleray.messages.codec import Codec
+from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.lifecycle import ApiServerSpec, Attach, Bound, ClientStarted, EngineSpec, EngineStarted, Knows
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX, ENGINE_OUTBOX, SUPERVISOR_OUTBOX
@@ -57,10 +59,14 @@ class FakeProcess:
     def kill(self):
         self.signals.append("kill")
 
+    def fail(self, cause: Failure):
+        """Report an exception, as a process does before it exits."""
+        self.say(Ended(self.id, cause))
+
     def end(self, reason: str = KILLED):
         assert not self.has_ended
         self.has_ended = True
-        self._on_exit(reason)
+        self._on_exit(Failure.of(ProcessCrashed(reason)) if "SIGSEGV" in reason else Failure.noticed(reason))
 
 
 class FakeLauncher:
@@ -182,7 +188,7 @@ class Fleet:
 
     async def bind(self, process: FakeProcess) -> FakeMember:
         member = FakeMember(self, process.label)
-        process.say(Bound(member.inbox.address))
+        process.say(Bound(process.id, member.inbox.address))
         assert (await member.attached()).member == process.id
         return member
 

@@ -8,14 +8,12 @@ from fleet_fakes import INFO, KILLED, FakeMember, fleet, in_loop, joined, left
 from eagleray.errors import ConfigError, EngineFailed
 from eagleray.fleet import connection_monitor, restart_policy
 from eagleray.identity import ClientId, EngineId, successor
-from eagleray.messages.failure import Failure
+from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.lifecycle import (
     Alive,
     Attach,
     Bound,
     EngineStarted,
-    Failed,
-    Failing,
     Knows,
     Register,
     Stop,
@@ -97,7 +95,7 @@ async def test_what_failed_is_told_at_once_and_replaced_only_when_it_is_gone():
         observer, process = await it.adopt(), await it.launcher.next()
         await it.bring_up(process)
         assert joined(ENGINES[0])(await observer.receive())
-        process.say(Failed(BUG))
+        process.fail(BUG)
         assert await observer.receive() == Left(ENGINES[0], str(BUG), returns=True)
         assert it.supervisor.engines == {successor(ENGINES[0])}
         assert not it.launcher.has_new
@@ -111,14 +109,14 @@ async def test_a_failure_may_come_by_wire():
         observer, process = await it.adopt(), await it.launcher.next()
         engine = await it.bring_up(process)
         assert joined(ENGINES[0])(await observer.receive())
-        engine.send(Failing(ENGINES[0], BUG))
+        engine.send(Ended(ENGINES[0], BUG))
         assert await observer.receive() == Left(ENGINES[0], str(BUG), returns=True)
         process.end()
         replacement = await it.launcher.next()
         second = await it.bring_up(replacement)
-        engine.send(Failing(ENGINES[0], BUG))  # of an incarnation of the past
+        engine.send(Ended(ENGINES[0], BUG))  # of an incarnation of the past
         assert joined(replacement.id)(await observer.receive())
-        second.send(Failing(replacement.id, BUG))
+        second.send(Ended(replacement.id, BUG))
         assert left(replacement.id)(await observer.receive())
 
 
@@ -155,7 +153,7 @@ async def test_what_does_not_end_after_it_failed_is_killed(monkeypatch):
     monkeypatch.setattr("eagleray.fleet.replica.END_SECONDS", 0.05)
     async with fleet() as it:
         process = await it.launcher.next()
-        process.say(Failed(BUG))
+        process.fail(BUG)
         await it.until(lambda: process.signals[:1] == ["kill"])
         await it.until(lambda: len(process.signals) > 1)
         assert not it.launcher.has_new
@@ -166,7 +164,7 @@ async def test_a_users_mistake_at_the_start_ends_the_instance_at_once():
     async with fleet(data_parallel_size=2, api_server_count=1) as it:
         processes = {process.id: process for process in [await it.launcher.next() for _ in range(3)]}
         client = await it.bring_up(processes[API_SERVER])
-        processes[ENGINES[0]].say(Failed(MISTAKE))
+        processes[ENGINES[0]].fail(MISTAKE)
         with pytest.raises(ConfigError, match="the cache is too small"):
             await it.supervisor.failed
         assert await client.receive() == Left(ENGINES[0], str(MISTAKE), returns=False)
@@ -187,7 +185,7 @@ async def test_a_mistake_that_is_made_later_is_tried_again():
         await it.supervisor.serving.wait()
         process.end()
         process = await it.launcher.next()
-        process.say(Failed(MISTAKE))
+        process.fail(MISTAKE)
         process.end()
         assert (await it.launcher.next()).id == successor(successor(ENGINES[0]))
 
@@ -216,11 +214,11 @@ async def test_a_start_that_fails_twice_for_one_cause_ends_an_instance_that_neve
     async with fleet(data_parallel_size=2) as it:
         first = [await it.launcher.next() for _ in range(2)]
         failing = next(process for process in first if process.id == ENGINES[0])
-        failing.say(Failed(BUG))
+        failing.fail(BUG)
         failing.end("it ended with exit code 1")
         successor_of_it = await it.launcher.next()
         assert not it.supervisor.failed.done()
-        successor_of_it.say(Failed(BUG))
+        successor_of_it.fail(BUG)
         with pytest.raises(EngineFailed, match="there is a bug"):
             await it.supervisor.failed
 
@@ -235,13 +233,13 @@ async def test_a_start_that_fails_twice_for_one_cause_later_is_given_up_and_the_
         for _ in range(2):
             processes[0].end()
             processes[0] = await it.launcher.next()
-            processes[0].say(Failed(MISTAKE))
+            processes[0].fail(MISTAKE)
         await it.until(lambda: it.supervisor.engines == {processes[1].id})
         assert not it.supervisor.failed.done()
         processes[1].end()
         for _ in range(2):
             last = await it.launcher.next()
-            last.say(Failed(MISTAKE))
+            last.fail(MISTAKE)
             last.end("it ended with exit code 1")
         with pytest.raises(ConfigError, match="the cache is too small"):
             await it.supervisor.failed
@@ -258,17 +256,17 @@ async def test_who_fails_again_and_again_is_given_up_and_the_last_one_ends_the_i
                 assert joined(process.id)(await observer.receive())
             await it.bring_up(process)
             assert joined(process.id)(await observer.receive())
-            process.say(Failed(BUG))
+            process.fail(BUG)
             assert await observer.receive() == Left(process.id, str(BUG), returns=returns)
             process.end()
         await it.supervisor.serving.wait()
         assert it.supervisor.engines == {other.id}
         assert not it.supervisor.failed.done()
-        other.say(Failed(BUG))
+        other.fail(BUG)
         other.end()
         assert (await observer.receive()).returns
         last = await it.launcher.next()
-        last.say(Failed(Failure.of(OSError("its disk is full"))))
+        last.fail(Failure.of(OSError("its disk is full")))
         with pytest.raises(EngineFailed, match=r"engine-1\.1 failed: OSError: its disk is full"):
             await it.supervisor.failed
         assert not (await observer.receive()).returns
@@ -282,7 +280,7 @@ async def test_an_api_server_is_replaced_and_told_which_engine_is_missing():
         for process in processes.values():
             await it.bring_up(process)
         await it.supervisor.serving.wait()
-        processes[ENGINES[1]].say(Failed(BUG))
+        processes[ENGINES[1]].fail(BUG)
         processes[API_SERVER].end()
         process = await it.launcher.next()
         assert process.id == successor(API_SERVER)
@@ -327,7 +325,7 @@ async def test_what_the_supervisor_did_not_foresee_ends_the_instance(monkeypatch
     async with fleet() as it:
         process = await it.launcher.next()
         monkeypatch.setattr(it.supervisor._board, "attach", lambda *args, **kwargs: 1 / 0)
-        process.say(Bound("ipc:///nowhere"))
+        process.say(Bound(process.id, "ipc:///nowhere"))
         with pytest.raises(EngineFailed, match="the supervisor failed: ZeroDivisionError"):
             await it.supervisor.failed
 

@@ -13,6 +13,7 @@ from ranks import together, topology
 
 from eagleray.config.build import build_config
 from eagleray.identity import EngineId, WorkerId
+from eagleray.messages.failure import Ended
 from eagleray.messages.sampling import Sampling
 from eagleray.messages.steps import (
     AllocateCache,
@@ -33,7 +34,6 @@ from eagleray.messages.steps import (
     StepPlan,
     StepResult,
     WorkerExpertLoad,
-    WorkerFailure,
 )
 from eagleray.worker.worker import Worker
 
@@ -80,7 +80,7 @@ class Engine:
     def call(self, body):
         self._num_calls += 1
         reply = self.worker.handle(Call(self._num_calls, body))
-        assert not isinstance(reply.body, WorkerFailure), reply.body.cause
+        assert not isinstance(reply.body, Ended), reply.body.cause
         return reply.body
 
     def start(self) -> None:
