@@ -1,37 +1,38 @@
 """Every error that eagleray raises on purpose.
 
     EagleRayError
-    ├── UserError (ValueError)        what was asked for cannot be done; the message says what to do instead
+    ├── UserError (ValueError)        the request cannot be fulfilled; the message says what to do instead
     │   ├── ConfigError               an option, or options that do not fit together
     │   ├── CheckpointError           a file of the model: names the file, the tensor, expected and found
-    │   ├── ClusterError              Ray: not reachable, or it lacks what was asked for; says what there is
+    │   ├── ClusterError              Ray: not reachable, or lacks resources; says which there are
     │   ├── InvalidRequest            a request; `param` names the field
     │   │   └── PromptTooLong
     │   └── UnknownModel
-    ├── Unavailable                   cannot be served now, may be later; `retry_after` in seconds
+    ├── Unavailable                   cannot be served now, perhaps later; `retry_after` in seconds
     │   └── Overloaded                too much is in flight already
     ├── RequestFailed                 this request alone failed while it ran
-    ├── EngineFailed                  an engine ended; `cause` says why
+    ├── EngineFailed                  an engine exited; `cause` says why
     ├── WorkerFailed                  a worker raised; identity, type, message and traceback of the original
-    ├── WorkerLost                    a worker died, or was silent for too long; says which, and how it ended
-    ├── ClusterLost                   a Ray cluster, or a part of it, that was there is gone
-    ├── ProcessCrashed                a process ended by SIGSEGV or its like: nobody else has killed it
-    ├── DeadlineExceeded              a wait ended without what it waited for
-    └── ChannelClosed                 the other side is gone, or we closed
-        └── ExpertGroupBroken         an engine that shares the experts is gone; the others go on with its successor
+    ├── WorkerLost                    a worker exited or sent no heartbeats; says which, and how it exited
+    ├── ClusterLost                   a Ray cluster that was joined, or a part of it, is lost
+    ├── ProcessCrashed                a process crashed by SIGSEGV or a like signal that no other process sent
+    ├── DeadlineExceeded              a wait reached its deadline; the message names what it waited for
+    └── ChannelClosed                 the other side exited, or this one closed
+        └── ExpertGroupBroken         another engine of the expert group exited; the group is formed anew with its
+                                      replacement
 
-`UserError`s are the user's to mend, everything else is ours or the machine's.
+The user can correct a `UserError`; every other error is a fault of eagleray or of the machine.
 """
 
 from __future__ import annotations
 
 
 class EagleRayError(Exception):
-    """Base of all errors that eagleray raises on purpose."""
+    """Base class of all errors that eagleray raises on purpose."""
 
 
 class UserError(EagleRayError, ValueError):
-    """What the user asked for cannot be done."""
+    """A request of the user that cannot be fulfilled."""
 
 
 class ConfigError(UserError):
@@ -43,11 +44,11 @@ class CheckpointError(UserError):
 
 
 class ClusterError(UserError):
-    """The Ray cluster cannot be reached, or has not got what was asked for."""
+    """The Ray cluster cannot be reached or lacks the requested resources."""
 
 
 class InvalidRequest(UserError):
-    """A request asks for something impossible. `param` is the offending field, if it is one."""
+    """A request asks for something impossible. `param` names the offending field, if there is one."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -71,15 +72,15 @@ class Unavailable(EagleRayError):
 
 
 class Overloaded(Unavailable):
-    """There are as many requests in flight as are allowed."""
+    """The limit of requests in flight is reached."""
 
 
 class RequestFailed(EagleRayError):
-    """One request failed while it ran; no other was touched."""
+    """A request failed while it ran; no other was affected."""
 
 
 class EngineFailed(EagleRayError):
-    """An engine ended. The message names the engine and the root cause."""
+    """An engine exited. The message names the engine and the root cause."""
 
 
 class WorkerFailed(EagleRayError):
@@ -87,26 +88,26 @@ class WorkerFailed(EagleRayError):
 
 
 class WorkerLost(EagleRayError):
-    """A worker is gone, or was not heard of for too long."""
+    """A worker exited or stopped sending heartbeats."""
 
 
 class ClusterLost(EagleRayError):
-    """A Ray cluster that was joined, or a part of it that held an engine, is gone. Another try may find it back, or do
-    without: nobody's mistake."""
+    """A Ray cluster that was joined, or a part of it that held an engine, is lost. Another attempt may succeed; the
+    user made no mistake."""
 
 
 class ProcessCrashed(EagleRayError):
-    """A process ended by an instruction of its own that the system does not allow."""
+    """A process crashed by a signal such as SIGSEGV, which no other process sent."""
 
 
 class DeadlineExceeded(EagleRayError, TimeoutError):
-    """A wait ended without what it waited for; the message says what that was."""
+    """A wait reached its deadline; the message names what it waited for."""
 
 
 class ChannelClosed(EagleRayError):
-    """The channel was closed, by us or by the death of the other side."""
+    """The channel was closed, by this side or by the exit of the other."""
 
 
 class ExpertGroupBroken(ChannelClosed):
-    """A worker of another engine, with which this one shares the experts, is gone. This one is well, and can join a
-    group of a later epoch."""
+    """A worker of another engine of the expert group exited. This worker is intact and can join a group of a later
+    epoch."""

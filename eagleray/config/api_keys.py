@@ -1,4 +1,4 @@
-"""The keys that clients of the server must show one of, from wherever they were given."""
+"""API keys of the server, from the option, a file, and the environment."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from eagleray.errors import ConfigError
 
 
 def with_api_keys(config: Config) -> Config:
-    """The configuration with the keys of its file and of the environment, which loses them.
+    """Return the configuration with the keys of its file and of the environment, which loses them.
 
-    A source that was given and holds no key is an error: a server that needs none would not be what was meant. Raises
-    `ConfigError`, which names no key.
+    A source that was given and holds no key is an error, because a server without keys would not be what was meant.
+    Raises `ConfigError`, which names no key.
     """
     keys = [*config.serving.api_key, *_of_file(config.serving.api_key_file), *_of_environment()]
     if not all(keys):
@@ -25,12 +25,12 @@ def with_api_keys(config: Config) -> Config:
 
 
 def without_api_keys(config: Config) -> Config:
-    """The configuration for processes that check no keys."""
+    """Return the configuration for processes that check no keys."""
     return _replace(config, [])
 
 
 def divided_keys(text: str) -> list[str]:
-    """The keys of a variable."""
+    """Split the keys of an environment variable."""
     return [key.strip() for key in re.split(r"[,\n]", text) if key.strip()]
 
 

@@ -1,4 +1,4 @@
-"""From flat names and values (keyword arguments, flags, a YAML file) to a `Config`."""
+"""Building a `Config` from flat names and values (keyword arguments, flags, a YAML file)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eagleray.errors import ConfigError
 
 
 def field_owners() -> dict[str, str]:
-    """The section that owns each option, by the option's name. Names are unique over all sections."""
+    """Return the section that owns each option, by the option's name. Names are unique over all sections."""
     return {
         field.name: section.name
         for section in msgspec.structs.fields(Config)
@@ -22,7 +22,7 @@ def field_owners() -> dict[str, str]:
 
 
 def build_config(**options: Any) -> Config:
-    """A configuration from options by name; None means "not given" where the option's default is not None.
+    """Build a configuration from options by name; None means "not given" where the option's default is not None.
 
     Strings are converted to the option's type. Raises `ConfigError` that names the option.
     """
@@ -50,7 +50,7 @@ def build_config(**options: Any) -> Config:
 
 
 def _shape(section: str, name: str, value: Any) -> Any:
-    """`served_model_name="m"` is a list of one; a mapping may come as JSON."""
+    """Accept shorthands: `served_model_name="m"` is a list of one, and a mapping may be JSON."""
     kind = next(f.type for f in msgspec.structs.fields(Config) if f.name == section)
     default = next(f.default_factory for f in msgspec.structs.fields(kind) if f.name == name)
     if not isinstance(value, str):
@@ -64,6 +64,6 @@ def _shape(section: str, name: str, value: Any) -> Any:
 
 
 def _explain(error: msgspec.ValidationError) -> str:
-    """msgspec says "Expected `int` >= 1 - at `$.port`"; say it in the user's terms."""
+    """Translate an error of msgspec, such as "Expected `int` >= 1 - at `$.port`", into the user's terms."""
     what, _, where = str(error).partition(" - at `$.")
     return f"option `{where.rstrip('`')}`: {what[0].lower()}{what[1:]}" if where else str(error)

@@ -1,4 +1,4 @@
-"""The only place that touches this process's environment variables."""
+"""Access to this process's environment variables, in this module only."""
 
 from __future__ import annotations
 
@@ -10,45 +10,46 @@ from pathlib import Path
 API_KEY_VARIABLE = "EAGLERAY_API_KEY"
 
 SPINS = "1000"
-"""About ten microseconds: enough to bridge two products of a layer, too little to keep a core from others."""
+"""Spins of OpenMP's threads, about ten microseconds: enough to bridge two products of a layer, too short to keep a core
+from others."""
 
 
 def limit_openmp_spinning() -> None:
-    """Have OpenMP's threads sleep soon when they wait for each other. Must come before torch is imported.
+    """Have OpenMP's threads sleep soon when they wait for each other. Call before torch is imported.
 
-    By default GNU's spin for milliseconds at each of the hundreds of barriers of a step. As soon as another process
-    wants one of the cores (our own API server is one), the thread that spins keeps the one that works from its core:
-    measured, steps took up to fifty times as long. Sleeping at once costs a small model half its speed on an idle
-    machine. What the user has set is left alone.
+    By default GNU's threads spin for milliseconds at each of the hundreds of barriers of a step. As soon as another
+    process wants one of the cores (our own API server is one), a spinning thread keeps a working one from its core:
+    steps were measured to take up to fifty times as long. Sleeping at once costs a small model half its speed on an
+    idle machine. A user's own setting is kept.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 def see_devices(names: Sequence[str]) -> None:
-    """Have this process and its children see these GPUs alone; without names, what they see anyway. Must come before
-    torch is imported."""
+    """Restrict this process and its children to these GPUs; without names, leave the visible devices unchanged. Call
+    before torch is imported."""
     if names:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
 
 
 def take_api_keys() -> str | None:
-    """The value of EAGLERAY_API_KEY, which no child of this process gets; None if it is not set."""
+    """Remove EAGLERAY_API_KEY from the environment, so that no child inherits it, and return its value or None."""
     return os.environ.pop(API_KEY_VARIABLE, None)
 
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """What the user's environment says about compiling."""
+    """Settings of the user's environment for compiling."""
 
     cache_directory: Path | None
-    """Where to keep what was compiled; None if the user has no home."""
+    """Directory of compiled kernels; None if the user has no home."""
     compiler: str | None
-    """The C++ compiler to use, with its arguments; None: one that is found."""
+    """C++ compiler with its arguments; None to search for one."""
 
 
 def build_settings() -> BuildSettings:
-    """EAGLERAY_CACHE_DIR, else the user's cache directory as the XDG specification has it; and CXX."""
+    """Read EAGLERAY_CACHE_DIR, else the user's cache directory of the XDG specification, and CXX."""
     chosen, shared = os.environ.get("EAGLERAY_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
     if chosen:
         cache_directory: Path | None = Path(chosen).expanduser().absolute()

@@ -1,5 +1,5 @@
-"""Reads the JSON files of a checkpoint, which may be anybody's: bounded in size, and every problem is a
-`CheckpointError` of one sentence."""
+"""Reading of a checkpoint's JSON files, which are untrusted: bounded in size, with every problem as a `CheckpointError`
+of one sentence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from eagleray.errors import CheckpointError
 
 MAX_JSON_BYTES = 32 * 2**20
-"""Largest file of settings that is parsed; those of published checkpoints have a few megabytes at most. A parsed file
+"""Size limit of a file that is parsed; the files of published checkpoints have a few megabytes at most. A parsed file
 takes up to thirty times its size in memory."""
 
 _REPR = reprlib.Repr()
@@ -20,12 +20,12 @@ _REPR.maxlevel = 3
 
 
 def shown(value: Any) -> str:
-    """Return what a message says of a value that a file holds: its `repr`, shortened."""
+    """Return a value of a file as a message shows it: its `repr`, shortened."""
     return _REPR.repr(value)
 
 
 def read_bounded(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """The bytes of a file. Raises `CheckpointError` if it is larger than that, or cannot be read."""
+    """Read a file. Raises `CheckpointError` if it is larger than `max_bytes` or cannot be read."""
     try:
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
@@ -39,7 +39,7 @@ def read_bounded(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
 
 
 def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file. Raises `CheckpointError` if it holds anything else."""
+    """Read the JSON object in a file. Raises `CheckpointError` if it holds anything else."""
     try:
         value = json.loads(read_bounded(path, max_bytes=max_bytes))
     except ValueError as error:  # no JSON, not UTF-8, or a number of thousands of digits

@@ -1,4 +1,4 @@
-"""Rules that follow from the configuration and the files it names. Pure: each one a named function."""
+"""Rules derived from the configuration and the files it names. Pure: each one a named function."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORKER_GROUP_OPTIONS = ("bundle_indices", "ray_placement_strategy", "ray_graph_t
 
 
 def checkpoint_dir(model: ModelConfig) -> Path:
-    """The directory of the checkpoint.
+    """Return the directory of the checkpoint.
 
     Raises `CheckpointError` if it is not a directory or has no config.json.
     """
@@ -44,7 +44,7 @@ def checkpoint_dir(model: ModelConfig) -> Path:
 
 
 def tokenizer_dir(model: ModelConfig) -> Path:
-    """The directory of the tokenizer's files."""
+    """Return the directory of the tokenizer's files."""
     if model.tokenizer is None:
         return checkpoint_dir(model)
     path = Path(model.tokenizer).expanduser()
@@ -54,14 +54,14 @@ def tokenizer_dir(model: ModelConfig) -> Path:
 
 
 def served_names(model: ModelConfig) -> list[str]:
-    """Names of the model in the API; never empty."""
+    """Return the names of the model in the API; never empty."""
     if model.served_model_name:
         return model.served_model_name
     return [model.model if model.model is not None else DEMO_MODEL_NAME]
 
 
 def cache_bytes(cache: CacheConfig) -> int | None:
-    """`kv_cache_memory` in bytes; None if it is to be sized from memory."""
+    """Return `kv_cache_memory` in bytes, or None if the cache is sized by the available memory."""
     if cache.kv_cache_memory is None or isinstance(cache.kv_cache_memory, int):
         return cache.kv_cache_memory
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", cache.kv_cache_memory.upper())
@@ -74,7 +74,7 @@ def cache_bytes(cache: CacheConfig) -> int | None:
 
 
 def executor_name(config: Config, *, in_placement_group: bool) -> ExecutorName:
-    """The executor that is meant; `in_placement_group`: this program runs in a placement group of Ray."""
+    """Return the executor to use. `in_placement_group`: this program runs in a placement group of Ray."""
     if config.execution.executor != "auto":
         return config.execution.executor
     if in_placement_group or config.parallel.data_parallel_backend == "ray" or _ray_options(config.ray):
@@ -90,13 +90,14 @@ def is_asynchronous(config: Config, executor: ExecutorName) -> bool:
 
 
 def steps_in_flight(config: Config, *, in_placement_group: bool) -> int:
-    """How many steps the engine sends before it waits for the first: one for each pipeline stage, and one ahead."""
+    """Return the number of steps in flight: one for each pipeline stage, and one ahead."""
     name = executor_name(config, in_placement_group=in_placement_group)
     return config.parallel.pipeline_parallel_size + is_asynchronous(config, name)
 
 
 def local_ranks(config: Config) -> range:
-    """The data-parallel ranks whose engines this program starts. Raises `ConfigError` for ranks that do not exist."""
+    """Return the data-parallel ranks whose engines this program starts. Raises `ConfigError` for ranks that do not
+    exist."""
     parallel = config.parallel
     size, start = parallel.data_parallel_size, parallel.data_parallel_start_rank
     count = parallel.data_parallel_size_local
@@ -122,36 +123,36 @@ def local_ranks(config: Config) -> range:
 
 
 def engines_on_host(config: Config) -> int:
-    """Engines that share the cores and the memory of a host, as far as the configuration tells: those that are
-    processes are all on this one; how many Ray puts on a host is not known here."""
+    """Return the number of engines that share the cores and the memory of a host, as far as the configuration tells:
+    engines that are processes all run on this one; Ray decides the number on a host at run time."""
     return len(local_ranks(config)) if config.parallel.data_parallel_backend == "processes" else 1
 
 
 def engine_index(config: Config, rank: int) -> int:
-    """Which of the `engines_on_host` the engine `rank` is."""
+    """Return the index of engine `rank` among the `engines_on_host`."""
     return rank - local_ranks(config)[0] if config.parallel.data_parallel_backend == "processes" else 0
 
 
 def first_device(config: Config, rank: int) -> int:
-    """Which of the host's GPUs is the first of the engine `rank`: each engine that is a process has its own."""
+    """Return the index of the first GPU of engine `rank`: each engine that is a process has its own."""
     return engine_index(config, rank) * config.parallel.world_size  # Ray assigns devices
 
 
 def expert_engines(config: Config) -> int:
-    """Over how many engines the experts of a layer are divided; these step together."""
+    """Return the number of engines that divide the experts of a layer and therefore step together."""
     return config.parallel.data_parallel_size if config.parallel.enable_expert_parallel else 1
 
 
 def expert_dispatch(config: Config) -> ExpertDispatch:
-    """How tokens and experts come together."""
+    """Return the method that brings tokens to the ranks of their experts."""
     if config.parallel.expert_dispatch != "auto":
         return config.parallel.expert_dispatch
     return "all-reduce" if expert_engines(config) == 1 else "all-gather"
 
 
 def check_experts(config: Config) -> None:
-    """Raises `ConfigError` for options of expert parallelism that do not fit together. What depends on the model is
-    checked when it is loaded."""
+    """Raise `ConfigError` for options of expert parallelism that contradict each other. The loader checks those that
+    depend on the model."""
     _check_experts_are_divided(config)
     _check_experts_are_balanced(config)
     if expert_engines(config) > 1:
@@ -164,7 +165,7 @@ def check_experts(config: Config) -> None:
 
 
 def check_executor(config: Config) -> None:
-    """Raises `ConfigError` for options of executor, parallelism and Ray that do not fit together."""
+    """Raise `ConfigError` for options of executor, parallelism and Ray that contradict each other."""
     parallel, ray, executor = config.parallel, config.ray, config.execution.executor
     if executor == "in-process" and parallel.world_size > 1:
         raise ConfigError(
@@ -200,7 +201,7 @@ def check_instance_name(config: Config) -> None:
 
 
 def check_fleet(config: Config) -> None:
-    """Raises `ConfigError` for options of engines and API servers that do not fit together."""
+    """Raise `ConfigError` for options of engines and API servers that contradict each other."""
     ranks, ray, backend = local_ranks(config), config.ray, config.parallel.data_parallel_backend
     if backend == "processes" and "ray_engine_placement" in _ray_options(ray):
         raise ConfigError(
@@ -218,7 +219,7 @@ def check_fleet(config: Config) -> None:
 
 
 def _ray_options(ray: RayConfig) -> list[str]:
-    """Those that were given."""
+    """Return the names of the given options of Ray."""
     return [f.name for f in msgspec.structs.fields(RayConfig) if getattr(ray, f.name) != getattr(RayConfig(), f.name)]
 
 
@@ -232,7 +233,7 @@ def _check_bundle_indices(indices: list[int], world_size: int) -> None:
 
 
 def _check_shared_bundles(config: Config, *, num_engines: int) -> None:
-    """Several engines cannot all have the same bundles."""
+    """Refuse the same bundles for several engines."""
     if config.ray.bundle_indices:
         raise ConfigError(
             f"option `bundle_indices` names the bundles of one engine, but here are {num_engines}: drop it, or run "
@@ -259,7 +260,7 @@ def _check_experts_are_divided(config: Config) -> None:
 
 
 def _check_experts_are_balanced(config: Config) -> None:
-    """Without measured load nobody knows which experts need copies."""
+    """Refuse redundant experts without load balancing, which alone can tell which experts need copies."""
     if config.parallel.enable_eplb:
         return
     if config.parallel.num_redundant_experts > 0:
@@ -289,7 +290,7 @@ def _check_one_stage(config: Config) -> None:
 
 
 def _check_all_engines_here(config: Config) -> None:
-    """One supervisor must know all members of the group."""
+    """Refuse an expert group whose engines do not all belong to one supervisor, which must know all members."""
     for name in ("data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local"):
         if getattr(config.parallel, name) is not None:
             raise ConfigError(
@@ -313,7 +314,7 @@ def _check_group_executor(config: Config) -> None:
 
 
 def _check_ordered_sums(config: Config) -> None:
-    """Which parts of a sum are on which rank must not depend on what runs."""
+    """Refuse `deterministic` where the order of a sum over ranks may vary."""
     if not config.parallel.enable_expert_parallel or expert_dispatch(config) == "all-to-all":
         return
     if expert_engines(config) > 1:

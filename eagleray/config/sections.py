@@ -1,4 +1,4 @@
-"""The sections of the configuration. Each field is a flag of the CLI and a keyword argument of `LLM`, by its name."""
+"""Sections of the configuration. Each field is a flag of the CLI and a keyword argument of `LLM`, by its name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SocketSeconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The model and how it is read."""
+    """The model and how it is loaded."""
 
     model: Annotated[
         str | None,
@@ -79,7 +79,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What runs when."""
+    """Scheduling of requests and steps."""
 
     max_num_seqs: Annotated[int, Meta(ge=1, description="Most requests that run at the same time.")] = 256
     max_num_batched_tokens: Annotated[
@@ -96,7 +96,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class ExecutionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the model runs."""
+    """Device, executor and numerics of the workers."""
 
     executor: Annotated[
         Literal["auto", "in-process", "processes", "ray", "ray-graph"],
@@ -140,7 +140,7 @@ class ExecutionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many workers share one model."""
+    """Parallelism: the numbers of workers and engines."""
 
     tensor_parallel_size: Annotated[
         int, Meta(ge=1, description="Workers that share every layer, each with a part of its weights.")
@@ -196,12 +196,12 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def world_size(self) -> int:
-        """Workers of one engine."""
+        """Number of workers of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Workers as Ray actors (executors ray and ray-graph)."""
+    """Workers and engines as Ray actors."""
 
     ray_address: Annotated[
         str | None,
@@ -260,7 +260,7 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class RecoveryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What happens when a process dies or hangs."""
+    """Reactions to processes that exit or hang."""
 
     max_request_restarts: Annotated[
         int,
@@ -377,7 +377,7 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the user asked for."""
+    """All options that the user set."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()

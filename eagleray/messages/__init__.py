@@ -1,1 +1,1 @@
-"""What crosses a process: frozen values, one union for each wire (`wires` lists them)."""
+"""Messages between processes: frozen values, with one union for each wire (`wires` lists them)."""

@@ -15,11 +15,11 @@ Array = npt.NDArray[Any]
 Frame = bytes | bytearray | memoryview
 
 INLINE_BYTES = 4096
-"""Up to this size an array rides inside its message: a frame of its own costs more than the copy."""
+"""Size up to which an array is part of its message: a frame of its own costs more than the copy."""
 
 
 def pack_array(array: Array, frames: list[Frame]) -> tuple[str, tuple[int, ...], bytes | int]:
-    """(dtype, shape, data), where data is the bytes or the index in `frames` of the frame that holds them."""
+    """Return (dtype, shape, data), where data is the bytes or the index in `frames` of the frame that holds them."""
     array = np.ascontiguousarray(array)
     if array.nbytes <= INLINE_BYTES:
         return array.dtype.str, array.shape, array.tobytes()
@@ -28,7 +28,7 @@ def pack_array(array: Array, frames: list[Frame]) -> tuple[str, tuple[int, ...],
 
 
 def unpack_array(packed: Any, frames: list[Frame]) -> Array:
-    """The inverse of `pack_array`."""
+    """Inverse of `pack_array`."""
     dtype, shape, data = packed
     buffer = frames[data] if isinstance(data, int) else data
     return np.frombuffer(buffer, dtype=np.dtype(dtype)).reshape(shape)

@@ -25,14 +25,14 @@ class Codec(Generic[Message]):
         self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=self._decode_array)
 
     def encode(self, message: Message) -> list[Frame]:
-        """The first frame holds the message; the others its large arrays."""
+        """Encode a message. The first frame holds the message, the others its large arrays."""
         self._out = [b""]
         self._out[0] = self._encoder.encode(message)
         frames, self._out = self._out, []
         return frames
 
     def decode(self, frames: list[Frame]) -> Message:
-        """The message. Arrays alias `frames`, which must be memory that the receiver owns."""
+        """Decode a message. Its arrays alias `frames`, which must be memory that the receiver owns."""
         self._in = frames
         try:
             message: Message = self._decoder.decode(frames[0])

@@ -1,4 +1,4 @@
-"""What an engine tells the clients."""
+"""Messages of an engine to its clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from eagleray.messages.failure import Failure
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended; the values are the ones of the OpenAI API, and two of our own."""
+    """Reason for which a request finished: the values of the OpenAI API, and two more."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -50,26 +50,27 @@ class PromptLogprobs(msgspec.Struct, frozen=True, eq=False):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step did for one request."""
+    """Result of one step for one request."""
 
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
-    """One for each of `token_ids` if the request asked for them, else empty."""
+    """Log-probabilities of each of `token_ids` if the request asked for them, else empty."""
     prompt_logprobs: PromptLogprobs | None = None
     routed_experts: bytes = b""
-    """[num_tokens, num_moe_layers, top_k], if the request asked: the experts of the tokens after those of earlier
-    chunks, as far as they are computed; from the likeliest to the least, by the model's own numbers. See
-    `RoutingInfo.rows`. Plain bytes, since every token of every request may bring some."""
+    """[num_tokens, num_moe_layers, top_k], if the request asked for it: the experts of the computed tokens after those
+    of earlier chunks, from the likeliest to the least, by the model's own numbers. See `RoutingInfo.rows`. They are
+    plain bytes, since every token of every request may bring some."""
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache when this engine first scheduled the request."""
     is_started: bool = False
-    """The request is about to be computed. Said of suspects, and where `announce_start` asks for it."""
+    """Whether the first step that computes the request is about to be sent. Set for suspects and if `announce_start`
+    asks for it."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    """The stop token that ended the request; None for the model's own end-of-sequence token."""
+    """Stop token that finished the request; None for the model's own end-of-sequence token."""
     error: str | None = None
-    """With finish reason `error`: what went wrong, for the user."""
+    """Error message for the user, with finish reason `error`."""
     is_user_error: bool = False
     """Whether a request with finish reason `error` asks for something impossible; otherwise it failed while it ran."""
 
@@ -97,27 +98,28 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_prefix_queries: int
     """Prompt tokens looked up in the prefix cache."""
     num_prefix_hits: int
-    """Prompt tokens found there."""
+    """Prompt tokens found in the prefix cache."""
 
 
 class WorkersReturned(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What became of a `CallWorkers`: values of every worker, or a failure."""
+    """Reply to a `CallWorkers`: values of every worker, or a failure."""
 
     call_id: int
     values: list[bytes] = []
-    """Of `plain.pack`, in order of rank; empty with a failure."""
+    """Values encoded by `plain.pack`, in order of rank; empty with a failure."""
     failure: Failure | None = None
-    """A user error: the call cannot be made. Any other: what the method raised, or what kept it from returning."""
+    """Failure of the call: a user error if the call cannot be made, otherwise the method's exception or what kept it
+    from returning."""
     rank: int | None = None
-    """The lowest rank on which the method raised; None if none did."""
+    """Lowest rank on which the method raised; None if none did."""
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True, tag=True, eq=False):
-    """How many tokens each expert has had since the engine's incarnation began."""
+    """Number of tokens that each expert has computed in this incarnation of the engine."""
 
     engine: EngineId
     counts: Array
-    """int64 [num_moe_layers, num_experts]: of the layers that have experts, in the model's order"""
+    """int64 [num_moe_layers, num_experts], for the layers that have experts, in the model's order."""
 
 
 EngineToClient = Chunks | EngineStats | ExpertLoad | WorkersReturned

@@ -1,8 +1,8 @@
-"""Plain data as bytes: the arguments and results of a worker extension, which are the user's and have no schema.
+"""Plain data as bytes: the arguments and results of a worker extension, which belong to the user and have no schema.
 
-Plain: None, bool, int (of 64 bits), float, str, bytes, list, tuple (which arrives as a list), dict, and numpy arrays of
-numbers, texts or times, nested as one likes. Written as msgpack, arrays as an extension type. No pickle: whoever reads
-this runs nothing that was sent.
+Plain are None, bool, int (of 64 bits), float, str, bytes, list, tuple (which arrives as a list), dict, and numpy arrays
+of numbers, texts or times, nested in any way. They are written as msgpack, arrays as an extension type. No pickle:
+reading the bytes never executes anything.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ ARRAY_KINDS = "biufcmMSU"
 """dtypes that their `str` describes fully. Objects, records and void are none."""
 HEADER_LENGTH_BYTES = 2
 MOST_BYTES = 2**32 - 1 - 2**16
-"""Largest array, text or bytes: msgpack has 32 bits for a length, and an array's header takes a little."""
+"""Size limit of an array, text or bytes: msgpack has 32 bits for a length, and an array's header takes a little."""
 MOST_DEPTH = 64
-"""Deeper than this, containers count as holding themselves."""
+"""Depth beyond which containers are assumed to contain themselves."""
 
 SIMPLE = frozenset({type(None), bool, float})
 KEYS = (type(None), bool, int, float, str, bytes)
 
 
 class ValuePath:
-    """Where in the value: told only if something is wrong there."""
+    """Path of a value inside the packed data, formatted only for an error."""
 
     __slots__ = ("depth", "key", "parent")
 
@@ -40,7 +40,7 @@ class ValuePath:
         self.depth: int = 0 if parent is None else parent.depth + 1
 
     def __str__(self) -> str:
-        """`args[0]['weights']`"""
+        """Format the path: `args[0]['weights']`."""
         return str(self.key) if self.parent is None else f"{self.parent}[{self.key!r:.50}]"
 
     def refusal(self, what: str) -> TypeError:
@@ -48,17 +48,17 @@ class ValuePath:
 
 
 def pack(value: Any, *, name: str = "value") -> bytes:
-    """`value` as bytes. Raises `TypeError`, with the place in `name`, for what is not plain."""
+    """Encode `value`. Raises `TypeError`, with the path from `name`, for a value that is not plain."""
     return msgspec.msgpack.encode(_plain(value, ValuePath(name)))
 
 
 def unpack(packed: bytes) -> Any:
-    """The inverse of `pack`; tuples are lists now. Arrays are owned and writable."""
+    """Inverse of `pack`, except that tuples become lists. Arrays are owned and writable."""
     return msgspec.msgpack.decode(packed, ext_hook=_unpack_array)
 
 
 def pack_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    """The arguments of a call. Raises `TypeError` like `pack`."""
+    """Encode the arguments of a call. Raises `TypeError` like `pack`."""
     if not isinstance(args, list | tuple):
         raise TypeError(f"args: a list or a tuple is expected, but this is a {type(args).__name__}")
     if not isinstance(kwargs, Mapping | None):
@@ -77,7 +77,7 @@ def unpack_arguments(packed: bytes) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _plain(value: Any, place: ValuePath) -> Any:
-    """`value` in types that msgpack has. Subclasses of the plain types, and numpy's scalars, lose what they add."""
+    """Convert `value` to types that msgpack has. Subclasses of plain types and numpy scalars lose their type."""
     if type(value) in SIMPLE:
         return value
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":

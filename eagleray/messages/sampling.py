@@ -1,7 +1,7 @@
-"""How the next token is chosen, and when to stop.
+"""Parameters of sampling, and conditions for stopping.
 
-`SamplingParams` is what a user writes. The client resolves it into `Sampling` (what a worker needs to choose a token)
-and `Stopping` (what the scheduler needs to end a request); strings stay in the client.
+`SamplingParams` is written by the user. The client resolves it into `Sampling` (which a worker needs to choose a token)
+and `Stopping` (which the scheduler needs to finish a request); strings stay in the client.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import msgspec
 from eagleray.errors import InvalidRequest
 
 MAX_INTEGER = 2**63 - 1
-"""Largest integer of any field: what the wires between processes can carry."""
+"""Largest integer of any field, limited by the wires between processes."""
 MAX_SEED = MAX_INTEGER
 
 # Each of these is work for every token of every sequence that has it, in the API server or in the worker.
 MAX_STOP_STRINGS = 32
-"""OpenAI's API takes 4."""
+"""Number of stop strings of a request. OpenAI's API takes 4."""
 MAX_STOP_CHARS = 256
-"""Length of one stop string: that much text is held back while it may become one."""
+"""Length of one stop string, since that much text is held back while it may become one."""
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 64
 MAX_STOP_TOKEN_IDS = 1024
@@ -29,16 +29,16 @@ MAX_LOGIT_BIASES = 1024
 
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
-"""Logits in float32 overflow beyond these."""
+"""Limit beyond which logits in float32 overflow."""
 
 MAX_SHOWN_CHARS = 200
-"""Characters of a wrong value that an error shows."""
+"""Number of characters of a wrong value that an error shows."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of one request, with the names and defaults that users of vLLM know.
+    """Parameters of one request, with the names and defaults of vLLM.
 
-    Raises `InvalidRequest` (a ValueError) for a value that makes no sense, at construction.
+    Construction raises `InvalidRequest` (a ValueError) for a value that makes no sense.
     """
 
     n: int = 1
@@ -63,33 +63,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these token ids; each in [-100, 100]."""
     allowed_token_ids: list[int] | None = None
-    """Only these may be generated."""
+    """Token ids that may be generated; None allows all."""
     bad_words: list[str] | None = None
     """Texts that must not be generated; matched by their tokens."""
     stop: str | list[str] | None = None
-    """Generation ends when the text holds one of these."""
+    """Strings that finish the generation when the text contains one."""
     stop_token_ids: list[int] | None = None
-    """Generation ends with one of these."""
+    """Token ids that finish the generation."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    """Go on after the model's end-of-sequence token."""
+    """Whether to continue after the model's end-of-sequence token."""
     min_tokens: int = 0
-    """No end-of-sequence, stop token or stop string before this many tokens."""
+    """Number of tokens before which no end-of-sequence token, stop token or stop string counts."""
     max_tokens: int | None = 16
-    """None: as many as fit into the model's length."""
+    """Limit for generated tokens; None fills the model's length."""
     logprobs: int | None = None
-    """Report the log-probability of each token and of this many likeliest ones; -1 is refused, 0 the token alone."""
+    """Number of likeliest tokens whose log-probabilities are reported at each position, beside the chosen one; 0
+    reports the chosen token alone, -1 is refused."""
     logprob_token_ids: list[int] | None = None
     """Also report the log-probabilities of these ids at every position."""
     prompt_logprobs: int | None = None
     """The same as `logprobs` for the prompt's own tokens."""
     return_routed_experts: bool | None = None
-    """Report which experts computed each token. None: where the engine has it on and the interface reports them by
-    itself (`LLM` and `/inference/v1/generate`)."""
+    """Whether to report the experts that computed each token. None: if the engine has it enabled and the interface
+    reports them by default (`LLM` and `/inference/v1/generate`)."""
     routed_experts_prompt_start: int = 0
     """First position of the prompt to report."""
     detokenize: bool = True
-    """False: return token ids only."""
+    """Whether to return text; False returns token ids only."""
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -181,7 +182,7 @@ def _require(holds: bool, name: str, value: Any, expected: str) -> None:
 
 
 def _show(value: Any) -> str:
-    """`value` as an error shows it: in full unless it is long, such as an integer of thousands of digits."""
+    """Format `value` for an error: in full unless it is long, such as an integer of thousands of digits."""
     if isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
@@ -189,35 +190,35 @@ def _show(value: Any) -> str:
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a worker needs to choose the next token of one request. Everything is a number or a token id."""
+    """Parameters that a worker needs to choose the next token of one request: numbers and token ids only."""
 
     seed: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0: all."""
+    """Number of likeliest tokens to keep; 0 keeps all."""
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] = ()
-    """Empty: all."""
+    """Token ids that may be generated; empty allows all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences: the last token is forbidden where the ones before it were just generated."""
+    """Token sequences whose last token is forbidden where the ones before it were just generated."""
     min_tokens: int = 0
     suppressed_token_ids: tuple[int, ...] = ()
-    """Forbidden until `min_tokens` were generated: the ids that would end the request."""
+    """Token ids that would finish the request, forbidden until `min_tokens` tokens were generated."""
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the scheduler needs to end a request."""
+    """Parameters that the scheduler needs to finish a request."""
 
     max_tokens: int
     min_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
-    """Empty under `ignore_eos`."""
+    """The model's end-of-sequence tokens; empty under `ignore_eos`."""
     stop_token_ids: tuple[int, ...] = ()

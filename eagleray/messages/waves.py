@@ -1,4 +1,4 @@
-"""What engines that step together say to each other. Everything else goes between their workers."""
+"""Messages between the engines of an expert group. Everything else goes between their workers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from eagleray.identity import EngineId
 
 
 class WaveStarted(msgspec.Struct, frozen=True, tag=True):
-    """I have work and take steps again: take them with me, when you are done with the wave before this one."""
+    """An engine with work starts a wave; the others join it when the wave before it has ended for them."""
 
     engine: EngineId
     epoch: int
-    """Of the group; waves are counted from 1 in each."""
+    """Epoch of the group; waves are counted from 1 in each."""
     wave: int
 
 

@@ -1,4 +1,4 @@
-"""What a worker is told at its birth, whichever executor brings it to life."""
+"""Spec of a worker, the same for every executor."""
 
 from __future__ import annotations
 
@@ -11,42 +11,43 @@ from eagleray.identity import EngineId, WorkerId
 
 
 class RayCaller(msgspec.Struct, frozen=True, kw_only=True):
-    """The actor or task that asks for an engine in its own placement group."""
+    """Actor or task that asks for an engine in its own placement group."""
 
     name: str
-    """For people."""
+    """Name for logs and errors."""
     held: dict[int, dict[str, float]]
-    """Resources of the group that it holds, by index of the bundle. It keeps them while it waits for the engine."""
+    """Resources of the group that the caller holds, by bundle index. It keeps them while it waits for the engine."""
 
 
 class RayContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a program is that runs inside a Ray cluster."""
+    """Context of a program that runs inside a Ray cluster."""
 
     address: str
-    """Of the cluster, `host:port`."""
+    """Address of the cluster, `host:port`."""
     runtime_env: dict[str, Any] = {}
-    """The program's, with packages by their URIs: what its own actors would inherit."""
+    """Runtime environment of the program, with packages by their URIs: its own actors would inherit it."""
     placement_group: str | None = None
     """Id, in hex, of the placement group that the program runs in."""
     group_bundles: list[dict[str, float]] = []
     """Total resources of each bundle of that group."""
     caller: RayCaller | None = None
-    """The program's own actor or task in that group."""
+    """Actor or task of the program in that group."""
     devices: list[str] = []
-    """GPUs that Ray has assigned to the program without setting CUDA_VISIBLE_DEVICES, because it was told not to."""
+    """GPUs that Ray has assigned to the program without setting CUDA_VISIBLE_DEVICES, because it was configured not
+    to."""
     bundles: list[int] = []
-    """Of an engine that is an actor: which bundle of that group each of its workers has, by rank. Some may be equal."""
+    """Bundle index of each worker in that group, by rank, for an engine that is an actor. Some may be equal."""
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the workers of one engine are. Learned when they are placed."""
+    """Placement of the workers of one engine on nodes."""
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
     nodes: list[str]
-    """[world_size] the node of each rank; equal names are one node, with one shared memory"""
+    """[world_size] Node of each rank; ranks with equal names share one node and its memory."""
     addresses: list[str]
-    """[world_size] the IP address of that node, for those on other nodes"""
+    """[world_size] IP address of each rank's node, for ranks on other nodes."""
 
     @property
     def world_size(self) -> int:
@@ -54,11 +55,11 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sampler_rank(self) -> int:
-        """The rank that samples and answers steps, see `parallel.Mesh`."""
+        """Rank that samples and replies to steps; see `parallel.Mesh`."""
         return self.world_size - self.tensor_parallel_size
 
     def local_ranks(self, rank: int) -> list[int]:
-        """The ranks on the node of `rank`, in order."""
+        """Return the ranks on the node of `rank`, in order."""
         return [other for other, node in enumerate(self.nodes) if node == self.nodes[rank]]
 
     def worker_id(self, engine: EngineId, rank: int) -> WorkerId:
@@ -69,14 +70,14 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerId
     rank: int
-    """In its engine: pp x tensor_parallel_size + tp."""
+    """Rank in the engine: pp_rank * tensor_parallel_size + tp_rank."""
     config: Config
     topology: Topology
     device_index: int | None = None
-    """Which of the GPUs that torch sees here; None: the first, or none."""
+    """Index among the GPUs that torch sees in the worker; None for the first one or none."""
     is_local: bool
-    """On the engine's node: they may share memory. Elsewhere they do not try, even if it would work."""
+    """Whether the worker is on the engine's node, where they may share memory. Otherwise they do not try to."""
     queue: bytes
-    """Ticket for `transport.Listener`."""
+    """Handle for `transport.message_queue_peer`."""
     pulse: bytes
-    """Ticket for `transport.Pulse`."""
+    """Handle for `transport.heartbeat`."""
