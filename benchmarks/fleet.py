@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from eagleray.client.client import Client
-from eagleray.client.open import open_client
 from eagleray.client.preprocess import Prompt
 from eagleray.config.build import build_config
 from eagleray.identity import ClientId, EngineId
@@ -107,7 +106,7 @@ def run_client(options: argparse.Namespace) -> None:
 async def _run_client(options: argparse.Namespace) -> None:
     client_id = ClientId(INSTANCE, options.index)
     runtime_dir = Path(options.runtime_dir)
-    client = open_client(client_id, build_config(**OPTIONS), runtime_dir)
+    client = Client.open(client_id, build_config(**OPTIONS), runtime_dir)
     reading = asyncio.create_task(client.run())
     await client.wait_until_ready(START_SECONDS)
     while len(client.engines) < options.engines[0]:

@@ -16,10 +16,9 @@ import msgspec
 from tqdm import tqdm
 
 from eagleray.client.client import Client
-from eagleray.client.open import open_client
 from eagleray.client.outputs import RequestOutput
 from eagleray.client.preprocess import Prompt
-from eagleray.client.stream import RequestStream
+from eagleray.client.request import RequestStream
 from eagleray.client.text.generation_config import default_sampling
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.cluster import context
@@ -234,7 +233,7 @@ class _Fleet:
             stack.push_async_callback(supervisor.stop, 0.0)
             supervisor.start_engines()
             client_id = ClientId(supervisor.instance, index=0)
-            fleet = cls(supervisor, open_client(client_id, config, supervisor.runtime_dir, host=supervisor.host))
+            fleet = cls(supervisor, Client.open(client_id, config, supervisor.runtime_dir, host=supervisor.host))
             stack.push_async_callback(fleet.stop_client)
             supervisor.adopt(client_id, fleet.client.address)
             await fleet.guard(fleet.supervisor.serving.wait())

@@ -1,13 +1,13 @@
-"""The client of the engines, and the only one: the API server and `LLM` both use it.
+"""The client of the engines, used by the API server and by `LLM`.
 
-Owns its inbox and outbox, the tokenizer, and every request from `generate` to its end; `dispatch` brings requests to
-engines, and on to others when an engine ends. Whoever made it runs `run` in a task and closes it with `close`.
-Everything happens in one event loop.
+Owns its inbox and outbox, the tokenizer, and every request from `generate` to its end. Whoever opens it runs `run` in a
+task and closes it with `close`. Everything happens in one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,64 +16,89 @@ from typing import Any, Literal
 import msgspec
 
 from eagleray.client.collective_rpc import RpcCalls
-from eagleray.client.dispatch import Dispatch
-from eagleray.client.intake import RequestBuilder
-from eagleray.client.mailboxes import Inbox, Outbox
-from eagleray.client.preprocess import Preprocessor, Prompt
-from eagleray.client.recovery import RecoveryObserver
+from eagleray.client.in_flight import InFlightRequests, RecoveryObserver
+from eagleray.client.preprocess import Prompt, RequestBuilder
+from eagleray.client.request import RequestStream
 from eagleray.client.routing.router import Router
-from eagleray.client.stream import RequestStream
-from eagleray.client.supervision import Supervision
 from eagleray.client.text.generation_config import eos_token_ids
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.config.resolve import checkpoint_dir, local_ranks, tokenizer_dir
 from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, DeadlineExceeded, EngineFailed, Unavailable
-from eagleray.identity import ClientId, EngineId
+from eagleray.identity import ClientId, EngineId, MemberId
 from eagleray.log import get_logger
-from eagleray.messages.lifecycle import Attach, ClientStarted, Knows, Stop, SupervisorToMember, Unreachable
+from eagleray.messages.codec import Codec
+from eagleray.messages.lifecycle import (
+    Attach,
+    ClientStarted,
+    Knows,
+    MemberToSupervisor,
+    Stop,
+    SupervisorToMember,
+    Unreachable,
+)
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.outputs import Chunks, EngineStats, EngineToClient, ExpertLoad, WorkersReturned
+from eagleray.messages.requests import ClientToEngine
 from eagleray.messages.sampling import SamplingParams
+from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX
+from eagleray.transport.heartbeat import HeartbeatSender
+from eagleray.transport.inbox import AsyncInbox, Outbox
 
 logger = get_logger(__name__)
 
 SUPERVISOR: Literal["supervisor"] = "supervisor"
 
-WATCH_SECONDS = 1.0
-"""Between looks at the connections."""
+CONNECTION_POLL_SECONDS = 1.0
+
+ClientInbox = AsyncInbox[SupervisorToMember | EngineToClient]
+ClientOutbox = Outbox[MemberId | Literal["supervisor"], ClientToEngine | MemberToSupervisor]
 
 
 class Client:
-    """Make one with `create`, inside the event loop that it is to live in."""
+    """A client of one instance. Open it with `open`, inside the event loop in which it runs."""
 
     def __init__(
-        self, client_id: ClientId, *, inbox: Inbox, outbox: Outbox, intake: RequestBuilder, router: Router
+        self, client_id: ClientId, *, inbox: ClientInbox, outbox: ClientOutbox, builder: RequestBuilder, router: Router
     ) -> None:
         self.address = inbox.address
         self.stopping = asyncio.Event()
-        """Set when the supervisor wants this client to end: nothing new is taken in then."""
+        """Set when the supervisor stops this client: no request is accepted then."""
         self.attached = asyncio.Event()
-        """Set when it has been told which engines there are, and which are coming back."""
+        """Set when the supervisor has told which engines have joined, and which are coming back."""
         self.grace = 0.0
-        """Seconds that running requests get once `stopping` is set."""
+        """Seconds for which running requests may continue once `stopping` is set."""
         self._client_id = client_id
         self._inbox = inbox
         self._outbox = outbox
-        self._intake = intake
-        self._members = router.members
-        self._members_changed = asyncio.Event()
-        self._dispatch = Dispatch(client_id, router=router, send=outbox.send)
+        self._builder = builder
         self._router = router
-        self._worker_calls = RpcCalls(client_id, send=outbox.send)
-        self._supervision = Supervision(on_lost=self._lose_supervisor)
+        self._known_engines = router.known_engines
+        self._engines_changed = asyncio.Event()
+        self._in_flight = InFlightRequests(client_id, router=router, send=outbox.send)
+        self._rpc_calls = RpcCalls(client_id, send=outbox.send)
+        self._heartbeat: HeartbeatSender | None = None
         self._failure: str | None = None
-        """Why nothing will ever be done again, if that is so."""
+        """Why this client fails every request, now and later; None while it works."""
+        self._has_lost_supervisor = False
         self._is_closed = False
 
     @classmethod
-    def create(cls, client_id: ClientId, config: Config, *, inbox: Inbox, outbox: Outbox) -> Client:
-        """Read the tokenizer and make a client with it.
+    def open(cls, client_id: ClientId, config: Config, runtime_dir: Path, *, host: str | None = None) -> Client:
+        """Open a client with a bound inbox, in the running event loop.
+
+        `host`: the address of this host for engines of other hosts; None: there are none. Raises what `create` raises.
+        """
+        inbox = ClientInbox(runtime_dir, client_id.label, Codec[Any](CLIENT_INBOX).decode, host=host)
+        try:
+            return cls.create(client_id, config, inbox=inbox, outbox=ClientOutbox(Codec[Any](CLIENT_OUTBOX).encode))
+        except BaseException:
+            inbox.close()
+            raise
+
+    @classmethod
+    def create(cls, client_id: ClientId, config: Config, *, inbox: ClientInbox, outbox: ClientOutbox) -> Client:
+        """Create a client with the model's tokenizer.
 
         Raises `CheckpointError` or `ConfigError` if the tokenizer cannot be read.
         """
@@ -82,94 +107,86 @@ class Client:
         if not model.skip_tokenizer_init:
             template = None if model.chat_template is None else Path(model.chat_template).expanduser()
             tokenizer = Tokenizer.load(tokenizer_dir(model), chat_template=template)
-        preprocessor = Preprocessor(
-            client=client_id,
+        builder = RequestBuilder(
+            client_id,
             tokenizer=tokenizer,
             eos_token_ids=eos_token_ids(checkpoint_dir(model)) or (tokenizer.eos_token_ids if tokenizer else ()),
             max_logprobs=model.max_logprobs,
-        )
-        intake = RequestBuilder(
-            preprocessor,
             seed=model.seed,
             max_request_restarts=config.recovery.max_request_restarts,
             request_timeout=config.serving.request_timeout,
         )
-        # Chance of its own in every client, whatever the seed: else all would choose the same engines.
+        # Not seeded: with equal seeds all clients would choose the same engines.
         router = Router(
             rng=random.Random(), match_prefixes=config.cache.enable_prefix_caching, ranks=local_ranks(config)
         )
-        return cls(client_id, inbox=inbox, outbox=outbox, intake=intake, router=router)
+        return cls(client_id, inbox=inbox, outbox=outbox, builder=builder, router=router)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None under `skip_tokenizer_init`."""
-        return self._intake.preprocessor.tokenizer
+        """The model's tokenizer, or None under `skip_tokenizer_init`."""
+        return self._builder.tokenizer
 
     @property
     def engines(self) -> Mapping[EngineId, EngineInfo]:
-        """The engines that are there."""
-        return self._members.engines
+        """The engines that have joined."""
+        return self._known_engines.engines
 
     @property
     def stats(self) -> Mapping[EngineId, EngineStats]:
-        """The newest report of each engine that is there, and has sent one."""
-        return self._members.stats
+        """The latest statistics of each engine that has joined and sent some."""
+        return self._known_engines.stats
 
     @property
     def expert_load(self) -> Mapping[EngineId, ExpertLoad]:
-        """The newest report of each engine that is there of how much its experts had to do."""
-        return self._members.expert_load
+        """The latest load of the experts of each engine that has joined and sent one."""
+        return self._known_engines.expert_load
 
     @property
     def engine_info(self) -> EngineInfo | None:
-        """What is served, also while the engines that served it are coming back; None if nothing is."""
-        return self._members.info
+        """The served model, also while its engines are starting again; None if nothing is served."""
+        return self._known_engines.info
 
     @property
     def expects_engines(self) -> bool:
         """Whether an engine is starting, for the first time or again."""
-        return self._failure is None and self._members.expects_engines
+        return self._failure is None and self._known_engines.expects_engines
 
     @property
     def cause(self) -> str | None:
         """Why there is no engine, if the last one has left."""
-        return self._failure or self._members.cause
+        return self._failure or self._known_engines.cause
 
-    @property
-    def observer(self) -> RecoveryObserver:
-        """Is told how requests survive the ends of engines."""
-        return self._dispatch.observer
-
-    @observer.setter
-    def observer(self, observer: RecoveryObserver) -> None:
-        self._dispatch.observer = observer
+    def observe_recovery(self, observer: RecoveryObserver) -> None:
+        """Report restarts of requests to `observer`."""
+        self._in_flight.observer = observer
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have not ended, and calls of the worker extension, one for each engine."""
-        return len(self._dispatch.in_flight) + len(self._worker_calls)
+        """Number of requests that have not ended, and of calls of the worker extension, one for each engine."""
+        return len(self._in_flight) + len(self._rpc_calls)
 
     @property
     def num_queued_seqs(self) -> int:
-        """Sequences of requests in flight that have not got a token yet."""
-        return self._dispatch.in_flight.num_queued_seqs
+        """Number of sequences of requests in flight that have no token yet."""
+        return self._in_flight.num_queued_seqs
 
     async def run(self) -> None:
-        """Read the inbox until `close`, or until the supervisor falls silent. Whatever else ends this raises.
+        """Handle messages until `close`, or until the supervisor is lost; fail what is in flight at any other end.
 
-        What is still in flight then fails.
+        Raises whatever else ends it.
         """
         watch = asyncio.create_task(self._watch_connections())
         try:
             while True:
                 try:
                     message = await self._inbox.receive()
-                except msgspec.MsgspecError as error:  # anybody who may enter the directory can write to the inbox
+                except msgspec.MsgspecError as error:  # any process that may enter the directory can write to the inbox
                     logger.warning("dropped what is no message to a client: %s", error)
                 else:
                     self._handle(message)
-        except (ChannelClosed, asyncio.CancelledError):  # closing an inbox cancels who waits for it
-            if not (self._is_closed or self._supervision.is_lost):
+        except (ChannelClosed, asyncio.CancelledError):  # closing an inbox cancels a pending `receive`
+            if not (self._is_closed or self._has_lost_supervisor):
                 raise
         finally:
             watch.cancel()
@@ -177,14 +194,14 @@ class Client:
                 self._fail("this client no longer hears its engines")
 
     async def _watch_connections(self) -> None:
-        """An engine that cannot be reached must not be waited for."""
+        """Report engines that cannot be reached to the supervisor, which then removes them."""
         while True:
-            await asyncio.sleep(WATCH_SECONDS)
+            await asyncio.sleep(CONNECTION_POLL_SECONDS)
             for peer in self._outbox.take_broken():
                 if isinstance(peer, EngineId):
                     self._outbox.send(SUPERVISOR, Unreachable(self._client_id, peer))
                 else:
-                    self._supervision.lose("the connection to the supervisor broke")
+                    self._on_supervisor_lost("the connection to the supervisor broke")
 
     async def wait_until_ready(self, timeout: float) -> EngineInfo:
         """Wait for an engine, at most `timeout` seconds.
@@ -196,8 +213,8 @@ class Client:
                 while not self.engines:
                     if self.cause is not None and not self.expects_engines:
                         raise EngineFailed(self.cause)
-                    self._members_changed.clear()
-                    await self._members_changed.wait()
+                    self._engines_changed.clear()
+                    await self._engines_changed.wait()
         except TimeoutError:
             raise DeadlineExceeded(f"no engine was ready within {timeout:.0f} s") from None
         return next(iter(self.engines.values()))
@@ -214,20 +231,20 @@ class Client:
         session: str | None = None,
         rank: int | None = None,
     ) -> RequestStream:
-        """Send a request to an engine; if that ends, another one goes on with it.
+        """Send a request to an engine; if the engine exits, another one continues the request.
 
-        `request_id`: unique among those in flight; by default one is made. `timeout`: seconds after which it fails with
-        `DeadlineExceeded`; None: the server's own (`request_timeout`). Requests of one `session` go to the same engine
-        as long as there is one. `rank`: the only engine that it may go to.
+        `request_id`: unique among those in flight; by default one is made. `timeout`: seconds after which the request
+        fails with `DeadlineExceeded`; None: the server's own (`request_timeout`). Requests of one `session` go to the
+        same engine while it is up. `rank`: the only engine that the request may go to.
 
-        Raises `InvalidRequest` for what cannot be done, `Unavailable` while no engine takes requests and none is coming
-        back, and `EngineFailed` once the instance has failed.
+        Raises `InvalidRequest` for a request that is impossible, `Unavailable` while no engine accepts requests and
+        none is coming back, and `EngineFailed` once the instance has failed.
         """
-        request = self._intake.request(
+        request = self._builder.build(
             prompt,
             params,
             self._check_open(),
-            self._dispatch.in_flight,
+            ids_in_use=self._in_flight,
             request_id=request_id,
             priority=priority,
             cache_salt=cache_salt,
@@ -235,102 +252,128 @@ class Client:
             session=session,
             rank=rank,
         )
-        return self._dispatch.start(request)
+        return self._in_flight.start(request)
 
     async def call_workers(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, timeout: float | None
     ) -> list[Any]:
         """Call a method of the worker extension on every worker of every engine.
 
-        Returns what each returned: engine by engine, the workers of one in order of rank. Arguments and results: see
-        `messages.plain`. `timeout`: seconds that the workers have, all together; None: ten minutes. When it is over the
-        caller goes on, but the method does not end on the workers.
+        Returns the results by engine, then by rank of the worker. Arguments and results: see `messages.plain`.
+        `timeout`: seconds for all workers together; None: ten minutes. After the timeout the caller continues, but the
+        method does not end on the workers.
 
-        Raises `InvalidRequest` for what cannot be called or sent, `RequestFailed` if the method raised on a rank,
-        `EngineFailed` if an engine ended, `DeadlineExceeded`, and `Unavailable` while no engine takes requests.
+        Raises `InvalidRequest` for a call that is impossible or cannot be sent, `RequestFailed` if the method raised on
+        a rank, `EngineFailed` if an engine exited, `DeadlineExceeded`, and `Unavailable` while no engine accepts
+        requests.
         """
         self._check_open()
         if not self.engines:
             raise Unavailable(f"no engine is ready: {self.cause}")
         engines = sorted(self.engines, key=lambda engine: engine.rank)
-        return await self._worker_calls.call(engines, method, args, kwargs, timeout=timeout)
+        return await self._rpc_calls.call(engines, method, args, kwargs, timeout=timeout)
 
     async def close(self) -> None:
-        """Abort what runs, and end `run`. Harmless when repeated."""
+        """Abort all requests, and end `run`. Harmless when repeated."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._supervision.close()
-        self._worker_calls.fail(Unavailable("this client was closed before the workers had answered"))
-        for request in self._dispatch.in_flight:
-            self._dispatch.in_flight.abort(request)
+        self._stop_heartbeat()
+        self._rpc_calls.fail(Unavailable("this client was closed before the workers had answered"))
+        self._in_flight.abort_all()
         self._inbox.close()
         self._outbox.close()
 
     def _check_open(self) -> EngineInfo:
-        """What is served. Raises if nothing is taken in."""
+        """Return the served model, or raise if no requests are accepted."""
         if self._failure is not None:
             raise EngineFailed(self._failure)
         if self._is_closed or self.stopping.is_set():
             raise Unavailable("this client is stopping and takes no new requests")
-        if self._members.info is None:
+        if self._known_engines.info is None:
             raise Unavailable(f"no engine is ready{f': {self.cause}' if self.cause else ', try again in a moment'}")
-        return self._members.info
+        return self._known_engines.info
 
     def _handle(self, message: SupervisorToMember | EngineToClient) -> None:
         match message:
             case Chunks(engine, chunks):
-                self._dispatch.deliver(engine, chunks)
+                self._in_flight.deliver(engine, chunks)
             case EngineStats():
-                self._router.report(message)
+                self._router.record_stats(message)
             case ExpertLoad():
-                self._members.report(message)
+                self._known_engines.record_report(message)
             case WorkersReturned():
-                self._worker_calls.deliver(message)
-            case Attach(supervisor=supervisor, members=members, pulse=ticket, missing=missing):
+                self._rpc_calls.deliver(message)
+            case Attach(supervisor=supervisor, members=members, pulse=heartbeat, missing=missing):
                 self._outbox.connect(SUPERVISOR, supervisor)
                 for member in members:
-                    self._join(member)
+                    self._on_joined(member)
                 for left in missing:
                     self._handle(left)
-                self._supervision.start(ticket)
+                self._start_heartbeat(heartbeat)
                 self._outbox.send(SUPERVISOR, ClientStarted(self._client_id))
                 self.attached.set()
             case Joined():
-                self._join(message)
+                self._on_joined(message)
             case Left(EngineId() as engine, cause, returns, info):
                 if info is not None:
-                    self._members.remember(info)
-                self._leave(engine, cause, returns)
+                    self._known_engines.set_absent_info(info)
+                self._on_engine_left(engine, cause, returns)
             case Left():
-                pass  # other clients are no concern of this one
+                pass  # another client
             case Stop(grace, cause):
                 self.grace = grace
                 self.stopping.set()
                 if cause:
                     self._fail(cause)
 
-    def _join(self, joined: Joined) -> None:
+    def _on_joined(self, joined: Joined) -> None:
         if isinstance(joined.member, EngineId) and joined.engine is not None and joined.member not in self.engines:
             self._outbox.connect(joined.member, joined.address)
-            self._dispatch.join(joined.member, joined.engine)
+            self._in_flight.on_engine_joined(joined.member, joined.engine)
             self._outbox.send(SUPERVISOR, Knows(self._client_id, joined.member))
-            self._members_changed.set()
+            self._engines_changed.set()
 
-    def _leave(self, engine: EngineId, cause: str, returns: bool) -> None:
+    def _on_engine_left(self, engine: EngineId, cause: str, returns: bool) -> None:
         self._outbox.disconnect(engine)
-        self._dispatch.leave(engine, cause=cause, returns=returns)
-        self._worker_calls.fail(EngineFailed(f"{engine.label} ended: {cause}"), engine=engine)
-        self._members_changed.set()
+        self._in_flight.on_engine_left(engine, cause=cause, returns=returns)
+        self._rpc_calls.fail(EngineFailed(f"{engine.label} ended: {cause}"), engine=engine)
+        self._engines_changed.set()
 
     def _fail(self, cause: str) -> None:
-        """Everything fails now, and whatever is asked for later."""
+        """Fail every request in flight, and every later one."""
         self._failure = cause
-        self._dispatch.fail(cause)
-        self._worker_calls.fail(EngineFailed(cause))
-        self._members_changed.set()
+        self._in_flight.fail_all(cause)
+        self._rpc_calls.fail(EngineFailed(cause))
+        self._engines_changed.set()
 
-    def _lose_supervisor(self, cause: str) -> None:
-        self._fail(cause)
-        logger.error("%s: this client ends", self._failure)
-        self._inbox.close()
+    # The supervisor.
+
+    def _start_heartbeat(self, handle: bytes) -> None:
+        """Exchange heartbeats with the supervisor. An empty handle: it watches this process by other means."""
+        if handle:
+            loop = asyncio.get_running_loop()
+
+            def on_silent(seconds: float) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing is left to fail
+                    loop.call_soon_threadsafe(self._on_supervisor_silent, seconds)
+
+            self._stop_heartbeat()
+            self._heartbeat = HeartbeatSender.start(handle, on_silent=on_silent)
+
+    def _stop_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
+
+    def _on_supervisor_silent(self, seconds: float) -> None:
+        if self._heartbeat is not None:  # else this client was closed in the meantime
+            self._on_supervisor_lost(f"the supervisor was not heard of for {seconds:.0f} s")
+
+    def _on_supervisor_lost(self, cause: str) -> None:
+        """Fail everything and end `run`. Only the first cause counts."""
+        if not self._has_lost_supervisor:
+            self._has_lost_supervisor = True
+            self._fail(cause)
+            logger.error("%s: this client ends", cause)
+            self._inbox.close()

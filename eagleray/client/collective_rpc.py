@@ -1,7 +1,4 @@
-"""The calls of worker extensions in flight: from the moment they are sent until somebody knows what became of them.
-
-The client calls, delivers and fails; this keeps the books and wakes the callers.
-"""
+"""The calls of worker extensions in flight, from sending to result. Owned by the client."""
 
 from __future__ import annotations
 
@@ -21,16 +18,16 @@ from eagleray.messages.outputs import WorkersReturned
 from eagleray.messages.plain import pack_arguments, unpack
 from eagleray.messages.requests import CallWorkers
 
-CALL_SECONDS = 600.0
-"""What a call of a worker extension gets if its caller does not say."""
+DEFAULT_TIMEOUT_SECONDS = 600.0
+"""Timeout of a call whose caller sets none."""
 
-ANSWER_SECONDS = 2.0
-"""An engine that gives a call up says which ranks it waited for: how much longer to wait for that word."""
+REPORT_SECONDS = 2.0
+"""An engine that gives up a call reports the ranks that it waited for; the client waits this much longer for that."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RpcCall:
-    """A call in flight."""
+    """A call in flight on one engine."""
 
     call_id: int
     engine: EngineId
@@ -38,22 +35,22 @@ class RpcCall:
     _returned: asyncio.Future[list[bytes]]
 
     async def result(self, timeout: float) -> list[Any]:
-        """What the method returned, in order of rank. Raises what became of the call instead.
+        """Return the results of the workers, in order of rank, or raise the error that the call ended with.
 
-        `timeout`: seconds. Raises `DeadlineExceeded` after them.
+        Raises `DeadlineExceeded` after `timeout` seconds.
         """
         try:
             async with asyncio.timeout(timeout):
                 values = await self._returned
         except TimeoutError as error:
-            if isinstance(error, DeadlineExceeded):  # the engine's own word
+            if isinstance(error, DeadlineExceeded):  # reported by the engine, with the ranks
                 raise
             raise DeadlineExceeded(
                 f"`{self.method}` on the workers: no answer from {self.engine.label} within {timeout:g} s"
             ) from None
         return [unpack(value) for value in values]
 
-    def settle(self, returned: WorkersReturned) -> None:
+    def set_result(self, returned: WorkersReturned) -> None:
         if self._returned.done():
             return
         if returned.failure is not None:
@@ -64,11 +61,12 @@ class RpcCall:
     def fail(self, error: EagleRayError) -> None:
         if not self._returned.done():
             self._returned.set_exception(error)
-            self._returned.exception()  # of several calls that fail one is raised: nobody asks for the others
+            # Only one of several failed calls is raised: retrieve the others, or asyncio would log them.
+            self._returned.exception()
 
 
 class RpcCalls:
-    """`send` hands a message to an engine and never blocks."""
+    """The calls of one client. `send` queues a message for an engine and never blocks."""
 
     def __init__(self, client: ClientId, *, send: Callable[[EngineId, CallWorkers], None]) -> None:
         self._client = client
@@ -88,12 +86,12 @@ class RpcCalls:
         *,
         timeout: float | None,
     ) -> list[Any]:
-        """Call `method` on every worker of these engines -> what each returned, engine by engine, in order of rank.
+        """Call `method` on every worker of these engines, and return the results by engine, then by rank.
 
-        Raises what became of the first call that failed; see `Client.call_workers`.
+        Raises the error of the first call that failed; see `Client.call_workers`.
         """
         check_text(method, "method")
-        seconds = CALL_SECONDS if timeout is None else timeout
+        seconds = DEFAULT_TIMEOUT_SECONDS if timeout is None else timeout
         check_seconds(seconds)
         try:
             arguments = pack_arguments(args, kwargs)
@@ -106,11 +104,11 @@ class RpcCalls:
                     client=self._client, call_id=call.call_id, method=method, arguments=arguments, timeout=seconds
                 )
                 self._send(call.engine, message)
-            return await _results(calls, seconds + ANSWER_SECONDS)
+            return await _results(calls, seconds + REPORT_SECONDS)
 
     @contextmanager
     def _open(self, engine: EngineId, method: str) -> Iterator[RpcCall]:
-        """A call that is in flight within the block; what is said of it later is nobody's."""
+        """Register a call for the duration of the block; replies that arrive after it are dropped."""
         call = RpcCall(next(self._ids), engine, method, asyncio.get_running_loop().create_future())
         self._calls[call.call_id] = call
         try:
@@ -120,10 +118,10 @@ class RpcCalls:
 
     def deliver(self, returned: WorkersReturned) -> None:
         if call := self._calls.get(returned.call_id):
-            call.settle(returned)
+            call.set_result(returned)
 
     def fail(self, error: EagleRayError, *, engine: EngineId | None = None) -> None:
-        """Fail those of `engine`; None: all."""
+        """Fail the calls on `engine`; None: on all engines."""
         for call in self._calls.values():
             if engine is None or call.engine == engine:
                 call.fail(error)

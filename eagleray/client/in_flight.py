@@ -1,209 +1,273 @@
-"""The requests in flight: from the moment they are taken in until they end, one way or another.
+"""The requests in flight, from start to end: sends them to engines, and to others when an engine exits.
 
-The dispatch sends and resumes them; this keeps the books, delivers, ends what has to end, and wakes the readers.
+Owned by the client, which passes on chunks and changes of the membership; nothing else sends a request. A request is
+assigned to one engine, or queued here until there is one. Its reader notices nothing of a restart but the time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
-from eagleray.client.journal import ResumePoint
-from eagleray.client.recovery import RestartBudget
-from eagleray.client.request_state import RequestState
-from eagleray.client.routing.router import SentRequest
-from eagleray.client.stream import RequestStream
-from eagleray.errors import EagleRayError
-from eagleray.identity import EngineId
+from eagleray.client.completion import Completion
+from eagleray.client.request import ClientRequest, RequestStream
+from eagleray.client.routing.router import Router
+from eagleray.errors import DeadlineExceeded, EagleRayError, EngineFailed
+from eagleray.identity import ClientId, EngineId
+from eagleray.log import get_logger
+from eagleray.messages.membership import EngineInfo
 from eagleray.messages.outputs import Chunk
-from eagleray.messages.requests import Generate
+from eagleray.messages.requests import Abort, Generate
+
+logger = get_logger(__name__)
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class ClientRequest:
-    """A request in flight."""
+class RecoveryObserver(Protocol):
+    """Callbacks on restarts of requests, called in the event loop of the client.
 
-    state: RequestState
-    running: dict[int, ResumePoint]
-    """Its unfinished completions, by index."""
-    deaths: RestartBudget
-    timeout: float | None = None
-    """Seconds from its arrival to its failure."""
-    session: str | None = None
-    rank: int | None = None
-    """The only engine that it may go to."""
-    engine: EngineId | None = None
-    """With which it is; None while it waits for one."""
-    sending: SentRequest | None = None
-    """Until that engine has said the first of it."""
-    is_queued: bool = True
-    """No token of it has come yet, from any engine."""
-    is_fresh: bool = False
-    """That engine has not brought a token yet."""
-    lost_at: float | None = None
-    """When an engine of it was lost, until it has a token again."""
-    timer: asyncio.TimerHandle | None = None
-    stream: RequestStream = field(init=False)
+    A protocol because its implementation counts metrics, and neither `client` nor `metrics` imports the other.
+    """
 
-    @property
-    def message(self) -> Generate:
-        """Of its first unfinished completion, as it was sent first."""
-        return next(iter(self.running.values())).message
+    def on_resumed(self, num_requests: int, num_tokens: int) -> None:
+        """Requests were sent to another engine, which computes `num_tokens` again, of prompts and outputs together."""
 
-    @property
-    def names(self) -> list[str]:
-        """By which its engine knows its unfinished completions."""
-        return [entry.name for entry in self.running.values()]
+    def on_next_token(self, seconds: float) -> None:
+        """A resumed request got a token, `seconds` after it had lost its engine."""
 
-    @property
-    def num_tokens(self) -> int:
-        """What an engine has to compute before it can go on: of the prompt and of what is there already."""
-        tokens = [self.state.completions[index].token_ids for index in self.running]
-        return len(self.state.prompt_token_ids) * len(tokens) + sum(map(len, tokens))
-
-    @property
-    def progress(self) -> str:
-        """How far it is, for people."""
-        num_tokens = sum(len(completion.token_ids) for completion in self.state.completions)
-        limit = self.message.stopping.max_tokens * len(self.state.completions)
-        waits = "" if self.engine else ", and it was waiting for an engine to come back"
-        return f"it had {num_tokens} of at most {limit} tokens{waits}"
-
-    def next_messages(self) -> list[Generate]:
-        """What makes an engine go on with it."""
-        self.deaths.was_sent()
-        return [
-            entry.next_message(
-                token_ids=self.state.completions[index].token_ids,
-                prompt_logprobs_from=self.state.prompt_logprobs_from if index == 0 else 1,
-                routed_experts_from=self.state.completions[index].routed_experts_from,
-                is_suspect=self.deaths.is_suspect,
-                announce_start=self.deaths.asks_for_start,
-            )
-            for index, entry in self.running.items()
-        ]
-
-
-class Keeper(Protocol):
-    """Who must know what happens to requests."""
-
-    def on_abort(self, request: ClientRequest) -> None:
-        """Its user does not want it any more. Called before it ends here."""
-
-    def on_fresh(self, request: ClientRequest, chunk: Chunk) -> None:
-        """A chunk of a request that was fresh until now. Called before it is delivered."""
-
-    def on_ended(self, request: ClientRequest, count: int) -> None:
-        """So many of its completions are no longer with its engine."""
+    def on_given_up(self, num_requests: int) -> None:
+        """Requests failed because engines had exited."""
 
 
 class InFlightRequests:
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
-        self._requests: dict[str, ClientRequest] = {}
-        self._completions: dict[str, tuple[ClientRequest, int]] = {}
-        """Every completion that is with an engine, with its index, by the name that the engine knows it by."""
+    """The requests of one client. `send` queues a message for an engine and never blocks. `clock`: in seconds."""
+
+    def __init__(
+        self,
+        client: ClientId,
+        *,
+        router: Router,
+        send: Callable[[EngineId, Generate | Abort], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.observer: RecoveryObserver | None = None
         self.num_queued_seqs = 0
-        """Completions of the requests that are queued."""
+        """Number of completions of the requests for which no token has come."""
+        self._client = client
+        self._router = router
+        self._send = send
+        self._clock = clock
+        self._requests: dict[str, ClientRequest] = {}
+        """The requests by their ids, in order of arrival."""
+        self._completions: dict[str, tuple[ClientRequest, Completion]] = {}
+        """The unfinished completions of assigned requests, by the id that their engine knows them under."""
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __contains__(self, request_id: str) -> bool:
+    def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests
 
-    def __iter__(self) -> Iterator[ClientRequest]:
-        """Those there are now, in order of arrival; they may end meanwhile."""
-        return iter(list(self._requests.values()))
+    def start(self, request: ClientRequest) -> RequestStream:
+        """Send a new request to an engine, or queue it until there is one. Its timeout begins to run.
 
-    @property
-    def waiting(self) -> list[ClientRequest]:
-        """Those that are with no engine."""
-        return [request for request in self._requests.values() if request.engine is None]
-
-    def add(self, request: ClientRequest) -> RequestStream:
-        request.stream = RequestStream(request.state, on_abort=lambda: self.abort(request))
-        self._requests[request.state.request_id] = request
-        self.num_queued_seqs += len(request.state.completions)
-        return request.stream
-
-    def assign(self, request: ClientRequest, sending: SentRequest) -> None:
-        """It was sent to an engine."""
-        request.engine, request.sending, request.is_fresh = sending.engine, sending, True
-        self._completions |= {entry.name: (request, index) for index, entry in request.running.items()}
-
-    def detach(self, engine: EngineId) -> list[ClientRequest]:
-        """The engine is gone. Those that were with it are with none now."""
-        lost = [request for request in self._requests.values() if request.engine == engine]
-        for request in lost:
-            for name in request.names:
-                del self._completions[name]
-            request.engine = request.sending = None
-            request.state.resume()
-        return lost
-
-    def deliver(self, engine: EngineId, chunks: Sequence[Chunk]) -> list[str]:
-        """What a step of the engine brought. Chunks of what has ended here, or has gone elsewhere, are dropped.
-
-        Returns the names of completions that have ended although the engine does not know it.
+        Raises `InvalidRequest` for a rank that does not exist, `Unavailable` for one that was given up, and whatever
+        `send` raises; then the request is not in flight.
         """
+        self._place(request)
+        if request.timeout is not None:
+            request.timer = asyncio.get_running_loop().call_later(request.timeout, self._time_out, request)
+        self._requests[request.request_id] = request
+        self.num_queued_seqs += len(request.completions)
+        return RequestStream(request, abort=partial(self.abort, request))
+
+    def deliver(self, engine: EngineId, chunks: Sequence[Chunk]) -> None:
+        """Deliver the chunks of a step. Chunks of requests that have ended here, or have moved, are dropped."""
         unwanted: list[str] = []
         for chunk in chunks:
-            place = self._completions.get(chunk.request_id)
-            if place is not None and place[0].engine == engine:
-                unwanted += self._deliver(*place, chunk)
-        return unwanted
+            found = self._completions.get(chunk.request_id)
+            if found is not None and found[0].engine == engine:
+                unwanted += self._deliver(*found, chunk)
+        if unwanted:
+            self._send(engine, Abort(self._client, unwanted))
 
     def abort(self, request: ClientRequest) -> None:
-        """End it with what it has."""
-        self._keeper.on_abort(request)
-        request.state.abort()
-        self._end(request)
+        """End a request with the output that it has."""
+        self._abort_in_engine(request)
+        request.abort()
+        self._remove(request)
 
-    def fail(self, request: ClientRequest, error: EagleRayError) -> None:
-        """End it with an error for its reader."""
-        request.state.failure = error
-        self._end(request)
+    def abort_all(self) -> None:
+        for request in list(self._requests.values()):
+            self.abort(request)
 
-    def _deliver(self, request: ClientRequest, index: int, chunk: Chunk) -> Iterable[str]:
-        state, name = request.state, chunk.request_id
-        if request.is_fresh:
-            self._keeper.on_fresh(request, chunk)
+    def fail_all(self, cause: str) -> None:
+        """Fail every request, because there are no engines and there will be none."""
+        self._router.remove_all(cause)
+        num_requests = len(self._requests)
+        for request in list(self._requests.values()):
+            self._fail(request, EngineFailed(cause))
+        self._count_given_up(num_requests)
+
+    # Engines.
+
+    def on_engine_joined(self, engine: EngineId, info: EngineInfo) -> None:
+        """Send queued requests to an engine that has joined."""
+        self._router.add_engine(engine, info)
+        num_placed = self._place_queued()
+        queued = f"; {num_placed} requests that waited for an engine go to it" if num_placed else ""
+        logger.info("%s has joined%s", engine.label, queued)
+
+    def on_engine_left(self, engine: EngineId, *, cause: str, returns: bool) -> None:
+        """Move, queue or fail the requests of an engine that exited, maybe before it had joined."""
+        message = f"{engine.label} ended: {cause}"
+        self._router.remove_engine(engine, cause=message, returns=returns)
+        now = self._clock()
+        num_before = len(self._requests)
+        for request in [request for request in self._requests.values() if request.engine == engine]:
+            for engine_request_id in request.engine_request_ids:
+                del self._completions[engine_request_id]
+            request.lost_at = now if request.lost_at is None else request.lost_at
+            if failure := request.lose_engine(message):
+                self._fail(request, failure)
+        for request in self._queued():
+            if not self._router.known_engines.may_serve(request.rank):
+                self._fail(request, EngineFailed(message))
+        num_given_up = num_before - len(self._requests)
+        self._count_given_up(num_given_up)
+        num_placed = self._place_queued()
+        logger.log(
+            logging.WARNING if num_before else logging.DEBUG,  # without requests the supervisor's log is enough
+            "%s is lost: %s; %d requests go on elsewhere, %d wait for an engine, %d are given up",
+            engine.label,
+            cause,
+            num_placed,
+            len(self._queued()),
+            num_given_up,
+        )
+
+    def _queued(self) -> list[ClientRequest]:
+        """Return the requests that no engine runs."""
+        return [request for request in self._requests.values() if request.engine is None]
+
+    def _place_queued(self) -> int:
+        """Send the queued requests for which there is an engine, and return their number."""
+        placed = [request for request in self._queued() if self._place(request)]
+        resumed = [request for request in placed if request.lost_at is not None]
+        if resumed and self.observer is not None:
+            self.observer.on_resumed(len(resumed), sum(request.num_known_tokens for request in resumed))
+        return len(placed)
+
+    def _place(self, request: ClientRequest) -> bool:
+        """Send a request to an engine, and return whether there is one for it now."""
+        decision = self._router.choose(
+            request.prompt_token_ids,
+            cache_salt=request.message.cache_salt,
+            session=request.session,
+            rank=request.rank,
+        )
+        if decision is None:
+            return False
+        self._send_all(decision.engine, request.next_messages())
+        request.engine = decision.engine
+        request.prefix_match = self._router.record_sent(decision, len(request.unfinished))
+        for completion in request.unfinished.values():
+            self._completions[completion.engine_request_id] = (request, completion)
+        return True
+
+    def _send_all(self, engine: EngineId, messages: Sequence[Generate]) -> None:
+        """Send all messages, or leave none with the engine."""
+        try:
+            for message in messages:
+                self._send(engine, message)
+        except BaseException:
+            # The request does not get in flight, so nothing else would abort the part that the engine has.
+            self._send(engine, Abort(self._client, [message.request_id for message in messages]))
+            raise
+
+    def _abort_in_engine(self, request: ClientRequest) -> None:
+        if request.engine is not None:
+            self._send(request.engine, Abort(self._client, request.engine_request_ids))
+
+    # Chunks and ends.
+
+    def _deliver(self, request: ClientRequest, completion: Completion, chunk: Chunk) -> Iterable[str]:
+        """Deliver a chunk. Return the ids of completions that have ended although the engine does not know it."""
+        if request.awaits_token:
+            self._on_early_chunk(request, chunk)
         if request.is_queued and chunk.token_ids:
-            request.stream.first_token_at = time.perf_counter()
+            request.first_token_at = time.perf_counter()
             self._leave_queue(request)
-        state.deliver(index, chunk)
-        if state.failure is not None:
-            others = [other for other in request.names if other != name]
-            self._end(request)
+        request.deliver(completion, chunk)
+        if request.failure is not None:
+            others = [other for other in request.engine_request_ids if other != chunk.request_id]
+            self._remove(request)
             return others
-        if state.completions[index].finish_reason is None:
-            request.stream.wake(ended=False)
+        if completion.finish_reason is None:
+            request.notify_reader(ended=False)
             return ()
-        if len(request.running) > 1:
-            del request.running[index], self._completions[name]
-            self._keeper.on_ended(request, 1)
-            request.stream.wake(ended=False)
+        if len(request.unfinished) > 1:
+            del request.unfinished[completion.index], self._completions[chunk.request_id]
+            self._record_ended(request, 1)
+            request.notify_reader(ended=False)
         else:
-            self._end(request)
-        # Without a reason of the engine's it was a stop string, of which the engine knows nothing.
-        return (name,) if chunk.finish_reason is None else ()
+            self._remove(request)
+        # An end without a finish reason from the engine is a stop string, which only the client looks for.
+        return (chunk.request_id,) if chunk.finish_reason is None else ()
 
-    def _end(self, request: ClientRequest) -> None:
+    def _on_early_chunk(self, request: ClientRequest, chunk: Chunk) -> None:
+        """Note the progress of a request whose engine had not sent a token of it before this chunk."""
+        request.record_started(has_token=bool(chunk.token_ids))
+        if request.prefix_match is not None and not chunk.is_started:
+            # Prompt log-probabilities need a computed prompt, so then the engine uses less of its cache than it has.
+            is_exact = request.message.sampling.prompt_logprobs is None
+            self._record_started(request, chunk.num_cached_tokens if is_exact else None)
+        if chunk.token_ids and request.lost_at is not None:
+            if self.observer is not None:
+                self.observer.on_next_token(self._clock() - request.lost_at)
+            request.lost_at = None
+
+    def _record_started(self, request: ClientRequest, num_cached_tokens: int | None) -> None:
+        if request.engine is not None and request.prefix_match is not None:
+            self._router.record_started(request.engine, request.prefix_match, num_cached_tokens)
+            request.prefix_match = None
+
+    def _record_ended(self, request: ClientRequest, count: int) -> None:
+        """Tell the router that `count` completions have left the engine of the request."""
+        self._record_started(request, None)
+        if request.engine is not None:
+            self._router.record_ended(request.engine, count)
+
+    def _time_out(self, request: ClientRequest) -> None:
+        self._abort_in_engine(request)
+        message = f"the request was given up after {request.timeout:g} s (`timeout`): {request.progress}"
+        self._fail(request, DeadlineExceeded(message))
+
+    def _fail(self, request: ClientRequest, error: EagleRayError) -> None:
+        """End a request with an error for its reader."""
+        request.failure = error
+        self._remove(request)
+
+    def _remove(self, request: ClientRequest) -> None:
+        """Forget a request that has ended."""
         if request.timer is not None:
             request.timer.cancel()
         if request.engine is not None:
-            for name in request.names:
-                del self._completions[name]
-            self._keeper.on_ended(request, len(request.running))
-        del self._requests[request.state.request_id]
+            for engine_request_id in request.engine_request_ids:
+                del self._completions[engine_request_id]
+            self._record_ended(request, len(request.unfinished))
+        del self._requests[request.request_id]
         self._leave_queue(request)
-        request.stream.wake(ended=True)
+        request.notify_reader(ended=True)
 
     def _leave_queue(self, request: ClientRequest) -> None:
         if request.is_queued:
             request.is_queued = False
-            self.num_queued_seqs -= len(request.state.completions)
+            self.num_queued_seqs -= len(request.completions)
+
+    def _count_given_up(self, count: int) -> None:
+        if count and self.observer is not None:
+            self.observer.on_given_up(count)

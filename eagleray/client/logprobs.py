@@ -1,4 +1,4 @@
-"""Log-probabilities as users get them: by token id, with the token's text."""
+"""Log-probabilities in the form that users get: by token id, with the token's text."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Position = dict[int, Logprob]
 
 
 class OutputLogprobs:
-    """The log-probabilities of a completion's tokens, as columns of numbers: with 20 for each token, objects would take
-    six times the memory."""
+    """The log-probabilities of a completion's tokens, stored as columns of numbers: with 20 entries for each token,
+    objects would take six times the memory."""
 
     __slots__ = ("_ends", "_logprobs", "_ranks", "_token_ids")
 
@@ -27,49 +27,57 @@ class OutputLogprobs:
         self._ranks = array("q")
         """Rank of each position's chosen token."""
         self._ends = array("q")
-        """Place behind the last entry of each position."""
+        """Index after the last entry of each position."""
 
     def extend(self, reported: Iterable[TokenLogprobs]) -> None:
-        """Add the next positions."""
+        """Append the next positions."""
         for one in reported:
             self._token_ids.extend(one.token_ids)
             self._logprobs.extend(one.logprobs)
             self._ranks.append(one.rank)
             self._ends.append(len(self._token_ids))
 
-    def positions(self, start: int, end: int, *, num_asked: int, tokenizer: Tokenizer | None) -> list[Position]:
-        """Positions `start` to `end` - 1. The last `num_asked` tokens of each were asked for by id."""
-        return [self._position(place, num_asked, tokenizer) for place in range(start, min(end, len(self._ends)))]
+    def positions(self, start: int, end: int, *, num_requested: int, tokenizer: Tokenizer | None) -> list[Position]:
+        """Return positions `start` to `end` - 1. The last `num_requested` tokens of each were requested by id."""
+        return [self._position(index, num_requested, tokenizer) for index in range(start, min(end, len(self._ends)))]
 
-    def cut(self, num_positions: int) -> None:
-        """Drop all but the first positions."""
+    def truncate(self, num_positions: int) -> None:
+        """Drop the positions from `num_positions` on."""
         del self._ends[num_positions:], self._ranks[num_positions:]
         num_entries = self._ends[-1] if self._ends else 0
         del self._token_ids[num_entries:], self._logprobs[num_entries:]
 
     def cumulative(self) -> float:
-        """Sum over the chosen tokens."""
-        return sum(self._logprobs[self._begin(place)] for place in range(len(self._ends)))
+        """Return the sum over the chosen tokens."""
+        return sum(self._logprobs[self._begin(index)] for index in range(len(self._ends)))
 
-    def _begin(self, place: int) -> int:
-        return self._ends[place - 1] if place else 0
+    def _begin(self, index: int) -> int:
+        return self._ends[index - 1] if index else 0
 
-    def _position(self, place: int, num_asked: int, tokenizer: Tokenizer | None) -> Position:
-        entries = slice(self._begin(place), self._ends[place])
-        return _position(self._token_ids[entries], self._logprobs[entries], self._ranks[place], num_asked, tokenizer)
+    def _position(self, index: int, num_requested: int, tokenizer: Tokenizer | None) -> Position:
+        entries = slice(self._begin(index), self._ends[index])
+        return _position(
+            self._token_ids[entries], self._logprobs[entries], self._ranks[index], num_requested, tokenizer
+        )
 
 
 class PromptPositions(Sequence[Position | None]):
-    """The log-probabilities of a prompt by position; None for the first, which nothing precedes.
+    """The log-probabilities of a prompt by position, which arrive in parts; None for the first token, which nothing
+    precedes.
 
-    Each is made when it is read: a long prompt's take a hundred times the memory of the numbers.
+    Each position is built when it is read: those of a long prompt take a hundred times the memory of the numbers.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, num_prompt_tokens: int, tokenizer: Tokenizer | None) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
         self._tokenizer = tokenizer
         self._parts: list[PromptLogprobs] = []
-        """Consecutive, from position 1 on."""
+        """Consecutive parts, from position 1 on."""
         self._length = 1
+
+    @property
+    def is_complete(self) -> bool:
+        return self._length == self._num_prompt_tokens
 
     def __len__(self) -> int:
         return self._length
@@ -82,12 +90,12 @@ class PromptPositions(Sequence[Position | None]):
 
     def __getitem__(self, index: int | slice) -> Position | list[Position | None] | None:
         if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(self._length))]
-        place = range(self._length)[index]
-        if place == 0:
+            return [self[position] for position in range(*index.indices(self._length))]
+        position = range(self._length)[index]
+        if position == 0:
             return None
-        part = self._parts[bisect_right(self._parts, place, key=lambda part: part.start) - 1]
-        row = place - part.start
+        part = self._parts[bisect_right(self._parts, position, key=lambda part: part.start) - 1]
+        row = position - part.start
         token_ids, logprobs = part.token_ids[row].tolist(), part.logprobs[row].tolist()
         return _position(token_ids, logprobs, int(part.ranks[row]), 0, self._tokenizer)
 
@@ -97,7 +105,7 @@ class PromptPositions(Sequence[Position | None]):
     __hash__ = None  # type: ignore[assignment]
 
     def append(self, part: PromptLogprobs) -> None:
-        """Add the next positions. Those that are known already are not replaced."""
+        """Append the next positions. Positions that are known are not replaced."""
         num_known = self._length - part.start
         assert num_known >= 0, f"prompt logprobs from position {part.start} on, after {self._length} positions"
         if num_known < len(part.ranks):
@@ -108,31 +116,18 @@ class PromptPositions(Sequence[Position | None]):
             self._length += len(rest.ranks)
 
 
-class PromptLogprobsBuilder:
-    """The log-probabilities of one prompt, which come in parts while it is computed."""
-
-    def __init__(self, num_prompt_tokens: int, tokenizer: Tokenizer | None) -> None:
-        self._num_prompt_tokens = num_prompt_tokens
-        self.positions = PromptPositions(tokenizer)
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.positions) == self._num_prompt_tokens
-
-    def add(self, part: PromptLogprobs) -> None:
-        """Add the next positions. Those that are known already are not replaced."""
-        self.positions.append(part)
-
-
 def _position(
-    token_ids: Sequence[int], logprobs: Sequence[float], rank: int, num_asked: int, tokenizer: Tokenizer | None
+    token_ids: Sequence[int], logprobs: Sequence[float], rank: int, num_requested: int, tokenizer: Tokenizer | None
 ) -> Position:
-    """Columns: the chosen token, the likeliest in order, those that were asked for. A token is listed once."""
-    num_top = len(token_ids) - 1 - num_asked
-    ranks = [rank, *range(1, num_top + 1), *[None] * num_asked]
+    """Build one position from its columns: the chosen token, the likeliest in order, those requested by id.
+
+    A token is listed once.
+    """
+    num_top = len(token_ids) - 1 - num_requested
+    ranks = [rank, *range(1, num_top + 1), *[None] * num_requested]
     position: Position = {}
-    for token_id, logprob, its_rank in zip(token_ids, logprobs, ranks, strict=True):
+    for token_id, logprob, token_rank in zip(token_ids, logprobs, ranks, strict=True):
         if token_id not in position:
             text = None if tokenizer is None else tokenizer.token_to_text(token_id)
-            position[token_id] = Logprob(logprob, its_rank, text)
+            position[token_id] = Logprob(logprob, token_rank, text)
     return position

@@ -1,6 +1,6 @@
 """What users of the client get: results of whole requests, and what is new since they last looked.
 
-Shaped as users of vLLM know them. Plain data; made by `request_state`.
+Shaped as users of vLLM know them. Plain data; made by `ClientRequest`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,22 @@
-"""From a user's prompt and parameters to the messages that an engine understands. Pure.
+"""Turns a user's prompt and parameters into a request: token ids, default values, names, seeds, limits.
 
-Texts become token ids here, everything that has a default gets its value, and what the engine cannot do is refused
-with a sentence that names the parameter.
+Parameters that the engine cannot follow are refused here, with a sentence that names the parameter.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterable, Sized
-from dataclasses import dataclass
+import random
+import secrets
+from collections.abc import Callable, Container, Iterable, Sized
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import msgspec
 
+from eagleray.client.request import ClientRequest
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.errors import InvalidRequest, PromptTooLong
 from eagleray.identity import ClientId
@@ -26,6 +29,7 @@ MAX_COMPLETIONS = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_TIMEOUT_SECONDS = 31_536_000
 """A year."""
+SEED_BITS = 63
 
 
 class Prompt(NamedTuple):
@@ -35,20 +39,89 @@ class Prompt(NamedTuple):
     token_ids: list[int] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preprocessor:
-    """What prompts and parameters are read with."""
+class RequestBuilder:
+    """Builds the requests of one client. `tokenizer` None: token ids only.
 
-    client: ClientId
-    tokenizer: Tokenizer | None
-    """None: token ids only."""
-    eos_token_ids: tuple[int, ...]
-    max_logprobs: int
+    `seed`: of the seeds for requests that bring none; None: random. `request_timeout`: seconds, of requests that set
+    none; None: no limit.
+    """
+
+    def __init__(
+        self,
+        client: ClientId,
+        *,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: tuple[int, ...],
+        max_logprobs: int,
+        seed: int | None = None,
+        max_request_restarts: int = 0,
+        request_timeout: float | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._client = client
+        self._eos_token_ids = eos_token_ids
+        self._max_logprobs = max_logprobs
+        self._draw_seed: Callable[[], int] = partial(
+            secrets.randbits if seed is None else random.Random(seed).getrandbits, SEED_BITS
+        )
+        self._max_request_restarts = max_request_restarts
+        self._request_timeout = request_timeout
+        self._serials = itertools.count()
+
+    def build(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        engine: EngineInfo,
+        *,
+        ids_in_use: Container[str],
+        request_id: str | None,
+        priority: int,
+        cache_salt: str,
+        timeout: float | None,
+        session: str | None,
+        rank: int | None,
+    ) -> ClientRequest:
+        """Build a request for engines that serve `engine`; see `Client.generate`. Raises `InvalidRequest`."""
+        serial = next(self._serials)
+        name = f"{self._client.label}-{serial}" if request_id is None else request_id
+        check_text(name, "request_id")
+        if name in ids_in_use:
+            raise InvalidRequest(
+                f"request id {name!r} is in use: the ids of running requests must be unique", param="request_id"
+            )
+        if session is not None:
+            check_text(session, "session")
+        seconds = self._request_timeout if timeout is None else timeout
+        if seconds is not None:
+            check_seconds(seconds)
+        messages = self.make_messages(
+            self.tokenize(prompt, engine),
+            params,
+            engine,
+            # With the serial the id is never used again: late chunks of an aborted request match no other.
+            request_id=f"{name}#{serial}",
+            seed=self._draw_seed() if params.seed is None else params.seed,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        return ClientRequest(
+            name,
+            messages,
+            params,
+            prompt=prompt.text,
+            tokenizer=self.tokenizer,
+            routing=engine.routing,
+            max_restarts=self._max_request_restarts,
+            timeout=seconds,
+            session=session,
+            rank=rank,
+        )
 
     def tokenize(self, prompt: Prompt, engine: EngineInfo) -> list[int]:
-        """The prompt's token ids. Raises `InvalidRequest` for what is no prompt for this model."""
+        """Return the prompt's token ids. Raises `InvalidRequest` for a prompt that the model cannot continue."""
         if prompt.token_ids is not None:
-            if isinstance(prompt.token_ids, Sized):  # before millions of ids are looked at
+            if isinstance(prompt.token_ids, Sized):  # before millions of ids are checked
                 _check_length(len(prompt.token_ids), engine.max_model_len)
             token_ids = _check_ids(prompt.token_ids, engine.vocab_size, "prompt")
         elif prompt.text is not None:
@@ -63,7 +136,7 @@ class Preprocessor:
         _check_length(len(token_ids), engine.max_model_len)
         return token_ids
 
-    def requests(
+    def make_messages(
         self,
         token_ids: list[int],
         params: SamplingParams,
@@ -74,7 +147,7 @@ class Preprocessor:
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[Generate]:
-        """One message for each of the `n` completions. `seed`: the request's own, or one that was drawn for it.
+        """Return one message for each of the `n` completions. `seed`: the request's own, or one drawn for it.
 
         Raises `InvalidRequest` for parameters that this model or this server cannot follow.
         """
@@ -88,9 +161,9 @@ class Preprocessor:
         return [
             Generate(
                 request_id=request_id if params.n == 1 else f"{request_id}/{index}",
-                client=self.client,
+                client=self._client,
                 prompt_token_ids=token_ids,
-                sampling=sampling if params.n == 1 else _of_child(sampling, index),
+                sampling=sampling if params.n == 1 else _sampling_of_child(sampling, index),
                 stopping=stopping,
                 priority=int(priority),
                 cache_salt=str(cache_salt),
@@ -104,9 +177,9 @@ class Preprocessor:
             raise InvalidRequest(f"`n` must be at most {MAX_COMPLETIONS}, but it is {params.n}", param="n")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
-            if value is not None and value > self.max_logprobs:
+            if value is not None and value > self._max_logprobs:
                 raise InvalidRequest(
-                    f"`{name}` must be at most {self.max_logprobs} (the option `max_logprobs`), but it is {value}",
+                    f"`{name}` must be at most {self._max_logprobs} (the option `max_logprobs`), but it is {value}",
                     param=name,
                 )
         if len(params.logprob_token_ids or ()) > MAX_LOGPROB_TOKEN_IDS:
@@ -124,7 +197,7 @@ class Preprocessor:
         ends = _unique(
             [*self._eos(params, engine), *_check_ids(params.stop_token_ids, engine.vocab_size, "stop_token_ids")]
         )
-        # Plain numbers of bounded size: anything else would not survive the way to the engine.
+        # Plain numbers of bounded size: other values cannot be encoded, or not be decoded by the engine.
         return Sampling(
             seed=int(seed),
             temperature=float(params.temperature),
@@ -157,10 +230,10 @@ class Preprocessor:
     def _eos(self, params: SamplingParams, engine: EngineInfo) -> tuple[int, ...]:
         if params.ignore_eos:
             return ()
-        return tuple(token_id for token_id in self.eos_token_ids if token_id < engine.vocab_size)
+        return tuple(token_id for token_id in self._eos_token_ids if token_id < engine.vocab_size)
 
     def _bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word as it is tokenized at the beginning of a text, and in the middle of one, after a space."""
+        """Return each word as it is tokenized at the beginning of a text, and after a space within one."""
         sequences: dict[tuple[int, ...], None] = {}
         for word in words:
             encode = self._need_tokenizer("`bad_words`", "bad_words").encode
@@ -180,7 +253,7 @@ class Preprocessor:
 
 
 def check_text(value: Any, param: str) -> None:
-    """Raises `InvalidRequest` for what cannot be written as UTF-8."""
+    """Raise `InvalidRequest` unless `value` is a text that can be encoded as UTF-8."""
     try:
         str.encode(value)
     except TypeError:
@@ -190,7 +263,7 @@ def check_text(value: Any, param: str) -> None:
 
 
 def check_seconds(timeout: Any) -> None:
-    """Raises `InvalidRequest` for what is no time to wait."""
+    """Raise `InvalidRequest` unless `timeout` is a number of seconds from above 0 to a year."""
     if not (isinstance(timeout, int | float) and 0 < timeout <= MAX_TIMEOUT_SECONDS):
         raise InvalidRequest(
             f"`timeout` is a number of seconds above 0, but this is {timeout!r:.50}; the most is {MAX_TIMEOUT_SECONDS}",
@@ -199,13 +272,13 @@ def check_seconds(timeout: Any) -> None:
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The seed of completion `index` of several: nothing like its neighbours', and the same in every run."""
+    """Return the seed of completion `index` of several: unlike its neighbours', and the same in every run."""
     digest = blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & MAX_SEED
 
 
-def _of_child(sampling: Sampling, index: int) -> Sampling:
-    """The prompt is the same for all: the first one reports its log-probabilities."""
+def _sampling_of_child(sampling: Sampling, index: int) -> Sampling:
+    """Return the sampling of completion `index` of several. The first reports the prompt, which all have in common."""
     return msgspec.structs.replace(
         sampling,
         seed=child_seed(sampling.seed, index),
@@ -214,7 +287,7 @@ def _of_child(sampling: Sampling, index: int) -> Sampling:
 
 
 def _routed_experts_from(params: SamplingParams, engine: EngineInfo, num_prompt_tokens: int) -> int | None:
-    """The first position whose routed experts are asked for; None: they are not. Raises `InvalidRequest`."""
+    """Return the first position whose routed experts are requested, or None. Raises `InvalidRequest`."""
     start = params.routed_experts_prompt_start
     if not params.return_routed_experts:
         if start:
@@ -254,7 +327,7 @@ def _check_length(num_tokens: int, max_model_len: int) -> None:
 
 
 def _check_ids(token_ids: Iterable[Any] | None, vocab_size: int, param: str) -> list[int]:
-    """As plain integers. Raises `InvalidRequest` for what is no id of the model."""
+    """Return the ids as plain integers. Raises `InvalidRequest` for values that are no ids of the model."""
     if token_ids is None:
         return []
     try:

@@ -1,7 +1,7 @@
-"""Which experts computed the tokens of one completion: the rows that its chunks have brought, in order. Pure.
+"""The experts that computed the tokens of one completion, as rows in the order in which chunks brought them. Pure.
 
-Kept as the bytes they came as: a long completion brings a row with each token, and an array for each would outweigh the
-rows.
+Kept as the bytes of the messages: a long completion gets a row with each token, and an array for each would outweigh
+the rows.
 """
 
 from __future__ import annotations
@@ -11,47 +11,47 @@ from eagleray.messages.membership import RoutingInfo
 
 
 class RoutedExpertsBuffer:
-    """The rows of positions `start` to `end` - 1. What is known is never replaced."""
+    """The rows of positions `start` to `end` - 1. A known row is never replaced."""
 
-    __slots__ = ("_num_prompt_tokens", "_num_taken", "_routing", "_row_bytes", "known", "start")
+    __slots__ = ("_num_prompt_tokens", "_num_read", "_routing", "_row_bytes", "rows", "start")
 
     def __init__(self, routing: RoutingInfo, *, start: int, num_prompt_tokens: int) -> None:
         self.start = start
+        self.rows = bytearray()
+        """The rows so far; the completion appends the next ones."""
         self._num_prompt_tokens = num_prompt_tokens
         self._routing = routing
         self._row_bytes = routing.row_bytes
-        self.known = bytearray()
-        """The rows so far; who brings the next ones appends them."""
-        self._num_taken = 0
-        """Bytes."""
+        self._num_read = 0
+        """Number of bytes of the rows that the reader has got."""
 
     @property
     def end(self) -> int:
-        """The first position that is missing."""
-        return self.start + len(self.known) // self._row_bytes
+        """The first position whose row is missing."""
+        return self.start + len(self.rows) // self._row_bytes
 
-    def check(self, num_output_tokens: int) -> None:
-        """The request has come to its own end with so many tokens: all rows must be here."""
+    def check_complete(self, num_output_tokens: int) -> None:
+        """Assert that all rows are here. The completion has ended by itself, with `num_output_tokens` tokens."""
         expected = (self._last_end(num_output_tokens) - self.start) * self._row_bytes
-        assert len(self.known) == expected, f"{len(self.known)} bytes of routed experts, not {expected}"
+        assert len(self.rows) == expected, f"{len(self.rows)} bytes of routed experts, not {expected}"
 
-    def cut(self, num_output_tokens: int) -> None:
-        """Of the output only so many tokens count."""
-        del self.known[(self._last_end(num_output_tokens) - self.start) * self._row_bytes :]
+    def truncate(self, num_output_tokens: int) -> None:
+        """Drop the rows of output tokens after the first `num_output_tokens`."""
+        del self.rows[(self._last_end(num_output_tokens) - self.start) * self._row_bytes :]
 
     def _last_end(self, num_output_tokens: int) -> int:
-        """The last token of all has no row."""
+        """Return the position of the last token, which has no row because it is never computed."""
         return max(self.start, self._num_prompt_tokens + num_output_tokens - 1)
 
-    def take(self) -> tuple[int, Array] | None:
-        """What is new since the last call, and the position of its first row; None if nothing is."""
-        if self._num_taken >= len(self.known):
+    def pop_new(self) -> tuple[int, Array] | None:
+        """Return the position of the first row since the last call, and the rows; None if there are no new rows."""
+        if self._num_read >= len(self.rows):
             return None
-        start = self.start + self._num_taken // self._row_bytes
-        rows = self._routing.rows(self.known[self._num_taken :])
-        self._num_taken = len(self.known)
+        start = self.start + self._num_read // self._row_bytes
+        rows = self._routing.rows(self.rows[self._num_read :])
+        self._num_read = len(self.rows)
         return start, rows
 
     def all(self) -> Array:
-        """All of them, whatever has been taken: [num_rows, num_moe_layers, top_k]"""
-        return self._routing.rows(self.known[:])
+        """Return all rows, read or not: [num_rows, num_moe_layers, top_k]"""
+        return self._routing.rows(self.rows[:])

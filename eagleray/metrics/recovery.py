@@ -25,16 +25,16 @@ class RecoveryMetrics:
             SILENCE_SECONDS,
         )
 
-    def resumed(self, num_requests: int, num_tokens: int) -> None:
+    def on_resumed(self, num_requests: int, num_tokens: int) -> None:
         """Record requests that were resumed, with the total number of tokens (prompts and delivered output) sent
         again."""
         self._resumed.add(num_requests)
         self._recomputed.add(num_tokens)
 
-    def next_token(self, seconds: float) -> None:
+    def on_next_token(self, seconds: float) -> None:
         """Record the time in seconds from the loss of an engine to a resumed request's next token."""
         self._silence.observe(seconds)
 
-    def given_up(self, num_requests: int) -> None:
+    def on_given_up(self, num_requests: int) -> None:
         """Record requests that failed because their engines exited too often."""
         self._given_up.add(num_requests)

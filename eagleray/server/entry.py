@@ -18,7 +18,6 @@ import uvicorn
 import uvloop
 
 from eagleray.client.client import Client
-from eagleray.client.open import open_client
 from eagleray.messages.lifecycle import ApiServerSpec
 from eagleray.metrics.ledger import Ledger
 from eagleray.process.gc_freeze import freeze_gc
@@ -105,7 +104,7 @@ def run(payload: bytes, parent: Parent) -> None:
 
 
 async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: ConnectionCounts) -> None:
-    client = open_client(
+    client = Client.open(
         spec.client,
         spec.config,
         Path(spec.runtime_dir),

@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob, RequestDelta, RequestOutput
 from eagleray.client.preprocess import Prompt
-from eagleray.client.stream import RequestStream
+from eagleray.client.request import RequestStream
 from eagleray.errors import InvalidRequest
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
@@ -141,7 +141,7 @@ class Generation:
 
     def on_news(self, callback: Callable[[], None]) -> None:
         """Register `callback`, which is called whenever `take` may have something."""
-        self._stream.on_news = callback
+        self._stream.set_on_output(callback)
 
     @property
     def has_more(self) -> bool:
@@ -150,7 +150,7 @@ class Generation:
 
     def take(self) -> tuple[list[CompletionDelta], bool]:
         """Return what is new now, and whether it is the last of it. Raises what ended the request."""
-        delta = self._stream.take()
+        delta = self._stream.pop_delta()
         if delta is None:
             return [], False
         self._note_prompt(delta)

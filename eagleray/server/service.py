@@ -52,7 +52,7 @@ class Service:
             stats=lambda: client.stats.values(),
             expert_load=lambda: client.expert_load.values(),
         )
-        client.observer = self.metrics.recovery
+        client.observe_recovery(self.metrics.recovery)
         self.created = int(time.time())
         self._serial = itertools.count()
 

@@ -1,4 +1,7 @@
-"""Which engines there are, which are coming back, and why there is none. Pure; owned by the router."""
+"""The engines that have joined, the ranks whose engines are starting, and the cause of a lack of both.
+
+Pure; owned by the router.
+"""
 
 from __future__ import annotations
 
@@ -13,61 +16,50 @@ Report = TypeVar("Report", EngineStats, ExpertLoad)
 
 
 class LatestReports(Generic[Report]):
-    """Of one kind, from engines: the newest of each one that is here."""
+    """The latest report of one kind from each engine that has joined."""
 
     def __init__(self) -> None:
-        self.newest: dict[EngineId, Report] = {}
+        self.by_engine: dict[EngineId, Report] = {}
         self._early: dict[int, Report] = {}
-        """By rank: one that was faster than the news that its engine has joined. An idle engine says no other."""
+        """Reports that arrived before the `Joined` of their engine, by rank. An idle engine sends no other."""
 
-    def take(self, report: Report, *, is_here: bool) -> None:
-        if is_here:
-            self.newest[report.engine] = report
+    def record(self, report: Report, *, has_joined: bool) -> None:
+        if has_joined:
+            self.by_engine[report.engine] = report
         else:
             self._early[report.engine.rank] = report
 
-    def join(self, engine: EngineId) -> None:
+    def add_engine(self, engine: EngineId) -> None:
         early = self._early.pop(engine.rank, None)
         if early is not None and early.engine == engine:
-            self.newest[engine] = early
-
-    def leave(self, engine: EngineId) -> None:
-        self.newest.pop(engine, None)
+            self.by_engine[engine] = early
 
 
 class KnownEngines:
-    """The engines that this client may speak to, each with its incarnation. `ranks`: those of the deployment."""
+    """The engines that this client may send to, each with its incarnation. `ranks`: those of the deployment."""
 
     def __init__(self, ranks: Iterable[int] = ()) -> None:
         self.engines: dict[EngineId, EngineInfo] = {}
-        """Those that have joined, in the order in which they did."""
+        """The engines that have joined, in that order."""
         self._stats = LatestReports[EngineStats]()
         self._expert_load = LatestReports[ExpertLoad]()
+        self.stats = self._stats.by_engine
+        self.expert_load = self._expert_load.by_engine
         self._cause: str | None = None
-        self._awaited = set(ranks)
+        self._starting = set(ranks)
         """Ranks whose engines are starting, for the first time or again."""
         self._given_up: dict[int, str] = {}
-        """Causes by rank, of engines that will not come back."""
+        """Causes, by rank, of the engines that will not return."""
         self._last_info: EngineInfo | None = None
-
-    @property
-    def stats(self) -> dict[EngineId, EngineStats]:
-        """The newest report of each of them that has sent one."""
-        return self._stats.newest
-
-    @property
-    def expert_load(self) -> dict[EngineId, ExpertLoad]:
-        """The same of how much their experts had to do; of models that have some."""
-        return self._expert_load.newest
 
     @property
     def expects_engines(self) -> bool:
         """Whether an engine is starting, for the first time or again."""
-        return bool(self._awaited)
+        return bool(self._starting)
 
     @property
     def cause(self) -> str | None:
-        """Why there is no engine, if the last one has left."""
+        """Cause of the last exit if no engine is left, else None."""
         return None if self.engines else self._cause
 
     @property
@@ -75,61 +67,65 @@ class KnownEngines:
         """The served model, also while its engines are starting again; None if nothing is served."""
         if self.engines:
             return next(iter(self.engines.values()))
-        return self._last_info if self._awaited else None
+        return self._last_info if self._starting else None
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks whose engines are here or starting, in order."""
-        return sorted({engine.rank for engine in self.engines} | self._awaited)
+        """The ranks whose engines have joined or are starting, in order."""
+        return sorted({engine.rank for engine in self.engines} | self._starting)
 
-    def why_given_up(self, rank: int) -> str | None:
-        """Why the engine of this rank will not come back; None if it is here or starting, or there is no such rank."""
+    def may_serve(self, rank: int | None) -> bool:
+        """Whether there is, or will be, an engine of this rank; None: of any rank."""
+        return bool(self.ranks) if rank is None else rank in self.ranks
+
+    def given_up_cause(self, rank: int) -> str | None:
+        """Return the reason why the engine of this rank will not return, or None if it has not been given up."""
         return self._given_up.get(rank)
 
-    def of_rank(self, rank: int) -> EngineId | None:
-        """The engine of this rank; None while it is away."""
+    def engine_of_rank(self, rank: int) -> EngineId | None:
+        """Return the newest engine of this rank that has joined, or None while the rank has none."""
         found = [engine for engine in self.engines if engine.rank == rank]
         return max(found, key=lambda engine: engine.incarnation, default=None)
 
-    def join(self, engine: EngineId, info: EngineInfo) -> None:
+    def add_engine(self, engine: EngineId, info: EngineInfo) -> None:
         self.engines[engine] = self._last_info = info
-        self._awaited.discard(engine.rank)
+        self._starting.discard(engine.rank)
         self._given_up.pop(engine.rank, None)
-        self._stats.join(engine)
-        self._expert_load.join(engine)
+        self._stats.add_engine(engine)
+        self._expert_load.add_engine(engine)
 
-    def remember(self, info: EngineInfo) -> None:
-        """Engines that are away serve this."""
+    def set_absent_info(self, info: EngineInfo) -> None:
+        """Record what the engines that are starting again serve."""
         self._last_info = info
 
-    def leave(self, engine: EngineId, *, cause: str, returns: bool) -> None:
-        """`engine` is gone. It may never have joined: then it failed while it started."""
+    def remove_engine(self, engine: EngineId, *, cause: str, returns: bool) -> None:
+        """Remove an engine that exited. It may never have joined, if it failed while it started."""
         self.engines.pop(engine, None)
-        self._stats.leave(engine)
-        self._expert_load.leave(engine)
+        self.stats.pop(engine, None)
+        self.expert_load.pop(engine, None)
         self._cause = cause
-        newest = self.of_rank(engine.rank)
+        newest = self.engine_of_rank(engine.rank)
         if newest is not None and newest.incarnation > engine.incarnation:
-            return  # its successor was faster than the news of its end
+            return  # the `Joined` of its replacement came before its own `Left`
         if returns:
-            self._awaited.add(engine.rank)
+            self._starting.add(engine.rank)
         else:
-            self._awaited.discard(engine.rank)
+            self._starting.discard(engine.rank)
             self._given_up[engine.rank] = cause
 
-    def end(self, cause: str) -> None:
-        """None is here, and none will come."""
+    def remove_all(self, cause: str) -> None:
+        """Remove all engines, and expect none."""
         self.engines.clear()
         self.stats.clear()
         self.expert_load.clear()
-        self._awaited.clear()
+        self._starting.clear()
         self._cause = cause
 
-    def report(self, report: EngineStats | ExpertLoad) -> None:
-        """What an engine says of its load; it counts while the engine is here."""
-        is_here = report.engine in self.engines
+    def record_report(self, report: EngineStats | ExpertLoad) -> None:
+        """Record a report of an engine; it counts from the engine's `Joined` to its `Left`."""
+        has_joined = report.engine in self.engines
         match report:
             case EngineStats():
-                self._stats.take(report, is_here=is_here)
+                self._stats.record(report, has_joined=has_joined)
             case ExpertLoad():
-                self._expert_load.take(report, is_here=is_here)
+                self._expert_load.record(report, has_joined=has_joined)

@@ -1,7 +1,7 @@
-"""What an engine's prefix cache probably holds: the blocks of the prompts that this client has sent it of late. Pure.
+"""The blocks that an engine's prefix cache probably holds, guessed from the prompts that this client sent there. Pure.
 
-A guess that costs no message. Blocks are named by hashes that stand for their tokens and everything before them. When
-the engine finds fewer of them than were expected, it has thrown them away, and with them whatever is older.
+The guess costs no message. Blocks are named by hashes of their tokens and everything before them. When the engine finds
+fewer of them than expected, it has evicted them, and with them everything older.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from typing import NamedTuple
 
 
 def block_hashes(token_ids: Sequence[int], *, block_size: int, cache_salt: str) -> list[int]:
-    """The names of the blocks of a prompt that a cache can have: full ones, and not the last token, which is always
-    computed. They mean something in this process only, unlike those of the engine."""
+    """Return the names of the blocks of a prompt that a cache can hold.
+
+    These are the full blocks without the last token, which is always computed. Names are valid in this process only,
+    unlike the engine's.
+    """
     hashes: list[int] = []
     parent = hash(cache_salt)
     for end in range(block_size, len(token_ids), block_size):
@@ -24,24 +27,24 @@ def block_hashes(token_ids: Sequence[int], *, block_size: int, cache_salt: str) 
 
 
 class PrefixMatch(NamedTuple):
-    """A prompt that was sent to the engine."""
+    """A prompt that was sent to an engine, and the blocks that the engine should have had before."""
 
     number: int
     expected: list[int]
-    """For each of its first blocks that the engine should have: the number of the use before this one."""
+    """For each of the first blocks that the engine should have, the number of the use before this one."""
 
 
 class RecentBlocks:
-    """The blocks of one engine; at most `capacity` of them, the least recently used are forgotten first.
+    """The blocks of one engine, at most `capacity`; the least recently used are forgotten first.
 
-    Of a prompt, the later blocks count as the older ones. So a block is never forgotten before one that follows it, and
-    those of a prompt that are known are always its first.
+    Among the blocks of one prompt, later blocks count as older. So a block is never forgotten before one that follows
+    it, and the known blocks of a prompt are always its first.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._blocks: OrderedDict[int, int] = OrderedDict()
-        """Name -> number of its last use, oldest first."""
+        """Name → number of the last use, oldest first."""
         self._num_uses = 0
         self._unconfirmed: set[int] = set()
         """Uses whose blocks may not be computed yet."""
@@ -50,11 +53,11 @@ class RecentBlocks:
         return len(self._blocks)
 
     def match(self, hashes: Sequence[int]) -> int:
-        """How many of the first blocks of a prompt the engine should have."""
+        """Return how many of the first blocks of a prompt the engine should have."""
         return bisect_left(hashes, True, key=lambda name: name not in self._blocks)
 
     def use(self, hashes: Sequence[int]) -> PrefixMatch:
-        """A prompt with these blocks is sent to the engine."""
+        """Record that a prompt with these blocks is sent to the engine."""
         expected = []
         for name in hashes:
             last = self._blocks.get(name)
@@ -71,17 +74,17 @@ class RecentBlocks:
         return PrefixMatch(self._num_uses, expected)
 
     def confirm(self, use: PrefixMatch, num_found: int) -> None:
-        """The engine has found this many of the blocks in its cache, and has them all by now."""
+        """Record that the engine found `num_found` of the blocks in its cache, and now has all of them."""
         self._unconfirmed.discard(use.number)
         if num_found < len(use.expected):
             self._forget(use.expected[num_found])
 
     def drop(self, use: PrefixMatch) -> None:
-        """The request has ended, and nobody knows what was found."""
+        """Record that the request has ended without a report of how many blocks were found."""
         self._unconfirmed.discard(use.number)
 
     def _forget(self, last: int) -> None:
-        """Everything that was used then or before."""
+        """Forget every block whose last use was `last` or earlier."""
         while self._blocks:
             name, number = self._blocks.popitem(last=False)
             if number > last:

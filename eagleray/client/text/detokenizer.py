@@ -1,7 +1,7 @@
 """The text of one completion while it is generated, and the stop strings that end it.
 
 Text that may turn out to be the beginning of a stop string is held back until it is clear that it is not, so no part
-of a stop string is ever given out. Owned by the completion's state in `request_state`.
+of a stop string is ever given out. Owned by a `Completion`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Detokenizer:
         self._released.append(self._held + self._source.flush())
         self._held = ""
 
-    def take(self) -> str:
+    def pop_text(self) -> str:
         """The text that was released since the last call."""
         text = "".join(self._released)
         self._released.clear()

@@ -10,11 +10,12 @@ import contextlib
 import random
 from collections import defaultdict
 
+import msgspec
 from client_tokenizers import load
 
 from eagleray.client.client import Client
-from eagleray.client.intake import RequestBuilder
-from eagleray.client.preprocess import Preprocessor
+from eagleray.client.preprocess import RequestBuilder
+from eagleray.client.request import ClientRequest
 from eagleray.client.routing.router import Router
 from eagleray.errors import ChannelClosed
 from eagleray.identity import ClientId, EngineId
@@ -23,6 +24,7 @@ from eagleray.messages.lifecycle import Attach
 from eagleray.messages.membership import EngineInfo, Joined, Left, RoutingInfo
 from eagleray.messages.outputs import Chunk, Chunks
 from eagleray.messages.requests import Abort, CallWorkers, Generate
+from eagleray.messages.sampling import SamplingParams
 from eagleray.messages.wires import CLIENT_INBOX, CLIENT_OUTBOX
 
 CLIENT = ClientId("test", 0)
@@ -35,6 +37,19 @@ INFO = EngineInfo(
     has_experts=True,
     routing=RoutingInfo(num_layers=2, num_experts=300, top_k=2),
 )
+
+
+def make_request(*, prompt=(5, 6, 7), tokenizer=None, routing=None, max_restarts=3, **params):
+    """A request of the client with these sampling parameters, not sent yet."""
+    builder = RequestBuilder(CLIENT, tokenizer=tokenizer, eos_token_ids=(), max_logprobs=20)
+    params = SamplingParams(**params)
+    info = msgspec.structs.replace(INFO, max_model_len=10_000, routing=routing or INFO.routing)
+    messages = builder.make_messages(list(prompt), params, info, request_id="x", seed=1)
+    return ClientRequest("x", messages, params, tokenizer=tokenizer, routing=routing, max_restarts=max_restarts)
+
+
+def deliver(request, index, chunk):
+    request.deliver(request.completions[index], chunk)
 
 
 class Network:
@@ -159,12 +174,17 @@ class Setup:
         self.inbox = MemoryInbox()
         self.outbox = MemoryOutbox(self.network)
         self.tokenizer = None if kind is None else load(kind)
-        preprocessor = Preprocessor(
-            client=CLIENT, tokenizer=self.tokenizer, eos_token_ids=eos_token_ids, max_logprobs=20
+        builder = RequestBuilder(
+            CLIENT,
+            tokenizer=self.tokenizer,
+            eos_token_ids=eos_token_ids,
+            max_logprobs=20,
+            seed=seed,
+            max_request_restarts=max_request_restarts,
+            **options,
         )
-        intake = RequestBuilder(preprocessor, seed=seed, max_request_restarts=max_request_restarts, **options)
         router = Router(rng=random.Random(1), ranks=ranks)
-        self.client = Client(CLIENT, inbox=self.inbox, outbox=self.outbox, intake=intake, router=router)
+        self.client = Client(CLIENT, inbox=self.inbox, outbox=self.outbox, builder=builder, router=router)
         self.engine = FakeEngine(self)
         self.running = asyncio.create_task(self.client.run())
 

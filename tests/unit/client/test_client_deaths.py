@@ -3,57 +3,57 @@
 from __future__ import annotations
 
 import pytest
+from client_fakes import make_request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagleray.client.recovery import PROGRESS_FACTOR, RestartBudget
+from eagleray.client.request import PROGRESS_FACTOR
 
 
-def sent_and_lost(deaths, *, is_started, has_token=False):
-    """-> whether it was sent as a suspect, and what it fails with."""
-    deaths.was_sent()
-    is_suspect = deaths.is_suspect
+def sent_and_lost(request, *, is_started, has_token=False):
+    """Send the request to an engine that exits. Returns whether it was a suspect, and the error that it fails with."""
+    (message,) = request.next_messages()
     if is_started:
-        deaths.was_started(has_token=has_token)
-    return is_suspect, deaths.charge("killed")
+        request.record_started(has_token=has_token)
+    return message.is_suspect, request.lose_engine("killed")
 
 
 @pytest.mark.parametrize(("limit", "suspects"), [(0, 0), (1, 1), (2, 1), (3, 2), (5, 4)])
 def test_deaths_request_always_started_fails_after_its_limit(limit, suspects):
-    deaths = RestartBudget(limit)
-    sendings = [sent_and_lost(deaths, is_started=True) for _ in range(limit + 1)]
+    request = make_request(max_restarts=limit)
+    sendings = [sent_and_lost(request, is_started=True) for _ in range(limit + 1)]
     assert [failure is not None for _, failure in sendings] == [False] * limit + [True]
     assert [is_suspect for is_suspect, _ in sendings].count(True) == suspects
 
 
 def test_deaths_after_the_first_are_charged_only_if_the_request_was_started():
-    deaths = RestartBudget(3)
-    assert not deaths.asks_for_start
-    assert sent_and_lost(deaths, is_started=False) == (False, None)
-    assert deaths.asks_for_start
+    request = make_request(max_restarts=3)
+    assert not request.next_messages()[0].announce_start
+    assert sent_and_lost(request, is_started=False) == (False, None)
+    assert request.next_messages()[0].announce_start
     for _ in range(5):
-        assert sent_and_lost(deaths, is_started=False) == (False, None)
-    assert sent_and_lost(deaths, is_started=True) == (False, None)
+        assert sent_and_lost(request, is_started=False) == (False, None)
+    assert sent_and_lost(request, is_started=True) == (False, None)
     for _ in range(5):
-        assert sent_and_lost(deaths, is_started=False) == (True, None)
-    assert sent_and_lost(deaths, is_started=True) == (True, None)
-    is_suspect, failure = sent_and_lost(deaths, is_started=True)
+        assert sent_and_lost(request, is_started=False) == (True, None)
+    assert sent_and_lost(request, is_started=True) == (True, None)
+    is_suspect, failure = sent_and_lost(request, is_started=True)
     assert is_suspect
     assert str(failure) == "killed; 4 engines have ended with this request in flight, and `max_request_restarts` is 3"
 
 
 def test_deaths_a_token_clears_the_count():
-    deaths = RestartBudget(3)
-    assert sent_and_lost(deaths, is_started=True) == (False, None)
+    request = make_request(max_restarts=3)
+    assert sent_and_lost(request, is_started=True) == (False, None)
     for _ in range(4):
-        assert sent_and_lost(deaths, is_started=True) == (False, None)
-        assert sent_and_lost(deaths, is_started=True, has_token=True) == (True, None)
-        assert not deaths.is_suspect
+        assert sent_and_lost(request, is_started=True) == (False, None)
+        assert sent_and_lost(request, is_started=True, has_token=True) == (True, None)
+        assert not request.is_suspect
 
 
 def test_deaths_request_that_brings_tokens_and_still_loses_every_engine_fails_in_the_end():
-    deaths = RestartBudget(3)
-    sendings = [sent_and_lost(deaths, is_started=True, has_token=True) for _ in range(3 * PROGRESS_FACTOR + 1)]
+    request = make_request(max_restarts=3)
+    sendings = [sent_and_lost(request, is_started=True, has_token=True) for _ in range(3 * PROGRESS_FACTOR + 1)]
     assert [is_suspect for is_suspect, _ in sendings] == [False] * 20 + [True] * 11
     assert [failure is not None for _, failure in sendings] == [False] * 30 + [True]
     assert "31 engines have ended with this request in flight, more than 10 times" in str(sendings[-1][1])
@@ -65,10 +65,10 @@ LIVES = st.lists(st.sampled_from(["waited", "started", "token"]), max_size=80)
 @given(limit=st.integers(0, 4), before=LIVES)
 def test_deaths_a_request_that_kills_every_engine_fails_whatever_came_before(limit, before):
     """And one that never starts again after its first death never does."""
-    deaths = RestartBudget(limit)
+    request = make_request(max_restarts=limit)
     for life in before:
-        if sent_and_lost(deaths, is_started=life != "waited", has_token=life == "token")[1] is not None:
+        if sent_and_lost(request, is_started=life != "waited", has_token=life == "token")[1] is not None:
             return
     if before and limit > 0:
-        assert all(sent_and_lost(deaths, is_started=False)[1] is None for _ in range(20))
-    assert any(sent_and_lost(deaths, is_started=True)[1] is not None for _ in range(limit + 1))
+        assert all(sent_and_lost(request, is_started=False)[1] is None for _ in range(20))
+    assert any(sent_and_lost(request, is_started=True)[1] is not None for _ in range(limit + 1))

@@ -19,11 +19,11 @@ def read(kind, token_ids, *, chunk=1, **options):
     pieces = []
     for start in range(0, len(token_ids), chunk):
         stopped = detokenizer.push(token_ids[start : start + chunk])
-        pieces.append(detokenizer.take())
+        pieces.append(detokenizer.pop_text())
         if stopped:
             return pieces, stopped.stop_string, start + stopped.num_tokens
     detokenizer.flush()
-    return [*pieces, detokenizer.take()], None, len(token_ids)
+    return [*pieces, detokenizer.pop_text()], None, len(token_ids)
 
 
 def expected(kind, token_ids, stop_strings, include, min_tokens):

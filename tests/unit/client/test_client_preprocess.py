@@ -8,17 +8,17 @@ import pytest
 from client_fakes import CLIENT, INFO
 from client_tokenizers import load
 
-from eagleray.client.preprocess import MAX_COMPLETIONS, Preprocessor, Prompt
+from eagleray.client.preprocess import MAX_COMPLETIONS, Prompt, RequestBuilder
 from eagleray.errors import InvalidRequest, PromptTooLong
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, SamplingParams, Stopping
 
-PREPROCESSOR = Preprocessor(client=CLIENT, tokenizer=load("byte_level"), eos_token_ids=(2, 7, 10**6), max_logprobs=20)
-WITHOUT_TOKENIZER = Preprocessor(client=CLIENT, tokenizer=None, eos_token_ids=(2,), max_logprobs=20)
+BUILDER = RequestBuilder(CLIENT, tokenizer=load("byte_level"), eos_token_ids=(2, 7, 10**6), max_logprobs=20)
+WITHOUT_TOKENIZER = RequestBuilder(CLIENT, tokenizer=None, eos_token_ids=(2,), max_logprobs=20)
 
 
-def requests(params, token_ids=(5, 6, 7), *, seed=3, preprocessor=PREPROCESSOR, **options):
-    made = preprocessor.requests(list(token_ids), params, INFO, request_id="x", seed=seed, **options)
+def requests(params, token_ids=(5, 6, 7), *, seed=3, builder=BUILDER, **options):
+    made = builder.make_messages(list(token_ids), params, INFO, request_id="x", seed=seed, **options)
     for request in made:  # it must survive the way to the engine
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Generate) == request
     return made
@@ -114,7 +114,7 @@ def test_children_differ_in_name_and_seed_and_the_first_reports_the_prompt():
 
 
 def test_bad_words_are_forbidden_at_the_beginning_and_after_a_space():
-    encode = PREPROCESSOR.tokenizer.encode
+    encode = BUILDER.tokenizer.encode
     found = request(SamplingParams(bad_words=["hello", " again", " "])).sampling.bad_words
     texts = ["hello", " hello", "again", " again", " "]
     assert set(found) == {tuple(encode(text, add_special_tokens=False)) for text in texts}
@@ -123,22 +123,22 @@ def test_bad_words_are_forbidden_at_the_beginning_and_after_a_space():
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
-        (Prompt("hello"), PREPROCESSOR.tokenizer.encode("hello", add_special_tokens=True)),
+        (Prompt("hello"), BUILDER.tokenizer.encode("hello", add_special_tokens=True)),
         (Prompt(token_ids=[5, 6]), [5, 6]),
         (Prompt("shown", [5, 6]), [5, 6]),
         (Prompt(token_ids=np.array([5, 6])), [5, 6]),
     ],
 )
 def test_prompts(prompt, expected):
-    found = PREPROCESSOR.tokenize(prompt, INFO)
+    found = BUILDER.tokenize(prompt, INFO)
     assert found == expected
     assert all(type(token_id) is int for token_id in found)
 
 
 def test_a_text_gets_what_the_model_expects_around_it():
     tokenizer = load("byte_fallback")
-    preprocessor = Preprocessor(client=CLIENT, tokenizer=tokenizer, eos_token_ids=(), max_logprobs=0)
-    assert preprocessor.tokenize(Prompt(""), INFO) == [1]
+    builder = RequestBuilder(CLIENT, tokenizer=tokenizer, eos_token_ids=(), max_logprobs=0)
+    assert builder.tokenize(Prompt(""), INFO) == [1]
 
 
 @pytest.mark.parametrize(
@@ -157,14 +157,14 @@ def test_a_text_gets_what_the_model_expects_around_it():
 )
 def test_what_is_no_prompt_is_refused(prompt, expected):
     with pytest.raises(InvalidRequest, match=expected) as raised:
-        PREPROCESSOR.tokenize(prompt, INFO)
+        BUILDER.tokenize(prompt, INFO)
     assert raised.value.param == "prompt"
 
 
 def test_a_prompt_must_leave_room_for_a_token():
-    assert len(PREPROCESSOR.tokenize(Prompt(token_ids=[5] * 63), INFO)) == 63
+    assert len(BUILDER.tokenize(Prompt(token_ids=[5] * 63), INFO)) == 63
     with pytest.raises(PromptTooLong, match=r"64 tokens.*length is 64 tokens.*at most 63"):
-        PREPROCESSOR.tokenize(Prompt(token_ids=[5] * 64), INFO)
+        BUILDER.tokenize(Prompt(token_ids=[5] * 64), INFO)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +219,9 @@ def test_numbers_and_texts_of_derived_types_arrive_as_plain_ones():
 
 def test_without_a_tokenizer_there_are_only_token_ids():
     assert WITHOUT_TOKENIZER.tokenize(Prompt("shown", [5]), INFO) == [5]
-    assert request(SamplingParams(), preprocessor=WITHOUT_TOKENIZER).stopping.eos_token_ids == (2,)
+    assert request(SamplingParams(), builder=WITHOUT_TOKENIZER).stopping.eos_token_ids == (2,)
     with pytest.raises(InvalidRequest, match=r"a text prompt needs the tokenizer.*skip_tokenizer_init.*token ids"):
         WITHOUT_TOKENIZER.tokenize(Prompt("text"), INFO)
     for fields in ({"stop": "x"}, {"bad_words": ["x"]}):
         with pytest.raises(InvalidRequest, match="skip_tokenizer_init"):
-            requests(SamplingParams(**fields), preprocessor=WITHOUT_TOKENIZER)
+            requests(SamplingParams(**fields), builder=WITHOUT_TOKENIZER)

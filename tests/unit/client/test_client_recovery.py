@@ -30,14 +30,14 @@ class Observer:
     def __init__(self):
         self.events = []
 
-    def resumed(self, num_requests, num_tokens):
+    def on_resumed(self, num_requests, num_tokens):
         self.events.append(("resumed", num_requests, num_tokens))
 
-    def next_token(self, seconds):
+    def on_next_token(self, seconds):
         assert 0 <= seconds < 10
         self.events.append("next token")
 
-    def given_up(self, num_requests):
+    def on_given_up(self, num_requests):
         self.events.append(("given up", num_requests))
 
 
@@ -516,7 +516,7 @@ async def test_without_restarts_a_death_fails_what_was_there():
 def test_poison_fails_alone_among_innocents(num_innocents, poison_first):
     async def scenario():
         async with fleet_of(1) as (setup, fleet):
-            setup.client.observer = observer = Observer()
+            setup.client.observe_recovery(observer := Observer())
 
             def innocents(count):
                 return [setup.client.generate(PROMPT, SamplingParams(seed=3)) for _ in range(count)]
@@ -704,7 +704,7 @@ async def test_generate_when_sending_fails_aborts_what_was_sent():
                 raise OverflowError("a number that no wire can carry")
             sent.append(message)
 
-        setup.client._dispatch._send = send
+        setup.client._in_flight._send = send
         with pytest.raises(OverflowError):
             setup.client.generate(PROMPT, SamplingParams(n=4))
         names = [message.request_id for message in sent[:2]]
@@ -719,9 +719,9 @@ async def test_generate_when_sending_fails_aborts_what_was_sent():
 async def test_every_loss_has_its_own_clock():
     async with attached() as setup:
         now, silences = 0.0, []
-        setup.client._dispatch._clock = lambda: now
-        setup.client.observer = observer = Observer()
-        observer.next_token = silences.append
+        setup.client._in_flight._clock = lambda: now
+        setup.client.observe_recovery(observer := Observer())
+        observer.on_next_token = silences.append
         setup.client.generate(PROMPT, PARAMS)
         engine = setup.engine
         for incarnation, news in ((1, True), (2, False), (3, True)):
@@ -738,7 +738,7 @@ async def test_every_loss_has_its_own_clock():
 def test_the_observer_and_the_log(caplog):
     async def scenario():
         async with attached(max_request_restarts=1) as setup:
-            setup.client.observer = observer = Observer()
+            setup.client.observe_recovery(observer := Observer())
             moves = setup.client.generate(PROMPT, PARAMS)
             stays = setup.client.generate(PROMPT, PARAMS, rank=0)
             other = await FakeEngine(setup, rank=1).join()
@@ -759,7 +759,7 @@ def test_the_observer_and_the_log(caplog):
                 ("given up", 1),
             ]
 
-    caplog.set_level(logging.INFO, logger="eagleray.client.dispatch")
+    caplog.set_level(logging.INFO, logger="eagleray.client.in_flight")
     asyncio.run(asyncio.wait_for(scenario(), 10))
     assert [record.getMessage() for record in caplog.records] == [
         "engine-0 has joined",

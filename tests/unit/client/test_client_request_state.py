@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from client_fakes import deliver, make_request
 from client_tokenizers import load
 
 from eagleray.client.outputs import Logprob
-from eagleray.client.request_state import MAX_DELTA_ENTRIES, RequestState
+from eagleray.client.request import MAX_DELTA_ENTRIES
 from eagleray.errors import InvalidRequest, RequestFailed
 from eagleray.messages.outputs import Chunk, FinishReason, PromptLogprobs, TokenLogprobs
-from eagleray.messages.sampling import SamplingParams
 
 TOKENIZER = load("byte_level")
 HELLO, WORLD = (TOKENIZER.encode(text, add_special_tokens=False)[0] for text in ("hello", " world"))
@@ -18,10 +18,8 @@ HE = TOKENIZER.token_to_text(HELLO)
 WO = TOKENIZER.token_to_text(WORLD)
 
 
-def state(*, tokenizer=TOKENIZER, prompt=(5, 6, 7), **params):
-    return RequestState(
-        "x", prompt=None, prompt_token_ids=list(prompt), params=SamplingParams(**params), tokenizer=tokenizer
-    )
+def state(*, tokenizer=TOKENIZER, **options):
+    return make_request(tokenizer=tokenizer, **options)
 
 
 def chunk(*token_ids, **fields):
@@ -35,92 +33,92 @@ def only(delta):
 
 def test_a_slow_reader_gets_everything_at_once():
     request = state()
-    assert request.take() is None
-    request.deliver(0, chunk(HELLO, num_cached_tokens=2))
-    request.deliver(0, chunk(WORLD))
-    delta = request.take()
+    assert request.pop_delta() is None
+    deliver(request, 0, chunk(HELLO, num_cached_tokens=2))
+    deliver(request, 0, chunk(WORLD))
+    delta = request.pop_delta()
     assert (only(delta).text, only(delta).token_ids) == (HE + WO, [HELLO, WORLD])
     assert (delta.finished, delta.num_cached_tokens, only(delta).finish_reason) == (False, 2, None)
-    assert request.take() is None
-    request.deliver(0, chunk(HELLO, finish_reason=FinishReason.LENGTH))
-    delta = request.take()
+    assert request.pop_delta() is None
+    deliver(request, 0, chunk(HELLO, finish_reason=FinishReason.LENGTH))
+    delta = request.pop_delta()
     assert (only(delta).text, only(delta).token_ids, only(delta).finish_reason) == (HE, [HELLO], "length")
     assert delta.finished
-    assert request.take() is None
+    assert request.pop_delta() is None
 
 
 def test_the_whole_is_there_whether_read_or_not():
     request = state()
-    request.deliver(0, chunk(HELLO))
-    request.take()
-    request.deliver(0, chunk(WORLD, finish_reason=FinishReason.LENGTH))
+    deliver(request, 0, chunk(HELLO))
+    request.pop_delta()
+    deliver(request, 0, chunk(WORLD, finish_reason=FinishReason.LENGTH))
     output = request.output()
     assert output == request.output()
     assert (output.outputs[0].text, output.outputs[0].token_ids) == (HE + WO, [HELLO, WORLD])
     assert (output.finished, output.prompt, output.prompt_token_ids) == (True, None, [5, 6, 7])
-    assert only(request.take()).text == WO
+    assert only(request.pop_delta()).text == WO
 
 
 @pytest.mark.parametrize("stop", [None, "no such text"])
 def test_the_token_that_ends_it_has_no_text(stop):
     for stop_token_id in (None, WORLD):
         request = state(skip_special_tokens=False, stop=stop)
-        request.deliver(0, chunk(HELLO, WORLD, finish_reason=FinishReason.STOP, stop_token_id=stop_token_id))
+        deliver(request, 0, chunk(HELLO, WORLD, finish_reason=FinishReason.STOP, stop_token_id=stop_token_id))
         (output,) = request.output().outputs
         assert (output.text, output.token_ids) == (HE, [HELLO, WORLD])
         assert (output.finish_reason, output.stop_reason) == ("stop", stop_token_id)
     request = state(include_stop_str_in_output=True)
-    request.deliver(0, chunk(HELLO, WORLD, finish_reason=FinishReason.STOP, stop_token_id=WORLD))
+    deliver(request, 0, chunk(HELLO, WORLD, finish_reason=FinishReason.STOP, stop_token_id=WORLD))
     assert request.output().outputs[0].text == HE + WO
 
 
 def test_a_stop_string_cuts_tokens_logprobs_and_text():
     request = state(stop=[WO[:2]], logprobs=0)
     logprobs = [TokenLogprobs([token_id], [-1.0], 1) for token_id in (HELLO, WORLD, HELLO)]
-    request.deliver(0, chunk(HELLO, WORLD, HELLO, logprobs=logprobs))
+    deliver(request, 0, chunk(HELLO, WORLD, HELLO, logprobs=logprobs))
     assert request.is_finished
     (output,) = request.output().outputs
     assert (output.text, output.token_ids, len(output.logprobs)) == (HE, [HELLO, WORLD], 2)
     assert (output.finish_reason, output.stop_reason, output.cumulative_logprob) == ("stop", WO[:2], -2.0)
-    assert only(request.take()).stop_reason == WO[:2]
+    assert only(request.pop_delta()).stop_reason == WO[:2]
 
 
 def test_an_incomplete_character_is_flushed_at_the_end():
     first_byte = next(index for index in range(256) if TOKENIZER.token_bytes(index) == b"\xe2")
     request = state()
-    request.deliver(0, chunk(HELLO, first_byte))
-    assert only(request.take()).text == HE
-    request.deliver(0, chunk(first_byte, finish_reason=FinishReason.LENGTH))
-    assert only(request.take()).text == "\ufffd\ufffd"
+    deliver(request, 0, chunk(HELLO, first_byte))
+    assert only(request.pop_delta()).text == HE
+    deliver(request, 0, chunk(first_byte, finish_reason=FinishReason.LENGTH))
+    assert only(request.pop_delta()).text == "\ufffd\ufffd"
 
 
 def test_logprobs_have_the_shape_that_users_know():
     request = state(logprobs=2, logprob_token_ids=[WORLD, 9])
     reported = TokenLogprobs([HELLO, WORLD, HELLO, WORLD, 9], [-2.0, -0.5, -2.0, -0.5, -7.0], 2)
-    request.deliver(0, chunk(HELLO, logprobs=[reported]))
-    (position,) = only(request.take()).logprobs
+    deliver(request, 0, chunk(HELLO, logprobs=[reported]))
+    (position,) = only(request.pop_delta()).logprobs
     assert position == {
         HELLO: Logprob(-2.0, 2, HE),
         WORLD: Logprob(-0.5, 1, WO),
         9: Logprob(-7.0, None, TOKENIZER.token_to_text(9)),
     }
     assert next(iter(position)) == HELLO
-    request.deliver(0, chunk(WORLD, logprobs=[TokenLogprobs([WORLD, WORLD, 9, WORLD, 9], [-1.0] * 5, 1)]))
-    assert len(only(request.take()).logprobs) == 1
+    deliver(request, 0, chunk(WORLD, logprobs=[TokenLogprobs([WORLD, WORLD, 9, WORLD, 9], [-1.0] * 5, 1)]))
+    assert len(only(request.pop_delta()).logprobs) == 1
     assert request.output().outputs[0].cumulative_logprob == -3.0
 
 
 def test_nothing_that_was_not_asked_for():
     request = state(detokenize=False)
-    request.deliver(0, chunk(HELLO))
-    delta = only(request.take())
+    deliver(request, 0, chunk(HELLO))
+    delta = only(request.pop_delta())
     assert (delta.text, delta.token_ids, delta.logprobs) == ("", [HELLO], None)
     (output,) = request.output().outputs
     assert (output.text, output.logprobs, output.cumulative_logprob) == ("", None, None)
     assert request.output().prompt_logprobs is None
     for silent in (state(detokenize=False, logprobs=0), state(tokenizer=None, logprobs=0)):
-        silent.deliver(0, chunk(HELLO, logprobs=[TokenLogprobs([HELLO], [-1.0], 1)]))
-        assert only(silent.take()).logprobs == [{HELLO: Logprob(-1.0, 1, None)}]
+        deliver(silent, 0, chunk(HELLO, logprobs=[TokenLogprobs([HELLO], [-1.0], 1)]))
+        assert only(silent.pop_delta()).logprobs == [{HELLO: Logprob(-1.0, 1, None)}]
 
 
 def prompt_part(start, token_ids, logprobs, ranks):
@@ -134,50 +132,50 @@ def prompt_part(start, token_ids, logprobs, ranks):
 
 def test_prompt_logprobs_come_once_they_are_complete():
     request = state(prompt=[5, HELLO, WORLD], prompt_logprobs=1)
-    request.deliver(0, chunk(prompt_logprobs=prompt_part(1, [[HELLO, 9]], [[-2.0, -1.0]], [3])))
-    assert request.take() is None
+    deliver(request, 0, chunk(prompt_logprobs=prompt_part(1, [[HELLO, 9]], [[-2.0, -1.0]], [3])))
+    assert request.pop_delta() is None
     assert request.output().prompt_logprobs is None
-    request.deliver(0, chunk(prompt_logprobs=prompt_part(2, [[WORLD, WORLD]], [[-0.5, -0.5]], [1])))
-    delta = request.take()
+    deliver(request, 0, chunk(prompt_logprobs=prompt_part(2, [[WORLD, WORLD]], [[-0.5, -0.5]], [1])))
+    delta = request.pop_delta()
     expected = [None, {HELLO: Logprob(-2.0, 3, HE), 9: Logprob(-1.0, 1, TOKENIZER.token_to_text(9))}]
     expected.append({WORLD: Logprob(-0.5, 1, WO)})
     assert (delta.prompt_logprobs, delta.outputs, delta.finished) == (expected, [], False)
-    request.deliver(0, chunk(HELLO, finish_reason=FinishReason.LENGTH))
-    assert request.take().prompt_logprobs is None
+    deliver(request, 0, chunk(HELLO, finish_reason=FinishReason.LENGTH))
+    assert request.pop_delta().prompt_logprobs is None
     assert request.output().prompt_logprobs == expected
 
 
 def test_the_prompt_logprobs_of_a_single_token():
-    assert state(prompt=[5], prompt_logprobs=1).take().prompt_logprobs == [None]
+    assert state(prompt=[5], prompt_logprobs=1).pop_delta().prompt_logprobs == [None]
 
 
 def test_completions_go_their_own_ways():
     request = state(n=2)
-    request.deliver(1, chunk(HELLO, num_cached_tokens=3))
-    delta = request.take()
+    deliver(request, 1, chunk(HELLO, num_cached_tokens=3))
+    delta = request.pop_delta()
     assert (only(delta).index, delta.num_cached_tokens) == (1, 0)
-    request.deliver(1, chunk(WORLD, finish_reason=FinishReason.LENGTH))
-    request.deliver(0, chunk(HELLO, num_cached_tokens=2))
-    delta = request.take()
+    deliver(request, 1, chunk(WORLD, finish_reason=FinishReason.LENGTH))
+    deliver(request, 0, chunk(HELLO, num_cached_tokens=2))
+    delta = request.pop_delta()
     assert [(output.index, output.finish_reason) for output in delta.outputs] == [(0, None), (1, "length")]
     assert (delta.finished, delta.num_cached_tokens) == (False, 2)
     request.abort()
     assert [output.finish_reason for output in request.output().outputs] == ["abort", "length"]
-    assert (only(request.take()).finish_reason, request.is_finished) == ("abort", True)
+    assert (only(request.pop_delta()).finish_reason, request.is_finished) == ("abort", True)
 
 
 def test_a_failure_keeps_what_came_before():
     request = state()
-    request.deliver(0, chunk(HELLO))
-    request.deliver(0, chunk(finish_reason=FinishReason.ERROR, error="it broke"))
+    deliver(request, 0, chunk(HELLO))
+    deliver(request, 0, chunk(finish_reason=FinishReason.ERROR, error="it broke"))
     assert isinstance(request.failure, RequestFailed)
     assert str(request.failure) == "it broke"
-    assert only(request.take()).text == HE
+    assert only(request.pop_delta()).text == HE
 
 
 def test_request_state_error_of_the_user_is_an_invalid_request():
     request = state()
-    request.deliver(0, chunk(finish_reason=FinishReason.ERROR, error="no token is left", is_user_error=True))
+    deliver(request, 0, chunk(finish_reason=FinishReason.ERROR, error="no token is left", is_user_error=True))
     assert isinstance(request.failure, InvalidRequest)
     assert str(request.failure) == "no token is left"
 
@@ -186,9 +184,9 @@ def test_request_state_slow_reader_gets_deltas_of_bounded_size():
     request = state(n=3, temperature=1, logprobs=1)
     entry = TokenLogprobs([HELLO, WORLD], [-1.0, -2.0], 1)
     for index in range(3):
-        request.deliver(index, chunk(*[HELLO] * 1000, logprobs=[entry] * 1000, finish_reason=FinishReason.LENGTH))
+        deliver(request, index, chunk(*[HELLO] * 1000, logprobs=[entry] * 1000, finish_reason=FinishReason.LENGTH))
     deltas = []
-    while delta := request.take():
+    while delta := request.pop_delta():
         deltas.append(delta)
         assert 0 < sum(len(output.token_ids) for output in delta.outputs) <= MAX_DELTA_ENTRIES // 2
         assert request.has_more == (not delta.finished)
@@ -206,17 +204,17 @@ def test_request_state_slow_reader_gets_deltas_of_bounded_size():
 def test_request_state_completion_that_was_left_out_comes_first_next_time():
     request = state(n=2, temperature=1)
     for index in range(2):
-        request.deliver(index, chunk(*[HELLO] * 2000))
-    first, second = request.take(), request.take()
+        deliver(request, index, chunk(*[HELLO] * 2000))
+    first, second = request.pop_delta(), request.pop_delta()
     assert ([output.index for output in first.outputs], [output.index for output in second.outputs]) == ([0], [1])
 
 
 def test_request_state_stop_string_in_a_backlog_ends_with_the_last_delta():
     request = state(stop=[WO[1:]], max_tokens=5000)
-    request.deliver(0, chunk(*[HELLO] * 3000))
-    request.deliver(0, chunk(WORLD, HELLO))
+    deliver(request, 0, chunk(*[HELLO] * 3000))
+    deliver(request, 0, chunk(WORLD, HELLO))
     parts = []
-    while delta := request.take():
+    while delta := request.pop_delta():
         parts += delta.outputs
     assert "".join(part.text for part in parts) == HE * 3000 + WO[:1] == request.output().outputs[0].text
     assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["stop"]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from client_fakes import CLIENT, INFO
+from client_fakes import CLIENT, INFO, deliver, make_request
 from client_tokenizers import load
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagleray.client.preprocess import Preprocessor
-from eagleray.client.request_state import RequestState
+from eagleray.client.preprocess import RequestBuilder
 from eagleray.client.routed_experts import RoutedExpertsBuffer
 from eagleray.errors import InvalidRequest
 from eagleray.messages.membership import RoutingInfo
@@ -19,7 +18,7 @@ from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.sampling import SamplingParams
 
 TOKENIZER = load("byte_level")
-PREPROCESSOR = Preprocessor(client=CLIENT, tokenizer=None, eos_token_ids=(2,), max_logprobs=20)
+BUILDER = RequestBuilder(CLIENT, tokenizer=None, eos_token_ids=(2,), max_logprobs=20)
 ROUTING = RoutingInfo(num_layers=3, num_experts=256, top_k=2)
 PROMPT = [5, 6, 7]
 
@@ -34,8 +33,14 @@ def part(start, end, salt=0):
 
 
 def state(*, routing=ROUTING, **params):
-    params = SamplingParams(**{"return_routed_experts": True, **params})
-    return RequestState("x", prompt=None, prompt_token_ids=PROMPT, params=params, tokenizer=TOKENIZER, routing=routing)
+    params = {"return_routed_experts": True, **params}
+    return make_request(prompt=PROMPT, tokenizer=TOKENIZER, routing=routing, **params)
+
+
+def sent_again(request):
+    """The message for another engine."""
+    request.lose_engine("killed")
+    return request.next_messages()[0]
 
 
 def chunk(*token_ids, **fields):
@@ -51,7 +56,7 @@ def only(delta):
 
 
 def asked(info=INFO, **params):
-    made = PREPROCESSOR.requests(PROMPT, SamplingParams(**params), info, request_id="x", seed=1)
+    made = BUILDER.make_messages(PROMPT, SamplingParams(**params), info, request_id="x", seed=1)
     return [request.routed_experts_from for request in made]
 
 
@@ -102,18 +107,18 @@ def test_values_that_make_no_sense(name, value):
 
 def test_deltas_bring_what_is_new_and_the_whole_has_all():
     request = state()
-    request.deliver(0, chunk(routed_experts=part(0, 2)))
-    delta = only(request.take())
+    deliver(request, 0, chunk(routed_experts=part(0, 2)))
+    delta = only(request.pop_delta())
     assert (delta.token_ids, delta.text, delta.routed_experts_start) == ([], "", 0)
     assert np.array_equal(delta.routed_experts, rows(0, 2))
-    assert request.take() is None
-    request.deliver(0, chunk(40, routed_experts=part(2, 3)))
-    request.deliver(0, chunk(41, routed_experts=part(3, 4)))
-    delta = only(request.take())
+    assert request.pop_delta() is None
+    deliver(request, 0, chunk(40, routed_experts=part(2, 3)))
+    deliver(request, 0, chunk(41, routed_experts=part(3, 4)))
+    delta = only(request.pop_delta())
     assert (delta.token_ids, delta.routed_experts_start) == ([40, 41], 2)
     assert np.array_equal(delta.routed_experts, rows(2, 4))
-    request.deliver(0, chunk(42, routed_experts=part(4, 5), finish_reason=FinishReason.LENGTH))
-    delta = only(request.take())
+    deliver(request, 0, chunk(42, routed_experts=part(4, 5), finish_reason=FinishReason.LENGTH))
+    delta = only(request.pop_delta())
     assert (delta.token_ids, delta.routed_experts_start) == ([42], 4)
     (output,) = request.output().outputs
     assert np.array_equal(output.routed_experts, rows(0, 5))
@@ -122,10 +127,10 @@ def test_deltas_bring_what_is_new_and_the_whole_has_all():
 
 def test_what_is_known_is_never_replaced():
     request = state()
-    request.deliver(0, chunk(routed_experts=part(0, 2)))
-    assert request.completions[0].routed_experts_from == 2
-    request.resume()
-    request.deliver(0, chunk(40, routed_experts=part(2, 3, salt=100)))
+    assert request.next_messages()[0].routed_experts_from == 0
+    deliver(request, 0, chunk(routed_experts=part(0, 2)))
+    assert sent_again(request).routed_experts_from == 2
+    deliver(request, 0, chunk(40, routed_experts=part(2, 3, salt=100)))
     (output,) = request.output().outputs
     assert np.array_equal(output.routed_experts, np.concatenate([rows(0, 2), rows(2, 3, salt=100)]))
 
@@ -133,28 +138,28 @@ def test_what_is_known_is_never_replaced():
 def test_a_row_that_is_missing_at_the_end_is_noticed():
     request = state()
     with pytest.raises(AssertionError, match="bytes of routed experts, not 18"):
-        request.deliver(0, chunk(40, routed_experts=part(0, 2), finish_reason=FinishReason.LENGTH))
+        deliver(request, 0, chunk(40, routed_experts=part(0, 2), finish_reason=FinishReason.LENGTH))
 
 
 def test_a_stop_string_cuts_rows_with_its_tokens():
     hello, world = (TOKENIZER.encode(text, add_special_tokens=False)[0] for text in ("hello", " world"))
     request = state(stop=TOKENIZER.token_to_text(world)[:2])
-    request.deliver(0, chunk(hello, routed_experts=part(0, 3)))
-    assert len(only(request.take()).routed_experts) == 3
-    request.deliver(0, chunk(world, hello, hello, routed_experts=part(3, 6)))
+    deliver(request, 0, chunk(hello, routed_experts=part(0, 3)))
+    assert len(only(request.pop_delta()).routed_experts) == 3
+    deliver(request, 0, chunk(world, hello, hello, routed_experts=part(3, 6)))
     assert request.is_finished
     (output,) = request.output().outputs
     assert output.token_ids == [hello, world]
     assert np.array_equal(output.routed_experts, rows(0, 4))
-    assert np.array_equal(only(request.take()).routed_experts, rows(3, 4))
+    assert np.array_equal(only(request.pop_delta()).routed_experts, rows(3, 4))
 
 
 def test_an_abort_leaves_what_there_is():
     request = state(routed_experts_prompt_start=1)
     assert request.output().outputs[0].routed_experts.shape == (0, 3, 2)
-    request.deliver(0, chunk(routed_experts=part(1, 2)))
+    deliver(request, 0, chunk(routed_experts=part(1, 2)))
     request.abort()
-    delta = only(request.take())
+    delta = only(request.pop_delta())
     assert (delta.finish_reason, delta.routed_experts_start) == ("abort", 1)
     (output,) = request.output().outputs
     assert np.array_equal(output.routed_experts, rows(1, 2))
@@ -162,8 +167,8 @@ def test_an_abort_leaves_what_there_is():
 
 def test_each_completion_has_its_own():
     request = state(n=2)
-    request.deliver(1, chunk(40, routed_experts=part(0, 3, salt=9)))
-    request.deliver(0, chunk(routed_experts=part(0, 1)))
+    deliver(request, 1, chunk(40, routed_experts=part(0, 3, salt=9)))
+    deliver(request, 0, chunk(routed_experts=part(0, 1)))
     first, second = request.output().outputs
     assert np.array_equal(first.routed_experts, rows(0, 1))
     assert np.array_equal(second.routed_experts, rows(0, 3, salt=9))
@@ -171,10 +176,11 @@ def test_each_completion_has_its_own():
 
 def test_nothing_that_was_not_asked_for():
     for request in (state(return_routed_experts=None), state(return_routed_experts=False), state(routing=None)):
-        request.deliver(0, chunk(40, routed_experts=part(0, 3)))
-        assert only(request.take()).routed_experts is None
+        request.next_messages()
+        deliver(request, 0, chunk(40, routed_experts=part(0, 3)))
+        assert only(request.pop_delta()).routed_experts is None
         assert request.output().outputs[0].routed_experts is None
-        assert request.completions[0].routed_experts_from is None
+        assert sent_again(request).routed_experts_from is None
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(2, np.uint8), (256, np.uint8), (257, np.uint16), (512, np.uint16)])
@@ -183,7 +189,7 @@ def test_the_smallest_dtype_that_holds_the_experts(num_experts, dtype):
         RoutingInfo(num_layers=1, num_experts=num_experts, top_k=1), start=0, num_prompt_tokens=1
     )
     assert kept.all().dtype == dtype
-    kept.known.extend(np.array([[[num_experts - 1]]], dtype).tobytes())
+    kept.rows.extend(np.array([[[num_experts - 1]]], dtype).tobytes())
     assert kept.all().tolist() == [[[num_experts - 1]]]
 
 
@@ -193,13 +199,13 @@ def test_parts_in_any_sizes(parts, start):
     kept = RoutedExpertsBuffer(ROUTING, start=start, num_prompt_tokens=4)
     taken = []
     for num_new, is_read in parts:
-        kept.known.extend(part(kept.end, kept.end + num_new))
-        if is_read and (news := kept.take()) is not None:
+        kept.rows.extend(part(kept.end, kept.end + num_new))
+        if is_read and (news := kept.pop_new()) is not None:
             first, new = news
             assert first == start + sum(map(len, taken))
             taken.append(new)
     assert np.array_equal(kept.all(), rows(start, kept.end).reshape(-1, 3, 2))
-    if (news := kept.take()) is not None:
+    if (news := kept.pop_new()) is not None:
         taken.append(news[1])
     assert np.array_equal(np.concatenate([kept.all()[:0], *taken]), kept.all())
-    assert kept.take() is None
+    assert kept.pop_new() is None

@@ -26,7 +26,7 @@ def engine(rank, incarnation=0):
 def router_of(num_engines, *, seed=0, match_prefixes=True):
     router = Router(rng=random.Random(seed), match_prefixes=match_prefixes)
     for rank in range(num_engines):
-        router.join(engine(rank), INFO)
+        router.add_engine(engine(rank), INFO)
     return router
 
 
@@ -46,9 +46,9 @@ def stats(rank, num_running, *, num_waiting=0, num_free=1000):
 
 
 def send(router, token_ids, **wishes):
-    """Where it went."""
-    choice = router.choose(token_ids, **wishes)
-    return choice.engine.rank, router.sent(choice)
+    """The rank of the engine that the request went to, and the match of its prompt."""
+    decision = router.choose(token_ids, **wishes)
+    return decision.engine.rank, router.record_sent(decision)
 
 
 def fresh_prompt(rng, length=12):
@@ -62,9 +62,9 @@ def test_a_rank_is_taken_at_its_word():
     router = router_of(3)
     assert [send(router, PROMPT, rank=rank)[0] for rank in (2, 2, 0, 1)] == [2, 2, 0, 1]
     assert send(router, PROMPT, rank=2, session="s")[0] == 2
-    router.leave(engine(1), cause="killed", returns=True)
+    router.remove_engine(engine(1), cause="killed", returns=True)
     assert router.choose(PROMPT, rank=1) is None
-    router.join(engine(1, 1), INFO)
+    router.add_engine(engine(1, 1), INFO)
     assert router.choose(PROMPT, rank=1).engine == engine(1, 1)
 
 
@@ -72,7 +72,7 @@ def test_a_rank_is_taken_at_its_word():
 def test_an_unknown_rank_is_refused_with_those_that_there_are(gone, named):
     router = router_of(6)
     for rank in gone:
-        router.leave(engine(rank), cause="given up", returns=False)
+        router.remove_engine(engine(rank), cause="given up", returns=False)
     with pytest.raises(InvalidRequest) as raised:
         router.choose(PROMPT, rank=6)
     assert str(raised.value) == f"there is no data-parallel rank 6: the ranks of this deployment are {named}"
@@ -104,10 +104,10 @@ def test_sessions_are_spread():
 def test_a_session_goes_home_when_its_engine_is_back():
     router = router_of(4)
     home, _ = send(router, PROMPT, session="s")
-    router.leave(engine(home), cause="killed", returns=True)
+    router.remove_engine(engine(home), cause="killed", returns=True)
     elsewhere, _ = send(router, PROMPT, session="s")
     assert elsewhere != home
-    router.join(engine(home, 1), INFO)
+    router.add_engine(engine(home, 1), INFO)
     assert send(router, PROMPT, session="s")[0] == home
 
 
@@ -156,16 +156,16 @@ def test_salts_do_not_share():
 def test_a_cache_is_not_worth_an_overload():
     router = router_of(2)
     send(router, PROMPT, rank=0)
-    router.report(stats(0, 3))  # ours and two of others
+    router.record_stats(stats(0, 3))  # ours and two of others
     assert send(router, PROMPT)[0] == 0
-    assert router.load(engine(0)) == 4
+    assert router.num_requests(engine(0)) == 4
     assert send(router, PROMPT)[0] == 1
     router = router_of(2)
     send(router, PROMPT, rank=0)
-    router.report(stats(1, 20))
-    router.report(stats(0, 29))
+    router.record_stats(stats(1, 20))
+    router.record_stats(stats(0, 29))
     assert send(router, PROMPT)[0] == 0
-    router.report(stats(0, 40))
+    router.record_stats(stats(0, 40))
     assert send(router, PROMPT)[0] == 1
 
 
@@ -177,8 +177,8 @@ def test_without_prefix_caching_only_the_load_counts():
 def test_an_engine_that_left_has_nothing_in_its_cache():
     router = router_of(2)
     send(router, PROMPT, rank=0)
-    router.leave(engine(0), cause="killed", returns=True)
-    router.join(engine(0, 1), INFO)
+    router.remove_engine(engine(0), cause="killed", returns=True)
+    router.add_engine(engine(0, 1), INFO)
     send(router, [1], rank=0)
     assert send(router, PROMPT)[0] == 1
 
@@ -186,15 +186,15 @@ def test_an_engine_that_left_has_nothing_in_its_cache():
 def test_what_an_engine_did_not_find_is_not_expected_again():
     router = router_of(2)
     _, first = send(router, PROMPT, rank=0)
-    router.started(first, 0)
+    router.record_started(engine(0), first, 0)
     _, other = send(router, [*range(100, 130)], rank=0)
-    router.started(other, 0)
+    router.record_started(engine(0), other, 0)
     _, again = send(router, [*range(100, 130)], rank=0)
-    router.started(again, 4)  # of 28: it has thrown away the rest, and PROMPT, which is older
-    router.ended(engine(0), 3)
+    router.record_started(engine(0), again, 4)  # of 28: it has thrown away the rest, and PROMPT, which is older
+    router.record_ended(engine(0), 3)
     send(router, [1], rank=0)
     assert send(router, PROMPT)[0] == 1
-    router.started(again._replace(engine=engine(7)), None)  # gone meanwhile: fine
+    router.record_started(engine(7), again, None)  # gone meanwhile: fine
 
 
 # Load.
@@ -203,23 +203,23 @@ def test_what_an_engine_did_not_find_is_not_expected_again():
 def test_load_is_ours_now_and_that_of_others_then():
     router = router_of(2)
     sendings = [send(router, PROMPT, rank=0) for _ in range(3)]
-    assert (router.load(engine(0)), router.load(engine(1))) == (3, 0)
-    router.report(stats(0, 4, num_waiting=6))
-    assert router.load(engine(0)) == 10
+    assert (router.num_requests(engine(0)), router.num_requests(engine(1))) == (3, 0)
+    router.record_stats(stats(0, 4, num_waiting=6))
+    assert router.num_requests(engine(0)) == 10
     for _ in sendings:
-        router.ended(engine(0))
-    assert router.load(engine(0)) == 7
-    router.report(stats(0, 0))
-    assert router.load(engine(0)) == 0
-    router.report(stats(9, 5))  # of one that is not here
-    assert 9 not in {member.rank for member in router.members.stats}
-    router.ended(engine(9))
+        router.record_ended(engine(0))
+    assert router.num_requests(engine(0)) == 7
+    router.record_stats(stats(0, 0))
+    assert router.num_requests(engine(0)) == 0
+    router.record_stats(stats(9, 5))  # of one that is not here
+    assert 9 not in {member.rank for member in router.known_engines.stats}
+    router.record_ended(engine(9))
 
 
 def test_of_equal_loads_the_emptier_cache():
     router = router_of(2)
-    router.report(stats(0, 0, num_free=100))
-    router.report(stats(1, 0, num_free=900))
+    router.record_stats(stats(0, 0, num_free=100))
+    router.record_stats(stats(1, 0, num_free=900))
     assert send(router, PROMPT)[0] == 1
 
 
@@ -228,7 +228,7 @@ def test_of_equal_loads_the_emptier_cache():
 def test_the_most_loaded_one_is_never_chosen(loads, seed):
     router = router_of(len(loads), seed=seed)
     for rank, load in enumerate(loads):
-        router.report(stats(rank, load))
+        router.record_stats(stats(rank, load))
     rank, _ = send(router, fresh_prompt(random.Random(seed)))
     assert loads[rank] < max(loads) or loads.count(max(loads)) > 1
 
@@ -243,7 +243,7 @@ def fill(num_engines, num_each, *, num_clients, system):
         if number % 200 == 0:
             for router in routers:
                 for rank in range(num_engines):
-                    router.report(stats(rank, filled[rank]))
+                    router.record_stats(stats(rank, filled[rank]))
         rank, _ = send(routers[number % num_clients], [*system, *fresh_prompt(rng)])
         filled[rank] += 1
     return [filled[rank] for rank in range(num_engines)]
@@ -275,23 +275,23 @@ def test_the_books_are_right_whatever_happens(num_engines, events, seed):
     for event, number in events:
         match event:
             case "send" if here:
-                choice = router.choose([number % 3] * 20)
-                sending = router.sent(choice)
-                router.started(sending, 4 * number)
-                running.append(choice.engine)
+                decision = router.choose([number % 3] * 20)
+                match = router.record_sent(decision)
+                router.record_started(decision.engine, match, 4 * number)
+                running.append(decision.engine)
             case "end" if running:
-                router.ended(running.pop(number % len(running)))
+                router.record_ended(running.pop(number % len(running)))
             case "leave" if number in here:
                 gone = engine(number, here.pop(number))
-                router.leave(gone, cause="killed", returns=True)
+                router.remove_engine(gone, cause="killed", returns=True)
                 running = [one for one in running if one != gone]
             case "join" if number not in here and number < num_engines:
                 incarnations[number] += 1
                 here[number] = incarnations[number]
-                router.join(engine(number, here[number]), INFO)
+                router.add_engine(engine(number, here[number]), INFO)
             case "report" if here.get(number) == 0:
-                router.report(stats(number, running.count(engine(number))))
+                router.record_stats(stats(number, running.count(engine(number))))
         assert (router.choose([1] * 20) is None) == (not here)
         for rank, incarnation in here.items():
-            assert router.load(engine(rank, incarnation)) == running.count(engine(rank, incarnation))
-        assert router.members.ranks == list(range(num_engines))
+            assert router.num_requests(engine(rank, incarnation)) == running.count(engine(rank, incarnation))
+        assert router.known_engines.ranks == list(range(num_engines))

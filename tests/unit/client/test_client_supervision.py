@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 from client_fakes import CLIENT, Setup, asynchronous
 
-from eagleray.client import client, supervision
+from eagleray.client import client
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import EngineFailed
 from eagleray.messages.lifecycle import Attach, ClientStarted, Knows, Unreachable
@@ -42,8 +42,8 @@ class FakePulse:
 
 @pytest.fixture(autouse=True)
 def pulses(monkeypatch):
-    monkeypatch.setattr(supervision, "HeartbeatSender", FakePulse)
-    monkeypatch.setattr(client, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(client, "HeartbeatSender", FakePulse)
+    monkeypatch.setattr(client, "CONNECTION_POLL_SECONDS", 0.01)
     FakePulse.started = []
 
 

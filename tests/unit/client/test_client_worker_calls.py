@@ -117,7 +117,7 @@ async def test_closing_the_client_ends_its_calls():
 @pytest.fixture
 def hasty(monkeypatch):
     """A client that does not wait for what the engine says about a timeout."""
-    monkeypatch.setattr(collective_rpc, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(collective_rpc, "REPORT_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("hasty")
