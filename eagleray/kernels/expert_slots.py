@@ -1,8 +1,8 @@
-"""Where the experts of a layer are: tables from an expert's number to the slots that hold its weights.
+"""The expert slots of a layer: tables from an expert's number to the slots that hold its weights.
 
-A slot is a place for one expert's weights. Every rank of the expert group has the same number of them: slot s is the
-own slot s % slots_per_rank of rank s // slots_per_rank. An expert may be in several slots, as copies. The tables are
-changed in place, between steps, when experts are moved: what computes with them may keep pointers.
+An expert slot is a place for one expert's weights. Every rank of the expert group has the same number of them: slot s
+is the local slot s % slots_per_rank of rank s // slots_per_rank. An expert may be in several slots, as copies. Experts
+move between steps, and the tables are changed in place, so that compiled passes may keep pointers to them.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ Slots = npt.NDArray[np.int64]
 """[num_slots] the expert in each slot"""
 
 ABSENT = -1
-"""In place of a slot that is on another rank."""
+"""Stands for a slot on another rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertSlotMap:
-    """Which slot has which expert of a layer: of one rank, or of all."""
+    """The slots of a layer's experts, of one rank or of all."""
 
     table: Int32Array
-    """[num_experts, max_copies] the slot that holds the c-th copy of an expert; -1: it is on another rank, or there are
-    not so many copies"""
+    """[num_experts, max_copies] slot of an expert's copy c; -1 if it is on another rank, or there are fewer copies"""
     num_copies: Int32Array
-    """[num_experts] on all ranks, at least 1. A row takes the copy with the number row % num_copies."""
+    """[num_experts] on all ranks, at least 1. A row uses the copy with the number row % num_copies."""
 
     def find(self, ids: Tensor, *, first_row: int = 0) -> Tensor:
-        """The slots of these experts, int32 like ids [num_rows, top_k]; -1: in none. Copies of an expert take turns
-        over the rows, of which these begin with number `first_row`."""
+        """Return the slots of the experts `ids` [num_rows, top_k], int32 of the same shape, -1 for absent ones. Copies
+        of an expert take turns over the rows, whose numbers begin with `first_row`."""
         table = torch.as_tensor(self.table, device=ids.device)
         num_copies = torch.as_tensor(self.num_copies, device=ids.device)
         ids = ids.long()
@@ -44,7 +43,7 @@ class ExpertSlotMap:
 
 
 class LayerExpertSlots:
-    """`experts` [num_slots]: the expert in each slot, of all ranks."""
+    """The slots of one layer. `experts` is [num_slots] over all ranks."""
 
     def __init__(self, experts: Slots, *, num_experts: int, rank: int, num_ranks: int) -> None:
         assert len(experts) % num_ranks == 0
@@ -52,27 +51,27 @@ class LayerExpertSlots:
         num_copies = np.ones(num_experts, np.int32)
         self._rank = rank
         self.slots_per_rank = len(experts) // num_ranks
-        self.local = ExpertSlotMap(np.full(shape, ABSENT, np.int32), num_copies)
-        """This rank's slots, by its own numbers."""
-        self.everywhere = ExpertSlotMap(np.full(shape, ABSENT, np.int32), num_copies)
+        self.local_map = ExpertSlotMap(np.full(shape, ABSENT, np.int32), num_copies)
+        """This rank's slots, by their local numbers."""
+        self.global_map = ExpertSlotMap(np.full(shape, ABSENT, np.int32), num_copies)
         """The slots of all ranks."""
         self.experts = experts
-        self.put(experts)
+        self.assign(experts)
 
     @property
-    def own(self) -> list[int]:
+    def local_experts(self) -> list[int]:
         """The experts in this rank's slots."""
         return self.experts[self._rank * self.slots_per_rank :][: self.slots_per_rank].tolist()
 
-    def put(self, experts: Slots) -> None:
-        """Other experts are in the slots now. Copies of an expert are numbered in the order of their slots."""
+    def assign(self, experts: Slots) -> None:
+        """Update the tables to other experts in the slots. Copies of an expert are numbered in the order of slots."""
         self.experts = experts.copy()
-        table, num_copies = self.everywhere.table, self.everywhere.num_copies
+        table, num_copies = self.global_map.table, self.global_map.num_copies
         table.fill(ABSENT)
         num_copies.fill(0)
         for slot, expert in enumerate(experts.tolist()):
             table[expert, num_copies[expert]] = slot
             num_copies[expert] += 1
         assert num_copies.min() > 0, "every expert has a slot"
-        is_own = (table >= 0) & (table // self.slots_per_rank == self._rank)
-        self.local.table[:] = np.where(is_own, table % self.slots_per_rank, ABSENT)
+        is_local = (table >= 0) & (table // self.slots_per_rank == self._rank)
+        self.local_map.table[:] = np.where(is_local, table % self.slots_per_rank, ABSENT)

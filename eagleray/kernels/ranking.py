@@ -1,6 +1,6 @@
-"""Tokens in order of their logits: the highest first, equal ones by token id.
+"""The order of tokens by their logits: the highest first, equal ones by token id.
 
-This order is total, so what is taken from its front never depends on the other lines of a batch.
+The order is total, so its first tokens never depend on the other rows of a batch.
 """
 
 from __future__ import annotations
@@ -10,35 +10,37 @@ from torch import Tensor
 
 
 class Ranking:
-    """In plain torch. NaN is above everything."""
+    """The ranking in plain torch. NaN ranks above every number."""
 
     def first(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [n] the first token id of each line of logits [n, vocab_size], and [n] its logit."""
+        """Return the first token id of each row of `logits` [n, vocab_size] as int64 [n], and its logit [n]."""
         token_ids = logits.argmax(dim=-1)
         return token_ids, logits.gather(1, token_ids[:, None])[:, 0]
 
     def top(self, logits: Tensor, k: int) -> Tensor:
-        """int64 [n, min(k, vocab_size)] the first token ids of each line of logits [n, vocab_size]."""
+        """Return the first token ids of each row of `logits` [n, vocab_size]: int64 [n, min(k, vocab_size)]."""
         k = min(k, logits.shape[1])
         if k == 0:
             return torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
         least = logits.topk(k, dim=-1).values[:, -1:]
-        # topk breaks ties as it likes, so take all that is not below its last value (and NaN: there are always k)
+        # topk breaks ties arbitrarily, so rank every token that is not below its last value (NaN is never below, so
+        # these are at least k)
         return rank_tokens(logits, (logits < least).logical_not_())[:, :k]
 
 
 def rank_tokens(logits: Tensor, mask: Tensor) -> Tensor:
-    """[n, m] the ids of the masked tokens in order, m the most that a line has; then `vocab_size`, which is no token.
+    """Return the ids of the masked tokens in order: [n, m], m being the most that a row has. Shorter rows are filled
+    with `vocab_size`, which is no token.
 
     logits, mask: [n, vocab_size]
     """
     n, vocab_size = logits.shape
-    lines, tokens = mask.nonzero(as_tuple=True)  # ascending in both
-    counts = lines.bincount(minlength=n)
-    columns = torch.arange(len(lines), device=lines.device) - (counts.cumsum(0) - counts)[lines]
+    rows, tokens = mask.nonzero(as_tuple=True)  # ascending in both
+    counts = rows.bincount(minlength=n)
+    columns = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
     width = int(counts.max()) if n else 0
-    ids = lines.new_full((n, width), vocab_size)
+    ids = rows.new_full((n, width), vocab_size)
     values = logits.new_full((n, width), -torch.inf)
-    ids[lines, columns] = tokens
-    values[lines, columns] = logits[lines, tokens]
+    ids[rows, columns] = tokens
+    values[rows, columns] = logits[rows, tokens]
     return ids.gather(1, values.sort(dim=-1, descending=True, stable=True).indices)

@@ -1,9 +1,9 @@
-"""Rotary position embedding: the angles of every position, in all the scalings that checkpoints ask for.
+"""Rotary position embedding: the angles of every position, with all scalings that checkpoints ask for.
 
 Formulas as in transformers' modeling_rope_utils, so that checkpoints mean the same. One differs on purpose: with
-`dynamic` scaling transformers takes the frequencies of the longest position in the call at hand, and keys that were
-cached earlier keep theirs; so its results depend on how a prompt was cut. Here position p always takes the frequencies
-of a sequence that ends with it. Both agree for text generated token by token from a prompt within the original length.
+`dynamic` scaling transformers uses the frequencies of the longest position of the current call, while keys cached
+earlier keep theirs, so its results depend on how a prompt was cut. Here position p always uses the frequencies of a
+sequence that ends with it. Both agree for text generated token by token from a prompt within the original length.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class DefaultRope:
 
 @dataclass(frozen=True, slots=True)
 class LinearRope:
-    """Positions divided by `factor`."""
+    """Linear scaling: positions are divided by `factor`."""
 
     theta: float
     factor: float
@@ -30,7 +30,7 @@ class LinearRope:
 
 @dataclass(frozen=True, slots=True)
 class DynamicRope:
-    """NTK scaling that sets in beyond `original_max`, the further the longer the sequence."""
+    """NTK scaling that sets in beyond `original_max` and grows with the length of the sequence."""
 
     theta: float
     factor: float
@@ -39,7 +39,7 @@ class DynamicRope:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope:
-    """Low frequencies divided by `factor`, high ones kept, a smooth transition between."""
+    """Llama 3's scaling: low frequencies are divided by `factor`, high ones kept, with a smooth transition between."""
 
     theta: float
     factor: float
@@ -74,19 +74,20 @@ class Rope:
         self._frequencies = _frequencies(spec, exponents).to(device)  # [head_dim / 2] radians per position
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [num_tokens, 1, head_dim] of the positions [num_tokens], as `functional.rotate` wants them."""
+        """Return cos and sin [num_tokens, 1, head_dim] of `positions` [num_tokens] in the form of
+        `torch.functional.rotate`."""
         cos, sin = (part.to(self._dtype) for part in self.table(positions))
         return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 
     def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 [num_tokens, head_dim / 2], of the positions [num_tokens]."""
-        frequencies = self._frequencies if self._dynamic is None else self._at(self._dynamic, positions)
+        """Return cos and sin, float32 [num_tokens, head_dim / 2], of `positions` [num_tokens]."""
+        frequencies = self._frequencies if self._dynamic is None else self._scaled(self._dynamic, positions)
         angles = positions[:, None].float() * frequencies
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self._scale == 1.0 else (cos * self._scale, sin * self._scale)
 
-    def _at(self, spec: DynamicRope, positions: Tensor) -> Tensor:
-        """[num_tokens, head_dim / 2]: each position as the last one of its sequence."""
+    def _scaled(self, spec: DynamicRope, positions: Tensor) -> Tensor:
+        """Return frequencies [num_tokens, head_dim / 2] for each position as the last one of its sequence."""
         size = 2 * len(self._exponents)
         beyond = (positions[:, None].double() + 1).clamp_(min=spec.original_max) / spec.original_max - 1
         theta = spec.theta * (1 + spec.factor * beyond) ** (size / (size - 2))
@@ -118,7 +119,7 @@ def _yarn(spec: YarnRope, exponents: Tensor) -> Tensor:
     size = 2 * len(exponents)
 
     def dimension(rotations: float) -> float:
-        """The dimension that turns so often over the original length."""
+        """Return the dimension that makes this number of rotations over the original length."""
         return size * math.log(spec.original_max / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     low, high = dimension(spec.beta_fast), dimension(spec.beta_slow)

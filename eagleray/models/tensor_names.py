@@ -47,7 +47,7 @@ def parts_wanted(name: str, experts: ExpertLayout | None) -> Fraction:
         return Fraction(1)
     slots = experts.slots(int(match[1]))
     assert slots is not None
-    return Fraction(len(set(slots.own)), experts.num_experts)
+    return Fraction(len(set(slots.local_experts)), experts.num_experts)
 
 
 def is_not_a_weight(name: str, spec: ModelSpec) -> bool:

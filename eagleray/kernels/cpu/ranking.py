@@ -1,4 +1,4 @@
-"""The ranking of tokens by `csrc/ranking.h`."""
+"""The ranking of tokens by the kernels of `csrc/ranking.h`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.ranking import Ranking
 
-FEW_ROWS = 4
-"""Up to so many, one thread is done before another one wakes."""
+SINGLE_THREAD_ROWS = 4
+"""Up to this number of rows one thread is done before another one wakes."""
 
 
 class NativeRanking(Ranking):
-    """For float32 logits of a CPU, contiguous. `library`: of `build.native_library`."""
+    """The ranking of contiguous float32 logits; of others, and beyond `MAX_TOP_K`, in plain torch."""
 
     def __init__(self, library: ctypes.CDLL, *, num_threads: int) -> None:
         self._library = library
@@ -27,9 +27,9 @@ class NativeRanking(Ranking):
             return super().first(logits)
         n, size = logits.shape
         ids, values = torch.empty(n, dtype=torch.int32), torch.empty(n, dtype=torch.float32)
-        self._library.er_argmax(
-            logits.data_ptr(), size, n, size, ids.data_ptr(), values.data_ptr(), self._memory(n, size), self._threads(n)
-        )
+        outputs = ids.data_ptr(), values.data_ptr()
+        memory, threads = self._memory(n, size), self._threads(n)
+        self._library.er_argmax(logits.data_ptr(), size, n, size, *outputs, memory, threads)
         return ids.long(), values
 
     def top(self, logits: Tensor, k: int) -> Tensor:
@@ -38,12 +38,13 @@ class NativeRanking(Ranking):
         if not 0 < k <= abi.MAX_TOP_K or not logits.is_contiguous():
             return super().top(logits, k)
         ids, values = torch.empty((n, k), dtype=torch.int32), torch.empty((n, k), dtype=torch.float32)
+        outputs = ids.data_ptr(), values.data_ptr()
         memory, threads = self._memory(n, size), self._threads(n)
-        self._library.er_top_k(logits.data_ptr(), size, n, size, k, ids.data_ptr(), values.data_ptr(), memory, threads)
+        self._library.er_top_k(logits.data_ptr(), size, n, size, k, *outputs, memory, threads)
         return ids.long()
 
     def _threads(self, num_rows: int) -> int:
-        return self._num_threads if num_rows > FEW_ROWS else 1
+        return self._num_threads if num_rows > SINGLE_THREAD_ROWS else 1
 
     def _memory(self, num_rows: int, size: int) -> int:
         needed = self._library.er_ranking_scratch_size(num_rows, size)

@@ -1,8 +1,8 @@
 """Attention over the paged cache, in plain torch.
 
-A batch is planned once for all layers that share a window: which blocks each row reads, how rows are grouped, and
-masks. Rows that compute one token are computed together, padded to the longest of their group; the others one by one.
-Query heads that share a key are kept together, so keys and values are never repeated.
+The metadata of a batch is built once for all layers that share a window: the blocks that each row reads, the groups of
+rows, and masks. Rows that compute one token are computed together, padded to the longest of their group; the others one
+by one. Query heads that share a key are kept together, so keys and values are never repeated.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from eagleray.kernels.params import AttentionParams
 from eagleray.kernels.torch.functional import rms_norm, rotate
 
 GROUP_BYTES = 2 << 20
-"""Keys and values that are gathered at a time for rows with one query: what stays in a processor's cache."""
+"""Keys and values gathered at a time for rows with one query: an amount that stays in a processor's cache."""
 
 SMALL_CONTEXT = 8
-"""Blocks; rows with no more than this count as equally long."""
+"""Blocks. Rows with at most this number count as equally long."""
 
 MAX_QUERIES = 256
-"""Queries of a long row that are computed together: bounds the mask, and skips keys that none of them may see."""
+"""Queries of a long row that are computed together. It bounds the mask and skips keys that none of them may see."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """A batch on its device. As `ForwardBatch`, but for the types: int64 tensors, and lists of what is planned with."""
+    """A `ForwardBatch` on its device: int64 tensors, and lists of the numbers that the host computes with."""
 
     token_ids: Tensor
     positions: Tensor
@@ -39,7 +39,7 @@ class DeviceBatch:
     block_table: Tensor
     seq_lens: list[int]
     query_lens: list[int]
-    """[num_rows] tokens of the row computed in this step"""
+    """[num_rows] tokens of each row computed in this step"""
     num_decodes: int
 
     @classmethod
@@ -60,49 +60,41 @@ class DeviceBatch:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Rows with one query each, computed together: `start` to `end` in the plan's order."""
+    """Rows with one query each that are computed together: `start` to `end` in the metadata's order."""
 
     start: int
     end: int
     block_ids: Tensor
-    """int64 [group size * blocks] what to read, the same number of blocks for each row"""
+    """int64 [group size * blocks] blocks to read, the same number for each row"""
     num_keys: int
-    """Of the longest row."""
+    """Keys of the longest row."""
     mask: Tensor | None
     """[group size, 1, 1, num_keys] to add to the scores; None: all rows see all keys"""
 
 
 @dataclass(frozen=True, slots=True)
-class FreshRow:
-    """A row that sees nothing but the tokens of this step: tokens `start` to `end` of the batch."""
+class PrefillRow:
+    """A row with several queries: tokens `start` to `end` of the batch."""
 
     start: int
     end: int
-
-
-@dataclass(frozen=True, slots=True)
-class ContinuedRow:
-    """A row with cached context before the tokens `start` to `end` of the batch, or with a window."""
-
-    start: int
-    end: int
-    block_ids: Tensor
-    """int64 [blocks] what to read"""
+    block_ids: Tensor | None
+    """int64 [blocks] blocks to read. None if the row sees nothing but its tokens of this step."""
     num_keys: int
-    """Up to and with the last token of the row."""
+    """Keys from the first of these blocks up to and including the row's last token."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     num_decodes: int
     order: Tensor | None
-    """int64 [num_decodes] rows with one query by length, if they are of very different lengths"""
+    """int64 [num_decodes] rows with one query in order of length, if their lengths differ much"""
     decodes: list[DecodeGroup]
-    prefills: list[FreshRow | ContinuedRow]
+    prefills: list[PrefillRow]
     window: int | None
     mask: Tensor | None
-    """[queries, keys] to add to the scores of a continued row; aligned at the lower right: the last query sees the last
-    key. What a query may see depends on its distance from a key alone, so parts of this serve every row."""
+    """[queries, keys] to add to the scores of rows that read blocks, aligned at the lower right: the last query sees
+    the last key. Whether a query sees a key depends on their distance alone, so parts of this mask serve every row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +105,9 @@ class ForwardContext:
     sin: Tensor
     """[num_tokens, 1, head_dim], see `Rope.angles`"""
     slot_mapping: Tensor
-    """[num_tokens] where keys and values are cached"""
+    """[num_tokens] slots of the tokens' keys and values"""
     metadata: Mapping[int | None, AttentionMetadata]
-    """By the layer's window."""
+    """Metadata by the layer's window."""
 
 
 class SelfAttention:
@@ -153,7 +145,7 @@ def build_attention_metadata(batch: DeviceBatch, cache: Tensor, window: int | No
     """Build what all layers with this window share in one batch. `cache` is that of any layer."""
     order, decodes = _group_decodes(batch, cache, window)
     prefills = list(_prefill_rows(batch, cache.shape[1], window))
-    continued = [row for row in prefills if isinstance(row, ContinuedRow)]
+    continued = [row for row in prefills if row.block_ids is not None]
     return AttentionMetadata(
         num_decodes=batch.num_decodes,
         order=order,
@@ -175,10 +167,11 @@ def attend(
         _attend_decodes(queries[: metadata.num_decodes], cache, metadata, sinks, out[: metadata.num_decodes])
     for row in metadata.prefills:
         mine, result = queries[row.start : row.end], out[row.start : row.end]
-        if isinstance(row, FreshRow):
+        if row.block_ids is None:
             _attend_row(mine, keys_values[row.start : row.end], None, sinks, result)
         else:
-            _attend_continued(mine, cache, row, metadata, sinks, result)
+            context = cache.index_select(0, row.block_ids).flatten(0, 1)  # [keys, 2 * num_kv_heads, head_dim]
+            _attend_continued(mine, context, row.num_keys, metadata, sinks, result)
     return out.flatten(1)
 
 
@@ -195,7 +188,7 @@ def _attend_decodes(
 
 
 def _attend_group(queries: Tensor, cache: Tensor, group: DecodeGroup, sinks: Tensor | None) -> Tensor:
-    """[group size, num_heads, head_dim]"""
+    """Return [group size, num_heads, head_dim]."""
     size, num_kv_heads, head_dim = len(queries), cache.shape[2] // 2, cache.shape[3]
     context = cache.index_select(0, group.block_ids).view(size, -1, 2, num_kv_heads, head_dim)
     keys, values = context[:, : group.num_keys].permute(2, 0, 3, 1, 4)  # [size, num_kv_heads, num_keys, head_dim]
@@ -209,20 +202,26 @@ def _attend_group(queries: Tensor, cache: Tensor, group: DecodeGroup, sinks: Ten
 
 
 def _attend_continued(
-    queries: Tensor, cache: Tensor, row: ContinuedRow, metadata: AttentionMetadata, sinks: Tensor | None, out: Tensor
+    queries: Tensor,
+    context: Tensor,
+    num_keys: int,
+    metadata: AttentionMetadata,
+    sinks: Tensor | None,
+    out: Tensor,
 ) -> None:
+    """Compute a row that sees more than its tokens of this step. `context`: the keys and values of its blocks."""
     assert metadata.mask is not None
-    context = cache.index_select(0, row.block_ids).flatten(0, 1)  # [keys, 2 * num_kv_heads, head_dim]
-    for first, last, low, high in _pieces(row.end - row.start, row.num_keys, metadata.window):
-        mask = metadata.mask[first - last :, low - high :].contiguous()  # CUDA's kernels want it aligned
+    for first, last, low, high in _pieces(len(queries), num_keys, metadata.window):
+        mask = metadata.mask[first - last :, low - high :].contiguous()  # CUDA's kernels require alignment
         _attend_row(queries[first:last], context[low:high], mask, sinks, out[first:last])
 
 
 def _attend_row(queries: Tensor, keys_values: Tensor, mask: Tensor | None, sinks: Tensor | None, out: Tensor) -> None:
-    """queries, out [n, num_heads, head_dim], keys_values [m, 2 * num_kv_heads, head_dim]; no mask: causal, n = m"""
+    """Compute one row: `queries` and `out` [n, num_heads, head_dim], `keys_values` [m, 2 * num_kv_heads, head_dim].
+    Without a mask it is causal and n = m."""
     num_kv_heads = keys_values.shape[1] // 2
     grouped = queries.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
-    shared = (-1, grouped.shape[1], -1, -1)  # the heads of a group see the same memory
+    shared = (-1, grouped.shape[1], -1, -1)  # the heads of a group read the same memory
     keys, values = keys_values.transpose(0, 1)[:, None].chunk(2)  # [num_kv_heads, 1, m, head_dim]
     if sinks is None:
         result = F.scaled_dot_product_attention(
@@ -236,16 +235,16 @@ def _attend_row(queries: Tensor, keys_values: Tensor, mask: Tensor | None, sinks
     out.unflatten(1, (num_kv_heads, -1)).copy_(result.permute(2, 0, 1, 3))
 
 
-# A sink is one more key in front of the others, with a value of zeros: queries have a feature more, in which that key
-# alone is not 0. So torch's fast kernels serve models with sinks, too.
+# A sink is one more key in front of the others, with a value of zeros. Queries and keys get one more feature, in which
+# this key alone is not 0. So torch's fast kernels serve models with sinks, too.
 
-SPARE = 8
-"""Features that are added; CUDA's kernels want multiples of this."""
+SPARE_FEATURES = 8
+"""Features that are added. CUDA's kernels require multiples of this number."""
 
 
 def attend_with_sinks(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor) -> Tensor:
-    """As torch's attention: queries [.., n, head_dim], keys and values [.., m, head_dim], which are broadcast to the
-    queries' heads; `sinks` of every query, of a shape that is broadcast to [.., n]."""
+    """Like torch's attention with sinks: queries [.., n, head_dim]; keys and values [.., m, head_dim], which are
+    broadcast to the queries' heads; `sinks` of every query, broadcast to [.., n]."""
     if mask is not None:
         mask = F.pad(mask, (1, 0))
     return F.scaled_dot_product_attention(
@@ -254,26 +253,27 @@ def attend_with_sinks(queries: Tensor, keys: Tensor, values: Tensor, mask: Tenso
 
 
 def _attend_causally_with_sinks(queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) -> Tensor:
-    """The same without a mask, n = m. A query in front of the others, for the key in front of the others, keeps each
-    query in the line of its own key."""
+    """Like `attend_with_sinks` with a causal mask, n = m. As one more key is in front of the keys, one more query in
+    front of the others keeps each query aligned with its own key."""
     queries, keys, values = _with_sinks(F.pad(queries, (0, 0, 1, 0)), keys, values, sinks)
-    size = queries.shape[-1] - SPARE
+    size = queries.shape[-1] - SPARE_FEATURES
     out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=size**-0.5)
     return out[..., 1:, :size]
 
 
 def _with_sinks(queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     size = queries.shape[-1]
-    queries = F.pad(queries, (0, SPARE))
+    queries = F.pad(queries, (0, SPARE_FEATURES))
     queries[..., size] = sinks.to(queries.dtype) * size**0.5
-    keys, values = (F.pad(x, (0, SPARE, 1, 0)) for x in (keys, values))
+    keys, values = (F.pad(x, (0, SPARE_FEATURES, 1, 0)) for x in (keys, values))
     keys[..., 0, size] = 1
-    shared = (*queries.shape[:-2], -1, -1)  # only now: heads of a group see the same memory
+    shared = (*queries.shape[:-2], -1, -1)  # expanded last, so that heads of a group read the same memory
     return queries, keys.expand(shared), values.expand(shared)
 
 
 def _group_decodes(batch: DeviceBatch, cache: Tensor, window: int | None) -> tuple[Tensor | None, list[DecodeGroup]]:
-    """(order, groups), such that no row is padded to more than twice its blocks, unless they are few."""
+    """Return (order, groups) of the rows with one query such that none is padded to more than twice its blocks, unless
+    these are few."""
     if batch.num_decodes == 0:
         return None, []
     block_size, device = cache.shape[1], batch.block_table.device
@@ -297,7 +297,8 @@ def _group_decodes(batch: DeviceBatch, cache: Tensor, window: int | None) -> tup
 
 
 def _cut(sizes: list[int], max_blocks: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that have at most twice the blocks of each other, and at most `max_blocks` with their padding."""
+    """Yield ranges of rows whose numbers of blocks differ at most by a factor of 2, and that have at most `max_blocks`
+    with their padding."""
     start = 0
     for end in range(1, len(sizes) + 1):
         longest = max(sizes[start : end + 1])
@@ -308,7 +309,7 @@ def _cut(sizes: list[int], max_blocks: int) -> Iterator[tuple[int, int]]:
 
 
 def _block_ids(table: Tensor, firsts: list[int], num_keys: int, block_size: int) -> Tensor:
-    """[rows * blocks] of each row the blocks from its first one on, enough for `num_keys`."""
+    """Return [rows * blocks]: the blocks of each row from its entry in `firsts` on, enough for `num_keys`."""
     num_blocks = -(-num_keys // block_size)
     if not any(firsts):
         return table[:, :num_blocks].reshape(-1)
@@ -317,7 +318,7 @@ def _block_ids(table: Tensor, firsts: list[int], num_keys: int, block_size: int)
 
 
 def _length_mask(num_keys: list[int], cache: Tensor, window: int | None) -> Tensor | None:
-    """Row i sees the last `window` of its first `num_keys[i]` keys."""
+    """Return a mask by which row i sees the last `window` of its first `num_keys[i]` keys, or None if all see all."""
     longest = max(num_keys)
     if min(num_keys) == longest and (window is None or longest <= window):
         return None
@@ -329,30 +330,26 @@ def _length_mask(num_keys: list[int], cache: Tensor, window: int | None) -> Tens
     return _additive(hidden, cache)[:, None, None]
 
 
-def _prefill_rows(batch: DeviceBatch, block_size: int, window: int | None) -> Iterator[FreshRow | ContinuedRow]:
+def _prefill_rows(batch: DeviceBatch, block_size: int, window: int | None) -> Iterator[PrefillRow]:
     start = batch.num_decodes
     for row in range(batch.num_decodes, len(batch.query_lens)):
         context, queries = batch.seq_lens[row], batch.query_lens[row]
         if context == queries and (window is None or queries <= window):
-            yield FreshRow(start, start + queries)
+            yield PrefillRow(start, start + queries, block_ids=None, num_keys=queries)
         else:
             first = _first_block(context - queries, window, block_size)
-            yield ContinuedRow(
-                start=start,
-                end=start + queries,
-                block_ids=batch.block_table[row, first : -(-context // block_size)],
-                num_keys=context - first * block_size,
-            )
+            block_ids = batch.block_table[row, first : -(-context // block_size)]
+            yield PrefillRow(start, start + queries, block_ids=block_ids, num_keys=context - first * block_size)
         start += queries
 
 
 def _first_block(position: int, window: int | None, block_size: int) -> int:
-    """The block with the first position that `position` sees."""
+    """Return the block with the first position that `position` sees."""
     return 0 if window is None else max(position - window + 1, 0) // block_size
 
 
 def _pieces(num_queries: int, num_keys: int, window: int | None) -> Iterator[tuple[int, int, int, int]]:
-    """Cut a row into (first query, behind the last, first key that the first one sees, behind the last key)."""
+    """Cut a row into pieces (first query, end of queries, first key that the first query sees, end of keys)."""
     for first in range(0, num_queries, MAX_QUERIES):
         last = min(first + MAX_QUERIES, num_queries)
         high = num_keys - (num_queries - last)
@@ -360,8 +357,8 @@ def _pieces(num_queries: int, num_keys: int, window: int | None) -> Iterator[tup
         yield first, last, low, high
 
 
-def _shared_mask(rows: list[ContinuedRow], cache: Tensor, window: int | None) -> Tensor:
-    """Large enough for every piece of every row."""
+def _shared_mask(rows: list[PrefillRow], cache: Tensor, window: int | None) -> Tensor:
+    """Return a mask that is large enough for every piece of every row."""
     pieces = [piece for row in rows for piece in _pieces(row.end - row.start, row.num_keys, window)]
     num_queries = max(last - first for first, last, _, _ in pieces)
     num_keys = max(high - low for _, _, low, high in pieces)
@@ -374,5 +371,5 @@ def _shared_mask(rows: list[ContinuedRow], cache: Tensor, window: int | None) ->
 
 
 def _additive(hidden: Tensor, cache: Tensor) -> Tensor:
-    """0 where it can be seen, minus infinity where it is hidden."""
+    """Return 0 where a key is visible and minus infinity where it is hidden."""
     return cache.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)

@@ -34,13 +34,15 @@ from eagleray.kernels.rope import Rope
 from eagleray.kernels.torch.attention import DeviceBatch, ForwardContext, SelfAttention, build_attention_metadata
 from eagleray.kernels.torch.experts import TorchProducts, compute_experts
 from eagleray.kernels.torch.functional import clamped_swiglu, rms_norm, silu_and_mul
-from eagleray.kernels.torch.linear import GatedLinear, PlainLinear, StoredGatedLinear
+from eagleray.kernels.torch.linear import GatedLinear, PlainLinear
 from eagleray.kernels.torch.mla import LatentAttention, mla_cache_block
 from eagleray.kernels.torch.routing import route
 from eagleray.parallel.group import TensorParallelGroup
 
 
 class TorchBackend(KernelBackend):
+    """See `KernelBackend`, which documents the methods."""
+
     is_batch_invariant = False
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Operation:
@@ -53,8 +55,6 @@ class TorchBackend(KernelBackend):
     def gated_linear(self, weight: Tensor, bias: Tensor | None, clamp: ClampedSwiglu | None = None) -> Operation:
         product = self.linear(weight, bias)
         gate = silu_and_mul if clamp is None else partial(clamped_swiglu, clamp=clamp)
-        if isinstance(product, PlainLinear):
-            return StoredGatedLinear(product, gate)
         return GatedLinear(product, gate)
 
     def norm(self, weight: Tensor, eps: float) -> Operation:
@@ -85,7 +85,7 @@ class TorchBackend(KernelBackend):
         def compute(x: Tensor, scores: Tensor) -> Tensor:
             ids, weights = route(scores, router)
             if trace is not None:
-                trace.note(layer, ids)
+                trace.record(layer, ids)
             return compute_experts(x, ids if slots is None else slots.find(ids), weights, gate_up, down)
 
         return compute

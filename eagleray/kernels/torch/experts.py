@@ -1,29 +1,20 @@
-"""Products of tokens with their experts, in plain torch: the tokens of an expert together.
+"""Products of tokens with their experts, in plain torch. The tokens of an expert are computed together.
 
-A pair is a token and one of its experts. Experts are named by the slots that hold their weights: what a rank has is a
-sequence of products, one for each slot.
+A pair is a token and one of its experts. Experts are named by the slots that hold their weights: a rank has a sequence
+of products, one for each slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from eagleray.kernels.backend import ExpertProducts
+from eagleray.kernels.backend import ExpertProducts, Operation
+from eagleray.kernels.torch.linear import plain_product
 
-Products = Sequence[Callable[[Tensor], Tensor]]
-
-
-@runtime_checkable
-class Stored(Protocol):
-    """A product whose weights can be read and overwritten."""
-
-    def storage(self) -> list[Tensor]:
-        """The memory of the weights: uint8, one dimension each."""
-        ...
+Products = Sequence[Operation]
 
 
 class TorchProducts(ExpertProducts):
@@ -31,6 +22,7 @@ class TorchProducts(ExpertProducts):
         self.num_slots = len(down)
         self._gate_up = gate_up
         self._down = down
+        self._plain = [(plain_product(first), plain_product(last)) for first, last in zip(gate_up, down, strict=True)]
 
     def pairs(self, x: Tensor, slots: Tensor) -> Tensor:
         return _multiply_pairs(x, slots, self._gate_up, self._down).float()
@@ -47,24 +39,23 @@ class TorchProducts(ExpertProducts):
 
     @property
     def is_movable(self) -> bool:
-        return all(isinstance(product, Stored) for product in (*self._gate_up, *self._down))
+        return all(product is not None for products in self._plain for product in products)
 
     def storage(self, slot: int) -> list[Tensor]:
-        products: Sequence[object] = (self._gate_up[slot], self._down[slot])
-        return [memory for product in products if isinstance(product, Stored) for memory in product.storage()]
+        return [memory for product in self._plain[slot] if product is not None for memory in product.storage()]
 
 
 def compute_experts(x: Tensor, slots: Tensor, weights: Tensor, gate_up: Products, down: Products) -> Tensor:
-    """The weighted sum of what each token's experts compute: x [num_tokens, hidden_size], slots (-1: left out) and
-    weights [num_tokens, top_k] -> [num_tokens, hidden_size]. It does not depend on which other tokens are in the
-    batch."""
+    """Return the weighted sum of the outputs of each token's experts: x [num_tokens, hidden_size], slots (-1 is left
+    out) and weights [num_tokens, top_k] -> [num_tokens, hidden_size]. A token's result does not depend on which other
+    tokens are in the batch."""
     # [num_tokens, 1, top_k] x [num_tokens, top_k, hidden_size]; with float32 weights the sum is in float32
     outputs = _multiply_pairs(x, slots, gate_up, down).to(weights.dtype)
     return torch.bmm(weights[:, None], outputs)[:, 0].to(x.dtype)
 
 
 def _multiply_pairs(x: Tensor, slots: Tensor, gate_up: Products, down: Products) -> Tensor:
-    """[num_tokens, top_k, hidden_size] of x's dtype; zeros where the slot is -1"""
+    """Return [num_tokens, top_k, hidden_size] of x's dtype, zeros where the slot is -1."""
     num_tokens, top_k = slots.shape
     pairs = slots.reshape(-1)
     order = pairs.argsort(stable=True)

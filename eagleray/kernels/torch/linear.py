@@ -1,14 +1,12 @@
-"""Products in plain torch, whose weights can be read and overwritten (see `experts.Stored`)."""
+"""Products in plain torch."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Function = Callable[[Tensor], Tensor]
+from eagleray.kernels.backend import Operation
 
 
 class PlainLinear:
@@ -20,25 +18,23 @@ class PlainLinear:
         return F.linear(x, self._weight, self._bias)
 
     def storage(self) -> list[Tensor]:
-        """See `experts.Stored`."""
+        """Return the memory of the weights, which may be overwritten: one-dimensional uint8 tensors."""
         self._weight = self._weight.contiguous()
         return [part.view(torch.uint8).view(-1) for part in (self._weight, self._bias) if part is not None]
 
 
 class GatedLinear:
-    """A product whose first half gates the second half: `gate` takes both."""
+    """A product and the gate that is applied to its outputs."""
 
-    def __init__(self, product: Function, gate: Function) -> None:
-        self._product = product
+    def __init__(self, product: Operation, gate: Operation) -> None:
+        self.product = product
         self._gate = gate
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._gate(self._product(x))
+        return self._gate(self.product(x))
 
 
-class StoredGatedLinear(GatedLinear):
-    """Of a product whose weights can be overwritten."""
-
-    def __init__(self, product: PlainLinear, gate: Function) -> None:
-        super().__init__(product, gate)
-        self.storage = product.storage
+def plain_product(operation: Operation) -> PlainLinear | None:
+    """Return the product of a linear or gated linear operation if its weights can be overwritten."""
+    product = operation.product if isinstance(operation, GatedLinear) else operation
+    return product if isinstance(product, PlainLinear) else None

@@ -1,8 +1,7 @@
-"""What a CPU does better than plain torch where our own kernels are not to be had: products with weights that were
-packed once by oneDNN.
+"""Products of weights that oneDNN has packed, for CPUs on which our own kernels are not available.
 
-On two cores of a Zen 5 a packed bfloat16 weight is read about twice as fast as a plain one for one row, and products
-of 16 and 32 rows are 1.4 to 1.7 times as fast; one layout serves every number of rows.
+On two cores of a Zen 5, for one row a packed bfloat16 weight is read about twice as fast as a plain one, and products
+of 16 and 32 rows are 1.4 to 1.7 times as fast. One layout serves every number of rows.
 """
 
 from __future__ import annotations
@@ -15,43 +14,33 @@ from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.kernels.torch.linear import PlainLinear
 
 
-class PackedLinear:
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        self._bias = bias
-        self._multiply = torch.ops.mkldnn._linear_pointwise.default
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._multiply(x, self._weight, self._bias, "none", [], "")
-
-
-class WideLinear:
-    """A float16 product in float32, which holds every float16 exactly. Most CPUs have no float16 products."""
-
-    def __init__(self, wide: Operation) -> None:
-        self._wide = wide
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._wide(x.float()).half()
-
-
 class OneDnnBackend(TorchBackend):
+    """The torch backend with packed products. Everything else is inherited."""
+
     def __init__(self) -> None:
         candidates = (torch.float32, torch.bfloat16, torch.float16)
-        self._packed_dtypes = frozenset(dtype for dtype in candidates if _packs(dtype))
+        self._packed_dtypes = frozenset(dtype for dtype in candidates if _can_pack(dtype))
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Operation:
         if weight.dtype in self._packed_dtypes:
-            return PackedLinear(weight, bias)
+            return _packed_linear(weight, bias)
         if weight.dtype == torch.float16:
-            return WideLinear(self.linear(weight.float(), None if bias is None else bias.float()))
+            # float32 holds every float16 exactly, and most CPUs have no float16 products
+            wide = self.linear(weight.float(), None if bias is None else bias.float())
+            return lambda x: wide(x.float()).half()
         return PlainLinear(weight, bias)
 
 
-def _packs(dtype: torch.dtype) -> bool:
-    """Whether this build of torch, on this CPU, packs weights of that type. Only trying tells."""
+def _packed_linear(weight: Tensor, bias: Tensor | None) -> Operation:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: multiply(x, packed, bias, "none", [], "")
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build of torch packs weights of `dtype` on this CPU. Only a trial shows it."""
     weight = torch.eye(16, dtype=dtype)
     try:
-        return torch.equal(PackedLinear(weight, None)(weight), weight)
+        return torch.equal(_packed_linear(weight, None)(weight), weight)
     except (AttributeError, RuntimeError):
         return False

@@ -1,4 +1,4 @@
-"""Which experts compute a token, and with what weights: the rule in plain torch, which defines the native one.
+"""The choice of a token's experts and their weights, in plain torch. It defines the native one.
 
 Formulas as in transformers' modeling_mixtral, modeling_qwen3_moe, modeling_deepseek_v2 and modeling_deepseek_v3.
 """
@@ -30,21 +30,22 @@ def route(scores: Tensor, router: RouterParams) -> tuple[Tensor, Tensor]:
 
 
 def _choices(probabilities: Tensor, router: RouterParams) -> Tensor:
-    """[num_tokens, num_experts] by what a token's experts are chosen; minus infinity for those that are none of its
-    candidates."""
+    """Return the values [num_tokens, num_experts] by which a token's experts are chosen: minus infinity for experts
+    that are not candidates."""
     choices = probabilities
     if router.correction_bias is not None:
         choices = choices + router.correction_bias
     if router.num_groups == 1:
         return choices
     grouped = choices.unflatten(1, (router.num_groups, -1))  # [num_tokens, num_groups, experts of a group]
-    looks = 1 if router.group_score == "max" else 2
-    group_scores = grouped.topk(looks, dim=-1).values.sum(dim=-1)
+    num_counted = 1 if router.group_score == "max" else 2
+    group_scores = grouped.topk(num_counted, dim=-1).values.sum(dim=-1)
     is_best = torch.zeros_like(group_scores, dtype=torch.bool)
     is_best.scatter_(1, _first(group_scores, router.top_groups), True)
     return grouped.masked_fill(~is_best[:, :, None], -torch.inf).flatten(1)
 
 
 def _first(values: Tensor, k: int) -> Tensor:
-    """[n, k] where the highest of each row are, in order; the first among equals, which `topk` does not promise."""
+    """Return the indices [n, k] of the highest values of each row, in order; of equal ones the first, which `topk` does
+    not guarantee."""
     return values.sort(dim=1, descending=True, stable=True).indices[:, :k]

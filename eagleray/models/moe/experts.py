@@ -60,7 +60,7 @@ class MoeBlock:
         self.slots = plan.slots(index)
         """None: every expert is here, cut."""
         self.load_expert = load_expert or _expert_loader(name, moe, hidden, kernels, plan, projections)
-        here = range(moe.num_experts) if self.slots is None else self.slots.own
+        here = range(moe.num_experts) if self.slots is None else self.slots.local_experts
         experts = [self.load_expert(expert, weights) for expert in here]
         gate_up, down = [first for first, _ in experts], [last for _, last in experts]
         self.products = kernels.expert_products(gate_up, down)
@@ -71,7 +71,7 @@ class MoeBlock:
             self._mixture,
             gate_up,
             down,
-            slots=None if self.slots is None else self.slots.local,
+            slots=None if self.slots is None else self.slots.local_map,
             trace=plan.trace,
             layer=self.number,
         )
@@ -91,7 +91,7 @@ class MoeBlock:
         plan = self._plan
         assert plan.dispatch is not None and self.slots is not None
         ids, weights = self._kernels.route(scores, self._mixture)
-        plan.trace.note(self.number, ids)
+        plan.trace.record(self.number, ids)
         out = plan.dispatch(x, ids, weights, self.products, self.slots, plan.row_counts)
         return out.to(self._kernels.hidden_dtype(x.dtype))
 

@@ -98,7 +98,7 @@ class ExpertLayout:
     def has_expert(self, index: int, expert: int) -> bool:
         """Whether this rank reads it from the checkpoint, whole or its share of it."""
         slots = self.slots(index)
-        return slots is None or expert in slots.own
+        return slots is None or expert in slots.local_experts
 
     def set_num_tokens(self, num_tokens: int) -> None:
         """The next step has so many tokens. Of several engines, `agree` says it instead."""

@@ -67,14 +67,14 @@ class Rebalancer:
         self._seen = self._trace.counts.clone()
         if not self._layers:
             return
-        own = torch.tensor([slots.own for _, slots in self._layers], device=self._seen.device)
+        own = torch.tensor([slots.local_experts for _, slots in self._layers], device=self._seen.device)
         counts = [own.shape[1]] * self._group.size
         present = self._group.all_gather(own.T.contiguous(), counts).cpu().numpy()  # [num_slots, num_layers]
         lost: list[tuple[MoeBlock, int, int]] = []
         for (block, slots), experts in zip(self._layers, present.T, strict=True):
-            before = slots.own
-            slots.put(restore_missing(experts, self._seen.shape[1]))
-            pairs = enumerate(zip(before, slots.own, strict=True))
+            before = slots.local_experts
+            slots.assign(restore_missing(experts, self._seen.shape[1]))
+            pairs = enumerate(zip(before, slots.local_experts, strict=True))
             lost += [(block, slot, new) for slot, (old, new) in pairs if old != new]
         self._read_again(lost)
 
@@ -88,7 +88,7 @@ class Rebalancer:
             needed = moves(old, new)
             if needed:
                 self._exchange(block, needed, slots.slots_per_rank)
-                slots.put(new)
+                slots.assign(new)
             num_moves += len(needed)
             before += rank_loads(tokens, old, size).max()
             after += rank_loads(tokens, new, size).max()

@@ -58,7 +58,7 @@ class AllGatherTokenDispatcher:
     ) -> Tensor:
         group, parts = self._group, (x, ids.int(), weights.float())
         x, ids, weights = unpack_rows(group.all_gather(pack_rows(*parts), counts), like=parts)
-        slots = places.everywhere.find(ids)
+        slots = places.global_map.find(ids)
         own = local_slots(slots, group.rank, places.slots_per_rank)
         return group.reduce_scatter(products.sums(x, own, weights), counts)
 
@@ -79,7 +79,7 @@ class AllToAllTokenDispatcher:
         counts: Sequence[int],
     ) -> Tensor:
         group, (num_rows, top_k) = self._group, ids.shape
-        slots = places.everywhere.find(ids, first_row=sum(counts[: group.rank]))
+        slots = places.global_map.find(ids, first_row=sum(counts[: group.rank]))
         routes = plan_routes(slots // places.slots_per_rank, group.size)
         receive_counts = self._exchange_counts(routes.row_counts, x.device)
 

@@ -130,7 +130,7 @@ class Layer:
         def mix(x: Tensor, scores: Tensor) -> Tensor:
             ids, weights = kernels.route(scores, MIXTURE)
             if trace is not None:
-                trace.note(0, ids)
+                trace.record(0, ids)
             return products.weighted_sum(products.pairs(x, ids), weights.float()).to(kernels.hidden_dtype(x.dtype))
 
         def compute(hidden: HiddenStates) -> HiddenStates:

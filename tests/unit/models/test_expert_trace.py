@@ -18,7 +18,7 @@ def make(num_experts: int = 8, *, keeps_ids: bool = True, num_layers: int = 3) -
 @pytest.mark.parametrize(("num_experts", "dtype"), [(8, torch.uint8), (256, torch.uint8), (257, torch.uint16)])
 def test_the_smallest_dtype_that_holds_the_experts(num_experts: int, dtype: torch.dtype) -> None:
     trace = make(num_experts)
-    trace.note(1, torch.tensor([[num_experts - 1, 0]], dtype=torch.int32))
+    trace.record(1, torch.tensor([[num_experts - 1, 0]], dtype=torch.int32))
     found = trace.ids([0], 1)
     assert found.dtype == trace.dtype == dtype
     assert found.numpy().tolist() == [[[0, 0], [num_experts - 1, 0], [0, 0]]]
@@ -30,7 +30,7 @@ def test_counts_of_all_passes_and_ids_of_the_last() -> None:
     passes = [torch.randint(0, 8, (3, rows, 2)) for rows in (5, 200, 1, 0, 70)]
     for chosen in passes:
         for layer in range(3):
-            trace.note(layer, chosen[layer])
+            trace.record(layer, chosen[layer])
         everything = trace.ids(range(chosen.shape[1]), chosen.shape[1])
         assert torch.equal(everything.long(), chosen.transpose(0, 1))
     expected = [torch.cat([chosen[layer] for chosen in passes]).flatten().bincount(minlength=8) for layer in range(3)]
@@ -42,15 +42,15 @@ def test_counts_of_all_passes_and_ids_of_the_last() -> None:
 
 def test_ids_are_the_callers_own() -> None:
     trace = make()
-    trace.note(0, torch.tensor([[1, 2]]))
+    trace.record(0, torch.tensor([[1, 2]]))
     ids = trace.ids([0], 1)
-    trace.note(0, torch.tensor([[3, 4]]))
+    trace.record(0, torch.tensor([[3, 4]]))
     assert ids[0, 0].tolist() == [1, 2]
 
 
 def test_growth_keeps_what_a_pass_has_noted() -> None:
     trace = make()
-    trace.note(0, torch.tensor([[1, 2]]))
+    trace.record(0, torch.tensor([[1, 2]]))
     trace.reserve(1000)
     assert trace.buffer(2).shape[0] >= 1000
     assert trace.ids([0], 1)[0, 0].tolist() == [1, 2]
@@ -62,7 +62,7 @@ def test_growth_keeps_what_a_pass_has_noted() -> None:
 def test_nothing_is_kept_if_nobody_asks() -> None:
     trace = make(keeps_ids=False)
     trace.reserve(100)
-    trace.note(0, torch.tensor([[1, 2]]))
+    trace.record(0, torch.tensor([[1, 2]]))
     assert trace.buffer(0).numel() == 0
     assert trace.counts.sum() == 2
 

@@ -159,7 +159,7 @@ def test_copies_take_turns_over_the_rows_of_all_ranks(data, num_ranks, first, co
     experts = data.draw(placements(num_ranks))
     placement = make_placement(experts, num_ranks)
     ids = make_rows(count, torch.float32, first)[1]
-    slots = placement.everywhere.find(ids, first_row=first)
+    slots = placement.global_map.find(ids, first_row=first)
     assert slots.shape == ids.shape
     for row in range(count):
         for place in range(TOP_K):

@@ -60,7 +60,7 @@ def options(dispatch: str, *, redundant: int = 0, interval: int | None = INTERVA
 def own_experts(model: Model) -> list[list[int]]:
     """By layer."""
     assert model.rebalancer is not None
-    return [slots.own for _, slots in model.rebalancer._layers]
+    return [slots.local_experts for _, slots in model.rebalancer._layers]
 
 
 def logits_before_and_after(model: Model, engine: int = 0) -> list[torch.Tensor]:
@@ -202,14 +202,14 @@ def test_tables_of_slots(num_experts, num_ranks, more):
         for rank in range(num_ranks)
     ]
     for slots in ranks:
-        slots.put(np.flip(initial(num_experts, num_slots)))
+        slots.assign(np.flip(initial(num_experts, num_slots)))
     experts = ranks[0].experts
     for rank, slots in enumerate(ranks):
-        assert slots.own == experts[rank * per_rank : (rank + 1) * per_rank].tolist()
-        assert slots.local.num_copies.sum() == num_slots
+        assert slots.local_experts == experts[rank * per_rank : (rank + 1) * per_rank].tolist()
+        assert slots.local_map.num_copies.sum() == num_slots
         for expert in range(num_experts):
-            copies = slots.everywhere.table[expert][: slots.local.num_copies[expert]]
+            copies = slots.global_map.table[expert][: slots.local_map.num_copies[expert]]
             assert [experts[slot] for slot in copies] == [expert] * len(copies)
             assert len(set(copies.tolist())) == len(copies)
             own = [slot % per_rank if slot // per_rank == rank else -1 for slot in copies]
-            assert slots.local.table[expert].tolist() == own + [-1] * (slots.local.table.shape[1] - len(own))
+            assert slots.local_map.table[expert].tolist() == own + [-1] * (slots.local_map.table.shape[1] - len(own))

@@ -41,7 +41,7 @@ def new_trace(num_experts=300, num_layers=NUM_LAYERS):
 
 def note(trace, chosen):
     for layer in range(NUM_LAYERS):
-        trace.note(layer, torch.from_numpy(chosen[:, layer]))
+        trace.record(layer, torch.from_numpy(chosen[:, layer]))
 
 
 class RoutingModel:
@@ -235,6 +235,6 @@ def test_a_gpu_s_rows_come_by_pinned_memory():
     for step in range(20):
         chosen = experts(range(50), [step] * 50, 300)
         for layer in range(NUM_LAYERS):
-            trace.note(layer, torch.from_numpy(chosen[:, layer]).to(device))
+            trace.record(layer, torch.from_numpy(chosen[:, layer]).to(device))
         reports.append((chosen[step:], reader.begin(np.arange(step, 50), 50)()))
     assert all(np.array_equal(expected, report) for expected, report in reports)
