@@ -105,8 +105,6 @@ class BodyDecoder(Generic[T]):
         try:
             return self._decoder.decode(body)
         except msgspec.ValidationError as error:
-            if isinstance(error.__cause__, InvalidRequest):  # raised by a struct's own check
-                raise error.__cause__ from None
             raise self._explain(str(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"the body is not valid JSON: {error}") from None

@@ -41,9 +41,9 @@ class CollectiveRpcRoute:
         call = Operation(
             self.call,
             "Call a method of the worker extension on every worker.",
-            takes=CollectiveRpcRequest,
-            gives=CollectiveRpcResponse,
-            refuses=(400, 413, 500, 503, 504),
+            request_body=CollectiveRpcRequest,
+            response=CollectiveRpcResponse,
+            error_statuses=(400, 413, 500, 503, 504),
         )
         return [Endpoint("/collective_rpc", post=call)]
 

@@ -20,17 +20,17 @@ class Operation(NamedTuple):
 
     handler: Callable[[Request], Awaitable[ASGIApp]]
     summary: str
-    takes: type | None = None
+    request_body: type | None = None
     """Struct of the JSON body; None: no body."""
-    gives: Any = None
+    response: Any = None
     """Type of the JSON answer; None: plain text, or nothing."""
     gives_msgpack: bool = False
     """Also as msgpack, to those who accept it."""
-    streams: type | None = None
+    stream_event: type | None = None
     """Struct of the events under `"stream": true`; None: does not stream."""
     headers: Mapping[str, str] = {}
     """What callers may say in headers: name, description."""
-    refuses: tuple[int, ...] = ()
+    error_statuses: tuple[int, ...] = ()
     """Statuses of errors, other than those that every route may answer with."""
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from eagleray.client.preprocess import MAX_COMPLETIONS, MAX_LOGPROB_TOKEN_IDS, MAX_TIMEOUT_SECONDS
-from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -16,7 +15,6 @@ from eagleray.messages.sampling import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    SamplingParams,
 )
 
 Timeout = Annotated[
@@ -96,16 +94,3 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 SAMPLING_NAMES = tuple(field.name for field in msgspec.structs.fields(SamplingFields))
-
-
-def sampling_params(fields: SamplingFields, defaults: dict[str, Any], **decided: Any) -> SamplingParams:
-    """What the route decided, over what the user gave, over the model's defaults, over OpenAI's."""
-    given = {name: value for name in SAMPLING_NAMES if (value := getattr(fields, name)) is not None}
-    return SamplingParams(**(defaults | given | decided))
-
-
-def stream_options(stream: bool | None, options: StreamOptions | None) -> StreamOptions:
-    """The options with their defaults; raises `InvalidRequest` for options without a stream."""
-    if options is not None and not stream:
-        raise InvalidRequest("`stream_options` is only for requests with `stream` true", param="stream_options")
-    return options or StreamOptions()

@@ -10,16 +10,18 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from eagleray.server.error_responses import error_response
-from eagleray.server.headers import MSGPACK
 
 T = TypeVar("T")
 
-Emit = Callable[[msgspec.Struct], Awaitable[None]]
+MSGPACK = "application/msgpack"
+
+Emit = Callable[[Any], Awaitable[None]]
 """Sends one event; waits while the reader is behind."""
 
 ENCODER = msgspec.json.Encoder()
@@ -40,6 +42,12 @@ def msgpack_response(value: Any) -> Response:
     return Response(msgspec.msgpack.encode(value), media_type=MSGPACK)
 
 
+def accepts(headers: Headers, media_type: str) -> bool:
+    """Whether the request asks for answers of this media type by its name."""
+    names = (part.partition(";")[0].strip().lower() for part in headers.get("accept", "").split(","))
+    return media_type in names
+
+
 class EventStream:
     """A response of server-sent events, ended by `[DONE]`.
 
@@ -57,15 +65,16 @@ class EventStream:
     async def _write(self, send: Send) -> None:
         started = False
 
-        async def put(data: bytes, *, more: bool) -> None:
+        async def start() -> None:
             nonlocal started
-            if not started:
-                started = True
-                await send({"type": "http.response.start", "status": 200, "headers": [*EVENT_HEADERS]})
-            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more})
+            started = True
+            await send({"type": "http.response.start", "status": 200, "headers": [*EVENT_HEADERS]})
 
-        async def emit(event: msgspec.Struct) -> None:
-            await put(ENCODER.encode(event), more=True)
+        async def emit(event: Any) -> None:
+            if not started:
+                await start()
+            body = b"data: " + ENCODER.encode(event) + b"\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
             await self._produce(emit)
@@ -73,7 +82,9 @@ class EventStream:
             if not started:
                 raise
             await emit(error_response(error, self._request_id).reply)
-        await put(b"[DONE]", more=False)
+        if not started:
+            await start()
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -1,22 +1,27 @@
-"""Log-probabilities in the two forms of OpenAI's API, and as vLLM gives those of a prompt."""
+"""Log-probabilities in the two forms of OpenAI's API, and those of a prompt as vLLM gives them.
+
+Pure, but for turns that others get while those of a long prompt are formatted.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 
-from eagleray.client.outputs import Logprob
+from eagleray.client.outputs import CompletionDelta, Logprob
 from eagleray.client.text.tokenizer import Tokenizer
-from eagleray.server.encoded_list import EncodedList
 
 ENTRIES_AT_ONCE = 1024
 """Log-probabilities that are formatted before the event loop serves others: some milliseconds' work."""
 
 LEAST = -9999.0
 """JSON has no minus infinity, which is the log-probability of a token that was ruled out."""
+
+ENCODER = msgspec.json.Encoder()
 
 Position = Mapping[int, Logprob]
 """By token id: the chosen token first, then the likeliest ones in order, then those that were asked for by id."""
@@ -65,6 +70,32 @@ PromptLogprobList = list[dict[int, PromptLogprob] | None]
 """For each prompt token, by token id; null for the first, which nothing precedes."""
 
 
+class EncodedList:
+    """A list of JSON, or with `is_msgpack` of msgpack, whose items are encoded as they are added.
+
+    An answer may hold a million log-probabilities. Encoding all of them at once would hold up every other request, and
+    as Python objects they would take ten times the memory of their JSON.
+    """
+
+    def __init__(self, *, is_msgpack: bool = False) -> None:
+        self._is_msgpack = is_msgpack
+        self._pieces: list[bytes] = []
+        self._length = 0
+
+    def extend(self, items: Sequence[Any]) -> None:
+        """Add these items."""
+        if items:
+            self._length += len(items)
+            self._pieces.append(_msgpack_items(items) if self._is_msgpack else ENCODER.encode(items)[1:-1])
+
+    def pop(self) -> Any:
+        """Return the list, for a field of an answer of any type, and forget the items."""
+        pieces, self._pieces = self._pieces, []
+        if self._is_msgpack:
+            return msgspec.Raw(b"".join([_msgpack_header(self._length), *pieces]))
+        return msgspec.Raw(b"".join([b"[", b",".join(pieces), b"]"]))
+
+
 def completion_logprobs(
     token_ids: Sequence[int], positions: Sequence[Position | None], k: int, offset: int, tokenizer: Tokenizer
 ) -> CompletionLogprobs:
@@ -80,43 +111,38 @@ def completion_logprobs(
     return logprobs
 
 
-def chat_logprobs(
-    token_ids: Sequence[int], positions: Sequence[Position], k: int, tokenizer: Tokenizer | None
-) -> ChatLogprobs:
-    """The form of /v1/chat/completions. Without a tokenizer a token is shown as `token_id:ID`."""
+def chat_logprobs(delta: CompletionDelta, k: int, tokenizer: Tokenizer | None) -> ChatLogprobs:
+    """Return the log-probabilities of a delta in the form of /v1/chat/completions.
+
+    Without a tokenizer a token is shown as `token_id:ID`.
+    """
     content = []
-    for token_id, position in zip(token_ids, positions, strict=True):
+    for token_id, position in zip(delta.token_ids, delta.logprobs or (), strict=True):
         chosen = _entry(token_id, position, tokenizer)
         top = [_entry(other, position, tokenizer) for other in _top(token_id, position, k)]
         content.append(ChatTokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
     return ChatLogprobs(content)
 
 
-class ChatLogprobsCollector:
-    """Puts the log-probabilities of one whole completion together from its parts, in the form of chat."""
+class LogprobsCollector:
+    """Puts the log-probabilities of one whole completion together from its parts, each encoded when it is added.
 
-    def __init__(self, *, is_msgpack: bool = False) -> None:
-        self._content = EncodedList(is_msgpack=is_msgpack)
+    `form` is the struct of the API: its required fields are lists, which grow.
+    """
 
-    def add(self, logprobs: ChatLogprobs) -> None:
-        self._content.extend(logprobs.content)
+    def __init__(self, form: type[msgspec.Struct], *, is_msgpack: bool) -> None:
+        self._form = form
+        self._columns = {
+            field.name: EncodedList(is_msgpack=is_msgpack) for field in msgspec.structs.fields(form) if field.required
+        }
 
-    def take(self) -> ChatLogprobs:
-        return ChatLogprobs(self._content.take())
-
-
-class CompletionLogprobsCollector:
-    """Puts the log-probabilities of one whole completion together from its parts, in the form of /v1/completions."""
-
-    def __init__(self) -> None:
-        self._columns = {name: EncodedList() for name in CompletionLogprobs.__struct_fields__}
-
-    def add(self, logprobs: CompletionLogprobs) -> None:
+    def add(self, logprobs: msgspec.Struct) -> None:
         for name, column in self._columns.items():
             column.extend(getattr(logprobs, name))
 
-    def take(self) -> CompletionLogprobs:
-        return CompletionLogprobs(**{name: column.take() for name, column in self._columns.items()})
+    def result(self) -> msgspec.Struct:
+        """Return all of them in one struct. To be called once."""
+        return self._form(**{name: column.pop() for name, column in self._columns.items()})
 
 
 async def encoded_prompt_logprobs(
@@ -128,7 +154,7 @@ async def encoded_prompt_logprobs(
         part = positions[start:end]
         encoded.extend([None if position is None else _by_token_id(position, k) for position in part])
         await asyncio.sleep(0)
-    result: PromptLogprobList = encoded.take()
+    result: PromptLogprobList = encoded.pop()
     return result
 
 
@@ -171,3 +197,14 @@ def _entry(token_id: int, position: Position, tokenizer: Tokenizer | None) -> To
 
 def _finite(entry: Logprob) -> float:
     return max(entry.logprob, LEAST)
+
+
+def _msgpack_items(items: Sequence[Any]) -> bytes:
+    return msgspec.msgpack.encode(items)[len(_msgpack_header(len(items))) :]
+
+
+def _msgpack_header(length: int) -> bytes:
+    """Return the bytes that precede the items of an array of that length."""
+    if length < 2**4:
+        return bytes([0x90 | length])
+    return b"\xdc" + length.to_bytes(2) if length < 2**16 else b"\xdd" + length.to_bytes(4)

@@ -9,7 +9,7 @@ import msgspec
 
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.error_responses import ErrorResponse
-from eagleray.server.headers import MSGPACK
+from eagleray.server.http_responses import MSGPACK
 
 REASONS = {
     400: "The request is wrong; `param` names the field.",
@@ -26,7 +26,11 @@ REASONS = {
 def describe(endpoints: list[Endpoint], *, version: str, needs_key: bool) -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     operations = [operation for endpoint in endpoints for operation in endpoint.operations.values()]
-    types = [part for operation in operations for part in (operation.takes, operation.gives, operation.streams)]
+    types = [
+        part
+        for operation in operations
+        for part in (operation.request_body, operation.response, operation.stream_event)
+    ]
     types = [*dict.fromkeys(kind for kind in types if kind is not None), ErrorResponse]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(types, schemas, strict=True))
@@ -58,22 +62,22 @@ def _path_item(endpoint: Endpoint, schema_of: dict[Any, Any], needs_key: bool) -
 
 def _operation(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any]:
     success: dict[str, Any] = {"description": "Success."}
-    if operation.gives is not None:
-        success["content"] = {"application/json": {"schema": schema_of[operation.gives]}}
+    if operation.response is not None:
+        success["content"] = {"application/json": {"schema": schema_of[operation.response]}}
     if operation.gives_msgpack:
-        success["content"][MSGPACK] = {"schema": schema_of[operation.gives]}
-    if operation.streams is not None:
-        success["content"]["text/event-stream"] = {"schema": schema_of[operation.streams]}
+        success["content"][MSGPACK] = {"schema": schema_of[operation.response]}
+    if operation.stream_event is not None:
+        success["content"]["text/event-stream"] = {"schema": schema_of[operation.stream_event]}
     described: dict[str, Any] = {"summary": operation.summary, "responses": {"200": success}}
-    if operation.takes is not None:
-        body = {"application/json": {"schema": schema_of[operation.takes]}}
+    if operation.request_body is not None:
+        body = {"application/json": {"schema": schema_of[operation.request_body]}}
         described["requestBody"] = {"required": True, "content": body}
     if operation.headers:
         described["parameters"] = [
             {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}
             for name, text in operation.headers.items()
         ]
-    for status in operation.refuses:
+    for status in operation.error_statuses:
         described["responses"][str(status)] = _response(REASONS[status], schema_of[ErrorResponse])
     return described
 

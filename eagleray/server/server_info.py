@@ -52,7 +52,7 @@ class ServerInfoRoute:
         self._config = _without_secrets(config)
 
     def endpoints(self) -> list[Endpoint]:
-        show = Operation(self.show, "The configuration, and the engines that are there.", gives=ServerInfo)
+        show = Operation(self.show, "The configuration, and the engines that are there.", response=ServerInfo)
         return [Endpoint("/server_info", get=show)]
 
     async def show(self, request: Request) -> Response:

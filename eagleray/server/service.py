@@ -69,12 +69,17 @@ class Service:
     @property
     def tokenizer(self) -> Tokenizer:
         """Raises `InvalidRequest` if this server has none."""
+        self.check_tokenizer()
+        assert self.client.tokenizer is not None
+        return self.client.tokenizer
+
+    def check_tokenizer(self) -> None:
+        """Raises `InvalidRequest` if this server has no tokenizer."""
         if self.client.tokenizer is None:
             raise InvalidRequest(
                 "this server runs without a tokenizer (its option `skip_tokenizer_init`): use token ids and "
                 "/inference/v1/generate"
             )
-        return self.client.tokenizer
 
     @functools.cached_property
     def text(self) -> TextProcessor:
@@ -97,6 +102,11 @@ class Service:
         """Raises `UnknownModel` unless `name`, if given, is a name of the model served here."""
         if name is not None and name not in self.model_names:
             raise UnknownModel(f"model {name!r} is not served here; served: {', '.join(self.model_names)}")
+
+    def check_store(self, store: bool | None) -> None:
+        """Raises `InvalidRequest` for a request whose answer OpenAI would keep."""
+        if store:
+            raise InvalidRequest("`store` is not supported; leave it out", param="store")
 
     def check_priority(self, priority: int | None) -> int:
         """The priority with its default; raises `InvalidRequest` if it could have no effect."""

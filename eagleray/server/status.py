@@ -34,11 +34,11 @@ class StatusRoutes:
         self._service = service
 
     def endpoints(self) -> list[Endpoint]:
-        alive = Operation(self.live, "Does the process answer?", gives=Status)
-        healthy = Operation(self.health, "Is there an engine?", gives=Status, refuses=(503,))
-        ready = Operation(self.ready, "Could a request be completed now?", gives=Status, refuses=(503,))
-        version = Operation(self.version, "The version of eagleray.", gives=Version)
-        load = Operation(self.load, "How many requests are here.", gives=Load)
+        alive = Operation(self.live, "Does the process answer?", response=Status)
+        healthy = Operation(self.health, "Is there an engine?", response=Status, error_statuses=(503,))
+        ready = Operation(self.ready, "Could a request be completed now?", response=Status, error_statuses=(503,))
+        version = Operation(self.version, "The version of eagleray.", response=Version)
+        load = Operation(self.load, "How many requests are here.", response=Load)
         metrics = Operation(self.metrics, "Metrics for Prometheus, as text.")
         return [
             Endpoint("/live", is_open=True, get=alive),

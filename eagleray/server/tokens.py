@@ -64,16 +64,16 @@ class TokenRoutes:
         tokenize = Operation(
             self.tokenize,
             "The token ids of a text or a conversation.",
-            takes=TokenizeRequest,
-            gives=TokenizeResponse,
-            refuses=(400, 404, 413),
+            request_body=TokenizeRequest,
+            response=TokenizeResponse,
+            error_statuses=(400, 404, 413),
         )
         detokenize = Operation(
             self.detokenize,
             "The text of token ids.",
-            takes=DetokenizeRequest,
-            gives=DetokenizeResponse,
-            refuses=(400, 404, 413),
+            request_body=DetokenizeRequest,
+            response=DetokenizeResponse,
+            error_statuses=(400, 404, 413),
         )
         return [Endpoint("/tokenize", post=tokenize), Endpoint("/detokenize", post=detokenize)]
 

@@ -18,8 +18,8 @@ class ModelRoutes:
         self._service = service
 
     def endpoints(self) -> list[Endpoint]:
-        every = Operation(self.list_models, "The names of the model that is served.", gives=ModelList)
-        one = Operation(self.show_model, "The model of one name.", gives=ModelCard, refuses=(404,))
+        every = Operation(self.list_models, "The names of the model that is served.", response=ModelList)
+        one = Operation(self.show_model, "The model of one name.", response=ModelCard, error_statuses=(404,))
         return [Endpoint("/v1/models", get=every), Endpoint("/v1/models/{model:path}", get=one)]
 
     async def list_models(self, request: Request) -> Response:

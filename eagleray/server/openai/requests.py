@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from eagleray.errors import InvalidRequest
 from eagleray.server.body import UNSUPPORTED, Empty, Null
 from eagleray.server.chat_messages import Message
 from eagleray.server.fields import SamplingFields, StreamOptions, Timeout
@@ -39,10 +38,6 @@ class OpenAIRequest(SamplingFields, kw_only=True):
     ] = None
     service_tier: Literal["auto", "default"] | None = None
     store: Annotated[bool | None, Meta(description="Not supported: false or null only.")] = None
-
-    def __post_init__(self) -> None:
-        if self.store:
-            raise InvalidRequest("`store` is not supported; leave it out", param="store")
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True):

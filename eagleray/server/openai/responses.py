@@ -7,9 +7,9 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from eagleray.server.generation import Usage
 from eagleray.server.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobList
 from eagleray.server.routed_experts import RoutedExpertsField
-from eagleray.server.usage import Usage
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -23,12 +23,6 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     routed_experts: RoutedExpertsField = UNSET
-
-    @property
-    def says_something(self) -> bool:
-        """As an event. Tokens may have no text yet: a character is incomplete, or a stop string may have begun."""
-        told = self.text or self.finish_reason or self.logprobs or self.token_ids or self.prompt_logprobs
-        return bool(told or self.routed_experts)
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
@@ -82,12 +76,6 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     routed_experts: RoutedExpertsField = UNSET
-
-    @property
-    def says_something(self) -> bool:
-        """Tokens may have no text yet: a character is incomplete, or a stop string may have begun."""
-        told = self.delta.role is not UNSET or self.delta.content
-        return bool(told or self.finish_reason or self.logprobs or self.token_ids or self.routed_experts)
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):

@@ -10,7 +10,7 @@ import pytest
 from server_fakes import Call, logprobs_of, parse_events, serving, settle
 
 from eagleray.messages.outputs import Chunk, FinishReason
-from eagleray.server.encoded_list import EncodedList
+from eagleray.server.logprobs import EncodedList
 
 PATHS = {
     "/v1/completions": {"prompt": "hello", "logprobs": 5},
@@ -202,4 +202,4 @@ def test_encoded_list_equals_the_list(sizes, is_msgpack):
         encoded.extend(part)
         items += part
     codec = msgspec.msgpack if is_msgpack else msgspec.json
-    assert codec.decode(codec.encode({"a": encoded.take(), "b": 1})) == {"a": items, "b": 1}
+    assert codec.decode(codec.encode({"a": encoded.pop(), "b": 1})) == {"a": items, "b": 1}
