@@ -62,6 +62,14 @@ class DriverId(msgspec.Struct, frozen=True, tag="driver"):
     label: ClassVar[str] = "ray-driver"
 
 
+class SupervisorId(msgspec.Struct, frozen=True, tag="supervisor"):
+    """The supervisor of the instance that a member belongs to, as the other end of the member's connection to it."""
+
+    label: ClassVar[str] = "supervisor"
+
+
+SUPERVISOR = SupervisorId()
+
 MemberId = EngineId | ClientId
 
 ProcessId = EngineId | ClientId | WorkerId | DriverId

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from eagleray.identity import ClientId
+from eagleray.identity import SUPERVISOR, ClientId
 from eagleray.messages.codec import Codec
 from eagleray.messages.lifecycle import Attach, EngineSpec, EngineStarted, Stop
 from eagleray.messages.membership import EngineInfo, Joined, Left
@@ -43,12 +43,12 @@ def run(payload: bytes, parent: Parent) -> None:
         attach = inbox.receive(SECONDS)
         assert isinstance(attach, Attach)
         assert attach.member == spec.engine
-        stack.callback(HeartbeatSender.start(attach.pulse, on_silent=lambda seconds: os._exit(1)).close)
-        outbox.connect("supervisor", attach.supervisor)
+        stack.callback(HeartbeatSender.start(attach.heartbeat, on_silent=lambda seconds: os._exit(1)).close)
+        outbox.connect(SUPERVISOR, attach.supervisor)
         engine = NullEngine(spec, inbox, outbox)
         for joined in attach.members:
             engine.handle(joined)
-        outbox.send("supervisor", EngineStarted(spec.engine, INFO))
+        outbox.send(SUPERVISOR, EngineStarted(spec.engine, INFO))
         engine.serve()
 
 

@@ -11,7 +11,7 @@ import contextlib
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -25,7 +25,7 @@ from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.config.resolve import checkpoint_dir, local_ranks, tokenizer_dir
 from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, DeadlineExceeded, EngineFailed, Unavailable
-from eagleray.identity import ClientId, EngineId, MemberId
+from eagleray.identity import SUPERVISOR, ClientId, EngineId, MemberId, SupervisorId
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
 from eagleray.messages.lifecycle import (
@@ -47,12 +47,10 @@ from eagleray.transport.inbox import AsyncInbox, Outbox
 
 logger = get_logger(__name__)
 
-SUPERVISOR: Literal["supervisor"] = "supervisor"
-
 CONNECTION_POLL_SECONDS = 1.0
 
 ClientInbox = AsyncInbox[SupervisorToMember | EngineToClient]
-ClientOutbox = Outbox[MemberId | Literal["supervisor"], ClientToEngine | MemberToSupervisor]
+ClientOutbox = Outbox[MemberId | SupervisorId, ClientToEngine | MemberToSupervisor]
 
 
 class Client:
@@ -304,7 +302,7 @@ class Client:
                 self._known_engines.record_report(message)
             case WorkersReturned():
                 self._rpc_calls.deliver(message)
-            case Attach(supervisor=supervisor, members=members, pulse=heartbeat, missing=missing):
+            case Attach(supervisor=supervisor, members=members, heartbeat=heartbeat, missing=missing):
                 self._outbox.connect(SUPERVISOR, supervisor)
                 for member in members:
                     self._on_joined(member)

@@ -21,7 +21,7 @@ from eagleray.config.resolve import executor_name, steps_in_flight
 from eagleray.config.sections import Config
 from eagleray.engine.expert_group_member import ExpertGroupMember
 from eagleray.engine.loop import EngineLoop
-from eagleray.engine.mailbox import SUPERVISOR, EngineInbox, EngineOutbox
+from eagleray.engine.mailbox import EngineInbox, EngineOutbox
 from eagleray.engine.startup import StartedEngine, start_engine
 from eagleray.engine.timeouts import (
     ATTACH_TIMEOUT_SECONDS,
@@ -32,6 +32,7 @@ from eagleray.engine.timeouts import (
 from eagleray.engine.watchdog import Watchdog
 from eagleray.errors import DeadlineExceeded
 from eagleray.executor.choose import is_in_placement_group, open_executor
+from eagleray.identity import SUPERVISOR
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Ended, Failure
@@ -121,8 +122,8 @@ class Engine:
         ):
             see_devices(spec.ray.devices)
         _load_libraries(spec.config, in_placement_group=in_placement_group)
-        if attach.pulse:
-            exit_stack.callback(HeartbeatSender.start(attach.pulse, on_silent=self._exit_disconnected).close)
+        if attach.heartbeat:
+            exit_stack.callback(HeartbeatSender.start(attach.heartbeat, on_silent=self._exit_disconnected).close)
         executor = open_executor(
             spec.engine, spec.config, runtime_dir=self._runtime_dir, ray=spec.ray, on_lost=report_error
         )

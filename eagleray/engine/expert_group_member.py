@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from eagleray.engine.core import EngineCore
-from eagleray.engine.mailbox import SUPERVISOR, EngineOutbox
+from eagleray.engine.mailbox import EngineOutbox
 from eagleray.engine.waves import Waves
 from eagleray.errors import DeadlineExceeded, ExpertGroupBroken
-from eagleray.identity import EngineId
+from eagleray.identity import SUPERVISOR, EngineId
 from eagleray.log import get_logger
 from eagleray.messages.lifecycle import EngineStarted, ExpertsFormed, ExpertsOpened, OpenExperts
 from eagleray.messages.steps import EngineOpened, ExpertGroupOpened, GroupsJoined, JoinExpertGroup, OpenExpertGroup

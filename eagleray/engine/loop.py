@@ -12,9 +12,9 @@ from eagleray.engine.core import EngineCore
 from eagleray.engine.early_requests import EarlyRequests
 from eagleray.engine.expert_group_member import EngineStepper, IndependentStepper
 from eagleray.engine.expert_load import ExpertLoadReporter
-from eagleray.engine.mailbox import SUPERVISOR, EngineInbox, EngineMessage, EngineOutbox
+from eagleray.engine.mailbox import EngineInbox, EngineMessage, EngineOutbox
 from eagleray.errors import EngineFailed, InvalidRequest
-from eagleray.identity import ClientId, EngineId
+from eagleray.identity import SUPERVISOR, ClientId, EngineId, SupervisorId
 from eagleray.log import get_logger
 from eagleray.messages.lifecycle import Attach, ExpertsFormed, OpenExperts, Stop, Unreachable
 from eagleray.messages.membership import Joined, Left
@@ -97,7 +97,7 @@ class EngineLoop:
     def _check_connections(self) -> None:
         """Report clients that cannot be reached, because chunks for them may be lost and they would wait for ever."""
         for peer in self._outbox.take_broken():
-            if isinstance(peer, str):
+            if isinstance(peer, SupervisorId):
                 raise EngineFailed("the connection to the supervisor broke")
             self._outbox.send(SUPERVISOR, Unreachable(self._engine, peer))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eagleray.identity import MemberId
+from eagleray.identity import MemberId, SupervisorId
 from eagleray.messages.lifecycle import MemberToSupervisor, SupervisorToEngine
 from eagleray.messages.outputs import EngineToClient
 from eagleray.messages.requests import ClientToEngine
@@ -11,7 +11,4 @@ from eagleray.transport.inbox import Inbox, Outbox
 
 EngineMessage = SupervisorToEngine | ClientToEngine | EngineToEngine
 EngineInbox = Inbox[EngineMessage]
-EngineOutbox = Outbox[MemberId | str, EngineToClient | MemberToSupervisor | EngineToEngine]
-
-SUPERVISOR = "supervisor"
-"""Key of the supervisor in an engine's outbox."""
+EngineOutbox = Outbox[MemberId | SupervisorId, EngineToClient | MemberToSupervisor | EngineToEngine]

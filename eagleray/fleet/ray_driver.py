@@ -63,7 +63,7 @@ def run(payload: bytes, parent: Parent) -> None:
             Path(spec.runtime_dir), f"ray-driver-{spec.driver.incarnation}", Codec(LauncherToDriver).decode
         )
         ends.callback(inbox.close)
-        ends.callback(HeartbeatSender.start(spec.pulse, on_silent=_keep_on).close)
+        ends.callback(HeartbeatSender.start(spec.heartbeat, on_silent=_keep_on).close)
         _report(spec, connection, inbox.address)
         driver = Driver(spec, places=places, cluster=connection.address)
         ends.callback(driver.close)

@@ -199,7 +199,7 @@ class RayLauncher:
             launcher=self._inbox.address,
             ray=self._ray,
             engine_target=self._engine_target,
-            pulse=ticket,
+            heartbeat=ticket,
         )
         timer = self._loop.call_later(CONNECT_SECONDS, self._connection_is_late)
         driver = _Driver(name, pulse, timer)

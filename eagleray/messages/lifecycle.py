@@ -65,7 +65,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     supervisor: str
     """Address of the supervisor's inbox."""
     members: list[Joined]
-    pulse: bytes = b""
+    heartbeat: bytes = msgspec.field(name="pulse", default=b"")
     """Ticket for `transport.Pulse`: be heard by it from now on, or count as lost. Empty for one that the supervisor
     sees anyway (a client in its own process), and for registered ones, which send `Alive`."""
     missing: list[Left] = []
@@ -174,8 +174,8 @@ class DriverSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where the program is that asked for the engines; of a later incarnation, the cluster that the first joined."""
     engine_target: str
     """`module:function` that binds an engine, see `cluster/engine_actor.py`."""
-    pulse: bytes
-    """Ticket for `transport.Pulse`: to be heard by it once it is connected, or count as hung."""
+    heartbeat: bytes
+    """Handle for `HeartbeatSender`, which the driver starts once it is connected to Ray."""
 
 
 class DriverReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):

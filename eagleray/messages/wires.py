@@ -30,7 +30,7 @@ class Wire(NamedTuple):
 
 
 WIRES = (
-    Wire("birth", "engine, API server", "supervisor", ChildToParent, "the socket pair a child is born with"),
+    Wire("spawn", "engine, API server", "supervisor", ChildToParent, "the socket pair a child is born with"),
     Wire("launch", "supervisor", "driver of Ray", LauncherToDriver, "zmq into the driver's inbox"),
     Wire("launched", "driver of Ray", "supervisor", DriverToLauncher, "zmq into an inbox of the supervisor's own"),
     Wire("attach", "supervisor", "client", SupervisorToMember, "zmq into the client's inbox"),

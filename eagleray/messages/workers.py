@@ -79,5 +79,5 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the worker is on the engine's node, where they may share memory. Otherwise they do not try to."""
     queue: bytes
     """Handle for `transport.message_queue_peer`."""
-    pulse: bytes
+    heartbeat: bytes
     """Handle for `transport.heartbeat`."""

@@ -32,7 +32,7 @@ def run(payload: bytes, parent: Parent | None = None) -> None:
         from eagleray.worker.loop import serve
         from eagleray.worker.worker import Worker
 
-        pulse = HeartbeatSender.start(spec.pulse, on_silent=end_cut_off)
+        pulse = HeartbeatSender.start(spec.heartbeat, on_silent=end_cut_off)
         stack.callback(pulse.close)
         worker = Worker(spec.worker, spec.rank, spec.config, spec.topology, device_index=spec.device_index)
         stack.callback(worker.close)

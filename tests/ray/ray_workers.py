@@ -43,7 +43,7 @@ def echo_by_tcp(payload: bytes) -> None:
 
 def _echo(payload: bytes, **options: Any) -> None:
     spec = _spec(payload)
-    pulse = HeartbeatSender.start(spec.pulse, on_silent=lambda seconds: os._exit(1))
+    pulse = HeartbeatSender.start(spec.heartbeat, on_silent=lambda seconds: os._exit(1))
     listener = MessageQueuePeer.open(spec.queue, timeout=30, **options)
     calls: Codec[Call] = Codec(Call)
     replies: Codec[Reply] = Codec(Reply)

@@ -41,7 +41,7 @@ class WorkerFrameHandler:
         from eagleray.worker.worker import Worker  # torch reads its environment when it is imported
 
         self._ends = ExitStack()
-        self._ends.callback(HeartbeatSender.start(spec.pulse, on_silent=end_cut_off).close)
+        self._ends.callback(HeartbeatSender.start(spec.heartbeat, on_silent=end_cut_off).close)
         self._worker = Worker(spec.worker, spec.rank, spec.config, spec.topology, device_index=spec.device_index)
         self._ends.callback(self._worker.close)
         self._calls: Codec[Call] = Codec(Call)

@@ -12,6 +12,7 @@ from client_fakes import CLIENT, Setup, asynchronous
 from eagleray.client import client
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import EngineFailed
+from eagleray.identity import SUPERVISOR
 from eagleray.messages.lifecycle import Attach, ClientStarted, Knows, Unreachable
 from eagleray.messages.sampling import SamplingParams
 
@@ -50,7 +51,7 @@ def pulses(monkeypatch):
 @asynchronous
 async def test_a_ticket_is_used_before_the_client_says_that_it_has_started():
     setup = Setup()
-    await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined()], pulse=b"ticket"))
+    await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined()], heartbeat=b"ticket"))
     (pulse,) = FakePulse.started
     assert pulse.ticket == b"ticket"
     assert setup.network.mail["supervisor"] == [Knows(CLIENT, setup.engine.id), ClientStarted(CLIENT)]
@@ -72,7 +73,7 @@ async def test_who_has_no_ticket_has_no_pulse():
 def test_silence_ends_the_client(caplog):
     async def scenario():
         setup = Setup()
-        await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined()], pulse=b"ticket"))
+        await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined()], heartbeat=b"ticket"))
         stream = setup.client.generate(Prompt(token_ids=[5, 6, 7]), SamplingParams())
         FakePulse.started[0].fall_silent()
         await setup.running
@@ -103,7 +104,7 @@ async def test_a_client_that_cannot_reach_its_supervisor_ends():
     setup = Setup()
     await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined()]))
     stream = setup.client.generate(Prompt(token_ids=[5, 6, 7]), SamplingParams())
-    setup.outbox.broken = ["supervisor"]
+    setup.outbox.broken = [SUPERVISOR]
     await setup.running
     with pytest.raises(EngineFailed, match="the connection to the supervisor broke"):
         await stream.result()

@@ -12,11 +12,10 @@ from engine_fakes import ENGINE, CountingGroup, ListInbox, ListOutbox
 from eagleray.config.build import build_config
 from eagleray.engine import early_requests
 from eagleray.engine.loop import EngineLoop
-from eagleray.engine.mailbox import SUPERVISOR
 from eagleray.engine.startup import start_engine
 from eagleray.errors import EngineFailed, WorkerFailed, WorkerLost
 from eagleray.executor.executor import Executor
-from eagleray.identity import ClientId, EngineId, successor
+from eagleray.identity import SUPERVISOR, ClientId, EngineId, successor
 from eagleray.messages.lifecycle import Stop, Unreachable
 from eagleray.messages.membership import Joined, Left
 from eagleray.messages.outputs import Chunks, EngineStats, ExpertLoad

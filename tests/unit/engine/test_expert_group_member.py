@@ -14,7 +14,7 @@ from eagleray.engine.loop import EngineLoop
 from eagleray.engine.startup import start_engine
 from eagleray.errors import DeadlineExceeded
 from eagleray.executor.executor import Executor
-from eagleray.identity import ClientId, EngineId, successor
+from eagleray.identity import SUPERVISOR, ClientId, EngineId, successor
 from eagleray.messages.lifecycle import EngineStarted, ExpertsFormed, ExpertsOpened, OpenExperts, Stop
 from eagleray.messages.membership import Joined
 from eagleray.messages.outputs import Chunks
@@ -96,7 +96,7 @@ def steps(group: CountingGroup) -> list[StepPlan]:
 def test_group_member_first_group_formed_reports_start():
     group = CountingGroup(top_k=2)
     outbox = run(OpenExperts(1, [0, 1]), later=[None, formed(1)], group=group)
-    here, started = said(outbox, "supervisor")
+    here, started = said(outbox, SUPERVISOR)
     where = EngineOpened(rank=0, topology=CountingGroup.topology, opened=[ExpertGroupOpened(store="store of epoch 1")])
     assert here == ExpertsOpened(HERE, 1, where)
     assert isinstance(started, EngineStarted)
@@ -139,8 +139,8 @@ def test_group_member_broken_step_keeps_all_requests():
     again = [None, OpenExperts(2, [1]), None, formed(2, successor(OTHER))]
     outbox = run(*FORMED, generate("a"), generate("b"), later=again, group=group)
     assert tokens(outbox) == {"a": [5, 6, 7], "b": [5, 6, 7]}
-    assert [one.epoch for one in said(outbox, "supervisor") if isinstance(one, ExpertsOpened)] == [1, 2]
-    assert sum(isinstance(one, EngineStarted) for one in said(outbox, "supervisor")) == 1
+    assert [one.epoch for one in said(outbox, SUPERVISOR) if isinstance(one, ExpertsOpened)] == [1, 2]
+    assert sum(isinstance(one, EngineStarted) for one in said(outbox, SUPERVISOR)) == 1
     assert said(outbox, OTHER) == [WaveStarted(HERE, 1, 1)]
     assert said(outbox, successor(OTHER)) == [WaveStarted(HERE, 2, 1)]
     assert OTHER not in outbox.peers
@@ -157,7 +157,7 @@ def test_group_member_message_of_earlier_epoch_is_ignored():
     group = CountingGroup(top_k=2)
     outbox = run(OpenExperts(1, [1]), OpenExperts(3, [1]), OpenExperts(2, [1]), formed(1), formed(2), group=group)
     assert not any(isinstance(call, JoinExpertGroup) for call in group.calls)
-    assert [message.epoch for message in said(outbox, "supervisor")] == [1, 3]
+    assert [message.epoch for message in said(outbox, SUPERVISOR)] == [1, 3]
 
 
 def test_group_member_exit_during_join_waits_for_next_epoch():
@@ -165,7 +165,7 @@ def test_group_member_exit_during_join_waits_for_next_epoch():
     group.broken_epochs = [1]
     outbox = run(*FORMED, generate("a"), later=[None, formed(2, successor(OTHER))], group=group)
     assert tokens(outbox) == {"a": [5, 6, 7]}
-    assert [one.epoch for one in said(outbox, "supervisor") if isinstance(one, ExpertsOpened)] == [1, 2]
+    assert [one.epoch for one in said(outbox, SUPERVISOR) if isinstance(one, ExpertsOpened)] == [1, 2]
 
 
 def test_group_member_missing_engine_timeout_names_it():

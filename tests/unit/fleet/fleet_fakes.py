@@ -12,7 +12,7 @@ from typing import Any
 from eagleray.config.build import build_config
 from eagleray.errors import ProcessCrashed
 from eagleray.fleet.supervisor import Supervisor
-from eagleray.identity import ClientId, EngineId, MemberId
+from eagleray.identity import SUPERVISOR, ClientId, EngineId, MemberId
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.lifecycle import ApiServerSpec, Attach, Bound, ClientStarted, EngineSpec, EngineStarted, Knows
@@ -109,7 +109,7 @@ class FakeMember:
     def __init__(self, fleet: Fleet, name: str):
         self.inbox = AsyncInbox(fleet.supervisor.runtime_dir, name, Codec(CLIENT_INBOX | SUPERVISOR_OUTBOX).decode)
         self.outbox = Outbox(Codec(ENGINE_OUTBOX | CLIENT_OUTBOX).encode)
-        self.outbox.connect("supervisor", fleet.address)
+        self.outbox.connect(SUPERVISOR, fleet.address)
         self.attach: Attach | None = None
         self.pulse: HeartbeatSender | None = None
         self.tells_whom_it_knows = True
@@ -118,7 +118,7 @@ class FakeMember:
         fleet.ends.callback(self.close)
 
     def send(self, message):
-        self.outbox.send("supervisor", message)
+        self.outbox.send(SUPERVISOR, message)
 
     async def receive(self):
         async with asyncio.timeout(SECONDS):
@@ -132,8 +132,8 @@ class FakeMember:
     def start(self):
         """Report that it works, and have a pulse if it shall."""
         assert self.attach is not None
-        if self.attach.pulse:
-            self.pulse = HeartbeatSender.start(self.attach.pulse, on_silent=lambda seconds: None)
+        if self.attach.heartbeat:
+            self.pulse = HeartbeatSender.start(self.attach.heartbeat, on_silent=lambda seconds: None)
         member = self.attach.member
         self.send(EngineStarted(member, INFO) if isinstance(member, EngineId) else ClientStarted(member))
 

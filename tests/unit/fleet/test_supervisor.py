@@ -40,8 +40,8 @@ async def test_all_take_one_path_and_hear_of_each_other():
         processes = {process.id: process for process in [await it.launcher.next() for _ in range(3)]}
         assert set(processes) == {*ENGINES[:2], API_SERVER}
         client = await it.bind(processes[API_SERVER])
-        assert client.attach == Attach(API_SERVER, it.address, [], client.attach.pulse)
-        assert client.attach.pulse
+        assert client.attach == Attach(API_SERVER, it.address, [], client.attach.heartbeat)
+        assert client.attach.heartbeat
         client.start()
         await it.until(lambda: it.supervisor._seat_of(API_SERVER).phase.name == "UP")
         first = await it.bring_up(processes[ENGINES[0]])
@@ -347,7 +347,7 @@ async def test_a_client_registers_and_belongs_to_the_fleet():
         engine = await it.bring_up(process)
         guest = await register(it)
         assert guest.attach.member.index >= 1_000_000
-        assert guest.attach.pulse == b""
+        assert guest.attach.heartbeat == b""
         assert guest.attach.members == [Joined(ENGINES[0], engine.inbox.address, INFO)]
         guest.start()
         assert await engine.receive() == Joined(guest.attach.member, guest.inbox.address)
