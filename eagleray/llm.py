@@ -1,6 +1,6 @@
-"""`LLM`: a model for a program, in blocking calls. The supervisor and the client underneath are the server's.
+"""`LLM`: a model for a program, with blocking calls, on the server's supervisor and client.
 
-Both run in an event loop in a thread of this object; the engines are processes, or Ray actors, of their own.
+Both run in an event loop, in a thread that the object owns; the engines are processes or Ray actors.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ Result = TypeVar("Result")
 PromptLike = str | Sequence[int] | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, Any]]
 
-POLL_SECONDS = 0.02
+POLL_INTERVAL_SECONDS = 0.02
 
-CLOSE_SECONDS = 30.0
+STOP_TIMEOUT_SECONDS = 30.0
 
 
 class LLM:
     """A model, ready to generate.
 
-    `options` are the flags of `eagleray serve` by their names (`max_model_len=2048`), but for those of the HTTP server.
-    With `data_parallel_size` there are several engines, which share the prompts. When one ends, or is killed, its
-    prompts go on elsewhere, and another takes its place.
+    `options` are the flags of `eagleray serve` by their names (`max_model_len=2048`), except those of the HTTP server.
+    With `data_parallel_size` there are several engines, which share the prompts. When one exits, or is killed, its
+    prompts continue on the others, and a new engine replaces it.
 
     In a Ray actor, engines join the actor's cluster, and its placement group if that has room beside the actor; their
     workers get the actor's runtime_env. `placement_group` may be Ray's object, its id or its name.
 
-    Close it, or use it as a context manager, or let the program end: its processes end with it.
+    Close it, use it as a context manager, or let the program exit: its processes exit with it.
 
-    Raises `ConfigError` or `CheckpointError` (ValueErrors) for what the caller can mend.
+    Raises `ConfigError` or `CheckpointError` (ValueErrors) for mistakes that the caller can correct.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
@@ -68,10 +68,10 @@ class LLM:
         self._thread = threading.Thread(target=self._loop.run_forever, name="eagleray-llm", daemon=True)
         self._thread.start()
         try:
-            # The thread of the task knows which task that is; the loop's does not.
+            # Read here, because Ray knows the current task in the calling thread, but not in the loop's.
             self._fleet: _Fleet = self._run(_Fleet.start(self.config, context.current_ray_context()))
         except BaseException:
-            _end_loop(self._loop, self._thread)
+            _stop_loop(self._loop, self._thread)
             raise
         self._close = weakref.finalize(self, _close, self._fleet, self._loop, self._thread)
 
@@ -87,10 +87,10 @@ class LLM:
 
         A prompt is a text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`, with an optional
         `cache_salt`. One `SamplingParams` serves all prompts, or there is one for each. With the option
-        `enable_return_routed_experts` outputs have `routed_experts`, but where parameters say otherwise.
+        `enable_return_routed_experts` outputs have `routed_experts`, unless the parameters turn them off.
 
-        Raises `InvalidRequest` at once if a prompt or parameter is wrong (nothing goes on running then), and
-        `EngineFailed` if engines end again and again (options `max_request_restarts` and `max_engine_restarts`).
+        Raises `InvalidRequest` at once if a prompt or parameter is wrong (then no prompt keeps running), and
+        `EngineFailed` if engines exit again and again (options `max_request_restarts` and `max_engine_restarts`).
         """
         return self._run(self._complete(_as_list(prompts), sampling_params, priority, use_tqdm))
 
@@ -130,32 +130,32 @@ class LLM:
     ) -> list[Any]:
         """Call a method of the worker extension (option `worker_extension_cls`) on every worker of every engine.
 
-        Returns what each returned: engine by engine, the workers of one in order of rank. Waits for engines that are
-        coming back. Arguments and results are None, bool, int, float, str, bytes, lists, tuples (which become lists),
-        dicts, and numpy arrays, nested. `timeout`: seconds that the workers have; None: ten minutes. No tokens are
-        generated meanwhile.
+        Returns the results by engine, then by rank of the worker. Waits for engines that are coming back. Arguments and
+        results are None, bool, int, float, str, bytes, lists, tuples (which become lists), dicts, and numpy arrays,
+        nested. `timeout`: seconds for the workers; None: ten minutes. No tokens are generated during the call.
 
-        Raises `InvalidRequest` for what cannot be called or sent, `RequestFailed` if the method raised on a rank (the
-        engines go on), `DeadlineExceeded`, and `EngineFailed` if an engine ends meanwhile: it is not called again.
+        Raises `InvalidRequest` for a call that is impossible or cannot be sent, `RequestFailed` if the method raised on
+        a rank (the engines continue), `DeadlineExceeded`, and `EngineFailed` if an engine exits during the call, which
+        is not repeated then.
         """
         return self._run(self._call_workers(method, args, kwargs, timeout))
 
     def get_tokenizer(self) -> Tokenizer:
-        """Raises `InvalidRequest` under `skip_tokenizer_init`."""
+        """Return the model's tokenizer. Raises `InvalidRequest` under `skip_tokenizer_init`."""
         tokenizer = self._fleet.client.tokenizer
         if tokenizer is None:
             raise InvalidRequest("there is no tokenizer, because of `skip_tokenizer_init`: use token ids")
         return tokenizer
 
     def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
-        """What `generate` uses when it is given none: the model's own defaults (`generation_config`).
+        """Return the parameters that `generate` uses by default: the model's own (`generation_config`).
 
-        `changes` are put over them.
+        `changes` override them.
         """
         return SamplingParams(**default_sampling(self.config.model) | changes)
 
     def close(self) -> None:
-        """End the engines. Harmless when repeated."""
+        """Stop the engines. Harmless when repeated."""
         self._close()
 
     def __enter__(self) -> LLM:
@@ -165,7 +165,7 @@ class LLM:
         self.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run in the loop's thread and wait; an interruption here cancels it there."""
+        """Run a coroutine in the loop's thread and wait for it. An interruption of the wait cancels it."""
         if not self._thread.is_alive():
             coroutine.close()
             raise InvalidRequest("this LLM is closed, or belongs to the process that this one was forked from")
@@ -179,8 +179,8 @@ class LLM:
     async def _call_workers(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float | None
     ) -> list[Any]:
-        with self._fleet.naming_the_cause():
-            await self._fleet.guard(self._fleet.wait_until_whole())
+        with self._fleet.raising_failure():
+            await self._fleet.guard(self._fleet.wait_for_all_engines())
             call = self._fleet.client.call_workers(method, args, kwargs, timeout=timeout)
             return await self._fleet.guard(call)
 
@@ -214,17 +214,20 @@ class LLM:
 
 
 def _placement_group_id(given: Any) -> Any:
-    """Ray's own object may be given in place of its id. Told by its shape: programs without Ray do not import it."""
+    """Return the id of a placement group if `given` is Ray's own object, else `given`.
+
+    The object is recognized by its attributes, because programs without Ray must not import it.
+    """
     return given.id.hex() if hasattr(given, "bundle_specs") else given
 
 
 class _Fleet:
-    """What lives in the loop's thread: the supervisor, and the client that reads its inbox."""
+    """The objects in the loop's thread: the supervisor, and the client with the task that runs it."""
 
     def __init__(self, supervisor: Supervisor, client: Client) -> None:
         self.supervisor = supervisor
         self.client = client
-        self._reading = asyncio.create_task(client.run())
+        self._client_task = asyncio.create_task(client.run())
 
     @classmethod
     async def start(cls, config: Config, ray: RayContext | None) -> _Fleet:
@@ -241,12 +244,12 @@ class _Fleet:
             return fleet
 
     def generate(self, prompt: Prompt, params: SamplingParams, *, priority: int, cache_salt: str) -> RequestStream:
-        with self.naming_the_cause():
+        with self.raising_failure():
             return self.client.generate(prompt, params, priority=priority, cache_salt=cache_salt)
 
     @contextmanager
-    def naming_the_cause(self) -> Iterator[None]:
-        """Inside, "there is no engine" becomes the reason why there will be none any more, if that is so."""
+    def raising_failure(self) -> Iterator[None]:
+        """Within the block, replace the error of a lack of engines by the instance's failure, if it has failed."""
         try:
             yield
         except (EngineFailed, Unavailable):
@@ -254,27 +257,30 @@ class _Fleet:
                 self.supervisor.failed.result()
             raise
 
-    async def wait_until_whole(self) -> None:
-        """Until the client knows every engine that the supervisor has or expects; it gives up who does not come."""
+    async def wait_for_all_engines(self) -> None:
+        """Wait until the client knows every engine that the supervisor has or expects.
+
+        The supervisor gives up engines that do not start.
+        """
         while set(self.client.engines) != self.supervisor.engines:
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(POLL_INTERVAL_SECONDS)
 
     async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `work`, unless the instance fails first: then the cause is raised."""
+        """Return the result of `work`, or raise the instance's failure if that comes first."""
         task = asyncio.create_task(work)
         either: list[asyncio.Future[Any]] = [task, self.supervisor.failed]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 self.supervisor.failed.result()
-            with self.naming_the_cause():
+            with self.raising_failure():
                 return await task
         finally:
             task.cancel()
 
     async def stop_client(self) -> None:
         await self.client.close()
-        await asyncio.gather(self._reading, return_exceptions=True)
+        await asyncio.gather(self._client_task, return_exceptions=True)
 
     async def stop(self) -> None:
         await self.stop_client()
@@ -282,24 +288,24 @@ class _Fleet:
 
 
 def _close(fleet: _Fleet, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    if not thread.is_alive():  # a fork: the engines are not ours to end
+    if not thread.is_alive():  # in a forked process, which must not stop the engines of its parent
         return
-    if thread is threading.current_thread():  # the last reference went there: the loop cannot wait for itself
+    if thread is threading.current_thread():  # garbage collected there, and the loop cannot wait for itself
         threading.Thread(target=_close, args=(fleet, loop, thread), name="eagleray-llm-close").start()
         return
     asyncio.run_coroutine_threadsafe(fleet.stop(), loop).result(Supervisor.stop_seconds(0.0))
-    _end_loop(loop, thread)
+    _stop_loop(loop, thread)
 
 
-def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    asyncio.run_coroutine_threadsafe(_finish_tasks(), loop).result(CLOSE_SECONDS)
+def _stop_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    asyncio.run_coroutine_threadsafe(_finish_tasks(), loop).result(STOP_TIMEOUT_SECONDS)
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(CLOSE_SECONDS)
+    thread.join(STOP_TIMEOUT_SECONDS)
     loop.close()
 
 
 async def _finish_tasks() -> None:
-    """Wait for what was interrupted and still tidies up: a start of which processes are left, for one."""
+    """Wait for cancelled tasks that still clean up, such as a start that has left processes."""
     if others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)
     await asyncio.get_running_loop().shutdown_default_executor()
@@ -329,7 +335,7 @@ def _parse(prompt: PromptLike) -> tuple[Prompt, str]:
 
 
 def _one_each(values: Any, count: int, name: str) -> Sequence[Any]:
-    """`values` for each of `count` prompts: one for all, or a sequence of as many."""
+    """Return a value for each of `count` prompts, from one for all or from a sequence of that length."""
     if not isinstance(values, Sequence):
         return [values] * count
     if len(values) != count:

@@ -63,7 +63,7 @@ class Client:
         self.stopping = asyncio.Event()
         """Set when the supervisor stops this client: no request is accepted then."""
         self.attached = asyncio.Event()
-        """Set when the supervisor has told which engines have joined, and which are coming back."""
+        """Set when the supervisor has sent the list of engines that have joined, or are coming back."""
         self.grace = 0.0
         """Seconds for which running requests may continue once `stopping` is set."""
         self._client_id = client_id
@@ -77,7 +77,7 @@ class Client:
         self._rpc_calls = RpcCalls(client_id, send=outbox.send)
         self._heartbeat: HeartbeatSender | None = None
         self._failure: str | None = None
-        """Why this client fails every request, now and later; None while it works."""
+        """Cause with which this client fails every request, now and later; None while it works."""
         self._has_lost_supervisor = False
         self._is_closed = False
 
@@ -85,7 +85,7 @@ class Client:
     def open(cls, client_id: ClientId, config: Config, runtime_dir: Path, *, host: str | None = None) -> Client:
         """Open a client with a bound inbox, in the running event loop.
 
-        `host`: the address of this host for engines of other hosts; None: there are none. Raises what `create` raises.
+        `host`: address of this host for engines of other hosts; None: all are on this host. Raises as `create` does.
         """
         inbox = ClientInbox(runtime_dir, client_id.label, Codec[Any](CLIENT_INBOX).decode, host=host)
         try:
@@ -152,7 +152,7 @@ class Client:
 
     @property
     def cause(self) -> str | None:
-        """Why there is no engine, if the last one has left."""
+        """Cause of the last exit of an engine, if no engine is left."""
         return self._failure or self._known_engines.cause
 
     def observe_recovery(self, observer: RecoveryObserver) -> None:
@@ -161,7 +161,7 @@ class Client:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of requests that have not ended, and of calls of the worker extension, one for each engine."""
+        """Number of requests that have not finished, and of calls of the worker extension, one for each engine."""
         return len(self._in_flight) + len(self._rpc_calls)
 
     @property
@@ -170,9 +170,9 @@ class Client:
         return self._in_flight.num_queued_seqs
 
     async def run(self) -> None:
-        """Handle messages until `close`, or until the supervisor is lost; fail what is in flight at any other end.
+        """Handle messages until `close`, or until the supervisor is lost.
 
-        Raises whatever else ends it.
+        Raises the error that ends it otherwise; then the requests in flight fail.
         """
         watch = asyncio.create_task(self._watch_connections())
         try:

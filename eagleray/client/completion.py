@@ -1,4 +1,4 @@
-"""One completion of a request while it runs: its tokens, its text, and how much of both the reader has got.
+"""A completion of a request while it runs: its tokens, its text, and how much of both the reader has got.
 
 Pure: no clock, no socket, no task. Owned by its `ClientRequest`, which delivers chunks and pops deltas. Text is decoded
 when it is read, unless there are stop strings to find: a reader that waits for the end pays for decoding once.
@@ -22,7 +22,7 @@ from eagleray.messages.sampling import SamplingParams
 
 
 class Completion:
-    """One of the `n` completions of a request. `message` is sent to its first engine.
+    """A completion, of the `n` of a request. `message` is sent to its first engine.
 
     `tokenizer` None: no text. `routing`: layout of the routed experts, if the request asks for them.
     """
@@ -78,7 +78,7 @@ class Completion:
         self._texts: list[str] = []
         """The text so far, in parts."""
         self._text_ends: list[int] = []
-        """For each part of the text, the number of tokens decoded into it and the parts before it."""
+        """Number of tokens that each part and the parts before it are decoded from."""
         self._num_visible = 0
         """Number of tokens that have text; a token that ended the completion has none."""
         self._num_decoded = 0
@@ -118,7 +118,7 @@ class Completion:
 
     @property
     def is_read(self) -> bool:
-        """Whether the completion has ended and the reader has got all of it."""
+        """Whether the completion has finished and the reader has got all of it."""
         return self._end_was_read
 
     def deliver(self, chunk: Chunk) -> None:

@@ -1,4 +1,4 @@
-"""The requests in flight, from start to end: sends them to engines, and to others when an engine exits.
+"""The requests in flight, from start to finish: sends them to engines, and to others when an engine exits.
 
 Owned by the client, which passes on chunks and changes of the membership; nothing else sends a request. A request is
 assigned to one engine, or queued here until there is one. Its reader notices nothing of a restart but the time.
@@ -85,7 +85,7 @@ class InFlightRequests:
         return RequestStream(request, abort=partial(self.abort, request))
 
     def deliver(self, engine: EngineId, chunks: Sequence[Chunk]) -> None:
-        """Deliver the chunks of a step. Chunks of requests that have ended here, or have moved, are dropped."""
+        """Deliver the chunks of a step. Chunks of requests that have finished here, or have moved, are dropped."""
         unwanted: list[str] = []
         for chunk in chunks:
             found = self._completions.get(chunk.request_id)
@@ -192,10 +192,10 @@ class InFlightRequests:
         if request.engine is not None:
             self._send(request.engine, Abort(self._client, request.engine_request_ids))
 
-    # Chunks and ends.
+    # Chunks, and ends of requests.
 
     def _deliver(self, request: ClientRequest, completion: Completion, chunk: Chunk) -> Iterable[str]:
-        """Deliver a chunk. Return the ids of completions that have ended although the engine does not know it."""
+        """Deliver a chunk. Return the ids of completions that have finished although the engine does not know it."""
         if request.awaits_token:
             self._on_early_chunk(request, chunk)
         if request.is_queued and chunk.token_ids:
@@ -207,12 +207,12 @@ class InFlightRequests:
             self._remove(request)
             return others
         if completion.finish_reason is None:
-            request.notify_reader(ended=False)
+            request.notify_reader(done=False)
             return ()
         if len(request.unfinished) > 1:
             del request.unfinished[completion.index], self._completions[chunk.request_id]
-            self._record_ended(request, 1)
-            request.notify_reader(ended=False)
+            self._record_finished(request, 1)
+            request.notify_reader(done=False)
         else:
             self._remove(request)
         # An end without a finish reason from the engine is a stop string, which only the client looks for.
@@ -235,11 +235,11 @@ class InFlightRequests:
             self._router.record_started(request.engine, request.prefix_match, num_cached_tokens)
             request.prefix_match = None
 
-    def _record_ended(self, request: ClientRequest, count: int) -> None:
+    def _record_finished(self, request: ClientRequest, count: int) -> None:
         """Tell the router that `count` completions have left the engine of the request."""
         self._record_started(request, None)
         if request.engine is not None:
-            self._router.record_ended(request.engine, count)
+            self._router.record_finished(request.engine, count)
 
     def _time_out(self, request: ClientRequest) -> None:
         self._abort_in_engine(request)
@@ -252,16 +252,16 @@ class InFlightRequests:
         self._remove(request)
 
     def _remove(self, request: ClientRequest) -> None:
-        """Forget a request that has ended."""
+        """Forget a request that has finished."""
         if request.timer is not None:
             request.timer.cancel()
         if request.engine is not None:
             for engine_request_id in request.engine_request_ids:
                 del self._completions[engine_request_id]
-            self._record_ended(request, len(request.unfinished))
+            self._record_finished(request, len(request.unfinished))
         del self._requests[request.request_id]
         self._leave_queue(request)
-        request.notify_reader(ended=True)
+        request.notify_reader(done=True)
 
     def _leave_queue(self, request: ClientRequest) -> None:
         if request.is_queued:

@@ -1,4 +1,4 @@
-"""What users of the client get: results of whole requests, and what is new since they last looked.
+"""Outputs of requests: whole, and as deltas since the reader's last look.
 
 Shaped as users of vLLM know them. Plain data; made by `ClientRequest`.
 """
@@ -14,38 +14,38 @@ from eagleray.messages.outputs import FinishReason
 
 @dataclass(slots=True)
 class Logprob:
-    """One token at one position."""
+    """The log-probability of a token at one position."""
 
     logprob: float
     """Natural logarithm of the model's own probability, before any sampling parameter."""
     rank: int | None = None
-    """1 is the likeliest. None for a token that was only reported because its id was asked for."""
+    """1 is the likeliest; None for a token that was reported only because its id was requested."""
     decoded_token: str | None = None
     """None without a tokenizer, or with `detokenize` off."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
-    """One of the `n` completions of a prompt."""
+    """The output of one of the `n` completions of a prompt."""
 
     index: int
     text: str
     """Empty with `detokenize` off."""
     token_ids: list[int]
-    """With the token that ended it, if one did."""
+    """The tokens, with the one that ended the completion, if one did."""
     cumulative_logprob: float | None = None
-    """Sum over `token_ids`; None if no logprobs were asked for."""
+    """Sum over `token_ids`; None if no log-probabilities were requested."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each of `token_ids`, by token id: the chosen token, the likeliest ones, then those asked for by id."""
+    """A mapping by token id for each of `token_ids`: the chosen token, the likeliest, then those requested by id."""
     finish_reason: FinishReason | None = None
-    """A string: `stop`, `length` or `abort`."""
+    """`stop`, `length` or `abort`; None before the end."""
     stop_reason: int | str | None = None
-    """The stop token or stop string that ended it; None for anything else, the end-of-sequence token included."""
+    """The stop token or stop string that ended the completion; None at other ends, such as an end-of-sequence token."""
     routed_experts: Array | None = field(default=None, compare=False)
-    """Which experts computed the tokens of prompt and completion from position `routed_experts_start` on, by the
-    model's own numbers, from the likeliest to the least likely: uint8, or uint16 for more than 256 experts,
-    [num_tokens - 1 - start, num_moe_layers, top_k]. The last token has none, for it was not computed; a completion that
-    was aborted has what there was. None if not asked for."""
+    """Experts that computed the tokens of prompt and completion from position `routed_experts_start` on, by the model's
+    own numbers, from the likeliest to the least likely: uint8, or uint16 for more than 256 experts,
+    [num_tokens - 1 - start, num_moe_layers, top_k]. The last token has none, because it was not computed; an aborted
+    completion has those of the tokens that were computed. None if not requested."""
     routed_experts_start: int = 0
 
 
@@ -55,46 +55,45 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    """None if it was given as token ids."""
+    """None if the prompt was given as token ids."""
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """For each prompt token, as in `CompletionOutput.logprobs`; None for the first, which nothing precedes."""
+    """An entry for each prompt token, as in `CompletionOutput.logprobs`; None for the first, which nothing precedes."""
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
-    """Prompt tokens that did not have to be computed: the prefix cache had them."""
+    """Number of prompt tokens that the prefix cache had, so they were not computed."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CompletionDelta:
-    """What is new of one completion."""
+    """Output of one completion since its last delta."""
 
     index: int
     text: str
-    """May be empty although there are tokens: a character is incomplete, or it may become a stop string."""
+    """Empty although there are tokens if a character is incomplete, or the text may become a stop string."""
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each of `token_ids`; None if not asked for."""
+    """An entry for each of `token_ids`; None if not requested."""
     finish_reason: FinishReason | None = None
-    """Not None exactly once, in the completion's last delta."""
+    """None in every delta of a completion but its last."""
     stop_reason: int | str | None = None
     routed_experts: Array | None = field(default=None, compare=False)
-    """As in `CompletionOutput`, what is new of them: those of the prompt come before there are tokens. None if there
-    are no new ones."""
+    """New rows, as in `CompletionOutput`; rows of the prompt come before there are tokens. None without new rows."""
     routed_experts_start: int = 0
-    """Position in the sequence of the first of them: those of all deltas follow each other."""
+    """Position of the first new row; the rows of consecutive deltas are consecutive."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestDelta:
-    """Output that is new since the last delta, or a part of it. A slow reader gets several steps in one."""
+    """Output since the last delta, or a part of it. A slow reader gets several steps in one delta."""
 
     request_id: str
     outputs: list[CompletionDelta]
-    """Only the completions with something new, by index."""
+    """Deltas of the completions with new output, by index."""
     finished: bool
-    """This is the last delta."""
+    """Whether this is the last delta."""
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
-    """In one delta, the one in which they are complete, if they were asked for."""
+    """Set in one delta, as soon as all are known, if they were requested."""
     num_cached_tokens: int = 0
-    """Of the prompt, as in `RequestOutput`; the same number in every delta."""
+    """Total, as in `RequestOutput`, and not the number since the last delta."""

@@ -56,7 +56,7 @@ class ClientRequest:
     __slots__ = (
         "_announces_start", "_counts_cached_tokens", "_first_index", "_is_started", "_max_delta_tokens",
         "_max_restarts", "_num_cached_tokens", "_num_exits", "_num_exits_without_token", "_prompt", "_prompt_logprobs",
-        "_prompt_logprobs_were_read", "awaits_token", "completions", "engine", "failure", "first_token_at", "has_ended",
+        "_prompt_logprobs_were_read", "awaits_token", "completions", "done", "engine", "failure", "first_token_at",
         "has_more", "has_output", "is_queued", "lost_at", "on_output", "prefix_match", "prompt_token_ids", "rank",
         "request_id", "session", "timeout", "timer", "unfinished",
     )  # fmt: skip
@@ -104,7 +104,8 @@ class ClientRequest:
         self.on_output: Callable[[], None] | None = None
         self.has_output = asyncio.Event()
         """Set when there is something to read."""
-        self.has_ended = asyncio.Event()
+        self.done = asyncio.Event()
+        """Set when the request is no longer in flight."""
         self.has_more = False
         """Whether the last delta left something to read, because of its bounded size."""
         self._prompt = prompt
@@ -147,7 +148,7 @@ class ClientRequest:
 
     @property
     def progress(self) -> str:
-        """How far the request has got, for an error message."""
+        """Progress of the request, for an error message."""
         num_tokens = sum(len(completion.token_ids) for completion in self.completions)
         limit = self.message.stopping.max_tokens * len(self.completions)
         waits = "" if self.engine else ", and it was waiting for an engine to come back"
@@ -211,11 +212,11 @@ class ClientRequest:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every completion has ended, or the request has failed."""
+        """Whether every completion has finished, or the request has failed."""
         return self.failure is not None or self._has_all
 
     def deliver(self, completion: Completion, chunk: Chunk) -> None:
-        """Add the output of a step to a completion that has not ended."""
+        """Add the output of a step to an unfinished completion."""
         if chunk.finish_reason is FinishReason.ERROR:
             error = InvalidRequest if chunk.is_user_error else RequestFailed
             self.failure = error(chunk.error or "the engine does not say why the request failed")
@@ -233,13 +234,13 @@ class ClientRequest:
             if completion.finish_reason is None:
                 completion.abort()
 
-    def notify_reader(self, *, ended: bool) -> None:
-        """Wake the reader because there is new output, or because the request has `ended`."""
+    def notify_reader(self, *, done: bool) -> None:
+        """Wake the reader because there is new output, or because the request is `done`."""
         self.has_output.set()
         if self.on_output is not None:
             self.on_output()
-        if ended:
-            self.has_ended.set()
+        if done:
+            self.done.set()
 
     def pop_delta(self) -> RequestDelta | None:
         """Return the output since the last call, as much as one delta may hold; None if there is nothing new."""
@@ -360,21 +361,21 @@ class RequestStream:
             raise self._request.failure
         return delta
 
-    async def wait_until_ended(self) -> None:
+    async def wait_until_finished(self) -> None:
         """Wait for the end of the request. Raises as the iteration."""
         try:
-            await self._request.has_ended.wait()
+            await self._request.done.wait()
         finally:
             self.abort()
         if self._request.failure is not None:
             raise self._request.failure
 
     async def result(self, *, with_logprobs: bool = True) -> RequestOutput:
-        """Return the whole output when the request has ended. Cheaper than deltas: text is decoded at the end, once.
+        """Return the whole output when the request has finished. Cheaper than deltas: text is decoded at the end, once.
 
         `with_logprobs` False leaves log-probabilities out, because they were read as deltas.
         """
-        await self.wait_until_ended()
+        await self.wait_until_finished()
         num_tokens = 0
         for completion in self._request.completions:
             completion.decode(len(completion.token_ids))
@@ -386,7 +387,7 @@ class RequestStream:
 
     def abort(self) -> None:
         """End the request now, with finish reason `abort`; its output stays readable. Harmless after the end."""
-        if not self._request.has_ended.is_set():
+        if not self._request.done.is_set():
             self._abort()
 
     async def __aenter__(self) -> RequestStream:

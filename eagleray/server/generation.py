@@ -138,11 +138,11 @@ class Generation:
 
     async def wait_until_ended(self) -> None:
         """Wait for the last token. Raises the error of a failed request."""
-        await self._stream.wait_until_ended()
+        await self._stream.wait_until_finished()
 
     async def result(self, collect: Callable[[CompletionDelta], Awaitable[None]]) -> RequestOutput:
         """Return the whole output when it is complete, without log-probabilities: `collect` gets them in parts."""
-        await self._stream.wait_until_ended()
+        await self._stream.wait_until_finished()
         if self._stream.first_token_at is not None:
             self._timer.first_token(self._stream.first_token_at)
         if self._has_logprobs or self._wants_prompt_logprobs:

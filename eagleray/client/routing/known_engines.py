@@ -95,7 +95,7 @@ class KnownEngines:
         self._expert_load.add_engine(engine)
 
     def set_absent_info(self, info: EngineInfo) -> None:
-        """Record what the engines that are starting again serve."""
+        """Record the model that is served by engines that are starting again."""
         self._last_info = info
 
     def remove_engine(self, engine: EngineId, *, cause: str, returns: bool) -> None:

@@ -31,7 +31,7 @@ class PrefixMatch(NamedTuple):
 
     number: int
     expected: list[int]
-    """For each of the first blocks that the engine should have, the number of the use before this one."""
+    """Number of the last earlier use of each of the first blocks, as far as the engine should have them."""
 
 
 class RecentBlocks:
@@ -80,7 +80,7 @@ class RecentBlocks:
             self._forget(use.expected[num_found])
 
     def drop(self, use: PrefixMatch) -> None:
-        """Record that the request has ended without a report of how many blocks were found."""
+        """Record that the request has finished without a report of how many blocks were found."""
         self._unconfirmed.discard(use.number)
 
     def _forget(self, last: int) -> None:

@@ -120,14 +120,14 @@ class Router:
         return load.blocks.use(decision.hashes)
 
     def record_started(self, engine: EngineId, match: PrefixMatch, num_cached_tokens: int | None) -> None:
-        """Record how many prompt tokens the engine found in its cache; None: it ended without a report."""
+        """Record how many prompt tokens the engine found in its cache; None: the request finished without a report."""
         if load := self._loads.get(engine):
             if num_cached_tokens is None:
                 load.blocks.drop(match)
             else:
                 load.blocks.confirm(match, num_cached_tokens // load.block_size)
 
-    def record_ended(self, engine: EngineId, count: int = 1) -> None:
+    def record_finished(self, engine: EngineId, count: int = 1) -> None:
         """Record that `count` of our completions have left the engine."""
         if load := self._loads.get(engine):
             load.num_ours -= count

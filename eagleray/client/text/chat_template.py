@@ -1,8 +1,8 @@
-"""Chat templates: from the messages of a conversation to the text of a prompt.
+"""Renders the messages of a conversation as the text of a prompt, with the checkpoint's chat template.
 
-A template is a Jinja program that comes with a checkpoint. It is foreign code: it runs in Jinja's sandbox, sees plain
-data, and whatever it raises is told to the user as `InvalidRequest`. Its surroundings are those of transformers.
-A `RenderBudget` bounds the time that it takes and the text that it writes.
+A template is a Jinja program that comes with a checkpoint. It is untrusted code: it runs in Jinja's sandbox, sees plain
+data, and its exceptions become `InvalidRequest`. Its globals and filters are those of transformers. A `RenderBudget`
+bounds the time that it takes and the text that it writes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from eagleray.errors import InvalidRequest
 
 END_OF_TEXT = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Put after the last message to find its end in what the template made of it. The space shows if texts are trimmed."""
+"""Appended to the last message to find its end in the rendered text. The space shows whether texts are trimmed."""
 
 
 MAX_PRODUCT = 2**20
-"""Length of what a template may make by repeating a text or a list, and bits of a number that it may compute."""
+"""Largest length of a text or list that a template may make by repetition, and of a number in bits."""
 
 
 class OverBudget(Exception):
-    """A rendering has taken more than its budget, or was cancelled."""
+    """Raised when a rendering exceeds its budget, or was cancelled."""
 
 
 class RenderBudget:
@@ -49,7 +49,7 @@ class RenderBudget:
         self._cancelled.set()
 
     def check(self, num_chars: int = 0) -> None:
-        """Raise `OverBudget` if the time is up, or if the output has more than its characters."""
+        """Raise `OverBudget` if the time is up, the output is too long, or the rendering was cancelled."""
         if self._cancelled.is_set():
             raise OverBudget("its client has disconnected")
         if num_chars > self._max_chars:
@@ -59,14 +59,16 @@ class RenderBudget:
 
 
 _budget: ContextVar[RenderBudget | None] = ContextVar("budget", default=None)
-"""Budget of the rendering that runs in this thread."""
+"""Budget of the rendering in this thread."""
 
 
 class ChatTemplate:
-    """The chat templates of one tokenizer, by name. Compiled when first used."""
+    """The chat templates of one tokenizer, by name. Each is compiled when it is first used.
+
+    `variables`: the named special tokens, which every template may use.
+    """
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
-        """`variables`: the named special tokens, which every template may use."""
         self._sources = sources
         self._variables = variables
         self._compiled: dict[str, Template] = {}
@@ -82,8 +84,11 @@ class ChatTemplate:
         chat_template_kwargs: Mapping[str, Any] | None,
         budget: RenderBudget | None = None,
     ) -> str:
-        """The prompt. Raises `InvalidRequest` if there is no template, or if it refuses the messages, and `OverBudget`
-        if it takes more than the `budget`."""
+        """Return the prompt.
+
+        Raises `InvalidRequest` if there is no template or the template raises, and `OverBudget` if the template exceeds
+        the `budget`.
+        """
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
                 "`add_generation_prompt` begins a new message and `continue_final_message` goes on with the last one: "
@@ -115,7 +120,7 @@ class ChatTemplate:
             text = _render(template, {**self._variables, **extra, **variables}, budget)
         except OverBudget:
             raise
-        except Exception as error:  # the template is foreign code: nothing that it raises may end anything but this
+        except Exception as error:  # untrusted code may raise anything, which ends this request alone
             raise InvalidRequest(
                 f"the chat template refuses these messages: {_explain(error)}", param="messages"
             ) from None
@@ -158,7 +163,7 @@ def _check_budget(num_chars: int = 0) -> None:
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy for the template: without fields that are None, content as a text.
+    """Return a copy for the template, without fields that are None and with its content as a text.
 
     Raises `InvalidRequest` for content that is not text.
     """
@@ -192,7 +197,7 @@ def _text_of(content: Any) -> str:
 
 
 def _cut(text: str, final_text: str) -> str:
-    """What the template wrote up to the end of the last message, whose text is `final_text`."""
+    """Return the rendered text up to the end of the last message, whose text is `final_text`."""
     end = text.rfind(END_OF_TEXT.strip())
     if end < 0 or final_text.strip() not in text:
         raise InvalidRequest(
@@ -204,13 +209,13 @@ def _cut(text: str, final_text: str) -> str:
 
 
 def _explain(error: Exception) -> str:
-    if isinstance(error, TemplateError):  # also what the template says itself, by raise_exception
+    if isinstance(error, TemplateError):  # includes the template's own calls of raise_exception
         return error.message or type(error).__name__
     return f"{type(error).__name__}: {error}"
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` … `{% endgeneration %}` marks what the model wrote, for training; here it is just text."""
+    """Parses `{% generation %}` … `{% endgeneration %}`, which marks the model's text for training, as plain text."""
 
     tags = {"generation"}  # noqa: RUF012 - as declared in the base class
 
@@ -221,7 +226,7 @@ class _GenerationBlock(Extension):
 
 
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Checks the budget in every round of a loop and at every call, and refuses huge products."""
+    """Sandbox that checks the budget in every iteration of a loop and at every call, and refuses huge products."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -242,7 +247,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 BOUNDED = "_bounded"
-"""Name of the filter that every loop gets."""
+"""Name of the filter that is applied to the iterable of every loop."""
 
 
 def _bounded(iterable: Iterable[Any]) -> Iterator[Any]:
@@ -252,7 +257,7 @@ def _bounded(iterable: Iterable[Any]) -> Iterator[Any]:
 
 
 def _product_size(operator: str, left: Any, right: Any) -> int:
-    """Entries of a repeated sequence, or bits of a number; 0 if it cannot be large."""
+    """Return the length of a repeated sequence, or the bits of a number; 0 if it cannot be large."""
     match operator, left, right:
         case "*", (str() | list() | tuple()), int():
             return len(left) * right
@@ -281,7 +286,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes characters for HTML."""
+    """Return `value` as JSON. Jinja's own filter of this name also escapes characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,7 +1,7 @@
 """The text of one completion while it is generated, and the stop strings that end it.
 
-Text that may turn out to be the beginning of a stop string is held back until it is clear that it is not, so no part
-of a stop string is ever given out. Owned by a `Completion`.
+Text that may become a stop string is held back until it is clear that it does not, so no part of a stop string is ever
+released. Owned by a `Completion`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from eagleray.client.text.incremental_decoder import token_text
+from eagleray.client.text.incremental_decoder import new_decoder
 from eagleray.client.text.tokenizer import Tokenizer
 
 
 class StopMatch(NamedTuple):
-    """A stop string is complete."""
+    """A complete stop string."""
 
     stop_string: str
     num_tokens: int
-    """How many of the tokens just pushed it took; those after them do not count."""
+    """Number of the tokens just pushed up to the end of the stop string; the tokens after them are dropped."""
 
 
 class Detokenizer:
-    """`stop_strings` end the text, but none that is complete before the sequence has `min_tokens` tokens."""
+    """Decoder of one completion. `stop_strings` end the text, unless complete before there are `min_tokens` tokens."""
 
     def __init__(
         self,
@@ -33,42 +33,42 @@ class Detokenizer:
         include_stop_string: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._source = token_text(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._decoder = new_decoder(tokenizer, skip_special_tokens=skip_special_tokens)
         self._stop_strings = stop_strings
         self._include_stop_string = include_stop_string
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._released: list[str] = []
         self._held = ""
-        """Certain text that may be the beginning of a stop string."""
+        """Text that is certain, and may be the beginning of a stop string."""
         self._num_ignored = 0
-        """A stop string that ends within the first this many characters of `_held` came before `min_tokens`."""
+        """Number of first characters of `_held` from before `min_tokens`: no stop string that ends there counts."""
 
     def push(self, token_ids: Sequence[int]) -> StopMatch | None:
-        """These tokens are next. If a stop string is complete, the text has ended with it."""
+        """Append tokens. Returns the stop string that is complete and has ended the text, if there is one."""
         if not self._stop_strings:
-            self._released.append(self._source.push(token_ids))
+            self._released.append(self._decoder.push(token_ids))
             return None
-        for place, token_id in enumerate(token_ids):
+        for count, token_id in enumerate(token_ids, 1):
             self._num_tokens += 1
-            self._held += self._source.push([token_id])
-            if stop_string := self._look_for_stop():
-                return StopMatch(stop_string, place + 1)
+            self._held += self._decoder.push([token_id])
+            if stop_string := self._find_stop():
+                return StopMatch(stop_string, count)
         return None
 
     def flush(self) -> None:
-        """The text has ended without a stop string: nothing is held back any longer."""
-        self._released.append(self._held + self._source.flush())
+        """Release all held text, because the completion has ended without a stop string."""
+        self._released.append(self._held + self._decoder.flush())
         self._held = ""
 
     def pop_text(self) -> str:
-        """The text that was released since the last call."""
+        """Return the text that was released since the last call."""
         text = "".join(self._released)
         self._released.clear()
         return text
 
-    def _look_for_stop(self) -> str | None:
-        text = self._held + self._source.pending()
+    def _find_stop(self) -> str | None:
+        text = self._held + self._decoder.pending()
         if self._num_tokens < self._min_tokens:
             self._num_ignored = len(text)
         elif found := self._first_match(text):
@@ -81,7 +81,7 @@ class Detokenizer:
         return None
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
-        """The stop string that ends first: the one that reading character by character would find."""
+        """Return the position and the text of the stop string that a scan by characters would find first."""
         matches = []
         for stop_string in self._stop_strings:
             start = text.find(stop_string, max(0, self._num_ignored - len(stop_string) + 1))
@@ -90,7 +90,7 @@ class Detokenizer:
         return min(matches)[1:] if matches else None
 
     def _release(self) -> None:
-        """Let go of all but the longest end of the text that a stop string begins with."""
+        """Release the held text except for its longest end that a stop string begins with."""
         num_held = max(_overlap(self._held, stop_string) for stop_string in self._stop_strings)
         num_released = len(self._held) - num_held
         self._released.append(self._held[:num_released])
@@ -99,7 +99,7 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop_string: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop_string`."""
+    """Return the length of the longest end of `text` that is a proper prefix of `stop_string`."""
     for length in range(min(len(text), len(stop_string) - 1), 0, -1):
         if text.endswith(stop_string[:length]):
             return length

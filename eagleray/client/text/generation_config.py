@@ -1,4 +1,4 @@
-"""What a checkpoint says about generating: default sampling parameters, and the ids that end a sequence."""
+"""Reads a checkpoint's settings for generation: default sampling parameters, and the ids that end a sequence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLING_FIELDS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Field of generation_config.json → field of `SamplingParams`. As in vLLM, `do_sample` has no say."""
+"""Field of generation_config.json → field of `SamplingParams`. As in vLLM, `do_sample` is ignored."""
 
 MAX_TOKEN_ID = 2**31 - 1
 """Token ids have 32 bits."""
@@ -30,9 +30,9 @@ MAX_EOS_TOKENS = 1024
 
 
 def default_sampling(model: ModelConfig) -> dict[str, Any]:
-    """The fields of `SamplingParams` for which the checkpoint's generation_config.json has a value.
+    """Return the fields of `SamplingParams` for which the checkpoint's generation_config.json has a value.
 
-    Empty under `generation_config="none"`. Raises `CheckpointError` for a value that makes no sense.
+    None of them under `generation_config="none"`. Raises `CheckpointError` for an invalid value.
     """
     if model.generation_config == "none":
         return {}
@@ -41,13 +41,13 @@ def default_sampling(model: ModelConfig) -> dict[str, Any]:
     defaults = {ours: found[name] for name, ours in SAMPLING_FIELDS.items() if found.get(name) is not None}
     try:
         SamplingParams(**defaults)
-    except (InvalidRequest, TypeError, OverflowError) as error:  # the latter two: a list, or a number without end
+    except (InvalidRequest, TypeError, OverflowError) as error:  # TypeError: a list; OverflowError: infinity
         raise CheckpointError(f"{path}: {error}; `generation_config` none ignores this file") from None
     return defaults
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """The end-of-sequence ids of generation_config.json, or else of config.json; empty if neither names any."""
+    """Return the end-of-sequence ids of generation_config.json, or else of config.json; none if neither has any."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         match read_json(path).get("eos_token_id"):

@@ -1,7 +1,7 @@
-"""The text of a growing sequence of tokens, piece by piece.
+"""Decodes a growing sequence of tokens, piece by piece.
 
-The pieces of a sequence, joined, equal the tokenizer's `decode` of the whole of it, however the sequence was cut. So
-a piece is given out only when no later token can change it: an incomplete character waits for its other bytes.
+The pieces of text, joined, equal the tokenizer's `decode` of the whole sequence, however the sequence was cut. So a
+piece is released only when no later token can change it: an incomplete character waits for its other bytes.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ REPLACEMENT = "\ufffd"
 CLEAN_UP_BEGINS = re.compile(
     "(?:" + "|".join(re.escape(old[:n]) for old, _ in CLEAN_UPS for n in range(1, len(old))) + r")\Z"
 )
-"""Text whose end a clean-up might take for the beginning of what it replaces."""
+"""Matches text whose end may be the beginning of a string that `clean_up` replaces."""
 
 
 class IncrementalDecoder(Protocol):
-    """Text of the tokens of one sequence."""
+    """Decoder of one sequence of tokens."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """These tokens are next. The text that has become certain."""
+        """Append tokens, and return the text that has become certain."""
 
     def pending(self) -> str:
-        """What `flush` would give, if that is text and not a part of a character."""
+        """Return the text that `flush` would, or nothing if that holds a part of a character."""
 
     def flush(self) -> str:
-        """There is no next token. The rest of the text; bytes that are no character become U+FFFD."""
+        """Return the rest of the text after the last token. Bytes that are no character become U+FFFD."""
 
 
-def token_text(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> IncrementalDecoder:
-    """For a new sequence."""
+def new_decoder(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> IncrementalDecoder:
+    """Return the decoder of a new sequence."""
     if tokenizer.is_byte_level and not tokenizer.cleans_up:
-        return _ByteText(tokenizer, skip_special_tokens)
-    return _WindowText(tokenizer, skip_special_tokens)
+        return _ByteDecoder(tokenizer, skip_special_tokens)
+    return _WindowDecoder(tokenizer, skip_special_tokens)
 
 
-class _ByteText:
-    """Byte-level tokenizers: the text is the tokens' bytes, decoded as UTF-8."""
+class _ByteDecoder:
+    """Decoder for byte-level tokenizers: the text is the tokens' bytes, decoded as UTF-8."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -55,14 +55,14 @@ class _ByteText:
         return self._utf8.decode(b"".join(map(bytes_of, token_ids)))
 
     def pending(self) -> str:
-        return ""  # what is held back is never a whole character
+        return ""  # the bytes that are held back are never a whole character
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
 
 
-class _WindowText:
-    """Any tokenizer: decode the new tokens behind the one before them, and see what they add.
+class _WindowDecoder:
+    """Decoder for any tokenizer: decodes the new tokens after the one before them, and compares.
 
     A run of byte-fallback tokens is either all valid or all replaced, so it is certain only when another token ends it.
     """
@@ -71,14 +71,14 @@ class _WindowText:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._context: list[int] = []
-        """The last token whose text was given out: decoders treat a token by whether it is the first one, and by what
-        the one before it is."""
+        """The last token whose text was released: decoders treat a token differently if it is the first one, and
+        according to the token before it."""
         self._context_length = 0
-        """Of its text."""
+        """Length of the text of `_context`."""
         self._held: list[int] = []
-        """The tokens after it."""
+        """The tokens after `_context`."""
         self._num_closed = 0
-        """How many of the held tokens there are without a run of bytes at the end, which might go on."""
+        """Number of held tokens without a run of bytes at the end, which the next token might continue."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         if not self._append(token_ids):
@@ -99,7 +99,7 @@ class _WindowText:
         return self._tokenizer.clean_up(text)
 
     def _append(self, token_ids: Sequence[int]) -> bool:
-        """Hold these too. Whether one of them ends what was open before."""
+        """Hold more tokens, and return whether one of them ends an open run of bytes."""
         for count in range(len(token_ids), 0, -1):
             token_id = token_ids[count - 1]
             if not self._is_invisible(token_id) and self._tokenizer.byte_of(token_id) is None:
@@ -114,14 +114,14 @@ class _WindowText:
         return skipped or not self._tokenizer.is_token(token_id)
 
     def _text_of(self, token_ids: list[int]) -> str:
-        """What these tokens add to the text of the context."""
+        """Return the text that these tokens add to the text of the context."""
         return self._decode(self._context + token_ids)[self._context_length :] if token_ids else ""
 
     def _move(self, count: int) -> None:
-        """The text of the first `count` held tokens is given out."""
-        given, self._held = self._held[:count], self._held[count:]
+        """Stop holding the first `count` tokens, whose text is released."""
+        released, self._held = self._held[:count], self._held[count:]
         self._num_closed = 0
-        self._context = given[-1:]
+        self._context = released[-1:]
         self._context_length = len(self._decode(self._context))
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -1,7 +1,7 @@
-"""Text to token ids and back, as the checkpoint's tokenizer.json says.
+"""Converts text to token ids and back by the checkpoint's tokenizer.json.
 
-The `tokenizers` library does the work; this adds the files around it, the chat template, and the exact bytes of a
-token. Immutable once loaded, and usable from several threads.
+The `tokenizers` library does the work; this module adds the other files of the checkpoint, the chat template, and the
+exact bytes of a token. Immutable once loaded, and usable from several threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from eagleray.errors import CheckpointError, ConfigError, InvalidRequest
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint. Make one with `load`."""
+    """The tokenizer of one checkpoint. Load it with `load`."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class Tokenizer:
         decoders = _decoder_kinds(backend)
         self.eos_token_ids = eos_token_ids
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        """With added tokens. The model's own vocabulary may be larger, for padding."""
+        """Number of tokens, added ones included. The model's own vocabulary may be larger, because of padding."""
         self.is_byte_level = decoders == ["ByteLevel"]
-        """Every token is a sequence of bytes, and the text of several is their bytes decoded together."""
+        """Whether every token is a sequence of bytes, and the text of several is their bytes decoded together."""
         self.has_byte_fallback = "ByteFallback" in decoders
-        """Tokens `<0x00>` … `<0xFF>` are single bytes, and a run of them is decoded together."""
-        # As in transformers 5: it was made for WordPiece and would corrupt the text of a BPE model.
+        """Whether tokens `<0x00>` … `<0xFF>` are single bytes, and a run of them is decoded together."""
+        # As in transformers 5: the clean-up was made for WordPiece, and would corrupt the text of a BPE model.
         self.cleans_up = clean_up_tokenization_spaces and type(backend.model).__name__ != "BPE"
         self._special_ids = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
         self._anchor: list[int] = backend.encode("a", add_special_tokens=False).ids
@@ -52,13 +52,13 @@ class Tokenizer:
 
     @functools.cached_property
     def max_token_chars(self) -> int:
-        """Most characters of a text that one token stands for."""
+        """Largest number of characters that one token stands for."""
         longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
         return longest if self._backend.normalizer is None else longest * MAX_NORMALIZED_CHARS
 
     @classmethod
     def load(cls, directory: Path, *, chat_template: Path | None = None) -> Tokenizer:
-        """Read the tokenizer of a checkpoint. `chat_template` is the file of a template to use in place of its own.
+        """Load the tokenizer of a checkpoint. `chat_template` is the file of a template to use in place of its own.
 
         Raises `CheckpointError` for a file that is missing or damaged, `ConfigError` for a wrong `chat_template`.
         """
@@ -67,7 +67,7 @@ class Tokenizer:
             backend = load_backend(directory, config)
             named = named_tokens(config)
             templates = chat_template_source(directory, config)
-        except (AttributeError, KeyError, TypeError) as error:  # JSON, but not of the shape that it should have
+        except (AttributeError, KeyError, TypeError) as error:  # JSON of another shape
             raise CheckpointError(
                 f"{directory / 'tokenizer_config.json'}: its tokens or chat templates are not as they should be "
                 f"({type(error).__name__}: {error})"
@@ -87,9 +87,9 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids. `add_special_tokens`: also what the model expects around a text, such as a first token.
+        """Return the token ids. `add_special_tokens`: with the tokens that the model expects around a text.
 
-        Raises `InvalidRequest` for what is no text, and for a text on which the tokenizer fails.
+        Raises `InvalidRequest` if `text` is no text, or if the tokenizer fails on it.
         """
         with _explaining_failures(text):
             if len(text) <= SHORT_TEXT_CHARS:
@@ -97,7 +97,7 @@ class Tokenizer:
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def count_tokens(self, text: str) -> int:
-        """Number of tokens of `text`, without special ones. Does not hold Python's lock.
+        """Return the number of tokens of `text`, without special ones. Releases the GIL.
 
         Raises `InvalidRequest` as `encode` does.
         """
@@ -105,11 +105,11 @@ class Tokenizer:
             return len(self._backend.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of the tokens. Ids that are no token have none; bytes that are no text become U+FFFD."""
+        """Return the text of the tokens. Ids that are no token have none; bytes that are no text become U+FFFD."""
         return self.clean_up(self.decode_raw(ids, skip_special_tokens=skip_special_tokens))
 
     def decode_raw(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The same before `clean_up`."""
+        """Return the text of the tokens before `clean_up`."""
         try:
             if len(ids) <= SHORT_TEXT_CHARS:
                 return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -118,33 +118,33 @@ class Tokenizer:
             raise InvalidRequest("token ids must be integers from 0 on that fit into 32 bits") from None
 
     def clean_up(self, text: str) -> str:
-        """Without the spaces that tokenization put before punctuation, if this tokenizer is of the kind that does."""
+        """Remove the spaces that tokenization put before punctuation, if this tokenizer is of the kind that does so."""
         if self.cleans_up:
             for old, new in CLEAN_UPS:
                 text = text.replace(old, new)
         return text
 
     def token_to_text(self, token_id: int) -> str:
-        """The text of one token as it is within a text: a leading space is kept."""
+        """Return the text of one token as it is within a text: a leading space is kept."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for; a token may be part of a character only. Empty for no token."""
+        """Return the bytes of one token, which may be only a part of a character. Empty for an id that is no token."""
         found = self._bytes.get(token_id)
         if found is None:
             found = self._bytes[token_id] = self._bytes_of(token_id)
         return found
 
     def is_special(self, token_id: int) -> bool:
-        """It is left out of texts under `skip_special_tokens`."""
+        """Whether `skip_special_tokens` leaves the token out of texts."""
         return token_id in self._special_ids
 
     def is_token(self, token_id: int) -> bool:
-        """Ids that are no token have no text: the model's vocabulary may be larger than ours."""
+        """Whether the id is a token: the model's vocabulary may be larger than the tokenizer's."""
         return self._backend.id_to_token(token_id) is not None
 
     def byte_of(self, token_id: int) -> int | None:
-        """The byte that a byte-fallback token stands for; None for other tokens."""
+        """Return the byte that a byte-fallback token stands for; None for other tokens."""
         token = self._backend.id_to_token(token_id) if self.has_byte_fallback else None
         match = BYTE_TOKEN.fullmatch(token) if token else None
         return int(match[1], 16) if match else None
@@ -160,10 +160,10 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         budget: RenderBudget | None = None,
     ) -> str:
-        """The prompt for a conversation; tokenize it without adding special tokens, the template writes them itself.
+        """Return the prompt for a conversation. Encode it without special tokens, because the template writes them.
 
-        Raises `InvalidRequest` if there is no template, if a message is not made of text, or if the template refuses;
-        `OverBudget` if it takes more than the `budget`.
+        Raises `InvalidRequest` if there is no template, if a message is not made of text, or if the template raises;
+        `OverBudget` if the template exceeds the `budget`.
         """
         return self._chat_template.render(
             messages,
@@ -181,22 +181,22 @@ class Tokenizer:
         byte = self.byte_of(token_id)
         if byte is not None:
             return bytes([byte])
-        # After another token, because some decoders treat the first one in a special way.
+        # Decoded after another token, because some decoders treat the first one in a special way.
         text = self.decode_raw([*self._anchor, token_id], skip_special_tokens=False)
         return text[self._anchor_length :].encode()
 
 
 SHORT_TEXT_CHARS = 4096
-"""Longer texts are tokenized by the library's call for batches, which lets go of Python's lock. For short ones that is
-not worth its side effect: the library warns a program that forks after it."""
+"""Longer texts are tokenized by the library's call for batches, which releases the GIL. Its side effect rules it out
+for short ones: the library warns a program that forks later."""
 
 MAX_NORMALIZED_CHARS = 4
-"""A normalizer may make one character of several: a letter and its accents."""
+"""Most characters that a normalizer combines into one, such as a letter and its accents."""
 
 
 @contextlib.contextmanager
 def _explaining_failures(text: Any) -> Iterator[None]:
-    """Turn what the library raises for `text` into `InvalidRequest`."""
+    """Turn the library's exceptions for `text` into `InvalidRequest`."""
     try:
         yield
     except TypeError:
@@ -225,7 +225,7 @@ CLEAN_UPS = (
 
 
 def _decoder_kinds(backend: Backend) -> list[str]:
-    """Names of the decoders that make text of tokens, in their order."""
+    """Return the kinds of the decoders that make text of tokens, in order."""
     if backend.decoder is None:
         return []
     state: dict[str, Any] = json.loads(backend.decoder.__getstate__())
@@ -233,9 +233,9 @@ def _decoder_kinds(backend: Backend) -> list[str]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Byte-level tokenizers write every byte as one visible character (Radford et al., 2019, GPT-2): which is which.
+    """Return the byte of each visible character that byte-level tokenizers write (Radford et al., 2019, GPT-2).
 
-    Printable characters of Latin-1 stand for themselves, the other bytes for the characters from U+0100 on.
+    Printable characters of Latin-1 stand for themselves, and the characters from U+0100 on for the other bytes.
     """
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in visible]
@@ -248,5 +248,5 @@ BYTE_OF_CHARACTER = _byte_characters()
 def _byte_level_bytes(token: str) -> bytes:
     try:
         return bytes([BYTE_OF_CHARACTER[character] for character in token])
-    except KeyError:  # an added token is written as it is, and decoded as it is
+    except KeyError:  # an added token stands for its own text
         return token.encode()

@@ -1,7 +1,8 @@
-"""Reads what a checkpoint's files say about its tokenizer. Pure: a directory in, values out.
+"""Reads the files of a checkpoint that describe its tokenizer. Pure: a directory in, values out.
 
-tokenizer.json is the tokenizer. The files beside it, older than it, may name special tokens and add tokens that it
-lacks; what wins over what is as in transformers 5, so that prompts become the tokens that the model was trained with.
+tokenizer.json is the tokenizer. The files beside it are of older formats; they may name special tokens, and add tokens
+that tokenizer.json lacks. Precedence is as in transformers 5, so that prompts become the tokens that the model was
+trained with.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ EXTRA_TOKENS = ("extra_special_tokens", "additional_special_tokens")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no such file. Raises `CheckpointError` for anything else in it."""
+    """Return the JSON object in a file, empty without the file. Raises `CheckpointError` if it is no JSON object."""
     return read_json_object(path) if path.is_file() else {}
 
 
 def read_tokenizer_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json; with special_tokens_map.json in it if the former is of the kind that needs the latter."""
+    """Return tokenizer_config.json, merged with special_tokens_map.json if it is of the kind that needs that file."""
     config = read_json(directory / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= read_json(directory / "special_tokens_map.json")
@@ -37,7 +38,7 @@ def read_tokenizer_config(directory: Path) -> dict[str, Any]:
 
 
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of `bos_token`, `eos_token` and so on, under those names: chat templates use them."""
+    """Return the texts of `bos_token`, `eos_token` and so on under these names, which chat templates use."""
     named = {name: value for name, value in config.items() if name.endswith("_token")}
     for name in EXTRA_TOKENS:
         if isinstance(config.get(name), Mapping):
@@ -46,7 +47,7 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def load_backend(directory: Path, config: Mapping[str, Any]) -> Backend:
-    """The tokenizer of tokenizer.json, with the tokens that only the other files know."""
+    """Return the tokenizer of tokenizer.json, with the tokens that only the other files have."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(
@@ -64,7 +65,7 @@ def load_backend(directory: Path, config: Mapping[str, Any]) -> Backend:
 
 
 def chat_template_source(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates by name; a single one is the `default`. Empty if there is none."""
+    """Return the chat templates by name, empty without any. A single one is named `default`."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         try:
@@ -89,7 +90,7 @@ def chat_template_source(directory: Path, config: Mapping[str, Any]) -> dict[str
 
 
 def _read_backend(path: Path) -> Backend:
-    """The tokenizer of a tokenizer.json. Raises `CheckpointError` for one that cannot be read or cannot encode."""
+    """Return the tokenizer of a tokenizer.json. Raises `CheckpointError` if it cannot be read, or cannot encode."""
     size = path.stat().st_size
     if size > MAX_TOKENIZER_BYTES:
         raise CheckpointError(
@@ -101,7 +102,7 @@ def _read_backend(path: Path) -> Backend:
         backend.no_truncation()
         backend.no_padding()
         backend.encode("a", add_special_tokens=False)
-    except BaseException as error:  # the library raises plain exceptions, and panics, which are none
+    except BaseException as error:  # a panic of the library is no `Exception`
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise CheckpointError(f"{path}: not a tokenizer: {shown(str(error))}") from None
@@ -109,7 +110,7 @@ def _read_backend(path: Path) -> Backend:
 
 
 def _all_added_tokens(directory: Path, config: Mapping[str, Any]) -> Iterator[AddedToken]:
-    """In the order in which those that are missing get their ids."""
+    """Yield the tokens that the files add, in the order in which missing ones get their ids."""
     special = set(named_tokens(config).values())
     by_id = {_id(index): _added_token(value) for index, value in config.get("added_tokens_decoder", {}).items()}
     if not by_id:
@@ -128,7 +129,7 @@ def _all_added_tokens(directory: Path, config: Mapping[str, Any]) -> Iterator[Ad
 
 
 def _id(value: Any) -> int:
-    """The token id that is a key or a value in one of the files."""
+    """Return the token id written as a key or a value of one of the files."""
     try:
         return int(value)
     except (ValueError, OverflowError):

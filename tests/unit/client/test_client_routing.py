@@ -191,7 +191,7 @@ def test_what_an_engine_did_not_find_is_not_expected_again():
     router.record_started(engine(0), other, 0)
     _, again = send(router, [*range(100, 130)], rank=0)
     router.record_started(engine(0), again, 4)  # of 28: it has thrown away the rest, and PROMPT, which is older
-    router.record_ended(engine(0), 3)
+    router.record_finished(engine(0), 3)
     send(router, [1], rank=0)
     assert send(router, PROMPT)[0] == 1
     router.record_started(engine(7), again, None)  # gone meanwhile: fine
@@ -207,13 +207,13 @@ def test_load_is_ours_now_and_that_of_others_then():
     router.record_stats(stats(0, 4, num_waiting=6))
     assert router.num_requests(engine(0)) == 10
     for _ in sendings:
-        router.record_ended(engine(0))
+        router.record_finished(engine(0))
     assert router.num_requests(engine(0)) == 7
     router.record_stats(stats(0, 0))
     assert router.num_requests(engine(0)) == 0
     router.record_stats(stats(9, 5))  # of one that is not here
     assert 9 not in {member.rank for member in router.known_engines.stats}
-    router.record_ended(engine(9))
+    router.record_finished(engine(9))
 
 
 def test_of_equal_loads_the_emptier_cache():
@@ -280,7 +280,7 @@ def test_the_books_are_right_whatever_happens(num_engines, events, seed):
                 router.record_started(decision.engine, match, 4 * number)
                 running.append(decision.engine)
             case "end" if running:
-                router.record_ended(running.pop(number % len(running)))
+                router.record_finished(running.pop(number % len(running)))
             case "leave" if number in here:
                 gone = engine(number, here.pop(number))
                 router.remove_engine(gone, cause="killed", returns=True)

@@ -7,7 +7,7 @@ from client_tokenizers import KINDS, TEXTS, load
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eagleray.client.text.incremental_decoder import token_text
+from eagleray.client.text.incremental_decoder import new_decoder
 
 TOKENIZERS = {kind: load(kind) for kind in KINDS}
 CHARACTERS = st.one_of(st.sampled_from("aé京😀👍🏽\u0301\u200d� ▁\n'."), st.characters(exclude_categories=["Cs"]))
@@ -37,7 +37,7 @@ def some_tokens(draw, tokenizer):
 def test_the_pieces_are_the_whole(kind, skip_special_tokens, data):
     tokenizer = TOKENIZERS[kind]
     token_ids = some_tokens(data.draw, tokenizer)
-    source = token_text(tokenizer, skip_special_tokens=skip_special_tokens)
+    source = new_decoder(tokenizer, skip_special_tokens=skip_special_tokens)
     seen = 0
     text = ""
     whole = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -59,7 +59,7 @@ def test_the_pieces_are_the_whole(kind, skip_special_tokens, data):
 def test_no_part_of_a_character_is_ever_seen(kind, text):
     tokenizer = TOKENIZERS[kind]
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    source = token_text(tokenizer, skip_special_tokens=True)
+    source = new_decoder(tokenizer, skip_special_tokens=True)
     pieces = [source.push([token_id]) for token_id in token_ids]
     whole = tokenizer.decode(token_ids, skip_special_tokens=True)
     assert "".join(pieces).count("\ufffd") <= whole.count("\ufffd")
@@ -69,7 +69,7 @@ def test_no_part_of_a_character_is_ever_seen(kind, text):
 def test_ordinary_text_comes_with_its_token():
     for kind, tokenizer in TOKENIZERS.items():
         token_ids = tokenizer.encode("the dog he is", add_special_tokens=False)
-        source = token_text(tokenizer, skip_special_tokens=True)
+        source = new_decoder(tokenizer, skip_special_tokens=True)
         pieces = [source.push([token_id]) for token_id in token_ids]
         assert all(pieces[1:]), kind
 
@@ -80,12 +80,12 @@ def test_a_character_of_several_tokens_comes_with_the_last():
     token_ids += [
         token_id for byte in "€".encode() for token_id in range(256) if tokenizer.token_bytes(token_id) == bytes([byte])
     ]
-    source = token_text(tokenizer, skip_special_tokens=True)
+    source = new_decoder(tokenizer, skip_special_tokens=True)
     assert [source.push([token_id]) for token_id in token_ids] == ["a", "", "", "€"]
 
 
 def test_bytes_that_can_be_no_character_are_not_waited_for():
     tokenizer = TOKENIZERS["byte_level"]
     invalid = next(token_id for token_id in range(256) if tokenizer.token_bytes(token_id) == b"\xff")
-    source = token_text(tokenizer, skip_special_tokens=True)
+    source = new_decoder(tokenizer, skip_special_tokens=True)
     assert source.push([invalid]) == "\ufffd"
