@@ -9,34 +9,90 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import mmap
+import os
 import socket
+import struct
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 from eagleray.log import get_logger
-from eagleray.server.connection_counts import ConnectionCounts
 from eagleray.server.connections import HttpConnections
+from eagleray.server.timeouts import (
+    ACCEPT_IMPATIENT_SECONDS,
+    ACCEPT_POLL_SECONDS,
+    ACCEPT_YIELD_SECONDS,
+    FREED_FILE_SECONDS,
+    KEEPALIVE_IDLE_SECONDS,
+    KEEPALIVE_INTERVAL_SECONDS,
+    NO_FILES_SECONDS,
+    STUCK_SERVER_SECONDS,
+)
 
 logger = get_logger(__name__)
 
 MAX_AT_ONCE = 16
 """Connections that are accepted before the event loop does anything else."""
 
-LOOK_AGAIN_SECONDS = 0.002
-
-YIELD_SECONDS = 0.01
-"""Time that a server with fewer connections gets to take the next one."""
-
-IMPATIENT_SECONDS = 0.1
-"""Time in which this server waits for no other, after one with fewer connections has left a connection waiting."""
-
-FREED_FILE_SECONDS = 0.01
-NO_FILES_SECONDS = 0.1
-"""Pauses after the system had no file descriptor or memory for a connection, if one could be closed and if not."""
-
-KEEPALIVE_IDLE_SECONDS = 60
-KEEPALIVE_INTERVAL_SECONDS = 15
-
 OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+NUMBER_BYTES = struct.calcsize("d")
+STAMP, COUNT, NUM_NUMBERS = range(3)
+"""Positions of a server's numbers: when it last published that it accepts connections, and how many are open."""
+
+
+class ConnectionCounts:
+    """The number of open connections of each API server of an instance, which all of them see.
+
+    A file of fixed size that every server maps into its memory. A server writes only its own numbers, each of which is
+    a machine word, so there is nothing to lock. `server`: index of the server that writes; the others take it for one
+    that accepts nothing until it calls `set`. Raises `OSError` if there is no room for the file.
+    """
+
+    def __init__(
+        self, path: Path, *, server: int, num_servers: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        size = num_servers * NUM_NUMBERS * NUMBER_BYTES
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # without memory for the file, writing later would raise SIGBUS
+            self._memory = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        self._bytes = memoryview(self._memory)
+        self._numbers = self._bytes.cast("d")
+        self._server = server
+        self._num_servers = num_servers
+        self._clock = clock
+        self.withdraw()
+
+    def set(self, count: int) -> None:
+        """Publish that this server accepts and has `count` connections. Call it again within `STUCK_SERVER_SECONDS`."""
+        start = self._server * NUM_NUMBERS
+        self._numbers[start + COUNT] = count
+        self._numbers[start + STAMP] = self._clock()
+
+    def withdraw(self) -> None:
+        """Publish that this server accepts no connections, so that others do not wait for it."""
+        self._numbers[self._server * NUM_NUMBERS + STAMP] = -STUCK_SERVER_SECONDS
+
+    def least_of_others(self) -> int | None:
+        """Return the fewest connections of another server that accepts, or None if no other accepts."""
+        oldest = self._clock() - STUCK_SERVER_SECONDS
+        counts = [
+            self._numbers[server * NUM_NUMBERS + COUNT]
+            for server in range(self._num_servers)
+            if server != self._server and self._numbers[server * NUM_NUMBERS + STAMP] > oldest
+        ]
+        return int(min(counts)) if counts else None
+
+    def close(self) -> None:
+        self.withdraw()
+        self._numbers.release()
+        self._bytes.release()
+        self._memory.close()
 
 
 class Acceptor:
@@ -111,12 +167,12 @@ class Acceptor:
             return
         if self._yielding_since is None:
             self._yielding_since = now
-        if now - self._yielding_since < YIELD_SECONDS:
-            self._pause(LOOK_AGAIN_SECONDS)
+        if now - self._yielding_since < ACCEPT_YIELD_SECONDS:
+            self._pause(ACCEPT_POLL_SECONDS)
             return
         self._yielding_since = None
         if self._accept(1):
-            self._impatient_until = now + IMPATIENT_SECONDS
+            self._impatient_until = now + ACCEPT_IMPATIENT_SECONDS
 
     def _accept(self, most: int) -> int:
         """Accept up to `most` connections. Return how many there were."""

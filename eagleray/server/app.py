@@ -14,11 +14,10 @@ from eagleray.client.client import Client
 from eagleray.config.sections import Config
 from eagleray.metrics.ledger import Ledger
 from eagleray.server.collective_rpc import CollectiveRpcRoute
-from eagleray.server.endpoint import Endpoint, Operation
-from eagleray.server.error_responses import UnknownRoute
+from eagleray.server.endpoint import Endpoint, Operation, RequestMiddleware
+from eagleray.server.error_responses import UNKNOWN_ROUTE, RefusedRequest
 from eagleray.server.generate import GenerateRoute
 from eagleray.server.http_responses import json_response
-from eagleray.server.middleware import RequestMiddleware
 from eagleray.server.openai.chat import ChatRoute
 from eagleray.server.openai.completions import CompletionRoute
 from eagleray.server.openai.models import ModelRoutes
@@ -69,6 +68,6 @@ def _describing(endpoints: list[Endpoint], service: Service, *, needs_key: bool)
 
 async def _unknown_route(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] == "http":
-        raise UnknownRoute(f"there is no {scope['path']} here; /openapi.json lists all routes")
+        raise RefusedRequest(f"there is no {scope['path']} here; /openapi.json lists all routes", UNKNOWN_ROUTE)
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1000})

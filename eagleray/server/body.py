@@ -14,7 +14,7 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from eagleray.errors import InvalidRequest
-from eagleray.server.error_responses import BodyTooLarge
+from eagleray.server.error_responses import BODY_TOO_LARGE, RefusedRequest
 
 T = TypeVar("T")
 
@@ -57,9 +57,10 @@ class BodyLimits(NamedTuple):
     def check_length(self, num_bytes: int) -> None:
         """Raise `BodyTooLarge` if a body may not have this many bytes."""
         if num_bytes > self.max_bytes:
-            raise BodyTooLarge(
+            raise RefusedRequest(
                 f"the request's body is larger than {self.max_bytes} bytes, the most that this server accepts "
-                "(its option `max_request_bytes`); send less"
+                "(its option `max_request_bytes`); send less",
+                BODY_TOO_LARGE,
             )
 
     def check_values(self, body: bytearray) -> None:

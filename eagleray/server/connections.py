@@ -16,6 +16,12 @@ from eagleray.errors import Unavailable
 from eagleray.log import get_logger
 from eagleray.process.malloc import malloc_trim
 from eagleray.server.http_limits import HttpLimits
+from eagleray.server.timeouts import (
+    FULL_RETRY_SECONDS,
+    NEW_CONNECTION_SECONDS,
+    TICK_SECONDS,
+    WARNING_INTERVAL_SECONDS,
+)
 
 if TYPE_CHECKING:
     from eagleray.server.http_protocol import HttpProtocol
@@ -29,18 +35,8 @@ RESERVED_CONNECTIONS = 64
 SMALL_REQUEST_BYTES = 8192
 """Requests up to this size are received even while larger ones have used up the memory for unfinished requests."""
 
-WAITED_SECONDS = 1.0
-"""Time that a connection without a request keeps its place, though all are taken."""
-
 TRIM_BYTES = 2**24
 """Size of unfinished requests, together, from which on memory is given back to the system afterwards."""
-
-TICK_SECONDS = 1.0
-
-FULL_RETRY_SECONDS = 5
-
-WARNING_SECONDS = 30.0
-"""Least time between two warnings that connections have run out."""
 
 
 class HttpConnections:
@@ -77,7 +73,7 @@ class HttpConnections:
         """Called when there is a connection less."""
         shortest = min(limits.header_timeout, limits.body_timeout, limits.keep_alive_timeout)
         self._tick_seconds = min(TICK_SECONDS, shortest / 4)
-        self._warned_at = -WARNING_SECONDS
+        self._warned_at = -WARNING_INTERVAL_SECONDS
 
     def __len__(self) -> int:
         return len(self.state.connections) + self.arriving
@@ -115,7 +111,7 @@ class HttpConnections:
     def _drop_waiting(self) -> bool:
         """Close the connection that has waited longest for a request, if that is long. Return whether there was one."""
         for connection, since in self.waiting.items():
-            if self.now - since < WAITED_SECONDS:  # its request may be on the way
+            if self.now - since < NEW_CONNECTION_SECONDS:  # its request may be on the way
                 break
             self._drop(connection)
             return True
@@ -141,7 +137,7 @@ class HttpConnections:
     def warn(self, text: str) -> None:
         """Log `text`, unless a warning was logged a moment ago: connections may arrive by the thousand."""
         now = time.monotonic()
-        if now - self._warned_at >= WARNING_SECONDS:
+        if now - self._warned_at >= WARNING_INTERVAL_SECONDS:
             self._warned_at = now
             logger.warning("%s", text)
 

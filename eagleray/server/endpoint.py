@@ -1,18 +1,35 @@
-"""One URL of the API: what it does by method, what it takes and gives. The route table is made of these.
+"""The endpoints of the API, and the middleware through which every request and every answer passes.
 
-The table is the one source for routing, for the API key rule and for /openapi.json.
+The table of endpoints is the one source for routing, for the API key rule and for /openapi.json. The middleware owns
+the rule that every answer carries `X-Request-Id`, the API key check, the one place where exceptions become answers, and
+the count of answers.
 """
 
 from __future__ import annotations
 
+import hmac
 import re
+import secrets
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
-from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eagleray.server.error_responses import WrongMethod
+from eagleray.errors import InvalidRequest
+from eagleray.log import get_logger
+from eagleray.metrics.exposition import Metrics
+from eagleray.server.error_responses import WRONG_API_KEY, WRONG_METHOD, RefusedRequest, error_response
+from eagleray.server.http_responses import json_response
+
+logger = get_logger(__name__)
+
+METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+CLIENT_GONE = 499
+"""What is counted when nobody was left to answer."""
 
 
 class Operation(NamedTuple):
@@ -50,8 +67,87 @@ class Endpoint:
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         if method not in self.operations:
             allowed = sorted(self.operations)
-            raise WrongMethod(
-                f"{self.path} does not take {scope['method']}, but {' and '.join(allowed)}", allowed=allowed
+            raise RefusedRequest(
+                f"{self.path} does not take {scope['method']}, but {' and '.join(allowed)}",
+                WRONG_METHOD,
+                {"allow": ", ".join(allowed)},
             )
         response = await self.operations[method].handler(Request(scope, receive))
         await response(scope, receive, send)
+
+
+class RequestMiddleware:
+    """ASGI middleware around the router of `endpoints`. Handlers find `request_id` and `arrival` in the state."""
+
+    def __init__(self, router: ASGIApp, endpoints: list[Endpoint], api_keys: list[str], metrics: Metrics) -> None:
+        self._router = router
+        self.open_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_open)
+        """Paths that need no API key, because they tell the state of the server alone."""
+        self._keys = [key.encode() for key in api_keys]
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._router(scope, receive, send)
+            return
+        answer = ResponseSender(send)
+        state = scope.setdefault("state", {})
+        state["arrival"] = time.perf_counter()
+        try:
+            headers = Headers(scope=scope)
+            state["request_id"] = answer.request_id = _request_id(headers, answer.request_id)
+            self._check_key(scope["path"], headers)
+            await self._router(scope, receive, answer.send)
+        except ClientDisconnect:
+            logger.debug("request %s: the client went away", answer.request_id)
+        except Exception as error:
+            refusal = error_response(error, answer.request_id)
+            if answer.status:
+                raise  # half an answer is out and cannot be mended: the server closes the connection
+            await json_response(refusal.reply, refusal.status, refusal.headers)(scope, receive, answer.send)
+        finally:
+            endpoint = scope.get("endpoint")
+            route = endpoint.path if isinstance(endpoint, Endpoint) else "unknown"
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            self._metrics.http_answered(route, method, answer.status or CLIENT_GONE)
+
+    def count_refusal(self, status: int) -> None:
+        """Count an answer of the HTTP protocol, to a request that did not reach the application."""
+        self._metrics.http_answered("unknown", "other", status)
+
+    def _check_key(self, path: str, headers: Headers) -> None:
+        if not self._keys or path in self.open_paths:
+            return
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        # Every key is compared, in constant time: the time taken tells nothing about any of them.
+        matches = [hmac.compare_digest(key.encode("latin-1"), known) for known in self._keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise RefusedRequest(
+                "wrong or missing API key; send it as `Authorization: Bearer KEY`",
+                WRONG_API_KEY,
+                {"www-authenticate": "Bearer"},
+            )
+
+
+class ResponseSender:
+    """The answer to one request: adds the request's id, and remembers the status."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.request_id = secrets.token_hex(16)
+        self.status = 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            MutableHeaders(scope=message)["x-request-id"] = self.request_id
+        await self._send(message)
+
+
+def _request_id(headers: Headers, made: str) -> str:
+    given = headers.get("x-request-id")
+    if given is None:
+        return made
+    if not REQUEST_ID.fullmatch(given):
+        raise InvalidRequest("header X-Request-Id must be 1 to 128 visible ASCII characters", param="X-Request-Id")
+    return given

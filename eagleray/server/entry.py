@@ -23,18 +23,14 @@ from eagleray.metrics.ledger import Ledger
 from eagleray.process.gc_freeze import freeze_gc
 from eagleray.process.open_files import open_files_limit
 from eagleray.process.parent import Parent
-from eagleray.server.acceptor import Acceptor
+from eagleray.server.acceptor import Acceptor, ConnectionCounts
 from eagleray.server.app import create_app
-from eagleray.server.connection_counts import ConnectionCounts
 from eagleray.server.connections import HttpConnections
+from eagleray.server.endpoint import RequestMiddleware
 from eagleray.server.http_limits import HttpLimits
 from eagleray.server.http_protocol import HttpProtocol
-from eagleray.server.middleware import RequestMiddleware
+from eagleray.server.timeouts import DRAIN_POLL_SECONDS, FLUSH_SECONDS
 from eagleray.transport.runtime_dir import no_room
-
-FLUSH_SECONDS = 2
-"""What connections get to take the last bytes of their answers when the server ends."""
-DRAIN_POLL_SECONDS = 0.02
 
 
 class _Server(uvicorn.Server):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -26,41 +27,8 @@ from eagleray.log import get_logger
 
 logger = get_logger(__name__)
 
-
-class UnknownRoute(UserError):
-    """No such URL."""
-
-
-class WrongMethod(UserError):
-    """The URL exists, for other methods: `allowed`."""
-
-    def __init__(self, message: str, *, allowed: list[str]) -> None:
-        super().__init__(message)
-        self.allowed = allowed
-
-
-class BodyTooLarge(UserError):
-    """The request's body is longer than the server accepts."""
-
-
-class MalformedRequest(UserError):
-    """The bytes that arrived are not a request of HTTP/1.1."""
-
-
-class HeadersTooLarge(UserError):
-    """The request line and headers are longer, or more, than the server accepts."""
-
-
-class RequestTimedOut(UserError):
-    """The client has not sent the rest of its request in time."""
-
-
-class WrongApiKey(UserError):
-    """No key, or one that this server does not know."""
-
-
 ErrorType = Literal["invalid_request_error", "requests", "server_error"]
-"""`requests`: there are too many of them."""
+"""`requests` means that there are too many of them."""
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -69,7 +37,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
     message: str
     type: ErrorType
     param: str | None
-    """The field of the request that is to blame."""
+    """Field of the request that is to blame."""
     code: str | None
 
 
@@ -80,7 +48,7 @@ class ErrorResponse(msgspec.Struct, frozen=True):
 
 
 class ErrorRule(NamedTuple):
-    """How an exception is told: the fields of the body, and the status if nothing has been sent yet."""
+    """The answer to one kind of exception. The status counts only if no part of an answer was sent before."""
 
     status: int
     type: ErrorType
@@ -91,14 +59,7 @@ TABLE: dict[type[Exception], ErrorRule] = {
     UserError: ErrorRule(400, "invalid_request_error", None),
     InvalidRequest: ErrorRule(400, "invalid_request_error", None),
     PromptTooLong: ErrorRule(400, "invalid_request_error", "context_length_exceeded"),
-    WrongApiKey: ErrorRule(401, "invalid_request_error", "invalid_api_key"),
     UnknownModel: ErrorRule(404, "invalid_request_error", "model_not_found"),
-    UnknownRoute: ErrorRule(404, "invalid_request_error", "unknown_url"),
-    WrongMethod: ErrorRule(405, "invalid_request_error", "method_not_allowed"),
-    MalformedRequest: ErrorRule(400, "invalid_request_error", "malformed_request"),
-    RequestTimedOut: ErrorRule(408, "invalid_request_error", "request_timeout"),
-    BodyTooLarge: ErrorRule(413, "invalid_request_error", "request_too_large"),
-    HeadersTooLarge: ErrorRule(431, "invalid_request_error", "headers_too_large"),
     Overloaded: ErrorRule(429, "requests", "rate_limit_exceeded"),
     RequestFailed: ErrorRule(500, "server_error", "request_failed"),
     EngineFailed: ErrorRule(500, "server_error", "engine_failed"),
@@ -107,6 +68,25 @@ TABLE: dict[type[Exception], ErrorRule] = {
     DeadlineExceeded: ErrorRule(504, "server_error", "deadline_exceeded"),
     Exception: ErrorRule(500, "server_error", "internal_error"),
 }
+
+MALFORMED_REQUEST = ErrorRule(400, "invalid_request_error", "malformed_request")
+WRONG_API_KEY = ErrorRule(401, "invalid_request_error", "invalid_api_key")
+UNKNOWN_ROUTE = ErrorRule(404, "invalid_request_error", "unknown_url")
+WRONG_METHOD = ErrorRule(405, "invalid_request_error", "method_not_allowed")
+REQUEST_TIMED_OUT = ErrorRule(408, "invalid_request_error", "request_timeout")
+BODY_TOO_LARGE = ErrorRule(413, "invalid_request_error", "request_too_large")
+HEADERS_TOO_LARGE = ErrorRule(431, "invalid_request_error", "headers_too_large")
+"""Rules of what is wrong with the HTTP of a request, whatever its body asks for."""
+
+
+class RefusedRequest(UserError):
+    """A request whose HTTP is wrong."""
+
+    # With a default, because `copy.copy` makes a new exception of the message alone before it copies the attributes.
+    def __init__(self, message: str, rule: ErrorRule = MALFORMED_REQUEST, headers: Mapping[str, str] = {}) -> None:
+        super().__init__(message)
+        self.rule = rule
+        self.headers = dict(headers)
 
 
 class HttpError(NamedTuple):
@@ -118,18 +98,20 @@ class HttpError(NamedTuple):
 
 
 def error_response(error: Exception, request_id: str) -> HttpError:
-    """What to answer. An exception that nobody meant to raise is logged here, and not shown to the user."""
+    """Return the answer to a request that ended with `error`.
+
+    An exception that does not belong to the interface of the package is logged here, and not shown to the user.
+    """
     kind = next(kind for kind in type(error).__mro__ if kind in TABLE)
-    rule = TABLE[kind]
+    rule = error.rule if isinstance(error, RefusedRequest) else TABLE[kind]
     message = str(error)
     if kind is Exception:
         logger.error("request %s: unexpected error\n%s", request_id, "".join(traceback.format_exception(error)))
         message = f"internal error; the server's log has the cause under request id {request_id}"
     elif rule.status == 500:
         logger.warning("request %s failed: %s", request_id, message)
-    return HttpError(
-        rule.status, _headers(error), ErrorResponse(ErrorBody(message, rule.type, _param(error), rule.code))
-    )
+    reply = ErrorResponse(ErrorBody(message, rule.type, _param(error), rule.code))
+    return HttpError(rule.status, _headers(error), reply)
 
 
 def _param(error: Exception) -> str | None:
@@ -139,10 +121,6 @@ def _param(error: Exception) -> str | None:
 
 
 def _headers(error: Exception) -> dict[str, str]:
-    if isinstance(error, Unavailable):
-        return {"retry-after": str(error.retry_after)}
-    if isinstance(error, WrongMethod):
-        return {"allow": ", ".join(error.allowed)}
-    if isinstance(error, WrongApiKey):
-        return {"www-authenticate": "Bearer"}
-    return {}
+    if isinstance(error, RefusedRequest):
+        return {**error.headers}
+    return {"retry-after": str(error.retry_after)} if isinstance(error, Unavailable) else {}

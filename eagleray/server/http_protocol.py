@@ -21,22 +21,14 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from eagleray.errors import EagleRayError, Overloaded, Unavailable
 from eagleray.server.connections import HttpConnections
-from eagleray.server.error_responses import HeadersTooLarge, MalformedRequest, RequestTimedOut, error_response
+from eagleray.server.error_responses import HEADERS_TOO_LARGE, REQUEST_TIMED_OUT, RefusedRequest, error_response
+from eagleray.server.timeouts import BUSY_RETRY_SECONDS, LINGER_SECONDS, RESERVED_SECONDS
 
 MAX_PIPELINED = 64
 """Requests that may wait on one connection for the answer to an earlier one."""
 
-LINGER_SECONDS = 2.0
-"""Time in which a client that was refused may still send. A socket that is closed with unread bytes is reset, and the
-client might never see the answer."""
-
 LINGER_BYTES = 2**20
-"""Bytes that such a client may send in this time."""
-
-RESERVED_SECONDS = 5.0
-"""Time in which a connection of the reserve must send its request."""
-
-BUSY_RETRY_SECONDS = 5
+"""Bytes that a client that was refused may still send, within `LINGER_SECONDS`."""
 
 HOST = re.compile(rb"[A-Za-z0-9._~:\[\]%!$&'()*+,;=-]*")
 VERSIONS = ("1.1", "1.0")
@@ -136,9 +128,10 @@ class HttpProtocol(HttpToolsProtocol):
             return  # a trailer: whoever has checked the headers on the way here has not seen it
         super().on_header(name, value)
         if len(self.headers) > self._limits.max_header_count:
-            raise HeadersTooLarge(
+            raise RefusedRequest(
                 f"the request has more than {self._limits.max_header_count} headers, the most that this server "
-                "accepts (its option `max_header_count`); send fewer"
+                "accepts (its option `max_header_count`); send fewer",
+                HEADERS_TOO_LARGE,
             )
 
     def on_headers_complete(self) -> None:
@@ -249,12 +242,12 @@ class HttpProtocol(HttpToolsProtocol):
             raise _large_headers(limit)
         version = self.parser.get_http_version()
         if version not in VERSIONS:
-            raise MalformedRequest(f"this server speaks HTTP/1.1, not HTTP/{version}")
+            raise RefusedRequest(f"this server speaks HTTP/1.1, not HTTP/{version}")
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (version == "1.1" and not hosts):
-            raise MalformedRequest(f"a request of HTTP/1.1 needs one header `Host`, but {len(hosts) or 'none'} came")
+            raise RefusedRequest(f"a request of HTTP/1.1 needs one header `Host`, but {len(hosts) or 'none'} came")
         if hosts and not HOST.fullmatch(hosts[0]):
-            raise MalformedRequest("the header `Host` is not the name of a host")
+            raise RefusedRequest("the header `Host` is not the name of a host")
         path = _path_of(self.url)
         if len(self.pipeline) >= MAX_PIPELINED:
             raise Overloaded(
@@ -334,7 +327,7 @@ class HttpProtocol(HttpToolsProtocol):
 def _cause_of(error: httptools.HttpParserError) -> EagleRayError:
     if isinstance(error.__context__, EagleRayError):  # raised by a method of ours that the parser has called
         return error.__context__
-    return MalformedRequest(f"this is not a request of HTTP/1.1: {error}")
+    return RefusedRequest(f"this is not a request of HTTP/1.1: {error}")
 
 
 def _path_of(target: bytes) -> str:
@@ -344,26 +337,29 @@ def _path_of(target: bytes) -> str:
     except httptools.HttpParserError:
         path = None
     if path is None:
-        raise MalformedRequest("the target of the request is not a path, as in `GET /v1/models HTTP/1.1`")
+        raise RefusedRequest("the target of the request is not a path, as in `GET /v1/models HTTP/1.1`")
     return str(path.decode("latin-1"))
 
 
-def _large_headers(limit: int) -> HeadersTooLarge:
-    return HeadersTooLarge(
+def _large_headers(limit: int) -> RefusedRequest:
+    return RefusedRequest(
         f"the request line and the headers take more than {limit} bytes, the most that this server accepts (its "
-        "option `max_header_bytes`); send less"
+        "option `max_header_bytes`); send less",
+        HEADERS_TOO_LARGE,
     )
 
 
-def _late_headers(seconds: float) -> RequestTimedOut:
-    return RequestTimedOut(
-        f"the headers of the request did not arrive within {seconds:g} s (the server's option `header_timeout`)"
+def _late_headers(seconds: float) -> RefusedRequest:
+    return RefusedRequest(
+        f"the headers of the request did not arrive within {seconds:g} s (the server's option `header_timeout`)",
+        REQUEST_TIMED_OUT,
     )
 
 
-def _late_body(seconds: float) -> RequestTimedOut:
-    return RequestTimedOut(
-        f"nothing more of the request's body arrived for {seconds:g} s (the server's option `body_timeout`)"
+def _late_body(seconds: float) -> RefusedRequest:
+    return RefusedRequest(
+        f"nothing more of the request's body arrived for {seconds:g} s (the server's option `body_timeout`)",
+        REQUEST_TIMED_OUT,
     )
 
 

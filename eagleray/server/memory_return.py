@@ -10,9 +10,7 @@ import asyncio
 import gc
 
 from eagleray.process.malloc import malloc_trim
-
-DELAY_SECONDS = 2.0
-"""Delay after a large request, which has ended by then. One clean-up, of some 10 ms, serves all that came together."""
+from eagleray.server.timeouts import MEMORY_RETURN_SECONDS
 
 
 class MemoryReturn:
@@ -24,7 +22,7 @@ class MemoryReturn:
     def schedule(self) -> None:
         """Clean up in a moment, unless that is about to happen already."""
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(DELAY_SECONDS, self._clean_up)
+            self._timer = asyncio.get_running_loop().call_later(MEMORY_RETURN_SECONDS, self._clean_up)
 
     def _clean_up(self) -> None:
         self._timer = None

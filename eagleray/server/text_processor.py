@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 from eagleray.client.text.chat_template import OverBudget, RenderBudget
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.errors import InvalidRequest, PromptTooLong
+from eagleray.server.timeouts import INLINE_RENDER_SECONDS
 
 T = TypeVar("T")
 
 INLINE_CHARS = 4096
 """Shorter texts are tokenized in the event loop, within about a millisecond."""
 INLINE_MESSAGES = 64
-INLINE_RENDER_SECONDS = 0.05
-"""A chat template that takes longer in the event loop is begun again in a thread."""
 
 PIECE_CHARS = 2**16
 """Tokenizing this much takes some 50 ms. A client that disconnects is noticed in between."""

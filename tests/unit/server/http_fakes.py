@@ -70,7 +70,8 @@ class App:
 
     def __init__(self) -> None:
         self.scopes: list[Any] = []
-        self.errors: list[str] = []
+        self.errors: list[str | None] = []
+        """Codes of the errors that reading a body raised."""
         self.go_on = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -85,8 +86,8 @@ class App:
                 body = await request.body()
                 response = PlainTextResponse(f"{request.method} {request.url.path} ".encode() + body)
         except EagleRayError as error:
-            self.errors.append(type(error).__name__)
             refusal = error_response(error, "id")
+            self.errors.append(refusal.reply.error.code)
             response = json_response(refusal.reply, refusal.status, refusal.headers)
         await response(scope, receive, send)
 

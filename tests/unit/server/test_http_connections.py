@@ -12,8 +12,7 @@ from http_fakes import HttpServer, request
 
 from eagleray.config.build import build_config
 from eagleray.errors import ConfigError
-from eagleray.server.acceptor import Acceptor
-from eagleray.server.connection_counts import ConnectionCounts
+from eagleray.server.acceptor import Acceptor, ConnectionCounts
 from eagleray.server.connections import RESERVED_CONNECTIONS
 from eagleray.server.http_limits import HttpLimits
 

@@ -260,7 +260,7 @@ def test_body_that_stops_gets_408(server, connection):
     assert answer.status == 408
     assert answer.error["code"] == "request_timeout"
     assert "`body_timeout`" in answer.error["message"]
-    assert server.app.errors == ["RequestTimedOut"]
+    assert server.app.errors == ["request_timeout"]
     assert not connection.is_open
 
 

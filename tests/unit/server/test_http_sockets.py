@@ -16,8 +16,7 @@ import uvloop
 from uvicorn.server import ServerState
 
 from eagleray.config.build import build_config
-from eagleray.server.acceptor import Acceptor
-from eagleray.server.connection_counts import ConnectionCounts
+from eagleray.server.acceptor import Acceptor, ConnectionCounts
 from eagleray.server.connections import HttpConnections
 from eagleray.server.http_limits import HttpLimits
 from eagleray.server.http_protocol import HttpProtocol

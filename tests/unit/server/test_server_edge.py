@@ -9,7 +9,8 @@ import pytest
 from server_fakes import serving
 
 from eagleray import errors
-from eagleray.server.error_responses import TABLE, error_response
+from eagleray.server import error_responses
+from eagleray.server.error_responses import TABLE, ErrorRule, error_response
 
 OPEN = ["/health", "/live", "/ready", "/ping", "/version", "/metrics"]
 CLOSED = ["/v1/models", "/load", "/server_info", "/openapi.json", "/v1/completions", "/tokenize", "/no/such/route"]
@@ -130,7 +131,8 @@ def test_every_error_of_ours_has_an_answer():
         if issubclass(kind, errors.UserError):
             assert refusal.status < 500
             assert refusal.reply.error.message == "because"
-    assert {rule.status for rule in TABLE.values()} == {400, 401, 404, 405, 408, 413, 429, 431, 500, 503, 504}
+    rules = [*TABLE.values(), *(value for value in vars(error_responses).values() if isinstance(value, ErrorRule))]
+    assert {rule.status for rule in rules} == {400, 401, 404, 405, 408, 413, 429, 431, 500, 503, 504}
 
 
 def test_the_application_imports_neither_torch_nor_ray():
