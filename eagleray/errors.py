@@ -111,3 +111,13 @@ class ChannelClosed(EagleRayError):
 class ExpertGroupBroken(ChannelClosed):
     """A worker of another engine of the expert group exited. This worker is intact and can join a group of a later
     epoch."""
+
+
+class FailedCall(Exception):
+    """A call failed on a rank of a compiled graph. Raised, because a graph returns results only once all ranks have
+    one, and the peers of a failed rank wait for it."""
+
+    def __init__(self, reply: bytes) -> None:
+        super().__init__(reply)
+        self.reply = reply
+        """The encoded `Reply`, with its `Ended`."""

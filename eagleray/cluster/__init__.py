@@ -1,4 +1,6 @@
-"""The only place that imports Ray: connecting, placing, spawning, watching.
+"""Ray: connecting to a cluster, placing, creating and monitoring actors. No other package imports Ray, except
+`executor.ray_graph`.
 
-Ray brings workers to life and notices their death; what engine and workers say to each other goes by our own queue.
+Ray starts workers and reports their exit; the messages between an engine and its workers travel over a message queue
+of our own.
 """

@@ -1,4 +1,4 @@
-"""The Ray actor that a worker lives in. A complete small host: it says where it is, then runs what it is told to."""
+"""Ray actors as processes for workers and engines: each reports where it runs, then runs the function it is given."""
 
 from __future__ import annotations
 
@@ -6,53 +6,71 @@ import importlib
 import os
 import socket
 import time
+from contextlib import ExitStack
 from importlib.metadata import version
+from operator import attrgetter
+from typing import Any
 
 import msgspec
 import ray
 
+from eagleray.cluster.cleanup import remove_with_process
 from eagleray.log import get_logger, setup_logging
+from eagleray.messages.lifecycle import EngineSpec
+from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 logger = get_logger(__name__)
 
 
 class ActorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a worker is and what it was given, before it is anything."""
+    """Location of an actor, and what Ray has given it."""
 
     node_id: str
     hostname: str
     pid: int
     accelerator_ids: list[str]
-    """GPUs that Ray assigned, by the names they have in CUDA_VISIBLE_DEVICES."""
+    """GPUs that Ray assigned, by their names in CUDA_VISIBLE_DEVICES."""
     visible_devices: str | None
-    """CUDA_VISIBLE_DEVICES."""
+    """Value of CUDA_VISIBLE_DEVICES."""
     niceness: int
     """Above 0: Ray lowered this process's priority, and we may not raise it."""
     versions: dict[str, str]
 
 
 def own_versions() -> dict[str, str]:
-    """What must be the same everywhere. Ray checks its own and Python's as the cluster is set up."""
+    """Return the versions that must be the same on every node. Ray checks its own and Python's when a node joins."""
     return {"eagleray": version("eagleray")}
 
 
+def load_target(target: str) -> Any:
+    """Import the function or class that `target`, `module:name`, names."""
+    module, _, name = target.partition(":")
+    return attrgetter(name)(importlib.import_module(module))
+
+
 class ActorProcess:
-    """Not decorated: `spawn` makes it an actor. One method runs at a time, on the main thread of its process."""
+    """A worker's actor. Not decorated: `spawn` makes it an actor.
+
+    One method runs at a time, on the main thread of its process.
+    """
 
     def __init__(self, label: str, log_level: str) -> None:
         self._label = label
-        _take_back_omp_threads()
-        _take_back_priority()
+        _undo_omp_threads()
+        _undo_low_priority()
         setup_logging(label, log_level)
         _set_title(f"eagleray {label}")
 
     def __repr__(self) -> str:
-        """What Ray prefixes this process's lines with."""
+        """Return the prefix that Ray puts before this process's lines."""
         return self._label
 
-    def where(self, variables: dict[str, str]) -> ActorInfo:
-        """Take these variables into the environment, and tell where it is. The first call: nothing that reads them has
-        been imported. Arguments of the constructor would be kept in Ray's control store."""
+    def get_info(self, variables: dict[str, str]) -> ActorInfo:
+        """Put these variables into the environment, and return where this actor runs.
+
+        The first call, before anything that reads the variables is imported. Arguments of the constructor would be kept
+        in Ray's control store.
+        """
         os.environ.update(variables)
         time.tzset()
         context = ray.get_runtime_context()
@@ -67,30 +85,61 @@ class ActorProcess:
         )
 
     def run(self, target: str, payload: bytes) -> None:
-        """Be what `target`, `module:function`, makes of `payload`. Returns when that ends.
+        """Call `target`, `module:function`, with `payload`; returns when that returns.
 
-        The reference to its result is the sentinel: Ray makes it ready with an error when this process dies.
+        The reference to the result is the sentinel: Ray makes it ready with an error when this process dies.
         """
-        module, _, function = target.partition(":")
         try:
-            getattr(importlib.import_module(module), function)(payload)
+            load_target(target)(payload)
         except Exception:
             logger.exception("%s ended", self._label)
             raise
 
 
-def _take_back_omp_threads() -> None:
-    """Ray sets one OpenMP thread per CPU it assigned, or one: `num_threads` decides, unless the user has set it."""
+class EngineActor(ActorProcess):
+    """An engine's actor. `bind` and `serve` are called once each, in this order; both run on the main thread."""
+
+    def bind(self, target: str, payload: bytes) -> str:
+        """Bind the inbox of the engine that `payload`, an encoded `EngineSpec`, describes, and return its address.
+
+        `target`, `module:name`, is called with the spec and returns the engine: its `address`, and `run(report_error)`,
+        which returns when the engine has been stopped and raises what ended it otherwise. The directory for its sockets
+        is on this host.
+        """
+        with ExitStack() as stack:
+            directory = make_runtime_dir()
+            stack.callback(remove_runtime_dir, directory)
+            stack.callback(remove_with_process(directory))
+            spec = msgspec.structs.replace(msgspec.msgpack.decode(payload, type=EngineSpec), runtime_dir=str(directory))
+            self._engine = load_target(target)(spec)
+            self._exit_stack = stack.pop_all()
+        address: str = self._engine.address
+        return address
+
+    def serve(self) -> None:
+        """Run the engine. The reference to the result is the sentinel, like that of `ActorProcess.run`."""
+        with self._exit_stack:
+            try:
+                # The engine reports an error to the supervisor itself once that has attached it; so does our result.
+                self._engine.run(lambda error: None)
+            except Exception:
+                logger.exception("%s ended", self)
+                raise
+
+
+def _undo_omp_threads() -> None:
+    """Unset Ray's number of OpenMP threads, one per CPU it assigned or one: `num_threads` decides, unless the user has
+    set it."""
     env_vars = ray.get_runtime_context().runtime_env.get("env_vars", {})
     if "OMP_NUM_THREADS" not in env_vars:
         os.environ.pop("OMP_NUM_THREADS", None)
 
 
-def _take_back_priority() -> None:
-    """Ray runs its workers at nice 15: beside any other work, a step would take many times as long.
+def _undo_low_priority() -> None:
+    """Raise the priority again: Ray runs its workers at nice 15, and a step would take far longer beside other work.
 
-    Where the system does not let us, `where` tells, and the engine warns. On Linux niceness belongs to threads, and
-    Ray's have started already.
+    Where the system does not permit it, `get_info` reports it and the engine warns. On Linux niceness belongs to
+    threads, and Ray's have started already.
     """
     try:
         threads = [int(name) for name in os.listdir("/proc/self/task")]
@@ -99,7 +148,7 @@ def _take_back_priority() -> None:
     for thread in threads:
         try:
             os.setpriority(os.PRIO_PROCESS, thread, 0)
-        except OSError:  # not allowed, or that thread has ended
+        except OSError:  # not permitted, or that thread has exited
             continue
 
 

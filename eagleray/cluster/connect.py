@@ -1,22 +1,32 @@
-"""Joining a Ray cluster, or starting one here."""
+"""Connection to a Ray cluster, which is joined, or started on this host.
+
+A cluster is checked before it is joined: Ray itself tries for 20 to 80 seconds what cannot succeed, ends the process on
+some failures, and names a wrong token only between the lines of a stack trace.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
+from ray._common.usage import usage_lib
 from ray._private import services
+from ray._private.utils import check_version_info
+from ray._raylet import Config, GcsClient  # type: ignore[attr-defined]
+from ray.exceptions import AuthenticationError
 
 from eagleray.cluster.environment import is_withheld
-from eagleray.cluster.instances import check_alone
+from eagleray.cluster.instances import check_name_is_free
 from eagleray.cluster.local_cluster import LocalCluster, OnLost
-from eagleray.cluster.preflight import check_in, check_reachable
+from eagleray.cluster.timeouts import PREFLIGHT_SECONDS
 from eagleray.errors import ClusterError, ClusterLost
 from eagleray.log import get_logger
 from eagleray.messages.workers import RayContext
@@ -24,22 +34,27 @@ from eagleray.messages.workers import RayContext
 logger = get_logger(__name__)
 
 OBJECT_STORE_BYTES = 256 * 2**20
-"""Of a local cluster. Nothing large goes through it."""
+"""Size of a local cluster's object store. Nothing large goes through it."""
+
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""First bytes of a gRPC client (RFC 9113, section 3.4): the magic and an empty SETTINGS frame."""
+
+SETTINGS_FRAME = 4
 
 
 @dataclass(frozen=True)
 class Connection:
-    """This process is a driver of the cluster."""
+    """Connection of this process, a driver of the cluster."""
 
     address: str
     node_id: str
-    """The node that this process is on."""
+    """Node that this process runs on."""
     is_own: bool
-    """The cluster is a local one that this process has started."""
+    """Whether the cluster is a local one that this process has started."""
     _disconnect: Callable[[], object]
 
     def close(self) -> None:
-        """Disconnect; a local cluster that we started ends."""
+        """Disconnect; a local cluster that this process started is stopped."""
         self._disconnect()
 
 
@@ -53,22 +68,24 @@ def connect(
 ) -> Connection:
     """Become a driver of a Ray cluster.
 
-    `ray_address`: host:port; `auto` for one that runs here (or `RAY_ADDRESS`); `local` for a new one on this host; None
-    for what `auto` finds, else a new one. A process that is a driver already stays what it is, and `close` leaves
-    it so. In the cluster of `program`, this process's job has that program's runtime_env, which Ray hands down to the
-    actors; the packages that it names are kept for as long as one of the two jobs lives. A cluster that is started here
-    inherits the environment, but of what may be secrets only the variables that `keep` (patterns) names. When it dies
-    this process ends; `on_lost` is called with the cause before. Raises `ClusterError`.
+    `ray_address`: host:port; `auto` for a cluster that runs here (or `RAY_ADDRESS`); `local` for a new one on this
+    host; None for the one that `auto` finds, otherwise a new one. A process that is a driver already keeps its
+    connection, also after `close`. In the cluster of `program`, this process's job gets that program's runtime_env,
+    which Ray hands down to the actors; Ray keeps the packages that it names while one of the two jobs runs.
+
+    A cluster that is started here inherits the environment, but of variables that may be secrets only those that `keep`
+    (patterns) names. When it dies this process exits, after a call of `on_lost` with the cause. Raises `ClusterError`.
     """
     if ray.is_initialized():
-        return _stay(ray_address)
+        return _reuse(ray_address)
     address = _resolve(ray_address)
     if address is None:
         return _start_local(namespace, keep, on_lost or _log_loss)
-    check_in(address)
+    _authenticate(address)
+    check_cluster(address)
     _init(address=address, namespace=namespace, **_inherited(program, address))
     try:
-        check_alone(namespace)
+        check_name_is_free(namespace)
     except BaseException:
         ray.shutdown()
         raise
@@ -103,7 +120,7 @@ def _log_loss(error: ClusterLost) -> None:
     logger.error("%s", error)
 
 
-def _stay(ray_address: str | None) -> Connection:
+def _reuse(ray_address: str | None) -> Connection:
     connection = _connection(lambda: None, is_own=False)
     if ray_address not in (None, "auto", connection.address):
         raise ClusterError(
@@ -113,7 +130,7 @@ def _stay(ray_address: str | None) -> Connection:
 
 
 def _resolve(ray_address: str | None) -> str | None:
-    """host:port of a cluster that was found to listen; None if one is to be started."""
+    """Return host:port of a cluster that accepts connections; None if one must be started."""
     if ray_address == "local":
         return None
     if ray_address is not None and ray_address != "auto":
@@ -142,7 +159,8 @@ def _resolve(ray_address: str | None) -> str | None:
 
 
 def _inherited(program: RayContext | None, address: str) -> dict[str, object]:
-    """Options of `ray.init` that give the job what `program` has. Ray's hooks have worked on that already."""
+    """Return options of `ray.init` that give the job the runtime_env of `program`, which Ray's hooks have processed
+    already."""
     if program is None or program.address != address or not program.runtime_env:
         return {}
     # Under `ray job submit` Ray merges the submitted runtime_env, a part of the program's, into this one.
@@ -152,7 +170,8 @@ def _inherited(program: RayContext | None, address: str) -> dict[str, object]:
 
 @contextmanager
 def _secrets_hidden(keep: Sequence[str]) -> Iterator[None]:
-    """Inside, the environment has none, apart from Ray's own: workers inherit it from the cluster's processes."""
+    """Remove secrets from the environment meanwhile, except Ray's own: workers inherit it from the cluster's
+    processes."""
     hidden = {
         name: value
         for name, value in os.environ.items()
@@ -175,14 +194,14 @@ def _refuse_client(address: str) -> None:
 
 
 def _init(**options: object) -> None:
-    """`ray.init` without what it does to others: its log lines and its handling of SIGTERM."""
-    # Our own lines say what is waited for; Ray's would be a second opinion in another format.
+    """Call `ray.init` without its side effects: its log lines and its handling of SIGTERM."""
+    # Our own log lines say what an engine waits for; Ray's would repeat that in another format.
     os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
     in_main_thread = threading.current_thread() is threading.main_thread()
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(log_to_driver=True, logging_level=logging.ERROR, **options)  # type: ignore[arg-type]
-    except Exception as error:  # Ray raises that itself, for one, when a node does not start
+    except Exception as error:  # Ray raises a plain Exception when a node does not start
         ray.shutdown()
         raise ClusterError(f"Ray at {options['address']}: {' '.join(str(error).split())}") from error
     finally:
@@ -193,3 +212,102 @@ def _init(**options: object) -> None:
 def _connection(disconnect: Callable[[], object], *, is_own: bool) -> Connection:
     context = ray.get_runtime_context()
     return Connection(address=context.gcs_address, node_id=context.get_node_id(), is_own=is_own, _disconnect=disconnect)
+
+
+def token_source() -> str | None:
+    """Return the source of Ray's authentication token, in Ray's own order; None without one."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return "RAY_AUTH_TOKEN"
+    if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return path
+    default = Path.home() / ".ray" / "auth_token"
+    return str(default) if default.is_file() else None
+
+
+def _authenticate(address: str) -> None:
+    """Set Ray's authentication mode to the one that the cluster has, unless `RAY_AUTH_MODE` sets it.
+
+    A token is sent only to a cluster that demands one. A program that sends a token expects others to send it too: it
+    would be considered dead by a cluster without authentication, and its actors would exit as soon as they start.
+    """
+    if "RAY_AUTH_MODE" not in os.environ and token_source() is not None:
+        _set_auth_mode("disabled")
+        if _demands_token(address):
+            _set_auth_mode("token")
+
+
+def _demands_token(address: str) -> bool:
+    try:
+        _read_versions(address)
+    except AuthenticationError:
+        return True
+    except Exception:  # `check_cluster` asks again, and reports what is wrong
+        return False
+    return False
+
+
+def _read_versions(address: str) -> dict[str, str]:
+    metadata: dict[str, str] = usage_lib.get_cluster_metadata(GcsClient(address=address))
+    return metadata
+
+
+def _set_auth_mode(mode: str) -> None:
+    os.environ["RAY_AUTH_MODE"] = mode
+    Config.initialize("")  # Ray read its configuration when it was imported
+
+
+def check_reachable(address: str) -> None:
+    """Raise `ClusterError`, within seconds, unless a gRPC server listens at `address` (host:port)."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=PREFLIGHT_SECONDS) as connection:
+            if _uses_tls():
+                return
+            connection.sendall(HTTP2_PREFACE)
+            reply = connection.recv(9)
+    except ValueError:
+        raise ClusterError(f"Ray address {address!r} is not host:port, auto or local") from None
+    except TimeoutError:
+        raise ClusterError(
+            f"Ray cluster {address}: no answer within {PREFLIGHT_SECONDS:.0f} s; is the address that of its head node?"
+        ) from None
+    except OSError as error:
+        raise ClusterError(
+            f"Ray cluster {address}: cannot be reached ({error.strerror or error}); is it running there? "
+            "`ray start --head` prints its address"
+        ) from None
+    if len(reply) < 4 or reply[3] != SETTINGS_FRAME:
+        raise ClusterError(f"Ray cluster {address}: what listens there is not Ray's control store; is the port right?")
+
+
+def check_cluster(address: str) -> None:
+    """Raise `ClusterError` unless the cluster accepts this program and runs the same versions of Ray and Python."""
+    try:
+        metadata = _read_versions(address)
+    except AuthenticationError:
+        raise ClusterError(_explain_token(address)) from None
+    except Exception as error:
+        # the exception types of Ray's client differ between its versions: only the text is reliable
+        raise ClusterError(f"Ray cluster {address}: its control store does not answer: {_first_line(error)}") from error
+    try:
+        check_version_info(metadata, "this host")
+    except RuntimeError as error:
+        raise ClusterError(f"Ray cluster {address}: {' '.join(str(error).split())}") from None
+
+
+def _explain_token(address: str) -> str:
+    source = token_source()
+    if source is None or os.environ.get("RAY_AUTH_MODE") != "token":
+        return (
+            f"Ray cluster {address} wants an authentication token, but this program shows none: copy ~/.ray/auth_token "
+            "of its head node, or set RAY_AUTH_TOKEN (and do not set RAY_AUTH_MODE to anything but token)"
+        )
+    return f"Ray cluster {address} does not accept the authentication token from {source}: take its head node's"
+
+
+def _uses_tls() -> bool:
+    return os.environ.get("RAY_USE_TLS", "0").lower() not in ("", "0", "false")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

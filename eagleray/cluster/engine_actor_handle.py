@@ -1,4 +1,4 @@
-"""One engine as a Ray actor: brought to life in a bundle, bound, run, watched, ended."""
+"""Handle of an engine that is a Ray actor: created in a bundle, bound, run, killed."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from eagleray.cluster.actor_monitor import exit_reason
+from eagleray.cluster.actor_process import EngineActor
 from eagleray.cluster.bundles import Bundle, Resources
 from eagleray.cluster.context import inherited_variables
 from eagleray.cluster.deadline import Deadline
-from eagleray.cluster.engine_actor import EngineActor
 from eagleray.cluster.environment import worker_environment
 from eagleray.cluster.ray_errors import summarize
 from eagleray.cluster.spawn import ActorHandles, spawn
+from eagleray.cluster.timeouts import WAIT_SECONDS
 from eagleray.cluster.worker_actors import check_versions
 from eagleray.errors import WorkerLost
 from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import EngineSpec
 
-LOOK_SECONDS = 0.2
-
 
 class EngineActorHandle:
-    """Alive, its inbox bound. Whoever has it kills it."""
+    """An actor whose inbox is bound. The owner kills it."""
 
     def __init__(self, actors: ActorHandles, address: str, node_id: str) -> None:
         self.address = address
@@ -37,23 +36,23 @@ class EngineActorHandle:
         self._sentinel: Any = None
 
     def run(self) -> None:
-        """Let it be an engine from now on."""
-        self._sentinel = self._actors.actors[0].handle.live.remote()
+        """Let the actor run its engine."""
+        self._sentinel = self._actors.handles[0].serve.remote()
 
     def exit_reason(self, seconds: float) -> Failure | None:
-        """Return why the actor exited; None if it still runs after `seconds`."""
+        """Return why the actor has exited; None if it still runs after `seconds`. Called after `run`."""
         ready, _ = ray.wait([self._sentinel], timeout=seconds)
         return exit_reason(self._sentinel, self._node_id) if ready else None
 
     def kill(self) -> None:
-        """Harmless when repeated, or when it is dead."""
+        """Kill the actor. Harmless when repeated, or when it is dead."""
         self._actors.kill()
 
 
 def open_engine_actor(
-    spec: EngineSpec, *, group_id: str, bundle: Bundle, takes: Resources, target: str, wait: Deadline
+    spec: EngineSpec, *, group_id: str, bundle: Bundle, takes: Resources, target: str, deadline: Deadline
 ) -> EngineActorHandle:
-    """Bring the engine of `spec` to life in a bundle of a placement group, of which it `takes` that much.
+    """Create the actor of an engine in a bundle of a placement group, of which it `takes` these resources, and bind it.
 
     `target`: see `EngineActor.bind`. Raises `ClusterError`, `ClusterLost`, `WorkerLost`, or what binding raises,
     and leaves nothing behind then.
@@ -65,7 +64,7 @@ def open_engine_actor(
         inherited=inherited_variables(),
         exclude=options.ray_env_exclude,
         include=options.ray_env_include,
-        sees_all_devices=not takes,  # it computes nothing itself, and passes on what it knows
+        sees_all_devices=not takes,  # an engine without resources computes nothing, and its workers inherit this
     )
     with ExitStack() as undo:
         actors = spawn(
@@ -80,17 +79,17 @@ def open_engine_actor(
             max_concurrency=1,
         )
         undo.callback(actors.kill)
-        infos = actors.where(wait)
+        infos = actors.get_info(deadline)
         check_versions([label], infos)
-        address = _bind(actors.actors[0].handle, label, target, spec, wait)
+        address = _bind(actors.handles[0], label, target, spec, deadline)
         undo.pop_all()
         return EngineActorHandle(actors, address, infos[0].node_id)
 
 
-def _bind(handle: Any, label: str, target: str, spec: EngineSpec, wait: Deadline) -> str:
+def _bind(handle: Any, label: str, target: str, spec: EngineSpec, deadline: Deadline) -> str:
     reference = handle.bind.remote(target, msgspec.msgpack.encode(spec))
-    while not ray.wait([reference], timeout=min(LOOK_SECONDS, wait.left))[0]:
-        wait.note(partial(str.format, "{} has not bound its inbox", label))
+    while not ray.wait([reference], timeout=min(WAIT_SECONDS, deadline.remaining))[0]:
+        deadline.check(partial(str.format, "{} has not bound its inbox", label))
     try:
         address: str = ray.get(reference)
     except RayTaskError as error:

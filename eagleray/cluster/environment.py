@@ -1,8 +1,8 @@
-"""The environment of workers: the engine's, by default, less what belongs to one process, one host, or nobody else.
+"""Environment of workers: the engine's, by default, without variables of one process or one host, and without secrets.
 
-Pure. A list of what to pass on would always lack the variable that a library started to read last week; a list of
-what not to pass on is short. Variables travel in a message to the actor, because Ray writes a `runtime_env` to its
-logs, its control store and command lines; only those that a process needs before it takes messages are left to Ray.
+Pure. A list of variables to pass on would always lack the one that a library started to read last week; a list of
+those to leave out is short. Variables travel in a message to the actor, because Ray writes a `runtime_env` to its
+logs, its control store and command lines; only those that a process needs before it receives messages are left to Ray.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from eagleray.cluster.secrets import may_be_secret
 from eagleray.errors import ConfigError
 
-OF_ONE_RANK = (
+RANK_VARIABLES = (
     "*_VISIBLE_DEVICES",
     "GROUP_RANK",
     "LOCAL_RANK",
@@ -33,8 +33,8 @@ OF_ONE_RANK = (
     "WORLD_SIZE",
 )
 
-OF_ONE_PROCESS = (
-    *OF_ONE_RANK,
+PROCESS_VARIABLES = (
+    *RANK_VARIABLES,
     "OMP_NUM_THREADS",  # Ray sets 1 in actors, an engine inside one would pass it on: `num_threads` decides
     "PYTHONBREAKPOINT",  # Ray sets it in each driver and worker
     "RAY_*",  # Ray gives each worker its own; ours have been read by then
@@ -42,7 +42,7 @@ OF_ONE_PROCESS = (
     "__*",
 )
 
-OF_ONE_HOST = (
+HOST_VARIABLES = (
     "_",
     "DBUS_*",
     "DISPLAY",
@@ -64,7 +64,7 @@ OF_ONE_HOST = (
     "XDG_*",
 )
 
-AT_START = (
+START_VARIABLES = (
     "GLIBC_TUNABLES",  # the C library
     "KMP_*",  # OpenMP and BLAS, when they are loaded: RAY_preload_python_modules may load torch before the actor exists
     "LD_*",  # the dynamic loader
@@ -75,21 +75,22 @@ AT_START = (
     "PYTHON*",  # the interpreter
     "TCMALLOC_*",
 )
-"""Variables that are read before an actor takes messages. Ray sets them as the process starts; an actor that has some
-cannot have a process that Ray has started in advance. GOMP_*, which every engine has, is read late enough."""
+"""Patterns of variables that are read before an actor receives messages. Ray sets them as the process starts; an actor
+with some of them cannot use a process that Ray has started in advance. GOMP_*, which every engine has, is read late
+enough."""
 
 ALL_DEVICES = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES": "1",
 }
-"""See `devices`."""
+"""Every worker of a node sees all of its GPUs: see `worker_actors.device_index`."""
 
 
 class WorkerEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     runtime_env: dict[str, Any]
-    """For Ray; empty if there is nothing that Ray must do."""
+    """Options for Ray; empty if Ray has nothing to do."""
     variables: dict[str, str]
-    """Variables that the actor is sent, and sets itself."""
+    """Variables that are sent to the actor, which sets them itself."""
     withheld: list[str]
     """Names of variables that workers do not get because they may be secrets."""
 
@@ -99,7 +100,7 @@ def inheritable(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
     rank and devices, and without the setup hook, which Ray has already put into the variables."""
     rest = {name: value for name, value in runtime_env.items() if name != "worker_process_setup_hook"}
     if env_vars := rest.pop("env_vars", {}):
-        rest["env_vars"] = {name: value for name, value in env_vars.items() if not _matches(name, OF_ONE_RANK)}
+        rest["env_vars"] = {name: value for name, value in env_vars.items() if not _matches(name, RANK_VARIABLES)}
     return rest
 
 
@@ -112,12 +113,12 @@ def worker_environment(
     include: Sequence[str] = (),
     sees_all_devices: bool = True,
 ) -> WorkerEnvironment:
-    """The environment of workers, from this process's and the user's options.
+    """Return the environment of workers, from this process's environment and the user's options.
 
-    `exclude` are patterns of variables that workers do not get; `include` patterns of those that they get though they
+    `exclude`: patterns of variables that workers do not get; `include`: patterns of those that they get although they
     look like secrets. `runtime_env` is the user's: its variables win, one by one, and go to Ray as they are, except
-    secrets. `inherited` are the variables of this process's own runtime_env, which Ray hands down. An actor that does
-    not see all GPUs of its node sees those that Ray has assigned to it.
+    secrets. `inherited`: variables of this process's own runtime_env, which Ray hands down. An actor without
+    `sees_all_devices` sees the GPUs that Ray has assigned to it.
     """
     theirs = runtime_env.get("env_vars", {})
     if not isinstance(theirs, Mapping) or not all(isinstance(value, str) for value in theirs.values()):
@@ -126,12 +127,12 @@ def worker_environment(
     wanted = {
         name: value
         for name, value in environ.items()
-        if name not in known and not _matches(name, (*OF_ONE_PROCESS, *OF_ONE_HOST, *exclude))
+        if name not in known and not _matches(name, (*PROCESS_VARIABLES, *HOST_VARIABLES, *exclude))
     }
     withheld = [name for name, value in wanted.items() if is_withheld(name, value, include)]
     passed = {name: value for name, value in wanted.items() if name not in withheld}
-    # Ray would replace what looks like `$NAME` in a value; in the user's own variables that is what they expect.
-    at_start = {name: value for name, value in passed.items() if _matches(name, AT_START) and "$" not in value}
+    # Ray would expand `$NAME` in a value; in the user's own variables that is what they expect.
+    at_start = {name: value for name, value in passed.items() if _matches(name, START_VARIABLES) and "$" not in value}
     secret = {name: value for name, value in theirs.items() if may_be_secret(name, value) and "$" not in value}
     env_vars = {
         **at_start,

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Protocol
 
 from eagleray.cluster import placement_groups
-from eagleray.cluster.autoscaler import can_grow
 from eagleray.cluster.bundles import (
     Bundle,
     BundlesBusy,
@@ -34,15 +33,13 @@ from eagleray.cluster.engine_placement import (
     place_engines,
     subtract_reservations,
 )
-from eagleray.cluster.nodes import Node, only, snapshot
+from eagleray.cluster.nodes import Node, can_grow, list_nodes, select_nodes
+from eagleray.cluster.timeouts import PINNED_PLACEMENT_SECONDS
 from eagleray.config.resolve import local_ranks
 from eagleray.config.sections import Config
 from eagleray.errors import ClusterError, ClusterLost, ConfigError
 from eagleray.identity import EngineId, cluster_name
 from eagleray.messages.workers import RayCaller
-
-PINNED_PLACEMENT_SECONDS = 3.0
-"""How long to insist on nodes that seemed to have room: another program may have been faster."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ def _place_in_group(
         except BundlesBusy as busy:  # perhaps by an engine that has just exited
             if caller is not None:
                 check_caller_leaves_room(caller, bundles, choose, busy)
-            deadline.again(partial(str, busy))
+            deadline.poll(partial(str, busy))
 
 
 def _choice(config: Config, size: EngineSize, engine_node: str) -> ChooseBundles:
@@ -133,16 +130,16 @@ def _wait_for_bundles(group_id: str, config: Config, deadline: Deadline, *, chos
     `ClusterLost` is raised if one was lost with its node.
     """
     while True:
-        nodes = snapshot()
+        nodes = list_nodes()
         bundles = placement_groups.bundles_of(group_id, nodes) if chosen or placement_groups.is_ready(group_id) else []
         checked = [bundle for bundle in bundles if bundle.index in chosen] if chosen else bundles
         are_alive = placement_groups.are_on_living_nodes(checked, nodes)
         if chosen and not are_alive:
             raise ClusterLost(f"placement group {group_id} has lost a bundle with its node")
         if bundles and are_alive:
-            usable = {node.node_id for node in only(nodes, config.ray.ray_nodes)}
+            usable = {node.node_id for node in select_nodes(nodes, config.ray.ray_nodes)}
             return [bundle for bundle in bundles if bundle.node_id in usable]
-        deadline.again(lambda: f"placement group {group_id} is not ready ({placement_groups.pending_reason(group_id)})")
+        deadline.poll(lambda: f"placement group {group_id} is not ready ({placement_groups.pending_reason(group_id)})")
 
 
 class EnginePlacer(Protocol):
@@ -213,7 +210,7 @@ class DedicatedGroups:
                     group_id = self._create(engine, size, nodes)
                     undo.callback(placement_groups.remove, group_id)
                     if self._becomes_ready(group_id, deadline, is_pinned=nodes is not None):
-                        existing = snapshot()
+                        existing = list_nodes()
                         bundles = placement_groups.bundles_of(group_id, existing)
                         if placement_groups.are_on_living_nodes(bundles, existing):
                             stack.push(undo.pop_all())
@@ -224,8 +221,8 @@ class DedicatedGroups:
     def _wait_for_nodes(self, engine: EngineId, deadline: Deadline) -> tuple[EngineSize, list[str] | None]:
         """Reserve a node for each bundle and return them; None for the nodes if Ray has to add some to the cluster."""
         while True:
-            nodes = snapshot()
-            usable = only(nodes, self._config.ray.ray_nodes)
+            nodes = list_nodes()
+            usable = select_nodes(nodes, self._config.ray.ray_nodes)
             size = self._size(usable)
             with self._lock:
                 if engine not in self._reservations:
@@ -238,7 +235,7 @@ class DedicatedGroups:
                 return size, None
             if grows is not None and not shortage.may_pass:
                 raise (ClusterLost if engine.rank in self._placed else ClusterError)(shortage.text)
-            deadline.again(partial(str, shortage.text))
+            deadline.poll(partial(str, shortage.text))
 
     def _reserve_for_expected(self, nodes: Sequence[Node], size: EngineSize) -> None:
         """Reserve nodes for every expected engine that fits: engines that start together are placed together."""
@@ -269,11 +266,11 @@ class DedicatedGroups:
         while not placement_groups.is_ready(group_id):
             if is_pinned and time.monotonic() >= pinned_until:
                 return False
-            deadline.again(lambda: self._explain_pending(group_id))
+            deadline.poll(lambda: self._explain_pending(group_id))
         return True
 
     def _explain_pending(self, group_id: str) -> str:
-        nodes = only(snapshot(), self._config.ray.ray_nodes)
+        nodes = select_nodes(list_nodes(), self._config.ray.ray_nodes)
         reason = placement_groups.pending_reason(group_id)
         return f"the placement group is not ready ({reason}): {self._explain(nodes, self._size(nodes)).text}"
 

@@ -16,10 +16,8 @@ from ray.util.placement_group import (
 
 from eagleray.cluster.bundles import Bundle, Resources
 from eagleray.cluster.nodes import Node
+from eagleray.cluster.timeouts import REMOVE_GROUP_SECONDS
 from eagleray.errors import ClusterError, EagleRayError
-
-REMOVE_SECONDS = 5.0
-POLL_INTERVAL_SECONDS = 0.02
 
 Table = dict[str, Any]
 
@@ -102,11 +100,11 @@ def bundles_of(group_id: str, nodes: Sequence[Node]) -> list[Bundle]:
 def remove(group_id: str) -> None:
     """Remove the group and wait until Ray reports it removed; Ray kills its actors. Harmless when repeated."""
     remove_placement_group(handle(group_id))
-    deadline = time.monotonic() + REMOVE_SECONDS
+    deadline = time.monotonic() + REMOVE_GROUP_SECONDS
     while _table().get(group_id, {"state": "REMOVED"})["state"] != "REMOVED":
         if time.monotonic() >= deadline:
-            raise EagleRayError(f"placement group {group_id} was not removed within {REMOVE_SECONDS:.0f} s")
-        time.sleep(POLL_INTERVAL_SECONDS)
+            raise EagleRayError(f"placement group {group_id} was not removed within {REMOVE_GROUP_SECONDS:.0f} s")
+        time.sleep(0.02)
 
 
 def handle(group_id: str) -> PlacementGroup:

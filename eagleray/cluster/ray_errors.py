@@ -1,4 +1,4 @@
-"""Ray's errors in one line each. Pure."""
+"""Summaries of Ray's errors, in one line each. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IDS = re.compile(r",? (bundle index|lease id|actor id|worker id|Lease ID): \w+")
 
 
 def summarize(text: str) -> str:
-    """The cause that `text`, the message of a Ray error, names: without ids, tables, tracebacks and general advice."""
+    """Return the cause that `text`, the message of a Ray error, names: without ids, tables, tracebacks and advice."""
     if "end of file" in text.lower() and "connection error code 2" in text.lower():
         return "its process died (killed, crashed, or out of memory)"
     if "is unavailable" in text:

@@ -1,4 +1,4 @@
-"""Recognises environment variables that may be secrets, by their names or by the form of their values. Pure.
+"""Detection of environment variables that may be secrets, by their names or by the form of their values. Pure.
 
 A variable that is taken for a secret by mistake costs its user a line of configuration (`ray_env_include`); one that is
 missed may be read by every user of every node. So the patterns are broad.
@@ -50,8 +50,8 @@ FORMS = re.compile(
     | (?<![a-z0-9])(?:bearer|basic)\s+[a-z0-9+/_.=-]{16,}
     | -----BEGIN\ [A-Z\ ]*PRIVATE\ KEY
     | hooks\.slack\.com/(?:services|workflows|triggers)/ | discord(?:app)?\.com/api/webhooks/
-    # tokens that say whose they are: GitHub, GitLab, Slack, OpenAI and others, Stripe, Hugging Face, AWS, Google,
-    # npm, PyPI, Vault, SendGrid, NVIDIA, Groq, DigitalOcean, JSON Web Token
+    # tokens whose prefix names a service: GitHub, GitLab, Slack, OpenAI and others, Stripe, Hugging Face, AWS,
+    # Google, npm, PyPI, Vault, SendGrid, NVIDIA, Groq, DigitalOcean, JSON Web Token
     | (?<![A-Za-z0-9])(?-i:
         gh[oprsu]_[A-Za-z0-9]{16,} | github_pat_[A-Za-z0-9_]{16,} | gl[a-z]{2,5}-[A-Za-z0-9_-]{16,}
         | xox[a-z]-[A-Za-z0-9-]{8,} | xapp-[A-Za-z0-9-]{8,} | sk-[A-Za-z0-9_-]{16,}

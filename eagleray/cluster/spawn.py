@@ -1,10 +1,9 @@
-"""Workers as Ray actors: bring them to life in their bundles, ask where they are, let them run, end them."""
+"""Creation of Ray actors in their bundles, and the handles to them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,80 +18,81 @@ from eagleray.cluster.bundles import Bundle, Resources
 from eagleray.cluster.deadline import Deadline
 from eagleray.cluster.environment import WorkerEnvironment
 from eagleray.cluster.ray_errors import summarize
+from eagleray.cluster.timeouts import KILL_SECONDS, WAIT_SECONDS
 from eagleray.errors import ClusterError, ClusterLost, EagleRayError, WorkerLost
 from eagleray.identity import cluster_name
 from eagleray.log import get_logger
 
 logger = get_logger(__name__)
 
-LOOK_SECONDS = 0.5
-KILL_SECONDS = 5.0
-
 Sentinel = Any
-"""A reference that Ray makes ready when the worker has ended, however it ended."""
-
-
-@dataclass(frozen=True)
-class ActorHandle:
-    label: str
-    handle: Any
+"""A reference that Ray makes ready when the actor has exited, however it exited."""
 
 
 class ActorHandles:
-    """The actors of one engine, by rank. They exist when Ray has been asked for them; `where` waits until they do."""
+    """Handles of the actors of one engine, by rank.
+
+    They exist once Ray has been asked for the actors; `get_info` waits until these run.
+    """
 
     def __init__(
         self,
-        actors: Sequence[ActorHandle],
+        labels: Sequence[str],
+        handles: Sequence[Any],
         variables: Mapping[str, str],
         *,
         group_id: str,
         bundles: Sequence[Bundle],
     ) -> None:
-        self.actors = actors
-        self._group_id = group_id
-        self._bundles = bundles
+        self.handles = handles
+        self._labels = labels
         self._variables = variables
+        self._group_id = group_id
+        self._indices = [bundle.index for bundle in bundles]
         self._sentinels: list[Sentinel] = []
 
-    def where(self, wait: Deadline) -> list[ActorInfo]:
-        """Hand each its environment. What each says of itself. Raises `ClusterError` if it cannot be brought to life,
-        `WorkerLost` or `ClusterLost` if it died, or its node."""
-        refs = {actor.handle.where.remote(dict(self._variables)): actor for actor in self.actors}
-        found: dict[str, ActorInfo] = {}
+    def get_info(self, deadline: Deadline) -> list[ActorInfo]:
+        """Send each actor its environment, and return where each runs, by rank.
+
+        Raises `ClusterError` for an actor that cannot be created, `WorkerLost` or `ClusterLost` if it died, or its
+        node.
+        """
+        refs = [handle.get_info.remote(dict(self._variables)) for handle in self.handles]
+        labels = dict(zip(refs, self._labels, strict=True))
+        found: dict[Any, ActorInfo] = {}
         waiting = list(refs)
         while waiting:
-            ready, waiting = ray.wait(waiting, num_returns=1, timeout=min(LOOK_SECONDS, wait.left))
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=min(WAIT_SECONDS, deadline.remaining))
             for ref in ready:
-                found[refs[ref].label] = _said(refs[ref], ref)
+                found[ref] = _get_info(labels[ref], ref)
             if not ready:
-                late = [refs[ref].label for ref in waiting]
-                bundles = [bundle.index for bundle in self._bundles]
-                if not placement_groups.have_nodes(self._group_id, bundles):  # Ray would look for others without end
-                    raise ClusterLost(f"a node that was to hold {', '.join(late)} is gone")
-                wait.note(partial(_silence, late))
-        return [found[actor.label] for actor in self.actors]
+                late = ", ".join(labels[ref] for ref in waiting)
+                # Ray would look for other nodes for the bundles, without end.
+                if not placement_groups.have_nodes(self._group_id, self._indices):
+                    raise ClusterLost(f"a node that was to hold {late} is gone")
+                deadline.check(partial(str.format, "no sign of life from the Ray actors of {}", late))
+        return [found[ref] for ref in refs]
 
     def run(self, target: str, payloads: Sequence[bytes]) -> list[Sentinel]:
-        """Let each be what `target`, `module:function`, makes of its payload. The sentinels, by rank."""
+        """Let each actor call `target`, `module:function`, with its payload. Returns the sentinels, by rank."""
         self._sentinels = [
-            actor.handle.run.remote(target, payload) for actor, payload in zip(self.actors, payloads, strict=True)
+            handle.run.remote(target, payload) for handle, payload in zip(self.handles, payloads, strict=True)
         ]
         return self._sentinels
 
-    def wait_until_ended(self, seconds: float) -> None:
-        """Wait for those that run to end by themselves; who has not, by then, is in the log."""
+    def wait_for_exit(self, seconds: float) -> None:
+        """Wait for the running actors to exit by themselves; log those that have not within `seconds`."""
         _, late = ray.wait(self._sentinels, num_returns=len(self._sentinels), timeout=seconds)
-        for actor, sentinel in zip(self.actors, self._sentinels, strict=True):
+        for label, sentinel in zip(self._labels, self._sentinels, strict=True):
             if sentinel in late:
-                logger.warning("%s did not end within %.0f s: it is killed", actor.label, seconds)
+                logger.warning("%s did not exit within %.0f s: killing it", label, seconds)
 
     def kill(self) -> None:
-        """Kill all that are left, and wait until Ray says that they are gone. Harmless when repeated."""
-        for actor in self.actors:
-            ray.kill(actor.handle)
+        """Kill all actors, and wait until Ray reports them dead. Harmless when repeated."""
+        for handle in self.handles:
+            ray.kill(handle)
         deadline = time.monotonic() + KILL_SECONDS
-        while left := [actor.label for actor in self.actors if not _is_dead(actor)]:
+        while left := [label for label, handle in zip(self._labels, self.handles, strict=True) if not _is_dead(handle)]:
             if time.monotonic() >= deadline:
                 raise EagleRayError(f"Ray has not ended the actors of {', '.join(left)} within {KILL_SECONDS:.0f} s")
             time.sleep(0.01)
@@ -127,46 +127,42 @@ def spawn(
     }
     group = placement_groups.handle(group_id)
     actor_class = ray.remote(kind)
-    made: list[ActorHandle] = []
     if environment.withheld:
         logger.info(
             "environment variables that may be secrets are not passed on to %s: %s (`ray_env_include` passes one on)",
             ", ".join(labels),
             ", ".join(environment.withheld),
         )
-    try:
-        for label, bundle in zip(labels, bundles, strict=True):
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle.index)
-            name = cluster_name(namespace, label)
+    handles: list[Any] = []
+    for label, bundle in zip(labels, bundles, strict=True):
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle.index)
+        name = cluster_name(namespace, label)
+        try:
             handle = actor_class.options(name=name, scheduling_strategy=strategy, **options).remote(label, log_level)
-            made.append(ActorHandle(label, handle))
-    except Exception as error:
-        ActorHandles(made, {}, group_id=group_id, bundles=bundles).kill()
-        raise ClusterError(f"Ray does not take the actor of {label}: {summarize(str(error))}") from error
-    return ActorHandles(made, environment.variables, group_id=group_id, bundles=bundles)
+        except Exception as error:
+            ActorHandles(labels[: len(handles)], handles, {}, group_id=group_id, bundles=bundles).kill()
+            raise ClusterError(f"Ray does not take the actor of {label}: {summarize(str(error))}") from error
+        handles.append(handle)
+    return ActorHandles(labels, handles, environment.variables, group_id=group_id, bundles=bundles)
 
 
-def _said(actor: ActorHandle, ref: Any) -> ActorInfo:
+def _get_info(label: str, ref: Any) -> ActorInfo:
     try:
         info: ActorInfo = ray.get(ref)
     except RuntimeEnvSetupError as error:
-        raise ClusterError(f"{actor.label}: Ray could not set up its runtime_env: {summarize(str(error))}") from None
+        raise ClusterError(f"{label}: Ray could not set up its runtime_env: {summarize(str(error))}") from None
     except ActorDiedError as error:
-        said = f"{actor.label} did not come to life: {summarize(str(error))}"
+        text = f"{label} did not come to life: {summarize(str(error))}"
         if not error.actor_init_failed:  # it was killed, or its node died
-            raise WorkerLost(said) from None
+            raise WorkerLost(text) from None
         if "No module named 'eagleray" in str(error):
-            said += "; eagleray must be installed on every node"
-        raise ClusterError(said) from None
+            text += "; eagleray must be installed on every node"
+        raise ClusterError(text) from None
     except RayError as error:
-        raise WorkerLost(f"worker {actor.label}: {summarize(str(error))}") from None
+        raise WorkerLost(f"worker {label}: {summarize(str(error))}") from None
     return info
 
 
-def _silence(labels: Sequence[str]) -> str:
-    return f"no sign of life from the Ray actors of {', '.join(labels)}"
-
-
-def _is_dead(actor: ActorHandle) -> bool:
-    entry = actor_table(actor.handle._actor_id.hex())
+def _is_dead(handle: Any) -> bool:
+    entry = actor_table(handle._actor_id.hex())
     return not entry or entry["State"] == "DEAD"

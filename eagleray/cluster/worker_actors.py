@@ -1,4 +1,4 @@
-"""The actors of one engine: connected, placed, alive, asked where they are. What each will do is not decided here."""
+"""Actors of an engine's workers: placed, created, and asked where they run. What each will run is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from eagleray.cluster.actor_process import ActorInfo, ActorProcess, own_versions
 from eagleray.cluster.connect import connect
 from eagleray.cluster.context import inherited_variables
 from eagleray.cluster.deadline import Deadline
-from eagleray.cluster.devices import device_index, may_have_devices
 from eagleray.cluster.environment import worker_environment
 from eagleray.cluster.local_cluster import OnLost
-from eagleray.cluster.nodes import snapshot
+from eagleray.cluster.nodes import list_nodes
 from eagleray.cluster.placement import EnginePlacement, place_workers
 from eagleray.cluster.spawn import ActorHandles, spawn
 from eagleray.config.sections import Config
@@ -30,30 +29,30 @@ logger = get_logger(__name__)
 class WorkerActors:
     actors: ActorHandles
     labels: Sequence[str]
-    """[world_size] of the workers, by rank"""
+    """[world_size] labels of the workers, by rank"""
     topology: Topology
     devices: Sequence[int | None]
-    """[world_size] which of the GPUs that its process sees each worker uses, by rank"""
+    """[world_size] index of the GPU that each worker uses, among those its process sees, by rank"""
     engine_node: str
     host: str | None
-    """Address at which the workers on other nodes reach the engine; None if there are none."""
+    """Address at which the workers on other nodes reach the engine; None if all are on the engine's node."""
     _placement: EnginePlacement
-    _ends: ExitStack
+    _exit_stack: ExitStack
 
     @property
-    def near(self) -> list[bool]:
+    def is_local(self) -> list[bool]:
         """[world_size] whether the worker is on the engine's node, by rank"""
         return [node == self.engine_node for node in self.topology.nodes]
 
     def close(self) -> None:
         """Kill the actors, remove the placement group if it is the engine's own, disconnect. Harmless when repeated."""
-        self._ends.close()
+        self._exit_stack.close()
 
     def kill(self) -> None:
         """Kill the actors. Harmless when repeated."""
-        with ExitStack() as both:
-            both.callback(self.actors.kill)
-            both.callback(self._placement.close)  # first: it ends a stopped process, which a kill of the actor does not
+        with ExitStack() as stack:
+            stack.callback(self.actors.kill)
+            stack.callback(self._placement.close)  # first: it kills a stopped process, which `ray.kill` does not
 
 
 def open_worker_actors(
@@ -61,28 +60,28 @@ def open_worker_actors(
     config: Config,
     *,
     context: RayContext | None,
-    wait: Deadline,
+    deadline: Deadline,
     kind: type[ActorProcess] = ActorProcess,
     max_concurrency: int = 1,
     on_lost: OnLost | None = None,
 ) -> WorkerActors:
-    """Bring the actors of `engine` to life. `context`: the cluster and placement group that the asking program is in.
+    """Create the actors of an engine's workers.
 
-    `kind`: the actors' class; `max_concurrency`: the threads that their methods run in (1: the process's main thread);
-    `on_lost`: see `connect`.
+    `context`: the cluster and placement group of the program that asks; `kind`: the actors' class; `max_concurrency`:
+    number of threads that run their methods (1: the process's main thread); `on_lost`: see `connect`.
     Raises `ClusterError`, `ConfigError` or `WorkerLost`, and leaves nothing behind then.
     """
-    with ExitStack() as ends:
+    with ExitStack() as stack:
         is_actor = context is not None and bool(context.bundles)
-        asked = None if context is None or is_actor else context.address
+        address = None if context is None or is_actor else context.address
         connection = connect(
-            config.ray.ray_address or asked,
+            config.ray.ray_address or address,
             namespace=engine.instance,
             program=context,
             keep=config.ray.ray_env_include,
             on_lost=on_lost,
         )
-        ends.callback(connection.close)
+        stack.callback(connection.close)
         is_same_cluster = context is not None and (is_actor or context.address == connection.address)
         placement = place_workers(
             engine,
@@ -92,33 +91,33 @@ def open_worker_actors(
             current_bundles=context.bundles if context is not None and is_same_cluster else (),
             caller=context.caller if context is not None else None,
         )
-        ends.callback(placement.close)
+        stack.callback(placement.close)
         labels = _labels(engine, config)
         actors = _spawn(engine, config, placement, labels, kind, max_concurrency)
-        ends.callback(actors.kill)
-        ends.callback(placement.close)
-        infos = actors.where(wait)
+        stack.callback(actors.kill)
+        stack.callback(placement.close)  # before the kill, as in `WorkerActors.kill`
+        infos = actors.get_info(deadline)
         check_versions(labels, infos)
-        addresses = {node.node_id: node.ip for node in snapshot()}
+        addresses = {node.node_id: node.ip for node in list_nodes()}
         topology, devices = resolve_topology(config, infos, addresses)
         warn_of_network(engine.label, config, topology)
-        has_others = any(node != connection.node_id for node in topology.nodes)
+        has_remote = any(node != connection.node_id for node in topology.nodes)
         return WorkerActors(
             actors=actors,
             labels=labels,
             topology=topology,
             devices=devices,
             engine_node=connection.node_id,
-            host=addresses[connection.node_id] if has_others else None,
+            host=addresses[connection.node_id] if has_remote else None,
             _placement=placement,
-            _ends=ends.pop_all(),
+            _exit_stack=stack.pop_all(),
         )
 
 
 def resolve_topology(
     config: Config, infos: Sequence[ActorInfo], addresses: Mapping[str, str]
 ) -> tuple[Topology, list[int | None]]:
-    """Who is where, and which GPU each worker uses. `infos` by rank; `addresses`: node id to IP. Pure."""
+    """Return the topology, and the GPU that each worker uses. `infos` by rank; `addresses`: node id to IP. Pure."""
     topology = Topology(
         tensor_parallel_size=config.parallel.tensor_parallel_size,
         pipeline_parallel_size=config.parallel.pipeline_parallel_size,
@@ -129,11 +128,32 @@ def resolve_topology(
     # Where Ray has assigned none (a custom resource stands for the GPUs), the workers of a node take one each, if there
     # are any.
     own = [topology.local_ranks(rank).index(rank) for rank in range(topology.world_size)]
-    return topology, [place if index is None else index for index, place in zip(devices, own, strict=True)]
+    return topology, [local if index is None else index for index, local in zip(devices, own, strict=True)]
+
+
+def device_index(assigned: Sequence[str], visible: str | None) -> int | None:
+    """Return the position, among the GPUs that the process sees, of the first one that Ray has assigned; None if it
+    assigned none. Pure.
+
+    Ray is told not to rewrite CUDA_VISIBLE_DEVICES: every worker of a node sees what the node's raylet sees, so that
+    workers can reach each other's memory, and uses the GPU that Ray has assigned to it. `assigned` are ids as
+    CUDA_VISIBLE_DEVICES has them: numbers, or names of GPUs and their slices.
+    """
+    if not assigned:
+        return None
+    names = None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+    if names is not None and assigned[0] in names:
+        return names.index(assigned[0])
+    if names is None and assigned[0].isdigit():
+        return int(assigned[0])
+    raise ClusterError(
+        f"Ray assigned GPU {assigned[0]} to a worker, but its process has CUDA_VISIBLE_DEVICES={visible}: do not set "
+        "CUDA_VISIBLE_DEVICES in `ray_runtime_env`"
+    )
 
 
 def warn_of_network(label: str, config: Config, topology: Topology) -> None:
-    """Say which nodes the workers of a stage are on if they are on several, unless that was asked for."""
+    """Log the nodes of a stage whose workers are on several, unless the strategy asks for that."""
     tensor = topology.tensor_parallel_size
     stages = [range(first, first + tensor) for first in range(0, topology.world_size, tensor)]
     apart = [stage for stage in stages if len({topology.nodes[rank] for rank in stage}) > 1]
@@ -170,7 +190,8 @@ def _spawn(
         inherited=inherited_variables(),
         exclude=config.ray.ray_env_exclude,
         include=config.ray.ray_env_include,
-        sees_all_devices=may_have_devices(placement.size.bundle),
+        # a resource of the user's own may stand for a GPU
+        sees_all_devices=not placement.size.bundle.keys() <= {"CPU", "memory"},
     )
     return spawn(
         group_id=placement.group_id,
@@ -186,14 +207,14 @@ def _spawn(
 
 
 def check_versions(labels: Sequence[str], infos: Sequence[ActorInfo]) -> None:
-    """Raises `ClusterError` unless every node runs what we run."""
+    """Raise `ClusterError` unless every node runs the versions that run here. Log where each actor runs."""
     for label, info in zip(labels, infos, strict=True):
         logger.info("%s: node %s (%s), process %d", label, info.hostname, info.node_id[:8], info.pid)
-        for what, ours in own_versions().items():
-            if info.versions[what] != ours:
+        for package, ours in own_versions().items():
+            if info.versions[package] != ours:
                 raise ClusterError(
-                    f"{label} on node {info.hostname} runs {what} {info.versions[what]}, but who starts it {ours}: "
-                    "every node needs the same"
+                    f"{label} on node {info.hostname} runs {package} {info.versions[package]}, but the program that "
+                    f"starts it {ours}: every node needs the same"
                 )
     slow = sorted({info.hostname for info in infos if info.niceness > 0})
     if slow:

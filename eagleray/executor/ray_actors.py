@@ -1,4 +1,4 @@
-"""Workers as Ray actors in bundles of a placement group. Ray is for life and death; what is said goes by the queue."""
+"""Workers as Ray actors in bundles of a placement group. Ray starts and kills them; messages go over a queue."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from eagleray.transport.message_queue_hub import MessageQueueHub
 
 WORKER = "eagleray.worker.entry:run"
 
-END_SECONDS = 3.0
-"""How long workers may take to end after the queue was closed."""
+STOP_TIMEOUT_SECONDS = 3.0
+"""Time for workers to exit after the queue was closed, before they are killed."""
 
 
 def start_ray_actors(
@@ -33,42 +33,42 @@ def start_ray_actors(
     on_lost: OnLost | None = None,
     worker: str = WORKER,
 ) -> QueueGroup:
-    """The workers of `engine`, every one attached to the queue.
+    """Start the workers of `engine`, and wait until each is attached to the queue.
 
-    `context`: the cluster and placement group that the asking program is in. `worker`: what each actor runs,
+    `context`: the cluster and placement group of the program that asks. `worker`: function that each actor runs,
     `module:function`, called with an encoded `WorkerSpec`. `on_lost`: see `cluster.connect`. Raises `ClusterError`,
     `ConfigError`, `WorkerLost` or `DeadlineExceeded`, and leaves nothing behind then.
     """
-    wait = Deadline(config.execution.startup_timeout, "startup_timeout")
+    deadline = Deadline(config.execution.startup_timeout, "startup_timeout")
     with ExitStack() as stack:
-        team = open_worker_actors(engine, config, context=context, wait=wait, on_lost=on_lost)
-        stack.callback(team.close)
-        topology, labels = team.topology, team.labels
-        broadcaster = MessageQueueHub.open(num_peers=topology.world_size, runtime_dir=runtime_dir, host=team.host)
-        stack.callback(broadcaster.close)
-        losses = FailureMonitor(broadcaster.wake)
-        pulse = open_heartbeat_monitor(labels, losses, config=config, runtime_dir=runtime_dir, host=team.host)
-        stack.callback(pulse.close)
+        workers = open_worker_actors(engine, config, context=context, deadline=deadline, on_lost=on_lost)
+        stack.callback(workers.close)
+        topology, labels = workers.topology, workers.labels
+        hub = MessageQueueHub.open(num_peers=topology.world_size, runtime_dir=runtime_dir, host=workers.host)
+        stack.callback(hub.close)
+        failures = FailureMonitor(hub.wake)
+        heartbeats = open_heartbeat_monitor(labels, failures, config=config, runtime_dir=runtime_dir, host=workers.host)
+        stack.callback(heartbeats.close)
         specs = encode_worker_specs(
             engine,
             config,
             topology,
-            devices=team.devices,
-            is_local=team.near,
-            queue=broadcaster.ticket,
-            heartbeats=pulse,
+            devices=workers.devices,
+            is_local=workers.is_local,
+            queue=hub.ticket,
+            heartbeats=heartbeats,
         )
-        sentinels = team.actors.run(worker, specs)
-        watch = ActorMonitor(sentinels, topology.nodes, lambda rank, cause: losses.report(labels[rank], cause))
-        stack.callback(watch.close)
-        broadcaster.wait_for_peers(wait.left, losses.check)
-        stack.callback(_end, broadcaster, team.actors, losses)
-        return QueueGroup(topology=topology, hub=broadcaster, failures=losses, exit_stack=stack.pop_all())
+        sentinels = workers.actors.run(worker, specs)
+        monitor = ActorMonitor(sentinels, topology.nodes, lambda rank, cause: failures.report(labels[rank], cause))
+        stack.callback(monitor.close)
+        hub.wait_for_peers(deadline.remaining, failures.check)
+        stack.callback(_stop, hub, workers.actors, failures)
+        return QueueGroup(topology=topology, hub=hub, failures=failures, exit_stack=stack.pop_all())
 
 
-def _end(broadcaster: MessageQueueHub, actors: ActorHandles, losses: FailureMonitor) -> None:
-    """Workers end when the queue closes; what is left is killed with the team. When one is lost all are killed at once:
-    the others wait for it, and would not hear."""
-    broadcaster.close()
-    if not losses.is_broken:
-        actors.wait_until_ended(END_SECONDS)
+def _stop(hub: MessageQueueHub, actors: ActorHandles, failures: FailureMonitor) -> None:
+    """Close the queue, which makes the workers exit; the remaining ones are killed with their actors. If one failed,
+    all are killed at once, because the others wait for it and do not read the queue."""
+    hub.close()
+    if not failures.is_broken:
+        actors.wait_for_exit(STOP_TIMEOUT_SECONDS)

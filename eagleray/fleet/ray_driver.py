@@ -15,7 +15,7 @@ import msgspec
 
 from eagleray.cluster import placement_groups
 from eagleray.cluster.connect import Connection, connect
-from eagleray.cluster.nodes import address_of, only, snapshot
+from eagleray.cluster.nodes import address_of, list_nodes, select_nodes
 from eagleray.cluster.placement import DedicatedGroups, EnginePlacer, UserGroup
 from eagleray.errors import DeadlineExceeded
 from eagleray.fleet.ray_life import RayEngineLifecycle
@@ -58,7 +58,7 @@ def run(payload: bytes, parent: Parent) -> None:
             )
             ends.callback(connection.close)
             places = _places(spec, connection)
-            only(snapshot(), options.ray_nodes)  # a name of no node is an error now
+            select_nodes(list_nodes(), options.ray_nodes)  # a name of no node is an error now
         inbox: Inbox[LauncherToDriver] = Inbox(
             Path(spec.runtime_dir), f"ray-driver-{spec.driver.incarnation}", Codec(LauncherToDriver).decode
         )

@@ -38,7 +38,7 @@ class Cancelled(Exception):
 
 class RayEngineLifecycle:
     """`cluster`: its address; `launcher`: the address of the inbox that hears of the engine; `target`: see
-    `EngineHost.bind`."""
+    `EngineActor.bind`."""
 
     def __init__(self, spec: EngineSpec, *, places: EnginePlacer, cluster: str, launcher: str, target: str) -> None:
         self._spec = spec
@@ -101,10 +101,10 @@ class RayEngineLifecycle:
 
     def _give_birth(self, ends: ExitStack) -> EngineActorHandle:
         config = self._spec.config
-        wait = Deadline(config.ray.ray_placement_timeout, "ray_placement_timeout", self._check)
-        place = self._places.find(self.engine, wait)
+        deadline = Deadline(config.ray.ray_placement_timeout, "ray_placement_timeout", self._check)
+        place = self._places.find(self.engine, deadline)
         ends.callback(place.close)
-        wait = Deadline(config.execution.startup_timeout, "startup_timeout", self._check)
+        deadline = Deadline(config.execution.startup_timeout, "startup_timeout", self._check)
         takes = {} if _has_workers_in_bundles(self._spec) else place.size.bundle
         actor = open_engine_actor(
             self._placed(place),
@@ -112,7 +112,7 @@ class RayEngineLifecycle:
             bundle=place.bundles[0],
             takes=takes,
             target=self._target,
-            wait=wait,
+            deadline=deadline,
         )
         ends.callback(actor.kill)
         ends.callback(place.close)  # first: it ends a stopped process, which a kill of the actor does not

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 
 import msgspec
 
 from eagleray.config.environment import limit_openmp_spinning
-from eagleray.log import get_logger
 from eagleray.messages.workers import WorkerSpec
+from eagleray.process.exit import exit_disconnected
 from eagleray.process.parent import Parent
 from eagleray.transport.heartbeat import HeartbeatSender
 from eagleray.transport.message_queue_peer import MEDIA, REMOTE_MEDIA, MessageQueuePeer
-
-logger = get_logger(__name__)
 
 ATTACH_SECONDS = 60.0
 
@@ -32,14 +29,8 @@ def run(payload: bytes, parent: Parent | None = None) -> None:
         from eagleray.worker.loop import serve
         from eagleray.worker.worker import Worker
 
-        pulse = HeartbeatSender.start(spec.heartbeat, on_silent=end_cut_off)
+        pulse = HeartbeatSender.start(spec.heartbeat, on_silent=exit_disconnected)
         stack.callback(pulse.close)
         worker = Worker(spec.worker, spec.rank, spec.config, spec.topology, device_index=spec.device_index)
         stack.callback(worker.close)
         serve(worker, listener)
-
-
-def end_cut_off(seconds: float) -> None:
-    """Cut off from the engine, which has given us up by now: it must not be possible that both go on."""
-    logger.error("the engine was silent for %.0f s: ending", seconds)
-    os._exit(1)

@@ -12,7 +12,7 @@ from ray._private.state import actors
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
 from eagleray.cluster import placement_groups
-from eagleray.cluster.nodes import snapshot
+from eagleray.cluster.nodes import list_nodes
 from eagleray.config.build import build_config
 from eagleray.config.sections import Config
 from eagleray.identity import EngineId, new_instance_name
@@ -45,7 +45,7 @@ def config(tp: int = 1, pp: int = 1, *, resources: dict[str, float] | None = Non
 
 
 def node_ips() -> dict[str, str]:
-    return {node.node_id: node.ip for node in snapshot()}
+    return {node.node_id: node.ip for node in list_nodes()}
 
 
 def here() -> str:
@@ -80,13 +80,13 @@ def clear() -> None:
 
 
 def num_living_nodes() -> int:
-    return sum(node.is_alive for node in snapshot())
+    return sum(node.is_alive for node in list_nodes())
 
 
 def is_all_free() -> bool:
     return all(
         node.free.get(name, 0) == node.total.get(name, 0)
-        for node in snapshot()
+        for node in list_nodes()
         if node.is_alive
         for name in ("CPU", "GPU", "acc", "far")
     )

@@ -1,4 +1,4 @@
-"""Joining a cluster, from programs of their own; and what is said when that cannot be."""
+"""Connecting to a cluster, from separate programs, and the errors when that fails."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from serving import is_running
 
 from eagleray.cluster import placement_groups
-from eagleray.cluster.connect import connect
+from eagleray.cluster.connect import check_cluster, check_reachable, connect
 from eagleray.cluster.context import current_ray_context
-from eagleray.cluster.preflight import check_cluster, check_reachable
 from eagleray.errors import ClusterError
 from eagleray.messages.workers import RayContext
 
@@ -34,20 +33,20 @@ TOKEN = "a1b2c3d4" * 8
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """A short path: Unix sockets of a cluster are below it."""
+    """Yield a directory with a short path, because Unix sockets of a cluster are below it."""
     with tempfile.TemporaryDirectory(prefix="er-") as name:
         (Path(name) / "ray").mkdir()
         yield Path(name)
 
 
 def environment(home: Path, **variables: str) -> dict[str, str]:
-    """As in a fresh login: nothing of the tests' cluster, no token."""
+    """Return the environment of a fresh login: without the tests' cluster, without a token."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return {**plain, "HOME": str(home), "RAY_TMPDIR": str(home), **variables}
 
 
 def join(address: str, env: dict[str, str], *more: str) -> str:
-    """What a program that joins `address` says: the address it has, or why not."""
+    """Return what a program that joins `address` prints: the address of its cluster, or an error."""
     command = [sys.executable, str(HERE / "connect_program.py"), address, *more]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert "Traceback" not in done.stderr
@@ -55,12 +54,12 @@ def join(address: str, env: dict[str, str], *more: str) -> str:
     return done.stdout.strip()
 
 
-def test_an_address_is_joined(cluster: str, home: Path) -> None:
+def test_connect_joins_an_address(cluster: str, home: Path) -> None:
     assert join(cluster, environment(home)) == cluster
     assert join("none", environment(home, RAY_ADDRESS=cluster)) == cluster
 
 
-def test_without_an_address_a_cluster_is_started_and_ends_with_the_connection(home: Path) -> None:
+def test_connect_without_an_address_starts_a_cluster_that_stops_with_the_connection(home: Path) -> None:
     (home / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")  # of one that crashed
     env = environment(home, SOME_TOKEN="secret", EXPECTED="secret")
     address = join("none", env, "run")
@@ -71,7 +70,7 @@ def test_without_an_address_a_cluster_is_started_and_ends_with_the_connection(ho
 
 
 @pytest.mark.parametrize(("victim", "name"), [("raylet", "raylet"), ("gcs_server", "control store")])
-def test_connect_to_a_local_cluster_that_dies_ends_the_program_and_leaves_nothing(
+def test_connect_local_cluster_that_dies_ends_the_program_and_leaves_nothing(
     home: Path, victim: str, name: str
 ) -> None:
     command = [sys.executable, str(HERE / "connect_program.py"), "local", "run", "hold"]
@@ -114,7 +113,7 @@ def processes_below(path: Path) -> list[str]:
         ("ray://127.0.0.1:10001", "Ray Client is not supported"),
     ],
 )
-def test_an_address_where_nothing_is(home: Path, address: str, said: str) -> None:
+def test_connect_address_without_a_cluster_is_refused(home: Path, address: str, said: str) -> None:
     answer = join(address, environment(home))
     assert answer.startswith("ClusterError: ")
     assert said in answer
@@ -134,7 +133,7 @@ def answering(handle: Callable[[socket.socket], None]) -> tuple[str, socket.sock
     return f"127.0.0.1:{server.getsockname()[1]}", server
 
 
-def test_something_that_is_no_ray_cluster() -> None:
+def test_check_reachable_server_that_is_no_ray_cluster_is_refused() -> None:
     def refuse(connection: socket.socket) -> None:
         with connection:
             connection.recv(100)
@@ -145,8 +144,8 @@ def test_something_that_is_no_ray_cluster() -> None:
         check_reachable(address)
 
 
-def test_something_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eagleray.cluster.preflight.REACH_SECONDS", 0.3)
+def test_check_reachable_server_that_does_not_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagleray.cluster.connect.PREFLIGHT_SECONDS", 0.3)
     kept: list[socket.socket] = []
     address, server = answering(kept.append)
     with server, pytest.raises(ClusterError, match="no answer within"):
@@ -155,7 +154,7 @@ def test_something_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None
         connection.close()
 
 
-def test_a_cluster_that_wants_a_token(home: Path) -> None:
+def test_connect_cluster_that_demands_a_token(home: Path) -> None:
     program = subprocess.Popen(
         [sys.executable, str(HERE / "token_program.py")],
         env=environment(home, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN),
@@ -179,15 +178,15 @@ def test_a_cluster_that_wants_a_token(home: Path) -> None:
         assert "shows none" in join(address, {**env, "RAY_AUTH_MODE": "disabled"})
 
 
-def test_a_token_is_not_shown_to_a_cluster_that_wants_none(cluster: str, home: Path) -> None:
-    """Ray's own program that has a token finds its actors dead before they begin there."""
+def test_connect_does_not_send_a_token_to_a_cluster_without_authentication(cluster: str, home: Path) -> None:
+    """A plain Ray program with a token finds its actors dead there before they start."""
     token_file = home / ".ray" / "auth_token"
     token_file.parent.mkdir()
     token_file.write_text(TOKEN)
     assert join(cluster, environment(home), "run") == cluster
 
 
-def test_a_cluster_of_other_versions(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_cluster_other_versions_are_refused(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_cluster(cluster)
     monkeypatch.setattr(
         usage_lib, "get_cluster_metadata", lambda client: {"ray_version": "2.50.0", "python_version": "3.9.1"}
@@ -196,7 +195,7 @@ def test_a_cluster_of_other_versions(cluster: str, monkeypatch: pytest.MonkeyPat
         check_cluster(cluster)
 
 
-def test_a_program_that_is_connected_stays_so(cluster: str) -> None:
+def test_connect_program_that_is_connected_keeps_its_connection(cluster: str) -> None:
     for address in (None, "auto", cluster):
         connection = connect(address, namespace="another")
         assert connection.address == cluster
@@ -206,14 +205,16 @@ def test_a_program_that_is_connected_stays_so(cluster: str) -> None:
         connect("127.0.0.1:1", namespace="another")
 
 
-def test_a_program_knows_its_cluster(cluster: str) -> None:
+def test_current_ray_context_of_a_program_has_its_cluster(cluster: str) -> None:
     context = current_ray_context()
     assert context is not None
     assert context.address == cluster
     assert context.placement_group is None
 
 
-def test_an_actor_knows_what_it_holds_and_was_assigned(cluster: str, make_group: ray_cluster.MakeGroup) -> None:
+def test_current_ray_context_of_an_actor_has_what_it_holds_and_was_assigned(
+    cluster: str, make_group: ray_cluster.MakeGroup
+) -> None:
     class Asker:
         def ask(self) -> bytes:
             return msgspec.msgpack.encode(current_ray_context())

@@ -14,7 +14,7 @@ from ray_cluster import ACC, AddNode, MakeGroup, config, new_engine, wait_until
 
 from eagleray.cluster import placement
 from eagleray.cluster.deadline import Deadline
-from eagleray.cluster.nodes import Node, address_of, snapshot
+from eagleray.cluster.nodes import Node, address_of, list_nodes
 from eagleray.cluster.placement import DedicatedGroups, EnginePlacement
 from eagleray.config.sections import Config
 from eagleray.errors import ClusterError
@@ -111,9 +111,9 @@ def test_dedicated_groups_node_that_another_program_took_is_given_up(
 
     def stale_snapshot() -> list[Node]:  # the control store lags behind by some 100 ms
         looks.append(True)
-        return [replace(node, free=node.total) if len(looks) == 1 else node for node in snapshot()]
+        return [replace(node, free=node.total) if len(looks) == 1 else node for node in list_nodes()]
 
-    monkeypatch.setattr(placement, "snapshot", stale_snapshot)
+    monkeypatch.setattr(placement, "list_nodes", stale_snapshot)
     monkeypatch.setattr(placement, "PINNED_PLACEMENT_SECONDS", 0.2)
     search = Search(config(), stack)
     search.begin(0)

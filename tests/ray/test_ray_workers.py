@@ -1,4 +1,4 @@
-"""Engines whose workers are Ray actors: their life, their death, and what is left of them."""
+"""Engines whose workers are Ray actors: start, failure, exit and clean-up."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from eagleray.messages.workers import RayContext
 HERE = str(Path(__file__).parent)
 CANARY = "canary-4711-of-this-test"
 NOTICE_SECONDS = 1.0
-"""Within this time the death of a process is known."""
+"""Longest time until the death of a process is reported."""
 
 
 class Start:
-    """Starts the workers of engines; ends them with the test."""
+    """Starts the workers of engines; stack them with the test."""
 
-    def __init__(self, ends: ExitStack, runtime_dir: Path) -> None:
-        self._ends = ends
+    def __init__(self, stack: ExitStack, runtime_dir: Path) -> None:
+        self._stack = stack
         self._runtime_dir = runtime_dir
 
     def __call__(
@@ -55,16 +55,16 @@ class Start:
     ) -> QueueGroup:
         group = start_ray_actors(
             engine or new_engine(),
-            msgspec.structs.replace(config, ray=with_our_modules(config)),
+            msgspec.structs.replace(config, ray=with_test_modules(config)),
             runtime_dir=self._runtime_dir,
             context=context,
             worker=f"ray_workers:{worker}",
         )
-        self._ends.callback(group.close)
+        self._stack.callback(group.close)
         return group
 
 
-def with_our_modules(config: Config) -> RayConfig:
+def with_test_modules(config: Config) -> RayConfig:
     theirs = config.ray.ray_runtime_env
     env_vars = {"PYTHONPATH": HERE, **theirs.get("env_vars", {})}
     return msgspec.structs.replace(config.ray, ray_runtime_env={**theirs, "env_vars": env_vars})
@@ -72,8 +72,8 @@ def with_our_modules(config: Config) -> RayConfig:
 
 @pytest.fixture
 def start(runtime_dir: Path) -> Iterator[Start]:
-    with ExitStack() as ends:
-        yield Start(ends, runtime_dir)
+    with ExitStack() as stack:
+        yield Start(stack, runtime_dir)
 
 
 def facts(group: QueueGroup) -> list[Facts]:
@@ -82,7 +82,7 @@ def facts(group: QueueGroup) -> list[Facts]:
 
 
 def lost(group: QueueGroup, seconds: float) -> str:
-    """What is said of the loss of a worker that is noticed within `seconds`."""
+    """Return the error about a lost worker that is noticed within `seconds`."""
     deadline = time.monotonic() + seconds
     with pytest.raises(WorkerLost) as caught:
         while time.monotonic() < deadline:
@@ -94,7 +94,9 @@ def ips(nodes: list[str]) -> list[str]:
     return [ray_cluster.node_ips()[node] for node in nodes]
 
 
-def test_workers_beside_the_engine(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_ray_actors_workers_on_the_engines_node_use_shared_memory(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SOME_SETTING", "1")
     monkeypatch.setenv("DOLLARS", "$HOME ${PATH}")
     monkeypatch.setenv("HF_TOKEN", "secret")
@@ -120,10 +122,10 @@ def test_workers_beside_the_engine(start: Start, monkeypatch: pytest.MonkeyPatch
     group.close()
 
 
-def test_variables_of_workers_are_in_no_file_or_command_line_of_ray(
+def test_start_ray_actors_variables_of_workers_are_in_no_file_or_command_line_of_ray(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are sent, and so is a secret of the user's runtime_env; what may be a secret is not even that."""
+    """Variables are sent by message, and so is a secret of the user's runtime_env; other secrets are withheld."""
     monkeypatch.setenv("SOME_SETTING", CANARY)
     monkeypatch.setenv("DATABASE_URL", "postgres://u:pw@host/" + CANARY)
     monkeypatch.setenv("INCLUDED_TOKEN", CANARY)
@@ -146,11 +148,11 @@ def test_variables_of_workers_are_in_no_file_or_command_line_of_ray(
 def _read(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
-    except OSError:  # the process has ended
+    except OSError:  # the process has exited
         return ""
 
 
-def test_workers_on_several_nodes_are_reached_by_tcp(start: Start) -> None:
+def test_start_ray_actors_workers_on_several_nodes_use_tcp(start: Start) -> None:
     group = start(config(tp=2, pp=2, ray_placement_strategy="STRICT_SPREAD"), "echo_by_tcp")
     said = facts(group)
     assert said[0].nodes[0] == ray_cluster.here()
@@ -160,7 +162,7 @@ def test_workers_on_several_nodes_are_reached_by_tcp(start: Start) -> None:
     assert [one.label for one in said] == [f"engine-0/tp{tp}-pp{pp}" for pp in (0, 1) for tp in (0, 1)]
 
 
-def test_gpus_are_those_that_ray_assigned(start: Start) -> None:
+def test_start_ray_actors_workers_use_the_gpus_that_ray_assigned(start: Start) -> None:
     group = start(config(tp=3, resources={"GPU": 1.0}))
     said = facts(group)
     on = dict(zip(said[0].nodes, [0] * 3, strict=True))
@@ -170,7 +172,9 @@ def test_gpus_are_those_that_ray_assigned(start: Start) -> None:
         assert "CUDA_VISIBLE_DEVICES" not in one.environment
 
 
-def test_two_engines_share_a_group_by_indices_and_a_device_by_fractions(start: Start, make_group: MakeGroup) -> None:
+def test_start_ray_actors_two_engines_share_a_group_by_indices_and_a_device_by_fractions(
+    start: Start, make_group: MakeGroup
+) -> None:
     group_id = make_group({"GPU": 1.0}, {"GPU": 1.0}, strategy="STRICT_PACK")
     half = {"GPU": 0.5}
     instance = new_engine().instance
@@ -185,12 +189,14 @@ def test_two_engines_share_a_group_by_indices_and_a_device_by_fractions(start: S
     assert placement_group_table()[group_id]["state"] == "CREATED"
 
 
-def test_a_bundle_that_another_engine_holds_is_waited_for_and_named(start: Start, make_group: MakeGroup) -> None:
+def test_start_ray_actors_waits_for_a_bundle_that_another_engine_holds_and_names_it(
+    start: Start, make_group: MakeGroup
+) -> None:
     group_id = make_group(ACC, ACC)
     first = start(config(placement_group=group_id, bundle_indices=[0]))
     with pytest.raises(ClusterError, match=r"bundle 0 of .* somebody else holds it; waited 1 s"):
         start(config(placement_group=group_id, bundle_indices=[0], ray_placement_timeout=1.0))
-    second = start(config(placement_group=group_id))  # finds the other one
+    second = start(config(placement_group=group_id))  # finds the other bundle
     assert facts(second)[0].pid != facts(first)[0].pid
 
 
@@ -198,7 +204,7 @@ def test_a_bundle_that_another_engine_holds_is_waited_for_and_named(start: Start
     ("kill", "said"),
     [(signal.SIGKILL, "its process died"), (signal.SIGTERM, "SIGTERM")],
 )
-def test_a_killed_worker_is_noticed_at_once(start: Start, kill: int, said: str) -> None:
+def test_ray_group_killed_worker_is_noticed_at_once(start: Start, kill: int, said: str) -> None:
     group = start(config(tp=2))
     os.kill(facts(group)[1].pid, kill)
     message = lost(group, NOTICE_SECONDS)
@@ -210,17 +216,17 @@ def test_a_killed_worker_is_noticed_at_once(start: Start, kill: int, said: str) 
         group.check()
 
 
-def test_a_watch_that_fails_is_a_loss(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_group_monitor_that_fails_is_a_lost_worker(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise RuntimeError("injected")
 
     group = start(config(tp=2))
-    monkeypatch.setattr("eagleray.cluster.actor_monitor.ActorMonitor._report", fail)
+    monkeypatch.setattr("eagleray.cluster.actor_monitor.exit_reason", fail)
     os.kill(facts(group)[1].pid, signal.SIGKILL)
     assert "it can no longer be watched: RuntimeError: injected" in lost(group, NOTICE_SECONDS)
 
 
-def test_a_removed_group_is_a_loss_with_its_cause(start: Start, make_group: MakeGroup) -> None:
+def test_ray_group_removed_placement_group_is_a_lost_worker_with_its_cause(start: Start, make_group: MakeGroup) -> None:
     group_id = make_group(ACC)
     group = start(config(placement_group=group_id))
     ray_cluster.remove(group_id)
@@ -236,24 +242,24 @@ def test_a_removed_group_is_a_loss_with_its_cause(start: Start, make_group: Make
         ("nosuch", WorkerFailed, r"engine-0/tp.-pp0 ended: AttributeError"),
     ],
 )
-def test_a_worker_that_is_lost_before_it_attaches_ends_the_start(
+def test_start_ray_actors_worker_lost_before_it_attaches_raises(
     start: Start, worker: str, kind: type[Exception], said: str
 ) -> None:
     with pytest.raises(kind, match=said):
         start(config(tp=2), worker)
 
 
-def test_what_the_user_can_mend_reaches_the_user(start: Start) -> None:
+def test_start_ray_actors_user_error_of_a_worker_reaches_the_user(start: Start) -> None:
     with pytest.raises(ConfigError, match=r"^option `device`: there is none$"):
         start(config(), "refuses")
 
 
-def test_workers_that_never_attach_end_the_start_at_the_deadline(start: Start) -> None:
+def test_start_ray_actors_workers_that_never_attach_raise_at_the_deadline(start: Start) -> None:
     with pytest.raises(DeadlineExceeded, match="did not attach"):
         start(config(startup_timeout=4.0), "hangs")
 
 
-def test_a_worker_that_does_not_end_is_killed(start: Start) -> None:
+def test_ray_group_close_kills_a_worker_that_does_not_exit(start: Start) -> None:
     group = start(config(), "will_not_end")
     pid = facts(group)[0].pid
     group.close()
@@ -261,21 +267,21 @@ def test_a_worker_that_does_not_end_is_killed(start: Start) -> None:
 
 
 @pytest.mark.grid
-def test_a_failure_after_any_stage_leaves_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fixtures look whether anything is left."""
+def test_start_ray_actors_failure_after_any_stage_leaves_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fixtures check that nothing is left."""
 
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("injected")
 
     for target in (
         "eagleray.cluster.worker_actors.spawn",
-        "eagleray.cluster.spawn.ActorHandles.where",
+        "eagleray.cluster.spawn.ActorHandles.get_info",
         "eagleray.cluster.worker_actors.resolve_topology",
-        "eagleray.executor.ray_actors.Broadcaster.open",
-        "eagleray.executor.worker_specs.PulseMonitor.open",
+        "eagleray.executor.ray_actors.MessageQueueHub.open",
+        "eagleray.executor.worker_specs.HeartbeatMonitor.open",
         "eagleray.cluster.spawn.ActorHandles.run",
         "eagleray.executor.ray_actors.ActorMonitor",
-        "eagleray.executor.ray_actors.Broadcaster.wait_for_peers",
+        "eagleray.executor.ray_actors.MessageQueueHub.wait_for_peers",
     ):
         with monkeypatch.context() as patch:
             patch.setattr(target, fail)
@@ -284,13 +290,13 @@ def test_a_failure_after_any_stage_leaves_nothing(start: Start, monkeypatch: pyt
         assert not ray_cluster.actors_and_groups(), target
 
 
-def test_a_runtime_env_that_cannot_be_set_up_is_refused(start: Start) -> None:
+def test_start_ray_actors_runtime_env_that_cannot_be_set_up_is_refused(start: Start) -> None:
     broken = {"working_dir": "/nonexistent.zip"}
     with pytest.raises((ClusterError, ConfigError), match="nonexistent"):
         start(config(ray_runtime_env=broken))
 
 
-def test_an_engine_inside_an_actor_uses_the_actors_placement_group(make_group: MakeGroup) -> None:
+def test_start_ray_actors_inside_an_actor_uses_its_placement_group(make_group: MakeGroup) -> None:
     group_id = make_group({"CPU": 1.0}, FAR, FAR)
     strategy = PlacementGroupSchedulingStrategy(placement_groups.handle(group_id), placement_group_bundle_index=0)
     runtime_env = {"env_vars": {"PYTHONPATH": HERE}}
@@ -304,7 +310,7 @@ def test_an_engine_inside_an_actor_uses_the_actors_placement_group(make_group: M
     assert len(pids) == 2
 
 
-def test_workers_end_with_an_engine_that_is_killed(cluster: str) -> None:
+def test_ray_group_workers_exit_with_a_killed_engine(cluster: str) -> None:
     context = msgspec.json.encode(RayContext(address=cluster)).decode()
     with tempfile.TemporaryDirectory(prefix="er-") as sockets:
         command = [sys.executable, str(Path(HERE) / "engine_program.py"), context, sockets]
@@ -317,13 +323,13 @@ def test_workers_end_with_an_engine_that_is_killed(cluster: str) -> None:
     assert ray_cluster.wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 5)
 
 
-def test_a_stopped_worker_is_lost_by_its_silence(start: Start) -> None:
+def test_ray_group_stopped_worker_is_lost_without_heartbeats(start: Start) -> None:
     group = start(config(heartbeat_timeout=1.0))
     os.kill(facts(group)[0].pid, signal.SIGSTOP)
     assert "it was silent for" in lost(group, 10)
 
 
-def test_the_loss_of_a_node_is_noticed_and_named(start: Start, cluster: str, add_node: AddNode) -> None:
+def test_ray_group_lost_node_is_noticed_and_named(start: Start, cluster: str, add_node: AddNode) -> None:
     remove = add_node(resources={"short": 1}, node_ip_address="127.0.0.9")
     group = start(config(resources={"short": 1.0}))
     assert group.topology.addresses == ["127.0.0.9"]

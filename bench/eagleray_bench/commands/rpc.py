@@ -103,7 +103,7 @@ def _worker_nodes(executor: str, cluster: SimulatedCluster | None) -> list[tuple
         return [("local", {})]
     return [
         (place, {"ray_address": cluster.address, "ray_worker_resources": {resource: 1}})
-        for place, resource in cluster.places.items()
+        for place, resource in cluster.resources.items()
     ]
 
 

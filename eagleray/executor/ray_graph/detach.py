@@ -1,9 +1,9 @@
-"""Nothing that comes out of a compiled graph's channel may refer to the channel's memory once it is past this edge.
+"""Copies of what comes out of a compiled graph's channel, so that nothing refers to the channel's memory afterwards.
 
-Ray hands out arrays that alias the shared memory of the channel, and the channel cannot be written again while anything
-refers to them: results that are held stall the graph, as many steps later as it has buffers. What is borrowed cannot be
-told by a read-only flag (an owned array may be read-only, and a borrowed one's flag may be changed), but by where the
-chain of bases ends: in memory that Python or numpy allocated, or in somebody else's.
+Ray returns arrays that alias the shared memory of the channel, and the channel cannot be written again while anything
+refers to them: results that are kept stall the graph, after the number of steps that it buffers. A borrowed array
+cannot be recognized by a read-only flag (an owned array may be read-only, and the flag of a borrowed one may be
+changed), but by the end of its chain of bases: memory that Python or numpy allocated, or other memory.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 
 def detach(value: Any) -> Any:
-    """`value` with every borrowed array, memoryview or tensor in it replaced by a copy, at any depth of lists, tuples
-    and dicts. What is owned is passed on as it is."""
+    """Return `value` with every borrowed array, memoryview or tensor in it replaced by a copy, at any depth of lists,
+    tuples and dicts. Owned objects are passed on unchanged."""
     match value:
         case np.ndarray():
             return value.copy() if is_borrowed(value) else value
@@ -28,14 +28,14 @@ def detach(value: Any) -> Any:
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         case dict():
             return {key: detach(item) for key, item in value.items()}
-    # A tensor does not tell whose memory it is over. Told by its module: engines do not import torch.
+    # A tensor does not tell what owns its memory. Recognized by its module, because engines do not import torch.
     if type(value).__module__ == "torch" and hasattr(value, "untyped_storage"):
         return value.clone()
     return value
 
 
 def is_borrowed(view: np.ndarray[Any, Any] | memoryview) -> bool:
-    """Whether the memory behind it was allocated by neither numpy nor Python."""
+    """Whether the memory behind `view` was allocated by neither numpy nor Python."""
     base: Any = view
     while True:
         if isinstance(base, np.ndarray):

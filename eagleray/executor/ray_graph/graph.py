@@ -1,150 +1,145 @@
-"""Workers as the nodes of a Ray compiled graph: every step goes to all of them, and all of their answers come back.
+"""Workers as the nodes of a Ray compiled graph: every step goes to all of them, and all of their replies come back.
 
-The graph is flat. Stages and tensor-parallel ranks exchange tensors by themselves; what travels here is a plan, and
-what the sampler has to say. A message travels as a list of its header, bytes, and its large arrays: Ray moves those
-through shared memory without copying. What comes out is detached from that memory before anybody else sees it.
+The graph is flat. Stages and tensor-parallel ranks exchange tensors by themselves; the graph carries a plan, and the
+sampler's result. A message travels as a list of its header, bytes, and its large arrays: Ray moves those through shared
+memory without copying. Results are detached from that memory before any other code uses them.
 
 Between nodes a channel has room for one message, and the raylet that receives another waits in its main thread, where
-nothing wakes it: it hears of nothing else meanwhile, not even of the message that its reader is waiting for. If the
-channel is closed then, it aborts. So nothing may be sent to another node before the step ahead of it is answered by
-all, and nothing may be taken apart while a message is on its way.
+nothing wakes it: it handles nothing else meanwhile, not even the message that its reader waits for. If the channel is
+closed then, the raylet aborts. So nothing may be sent to another node before all ranks have answered the step ahead of
+it, and the graph must not be torn down while a message is on its way.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 from ray.dag import InputNode, MultiOutputNode
 from ray.exceptions import RayChannelTimeoutError, RayTaskError
 
-from eagleray.cluster.actor_process import ActorProcess
+from eagleray.cluster.actor_process import ActorProcess, load_target
 from eagleray.cluster.deadline import Deadline
 from eagleray.cluster.ray_errors import summarize
+from eagleray.cluster.timeouts import WAIT_SECONDS
 from eagleray.executor.ray_graph.detach import detach
+
+if TYPE_CHECKING:
+    from eagleray.executor.ray_graph.frame_handler import WorkerFrameHandler
 
 Frames = list[Any]
 """The first is bytes, the others are uint8 arrays."""
 
-ALIVE_SECONDS = 600.0
-LOOK_SECONDS = 0.2
+MAX_START_SECONDS = 600.0
+"""Bound of an actor's wait for its worker, in case the engine, whose own deadline is shorter, is gone."""
+
+DRAIN_SECONDS = 0.3
+"""Time for the messages that a dead actor had sent to arrive."""
+
 BUFFER_BYTES = 1 << 20
-"""Of a channel's slot; larger messages make Ray allocate another."""
-QUIET_SECONDS = 0.3
-"""After the death of a host, for what it had sent to arrive."""
-
-
-class FrameHandler(Protocol):
-    def handle(self, frames: list[Any]) -> list[Any]: ...
-
-    def close(self) -> None: ...
+"""Size of a channel's buffer; Ray allocates another one for larger messages."""
 
 
 class GraphActor(ActorProcess):
-    """`run` makes the worker, and is its sentinel; meanwhile `handle` is called by the graph's thread, or by an actor
-    call while no step is under way. An actor of two threads."""
+    """Actor of two threads: `run` creates the worker and is its sentinel, and meanwhile `handle` is called by the
+    graph's thread, or by an actor call while no step is in flight."""
 
     def __init__(self, label: str, log_level: str) -> None:
         super().__init__(label, log_level)
-        self._edge: FrameHandler | None = None
-        self._is_alive = threading.Event()
-        self._is_ending = threading.Event()
+        self._handler: WorkerFrameHandler | None = None
+        self._is_ready = threading.Event()
+        self._is_stopping = threading.Event()
 
     def run(self, target: str, payload: bytes) -> None:
-        """`target`, `module:function`, makes an object with `handle(frames)` and `close()` of `payload`."""
-        module, _, function = target.partition(":")
-        self._edge = getattr(importlib.import_module(module), function)(payload)
-        self._is_alive.set()
-        self._is_ending.wait()
-        self._edge.close()
+        """Create the worker by `target`, `module:function`, which returns a `WorkerFrameHandler`; wait for `stop`."""
+        self._handler = load_target(target)(payload)
+        self._is_ready.set()
+        self._is_stopping.wait()
+        self._handler.close()
 
-    def wait_until_alive(self) -> None:
-        """Returns once the worker is made; if that raises, `run` tells."""
-        self._is_alive.wait(ALIVE_SECONDS)
+    def wait_until_ready(self) -> None:
+        """Return once the worker exists; if its creation raises, `run` reports that."""
+        self._is_ready.wait(MAX_START_SECONDS)
 
     def handle(self, frames: Frames) -> Frames:
-        assert self._edge is not None, "a call before the worker was made"
-        return lend(self._edge.handle(detach(frames)))
+        assert self._handler is not None, "a call before the worker was created"
+        return to_ray_frames(self._handler.handle(detach(frames)))
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Let `run` return."""
-        self._is_ending.set()
+        self._is_stopping.set()
 
 
 class Graph:
-    """The compiled graph over some `GraphActor`s. Its results are in the order of the hosts.
+    """The compiled graph over `GraphActor`s. Its results are in the order of the actors.
 
-    If any of them is on another node, a step may be sent only when the one before it has been answered.
+    If an actor is on another node, a step may be sent only after the reply to the one before it.
     """
 
-    def __init__(self, hosts: Sequence[Any], *, max_steps: int, timeout: float) -> None:
+    def __init__(self, actors: Sequence[Any], *, max_steps: int, timeout: float) -> None:
         logging.getLogger("ray.dag.compiled_dag_node").setLevel(logging.CRITICAL)  # our own errors name the cause
         with InputNode() as frames:
-            graph = MultiOutputNode([host.handle.bind(frames) for host in hosts])
+            graph = MultiOutputNode([actor.handle.bind(frames) for actor in actors])
         self._timeout = timeout
         self._compiled: Any = graph.experimental_compile(
             _submit_timeout=timeout, _buffer_size_bytes=BUFFER_BYTES, _max_inflight_executions=max_steps
         )
-        # When a host dies, Ray would at once take the graph apart, while the others are sending. We do it, in `close`.
+        # When an actor dies, Ray would tear the graph down at once, while the others are sending. `close` does it.
         self._compiled._monitor._teardown_done = True
-        # Closing registers what was not read yet, and that aborts this process if the memory went with a dead host.
+        # Closing registers what was not read yet, and that aborts this process if the memory went with a dead actor.
         for channel in self._compiled.dag_output_channels:
             channel.ensure_registered_as_reader()
 
     def execute(self, frames: Frames) -> Any:
-        """Send a message to every host; a reference for `results`."""
+        """Send a message to every actor; return a reference for `results`."""
         return self._compiled.execute(frames)
 
-    def results(self, reference: Any, edge: Callable[[Any], Any] = detach) -> list[Frames]:
-        """What each host has answered, in memory of our own. To be asked once, in the order of `execute`.
+    def results(self, reference: Any, copy: Callable[[Any], Any] = detach) -> list[Frames]:
+        """Return the reply of each actor, in memory of this process. Called once, in the order of `execute`.
 
-        Raises what a host raises, as soon as one does, and `ray.exceptions.RayChannelTimeoutError` after the timeout,
-        also when a host is dead; `RayChannelError` when the graph is closed meanwhile.
+        Raises what an actor raises, as soon as one does, and `ray.exceptions.RayChannelTimeoutError` after the timeout,
+        also when an actor is dead; `RayChannelError` when the graph is closed meanwhile.
         """
         try:
-            answers: list[Frames] = edge(ray.get(reference, timeout=self._timeout))
+            replies: list[Frames] = copy(ray.get(reference, timeout=self._timeout))
         except RayTaskError as error:
             raise error.cause from None
-        return answers
+        return replies
 
-    def close(self, *, are_hosts_dead: bool = False) -> None:
-        """Take the graph apart. The hosts are idle, all steps being answered, or else they are dead."""
-        if are_hosts_dead:
-            time.sleep(QUIET_SECONDS)
+    def close(self, *, are_actors_dead: bool = False) -> None:
+        """Tear the graph down. The actors must be idle, with a reply to every step, or dead."""
+        if are_actors_dead:
+            time.sleep(DRAIN_SECONDS)
         self._compiled._monitor._teardown_done = False
         self._compiled.teardown()
-        # Ray's own helper of the graph; after a failure, what still refers to the graph would keep it alive
+        # Ray's own helper actor of the graph: after a failure, remaining references to the graph would keep it alive
         ray.kill(self._compiled._proxy_actor)
 
 
-def wait_until_alive(hosts: Sequence[Any], wait: Deadline, check: Callable[[], None]) -> None:
-    """Until every host, told to `run`, has made its worker. `check` is called again and again and may raise."""
-    waiting = [host.wait_until_alive.remote() for host in hosts]
+def wait_until_ready(actors: Sequence[Any], deadline: Deadline, check: Callable[[], None]) -> None:
+    """Wait until every actor that was told to `run` has created its worker. `check` is called repeatedly and may
+    raise."""
+    waiting = [actor.wait_until_ready.remote() for actor in actors]
     while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=LOOK_SECONDS)
+        ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=WAIT_SECONDS)
         check()
         ray.get(ready)
         if waiting:
-            wait.note(partial(_not_made, len(waiting), len(hosts)))
+            deadline.check(partial(str.format, "{} of {} workers are not made yet", len(waiting), len(actors)))
 
 
-def _not_made(count: int, of: int) -> str:
-    return f"{count} of {of} workers are not made yet"
+def call_actors(actors: Sequence[Any], frames: Frames) -> Iterator[Frames]:
+    """Call every actor beside the graph, which must be idle. Yields replies as they arrive, in memory of this process.
 
-
-def call_actors(hosts: Sequence[Any], frames: Frames) -> Iterator[Frames]:
-    """Call every host beside the graph, which must be idle: what they say, as they say it, in memory of our own.
-
-    Raises what a host raises, and what Ray raises when one of them dies.
+    Raises what an actor raises, and what Ray raises when one of them dies.
     """
-    waiting = [host.handle.remote(frames) for host in hosts]
+    waiting = [actor.handle.remote(frames) for actor in actors]
     while waiting:
         ready, waiting = ray.wait(waiting, num_returns=1)
         for reference in ready:
@@ -154,19 +149,20 @@ def call_actors(hosts: Sequence[Any], frames: Frames) -> Iterator[Frames]:
                 raise error.cause from None
 
 
-def stop_actors(hosts: Sequence[Any]) -> None:
-    """Let every host's `run` return."""
-    for host in hosts:
-        host.end.remote()
+def stop_actors(actors: Sequence[Any]) -> None:
+    """Let every actor's `run` return."""
+    for actor in actors:
+        actor.stop.remote()
 
 
-def explain(error: Exception) -> str:
-    """What broke the graph, in a line."""
+def explain_failure(error: Exception) -> str:
+    """Return in one line why the graph failed."""
     if isinstance(error, RayChannelTimeoutError):
         return "no result within the time that `ray_graph_timeout` allows: a worker hangs, or the step takes longer"
     return f"{type(error).__name__}: {summarize(str(error))}"
 
 
-def lend(frames: Sequence[Any]) -> Frames:
-    """Frames as Ray takes them without copying: the header as bytes, the others as arrays over their memory."""
+def to_ray_frames(frames: Sequence[Any]) -> Frames:
+    """Return frames in the form that Ray moves without copying: the header as bytes, the others as arrays over their
+    memory."""
     return [bytes(frame) if index == 0 else np.frombuffer(frame, np.uint8) for index, frame in enumerate(frames)]

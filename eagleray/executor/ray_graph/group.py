@@ -1,7 +1,8 @@
 """Workers as Ray actors that a compiled graph calls: a step goes through the graph, any other call to each actor.
 
-Compiled graphs are on their way out of Ray, so this group stays small and apart. A thread takes the answers, in the
-order of the calls: a compiled graph's result can be asked for once, and not with a deadline that is to be tried again.
+Compiled graphs are being removed from Ray, so this group stays small and apart. A thread receives the replies, in the
+order of the calls: the result of a compiled graph can be requested only once, so no deadline that is retried is
+possible.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from eagleray.cluster.deadline import Deadline
 from eagleray.cluster.local_cluster import OnLost
 from eagleray.cluster.worker_actors import WorkerActors, open_worker_actors
 from eagleray.config.sections import Config
+from eagleray.errors import FailedCall
 from eagleray.executor.failure_monitor import PEER_EXIT_SECONDS, FailureMonitor
-from eagleray.executor.ray_graph.frame_handler import FailedCall
 from eagleray.executor.ray_graph.graph import (
     Frames,
     Graph,
     GraphActor,
     call_actors,
-    explain,
-    lend,
+    explain_failure,
     stop_actors,
-    wait_until_alive,
+    to_ray_frames,
+    wait_until_ready,
 )
 from eagleray.executor.worker_specs import encode_worker_specs, open_heartbeat_monitor
 from eagleray.identity import EngineId
@@ -40,9 +41,10 @@ from eagleray.messages.workers import RayContext
 WORKER = "eagleray.executor.ray_graph.frame_handler:open_frame_handler"
 
 SPARE_STEPS = 2
-"""Steps that the graph takes beyond those that the engine has in flight."""
+"""Steps that the graph buffers beyond those that the engine has in flight."""
 
-END_SECONDS = 3.0
+STOP_TIMEOUT_SECONDS = 3.0
+"""Time for workers to exit after they were told to, before they are killed."""
 
 
 def start_ray_graph(
@@ -54,89 +56,99 @@ def start_ray_graph(
     on_lost: OnLost | None = None,
     worker: str = WORKER,
 ) -> RayGraphGroup:
-    """The workers of `engine`, every one alive and in the graph. Arguments and errors as `start_ray_actors`."""
-    wait = Deadline(config.execution.startup_timeout, "startup_timeout")
+    """Start the workers of `engine` in a graph. Arguments and errors are those of `start_ray_actors`."""
+    deadline = Deadline(config.execution.startup_timeout, "startup_timeout")
     with ExitStack() as stack:
-        team = open_worker_actors(
-            engine, config, context=context, wait=wait, kind=GraphActor, max_concurrency=2, on_lost=on_lost
+        workers = open_worker_actors(
+            engine, config, context=context, deadline=deadline, kind=GraphActor, max_concurrency=2, on_lost=on_lost
         )
-        stack.callback(team.close)
-        labels, topology = team.labels, team.topology
+        stack.callback(workers.close)
+        labels, topology = workers.labels, workers.topology
         replies: Replies = queue.SimpleQueue()
-        losses = FailureMonitor(lambda: replies.put(None))
-        pulse = open_heartbeat_monitor(labels, losses, config=config, runtime_dir=runtime_dir, host=team.host)
-        stack.callback(pulse.close)
+        failures = FailureMonitor(lambda: replies.put(None))
+        heartbeats = open_heartbeat_monitor(labels, failures, config=config, runtime_dir=runtime_dir, host=workers.host)
+        stack.callback(heartbeats.close)
         specs = encode_worker_specs(
-            engine, config, topology, devices=team.devices, is_local=team.near, queue=lambda rank: b"", heartbeats=pulse
+            engine,
+            config,
+            topology,
+            devices=workers.devices,
+            is_local=workers.is_local,
+            queue=lambda rank: b"",
+            heartbeats=heartbeats,
         )
-        sentinels = team.actors.run(worker, specs)
-        watch = ActorMonitor(sentinels, topology.nodes, lambda rank, cause: losses.report(labels[rank], cause))
-        stack.callback(watch.close)
-        hosts = [actor.handle for actor in team.actors.actors]
-        wait_until_alive(hosts, wait, losses.check)
+        sentinels = workers.actors.run(worker, specs)
+        monitor = ActorMonitor(sentinels, topology.nodes, lambda rank, cause: failures.report(labels[rank], cause))
+        stack.callback(monitor.close)
+        wait_until_ready(workers.actors.handles, deadline, failures.check)
         graph = Graph(
-            hosts,
+            workers.actors.handles,
             max_steps=config.parallel.pipeline_parallel_size + SPARE_STEPS,
             timeout=config.ray.ray_graph_timeout,
         )
-        return RayGraphGroup(team=team, graph=graph, replies=replies, losses=losses, ends=stack.pop_all())
+        return RayGraphGroup(
+            workers=workers, graph=graph, replies=replies, failures=failures, exit_stack=stack.pop_all()
+        )
 
 
-class _Step(NamedTuple):
+class _SentStep(NamedTuple):
     """A step that was sent into the graph."""
 
     reference: Any
 
 
-class _Call(NamedTuple):
-    """Another call, to be made when the steps before it have come out of the graph."""
+class _DeferredCall(NamedTuple):
+    """A call that the thread makes when everything before it is answered.
+
+    A step is deferred behind another call, so that all ranks keep the order, and between nodes, as `graph` explains.
+    """
 
     frames: Frames
-
-
-class _LateStep(NamedTuple):
-    """A step that is sent when everything before it is answered: behind a call, so that all ranks keep the order, and
-    between nodes, as `cluster.graph` explains."""
-
-    frames: Frames
+    is_step: bool
 
 
 Replies = queue.SimpleQueue[Reply | None]
-"""None: look whether a worker was lost."""
+"""None makes `receive` check for a failed worker."""
 
 
 class RayGraphGroup:
     """See `group.WorkerGroup`."""
 
     def __init__(
-        self, *, team: WorkerActors, graph: Graph, replies: Replies, losses: FailureMonitor, ends: ExitStack
+        self,
+        *,
+        workers: WorkerActors,
+        graph: Graph,
+        replies: Replies,
+        failures: FailureMonitor,
+        exit_stack: ExitStack,
     ) -> None:
-        self.topology = team.topology
-        self._team = team
-        self._hosts = [actor.handle for actor in team.actors.actors]
+        self.topology = workers.topology
+        self._workers = workers
+        self._actors = workers.actors.handles
         self._graph = graph
         self._replies = replies
-        self._losses = losses
-        self._ends = ends
-        self._is_one_by_one = not all(team.near)
+        self._failures = failures
+        self._exit_stack = exit_stack
+        self._are_all_local = all(workers.is_local)
         self._is_closed = False
-        self._calls: Codec[Call] = Codec(Call)
-        self._answers: Codec[Reply] = Codec(Reply)
-        self._sent: queue.SimpleQueue[_Step | _Call | _LateStep | None] = queue.SimpleQueue()
-        self._num_kept = 0  # calls and late steps, counted by who sends
-        self._num_done = 0  # and by the thread that makes them
-        self._thread = threading.Thread(target=self._take_answers, name="ray-graph-answers", daemon=True)
+        self._call_codec: Codec[Call] = Codec(Call)
+        self._reply_codec: Codec[Reply] = Codec(Reply)
+        self._sent: queue.SimpleQueue[_SentStep | _DeferredCall | None] = queue.SimpleQueue()
+        self._num_deferred = 0  # written by the sender
+        self._num_done = 0  # deferred calls that were answered, written by the thread
+        self._thread = threading.Thread(target=self._receive_replies, name="ray-graph-answers", daemon=True)
         self._thread.start()
 
     def send(self, call: Call) -> None:
-        self._losses.check()
-        frames = lend(self._calls.encode(call))
+        self._failures.check()
+        frames = to_ray_frames(self._call_codec.encode(call))
         is_step = isinstance(call.body, StepPlan)
-        if is_step and not self._is_one_by_one and self._num_kept == self._num_done:
-            self._sent.put(_Step(self._graph.execute(frames)))
+        if is_step and self._are_all_local and self._num_deferred == self._num_done:
+            self._sent.put(_SentStep(self._graph.execute(frames)))
             return
-        self._num_kept += 1
-        self._sent.put(_LateStep(frames) if is_step else _Call(frames))
+        self._num_deferred += 1
+        self._sent.put(_DeferredCall(frames, is_step))
 
     def receive(self, timeout: float) -> Reply | None:
         try:
@@ -144,53 +156,53 @@ class RayGraphGroup:
         except queue.Empty:
             reply = None
         if reply is None:
-            self._losses.check()
+            self._failures.check()
         return reply
 
     def check(self) -> None:
-        self._losses.check()
+        self._failures.check()
 
     def close(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
-        self._losses.expect_exits()
+        self._failures.expect_exits()
         self._sent.put(None)
-        is_lost = self._losses.is_broken
-        self._thread.join(0 if is_lost else END_SECONDS)
-        with self._ends:
-            if is_lost or self._thread.is_alive():  # what waits for a worker that hangs would hang too
-                self._team.kill()
-                self._graph.close(are_hosts_dead=True)  # ends the thread's wait
-                self._thread.join(END_SECONDS)
+        is_broken = self._failures.is_broken
+        self._thread.join(0 if is_broken else STOP_TIMEOUT_SECONDS)
+        with self._exit_stack:
+            if is_broken or self._thread.is_alive():  # a graceful stop would hang with the worker that hangs
+                self._workers.kill()
+                self._graph.close(are_actors_dead=True)  # ends the thread's wait
+                self._thread.join(STOP_TIMEOUT_SECONDS)
             else:
                 self._graph.close()
-                stop_actors(self._hosts)
-                self._team.actors.wait_until_ended(END_SECONDS)
+                stop_actors(self._actors)
+                self._workers.actors.wait_for_exit(STOP_TIMEOUT_SECONDS)
 
-    def _take_answers(self) -> None:
-        """Ends with the group, or with the graph: what breaks that is a loss."""
+    def _receive_replies(self) -> None:
+        """Run until the group is closed or the graph fails, which is reported."""
         try:
             while (sent := self._sent.get()) is not None:
                 try:
-                    for answer in self._answers_to(sent):
-                        if answer:
-                            self._replies.put(self._answers.decode(answer))
+                    for frames in self._replies_to(sent):
+                        if frames:
+                            self._replies.put(self._reply_codec.decode(frames))
                 except FailedCall as failed:
-                    self._losses.mark_failed()
-                    self._replies.put(self._answers.decode([failed.reply]))
-                if not isinstance(sent, _Step):
+                    self._failures.mark_failed()
+                    self._replies.put(self._reply_codec.decode([failed.reply]))
+                if isinstance(sent, _DeferredCall):
                     self._num_done += 1
         except Exception as error:
-            # When it broke because a worker died, the watch knows which one, and why, a little later.
-            if not self._losses.wait(PEER_EXIT_SECONDS):
-                self._losses.report("in the compiled graph", Failure.noticed(explain(error)))
+            # If the graph failed because a worker died, the monitor reports that worker and the cause a little later.
+            if not self._failures.wait(PEER_EXIT_SECONDS):
+                self._failures.report("in the compiled graph", Failure.noticed(explain_failure(error)))
 
-    def _answers_to(self, sent: _Step | _Call | _LateStep) -> Iterable[Frames]:
+    def _replies_to(self, sent: _SentStep | _DeferredCall) -> Iterable[Frames]:
         match sent:
-            case _Step(reference):
+            case _SentStep(reference):
                 return self._graph.results(reference)
-            case _LateStep(frames):
+            case _DeferredCall(frames, is_step=True):
                 return self._graph.results(self._graph.execute(frames))
-            case _Call(frames):
-                return call_actors(self._hosts, frames)
+            case _DeferredCall(frames):
+                return call_actors(self._actors, frames)

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from eagleray.cluster.autoscaler import manages_nodes
-from eagleray.cluster.nodes import Node, only
+from eagleray.cluster.nodes import Node, manages_nodes, select_nodes
 from eagleray.errors import ClusterError
 
 
@@ -28,20 +27,20 @@ NODES = [node("a", hostname="alpha"), node("b", hostname="beta"), node("c", is_a
         (["10.0.0.3"], "c"),  # it was there: no mistake, but no room either
     ],
 )
-def test_only_finds_nodes_by_id_host_name_or_address(names: list[str], found: str) -> None:
-    assert "".join(one.node_id[0] for one in only(NODES, names)) == found
+def test_select_nodes_finds_by_id_host_name_or_address(names: list[str], found: str) -> None:
+    assert "".join(one.node_id[0] for one in select_nodes(NODES, names)) == found
 
 
-def test_only_finds_a_node_by_a_prefix_of_8_digits() -> None:
+def test_select_nodes_finds_by_a_prefix_of_8_digits() -> None:
     long = [replace(NODES[0], node_id="0123456789abcdef")]
-    assert only(long, ["0123456789"]) == long
+    assert select_nodes(long, ["0123456789"]) == long
     with pytest.raises(ClusterError):
-        only(long, ["0123456"])
+        select_nodes(long, ["0123456"])
 
 
-def test_only_unknown_name_is_refused_with_the_known_nodes() -> None:
+def test_select_nodes_unknown_name_is_refused_with_the_known_nodes() -> None:
     with pytest.raises(ClusterError, match=r"no node is 'gamma'; .* of these: 10\.0\.0\.1 \(aaaaaaaa\) alpha, 10"):
-        only(NODES, ["alpha", "gamma"])
+        select_nodes(NODES, ["alpha", "gamma"])
 
 
 WATCHES = {"active_nodes": {"node_a1": 1, "node_b2": 1}, "node_type_mapping": {"a1": "node_a1", "b2": "node_b2"}}

@@ -1,12 +1,11 @@
-"""Which rank is where, and which GPU it uses."""
+"""Topology of an engine's workers, and the GPU that each uses."""
 
 from __future__ import annotations
 
 import pytest
 
 from eagleray.cluster.actor_process import ActorInfo
-from eagleray.cluster.devices import device_index
-from eagleray.cluster.worker_actors import resolve_topology, warn_of_network
+from eagleray.cluster.worker_actors import device_index, resolve_topology, warn_of_network
 from eagleray.config.build import build_config
 from eagleray.config.sections import Config, ExecutionConfig, ParallelConfig
 from eagleray.errors import ClusterError
@@ -35,19 +34,19 @@ def info(node: str, gpus: list[str], visible: str | None = None) -> ActorInfo:
         (["GPU-b"], "GPU-a, GPU-b", 1),
     ],
 )
-def test_the_position_of_the_assigned_gpu_among_those_that_are_seen(
+def test_device_index_is_the_position_of_the_assigned_gpu(
     assigned: list[str], visible: str | None, index: int | None
 ) -> None:
     assert device_index(assigned, visible) == index
 
 
 @pytest.mark.parametrize("visible", ["0,1", ""])
-def test_a_gpu_that_the_process_does_not_see_is_refused(visible: str) -> None:
+def test_device_index_gpu_that_the_process_does_not_see_is_refused(visible: str) -> None:
     with pytest.raises(ClusterError, match="Ray assigned GPU 2 to a worker"):
         device_index(["2"], visible)
 
 
-def test_ranks_keep_the_order_of_the_actors() -> None:
+def test_resolve_topology_ranks_keep_the_order_of_the_actors() -> None:
     config = Config(parallel=ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2))
     infos = [info("b", ["1"]), info("b", ["0"]), info("a", ["0"]), info("c", ["7"])]
     topology, devices = resolve_topology(config, infos, {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"})
@@ -56,13 +55,13 @@ def test_ranks_keep_the_order_of_the_actors() -> None:
     assert devices == [1, 0, 0, 7]
 
 
-def test_nodes_of_one_address_are_still_two() -> None:
+def test_resolve_topology_nodes_with_one_address_are_two() -> None:
     config = Config(parallel=ParallelConfig(tensor_parallel_size=2))
     topology, _ = resolve_topology(config, [info("a", []), info("b", [])], {"a": "10.0.0.1", "b": "10.0.0.1"})
     assert topology.local_ranks(0) == [0]
 
 
-def test_where_a_custom_resource_stands_for_gpus_the_workers_of_a_node_take_one_each() -> None:
+def test_resolve_topology_without_assigned_gpus_workers_of_a_node_use_one_each() -> None:
     config = Config(parallel=ParallelConfig(tensor_parallel_size=3), execution=ExecutionConfig(device="cuda"))
     infos = [info("a", []), info("a", []), info("b", [])]
     assert resolve_topology(config, infos, {"a": "1", "b": "2"})[1] == [0, 1, 0]
@@ -76,7 +75,7 @@ def test_where_a_custom_resource_stands_for_gpus_the_workers_of_a_node_take_one_
         (["a", "b", "c", "d"], "SPREAD", None),
     ],
 )
-def test_warn_of_network_names_the_nodes_of_a_group_that_straddles(
+def test_warn_of_network_names_the_nodes_of_a_straddling_stage(
     nodes: list[str], strategy: str, said: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = build_config(

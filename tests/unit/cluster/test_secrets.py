@@ -1,4 +1,4 @@
-"""Which environment variables count as secrets."""
+"""Environment variables that count as secrets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAIN = "x"
      "PRIVATE_KEY_FILE", "REDIS_CREDS", "URL_SIGNATURE", "TLS_CERT_KEY", "AZURE_STORAGE_CONNECTION_STRING", "API_KEYS",
      "EAGLERAY_API_KEY", "JWT", "GOOGLE_APPLICATION_CREDENTIALS"],
 )  # fmt: skip
-def test_may_be_secret_by_name(name: str) -> None:
+def test_may_be_secret_name_of_a_secret_is_true(name: str) -> None:
     assert may_be_secret(name, PLAIN)
 
 
@@ -33,7 +33,7 @@ def test_may_be_secret_by_name(name: str) -> None:
      "AccountName=a;AccountKey=abcdef==", '{"password": "hunter22"}', "https://hooks.slack.com/services/T0/B0/x",
      "git+https://ghp_0123456789abcdefghij@github.com/a/b"],
 )  # fmt: skip
-def test_may_be_secret_by_form(value: str) -> None:
+def test_may_be_secret_value_that_looks_like_a_secret_is_true(value: str) -> None:
     assert may_be_secret("PLAIN", value)
 
 
@@ -46,12 +46,12 @@ def test_may_be_secret_by_form(value: str) -> None:
      ("DIRECTORY", "/opt/disk-abcdefghijklmnopqrstu"), ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
      ("TORCH_LOGS", "+dynamo"), ("GOMP_SPINCOUNT", "1000"), ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")],
 )  # fmt: skip
-def test_may_be_secret_of_a_plain_setting_is_false(name: str, value: str) -> None:
+def test_may_be_secret_plain_setting_is_false(name: str, value: str) -> None:
     assert not may_be_secret(name, value)
 
 
 @pytest.mark.parametrize("piece", ["a", "x://", "x://u:", "key", "bearer ", "-----BEGIN ", "a-", "password"])
-def test_may_be_secret_of_a_long_value_is_quick(piece: str) -> None:
+def test_may_be_secret_long_value_is_quick(piece: str) -> None:
     began = time.process_time()
     may_be_secret("PLAIN", piece * (128 * 1024 // len(piece)))
     assert time.process_time() - began < 2

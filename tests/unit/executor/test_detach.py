@@ -1,4 +1,4 @@
-"""What is borrowed is copied, what is owned is not."""
+"""Copies of borrowed memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eagleray.executor.ray_graph.detach import detach, is_borrowed
 
 @pytest.fixture
 def foreign():
-    """Memory that neither numpy nor Python has allocated, as a channel's."""
+    """Yield memory that neither numpy nor Python has allocated, like that of a channel."""
     with mmap.mmap(-1, 4096) as memory:
         yield memory
 
@@ -32,13 +32,13 @@ def owned_arrays() -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("index", range(6))
-def test_what_is_owned_is_passed_on(index):
+def test_detach_owned_array_is_passed_on(index):
     array = owned_arrays()[index]
     assert not is_borrowed(array)
     assert detach([array])[0] is array
 
 
-def test_a_borrowed_array_is_copied_however_it_is_viewed(foreign):
+def test_detach_borrowed_array_is_copied_through_every_view(foreign):
     array = over(foreign)
     writeable = np.frombuffer(memoryview(foreign)[8:16], np.uint8)
     for borrowed in (array, array[3:7], array.reshape(2, -1).T, writeable):
@@ -53,7 +53,7 @@ class Named(NamedTuple):
     array: np.ndarray
 
 
-def test_at_any_depth(foreign):
+def test_detach_nested_values_are_copied_at_any_depth(foreign):
     value = {"a": [1, (over(foreign), "text")], "b": Named(3, over(foreign)), "c": memoryview(foreign)[:4], "d": None}
     copy = detach(value)
     assert not is_borrowed(copy["a"][1][0]) and not is_borrowed(copy["b"].array) and not is_borrowed(copy["c"])
@@ -62,7 +62,7 @@ def test_at_any_depth(foreign):
     value["c"].release()
 
 
-def test_a_tensor_is_always_copied(foreign):
+def test_detach_tensor_is_always_copied(foreign):
     tensor = torch.frombuffer(foreign, dtype=torch.float32)
     copy = detach((tensor,))[0]
     assert copy.data_ptr() != tensor.data_ptr() and torch.equal(copy, tensor)

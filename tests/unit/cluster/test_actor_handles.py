@@ -1,4 +1,4 @@
-"""What the end of an actor that has not yet said where it is means."""
+"""Errors for actors that exit before they have reported where they run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from eagleray.cluster import spawn
 from eagleray.cluster.bundles import Bundle
 from eagleray.cluster.deadline import Deadline
-from eagleray.cluster.spawn import ActorHandle, ActorHandles
+from eagleray.cluster.spawn import ActorHandles
 from eagleray.errors import ClusterError, ClusterLost, UserError, WorkerLost
 
 LABEL = "engine-0/tp0-pp0"
@@ -23,11 +23,11 @@ class _Method:
 
 
 class _Handle:
-    where = _Method()
+    get_info = _Method()
 
 
 def actors(monkeypatch: pytest.MonkeyPatch, error: Exception | None, *, has_node: bool = True) -> ActorHandles:
-    """One actor, whose first answer is `error`, or does not come."""
+    """Return one actor, whose first answer is `error`; None: it does not answer."""
 
     def get(reference: str) -> Any:
         assert error is not None
@@ -40,7 +40,7 @@ def actors(monkeypatch: pytest.MonkeyPatch, error: Exception | None, *, has_node
     monkeypatch.setattr(spawn.ray, "wait", wait)
     monkeypatch.setattr(spawn.placement_groups, "have_nodes", lambda group_id, indices: has_node)
     bundle = Bundle(index=0, node_id="", total={}, free={})
-    return ActorHandles([ActorHandle(LABEL, _Handle())], {}, group_id="group", bundles=[bundle])
+    return ActorHandles([LABEL], [_Handle()], {}, group_id="group", bundles=[bundle])
 
 
 def died(message: str) -> ActorDiedError:
@@ -54,18 +54,18 @@ def died(message: str) -> ActorDiedError:
         ActorUnavailableError("The actor is unavailable: its node does not answer", b"\0" * 16),
     ],
 )
-def test_where_of_an_actor_whose_node_died_is_a_loss(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_get_info_actor_whose_node_died_is_worker_lost(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     with pytest.raises(WorkerLost, match=LABEL) as caught:
-        actors(monkeypatch, error).where(Deadline(5.0, "startup_timeout"))
+        actors(monkeypatch, error).get_info(Deadline(5.0, "startup_timeout"))
     assert not isinstance(caught.value, UserError)
 
 
-def test_where_of_an_actor_whose_constructor_fails_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_get_info_actor_whose_constructor_fails_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     cause = RayTaskError("__init__", "Traceback\nModuleNotFoundError: No module named 'eagleray'", ImportError("x"))
     with pytest.raises(ClusterError, match=r"did not come to life: .*eagleray must be installed on every node"):
-        actors(monkeypatch, ActorDiedError(cause)).where(Deadline(5.0, "startup_timeout"))
+        actors(monkeypatch, ActorDiedError(cause)).get_info(Deadline(5.0, "startup_timeout"))
 
 
-def test_where_while_the_placement_group_has_lost_a_node_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_get_info_placement_group_that_lost_a_node_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ClusterLost, match=f"a node that was to hold {LABEL} is gone"):
-        actors(monkeypatch, None, has_node=False).where(Deadline(5.0, "startup_timeout"))
+        actors(monkeypatch, None, has_node=False).get_info(Deadline(5.0, "startup_timeout"))

@@ -1,4 +1,4 @@
-"""What the actors of the compiled graph's tests do. Found by PYTHONPATH."""
+"""Frame handlers for the actors of the compiled graph's tests. Found by PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from eagleray.executor.ray_graph.frame_handler import FailedCall
+from eagleray.errors import FailedCall
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.steps import Call, Reply, StepPlan, StepResult
@@ -18,8 +18,8 @@ LONG_SECONDS = 60.0
 LAG_SECONDS = 0.1
 
 
-class Edge:
-    """Answers a header and an array; to some headers, otherwise."""
+class EchoHandler:
+    """Answers with the header and an array; some headers make it sleep or answer nothing."""
 
     def handle(self, frames: list[Any]) -> list[Any]:
         match frames[0]:
@@ -33,16 +33,16 @@ class Edge:
         pass
 
 
-def make(payload: bytes) -> Edge:
-    return Edge()
+def make(payload: bytes) -> EchoHandler:
+    return EchoHandler()
 
 
-def make_none(payload: bytes) -> Edge:
+def make_none(payload: bytes) -> EchoHandler:
     raise RuntimeError("it cannot be made")
 
 
-class Half:
-    """Of two ranks, the second one fails, and the first one waits for it."""
+class FailingHandler:
+    """The second of two ranks fails, and the first one waits for it."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
@@ -58,12 +58,12 @@ class Half:
         pass
 
 
-def make_one_that_fails(payload: bytes) -> Half:
-    return Half(msgspec.msgpack.decode(payload, type=WorkerSpec))
+def make_one_that_fails(payload: bytes) -> FailingHandler:
+    return FailingHandler(msgspec.msgpack.decode(payload, type=WorkerSpec))
 
 
-class Lagging:
-    """The rank that samples takes its time; the others have nothing to say, and say so at once."""
+class LaggingHandler:
+    """The rank that samples replies late; the others return no reply at once."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._rank = spec.rank
@@ -83,5 +83,5 @@ class Lagging:
         pass
 
 
-def make_one_that_lags(payload: bytes) -> Lagging:
-    return Lagging(msgspec.msgpack.decode(payload, type=WorkerSpec))
+def make_one_that_lags(payload: bytes) -> LaggingHandler:
+    return LaggingHandler(msgspec.msgpack.decode(payload, type=WorkerSpec))
