@@ -1,1 +1,1 @@
-"""What layers compute with: plain torch in `reference`, and what a device does better."""
+"""The computations of the layers: an interface, and one package for each backend."""

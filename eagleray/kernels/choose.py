@@ -10,7 +10,7 @@ from eagleray.kernels.backend import KernelBackend
 from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.backend import CpuBackend
 from eagleray.kernels.cpu.build.library import native_library
-from eagleray.kernels.cpu.build.unavailable import NativeUnavailable
+from eagleray.kernels.cpu.build.openmp import NativeUnavailable
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.kernels.torch.onednn import OneDnnBackend
 from eagleray.log import get_logger

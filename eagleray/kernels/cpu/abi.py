@@ -13,7 +13,7 @@ from ctypes import POINTER, Structure
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagleray.kernels.cpu.build.unavailable import NativeUnavailable
+from eagleray.kernels.cpu.build.openmp import NativeUnavailable
 
 SCALARS = {"int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 RESULTS = SCALARS | {"void": None, "const char*": ctypes.c_char_p}

@@ -1,6 +1,6 @@
-"""A CPU's kernels in C++ (`native/`): the forward pass is recorded once and then run by one native call.
+"""The backend of CPUs: a forward pass is recorded once and then run by one call of the C++ kernels in `csrc/`.
 
-Hidden states are float32 between the layers, whatever the model's dtype; what enters a product is rounded to it.
+Hidden states are float32 between the layers in a model of any dtype; the inputs of products are rounded to that dtype.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from eagleray.kernels.cpu.experts import (
     ExpertScratch,
     NativeProducts,
     PackedExperts,
-    native_mixture,
+    c_router_params,
+    c_slot_map,
     native_route,
-    native_slots,
 )
 from eagleray.kernels.cpu.huge_pages import WeightMemory
 from eagleray.kernels.cpu.linear import NativeLinear
@@ -50,7 +50,8 @@ from eagleray.parallel.group import TensorParallelGroup
 
 
 class CpuBackend(KernelBackend):
-    """`library`: of `build.native_library`."""
+    """See `KernelBackend`, which documents the methods. `library` is that of `native_library`; at most `num_threads`
+    threads compute."""
 
     is_batch_invariant = True
 
@@ -72,7 +73,7 @@ class CpuBackend(KernelBackend):
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
         n, k = weight.shape
-        packed = self._memory.take(self.library.er_packed_size(n, k, self._kind), self.dtype)
+        packed = self._memory.allocate(self.library.er_packed_size(n, k, self._kind), self.dtype)
         weight = weight.contiguous()
         self.library.er_pack(weight.data_ptr(), k, n, k, packed.data_ptr(), self._kind, 1)
         return self._linear(packed, bias, n=n, k=k, is_gated=False)
@@ -82,8 +83,8 @@ class CpuBackend(KernelBackend):
 
     def gated_linear(self, weight: Tensor, bias: Tensor | None, clamp: ClampedSwiglu | None = None) -> NativeLinear:
         inner, k = weight.shape[0] // 2, weight.shape[1]
-        padded = -(-inner // abi.NUM_LANES) * abi.NUM_LANES  # a panel has as many gates and as many that they gate
-        packed = self._memory.take(self.library.er_packed_size(2 * padded, k, self._kind), self.dtype)
+        padded = -(-inner // abi.NUM_LANES) * abi.NUM_LANES  # a panel holds equally many gates and gated outputs
+        packed = self._memory.allocate(self.library.er_packed_size(2 * padded, k, self._kind), self.dtype)
         gate, up = weight.contiguous().chunk(2)
         self.library.er_pack_gate_up(gate.data_ptr(), up.data_ptr(), k, inner, k, packed.data_ptr(), self._kind, 1)
         return self._linear(packed, bias, n=2 * inner, k=k, is_gated=True, clamp=clamp)
@@ -159,14 +160,14 @@ class CpuBackend(KernelBackend):
             out = x.another(x.size, is_float=True)
             recording.clear(out)
             args = abi.CComputeExperts(
-                router=native_mixture(router, scores.size),
-                experts=packed.experts,
-                slot_map=native_slots(slots, scores.size),
+                router=c_router_params(router, scores.size),
+                experts=packed.c_experts,
+                slot_map=c_slot_map(slots, scores.size),
                 counts=None if trace is None else trace.counts[layer].data_ptr(),
             )
             recording.append(abi.OP_COMPUTE_EXPERTS, args, reads={"x": x, "scores": scores}, writes={"hidden": out})
             if trace is not None and trace.keeps_ids:
-                recording.reserve.append(partial(_reserve_ids, args, trace, layer))
+                recording.reserve.append(partial(_reserve_trace, args, trace, layer))
             return out
 
         return apply
@@ -225,12 +226,13 @@ class CpuBackend(KernelBackend):
 
 
 class _NativeForward:
-    """Recorded when it is first called, and anew for another cache: its steps say where the cache is."""
+    """See `Forward`. The pass is recorded at the first call, and again for another cache, because its ops hold the
+    cache's addresses."""
 
     def __init__(
-        self, kernels: CpuBackend, compute: Compute, rope: Rope, tp: TensorParallelGroup, latents: NativeMLA | None
+        self, backend: CpuBackend, compute: Compute, rope: Rope, tp: TensorParallelGroup, latents: NativeMLA | None
     ) -> None:
-        self._kernels = kernels
+        self._backend = backend
         self._compute = compute
         self._rope = rope
         self._tp = tp
@@ -239,30 +241,31 @@ class _NativeForward:
         self._program: Program | None = None
 
     def __call__(self, x: Int32Array | Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        rows = x if isinstance(x, Tensor) else None
+        hidden = x if isinstance(x, Tensor) else None
         if self._program is None or cache is not self._cache:
-            self._program, self._cache = self._record(rows, cache), cache
+            self._program, self._cache = self._record(hidden, cache), cache
         if self._latents is not None:
-            self._latents.begin(batch, cache, self._rope)
-        return self._program.run(rows, batch)
+            self._latents.prepare(batch, cache, self._rope)
+        return self._program.run(hidden, batch)
 
-    def _record(self, rows: Tensor | None, cache: KVCache) -> Program:
+    def _record(self, hidden: Tensor | None, cache: KVCache) -> Program:
         recording = Recording()
-        source = recording.value(0 if rows is None else rows.shape[1], is_float=True)
+        source = recording.value(0 if hidden is None else hidden.shape[1], is_float=True)
         result: Value = self._compute(source, cache.layers, cache.block_size)
         return Program(
-            self._kernels.library,
+            self._backend.library,
             recording,
-            source=None if rows is None else source,
+            source=None if hidden is None else source,
             result=result,
-            dtype=self._kernels.dtype,
+            dtype=self._backend.dtype,
             rope=self._rope,
-            num_threads=self._kernels.num_threads,
+            num_threads=self._backend.num_threads,
             tp=self._tp,
         )
 
 
-def _reserve_ids(args: CStruct, trace: ExpertTrace, layer: int, num_rows: int) -> None:
+def _reserve_trace(args: CStruct, trace: ExpertTrace, layer: int, num_rows: int) -> None:
+    """Make room in the trace, and point the op at the new memory."""
     trace.reserve(num_rows)
     rows = trace.buffer(layer)
     args.trace = abi.CExpertTrace(ids=rows.data_ptr(), stride=rows.stride(0), is_wide=rows.dtype == torch.uint16)

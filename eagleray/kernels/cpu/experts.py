@@ -1,4 +1,4 @@
-"""Mixtures of experts with packed weights: as a step of a pass, or at once for code that routes and sums up itself."""
+"""Experts with packed weights: parameters for ops of a pass, and products that code which routes itself can call."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from eagleray.kernels.params import RouterParams
 SCORINGS = {"softmax": abi.SCORING_SOFTMAX, "sigmoid": abi.SCORING_SIGMOID}
 GROUP_SCORES = {"max": abi.GROUP_SCORE_MAX, "top2": abi.GROUP_SCORE_TOP2}
 
-FEW_ROWS = 128
-"""Up to so many one thread routes sooner than another wakes."""
-FEW_NUMBERS = 1 << 18
-"""Up to so many one thread sums up."""
+SINGLE_THREAD_ROWS = 128
+"""Up to this number of rows one thread has routed them before another one wakes."""
+SINGLE_THREAD_NUMBERS = 1 << 18
+"""Up to this number of summands one thread sums them."""
 
 
-def native_mixture(mixture: RouterParams, num_experts: int) -> CStruct:
-    """In C's form; it points into `mixture`."""
-    mixture.check(num_experts)
-    bias = mixture.correction_bias
+def c_router_params(router: RouterParams, num_experts: int) -> CStruct:
+    """Convert to C. The struct points into `router`."""
+    router.check(num_experts)
+    bias = router.correction_bias
     return abi.CRouterParams(
         num_experts=num_experts,
-        top_k=mixture.top_k,
-        scoring=SCORINGS[mixture.scoring],
+        top_k=router.top_k,
+        scoring=SCORINGS[router.scoring],
         correction_bias=None if bias is None else bias.data_ptr(),
-        num_groups=mixture.num_groups,
-        top_groups=mixture.top_groups,
-        group_score=GROUP_SCORES[mixture.group_score],
-        renormalize=mixture.renormalize,
-        renormalize_eps=mixture.renormalize_eps,
-        scale=mixture.scale,
-        round_weights=mixture.round_weights,
+        num_groups=router.num_groups,
+        top_groups=router.top_groups,
+        group_score=GROUP_SCORES[router.group_score],
+        renormalize=router.renormalize,
+        renormalize_eps=router.renormalize_eps,
+        scale=router.scale,
+        round_weights=router.round_weights,
     )
 
 
-def native_slots(slots: ExpertSlotMap | None, num_experts: int) -> CStruct:
-    """In C's form; it points into the arrays of `slots`."""
+def c_slot_map(slots: ExpertSlotMap | None, num_experts: int) -> CStruct:
+    """Convert to C. The struct points into the arrays of `slots`."""
     if slots is None:
         return abi.CExpertSlotMap()
     assert slots.table.shape[0] == len(slots.num_copies) == num_experts
@@ -55,28 +55,28 @@ def native_slots(slots: ExpertSlotMap | None, num_experts: int) -> CStruct:
 
 
 def native_route(
-    library: ctypes.CDLL, scores: Tensor, mixture: RouterParams, dtype: torch.dtype, num_threads: int
+    library: ctypes.CDLL, scores: Tensor, router: RouterParams, dtype: torch.dtype, num_threads: int
 ) -> tuple[Tensor, Tensor]:
-    """As `KernelBackend.route`, int32 and float32. `dtype`: what weights are rounded to if they are."""
+    """See `KernelBackend.route`. Ids are int32 and weights float32, rounded to `dtype` if they are to be rounded."""
     n, num_experts = scores.shape
     assert scores.dtype == torch.float32 and scores.stride(1) == 1
-    ids = torch.empty((n, mixture.top_k), dtype=torch.int32)
-    weights = torch.empty((n, mixture.top_k), dtype=torch.float32)
+    ids = torch.empty((n, router.top_k), dtype=torch.int32)
+    weights = torch.empty((n, router.top_k), dtype=torch.float32)
     library.er_route(
-        native_mixture(mixture, num_experts),
+        c_router_params(router, num_experts),
         scores.data_ptr(),
         scores.stride(0),
         n,
         ids.data_ptr(),
         weights.data_ptr(),
         int(dtype == torch.bfloat16),
-        1 if n <= FEW_ROWS else num_threads,
+        1 if n <= SINGLE_THREAD_ROWS else num_threads,
     )
     return ids, weights
 
 
 class PackedExperts:
-    """The experts in a rank's slots."""
+    """The packed weights of the experts in a rank's slots."""
 
     def __init__(self, gate_up: Sequence[Operation], down: Sequence[Operation]) -> None:
         self.gate_up, self.down = _linears(gate_up), _linears(down)
@@ -86,7 +86,8 @@ class PackedExperts:
         biases = [_pointers([one.bias for one in part if one.bias is not None]) for part in parts]
         assert all(len(bias) in (0, len(self.down)) for bias in biases), "all experts have a bias, or none"
         self._pointers = weights, biases
-        self.experts = abi.CExperts(
+        # points into this object
+        self.c_experts = abi.CExperts(
             num_slots=len(self.down),
             hidden=self.down[0].n,
             inner=self.down[0].k,
@@ -97,17 +98,16 @@ class PackedExperts:
             epilogue=self.gate_up[0].epilogue,
             swiglu=self.gate_up[0].swiglu,
         )
-        """In C's form; it points into this object."""
 
 
 class ExpertScratch:
-    """Memory to compute in, for one thread that computes one thing after another."""
+    """Working memory that the layers share, because one thread computes them one after another."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.int64)
 
-    def take(self, size: int) -> int:
-        """The address of so many bytes, from a multiple of 64 on."""
+    def reserve(self, size: int) -> int:
+        """Return the address of `size` bytes, a multiple of 64. Overwrites what earlier calls returned."""
         words = -(-size // 8) + 8
         if words > len(self._memory):
             self._memory = torch.empty(words, dtype=torch.int64)
@@ -115,7 +115,7 @@ class ExpertScratch:
 
 
 class NativeProducts(ExpertProducts):
-    """A row's numbers do not depend on the other rows."""
+    """See `ExpertProducts`. A row's numbers do not depend on the other rows."""
 
     is_movable = True
 
@@ -125,7 +125,7 @@ class NativeProducts(ExpertProducts):
         self.num_slots = len(packed.down)
         self._library = library
         self._packed = packed
-        self._experts = packed.experts
+        self._experts = packed.c_experts
         self._scratch = scratch
         self._num_threads = num_threads
         self._dtype = packed.down[0].packed.dtype
@@ -137,7 +137,7 @@ class NativeProducts(ExpertProducts):
         outputs = torch.empty((n, k, x.shape[1]), dtype=torch.float32)
         if n * k > 0:
             rows = x.data_ptr(), x.shape[1], n, slots.data_ptr(), k
-            self._library.er_compute_pairs(self._experts, *rows, outputs.data_ptr(), *self._means(n, k))
+            self._library.er_compute_pairs(self._experts, *rows, outputs.data_ptr(), *self._arguments(n, k))
         return outputs
 
     def sums(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
@@ -148,7 +148,9 @@ class NativeProducts(ExpertProducts):
         total = torch.zeros(x.shape, dtype=torch.float32)
         if n * k > 0:
             rows = x.data_ptr(), x.shape[1], n, slots.data_ptr(), k
-            self._library.er_sum_pairs(self._experts, *rows, weights.data_ptr(), total.data_ptr(), *self._means(n, k))
+            self._library.er_sum_pairs(
+                self._experts, *rows, weights.data_ptr(), total.data_ptr(), *self._arguments(n, k)
+            )
         return total
 
     def weighted_sum(self, outputs: Tensor, weights: Tensor) -> Tensor:
@@ -160,7 +162,7 @@ class NativeProducts(ExpertProducts):
         self._library.er_combine(
             *(part.data_ptr() for part in (outputs, places, weights)),
             *(n, k, size, total.data_ptr(), size),
-            1 if outputs.numel() <= FEW_NUMBERS else self._num_threads,
+            1 if outputs.numel() <= SINGLE_THREAD_NUMBERS else self._num_threads,
         )
         return total
 
@@ -170,17 +172,17 @@ class NativeProducts(ExpertProducts):
         return [part.view(torch.uint8).view(-1) for part in memory]
 
     def _check(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """As C takes them."""
+        """Return both in the layout of C."""
         assert x.dtype == self._dtype and x.shape[1] == self._experts.hidden and len(x) == len(slots)
         return x.contiguous(), slots.to(torch.int32).contiguous()
 
-    def _means(self, n: int, k: int) -> tuple[int, int, int, int]:
-        """Scratch, the number of rows that it is enough for, the number format, threads."""
+    def _arguments(self, n: int, k: int) -> tuple[int, int, int, int]:
+        """Return the scratch memory, the number of rows that it serves, the number format, and the threads."""
         tokens = min(EXPERT_TOKENS, 1 << (n - 1).bit_length())
         size = self._library.er_experts_scratch_size(self._experts, k, tokens, self._kind)
         num_weights = 3 * k * self._experts.hidden * self._experts.inner
         threads = threads_for(num_weights, self._dtype, n, self._num_threads)
-        return self._scratch.take(size), tokens, self._kind, threads
+        return self._scratch.reserve(size), tokens, self._kind, threads
 
 
 def _linears(operations: Sequence[Operation]) -> list[NativeLinear]:

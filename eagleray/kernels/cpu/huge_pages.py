@@ -1,4 +1,4 @@
-"""Memory for packed weights: in huge pages, where a core reads them a fifth faster than in small ones."""
+"""Memory for packed weights in huge pages, which a core reads a fifth faster than small ones."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from eagleray.kernels.kv_cache import CACHE_LINE_BYTES, HUGE_PAGE_BYTES
+
 CHUNK_BYTES = 32 << 20
-HUGE_PAGE_BYTES = 2 << 20
-CACHE_LINE_BYTES = 64
 
 
 class WeightMemory:
-    """Hands out pieces of large chunks, to any thread. A chunk is given back when nothing refers to its pieces."""
+    """Allocates pieces of large chunks, from any thread. A chunk is freed when nothing refers to its pieces."""
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._used = 0
         self._lock = threading.Lock()
 
-    def take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """[num_elements] zeros, from a multiple of 64 bytes on."""
+    def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return [num_elements] zeros that begin at a cache line."""
         size = -(-num_elements * dtype.itemsize // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
         with self._lock:
             if self._used + size > len(self._chunk):
@@ -34,7 +34,7 @@ class WeightMemory:
 
 
 def _map(size: int) -> Tensor:
-    """[size or more] uint8 from a huge page's boundary on."""
+    """Return uint8 memory of at least `size` bytes that begins at a huge page."""
     size = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):  # a kernel without huge pages

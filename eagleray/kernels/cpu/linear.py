@@ -1,4 +1,4 @@
-"""Products with weights that were packed for the kernels in `native/`, as steps of a pass or at once."""
+"""Products with weights that are packed for the kernels, as ops of a pass or computed at once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from eagleray.kernels.params import ClampedSwiglu
 
 
 class NativeLinear:
-    """Products with a packed weight. Those with a tensor are computed at once, and overwritten by the next call.
+    """A product with a packed weight. Called with a tensor it computes at once; the next call overwrites the result.
 
-    `n`: outputs, if `is_gated` gates and as many that they gate; `k`: inputs. `num_threads`: at most.
+    `n` is the number of outputs before gating: if `is_gated`, half of them are gates. `k` is the number of inputs.
     """
 
     def __init__(

@@ -33,14 +33,14 @@ class NativeMLA:
 
         def apply(queries: HiddenStates, latents: HiddenStates, cache: Tensor, context: Context) -> HiddenStates:
             def compute(queries: Tensor, latents: Tensor) -> Tensor:
-                assert self._context is not None, "`begin` comes before the pass"
+                assert self._context is not None, "`prepare` comes before the pass"
                 return attend(queries, latents, cache, self._context)
 
             return self._backend.host(compute, [queries, latents], size=size)
 
         return apply
 
-    def begin(self, batch: ForwardBatch, cache: KVCache, rope: Rope) -> None:
+    def prepare(self, batch: ForwardBatch, cache: KVCache, rope: Rope) -> None:
         """Prepare the next pass, which computes `batch`."""
         tensors = DeviceBatch.of(batch, CPU)
         cos, sin = rope.table(tensors.positions)  # not `angles`: hidden states between native ops are float32

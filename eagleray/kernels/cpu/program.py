@@ -18,19 +18,19 @@ from eagleray.parallel.group import TensorParallelGroup
 from eagleray.parallel.token_shards import token_shard
 
 MIN_ROWS = 64
-ALONE_SECONDS = 150e-6
-"""What takes one thread less than this is not worth waking another."""
+SINGLE_THREAD_SECONDS = 150e-6
+"""Work that takes one thread less than this is not worth waking another."""
 BYTES_PER_SECOND = 60e9
+"""Rough memory bandwidth of one thread."""
 OPERATIONS_PER_SECOND = 400e9
-"""Of one thread, roughly."""
+"""Rough arithmetic rate of one thread."""
 EXPERT_TOKENS = 512
-"""Tokens that go through the experts together: what is between their products stays in the processor's cache."""
+"""Tokens that go through the experts together, so few that intermediate results stay in the processor's cache."""
 
 
 @dataclass
 class _Segment:
-    """Consecutive native ops that all compute this rank's share of the rows, or all compute all rows; or one host
-    op."""
+    """Consecutive native ops on the same rows (this rank's token shard, or all), or one host op."""
 
     ops: Any
     count: int
@@ -39,7 +39,7 @@ class _Segment:
 
 
 class Program:
-    """A program that one thread runs. Each run of native ops uses up to `num_threads` threads."""
+    """A pass that one thread runs. The native ops of a segment use up to `num_threads` threads."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Program:
         num_threads: int,
         tp: TensorParallelGroup,
     ) -> None:
-        """`source`: the rows that a run brings along, if it does not bring token ids."""
+        """`source`: the value that stands for the input, if that is hidden states and not token ids."""
         recording.finish(result)
         self._library = library
         self._dtype = dtype
@@ -80,17 +80,18 @@ class Program:
         self._scratch: list[Tensor] = []
 
     def run(self, x: Tensor | None, batch: ForwardBatch) -> Tensor:
-        """[num_tokens, features], overwritten by the next run."""
+        """Compute a batch, from the hidden states `x` if given. Returns [num_tokens, features], which the next run
+        overwrites."""
         num_tokens = batch.num_tokens
         if num_tokens > self._capacity:
             self._grow(num_tokens)
         max_context = int(batch.seq_lens.max(initial=0))
         if max_context > self._max_context:
-            self._reach(max_context)
+            self._extend_tables(max_context)
         if x is not None:
             assert self._source is not None
             self._rows[self._source.buffer][:num_tokens, : x.shape[1]].copy_(x)
-        self._describe(batch)
+        self._set_batch(batch)
         run, kind = self._library.er_run, int(self._dtype == torch.bfloat16)
         threads = threads_for(self._num_weights, self._dtype, num_tokens, self._num_threads)
         num_own = len(token_shard(num_tokens, self._tp))
@@ -104,10 +105,10 @@ class Program:
         return self._view(self._result, num_tokens, num_own)
 
     def _view(self, value: Value, num_tokens: int, num_own: int) -> Tensor:
-        """[num_tokens, features] of the buffer, or [num_own, features] of the share."""
+        """Return the used part of the value's buffer: [num_tokens, features], or [num_own, features] of a shard."""
         return self._rows[value.buffer][: num_own if value.is_sequence_sharded else num_tokens, : value.size]
 
-    def _describe(self, batch: ForwardBatch) -> None:
+    def _set_batch(self, batch: ForwardBatch) -> None:
         metadata = self._metadata
         metadata.num_rows = len(batch.seq_lens)
         metadata.query_start_loc = _address(batch.query_start_loc)
@@ -119,13 +120,13 @@ class Program:
         self._batch.token_ids = _address(batch.token_ids)
 
     def _grow(self, num_tokens: int) -> None:
-        """Make room for so many tokens."""
+        """Enlarge all buffers for `num_tokens`."""
         self._capacity = max(MIN_ROWS, 1 << (num_tokens - 1).bit_length())
         for reserve in self._recording.reserve:
             reserve(self._capacity)
-        self._rows = []  # given back before others are taken
+        self._rows = []  # freed before the new ones are allocated
         self._rows = [
-            # even, so that what is read in pairs ends with a zero
+            # an even width, because kernels read pairs: the last one ends with a zero
             torch.zeros((self._capacity, size + size % 2), dtype=torch.float32 if is_float else self._dtype)
             for size, is_float in self._sizes
         ]
@@ -133,8 +134,8 @@ class Program:
             buffer.memory, buffer.stride = rows.data_ptr(), rows.shape[1]
         self._make_scratch()
 
-    def _reach(self, max_context: int) -> None:
-        """Make room for contexts of so many tokens."""
+    def _extend_tables(self, max_context: int) -> None:
+        """Extend the table of rotations to contexts of `max_context` tokens."""
         self._max_context = max(MIN_ROWS, 1 << (max_context - 1).bit_length())
         cos, sin = self._rope.table(torch.arange(self._max_context))
         self._tables = cos.contiguous(), sin.contiguous()
@@ -158,9 +159,9 @@ class Program:
 
 
 def threads_for(num_weights: int, dtype: torch.dtype, num_rows: int, num_threads: int) -> int:
-    """How many of the threads shall multiply so many rows with so many weights."""
+    """Return the number of threads, at most `num_threads`, that multiply `num_rows` with `num_weights` fastest."""
     seconds = num_weights * max(dtype.itemsize / BYTES_PER_SECOND, 2 * num_rows / OPERATIONS_PER_SECOND)
-    return 1 if seconds < ALONE_SECONDS else num_threads
+    return 1 if seconds < SINGLE_THREAD_SECONDS else num_threads
 
 
 def _native(recording: Recording) -> list[NativeOp]:
@@ -168,6 +169,7 @@ def _native(recording: Recording) -> list[NativeOp]:
 
 
 def _segments(recording: Recording) -> list[_Segment]:
+    """Cut the ops into segments, each of which one native call or one Python call computes."""
     segments: list[_Segment] = []
     pending: list[NativeOp] = []
 
@@ -197,5 +199,5 @@ def _address(array: Int32Array) -> int:
 
 
 def aligned(memory: Tensor) -> int:
-    """The first multiple of 64 in it."""
+    """Return the first address in `memory` that is a multiple of 64."""
     return -(-memory.data_ptr() // 64) * 64

@@ -26,7 +26,7 @@ class Value:
     """Features."""
     is_float: bool
     is_sequence_sharded: bool = False
-    """Whether these are the rows of this rank's share and not those of all tokens."""
+    """Whether the rows are this rank's shard of the tokens instead of all tokens."""
     buffer: int = -1
     """Number of the buffer, assigned when the recording is finished."""
 
@@ -62,7 +62,7 @@ class HostOp:
 class Recording:
     ops: list[NativeOp | HostOp] = field(default_factory=list)
     buffers: list[tuple[int, bool]] = field(default_factory=list)
-    """(features, whether float32) of each buffer."""
+    """(features, whether float32) of each buffer"""
     reserve: list[Callable[[int], None]] = field(default_factory=list)
     """Callbacks that grow buffers; called with the token count before a pass larger than every earlier one."""
 
@@ -71,13 +71,12 @@ class Recording:
 
     def append(self, operation: int, args: Any, *, reads: dict[str, Value], writes: dict[str, Value]) -> None:
         op = NativeOp(operation, args, reads, writes)
-        assert all(value.is_sequence_sharded == op.is_sequence_sharded for value in _values(op)), (
-            "one number of rows in an op"
-        )
+        is_uniform = all(value.is_sequence_sharded == op.is_sequence_sharded for value in _values(op))
+        assert is_uniform, "an op has one number of rows"
         self.ops.append(op)
 
     def add(self, total: Value, x: Value) -> Value:
-        """total += x"""
+        """Add `x` to `total` in place, by the op that writes `x` if possible."""
         assert total.is_sequence_sharded == x.is_sequence_sharded
         last = self.ops[-1]
         if _can_end_with_sum(last, x) and last.operation == abi.OP_MULTIPLY:
@@ -138,7 +137,7 @@ class Recording:
             values = _values(op)
             for value in values:
                 if value.buffer < 0:
-                    value.buffer = self._take(value, free)
+                    value.buffer = self._allocate(value, free)
             if isinstance(op, NativeOp):
                 for name, value in (op.reads | op.writes).items():
                     if name != "total":
@@ -147,7 +146,7 @@ class Recording:
                 if last_use[value] == index:
                     free.setdefault((value.size, value.is_float), []).append(value.buffer)
 
-    def _take(self, value: Value, free: dict[tuple[int, bool], list[int]]) -> int:
+    def _allocate(self, value: Value, free: dict[tuple[int, bool], list[int]]) -> int:
         key = (value.size, value.is_float)
         if free.get(key):
             return free[key].pop()

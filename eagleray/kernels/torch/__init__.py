@@ -1,1 +1,1 @@
-"""Torch implementation of the kernel operations: the reference that every other backend is compared with."""
+"""The torch backend: the reference that every other backend is compared with."""

@@ -12,7 +12,7 @@ import pytest
 from eagleray.kernels.cpu.abi import HEADER, CInterface, abi
 from eagleray.kernels.cpu.build import library as native
 from eagleray.kernels.cpu.build.library import build, load, native_library
-from eagleray.kernels.cpu.build.unavailable import NativeUnavailable
+from eagleray.kernels.cpu.build.openmp import NativeUnavailable
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -100,7 +100,7 @@ def test_abi_small_header_is_read_completely(directory):
 
 
 def test_native_library_compiled_with_the_same_header_is_loaded(directory, monkeypatch):
-    monkeypatch.setattr(native, "NATIVE", directory)
+    monkeypatch.setattr(native, "SOURCE_DIRECTORY", directory)
     monkeypatch.setattr(native, "abi", read(SMALL))
     native_library.cache_clear()
     try:
@@ -111,7 +111,7 @@ def test_native_library_compiled_with_the_same_header_is_loaded(directory, monke
 
 @pytest.mark.parametrize("read_text", [SMALL.replace("count;", "number;"), SMALL + "\n"])
 def test_native_library_compiled_with_another_header_is_refused(directory, monkeypatch, read_text):
-    monkeypatch.setattr(native, "NATIVE", directory)
+    monkeypatch.setattr(native, "SOURCE_DIRECTORY", directory)
     monkeypatch.setattr(native, "abi", read(read_text))
     native_library.cache_clear()
     try:

@@ -20,8 +20,7 @@ from eagleray.kernels.cpu.build import cache as build_cache
 from eagleray.kernels.cpu.build import library as native
 from eagleray.kernels.cpu.build.compiler import find_compiler
 from eagleray.kernels.cpu.build.library import build, load, native_library
-from eagleray.kernels.cpu.build.openmp import OpenmpRuntime, mapped_runtimes, openmp_runtime
-from eagleray.kernels.cpu.build.unavailable import NativeUnavailable
+from eagleray.kernels.cpu.build.openmp import NativeUnavailable, OpenmpRuntime, mapped_runtimes, openmp_runtime
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -267,7 +266,7 @@ def test_native_library_second_call_returns_the_same(source, runs, monkeypatch):
     with source.open("a") as file:
         file.write(f"\n{EXPORT} const char* er_abi_fingerprint() {{ return ABI_FINGERPRINT; }}")
         file.write(f"\n{EXPORT} int er_answer() {{ return answer(); }}")
-    monkeypatch.setattr(native, "NATIVE", source.parent)
+    monkeypatch.setattr(native, "SOURCE_DIRECTORY", source.parent)
     monkeypatch.setattr(native, "abi", CInterface(header.read_bytes()))
     native_library.cache_clear()
     try:

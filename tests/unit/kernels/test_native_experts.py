@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagleray.kernels.cpu.abi import abi
-from eagleray.kernels.cpu.experts import native_mixture, native_slots
+from eagleray.kernels.cpu.experts import c_router_params, c_slot_map
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.params import ClampedSwiglu, RouterParams
 from eagleray.kernels.torch.functional import clamped_swiglu
@@ -143,7 +143,7 @@ class Layer:
         trace = abi.CExpertTrace(told[:, 1].data_ptr(), told.stride(0), int(num_experts > 256))
         routed = abi.CRoutedTokens(scores.data_ptr(), num_experts, result.data_ptr(), size, ids.data_ptr(), trace)
         self.library.er_compute_experts(
-            *(native_mixture(mixture, num_experts), packed, native_slots(slots, num_experts)),
+            *(c_router_params(mixture, num_experts), packed, c_slot_map(slots, num_experts)),
             *(x.data_ptr(), x.shape[1], n, routed, counts.data_ptr(), scratch.data_ptr(), max_tokens, dtype, threads),
         )
         assert torch.equal(told[:, 1].long(), ids.long())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagleray.kernels.cpu.experts import native_mixture
+from eagleray.kernels.cpu.experts import c_router_params
 from eagleray.kernels.params import RouterParams
 from eagleray.kernels.torch.routing import route as route_in_torch
 
@@ -30,7 +30,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     n, num_experts = scores.shape
     ids, weights = torch.empty(n, mixture.top_k, dtype=torch.int32), torch.empty(n, mixture.top_k)
-    arguments = native_mixture(mixture, num_experts), scores.data_ptr(), scores.stride(0), n
+    arguments = c_router_params(mixture, num_experts), scores.data_ptr(), scores.stride(0), n
     library.er_route(*arguments, ids.data_ptr(), weights.data_ptr(), DTYPES.index(dtype), threads)
     return ids.long(), weights
 

@@ -53,7 +53,7 @@ def test_alone_and_in_a_batch(checkpoint, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_by_one_thread_and_by_several(checkpoint, dtype, threads, monkeypatch):
-    monkeypatch.setattr("eagleray.kernels.cpu.program.ALONE_SECONDS", 0.0)
+    monkeypatch.setattr("eagleray.kernels.cpu.program.SINGLE_THREAD_SECONDS", 0.0)
     found = []
     for count in (1, 2, 3):
         threads(count)

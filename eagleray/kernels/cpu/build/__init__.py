@@ -1,1 +1,1 @@
-"""Build of the native library for the processor at hand: compiler, OpenMP runtime, cache of finished builds."""
+"""Builds the native library for this processor: compiler, OpenMP runtime, cache of built files."""

@@ -1,8 +1,8 @@
-"""Keep made files between runs: made once, whoever comes first, and never taken for whole when they are not.
+"""A cache of files that survives the process. Each file is made once, by the first process that needs it.
 
-A file ends in the SHA-256 of what comes before: loading a library that was cut short can end the process. Whoever
-makes one holds a lock that the system releases if he dies, and makes it in a directory aside, so that a file has its
-name only when it is finished.
+A file ends with the SHA-256 of the rest, because loading a truncated library can crash the process. A process makes a
+file under a lock, which the system releases if the process dies, and in a scratch directory, so that a file has its
+final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from pathlib import Path
 from eagleray.errors import DeadlineExceeded
 
 LOCK_SECONDS = 300.0
-"""How long another process may take to make the file: longer than a compiler may run."""
+"""Longest wait for another process that makes the file; longer than a compiler may run."""
 
-POLL_SECONDS = 0.05
+POLL_INTERVAL_SECONDS = 0.05
 
 SEAL_BYTES = hashlib.sha256().digest_size
 
 
-def kept(directory: Path, name: str, make: Callable[[Path], Path]) -> Path:
-    """The file of that name in `directory`. If it is not there whole, it is what `make(scratch directory)` returns.
+def cached_file(directory: Path, name: str, make: Callable[[Path], Path]) -> Path:
+    """Return the path of a file in `directory`. If it is missing or damaged, it becomes the file that `make(scratch
+    directory)` returns.
 
-    Raises `OSError` if the directory cannot be used, `DeadlineExceeded` if another process does not get ready, and
-    what `make` raises.
+    Raises `OSError` if the directory cannot be used, `DeadlineExceeded` if another process takes too long to make the
+    file, and every exception of `make`.
     """
     path = directory / name
     if _is_whole(path):
         return path
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory / f"{name}.lock"):
-        if _is_whole(path):  # who held the lock has made it
+        if _is_whole(path):  # the previous holder of the lock has made it
             return path
-        for remains in directory.glob(f"making-{name}-*"):  # of somebody who was killed
+        for remains in directory.glob(f"making-{name}-*"):  # left by a process that was killed
             shutil.rmtree(remains, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(prefix=f"making-{name}-", dir=directory))
         try:
@@ -55,8 +56,8 @@ def kept(directory: Path, name: str, make: Callable[[Path], Path]) -> Path:
 
 
 def private_directory() -> Path:
-    """A directory among the temporary files that is this user's alone. Raises `OSError` if somebody else has taken it:
-    what lies there is loaded into this process."""
+    """Return a directory among the temporary files that only this user can write to. Raises `OSError` if another user
+    owns or can write to it, because its files are loaded into this process."""
     path = Path(tempfile.gettempdir(), f"eagleray-cache-{os.getuid()}")
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()
@@ -91,8 +92,8 @@ def _locked(path: Path) -> Iterator[None]:
                 pass
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"another process has held {path} for more than {LOCK_SECONDS:.0f} s")
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_INTERVAL_SECONDS)
         try:
             yield
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # also for a fork that has inherited the file
+            fcntl.flock(file, fcntl.LOCK_UN)  # explicitly, because a forked child may have inherited the open file

@@ -1,4 +1,4 @@
-"""Find a C++ compiler that can make our kernels, and have it make them. GCC and clang are supported."""
+"""Finds a C++ compiler for the kernels and runs it. GCC and clang are supported."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagleray.kernels.cpu.build.openmp import OpenmpRuntime
-from eagleray.kernels.cpu.build.unavailable import NativeUnavailable
+from eagleray.kernels.cpu.build.openmp import NativeUnavailable, OpenmpRuntime
 
 NAMES = ("c++", "g++", "clang++")
 
@@ -28,7 +27,7 @@ LINK_FLAGS = ("-shared", "-Wl,--no-undefined")
 ADVICE = "install GCC 10 or newer (on Debian and Ubuntu: apt install g++)"
 
 COMMAND_SECONDS = 120.0
-"""How long one run of the compiler may take: a few seconds, were the machine not busy."""
+"""Time limit of one run of the compiler, which takes a few seconds on an idle machine."""
 
 ERROR = re.compile(r"error:|undefined reference|cannot find")
 
@@ -38,7 +37,7 @@ class Compiler:
     command: tuple[str, ...]
     flags: tuple[str, ...]
     macros: str
-    """All that it defines by itself: its version, and what the processor that it compiles for has."""
+    """The compiler's predefined macros. They tell its version and the features of the target processor."""
 
     @property
     def is_clang(self) -> bool:
@@ -46,7 +45,7 @@ class Compiler:
 
 
 def find_compiler(wanted: str | None, *, march: str, runtime: OpenmpRuntime) -> Compiler:
-    """The compiler that the user wants, or the first found that works with this OpenMP runtime.
+    """Return the compiler that the user wants, or the first one that works with this OpenMP runtime.
 
     `march` is the processor to compile for, "native" for this one. Raises `NativeUnavailable`.
     """
@@ -56,7 +55,7 @@ def find_compiler(wanted: str | None, *, march: str, runtime: OpenmpRuntime) -> 
         if shutil.which(command[0]) is None:
             continue
         try:
-            compiler = _ask(command, (*FLAGS, f"-march={march}"))
+            compiler = _probe(command, (*FLAGS, f"-march={march}"))
         except NativeUnavailable as refusal:
             refusals.append(str(refusal))
             continue
@@ -70,7 +69,7 @@ def find_compiler(wanted: str | None, *, march: str, runtime: OpenmpRuntime) -> 
 
 
 def compile_library(compiler: Compiler, sources: Iterable[str], *, directory: Path, runtime: OpenmpRuntime) -> Path:
-    """Compile these files of `directory`, side by side, and link them there with the runtime. Returns the library."""
+    """Compile files of `directory` in parallel and link them with the runtime. Returns the library, in `directory`."""
     objects = {source: f"{source}.o" for source in sources}
     compile_one = (*compiler.command, *compiler.flags, "-c")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -86,13 +85,13 @@ def compile_library(compiler: Compiler, sources: Iterable[str], *, directory: Pa
     return directory / "linked.so"
 
 
-def _ask(command: Sequence[str], flags: tuple[str, ...]) -> Compiler:
+def _probe(command: Sequence[str], flags: tuple[str, ...]) -> Compiler:
     macros = _run((*command, *flags, "-E", "-dM", "-x", "c++", os.devnull), None)
     return Compiler(tuple(command), flags, macros)
 
 
 def _run(command: Sequence[str], directory: Path | None) -> str:
-    """What the compiler says on standard output. Raises `NativeUnavailable` with its first error."""
+    """Return the compiler's standard output. Raises `NativeUnavailable` with its first error."""
     try:
         done = subprocess.run(
             command,

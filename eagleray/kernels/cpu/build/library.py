@@ -1,8 +1,8 @@
-"""The compiled form of the kernels in `../csrc/`, for the processor that this runs on.
+"""The library of the kernels in `../csrc/`, compiled for this machine's processor.
 
-They are compiled by the system's C++ compiler at first use, which takes seconds, and kept in the user's cache
-directory. The sources include no header of torch's; the library shares torch's OpenMP threads. So torch is imported
-before, here, and whoever sets how those threads wait (`config/environment.py`) does so before he imports this.
+The system's C++ compiler makes it at first use, which takes seconds, and it is kept in the user's cache directory. The
+sources include no header of torch, but the library shares torch's OpenMP threads. So this module imports torch first,
+and settings of these threads (`config/environment.py`) have to be made before this module is imported.
 """
 
 from __future__ import annotations
@@ -20,39 +20,38 @@ import torch  # noqa: F401  its OpenMP runtime is the one to link with
 from eagleray.config.environment import build_settings
 from eagleray.errors import DeadlineExceeded
 from eagleray.kernels.cpu.abi import HEADER, abi, fingerprint
-from eagleray.kernels.cpu.build.cache import kept, private_directory
+from eagleray.kernels.cpu.build.cache import cached_file, private_directory
 from eagleray.kernels.cpu.build.compiler import LINK_FLAGS, Compiler, compile_library, find_compiler
-from eagleray.kernels.cpu.build.openmp import OpenmpRuntime, mapped_runtimes, openmp_runtime
-from eagleray.kernels.cpu.build.unavailable import NativeUnavailable
+from eagleray.kernels.cpu.build.openmp import NativeUnavailable, OpenmpRuntime, mapped_runtimes, openmp_runtime
 from eagleray.log import get_logger
 
 logger = get_logger(__name__)
 
-NATIVE = Path(__file__).parent.with_name("csrc")
+SOURCE_DIRECTORY = Path(__file__).parent.with_name("csrc")
 
-PRIVATE = None
-"""Where what is made is kept when the user's cache directory cannot be written: among the temporary files."""
+TEMPORARY = None
+"""Stands for the user's directory among the temporary files, for when the cache directory cannot be written."""
 
 
 @functools.cache
 def native_library() -> ctypes.CDLL:
-    """All kernels in `csrc/`, for this processor, with typed functions. Raises `NativeUnavailable`."""
-    return abi.declare(load(build(sorted(NATIVE.glob("*.cpp")))))
+    """Return all kernels for this processor, with typed functions. Raises `NativeUnavailable`."""
+    return abi.declare(load(build(sorted(SOURCE_DIRECTORY.glob("*.cpp")))))
 
 
 def build(sources: Sequence[Path], *, march: str = "native", directory: Path | None = None) -> Path:
-    """The shared library of these C++ files, which may include the headers that lie beside them.
+    """Return the shared library of C++ files, which may include the headers beside them.
 
-    `march` is the processor as the compiler names it, `directory` where to keep the library instead of the user's
-    cache. It is compiled unless the same contents have been before, with the same compiler for the same processor and
-    the same OpenMP runtime. Raises `NativeUnavailable`, and then has left nothing but an empty lock file.
+    `march` is the compiler's name of the processor; `directory` keeps the library in place of the user's cache. It is
+    compiled unless the same contents have been compiled before, by the same compiler, for the same processor and the
+    same OpenMP runtime. Raises `NativeUnavailable`, and leaves nothing but an empty lock file then.
     """
     if not sources:
-        raise NativeUnavailable(f"there are no sources of kernels in {NATIVE}: install eagleray again")
+        raise NativeUnavailable(f"there are no sources of kernels in {SOURCE_DIRECTORY}: install eagleray again")
     settings = build_settings()
     runtime = openmp_runtime()
     compiler = find_compiler(settings.compiler, march=march, runtime=runtime)
-    # What is compiled is what was read here: a file that changes in between cannot end up under the wrong key.
+    # Copies of these contents are compiled, so a file that changes meanwhile cannot end up under the wrong key.
     names = [source.name for source in sources]
     assert len(set(names)) == len(names), "they are compiled in one directory"
     headers = {header for source in sources for header in source.parent.glob("*.h")}
@@ -73,11 +72,11 @@ def build(sources: Sequence[Path], *, march: str = "native", directory: Path | N
     if directory is not None:
         return _keep([directory], name, make)
     cache = settings.cache_directory
-    return _keep([PRIVATE] if cache is None else [cache / "kernels", PRIVATE], name, make)
+    return _keep([TEMPORARY] if cache is None else [cache / "kernels", TEMPORARY], name, make)
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library, loaded into this process without a second OpenMP runtime. Raises `NativeUnavailable`."""
+    """Load a library without loading a second OpenMP runtime. Raises `NativeUnavailable`."""
     before = mapped_runtimes()
     try:
         library = ctypes.CDLL(str(path))
@@ -92,11 +91,11 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def _key(compiler: Compiler, runtime: OpenmpRuntime, names: Sequence[str], contents: Mapping[str, bytes]) -> str:
-    """Differs if the compiled library may. The compiler's macros say what the processor has, as it sees it: a cache
-    in a home that machines share is right on each."""
+    """Return a key that differs whenever the compiled library may. It contains the compiler's macros, which tell the
+    features of the processor, so machines can share a cache in a common home directory."""
     digest = hashlib.sha256()
-    said = repr((compiler.command, compiler.flags, LINK_FLAGS, names))
-    parts = [said.encode(), compiler.macros.encode(), runtime.path.read_bytes()]
+    command = repr((compiler.command, compiler.flags, LINK_FLAGS, names))
+    parts = [command.encode(), compiler.macros.encode(), runtime.path.read_bytes()]
     for name in sorted(contents):
         parts += [name.encode(), contents[name]]
     for part in parts:
@@ -104,13 +103,13 @@ def _key(compiler: Compiler, runtime: OpenmpRuntime, names: Sequence[str], conte
     return digest.hexdigest()[:32]
 
 
-def _keep(places: Sequence[Path | None], name: str, make: Callable[[Path], Path]) -> Path:
-    """Keep what `make` makes in the first of these places that can be written."""
+def _keep(directories: Sequence[Path | None], name: str, make: Callable[[Path], Path]) -> Path:
+    """Return the cached file in the first of these directories that can be written."""
     refusals = []
-    for place in places:
+    for directory in directories:
         try:
-            return kept(private_directory() if place is PRIVATE else place, name, make)
-        except DeadlineExceeded as error:  # is an OSError, but another place would not help
+            return cached_file(private_directory() if directory is TEMPORARY else directory, name, make)
+        except DeadlineExceeded as error:  # is an OSError, but another directory would not help
             raise NativeUnavailable(f"{error}: end that process, or set EAGLERAY_CACHE_DIR") from error
         except OSError as error:
             refusals.append(str(error))

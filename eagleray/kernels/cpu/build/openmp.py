@@ -1,8 +1,8 @@
-"""The OpenMP runtime that torch computes with in this process: our kernels are to share its threads.
+"""The OpenMP runtime that torch computes with in this process, whose threads our kernels share.
 
-Torch brings a libgomp of its own. A second runtime beside it would have a second set of threads, which spin on the
-same cores. A user may also have put Intel's or LLVM's runtime before torch's (LD_PRELOAD): they answer to the names of
-GNU's, too, and then torch's own is mapped but idle. So what counts is where the names lead.
+Torch brings its own libgomp. A second runtime beside it would have a second set of threads, which spin on the same
+cores. A user may also have loaded Intel's or LLVM's runtime before torch's (LD_PRELOAD): they define GNU's symbols too,
+and then torch's own is mapped but idle. So the runtime in use is the one that the symbols resolve to.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagleray.kernels.cpu.build.unavailable import NativeUnavailable
+from eagleray.errors import EagleRayError
 
 MAPS = Path("/proc/self/maps")
 
@@ -21,17 +21,23 @@ RUNTIME = re.compile(r"lib(gomp|omp|iomp5)[-.]")
 """File names: libgomp.so.1, libgomp-a34b3233.so.1.0.0, libomp.so.5, libiomp5.so."""
 
 
+class NativeUnavailable(EagleRayError):
+    """Kernels cannot be compiled or loaded on this machine. The message gives the reason and what to do. Torch can
+    compute instead."""
+
+
 @dataclass(frozen=True)
 class OpenmpRuntime:
     path: Path
     serves_clang: bool
-    """Whether code that clang compiled can use it; GCC's can use any."""
+    """Whether code compiled by clang can use it. Code compiled by GCC can use any runtime."""
 
 
 def openmp_runtime() -> OpenmpRuntime:
-    """The runtime in use. Torch must have been imported. Raises `NativeUnavailable` if there is none, or no telling."""
+    """Return the runtime in use; torch must have been imported. Raises `NativeUnavailable` if it cannot be found or is
+    ambiguous."""
     path = _file_of("GOMP_parallel")
-    if path is None:  # nothing that all libraries see: torch's own is hidden, but by its name
+    if path is None:  # no global symbol: torch's own runtime is private, so look for it by file name
         hidden = mapped_runtimes()
         if len(hidden) != 1:
             found = ", ".join(map(str, sorted(hidden))) or "none"
@@ -45,12 +51,12 @@ def openmp_runtime() -> OpenmpRuntime:
 
 
 def mapped_runtimes() -> frozenset[Path]:
-    """The files of all OpenMP runtimes that this process has loaded."""
+    """Return the files of all OpenMP runtimes that this process has loaded."""
     return frozenset(path for _, _, path in _mappings() if RUNTIME.match(path.name))
 
 
 def _file_of(symbol: str) -> Path | None:
-    """The library that defines what this name leads to in every library that is loaded."""
+    """Return the library that a global symbol resolves to, or None if it is undefined."""
     try:
         address = ctypes.cast(getattr(ctypes.CDLL(None), symbol), ctypes.c_void_p).value or 0
     except AttributeError:
