@@ -1,7 +1,7 @@
-"""A decoder-only language model, or the part of one that a rank has: token ids in, hidden states and logits out.
+"""A decoder-only language model, or the part of one that a rank has: from token ids to hidden states and logits.
 
-Made by the registry, driven by the worker. The ranks of an engine make the same calls; between them the hidden states
-travel here, inside `forward`, and the parts of logits inside `logits`.
+Made by the registry, driven by the worker. The ranks of an engine make the same calls. `forward` sends hidden states
+between them, `logits` collects the parts of logits.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from eagleray.parallel.groups import Groups
 
 
 class Model:
-    """Immutable once made, but for where its experts are; what it remembers of a sequence is in the cache alone.
+    """A model is immutable after it is made, except for the experts in its slots; its only state of a sequence is in
+    the cache.
 
-    `embedding` is the first stage's, `norm` and `head` are the last one's; `layers` are those of this stage. `experts`:
-    of a model that has some; `rebalancer`: if ranks have them between them.
+    The first stage has the `embedding`, the last one the `norm` and the `head`; `layers` are those of this stage. A
+    model with experts has `experts`; if the ranks divide them, it has a `rebalancer`.
     """
 
     def __init__(
@@ -50,26 +51,26 @@ class Model:
         rebalancer: Rebalancer | None = None,
     ) -> None:
         self.spec = spec
-        """Of the whole model."""
+        """The geometry of the whole model."""
         self.groups = groups
         self.dtype = dtype
         self.device = device
         self.num_parameters = num_parameters
-        """Of this rank."""
+        """Number of parameters on this rank."""
         self.num_local_layers = len(layers)
         self.num_local_kv_heads = len(kv_heads(spec.num_kv_heads, groups.tp))
         self.kernels_name = type(kernels).__name__
         self.ranking = kernels.ranking
-        """Of the logits."""
+        """Finds the highest logits."""
         self.trace: ExpertTrace | None = None if experts is None else experts.trace
-        """Which experts are chosen; None if there are none."""
+        """The experts that were chosen; None if the model has no experts."""
         self.has_sequence_shards = experts is not None and experts.sequence_parallel is not None
-        """The rows of `trace` are those of `token_shard`, not those of the whole batch."""
-        self.exchanges_tokens = experts is not None and experts.dispatch is not None
-        """Rows of the batch go to ranks that have their experts."""
+        """Whether `trace` has the tokens of this rank's `token_shard`, not those of the whole batch."""
+        self.exchanges_tokens = experts is not None and experts.dispatcher is not None
+        """Whether tokens go to the ranks that have their experts."""
         self.rebalancer = rebalancer
         self._experts = experts
-        self._works = False
+        self._any_engine_busy = False
         self._hidden_dtype = kernels.hidden_dtype(dtype)
         self._kernels = kernels
         self._embedding = embedding
@@ -81,7 +82,7 @@ class Model:
         self._run = kernels.compile(self._compute, rope=rope, windows=windows, device=device, tp=groups.tp)
 
     def cache_shape(self, block_size: int) -> CacheShape:
-        """Of the cache that `forward` wants, with blocks of so many tokens."""
+        """Return the shape of the cache that `forward` needs, with blocks of `block_size` tokens."""
         if self.spec.mla is not None:
             block = self._kernels.mla_cache_block(block_size, self.spec.mla.cached_size)
         else:
@@ -89,57 +90,57 @@ class Model:
         return CacheShape(num_layers=self.num_local_layers, block_size=block_size, block=block)
 
     def begin_step(self, is_idle: bool, num_tokens: int) -> bool:
-        """Whether any engine works in the step that begins: this one, unless `is_idle`, or one of those that it shares
-        experts with, which begin it together. `num_tokens`: of this engine's batch.
+        """Begin a step, together with all engines that share the experts, and return whether any of them is busy in it.
+        This engine is busy unless `is_idle`; `num_tokens` are those of its batch.
 
-        Raises `ExpertGroupBroken` if one of them is gone, as `forward` does.
+        Raises `ExpertGroupBroken` if one of the engines is gone, as `forward` does.
         """
         if self._experts is not None and self._experts.spans_engines:
-            self._works = self._experts.agree(is_idle, num_tokens)
+            self._any_engine_busy = self._experts.agree(is_idle, num_tokens)
         else:
-            self._works = not is_idle
-        return self._works
+            self._any_engine_busy = not is_idle
+        return self._any_engine_busy
 
     @torch.inference_mode()
     def rebalance_if_due(self) -> None:
-        """Behind every step: move experts to where they are needed, now and then."""
+        """Count a step that is done, and move experts to balance their load if it is time to."""
         if self.rebalancer is not None:
             self.rebalancer.step()
 
     @torch.inference_mode()
     def on_group_formed(self) -> None:
-        """The group that shares the experts was formed, by all of its ranks at the same time."""
+        """Synchronize the expert slots of a new expert group. All of its ranks call this at the same time."""
         if self.rebalancer is not None:
-            self.rebalancer.settle()
+            self.rebalancer.on_group_formed()
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Compute the batch's tokens and cache their keys and values -> hidden states [num_tokens, hidden_size].
+        """Compute the batch's tokens, cache their keys and values, and return hidden states [num_tokens, hidden_size].
 
-        A stage after the first takes its input from the one before; one before the last sends its output to the next
-        one, which need not be ready. What is returned may be overwritten by the next call. A batch of no tokens helps
-        other engines that work.
+        A stage after the first receives its input from the previous one; a stage before the last sends its output to
+        the next one, which need not be ready. The next call may overwrite the result. With a batch of no tokens this
+        rank only computes its experts for other engines that are busy.
         """
         num_tokens = batch.num_tokens
         if self._experts is not None:
             self._experts.set_num_tokens(num_tokens)
-        if num_tokens == 0 and not self._works:
+        if num_tokens == 0 and not self._any_engine_busy:
             return torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
         hidden = self._run(self._receive(batch) if self._embedding is None else batch.token_ids, batch, cache)
         if self._norm is None and num_tokens > 0:
             assert self.groups.stages is not None
-            self.groups.stages.send_hidden(hidden.clone())  # it may still be under way when it is overwritten
+            self.groups.stages.send_hidden(hidden.clone())  # the original may be overwritten before it is sent
         return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """On the last stage alone: hidden states [n, hidden_size] -> float32 [n, vocab_size] on its first rank. None
-        on its other ranks, which must make the call too. They may be overwritten by the next call."""
+        """Return float32 [n, vocab_size] of hidden states [n, hidden_size] on the first rank of the last stage, and
+        None on its other ranks, which must make the call too. The next call may overwrite the result."""
         assert self._head is not None, "only the last stage has logits"
         return self._head(hidden)
 
     def _compute(self, x: HiddenStates, caches: Sequence[Tensor], context: Context) -> HiddenStates:
-        """From token ids, or what the stage before has sent, to what this stage sends or the head takes."""
+        """Map token ids, or the hidden states of the previous stage, to those for the next stage or the head."""
         hidden = x if self._embedding is None else self._embedding(x)
         for layer, cache in zip(self._layers, caches, strict=True):
             hidden = layer(hidden, cache, context)

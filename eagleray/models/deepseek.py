@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and DeepSeek-V3: attention over latents; after the first layers, which are dense, routed and shared
-experts. They differ in how a token's experts are chosen."""
+"""DeepSeek-V2 and DeepSeek-V3: multi-head latent attention; routed and shared experts in all layers but the first ones,
+which are dense. The two differ in the choice of a token's experts."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def load_layer(
 def _load_experts(
     name: str, index: int, spec: ModelSpec, weights: Weights, kernels: KernelBackend, experts: ExpertLayout
 ) -> MoeBlock:
-    """The router's products are float32 whatever the model's dtype, and so are the weights that it gives to experts."""
+    """Load the experts of a layer. The router's products, and the weights that it gives to experts, are float32
+    whatever the model's dtype is."""
     assert spec.moe is not None
     router = kernels.exact_linear(weights.load(f"{name}.gate.weight", (spec.moe.num_experts, spec.hidden_size)))
     return MoeBlock(
@@ -141,29 +142,30 @@ def _read(
     is_interleaved: bool,
     first_moe_layer: int,
 ) -> ModelSpec:
-    """`moe`: without its layers. `first_moe_layer`: if the file does not say."""
+    """Read the common fields of both families. `moe` comes without its layers; `first_moe_layer` is the default for the
+    first layer with experts."""
     if config.integer("moe_layer_freq", 1) != 1:
         config.fail(
             f"`moe_layer_freq` {shown(config.get('moe_layer_freq'))} is not supported; supported is 1, experts in "
             "every layer from `first_k_dense_replace` on"
         )
-    _check_choice(config, moe)
+    _check_expert_counts(config, moe)
     spec = read_common(config, architecture, defaults)
     first = config.integer("first_k_dense_replace", first_moe_layer, minimum=0)
-    latent = _read_latent(config, spec, is_interleaved=is_interleaved)
+    mla = _read_mla(config, spec, is_interleaved=is_interleaved)
     attention_bias = config.boolean("attention_bias", False)
     return replace(
         spec,
         num_kv_heads=1,
-        head_dim=latent.qk_rope_head_dim,
+        head_dim=mla.qk_rope_head_dim,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
-        mla=latent,
+        mla=mla,
         moe=replace(moe, layers=tuple(layer >= first for layer in range(spec.num_layers))),
     )
 
 
-def _read_latent(config: ConfigFile, spec: ModelSpec, *, is_interleaved: bool) -> MLASpec:
+def _read_mla(config: ConfigFile, spec: ModelSpec, *, is_interleaved: bool) -> MLASpec:
     plain, rotated = config.integer("qk_nope_head_dim", 128), config.integer("qk_rope_head_dim", 64)
     if rotated % 2 != 0:
         config.fail(f"`qk_rope_head_dim` must be even, to be rotated, but it is {rotated}")
@@ -180,18 +182,18 @@ def _read_latent(config: ConfigFile, spec: ModelSpec, *, is_interleaved: bool) -
 
 
 def _expect(config: ConfigFile, name: str, supported: str) -> None:
-    """Of a field that may be left out."""
+    """Fail if the field is there and has another value than `supported`."""
     if (found := config.get(name)) not in (None, supported):
         config.fail(f"`{name}` {shown(found)} is not supported; supported is {supported}")
 
 
 def _num_shared(config: ConfigFile, default: int) -> int:
-    """null: none."""
+    """Return the number of shared experts; null in the file means 0."""
     return config.optional_integer("n_shared_experts", default, maximum=MAX_EXPERTS) or 0
 
 
-def _check_choice(config: ConfigFile, moe: MoeSpec) -> None:
-    """That there are so many experts to choose."""
+def _check_expert_counts(config: ConfigFile, moe: MoeSpec) -> None:
+    """Fail if a token cannot choose as many experts as the file says."""
     experts, groups = moe.num_experts, moe.num_groups
     if experts % groups != 0:
         config.fail(f"`n_routed_experts` {experts} must be a multiple of `n_group` {groups}")

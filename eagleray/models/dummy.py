@@ -1,4 +1,4 @@
-"""Random weights, for trying a model's shape without its weight files."""
+"""Random weights, to run a model's shape without its weight files."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 from eagleray.models.weights import Cut
 
 BLOCK = 1 << 20
-"""Numbers that are really drawn; drawing billions would take minutes."""
+"""Count of numbers that are drawn and then repeated; drawing billions would take minutes."""
 
 STANDARD_DEVIATION = 0.05
 
 SCALE_BYTE = 121
-"""2 ** -6: four-bit weights are up to six times as large."""
+"""An E8M0 scale of 2 ** -6, because four-bit numbers go up to 6."""
 
 
 class DummyWeights:
-    """See `weights.Weights`. The same seed gives the same weights, on any device, and however they are cut."""
+    """Random `Weights`. A seed gives the same weights on any device and however they are cut."""
 
     def __init__(self, *, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self.dtype = dtype
@@ -40,7 +40,7 @@ class DummyWeights:
             self.num_parameters += out.numel()
         if name.endswith("norm.weight"):
             return out.fill_(1)
-        start = zlib.crc32(name.encode())  # so that no two layers are the same
+        start = zlib.crc32(name.encode())  # so that layers differ
         row_size = torch.Size(shape[1:]).numel()
         if cut.dim == 0:
             self._fill(out.view(-1), start + cut.span.start * row_size)
@@ -52,7 +52,7 @@ class DummyWeights:
         return self.load(f"{name}.{index}", shape[1:])
 
     def load_bytes(self, name: str, shape: tuple[int, ...], index: int, *, parameters: int) -> Tensor:
-        """Of four-bit weights (`mxfp4.py`)."""
+        """Return the bytes of four-bit weights (`mxfp4.py`)."""
         shape = shape[1:]
         with self._lock:
             self.num_parameters += torch.Size(shape).numel() * parameters
@@ -68,7 +68,7 @@ class DummyWeights:
         return torch.cat([self.load(*wanted) for wanted in zip(names, shapes, cuts, strict=True)])
 
     def _fill(self, out: Tensor, start: int) -> None:
-        """From the endless repetition of the block, what begins at `start`."""
+        """Fill `out` from the endlessly repeated block, beginning at `start`."""
         start %= BLOCK
         filled = 0
         while filled < len(out):

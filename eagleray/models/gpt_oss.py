@@ -1,5 +1,5 @@
-"""gpt-oss: attention with sinks, every other layer with a window; all experts of a layer in one tensor of each kind, as
-numbers of the model's dtype or in four bits (`mxfp4.py`)."""
+"""gpt-oss: attention with sinks and with a window in every other layer. The checkpoint has all experts of a layer in
+one tensor of each kind, as numbers of the model's dtype or in four bits (`mxfp4.py`)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""If config.json has none."""
+"""Parameters for a config.json without any."""
 
 QUANTIZATION = "mxfp4"
 
@@ -69,7 +69,7 @@ def read_gpt_oss(config: ConfigFile) -> ModelSpec:
             num_experts=(count := config.integer("num_local_experts", 128, maximum=MAX_EXPERTS)),
             top_k=config.integer("num_experts_per_tok", 4, maximum=count),
             intermediate_size=spec.intermediate_size,
-            renormalize=True,  # a softmax over the chosen ones
+            renormalize=True,  # a softmax over the chosen experts
             layers=(True,) * spec.num_layers,
             clamp=ClampedSwiglu(
                 alpha=config.number("swiglu_alpha", 1.702),
@@ -104,12 +104,14 @@ def load_layer(
     return load_decoder_layer(index, spec, weights, kernels, tp, moe, sequence_parallel=experts.sequence_parallel)
 
 
-def _expert_loader(name: str, moe: MoeSpec, hidden_size: int, kernels: KernelBackend, plan: ExpertLayout) -> LoadExpert:
-    """Gates and what they gate alternate in the checkpoint."""
+def _expert_loader(
+    name: str, moe: MoeSpec, hidden_size: int, kernels: KernelBackend, layout: ExpertLayout
+) -> LoadExpert:
+    """Return a loader for experts in whose tensors gate and up projection alternate."""
     size = moe.intermediate_size
-    inner = range(size) if plan.is_divided else shard(size, plan.tp)
+    inner = range(size) if layout.is_divided else shard(size, layout.tp)
     wanted = slice(inner.start, inner.stop)
-    adds_bias = plan.is_divided or plan.tp.rank == 0  # once, not by every rank that has a part of the expert
+    adds_bias = layout.is_divided or layout.tp.rank == 0  # added once, not by every rank that has a shard of the expert
 
     def load(expert: int, weights: Weights) -> Expert:
         def bias(which: str, length: int) -> Tensor:
@@ -131,7 +133,7 @@ def _expert_loader(name: str, moe: MoeSpec, hidden_size: int, kernels: KernelBac
 
 
 def _load_matrix(weights: Weights, name: str, moe: MoeSpec, expert: int, num_out: int, num_in: int) -> Tensor:
-    """[num_out, num_in] of an expert."""
+    """Load an expert's matrix [num_out, num_in]."""
     if not moe.is_mxfp4:
         return weights.load_part(name, (moe.num_experts, num_in, num_out), expert).t()
     shape = (moe.num_experts, num_out, num_in // mxfp4.BLOCK_SIZE)

@@ -1,6 +1,6 @@
 """Reads weights from the safetensors files of a checkpoint.
 
-Files are memory-mapped; a tensor is read when a layer takes it, straight into memory of its own, in the model's dtype
+Files are memory-mapped. A tensor is read when a layer loads it, directly into memory of its own, in the model's dtype
 on the model's device. Every problem is a `CheckpointError` that names the file and the tensor.
 """
 
@@ -10,7 +10,6 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
@@ -29,31 +28,21 @@ INDEX_FILE = "model.safetensors.index.json"
 
 BYTES_OF_DTYPE = {"F32": 4, "F16": 2, "BF16": 2}
 NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-BYTES_OF_RAW_DTYPE = {"U8": 1}
-"""Of tensors that mean something else than the numbers in them."""
+BYTES_OF_ENCODED_DTYPE = {"U8": 1}
+"""Bytes per element of encoded tensors, whose elements are not parameters themselves."""
 FP8 = "F8_E4M3"
 MAX_INDEX_BYTES = 128 * 2**20
-"""Published models with the most experts have an index of about 20 MiB."""
-ALL_BYTES = BYTES_OF_DTYPE | BYTES_OF_RAW_DTYPE | {FP8: 1}
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeights:
-    """The content of weight files by their headers."""
-
-    num_parameters: int
-    """Numbers in all tensors; a byte of four-bit weights counts as two."""
-    layers: frozenset[int]
-    """Layers that have a tensor."""
+"""Bound for the size of an index. Published models with the most experts have one of about 20 MiB."""
+ALL_BYTES = BYTES_OF_DTYPE | BYTES_OF_ENCODED_DTYPE | {FP8: 1}
 
 
 class CheckpointWeights:
-    """The weights of one checkpoint, as a context manager. See `weights.Weights`.
+    """The `Weights` of one checkpoint, as a context manager.
 
-    `is_elsewhere` says which tensors other ranks have; of the others each of `tp_size` ranks reads its part, except
-    those that `is_whole`, which this rank reads alone: all of them, or as many parts as `parts_wanted` says.
-    `on_progress` is told bytes read and bytes in all, as they are in the files: this rank's share of them.
-    `fp8_block`: see `ModelSpec`; without it weights in FP8 are refused.
+    `is_elsewhere` says which tensors only other ranks have. Of the others, each of `tp_size` ranks reads its part,
+    except those that `is_whole`, of which this rank reads all that it wants by itself: the fraction `parts_wanted`.
+    `on_progress` is called with the bytes read and the total bytes of this rank's part, as stored in the files.
+    `fp8_block`: see `ModelSpec`; without it, weights in FP8 are refused.
     """
 
     def __init__(
@@ -132,7 +121,7 @@ class CheckpointWeights:
         cuts: Sequence[Cut | None],
         dtype: torch.dtype,
     ) -> Tensor:
-        for name, shape in zip(names, shapes, strict=True):  # what is not there is not to be allocated either
+        for name, shape in zip(names, shapes, strict=True):  # nothing is allocated if a tensor is missing
             self._stored(name, shape, dtype)
         wanted = [shape if cut is None else cut.shape(shape) for shape, cut in zip(shapes, cuts, strict=True)]
         num_rows = [shape[0] for shape in wanted]
@@ -144,7 +133,8 @@ class CheckpointWeights:
         return out
 
     def finish(self, may_be_left: Callable[[str], bool]) -> None:
-        """All layers have what they need. Raises `CheckpointError` if tensors are left that should not be."""
+        """Report full progress when all layers are loaded. Raises `CheckpointError` if tensors are left of which
+        `may_be_left` is false."""
         left = sorted(name for name in self._left_over if not may_be_left(name))
         if left:
             paths = ", ".join(sorted({str(self._paths[self._owners[name]]) for name in left}))
@@ -157,15 +147,15 @@ class CheckpointWeights:
             self._on_progress(self._total_bytes, self._total_bytes)
 
     def _stored(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-        """The tensor in its file. Raises `CheckpointError` unless it is there, of this shape, and can be read as that
-        dtype."""
+        """Return the tensor in its file. Raises `CheckpointError` unless it exists, has this shape, and can be read as
+        `dtype`."""
         if name not in self._owners:
             searched = ", ".join(map(str, self._paths))
             raise CheckpointError(f"tensor {name!r} of shape {list(shape)} is missing; searched in {searched}")
         index = self._owners[name]
         path, stored = self._paths[index], self._files[index].get_slice(name)
         kind = stored.get_dtype()
-        expected = BYTES_OF_RAW_DTYPE if dtype == torch.uint8 else BYTES_OF_DTYPE
+        expected = BYTES_OF_ENCODED_DTYPE if dtype == torch.uint8 else BYTES_OF_DTYPE
         if kind not in expected and not self._is_fp8(kind, shape):
             supported = ", ".join(expected)
             raise CheckpointError(f"{path}: tensor {name!r} is stored as {kind}; supported are {supported}")
@@ -176,7 +166,7 @@ class CheckpointWeights:
         return stored
 
     def _is_fp8(self, kind: str, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of that kind and shape is a weight with a scale for each block."""
+        """Whether a tensor of this kind and shape is a weight with a scale for each block."""
         return kind == FP8 and self._fp8_block is not None and len(shape) == 2
 
     def _read(self, name: str, shape: tuple[int, ...], cut: Cut | None, out: Tensor, *, is_part: bool = False) -> None:
@@ -191,7 +181,7 @@ class CheckpointWeights:
                 self._on_progress(self._units_read // self._tp_size, self._total_bytes)
 
     def _scaled(self, part: Tensor, name: str, shape: tuple[int, ...], cut: Cut | None) -> Tensor:
-        """float32: a weight in FP8, or the part of it that `cut` leaves, times the scales of its blocks."""
+        """Return float32: a weight in FP8, or the part `cut` of it, times the scales of its blocks."""
         assert self._fp8_block is not None
         rows, columns = self._fp8_block
         num_blocks = -(-shape[0] // rows), -(-shape[1] // columns)
@@ -200,11 +190,13 @@ class CheckpointWeights:
         wanted = [range(size) for size in shape]
         if cut is not None:
             wanted[cut.dim] = cut.span
-        of_columns = scales[:, torch.arange(wanted[1].start, wanted[1].stop) // columns]  # [row blocks, wanted columns]
+        column_scales = scales[
+            :, torch.arange(wanted[1].start, wanted[1].stop) // columns
+        ]  # [row blocks, wanted columns]
         numbers = part.float()
         for block in range(wanted[0].start // rows, -(-wanted[0].stop // rows)):
             first, last = block * rows - wanted[0].start, (block + 1) * rows - wanted[0].start
-            numbers[max(first, 0) : last] *= of_columns[block]
+            numbers[max(first, 0) : last] *= column_scales[block]
         return numbers
 
     def _num_bytes(self, name: str) -> int:
@@ -213,7 +205,7 @@ class CheckpointWeights:
 
 
 def stored_dtype(directory: Path) -> str:
-    """float32, float16 or bfloat16: that of the first weight that is one of these. Raises `CheckpointError`."""
+    """Return the dtype of the first weight that is of float32, float16 or bfloat16. Raises `CheckpointError`."""
     paths = _weight_files(directory)
     for path in paths:
         file = _open(path)
@@ -224,36 +216,37 @@ def stored_dtype(directory: Path) -> str:
     raise CheckpointError(f"{paths[0]}: there are no weights of float32, float16 or bfloat16")
 
 
-def stored_weights(directory: Path) -> StoredWeights:
-    """Read the headers of all weight files. Raises `CheckpointError`."""
-    count, layers = 0, set()
+def read_headers(directory: Path) -> tuple[int, set[int]]:
+    """Return the number of parameters in all weight files, where a byte of four-bit weights counts as two, and the
+    layers that have a tensor. Raises `CheckpointError`."""
+    num_parameters, layers = 0, set[int]()
     for path in _weight_files(directory):
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118
                 stored = file.get_slice(name)
-                per_element = 2 if stored.get_dtype() in BYTES_OF_RAW_DTYPE else 1
-                count += math.prod(stored.get_shape()) * per_element
+                per_element = 2 if stored.get_dtype() in BYTES_OF_ENCODED_DTYPE else 1
+                num_parameters += math.prod(stored.get_shape()) * per_element
                 if (match := LAYER.match(name)) is not None:
                     layers.add(int(match[1]))
-    return StoredWeights(count, frozenset(layers))
+    return num_parameters, layers
 
 
 def _copy(source: Tensor, out: Tensor) -> None:
     if source.dtype == out.dtype and out.device.type == "cpu" and source.is_contiguous():
-        # by one thread: torch would wake all of its own for every tensor
+        # in one thread: torch would wake all of its threads for every tensor
         out.view(torch.uint8).numpy()[:] = source.view(torch.uint8).numpy()
     else:
         out.copy_(source)
 
 
 def _part(stored: Any, cut: Cut) -> Tensor:
-    """No more than that is read."""
+    """Read the part `cut` of a tensor, and no more."""
     span = slice(cut.span.start, cut.span.stop)
     return stored[span] if cut.dim == 0 else stored[:, span]
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The single file, or the shards that the index names."""
+    """Return the single file, or the shards that the index names."""
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.is_file():
         return [single]
@@ -285,7 +278,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _open(path: Path) -> Any:
-    """An open safetensors file; opening checks that its header fits its length."""
+    """Open a safetensors file. This checks that the file is as long as its header says."""
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:

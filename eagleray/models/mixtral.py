@@ -1,4 +1,5 @@
-"""Mixtral: experts in every layer, under names of their own; a token's weights stay float32 until its sum is done."""
+"""Mixtral: experts in every layer, under tensor names of its own. A token's weights stay float32 until the sum over its
+experts is done."""
 
 from __future__ import annotations
 

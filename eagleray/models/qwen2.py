@@ -1,4 +1,4 @@
-"""Qwen2: biases on queries, keys and values; sliding windows in the upper layers if asked for."""
+"""Qwen2: biases on queries, keys and values, and optionally sliding windows in the upper layers."""
 
 from __future__ import annotations
 

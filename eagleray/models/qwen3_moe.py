@@ -46,7 +46,7 @@ def read_qwen3_moe(config: ConfigFile) -> ModelSpec:
 
 
 def _num_experts(config: ConfigFile) -> int:
-    """The name in config.json differs between versions of transformers."""
+    """Read the number of experts, whose field has different names in different versions of transformers."""
     default = config.optional_integer("num_local_experts", 128, maximum=MAX_EXPERTS)
     return config.integer("num_experts", default, maximum=MAX_EXPERTS)
 

@@ -1,4 +1,4 @@
-"""The model families by the architecture's name in config.json, and the one way to load a model."""
+"""The model families, by the architecture's name in config.json, and the only way to load a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from eagleray.models.gpt_oss import read_gpt_oss
 from eagleray.models.layers.decoder import DecoderLayer, load_dense_layer
 from eagleray.models.layers.embedding import Head, load_embedding_and_head
 from eagleray.models.llama import read_llama, read_mistral
-from eagleray.models.loading import CheckpointWeights, stored_dtype, stored_weights
+from eagleray.models.loading import CheckpointWeights, read_headers, stored_dtype
 from eagleray.models.mixtral import load_layer as load_mixtral_layer
 from eagleray.models.mixtral import read_mixtral
 from eagleray.models.moe.experts import MoeBlock
@@ -48,6 +48,8 @@ from eagleray.process.malloc import malloc_trim
 
 @dataclass(frozen=True, slots=True)
 class Family:
+    """The two functions of a family."""
+
     read_spec: Callable[[ConfigFile], ModelSpec]
     load_layer: Callable[
         [int, ModelSpec, Weights, KernelBackend, TensorParallelGroup, ExpertLayout | None], DecoderLayer
@@ -74,8 +76,9 @@ DTYPES = {
     "float": torch.float32,
 }
 
-FAR_MORE = 2
-"""Times the weights that there are. What is nearer is told tensor by tensor."""
+MAX_PARAMETER_RATIO = 2
+"""A config.json that describes more parameters than this times those stored is refused at once; smaller differences are
+reported tensor by tensor."""
 
 SINGLE_WORKER = Groups.single()
 
@@ -95,12 +98,12 @@ def load_model(
     experts: ExpertOptions = NO_OPTIONS,
     total_memory: int | None = None,
 ) -> Model:
-    """The model of a checkpoint directory, or the part that `groups` leaves to this rank, ready to compute.
+    """Load the model of a checkpoint directory, or this rank's part of it by `groups`, ready to compute.
 
-    `dtype`, `load_format` and `deterministic` are those of `config.ModelConfig`; `seed` is that of dummy weights.
-    `on_progress` is told bytes read and bytes in all, of this rank's share; `total_memory`: bytes that the device has.
-    Raises `CheckpointError`, and `ConfigError` if the model cannot be divided so, does not fit into the memory, or
-    `deterministic` cannot be kept.
+    `dtype`, `load_format` and `deterministic` are those of `config.ModelConfig`; `seed` is for dummy weights.
+    `on_progress` is called with the bytes read and the total bytes of this rank's part. `total_memory`: the bytes of
+    the device's memory. Raises `CheckpointError`, and `ConfigError` if the model cannot be divided so, does not fit
+    into the memory, or cannot be `deterministic`.
     """
     config = ConfigFile.read(directory)
     family = _family(config)
@@ -116,9 +119,9 @@ def load_model(
     kernels = choose_backend(device, kind, feature_sizes=spec.feature_sizes, head_dim=spec.head_dim)
     if deterministic:
         _check_batch_invariant(spec, kernels, kind, device, groups)
-    plan = None
+    layout = None
     if spec.moe is not None:
-        plan = ExpertLayout(spec, experts, groups=groups, kernels=kernels, device=device)
+        layout = ExpertLayout(spec, experts, groups=groups, kernels=kernels, device=device)
 
     def open_weights(on_progress: Callable[[int, int], None] | None = None) -> AbstractContextManager[Weights]:
         if load_format == "dummy":
@@ -128,15 +131,20 @@ def load_model(
             dtype=kind,
             device=device,
             on_progress=on_progress,
-            is_elsewhere=lambda name: is_elsewhere(name, spec, groups.mesh, plan),
-            is_whole=lambda name: is_read_whole(name, plan),
-            parts_wanted=lambda name: parts_wanted(name, plan),
+            is_elsewhere=lambda name: is_elsewhere(name, spec, groups.mesh, layout),
+            is_whole=lambda name: is_read_whole(name, layout),
+            parts_wanted=lambda name: parts_wanted(name, layout),
             tp_size=groups.mesh.tp_size,
             fp8_block=spec.fp8_block,
         )
 
     with open_weights(on_progress) as weights:
-        parts = _load_parts(family, spec, weights, kernels, groups, plan, num_threads=_num_threads(device))
+        embedding, layers, head = _load_parts(
+            family, spec, weights, kernels, groups, layout, num_threads=_num_threads(device)
+        )
+        norm = None
+        if groups.mesh.is_last_stage:
+            norm = kernels.norm(weights.load("model.norm.weight", (spec.hidden_size,)), spec.norm_eps)
         if isinstance(weights, CheckpointWeights):
             weights.finish(may_be_left=lambda name: is_not_a_weight(name, spec))
     return Model(
@@ -145,14 +153,14 @@ def load_model(
         dtype=kind,
         device=device,
         kernels=kernels,
-        embedding=parts.embedding,
-        layers=parts.layers,
-        norm=parts.norm,
-        head=parts.head,
+        embedding=embedding,
+        layers=layers,
+        norm=norm,
+        head=head,
         rope=Rope(spec.rope, spec.head_dim, dtype=kind, device=device),
         num_parameters=weights.num_parameters,
-        experts=plan,
-        rebalancer=_rebalancer(parts.layers, plan, experts, kernels, open_weights),
+        experts=layout,
+        rebalancer=_rebalancer(layers, layout, experts, kernels, open_weights),
     )
 
 
@@ -168,25 +176,26 @@ def _family(config: ConfigFile) -> Family:
 
 
 def _check_stored(config: ConfigFile, spec: ModelSpec, directory: Path) -> None:
-    """Raises `CheckpointError` if config.json describes layers that the weight files have not, or far more weights.
+    """Raise `CheckpointError` if config.json describes layers that the weight files do not have, or far more weights.
 
-    A tensor that is missing, or has another shape, is named when it is read.
+    A tensor that is missing or has another shape is reported when it is read.
     """
-    described, stored = num_parameters(spec), stored_weights(directory)
-    if spec.num_layers - 1 not in stored.layers:
+    described = num_parameters(spec)
+    stored, stored_layers = read_headers(directory)
+    if spec.num_layers - 1 not in stored_layers:
         config.fail(
             f"`num_hidden_layers` is {spec.num_layers}, but the weight files beside it have no tensor of layer "
             f"{spec.num_layers - 1}; they do not belong together, or the download is incomplete"
         )
-    if described > FAR_MORE * stored.num_parameters:
+    if described > MAX_PARAMETER_RATIO * stored:
         config.fail(
             f"describes a model of {described:,} parameters, but the weight files beside it hold "
-            f"{stored.num_parameters:,}; they do not belong together, or the download is incomplete"
+            f"{stored:,}; they do not belong together, or the download is incomplete"
         )
 
 
 def _check_memory(config: ConfigFile, spec: ModelSpec, dtype: torch.dtype, groups: Groups, total_memory: int) -> None:
-    """Raises `ConfigError` if this rank's weights can never fit."""
+    """Raise `ConfigError` if this rank's weights cannot fit into the memory."""
     needed = weight_bytes(spec, itemsize=dtype.itemsize, mesh=groups.mesh, num_expert_ranks=max(1, groups.experts.size))
     if needed > total_memory:
         raise ConfigError(
@@ -197,7 +206,7 @@ def _check_memory(config: ConfigFile, spec: ModelSpec, dtype: torch.dtype, group
 
 
 def _check_options(spec: ModelSpec, experts: ExpertOptions, groups: Groups) -> None:
-    """Raises `ConfigError` if the model cannot be divided so, or not do what is asked of its experts."""
+    """Raise `ConfigError` if the model cannot be divided so, or cannot fulfil the options for experts."""
     is_divided = experts.dispatch is not None
     check_fits(spec, groups.mesh, has_whole_experts=is_divided)
     if is_divided:
@@ -212,7 +221,7 @@ def _check_options(spec: ModelSpec, experts: ExpertOptions, groups: Groups) -> N
 def _check_batch_invariant(
     spec: ModelSpec, kernels: KernelBackend, dtype: torch.dtype, device: torch.device, groups: Groups
 ) -> None:
-    """Raises `ConfigError` if a request's numbers could depend on its company."""
+    """Raise `ConfigError` if a request's numbers could depend on the other requests of its batch."""
     if spec.mla is not None:
         raise ConfigError(
             f"option `deterministic`: what computes the attention of {spec.architecture} cannot promise it; drop it"
@@ -229,55 +238,43 @@ def _check_batch_invariant(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """See `Model`."""
-
-    embedding: Operation | None
-    layers: list[DecoderLayer]
-    norm: Operation | None
-    head: Head | None
-
-
 def _load_parts(
     family: Family,
     spec: ModelSpec,
     weights: Weights,
     kernels: KernelBackend,
     groups: Groups,
-    plan: ExpertLayout | None,
+    layout: ExpertLayout | None,
     *,
     num_threads: int,
-) -> _Parts:
+) -> tuple[Operation | None, list[DecoderLayer], Head | None]:
+    """Load the embedding, the layers and the head of this stage, as `Model` takes them."""
     mesh = groups.mesh
 
     def load_layer(index: int) -> DecoderLayer:
-        layer = family.load_layer(index, spec, weights, kernels, groups.tp, plan)
+        layer = family.load_layer(index, spec, weights, kernels, groups.tp, layout)
         malloc_trim()
         return layer
 
     pool = ThreadPoolExecutor(num_threads, "load")
     try:
-        ends = pool.submit(load_embedding_and_head, spec, weights, kernels, mesh, groups.tp)
+        embedding_and_head = pool.submit(load_embedding_and_head, spec, weights, kernels, mesh, groups.tp)
         layers = list(pool.map(load_layer, mesh.layers(spec.num_layers)))
-        embedding, head = ends.result()
+        embedding, head = embedding_and_head.result()
     finally:
         pool.shutdown(cancel_futures=True)
-    norm = None
-    if mesh.is_last_stage:
-        norm = kernels.norm(weights.load("model.norm.weight", (spec.hidden_size,)), spec.norm_eps)
-    return _Parts(embedding, layers, norm, head)
+    return embedding, layers, head
 
 
 def _rebalancer(
     layers: list[DecoderLayer],
-    plan: ExpertLayout | None,
+    layout: ExpertLayout | None,
     options: ExpertOptions,
     kernels: KernelBackend,
     open_weights: Callable[[], AbstractContextManager[Weights]],
 ) -> Rebalancer | None:
-    """None if ranks do not have whole experts. Raises `ConfigError` if experts shall be moved and cannot be."""
-    if plan is None or not plan.is_divided:
+    """Return None if ranks do not have whole experts. Raises `ConfigError` if experts are to be moved but cannot be."""
+    if layout is None or not layout.is_divided:
         return None
     blocks = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, MoeBlock)]
     if options.balance_interval is not None and not all(block.products.is_movable for block in blocks):
@@ -286,10 +283,10 @@ def _rebalancer(
             "bfloat16 or float32 on a CPU, with a C++ compiler, or drop it"
         )
     return Rebalancer(
-        blocks=blocks, plan=plan, interval=options.balance_interval, kernels=kernels, open_weights=open_weights
+        blocks=blocks, layout=layout, interval=options.balance_interval, kernels=kernels, open_weights=open_weights
     )
 
 
 def _num_threads(device: torch.device) -> int:
-    """Reading and packing go on in one thread for each core."""
+    """Return the number of threads that read and pack weights: one for each core."""
     return torch.get_num_threads() if device.type == "cpu" else 1

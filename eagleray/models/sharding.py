@@ -1,7 +1,7 @@
-"""What part of a layer a tensor-parallel rank has. Pure: numbers in, ranges out.
+"""The part of a layer that a tensor-parallel rank has, and the checks whether a model can be divided. Pure.
 
-Weights are cut so that one sum over the ranks ends an attention, and one a feed-forward layer: heads and inner
-features are dealt out in equal shares, and what reads them back into the hidden state has the matching columns.
+Weights are cut so that each attention and each feed-forward layer ends with one sum over the ranks: every rank has
+equally many heads and inner features, and the matching columns of the weight that maps them back to the hidden state.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from eagleray.parallel.mesh import Mesh
 
 
 def shard(count: int, tp: TensorParallelGroup) -> range:
-    """This rank's part of `count`, which the ranks divide."""
-    share = count // tp.size
-    return range(tp.rank * share, (tp.rank + 1) * share)
+    """Return this rank's part of `count`, which must be a multiple of the number of ranks."""
+    size = count // tp.size
+    return range(tp.rank * size, (tp.rank + 1) * size)
 
 
 def padded_shard(count: int, tp: TensorParallelGroup) -> range:
-    """This rank's part of `count`, as if it were padded to a multiple of the ranks; it may end behind `count`."""
+    """Return this rank's part of `count` padded to a multiple of the number of ranks. It may end beyond `count`."""
     return shard(-(-count // tp.size) * tp.size, tp)
 
 
 def kv_heads(total: int, tp: TensorParallelGroup) -> range:
-    """This rank's key heads of `total`. Where there are fewer than ranks, several ranks have the same one."""
+    """Return this rank's key heads of `total`. If these are fewer than the ranks, several ranks have the same one."""
     if total >= tp.size:
         return shard(total, tp)
     head = tp.rank * total // tp.size
@@ -32,17 +32,17 @@ def kv_heads(total: int, tp: TensorParallelGroup) -> range:
 
 
 def num_kv_heads(total: int, tp_size: int) -> int:
-    """How many key heads each rank has."""
+    """Return the number of key heads of each rank."""
     return max(total // tp_size, 1)
 
 
 def features(heads: range, head_dim: int) -> range:
-    """The features of these heads."""
+    """Return the features of these heads."""
     return range(heads.start * head_dim, heads.stop * head_dim)
 
 
 def check_fits(spec: ModelSpec, mesh: Mesh, *, has_whole_experts: bool = False) -> None:
-    """Raises `ConfigError` if the model cannot be divided so. `has_whole_experts`: experts are not cut."""
+    """Raise `ConfigError` if the model cannot be divided over this mesh. `has_whole_experts`: experts are not cut."""
     tp, pp = mesh.tp_size, mesh.pp_size
     if pp > spec.num_layers:
         raise ConfigError(
@@ -56,7 +56,7 @@ def check_fits(spec: ModelSpec, mesh: Mesh, *, has_whole_experts: bool = False) 
 
 
 def check_experts(spec: ModelSpec, *, num_ranks: int, num_redundant: int) -> None:
-    """Raises `ConfigError` if the experts cannot be divided among so many ranks."""
+    """Raise `ConfigError` if the experts cannot be divided among `num_ranks` ranks."""
     if spec.moe is None or not any(spec.moe.layers):
         raise ConfigError(
             f"option `enable_expert_parallel`: the model, {spec.architecture}, has no experts to divide; drop it"
@@ -76,7 +76,7 @@ def check_experts(spec: ModelSpec, *, num_ranks: int, num_redundant: int) -> Non
 
 
 def _misfits(spec: ModelSpec, tp_size: int, has_whole_experts: bool) -> list[str]:
-    """What of the model cannot be divided by so many ranks."""
+    """Describe the dimensions of the model that cannot be divided by `tp_size`."""
     kv, misfits = spec.num_kv_heads, []
     if spec.num_heads % tp_size != 0:
         misfits.append(f"{spec.num_heads} attention heads, which it must divide")

@@ -1,7 +1,7 @@
-"""How much a model is: the numbers of its weights, as its configuration implies them. Pure.
+"""The number of a model's weights, as its configuration implies it. Pure.
 
-Checked before anything of that size is read or allocated. Biases, norms and scales are left out, so the numbers are
-never larger than those of the model.
+It is checked before anything of that size is read or allocated. Biases, norms and scales are left out, so it is never
+larger than the model's own.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ from __future__ import annotations
 from eagleray.models.spec import ModelSpec
 from eagleray.parallel.mesh import Mesh
 
-BYTES_OF_FOUR_BITS = 0.5
+MXFP4_ITEMSIZE = 0.5
 
 WHOLE = Mesh()
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """Numbers in the weights of the whole model."""
+    """Return the number of parameters of the whole model."""
     layers = range(spec.num_layers)
     others = spec.num_layers * _attention(spec) + _num_dense(spec, layers) * _dense(spec)
     return others + _num_moe(spec, layers) * (_experts(spec) + _beside_experts(spec)) + _embeddings(spec, WHOLE)
 
 
 def weight_bytes(spec: ModelSpec, *, itemsize: int, mesh: Mesh, num_expert_ranks: int) -> int:
-    """Bytes of the weights that the worker at this place of the mesh has, each number in `itemsize` bytes.
+    """Return the bytes of the weights of the worker with these coordinates, with `itemsize` bytes for each parameter.
 
-    `num_expert_ranks`: workers that have the experts of a layer between them.
+    `num_expert_ranks`: the number of workers that divide the experts of a layer.
     """
     layers, tp = mesh.layers(spec.num_layers), mesh.tp_size
-    of_experts = BYTES_OF_FOUR_BITS if spec.moe is not None and spec.moe.is_mxfp4 else itemsize
+    of_experts = MXFP4_ITEMSIZE if spec.moe is not None and spec.moe.is_mxfp4 else itemsize
     experts = _num_moe(spec, layers) * _experts(spec) // num_expert_ranks
     others = len(layers) * _attention(spec) + _num_dense(spec, layers) * _dense(spec)
     others += _num_moe(spec, layers) * _beside_experts(spec) + _embeddings(spec, mesh)
@@ -35,14 +35,14 @@ def weight_bytes(spec: ModelSpec, *, itemsize: int, mesh: Mesh, num_expert_ranks
 
 
 def _attention(spec: ModelSpec) -> int:
-    if (latent := spec.mla) is None:
+    if (mla := spec.mla) is None:
         return 2 * spec.hidden_size * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    queries = spec.num_heads * latent.query_dim
-    rank = latent.q_lora_rank
+    queries = spec.num_heads * mla.query_dim
+    rank = mla.q_lora_rank
     of_queries = spec.hidden_size * queries if rank is None else rank * (spec.hidden_size + queries)
-    of_keys = spec.hidden_size * latent.cached_size
-    of_heads = latent.kv_lora_rank * spec.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-    return of_queries + of_keys + of_heads + spec.num_heads * latent.v_head_dim * spec.hidden_size
+    of_keys = spec.hidden_size * mla.cached_size
+    of_heads = mla.kv_lora_rank * spec.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return of_queries + of_keys + of_heads + spec.num_heads * mla.v_head_dim * spec.hidden_size
 
 
 def _dense(spec: ModelSpec) -> int:
@@ -54,14 +54,14 @@ def _experts(spec: ModelSpec) -> int:
 
 
 def _beside_experts(spec: ModelSpec) -> int:
-    """Numbers of the router and the shared experts of a layer."""
+    """Count the parameters of a layer's router and shared experts."""
     if spec.moe is None:
         return 0
     return spec.hidden_size * (spec.moe.num_experts + 3 * spec.moe.shared_intermediate_size)
 
 
 def _embeddings(spec: ModelSpec, mesh: Mesh) -> int:
-    """Numbers of the embedding and the head, as far as a stage has them."""
+    """Count the parameters of the embedding and the head, if the stage has them."""
     count = int(mesh.is_first_stage) + int(mesh.is_last_stage)
     if spec.tie_embeddings:
         count = min(count, 1)

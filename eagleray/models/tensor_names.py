@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint a rank reads, by their names. Pure."""
+"""The choice of the tensors that a rank reads from a checkpoint, by their names. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from eagleray.models.weights import LAYER
 from eagleray.parallel.mesh import Mesh
 
 EXPERT = re.compile(r"model\.layers\.(\d{1,9})\..*\.experts\.(\d{1,9})\.")
-EXPERTS_TOGETHER = re.compile(r"model\.layers\.(\d{1,9})\..*\.experts\.(?!\d)")
-"""A tensor of all experts of a layer, from which each is taken."""
+STACKED_EXPERTS = re.compile(r"model\.layers\.(\d{1,9})\..*\.experts\.(?!\d)")
+"""Matches a tensor that holds all experts of a layer."""
 SHARED_EXPERTS = ".shared_experts."
 
 
 def is_elsewhere(name: str, spec: ModelSpec, mesh: Mesh, experts: ExpertLayout | None) -> bool:
-    """Whether another rank has this tensor, and this one has nothing of it."""
+    """Whether other ranks have this tensor and this rank has no part of it."""
     if (match := EXPERT.match(name)) is not None and experts is not None and int(match[1]) in experts.layers:
         index, expert = int(match[1]), int(match[2])
         return expert < experts.num_experts and not experts.has_expert(index, expert)
@@ -30,19 +30,20 @@ def is_elsewhere(name: str, spec: ModelSpec, mesh: Mesh, experts: ExpertLayout |
 
 
 def is_read_whole(name: str, experts: ExpertLayout | None) -> bool:
-    """Whether this rank reads all of it, where tensor-parallel ranks read a part of most tensors each."""
+    """Whether this rank reads all that it wants of the tensor by itself; of most tensors each tensor-parallel rank
+    reads a part."""
     if experts is None:
         return False
-    if EXPERTS_TOGETHER.match(name) is not None:
+    if STACKED_EXPERTS.match(name) is not None:
         return True
     if not experts.is_divided:
         return False
-    return EXPERT.match(name) is not None or (experts.dispatch is not None and SHARED_EXPERTS in name)
+    return EXPERT.match(name) is not None or (experts.dispatcher is not None and SHARED_EXPERTS in name)
 
 
 def parts_wanted(name: str, experts: ExpertLayout | None) -> Fraction:
-    """How much of a tensor of all experts this rank takes; 1 of any other."""
-    match = EXPERTS_TOGETHER.match(name)
+    """Return the part that this rank reads of a tensor that holds all experts; of any other tensor, 1."""
+    match = STACKED_EXPERTS.match(name)
     if match is None or experts is None or not experts.is_divided or int(match[1]) not in experts.layers:
         return Fraction(1)
     slots = experts.slots(int(match[1]))
@@ -51,8 +52,8 @@ def parts_wanted(name: str, experts: ExpertLayout | None) -> Fraction:
 
 
 def is_not_a_weight(name: str, spec: ModelSpec) -> bool:
-    """Old checkpoints hold computed tables; some with tied embeddings hold the tied weight twice; some hold layers that
-    are left out."""
+    """Whether no layer needs the tensor: old checkpoints hold computed tables, some with tied embeddings hold the tied
+    weight twice, and some hold draft layers, which are left out."""
     if (match := LAYER.match(name)) is not None and int(match[1]) >= spec.num_layers:
         return int(match[1]) < spec.num_layers + spec.num_draft_layers
     return name.endswith("rotary_emb.inv_freq") or (spec.tie_embeddings and name == "lm_head.weight")

@@ -1,4 +1,4 @@
-"""Where layers take their weights from: each by its name and the shape that the model's configuration implies."""
+"""The source of a layer's weights, each identified by its name and the shape that the model's configuration implies."""
 
 from __future__ import annotations
 
@@ -16,49 +16,50 @@ LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a tensor that is wanted: along its dimension `dim` (0 or 1), the indices in `span`."""
+    """The wanted part of a tensor: the indices `span` of its dimension `dim` (0 or 1)."""
 
     dim: int
     span: range
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """The part's shape."""
+        """Return the part's shape, given that of the whole tensor."""
         return (*whole[: self.dim], len(self.span), *whole[self.dim + 1 :])
 
 
 class Weights(Protocol):
-    """Tensors come in the model's dtype, or the one that is asked for, on its device, and the caller owns them. Each,
-    or each part of it, is taken once, from any thread.
+    """Loads tensors in the model's dtype, or in the one that is asked for, onto the model's device. The caller owns
+    them. Each tensor, or each part of one, is loaded once, from any thread.
 
-    Shapes are those of whole tensors, whatever is cut out of them; only what is wanted is read.
+    Shapes are those of whole tensors, whatever is cut out of them; only the wanted part is read. Every method raises
+    `CheckpointError` if a tensor is missing or has another shape.
     """
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's."""
+        """The model's dtype."""
         ...
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all that was taken so far, or what they stand for."""
+        """Number of parameters that the tensors loaded so far stand for."""
         ...
 
     def load(
         self, name: str, shape: tuple[int, ...], cut: Cut | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Raises `CheckpointError` if it is not there or has another shape."""
+        """Load a tensor, or the part `cut` of it."""
         ...
 
     def load_part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
-        """Part `index` of a tensor, along its first dimension: of the shape `shape[1:]`."""
+        """Load part `index` of a tensor along its first dimension, of the shape `shape[1:]`."""
         ...
 
     def load_bytes(self, name: str, shape: tuple[int, ...], index: int, *, parameters: int) -> Tensor:
-        """As `load_part`, of a tensor of uint8 that means something else; each byte stands for so many parameters."""
+        """Load part `index` of an encoded uint8 tensor, each byte of which stands for `parameters` parameters."""
         ...
 
     def load_concatenated(
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
     ) -> Tensor:
-        """Several tensors, or a part of each, one under the other (along the first dimension)."""
+        """Load several tensors, or a part of each, concatenated along the first dimension."""
         ...

@@ -1,1 +1,1 @@
-"""The parts that models are made of. A layer takes its weights by name when it is made, and computes with kernels."""
+"""The parts of a model. A layer loads its weights by name when it is made, and computes with kernels."""

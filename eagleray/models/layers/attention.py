@@ -15,7 +15,7 @@ from eagleray.parallel.group import TensorParallelGroup
 
 
 class Attention:
-    """`window`: this layer's, see `ModelSpec.windows`. Of the heads, this rank's share of `tp`."""
+    """The attention of one layer, with this rank's shard of the heads. `window`: see `ModelSpec.windows`."""
 
     def __init__(
         self,

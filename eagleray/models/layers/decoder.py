@@ -1,4 +1,4 @@
-"""One layer of a decoder: attention, then a feed-forward part, each behind a norm and added to what came in."""
+"""One layer of a decoder: attention and a feed-forward part, each with a norm before it and a residual sum after it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from eagleray.models.spec import ModelSpec
 from eagleray.models.weights import Weights
 from eagleray.parallel.group import TensorParallelGroup
 
-Attends = Callable[[HiddenStates, Tensor, Context], HiddenStates]
-"""Rows [num_tokens, hidden_size], the layer's cache, context -> rows."""
+LayerAttention = Callable[[HiddenStates, Tensor, Context], HiddenStates]
+"""(hidden states [num_tokens, hidden_size], the layer's cache, context) -> hidden states"""
 
 
 class DecoderLayer:
@@ -25,7 +25,7 @@ class DecoderLayer:
         self,
         *,
         attention_norm: Operation,
-        attention: Attends,
+        attention: LayerAttention,
         feed_forward_norm: Operation,
         feed_forward: Operation,
         kernels: KernelBackend,
@@ -39,14 +39,14 @@ class DecoderLayer:
         self._add = kernels.add
 
     def __call__(self, hidden: HiddenStates, cache: Tensor, context: Context) -> HiddenStates:
-        """[num_tokens, hidden_size], in and out; `cache` is this layer's."""
+        """Map hidden states [num_tokens, hidden_size] to the same shape. `cache` is this layer's."""
         attended = self._attention(self._attention_norm(hidden), cache, context)
         if self._sequence_parallel is None:
-            return self._feed(self._add(hidden, attended))
-        own = self._feed(self._add(self._sequence_parallel.local_slice(hidden), attended))
+            return self._feed_forward_and_add(self._add(hidden, attended))
+        own = self._feed_forward_and_add(self._add(self._sequence_parallel.local_slice(hidden), attended))
         return self._sequence_parallel.all_gather(own, hidden)
 
-    def _feed(self, hidden: HiddenStates) -> HiddenStates:
+    def _feed_forward_and_add(self, hidden: HiddenStates) -> HiddenStates:
         return self._add(hidden, self.feed_forward(self._feed_forward_norm(hidden)))
 
 
@@ -58,10 +58,11 @@ def load_decoder_layer(
     tp: TensorParallelGroup,
     feed_forward: Operation,
     *,
-    attention: Attends | None = None,
+    attention: LayerAttention | None = None,
     sequence_parallel: SequenceParallel | None = None,
 ) -> DecoderLayer:
-    """`attention`: in place of the usual one. `sequence_parallel`: see `DecoderLayer`."""
+    """Load a layer's norms and, unless `attention` is given, the usual attention. `sequence_parallel`: see
+    `DecoderLayer`."""
     name = f"model.layers.{index}"
 
     def norm(which: str) -> Operation:
@@ -87,7 +88,7 @@ def load_dense_layer(
     tp: TensorParallelGroup,
     experts: object = None,
 ) -> DecoderLayer:
-    """`experts`: what it has none of."""
+    """Load a layer without experts; `experts` is unused."""
     mlp = MLP(
         f"model.layers.{index}.mlp",
         weights,

@@ -1,9 +1,11 @@
-"""The token embedding and the head that turns hidden states into logits; tied ones share a weight.
+"""The token embedding, and the head that turns hidden states into logits; if they are tied they share a weight.
 
-A tensor-parallel rank has the rows of some tokens of the vocabulary.
+A tensor-parallel rank has the weight's rows of some tokens of the vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,42 +21,42 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 
-class Head:
-    """`product`: hidden states to the logits of the rank's own tokens, as many on every rank; some, at the end of the
-    vocabulary, may be of no token."""
-
-    def __init__(self, product: Operation, vocab_size: int, tp: TensorParallelGroup) -> None:
-        self._product = product
-        self._vocab_size = vocab_size
-        self._tp = tp
-
-    def __call__(self, hidden: Tensor) -> Tensor | None:
-        """[n, hidden_size] -> float32 [n, vocab_size] on rank 0, None on the others"""
-        logits = self._tp.gather(self._product(hidden))
-        return None if logits is None else logits[:, : self._vocab_size].float().contiguous()
+Head = Callable[[Tensor], Tensor | None]
+"""hidden states [n, hidden_size] -> logits, float32 [n, vocab_size] on rank 0 and None on the others"""
 
 
 def load_embedding_and_head(
     spec: ModelSpec, weights: Weights, kernels: KernelBackend, mesh: Mesh, tp: TensorParallelGroup
 ) -> tuple[Operation | None, Head | None]:
-    """The embedding of the first stage (token ids to hidden states), the head of the last one."""
+    """Return the embedding if this is the first stage (token ids to hidden states), and the head if it is the last."""
     own = padded_shard(spec.vocab_size, tp)
-    rows: Operation | None = None
+    embedding: Operation | None = None
     product: Operation | None = None
     if spec.tie_embeddings and mesh.is_first_stage and mesh.is_last_stage:
-        rows, product = kernels.tied_embedding(_load_rows(EMBEDDING, spec, weights, own), own.start)
+        embedding, product = kernels.tied_embedding(_load_rows(EMBEDDING, spec, weights, own), own.start)
     elif mesh.is_first_stage:
-        rows = kernels.embedding(_load_rows(EMBEDDING, spec, weights, own), own.start)
+        embedding = kernels.embedding(_load_rows(EMBEDDING, spec, weights, own), own.start)
     if mesh.is_last_stage and product is None:
         product = kernels.linear(_load_rows(EMBEDDING if spec.tie_embeddings else HEAD, spec, weights, own), None)
     return (
-        None if rows is None else lambda token_ids: kernels.all_reduce(rows(token_ids), tp),
-        None if product is None else Head(product, spec.vocab_size, tp),
+        None if embedding is None else lambda token_ids: kernels.all_reduce(embedding(token_ids), tp),
+        None if product is None else _make_head(product, spec.vocab_size, tp),
     )
 
 
+def _make_head(product: Operation, vocab_size: int, tp: TensorParallelGroup) -> Head:
+    """`product` maps hidden states to the logits of this rank's tokens. These are equally many on every rank, so the
+    last ones may be padding beyond the vocabulary."""
+
+    def head(hidden: Tensor) -> Tensor | None:
+        logits = tp.gather(product(hidden))
+        return None if logits is None else logits[:, :vocab_size].float().contiguous()
+
+    return head
+
+
 def _load_rows(name: str, spec: ModelSpec, weights: Weights, own: range) -> Tensor:
-    """[len(own), hidden_size], zeros where the vocabulary has ended"""
-    there = range(min(own.start, spec.vocab_size), min(own.stop, spec.vocab_size))
-    rows = weights.load(name, (spec.vocab_size, spec.hidden_size), Cut(0, there))
-    return rows if len(there) == len(own) else F.pad(rows, (0, 0, 0, len(own) - len(there)))
+    """Load the weight's rows [len(own), hidden_size]; those beyond the vocabulary are zeros."""
+    present = range(min(own.start, spec.vocab_size), min(own.stop, spec.vocab_size))
+    rows = weights.load(name, (spec.vocab_size, spec.hidden_size), Cut(0, present))
+    return rows if len(present) == len(own) else F.pad(rows, (0, 0, 0, len(own) - len(present)))

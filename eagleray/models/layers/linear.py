@@ -1,7 +1,7 @@
-"""Linear layers of a checkpoint, several that take the same input merged into one product.
+"""Loaders of linear layers. Layers with the same input are merged into one product.
 
-A tensor-parallel rank has either some of a layer's outputs, or its products with some of the inputs; then the products
-of all ranks are summed.
+A tensor-parallel rank has either some of a layer's outputs or its products with some of the inputs; in the second case
+the products of all ranks are added up.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def load_linear(
     bias: bool = False,
     gated: bool = False,
 ) -> Operation:
-    """The layers `names`, each with its number of outputs, one after another in the output.
+    """Load the layers `names`, whose outputs, `out_features` of each, are concatenated.
 
-    `outputs`: of each layer the outputs that are wanted; all by default. `gated`: the first of two layers is the gate
-    of the second (see `KernelBackend.gated_linear`).
+    `outputs`: the wanted outputs of each layer, by default all. `gated`: the first of two layers is the gate of the
+    second (see `KernelBackend.gated_linear`).
     """
     cuts = None if outputs is None else [Cut(0, span) for span in outputs]
     shapes = [(size, in_features) for size in out_features]
@@ -50,7 +50,8 @@ def load_partial_linear(
     tp: TensorParallelGroup,
     bias: bool = False,
 ) -> Operation:
-    """A layer that takes only `inputs` here, the rest on the other ranks of `tp`: what is to be summed over them."""
+    """Load the part of a layer that takes `inputs`. The other ranks of `tp` have the other inputs, and the caller adds
+    up the outputs of all ranks."""
     weight = weights.load(f"{name}.weight", (out_features, in_features), Cut(1, inputs))
     offset = weights.load(f"{name}.bias", (out_features,)) if bias else None
     return kernels.linear(weight, offset if tp.rank == 0 else None)  # added once, not by every rank
@@ -68,7 +69,8 @@ def load_summed_linear(
     bias: bool = False,
     sequence_parallel: SequenceParallel | None = None,
 ) -> Operation:
-    """`load_partial_linear` and the sum over `tp`. `sequence_parallel`: only of the rank's share of the rows."""
+    """Load a `load_partial_linear` that is followed by the sum over `tp`; with `sequence_parallel`, by the sum of only
+    this rank's tokens."""
     product = load_partial_linear(weights, kernels, name, out_features, in_features, inputs=inputs, tp=tp, bias=bias)
     if tp.size == 1:
         return product

@@ -10,7 +10,8 @@ from eagleray.parallel.group import TensorParallelGroup
 
 
 class MLP:
-    """Of the `size` inner features, this rank's share of `tp`. `is_summed` False: the caller sums over the ranks."""
+    """A feed-forward layer with this rank's shard of the `size` inner features. If `is_summed` is false, the caller
+    adds up the outputs of the ranks."""
 
     def __init__(
         self,
@@ -39,5 +40,5 @@ class MLP:
         self._down = load_down(weights, kernels, f"{name}.down_proj", hidden_size, size, inputs=inner, tp=tp, bias=bias)
 
     def __call__(self, x: HiddenStates) -> HiddenStates:
-        """[num_tokens, hidden_size], in and out"""
+        """Map hidden states [num_tokens, hidden_size] to the same shape."""
         return self._down(self._gate_up(x))

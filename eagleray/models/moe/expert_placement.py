@@ -1,8 +1,9 @@
-"""Which expert is in which slot. Pure: measured load in, slots out, the same on every rank.
+"""The choice of an expert for every expert slot. Pure: it maps measured load to slots, with the same result on every
+rank.
 
-A slot is a place for one expert's weights; every rank has the same number of them, slot s being one of rank
-s // slots_per_rank. There are at least as many slots as experts; what is left holds copies of experts with much load,
-which is divided equally over the copies. Driven by `rebalance`.
+An expert slot is a place for one expert's weights. Every rank has the same number of them; expert slot s is one of rank
+s // slots_per_rank. Every expert has at least one; the others hold copies of experts with much load, which is divided
+equally over the copies. Driven by `rebalance`.
 """
 
 from __future__ import annotations
@@ -17,50 +18,50 @@ import numpy.typing as npt
 from eagleray.kernels.expert_slots import Slots
 
 WORTHWHILE = 0.95
-"""Experts are moved if the most loaded rank has at most this part of what it has now."""
+"""Experts are moved only if the load of the most loaded rank falls to this part of what it is now, or below."""
 
 
 class Move(NamedTuple):
-    """The weights of `expert` are to be copied from the slot `source` to the slot `target`."""
+    """A copy of the weights of `expert` from the expert slot `source` to the expert slot `target`."""
 
     expert: int
     source: int
     target: int
 
 
-def initial(num_experts: int, num_slots: int) -> Slots:
-    """The experts in order, then a second copy of the first ones, and so on."""
-    assert num_slots >= num_experts > 0, "every expert has a slot"
+def initial_slots(num_experts: int, num_slots: int) -> Slots:
+    """Return the experts in order, then a second copy of the first ones, and so on."""
+    assert num_slots >= num_experts > 0, "every expert has an expert slot"
     return np.arange(num_slots, dtype=np.int64) % num_experts
 
 
 def rank_loads(load: npt.ArrayLike, slots: Slots, num_ranks: int) -> npt.NDArray[np.float64]:
-    """[num_ranks] of `load` [num_experts], if the copies of an expert share it equally."""
-    shares = _shares(np.asarray(load, np.float64), np.bincount(slots, minlength=np.size(load)))
-    return shares[slots].reshape(num_ranks, -1).sum(axis=1)
+    """Return the load of each rank, [num_ranks], if the copies of an expert divide its `load` [num_experts] equally."""
+    per_copy = _load_per_copy(np.asarray(load, np.float64), np.bincount(slots, minlength=np.size(load)))
+    return per_copy[slots].reshape(num_ranks, -1).sum(axis=1)
 
 
 def balance(load: npt.ArrayLike, num_slots: int, num_ranks: int, previous: Slots) -> Slots:
-    """Slots for experts of which each has had `load` [num_experts]; `previous`: where they are.
+    """Return new slots for experts that had `load` [num_experts] tokens each and are in the slots `previous`.
 
-    Copies go where they take most load off; then the heaviest expert is put onto the rank with least load, again and
-    again (the greedy rule of Graham, "Bounds on multiprocessing timing anomalies", 1969). Two copies of an expert are
-    on one rank only if there are more slots than experts x ranks. What need not move stays, and all of it does if the
-    most loaded rank would hardly gain.
+    First, copies are made of the experts whose copies have the most load each. Then the heaviest copy is put onto the
+    rank with the least load, again and again (the greedy rule of Graham, "Bounds on multiprocessing timing anomalies",
+    1969). Two copies of an expert are on one rank only if there are more slots than experts x ranks. Experts that need
+    not move stay in their slots, and all of them stay if the most loaded rank would hardly gain.
     """
     weights = np.asarray(load, np.float64)
     num_experts, slots_per_rank = len(weights), num_slots // num_ranks
     assert num_slots == num_ranks * slots_per_rank == len(previous) >= num_experts
     copies = _copies(weights, num_slots, num_ranks)
-    wanted = _assign(_shares(weights, copies), copies, num_ranks, slots_per_rank)
-    slots = _settle(wanted, previous.reshape(num_ranks, slots_per_rank)).reshape(-1)
+    wanted = _assign(_load_per_copy(weights, copies), copies, num_ranks, slots_per_rank)
+    slots = _keep_in_place(wanted, previous.reshape(num_ranks, slots_per_rank)).reshape(-1)
     before, after = rank_loads(weights, previous, num_ranks).max(), rank_loads(weights, slots, num_ranks).max()
     return slots if before > 0 and after <= WORTHWHILE * before else previous.copy()
 
 
-def moves(old: Slots, new: Slots) -> list[Move]:
-    """What must be copied, in order of the target. All sources are read before any target is written; the copies of an
-    expert take turns as sources."""
+def find_moves(old: Slots, new: Slots) -> list[Move]:
+    """Return the copies that turn `old` into `new`, in order of the target. All sources must be read before any target
+    is written. The copies of an expert take turns as sources."""
     sources: dict[int, list[int]] = {}
     for slot, expert in enumerate(old.tolist()):
         sources.setdefault(expert, []).append(slot)
@@ -73,62 +74,62 @@ def moves(old: Slots, new: Slots) -> list[Move]:
     return needed
 
 
-def _shares(load: npt.NDArray[np.float64], copies: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def _load_per_copy(load: npt.NDArray[np.float64], copies: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     return load / np.maximum(copies, 1)
 
 
 def _copies(load: npt.NDArray[np.float64], num_slots: int, num_ranks: int) -> npt.NDArray[np.int64]:
-    """How many slots each expert gets: the next one goes to the expert with most load for each copy. More copies than
-    ranks help nobody, so they come last."""
+    """Return the number of slots for each expert: the next slot goes to the expert with the most load per copy. More
+    copies than ranks do not help, so they come last."""
     copies = np.ones(len(load), np.int64)
     for _ in range(num_slots - len(load)):
-        open_to = copies < num_ranks
-        open_to = open_to if open_to.any() else copies == copies.min()
-        copies[np.where(open_to, load / copies, -1.0).argmax()] += 1
+        can_gain = copies < num_ranks
+        can_gain = can_gain if can_gain.any() else copies == copies.min()
+        copies[np.where(can_gain, load / copies, -1.0).argmax()] += 1
     return copies
 
 
 def _assign(
-    shares: npt.NDArray[np.float64], copies: npt.NDArray[np.int64], num_ranks: int, slots_per_rank: int
+    per_copy: npt.NDArray[np.float64], copies: npt.NDArray[np.int64], num_ranks: int, slots_per_rank: int
 ) -> list[list[int]]:
-    """The experts of each rank, `slots_per_rank` each."""
+    """Return the experts of each rank, `slots_per_rank` each."""
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0.0] * num_ranks
-    for expert in sorted(range(len(shares)), key=lambda expert: (-shares[expert], expert)):
+    for expert in sorted(range(len(per_copy)), key=lambda expert: (-per_copy[expert], expert)):
         for _ in range(copies[expert]):
             free = [rank for rank in range(num_ranks) if len(ranks[rank]) < slots_per_rank]
             fresh = [rank for rank in free if expert not in ranks[rank]]
             rank = min(fresh or free, key=lambda rank: (loads[rank], rank))
             if not fresh:
-                rank = _make_room(expert, ranks, loads, shares, free=rank)
+                rank = _make_room(expert, ranks, loads, per_copy, free=rank)
             ranks[rank].append(expert)
-            loads[rank] += shares[expert]
+            loads[rank] += per_copy[expert]
     return ranks
 
 
 def _make_room(
-    expert: int, ranks: list[list[int]], loads: list[float], shares: npt.NDArray[np.float64], *, free: int
+    expert: int, ranks: list[list[int]], loads: list[float], per_copy: npt.NDArray[np.float64], *, free: int
 ) -> int:
-    """Only ranks that have `expert` have a free slot: move something else from another rank to the rank `free`, and say
-    where there is room now. If no slots are left over, that is possible: a rank without `expert` is full, so it has
-    more experts than `free`, all different."""
+    """Move an expert from a rank without `expert` to the rank `free`, and return the rank that has room now. Called
+    when all ranks with a free slot have `expert` already. Unless there are more slots than experts x ranks, this is
+    possible: a rank without `expert` is full, so it has more experts than `free`, all different."""
     able = [
         rank for rank, experts in enumerate(ranks) if expert not in experts and not set(experts) <= set(ranks[free])
     ]
     if not able:
         return free
     rank = min(able, key=lambda rank: (loads[rank], rank))
-    moved = min(set(ranks[rank]) - set(ranks[free]), key=lambda expert: (shares[expert], expert))
+    moved = min(set(ranks[rank]) - set(ranks[free]), key=lambda expert: (per_copy[expert], expert))
     ranks[rank].remove(moved)
     ranks[free].append(moved)
-    loads[rank] -= shares[moved]
-    loads[free] += shares[moved]
+    loads[rank] -= per_copy[moved]
+    loads[free] += per_copy[moved]
     return rank
 
 
-def _settle(wanted: list[list[int]], previous: Slots) -> Slots:
-    """[num_ranks, slots_per_rank] The same sets of experts, on ranks and in slots such that much of `previous` stays.
-    Ranks are alike, so it does not matter which of them has which set."""
+def _keep_in_place(wanted: list[list[int]], previous: Slots) -> Slots:
+    """Return slots [num_ranks, slots_per_rank] with the same sets of experts, on ranks and in slots such that much of
+    `previous` stays. Ranks are alike, so it does not matter which of them has which set."""
     size = len(previous)
     kept = [[_num_common(experts, old) for old in previous.tolist()] for experts in wanted]
     slots = np.full_like(previous, -1)

@@ -1,6 +1,6 @@
 """The mixture-of-experts feed-forward layer: each token goes through the experts that the router chose for it.
 
-Every rank has the whole router, and the experts, or the part of each, that `ExpertLayout` assigns to it. A layer may
+Every rank has the whole router, and the experts, or the shard of each, that `ExpertLayout` assigns to it. A layer may
 also have shared experts, a feed-forward layer that computes every token.
 """
 
@@ -22,16 +22,18 @@ from eagleray.models.weights import Cut, Weights
 from eagleray.parallel.group import SingleRankGroup
 
 Expert = tuple[Operation, Operation]
-"""Its gated product, and the one that leads back into the hidden state."""
+"""(the gated product, the product that leads back into the hidden state)"""
 
 LoadExpert = Callable[[int, Weights], Expert]
-"""Takes the weights of an expert, or of this rank's part of it."""
+"""Loads an expert by its number, or this rank's shard of it."""
 
 
 class MoeBlock:
-    """`projections`: what the checkpoint calls an expert's gate, up and down projection; `load_expert`: for checkpoints
-    that have them in another form. `round_weights`: see `RouterParams`. `router`: in place of a product with
-    `{name}.gate`, rows to scores. `shared`: see `load_shared_experts`.
+    """The routed experts of one layer, and its shared experts.
+
+    `projections`: the checkpoint's names of an expert's gate, up and down projection; `load_expert` replaces them for
+    checkpoints that store experts in another form. `round_weights`: see `RouterParams`. `router` maps hidden states to
+    scores; by default it is the product with `{name}.gate`. `shared`: see `load_shared_experts`.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class MoeBlock:
         spec: ModelSpec,
         weights: Weights,
         kernels: KernelBackend,
-        plan: ExpertLayout,
+        layout: ExpertLayout,
         *,
         projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
         load_expert: LoadExpert | None = None,
@@ -52,52 +54,53 @@ class MoeBlock:
         assert spec.moe is not None
         moe, hidden = spec.moe, spec.hidden_size
         self._kernels = kernels
-        self._plan = plan
+        self._layout = layout
         self._size = hidden
         self._shared = shared
-        self.number = plan.number(index)
-        """Which of the stage's layers with experts it is."""
-        self.slots = plan.slots(index)
-        """None: every expert is here, cut."""
-        self.load_expert = load_expert or _expert_loader(name, moe, hidden, kernels, plan, projections)
+        self.moe_index = layout.moe_index(index)
+        """The index of this layer among the stage's layers with experts."""
+        self.slots = layout.slots(index)
+        """None if this rank has a shard of every expert."""
+        self.load_expert = load_expert or _expert_loader(name, moe, hidden, kernels, layout, projections)
         here = range(moe.num_experts) if self.slots is None else self.slots.local_experts
         experts = [self.load_expert(expert, weights) for expert in here]
         gate_up, down = [first for first, _ in experts], [last for _, last in experts]
         self.products = kernels.expert_products(gate_up, down)
-        """Of the experts that are here, by slot."""
+        """The products of this rank's experts, by expert slot."""
         self._router = router or load_linear(weights, kernels, [f"{name}.gate"], [moe.num_experts], hidden)
-        self._mixture = make_mixture(name, moe, weights, round_weights=round_weights)
+        self._router_params = load_router_params(name, moe, weights, round_weights=round_weights)
         self._experts = kernels.experts(
-            self._mixture,
+            self._router_params,
             gate_up,
             down,
             slots=None if self.slots is None else self.slots.local_map,
-            trace=plan.trace,
-            layer=self.number,
+            trace=layout.trace,
+            layer=self.moe_index,
         )
 
     def __call__(self, x: HiddenStates) -> HiddenStates:
-        """[num_tokens, hidden_size], in and out; with `plan.sequence_parallel`, of the rank's share of the tokens"""
+        """Map hidden states [num_tokens, hidden_size] to the same shape; with `layout.sequence_parallel` these are this
+        rank's tokens."""
         scores = self._router(x)
-        if self._plan.dispatch is not None:
+        if self._layout.dispatcher is not None:
             out = self._kernels.host(self._exchange, [x, scores], size=self._size)
         else:
             out = self._experts(x, scores)
         if self._shared is not None:
             out = self._kernels.add(out, self._shared(x))
-        return out if self._plan.dispatch is not None else self._kernels.all_reduce(out, self._plan.tp)
+        return out if self._layout.dispatcher is not None else self._kernels.all_reduce(out, self._layout.tp)
 
     def _exchange(self, x: Tensor, scores: Tensor) -> Tensor:
-        plan = self._plan
-        assert plan.dispatch is not None and self.slots is not None
-        ids, weights = self._kernels.route(scores, self._mixture)
-        plan.trace.record(self.number, ids)
-        out = plan.dispatch(x, ids, weights, self.products, self.slots, plan.row_counts)
+        layout = self._layout
+        assert layout.dispatcher is not None and self.slots is not None
+        ids, weights = self._kernels.route(scores, self._router_params)
+        layout.trace.record(self.moe_index, ids)
+        out = layout.dispatcher(x, ids, weights, self.products, self.slots, layout.token_counts)
         return out.to(self._kernels.hidden_dtype(x.dtype))
 
 
-def make_mixture(name: str, moe: MoeSpec, weights: Weights, *, round_weights: bool) -> RouterParams:
-    """`name`: of the layer, whose correction bias is taken if it has one."""
+def load_router_params(name: str, moe: MoeSpec, weights: Weights, *, round_weights: bool) -> RouterParams:
+    """Return the parameters of the layer `name`'s router, with its correction bias if the model has one."""
     bias = None
     if moe.has_correction_bias:
         bias = weights.load(f"{name}.gate.e_score_correction_bias", (moe.num_experts,), dtype=torch.float32)
@@ -116,15 +119,16 @@ def make_mixture(name: str, moe: MoeSpec, weights: Weights, *, round_weights: bo
 
 
 def load_shared_experts(
-    name: str, spec: ModelSpec, weights: Weights, kernels: KernelBackend, plan: ExpertLayout
+    name: str, spec: ModelSpec, weights: Weights, kernels: KernelBackend, layout: ExpertLayout
 ) -> Operation | None:
-    """The shared experts of the layer `name`, as one: whole where each rank has tokens of its own, else this rank's
-    part, which `MoeBlock` sums up with those of the routed experts. None if there are none."""
+    """Return the shared experts of the layer `name` as one operation, or None if the model has no shared experts. They
+    are whole if each rank has tokens of its own; otherwise they are this rank's shard, whose output `MoeBlock` adds to
+    that of the routed experts before the sum over the ranks."""
     assert spec.moe is not None
     size = spec.moe.shared_intermediate_size
     if size == 0:
         return None
-    tp = plan.tp if plan.dispatch is None else SingleRankGroup()
+    tp = layout.tp if layout.dispatcher is None else SingleRankGroup()
     return MLP(
         f"{name}.shared_experts",
         weights,
@@ -138,10 +142,10 @@ def load_shared_experts(
 
 
 def _expert_loader(
-    name: str, moe: MoeSpec, hidden_size: int, kernels: KernelBackend, plan: ExpertLayout, projections: Sequence[str]
+    name: str, moe: MoeSpec, hidden_size: int, kernels: KernelBackend, layout: ExpertLayout, projections: Sequence[str]
 ) -> LoadExpert:
     size = moe.intermediate_size
-    inner = range(size) if plan.is_divided else shard(size, plan.tp)
+    inner = range(size) if layout.is_divided else shard(size, layout.tp)
 
     def load(expert: int, weights: Weights) -> Expert:
         gate, up, down = (f"{name}.experts.{expert}.{part}" for part in projections)

@@ -1,11 +1,11 @@
-"""How the experts of a model are computed on this rank: which of them it has, how tokens come to the others', and what
-is counted. The layers with experts have it in common; it is made before them.
+"""The part of a model's experts that this rank computes, and how tokens reach the experts of other ranks. All layers
+with experts share one `ExpertLayout`, which is made before them.
 
-Without expert parallelism a rank has its share of the inner features of every expert. With it, it has whole experts in
-its slots (`slots.py`), and there are two ways to use them. Either every rank of the engine has all tokens, computes the
-pairs of a token and an expert that are its own, and the sums of all ranks are added up (`dispatch` is None). Or each
-rank has rows of its own, of its engine's batch or, if the engine has several tensor-parallel ranks, of its share of it
-(`sequence_parallel`), and `dispatch` brings rows to experts and back.
+Without expert parallelism a rank has its shard of the inner features of every expert. With it, a rank has whole experts
+in its expert slots (`expert_slots.py`), and there are two ways to use them. Either every rank of the engine has all
+tokens and computes the pairs of a token and an expert that are its own, and the sums of all ranks are added up
+(`dispatcher` is None). Or each rank has tokens of its own: those of its engine's batch or, if the engine has several
+tensor-parallel ranks, its slice of them (`sequence_parallel`). Then `dispatcher` brings tokens to experts and back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from eagleray.kernels.backend import KernelBackend
 from eagleray.kernels.expert_slots import LayerExpertSlots
 from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.models.layers.sequence_parallel import SequenceParallel
-from eagleray.models.moe.expert_placement import initial
+from eagleray.models.moe.expert_placement import initial_slots
 from eagleray.models.moe.token_dispatcher import AllGatherTokenDispatcher, AllToAllTokenDispatcher, TokenDispatcher
 from eagleray.models.spec import ModelSpec
 from eagleray.parallel.expert_group import ExpertGroup
@@ -30,20 +30,20 @@ from eagleray.parallel.token_shards import token_counts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertOptions:
-    """What the user asked for."""
+    """The user's options for experts."""
 
     dispatch: Literal["all-reduce", "all-gather", "all-to-all"] | None = None
     """None: no expert parallelism."""
     num_redundant: int = 0
-    """Slots beyond one for each expert, in all."""
+    """Expert slots beyond one for each expert, on all ranks together."""
     balance_interval: int | None = None
-    """Steps after which experts are moved if they are not balanced. None: they stay where they are."""
+    """Number of steps after which experts are moved if they are not balanced; None: they stay where they are."""
     keeps_ids: bool = False
-    """Which experts computed each token may be asked for."""
+    """Whether requests may ask for the experts that computed each token."""
 
 
 class ExpertLayout:
-    """`tp`: the ranks of the engine's stage; `group`: those that have the experts between them."""
+    """`tp` has the ranks of the engine's stage, `group` the ranks that divide the experts."""
 
     def __init__(
         self, spec: ModelSpec, options: ExpertOptions, *, groups: Groups, kernels: KernelBackend, device: torch.device
@@ -63,23 +63,23 @@ class ExpertLayout:
         self.tp: TensorParallelGroup = groups.tp
         self.group: ExpertGroup = groups.experts
         self.is_divided = options.dispatch is not None and self.group.size > 1
-        """Into whole experts."""
-        self.dispatch: TokenDispatcher | None = None
+        """Whether ranks have whole experts."""
+        self.dispatcher: TokenDispatcher | None = None
         self.sequence_parallel: SequenceParallel | None = None
         if self.is_divided and options.dispatch != "all-reduce":
             kind = AllToAllTokenDispatcher if options.dispatch == "all-to-all" else AllGatherTokenDispatcher
-            self.dispatch = kind(self.group)
+            self.dispatcher = kind(self.group)
             if self.tp.size > 1:
                 self.sequence_parallel = SequenceParallel(kernels, self.tp, spec.hidden_size)
-        self.spans_engines = self.dispatch is not None and self.group.spans_engines
-        self.row_counts = [0] * self.group.size
-        """Of the step: rows of each rank of `group`. Changed in place."""
+        self.spans_engines = self.dispatcher is not None and self.group.spans_engines
+        self.token_counts = [0] * self.group.size
+        """Tokens of each rank of `group` in this step; changed in place."""
         self._slots: list[LayerExpertSlots] = []
         if self.is_divided:
             num_slots = moe.num_experts + options.num_redundant
             self._slots = [
                 LayerExpertSlots(
-                    initial(moe.num_experts, num_slots),
+                    initial_slots(moe.num_experts, num_slots),
                     num_experts=moe.num_experts,
                     rank=self.group.rank,
                     num_ranks=self.group.size,
@@ -87,26 +87,28 @@ class ExpertLayout:
                 for _ in self.layers
             ]
 
-    def number(self, index: int) -> int:
-        """Which of `layers` the layer `index` is."""
+    def moe_index(self, index: int) -> int:
+        """Return the index in `layers` of the layer `index`."""
         return self.layers.index(index)
 
     def slots(self, index: int) -> LayerExpertSlots | None:
-        """Of the layer `index`. None: every expert is on every rank, cut."""
-        return self._slots[self.number(index)] if self.is_divided else None
+        """Return the expert slots of the layer `index`, or None if every rank has a shard of every expert."""
+        return self._slots[self.moe_index(index)] if self.is_divided else None
 
     def has_expert(self, index: int, expert: int) -> bool:
-        """Whether this rank reads it from the checkpoint, whole or its share of it."""
+        """Whether this rank reads the expert, or its shard of it, from the checkpoint."""
         slots = self.slots(index)
         return slots is None or expert in slots.local_experts
 
     def set_num_tokens(self, num_tokens: int) -> None:
-        """The next step has so many tokens. Of several engines, `agree` says it instead."""
+        """Set the number of tokens of the next step. If the group spans engines, `agree` has set it."""
         if not self.spans_engines:
-            self.row_counts[:] = token_counts(num_tokens, self.group.size)
+            self.token_counts[:] = token_counts(num_tokens, self.group.size)
 
     def agree(self, is_idle: bool, num_tokens: int) -> bool:
-        """All ranks of several engines begin a step: whether one of the engines works."""
-        own = token_counts(num_tokens, self.tp.size)[self.tp.rank] if self.sequence_parallel is not None else num_tokens
-        works, self.row_counts[:] = self.group.agree(is_idle=is_idle, num_tokens=own)
-        return works
+        """Begin a step on all ranks of several engines, and return whether any engine is busy in it."""
+        own = num_tokens
+        if self.sequence_parallel is not None:
+            own = token_counts(num_tokens, self.tp.size)[self.tp.rank]
+        any_engine_busy, self.token_counts[:] = self.group.agree(is_idle=is_idle, num_tokens=own)
+        return any_engine_busy

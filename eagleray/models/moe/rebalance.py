@@ -1,9 +1,9 @@
-"""Moves experts among the ranks, so that all have about as many tokens (expert-parallel load balancing).
+"""Expert-parallel load balancing: moves experts among the ranks, so that all ranks compute about equally many tokens.
 
-Every so many steps the ranks add up how many tokens each expert has had since the last time, come to the same new slots
-by themselves (`placement.balance`), and send each other the weights, layer after layer. When a group is formed anew,
-because an engine was replaced, what is in the slots of all ranks is the truth; experts that were lost with a rank are
-read again.
+Every `interval` steps the ranks add up the tokens that each expert has had since the last time, compute the same new
+expert slots independently (`expert_placement.balance`), and send each other the weights, layer after layer. When a
+group is formed again, because an engine was replaced, the experts that are in the slots of all ranks count, and experts
+that were lost with a rank are read again.
 
 Driven by the model, on every rank of the group after the same steps.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from eagleray.kernels.backend import KernelBackend
 from eagleray.kernels.expert_slots import Slots
 from eagleray.log import get_logger
-from eagleray.models.moe.expert_placement import Move, balance, moves, rank_loads
+from eagleray.models.moe.expert_placement import Move, balance, find_moves, rank_loads
 from eagleray.models.moe.experts import MoeBlock
 from eagleray.models.moe.layout import ExpertLayout
 from eagleray.models.weights import Weights
@@ -29,40 +29,41 @@ logger = get_logger(__name__)
 
 
 class Rebalancer:
-    """`blocks`: the stage's layers with experts, in order. `interval`: in steps; None: experts are only mended."""
+    """`blocks` are the stage's layers with experts, in order. `interval` is in steps; None: lost experts are restored,
+    but none is moved."""
 
     def __init__(
         self,
         *,
         blocks: Sequence[MoeBlock],
-        plan: ExpertLayout,
+        layout: ExpertLayout,
         interval: int | None,
         kernels: KernelBackend,
         open_weights: Callable[[], AbstractContextManager[Weights]],
     ) -> None:
         self.num_moved = 0
-        """Experts that came to this rank from others."""
+        """Experts that this rank has received from others."""
         self.bytes_moved = 0
-        """Of their weights."""
+        """Bytes of the weights of these experts."""
         self._layers = [(block, block.slots) for block in blocks if block.slots is not None]
-        self._group = plan.group
-        self._trace = plan.trace
+        self._group = layout.group
+        self._trace = layout.trace
         self._interval = interval
         self._kernels = kernels
         self._open_weights = open_weights
         self._num_steps = 0
-        self._seen = plan.trace.counts.clone()
+        self._seen = layout.trace.counts.clone()
 
     def step(self) -> None:
-        """A step is done: move experts if it is time to."""
+        """Count a step, and move experts if it is time to."""
         if self._interval is None or not self._layers:
             return
         self._num_steps += 1
         if self._num_steps % self._interval == 0:
             self._rebalance()
 
-    def settle(self) -> None:
-        """The group was formed: learn what is in the slots of the others, and see that no expert is missing."""
+    def on_group_formed(self) -> None:
+        """Exchange the contents of the expert slots in a new group, and read the experts that no rank has."""
         self._num_steps = 0
         self._seen = self._trace.counts.clone()
         if not self._layers:
@@ -76,7 +77,7 @@ class Rebalancer:
             slots.assign(restore_missing(experts, self._seen.shape[1]))
             pairs = enumerate(zip(before, slots.local_experts, strict=True))
             lost += [(block, slot, new) for slot, (old, new) in pairs if old != new]
-        self._read_again(lost)
+        self._restore(lost)
 
     def _rebalance(self) -> None:
         load = self._group.all_reduce(self._trace.counts - self._seen).cpu().numpy()  # [num_layers, num_experts]
@@ -85,7 +86,7 @@ class Rebalancer:
         for (block, slots), tokens in zip(self._layers, load, strict=True):
             old = slots.experts
             new = balance(tokens, len(old), size, old)
-            needed = moves(old, new)
+            needed = find_moves(old, new)
             if needed:
                 self._exchange(block, needed, slots.slots_per_rank)
                 slots.assign(new)
@@ -94,21 +95,26 @@ class Rebalancer:
             after += rank_loads(tokens, new, size).max()
         if self._group.rank == 0 and num_moves:
             mean = load.sum() / size
-            message = "moved %d experts: the rank with most tokens would have had %.2f times the mean, not %.2f times"
-            logger.info(message, num_moves, after / mean, before / mean)
+            logger.info(
+                "moved %d experts: the most loaded rank would have had %.2f times the mean number of tokens, not "
+                "%.2f times",
+                num_moves,
+                after / mean,
+                before / mean,
+            )
 
     def _exchange(self, block: MoeBlock, needed: Sequence[Move], per_rank: int) -> None:
-        """Bring the weights where they are to be. All are read before any is overwritten."""
+        """Copy the weights to their new slots. All are read before any is overwritten."""
         rank, size = self._group.rank, self._group.size
         away = [move for move in needed if move.source // per_rank != move.target // per_rank]
         sent = [move for move in away if move.source // per_rank == rank]
         received = [move for move in away if move.target // per_rank == rank]
-        received.sort(key=lambda move: move.source // per_rank)  # from a rank they come in order of the target
+        received.sort(key=lambda move: move.source // per_rank)  # each rank sends them in order of the target
         here = [move for move in needed if move.target // per_rank == rank and move.source // per_rank == rank]
 
         copies = [_read(block, move.source % per_rank) for move in here]
         rows = torch.stack([_read(block, slot) for slot in [move.source % per_rank for move in sent] or [0]])
-        rows = rows[: len(sent)]  # also with nothing to send it has the bytes of a row
+        rows = rows[: len(sent)]  # also with nothing to send, a row has the bytes of an expert
         send_counts = [sum(move.target // per_rank == other for move in sent) for other in range(size)]
         receive_counts = [sum(move.source // per_rank == other for move in received) for other in range(size)]
         arrived = self._group.all_to_all(rows, send_counts, receive_counts)
@@ -117,11 +123,11 @@ class Rebalancer:
         self.num_moved += len(received)
         self.bytes_moved += arrived.numel()
 
-    def _read_again(self, lost: Sequence[tuple[MoeBlock, int, int]]) -> None:
-        """(layer, own slot, expert)"""
+    def _restore(self, lost: Sequence[tuple[MoeBlock, int, int]]) -> None:
+        """Read the weights of experts (layer, own slot, expert) from the checkpoint."""
         if not lost:
             return
-        logger.info("reading %d experts that were lost with another rank", len(lost))
+        logger.info("reading %d experts again that were lost with another rank", len(lost))
         with self._open_weights() as weights:
             for block, slot, expert in lost:
                 gate_up, down = block.load_expert(expert, weights)
@@ -130,20 +136,21 @@ class Rebalancer:
 
 
 def restore_missing(slots: Slots, num_experts: int) -> Slots:
-    """Slots in which every expert is at least once: those that are missing in `slots` take the place of copies."""
-    mended = slots.copy()
+    """Return slots that hold every expert at least once: experts that are missing in `slots` replace copies of
+    others."""
+    restored = slots.copy()
     copies = np.bincount(slots, minlength=num_experts)
     missing = np.flatnonzero(copies == 0).tolist()
     for slot in reversed(range(len(slots))):
         if missing and copies[slots[slot]] > 1:
             copies[slots[slot]] -= 1
-            mended[slot] = missing.pop()
-    assert not missing, "there are as many slots as experts"
-    return mended
+            restored[slot] = missing.pop()
+    assert not missing, "there are at least as many slots as experts"
+    return restored
 
 
 def _read(block: MoeBlock, slot: int) -> Tensor:
-    """A copy of the weights in this rank's slot, uint8 [bytes]"""
+    """Return a copy of the weights in this rank's slot, uint8 [bytes]."""
     return torch.cat(block.products.storage(slot))
 
 

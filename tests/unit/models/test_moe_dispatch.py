@@ -182,9 +182,9 @@ def test_routes_name_every_row_once_for_each_rank_and_every_pair_once(ranks):
         [row * TOP_K + place for row, to in enumerate(ranks) for place in range(TOP_K) if to[place] == rank]
         for rank in range(4)
     ]
-    assert routes.rows.tolist() == [row for part in rows for row in part]
+    assert routes.tokens.tolist() == [row for part in rows for row in part]
     assert routes.ranks.tolist() == [rank for rank, part in enumerate(rows) for _ in part]
-    assert routes.row_counts == [len(part) for part in rows]
+    assert routes.token_counts == [len(part) for part in rows]
     assert routes.pairs.tolist() == [pair for part in pairs for pair in part]
     assert routes.pair_counts == [len(part) for part in pairs]
 

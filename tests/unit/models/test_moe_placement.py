@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagleray.models.moe.expert_placement import WORTHWHILE, balance, initial, moves, rank_loads
+from eagleray.models.moe.expert_placement import WORTHWHILE, balance, find_moves, initial_slots, rank_loads
 
 LOAD = st.integers(0, 5) | st.integers(0, 10**6)
 
@@ -36,7 +36,7 @@ def check(slots: np.ndarray, num_experts: int, num_slots: int, num_ranks: int) -
 
 @given(num_experts=st.integers(1, 300), more=st.integers(0, 300))
 def test_at_first_experts_are_in_order(num_experts, more):
-    slots = initial(num_experts, num_experts + more)
+    slots = initial_slots(num_experts, num_experts + more)
     assert slots[:num_experts].tolist() == list(range(num_experts))
     copies = Counter(slots.tolist())
     assert len(copies) == num_experts
@@ -46,7 +46,7 @@ def test_at_first_experts_are_in_order(num_experts, more):
 @given(layer=layers(), seed=st.integers(0, 2**32 - 1))
 def test_balanced_from_anywhere(layer, seed):
     load, num_slots, num_ranks = layer
-    previous = np.random.default_rng(seed).permutation(initial(len(load), num_slots))
+    previous = np.random.default_rng(seed).permutation(initial_slots(len(load), num_slots))
     slots = balance(load, num_slots, num_ranks, previous)
     before, after = (rank_loads(load, where, num_ranks).max() for where in (previous, slots))
     if np.array_equal(slots, previous):
@@ -66,28 +66,28 @@ def test_balanced_from_anywhere(layer, seed):
 @given(layer=layers())
 def test_the_same_load_moves_nothing_again(layer):
     load, num_slots, num_ranks = layer
-    once = balance(load, num_slots, num_ranks, initial(len(load), num_slots))
+    once = balance(load, num_slots, num_ranks, initial_slots(len(load), num_slots))
     assert np.array_equal(balance(load, num_slots, num_ranks, once), once)
 
 
 def test_hot_experts_are_parted_and_copied():
     load = np.array([90, 90, 1, 1, 1, 1, 1, 1])
-    slots = balance(load, 8, 2, initial(8, 8))
+    slots = balance(load, 8, 2, initial_slots(8, 8))
     assert sorted(rank_loads(load, slots, 2).tolist()) == [93, 93]
-    slots = balance(np.array([100, 1, 1, 1]), 6, 2, initial(4, 6))
+    slots = balance(np.array([100, 1, 1, 1]), 6, 2, initial_slots(4, 6))
     assert Counter(slots.tolist())[0] == 2
     assert sorted(rank_loads([100, 1, 1, 1], slots, 2).tolist()) in ([51, 52], [51.5, 51.5])
 
 
 def test_without_load_and_on_one_rank_nothing_moves():
     for load, num_ranks in (([0] * 6, 3), ([5, 900, 1, 1, 2, 3], 1)):
-        before = initial(6, 6)
+        before = initial_slots(6, 6)
         assert np.array_equal(balance(np.array(load), 6, num_ranks, before), before)
 
 
 def test_large_layers():
     load = np.random.default_rng(0).zipf(1.5, 256).clip(max=10**6)
-    previous = initial(256, 320)
+    previous = initial_slots(256, 320)
     slots = balance(load, 320, 32, previous)
     check(slots, 256, 320, 32)
     assert rank_loads(load, slots, 32).max() < 0.5 * rank_loads(load, previous, 32).max()
@@ -97,16 +97,16 @@ def test_large_layers():
 def test_moves_make_the_new_placement(layer, seed):
     load, num_slots, _ = layer
     random = np.random.default_rng(seed)
-    old, new = (random.permutation(initial(len(load), num_slots)) for _ in range(2))
+    old, new = (random.permutation(initial_slots(len(load), num_slots)) for _ in range(2))
     after = old.copy()
-    for move in moves(old, new):
+    for move in find_moves(old, new):
         assert old[move.source] == move.expert
         assert old[move.target] != move.expert, "nothing is copied to where it is"
         after[move.target] = move.expert
     assert np.array_equal(after, new)
-    assert moves(new, new) == []
+    assert find_moves(new, new) == []
 
 
 def test_copies_take_turns_as_sources():
     old, new = np.array([0, 1, 0, 2, 3, 4]), np.array([0, 1, 0, 0, 0, 4])
-    assert [(move.source, move.target) for move in moves(old, new)] == [(0, 3), (2, 4)]
+    assert [(move.source, move.target) for move in find_moves(old, new)] == [(0, 3), (2, 4)]

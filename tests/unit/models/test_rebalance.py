@@ -20,7 +20,7 @@ from eagleray.kernels.expert_slots import LayerExpertSlots
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.models import registry
 from eagleray.models.base import Model
-from eagleray.models.moe.expert_placement import initial
+from eagleray.models.moe.expert_placement import initial_slots
 from eagleray.models.moe.layout import ExpertOptions
 from eagleray.models.moe.rebalance import restore_missing
 from eagleray.parallel.groups import Groups
@@ -186,11 +186,11 @@ def test_what_is_missing_takes_the_place_of_copies(data):
     num_experts = data.draw(st.integers(1, 12))
     num_slots = num_experts + data.draw(st.integers(0, 12))
     slots = np.array(data.draw(st.lists(st.integers(0, num_experts - 1), min_size=num_slots, max_size=num_slots)))
-    mended = restore_missing(slots, num_experts)
-    assert set(mended.tolist()) == set(range(num_experts))
-    changed = np.flatnonzero(mended != slots)
+    restored = restore_missing(slots, num_experts)
+    assert set(restored.tolist()) == set(range(num_experts))
+    changed = np.flatnonzero(restored != slots)
     assert len(changed) == num_experts - len(set(slots.tolist()))
-    assert set(mended[changed].tolist()).isdisjoint(slots.tolist())
+    assert set(restored[changed].tolist()).isdisjoint(slots.tolist())
 
 
 @given(st.integers(1, 10), st.integers(1, 4), st.integers(0, 3))
@@ -198,11 +198,11 @@ def test_tables_of_slots(num_experts, num_ranks, more):
     per_rank = -(-num_experts // num_ranks) + more
     num_slots = per_rank * num_ranks
     ranks = [
-        LayerExpertSlots(initial(num_experts, num_slots), num_experts=num_experts, rank=rank, num_ranks=num_ranks)
+        LayerExpertSlots(initial_slots(num_experts, num_slots), num_experts=num_experts, rank=rank, num_ranks=num_ranks)
         for rank in range(num_ranks)
     ]
     for slots in ranks:
-        slots.assign(np.flip(initial(num_experts, num_slots)))
+        slots.assign(np.flip(initial_slots(num_experts, num_slots)))
     experts = ranks[0].experts
     for rank, slots in enumerate(ranks):
         assert slots.local_experts == experts[rank * per_rank : (rank + 1) * per_rank].tolist()
