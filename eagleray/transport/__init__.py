@@ -1,1 +1,1 @@
-"""Moves frames between processes. Knows no message: what to encode and decode with is handed in."""
+"""Transport of frames between processes. It knows no message types: callers pass in how to encode and decode."""

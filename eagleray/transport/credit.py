@@ -1,9 +1,10 @@
-"""What keeps a link between nodes in order: credits counted in bytes, and numbers on the messages. Pure.
+"""Flow control of a link between nodes: credits counted in bytes, and numbered messages. Pure.
 
-A sender has at most a window of bytes under way that the receiver's user has not taken, so that a slow receiver slows
-the sender, and what waits in sockets is bounded. A message of more than three quarters of the window counts as three
-quarters: it goes when at most a quarter is under way. A receiver says what was taken with each message of its own,
-and in a message for that purpose once a quarter of the window is owed; therefore whoever waits for room gets it.
+A sender has at most a window of bytes in flight that the receiver has not consumed, so that a slow receiver slows
+the sender, and queues in sockets are bounded. A message of more than three quarters of the window counts as three
+quarters: it is sent when at most a quarter is in flight. A receiver acknowledges what it consumed with each message
+of its own, and in a message for that purpose once a quarter of the window is owed; therefore a sender that waits
+for room gets it.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ import struct
 from eagleray.errors import ChannelClosed
 
 HEADER = struct.Struct("<BQQ")
-"""Kind, number of the message, bytes taken in all."""
+"""Kind, number of the message, total of consumed bytes."""
 
 
 class Kind(enum.IntEnum):
     HELLO = 1
-    """A peer introduces itself: its secret follows."""
+    """Greeting of a peer, followed by its secret."""
     WELCOME = 2
     DATA = 3
     CREDIT = 4
     BYE = 5
-    """No more is sent or read."""
+    """Last message of a side, which neither sends nor reads afterwards."""
 
 
 class Flow:
-    """One end of a link: what was sent and not yet taken, what arrived and was not yet acknowledged."""
+    """One end of a link: bytes sent and not yet consumed, bytes consumed and not yet acknowledged."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -40,20 +41,20 @@ class Flow:
         self._taken = 0  # bytes taken by our user in all, as they count
         self._announced = 0  # of these, the other side knows of
         self.ended = False
-        """The other side has said that it neither sends nor reads any more."""
+        """Whether the other side has sent BYE."""
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether a message of that size may go now."""
+        """Whether a message of that size may be sent now."""
         return self._charged - self._acknowledged + self._charge(num_bytes) <= self._window
 
     def send(self, num_bytes: int) -> bytes:
-        """The header of a message that goes now."""
+        """Count a message that is sent now and return its header."""
         self._charged += self._charge(num_bytes)
         self._sent += 1
         return self._header(Kind.DATA, self._sent)
 
     def arrive(self, header: bytes) -> Kind:
-        """Take note of a message from the other side. Raises `ChannelClosed` if one is missing before it."""
+        """Count a message from the other side. Raises `ChannelClosed` if one before it is missing."""
         kind, number, taken = HEADER.unpack(header)
         self._acknowledged = max(self._acknowledged, taken)
         if kind == Kind.DATA:
@@ -65,14 +66,14 @@ class Flow:
         return Kind(kind)
 
     def take(self, num_bytes: int) -> bytes | None:
-        """Our user has taken a message of that size. The header of a message that must go now to say so, if any."""
+        """Count a consumed message of that size. Returns the header of an acknowledgement if one must be sent now."""
         self._taken += self._charge(num_bytes)
         if self._taken - self._announced < self._quarter:
             return None
         return self._header(Kind.CREDIT, 0)
 
     def control(self, kind: Kind) -> bytes:
-        """The header of a message without data."""
+        """Return the header of a message without data."""
         return self._header(kind, 0)
 
     def _charge(self, num_bytes: int) -> int:

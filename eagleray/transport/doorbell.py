@@ -1,13 +1,14 @@
-"""How a process waits for others without burning a core, and how they wake it.
+"""Doorbells: how a process sleeps until another one wakes it, without burning a core.
 
-Each process has one doorbell: a pipe that it polls, and flags in shared memory that say that it sleeps, and for what.
-Whoever has changed something that it may wait for rings: looks at the flag, and writes to the pipe only if it is set.
+Each process has one doorbell: a pipe that it polls, and flags in shared memory that say that it sleeps, and for what. A
+process that has changed something that another may wait for rings: it reads the flag, and writes to the pipe only if
+the flag is set.
 
-Both sides store a word and then load another: the sleeper sets its flag and looks once more for what it waits for, the
-ringer has published and looks at the flag. Even on x86-64 a load may overtake an earlier store to another word, and
-each could miss the other; so each puts a full fence in between. Taking and releasing a lock that nobody else uses is
+Both sides store a word and then load another: the sleeper sets its flag and checks once more for what it waits for, the
+ringer has published and reads the flag. Even on x86-64 a load may overtake an earlier store to another word, and each
+could miss the other; so each puts a full fence in between. Taking and releasing a lock that no other thread uses is
 one: it is done by instructions with the `lock` prefix, which wait for all earlier stores. Should a ring get lost all
-the same (its process was killed in the middle of it), the sleeper looks again after half a second.
+the same (its process was killed in the middle of it), the sleeper checks again after half a second.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ import zmq
 from eagleray.errors import ChannelClosed
 
 SPIN_SECONDS = 100e-6
-"""How long to look again and again before sleeping: an answer often comes at once, and waking up takes 30 us."""
+"""Time to poll before sleeping: a reply often arrives at once, and waking up takes 30 us."""
 
 SLEEP_SECONDS = 0.5
-"""The longest sleep without looking."""
+"""Longest sleep without a check."""
 
 sched_yield = getattr(os, "sched_yield", lambda: None)
 
 
 def ring(pipe: int) -> None:
-    """Wake whoever polls the pipe. A full one wakes it too, and one without readers has nobody to wake."""
+    """Wake the process that polls the pipe. A full pipe wakes it too, and one without readers has no process to
+    wake."""
     with contextlib.suppress(BlockingIOError, BrokenPipeError):
         os.write(pipe, b"\0")
 
 
 class Bell:
-    """Wakes one sleeper, if its flag says that it sleeps. `flag` is a view of one word."""
+    """Wakes one sleeper if its flag says that it sleeps. `flag` is a view of one word."""
 
     def __init__(self, pipe: int, flag: memoryview) -> None:
         self._pipe = pipe
@@ -49,7 +51,7 @@ class Bell:
         self._fence = threading.Lock()
 
     def ring(self) -> None:
-        """To be called after publishing."""
+        """Wake the sleeper, after the change was published."""
         with self._fence:
             pass
         if self._flag[0]:
@@ -58,7 +60,7 @@ class Bell:
 
 
 class Doorbell:
-    """The end that sleeps. Used from one thread, `wake` and `stop` from any.
+    """The sleeping end. Used from one thread; `wake` and `stop` may be called from any.
 
     Owns the descriptors that it is given: the two ends of a pipe, or twice the same one, open for both.
     """
@@ -76,23 +78,23 @@ class Doorbell:
 
     @classmethod
     def make(cls) -> Doorbell:
-        """A doorbell over a new pipe."""
+        """Make a doorbell over a new pipe."""
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
         os.set_blocking(write_end, False)
         return cls(read_end, write_end)
 
     def watch(self, sockets: Sequence[zmq.Socket[bytes]]) -> None:
-        """From now on what arrives at these sockets, and at no others, ends a wait too."""
+        """Let messages at these sockets, in place of earlier ones, end a wait too."""
         self._poller = zmq.Poller() if sockets else select.poll()
         self._poller.register(self.read_end, select.POLLIN)
         for socket in sockets:
             self._poller.register(socket, zmq.POLLIN)
 
     def wait(self, ready: Callable[[], bool], deadline: float, flags: Sequence[memoryview]) -> None:
-        """Wait until `ready()`, a ring or the deadline, half a second at most: the caller then looks again.
+        """Wait until `ready()`, a ring or the deadline, at most half a second; the caller then checks again.
 
-        `flags` are those whose bells ring for what is waited for. Raises `ChannelClosed` once stopped.
+        `flags` belong to the bells that ring for the awaited change. Raises `ChannelClosed` once stopped.
         """
         spin_until = min(deadline, monotonic() + SPIN_SECONDS)
         while monotonic() < spin_until:
@@ -112,31 +114,31 @@ class Doorbell:
         self.check()
 
     def check(self) -> None:
-        """Raises `ChannelClosed` once stopped."""
+        """Raise `ChannelClosed` once stopped."""
         if self.stopped:
             raise ChannelClosed("the queue was closed")
 
     def take_wake(self) -> bool:
-        """Whether `wake` was called since the last time."""
+        """Whether `wake` was called since the last call of this method."""
         if self._woken:  # cleared only if it was seen: `wake` may come in between
             self._woken = False
             return True
         return False
 
     def wake(self) -> None:
-        """From any thread: end the wait, or the next one. Harmless when closed."""
+        """End the current wait, or the next one. May be called from any thread, also after `close`."""
         self._woken = True
         with self._lock:
             if self._open:
                 ring(self.write_end)
 
     def stop(self) -> None:
-        """From any thread: waits end with `ChannelClosed`, this one and all later ones."""
+        """Have the current wait and all later ones raise `ChannelClosed`. May be called from any thread."""
         self.stopped = True
         self.wake()
 
     def close(self) -> None:
-        """Close the pipe; nobody may wait any more."""
+        """Close the pipe. No thread may wait afterwards."""
         with self._lock:
             if self._open:
                 self._open = False

@@ -1,9 +1,9 @@
 """Heartbeats between a process and those that belong to it (an engine and its workers, a supervisor and the members of
-its fleet), in both directions, from a thread on either side: one a second, or four in the limit if that is shorter.
+its fleet), in both directions, from a thread on either side: one a second, or four within the limit if that is shorter.
 
-A process that is stopped, or cut off from the network, does not end, and no sentinel of it trips: it falls silent.
-Time in which the listening process did not run itself (it was stopped too, or the machine was) is not held against the
-other: when its own loop comes late, its clocks start again.
+A process that is stopped, or cut off from the network, does not exit and trips no sentinel; only its heartbeats stop.
+Time in which the receiving process itself did not run (because it or the machine was stopped) is not counted: when its
+own loop is late, its clocks are reset.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from eagleray.transport.router_dealer import (
 BEAT_SECONDS = 1.0
 
 LATE_SECONDS = 1.0
-"""A loop that comes later than this did not run."""
+"""Delay of the loop from which on the process is assumed to have been stopped."""
 
 FIRST_SECONDS = 3.0
-"""The first answer may take at least so long: a process that begins is busy."""
+"""Least time for the first reply, because a starting process is busy."""
 
 CLOSE_SECONDS = 5.0
 
@@ -49,7 +49,7 @@ Who = TypeVar("Who", bound=Hashable)
 
 
 class LivenessClock(Generic[Who]):
-    """Who was heard when. Pure: the time is handed in."""
+    """Time of each peer's last heartbeat. Pure: callers pass the time."""
 
     def __init__(self, *, limit: float, tick: float, now: float) -> None:
         self._limit = limit
@@ -57,11 +57,11 @@ class LivenessClock(Generic[Who]):
         self._ran = now
         self._heard: dict[Who, float] = {}
         self._first: dict[Who, float] = {}
-        """Of those that are expected: the limit until they are heard."""
+        """Limits, in seconds, for the first heartbeat of expected peers."""
         self._lost: set[Who] = set()
 
     def expect(self, who: Who, now: float, *, within: float) -> None:
-        """It has so many seconds to be heard for the first time."""
+        """Expect the first heartbeat of `who` within `within` seconds."""
         self._heard[who] = now
         self._first[who] = within
 
@@ -71,14 +71,14 @@ class LivenessClock(Generic[Who]):
             self._first.pop(who, None)
 
     def forget(self, who: Who) -> None:
-        """Its silence is expected. It must not be heard any more."""
+        """Forget `who`, whose heartbeats stop on purpose. No heartbeat of it may be recorded afterwards."""
         self._heard.pop(who, None)
         self._first.pop(who, None)
         self._lost.discard(who)
 
     def silent(self, now: float) -> list[tuple[Who, float]]:
-        """Who was heard, or expected, and not for the limit, and for how many seconds; each once. Ask every `tick`
-        seconds."""
+        """Return the peers without a heartbeat for their limit, once each, and for how many seconds. Called every
+        `tick` seconds."""
         if now - self._ran > self._tick + LATE_SECONDS:
             self._heard = dict.fromkeys(self._heard, now)
         self._ran = now
@@ -99,8 +99,8 @@ class HeartbeatHandle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeartbeatMonitor:
-    """The end that has several peers. Its thread calls `on_silent(peer, seconds)` once for a peer that was heard and
-    then, for `limit` seconds, was not; for one that was not heard yet only if it was invited to come within a time.
+    """The end with several peers. Its thread calls `on_silent(peer, seconds)` once for a peer whose heartbeats began
+    and then stopped for `limit` seconds; for one without a first heartbeat only if it was invited with a time limit.
     `invite` and `forget` may be called from any thread."""
 
     def __init__(
@@ -138,8 +138,11 @@ class HeartbeatMonitor:
         on_silent: Callable[[int, float], None],
         num_peers: int = 0,
     ) -> HeartbeatMonitor:
-        """`host` is the address at which peers of other hosts reach this one; None if there are none. Peers 0 to
-        `num_peers` - 1 are invited already. Raises `ConfigError` if `host` is not an address of this host."""
+        """Open a monitor with peers 0 to `num_peers` - 1 invited.
+
+        `host` is the address at which peers of other hosts reach this one; None if there are none. Raises `ConfigError`
+        if `host` is not an address of this host.
+        """
         socket, contact = bind_router(runtime_dir=runtime_dir, name="pulse", host=host)
         monitor = cls(socket=socket, contact=contact, limit=limit, on_silent=on_silent)
         for _ in range(num_peers):
@@ -147,8 +150,8 @@ class HeartbeatMonitor:
         return monitor
 
     def invite(self, *, within: float | None = None) -> tuple[int, bytes]:
-        """A peer may come: (its number, which is never given again, its ticket). `within`: seconds for it to be heard;
-        None: any."""
+        """Invite a peer and return (its number, which is never used again, its handle). `within`: seconds for its first
+        heartbeat, or None for no limit."""
         with self._lock:
             peer = next(self._next)
             if within is not None:
@@ -158,18 +161,18 @@ class HeartbeatMonitor:
             return peer, msgspec.msgpack.encode(self._tickets[peer])
 
     def forget(self, peer: int) -> None:
-        """It is gone, or is no longer of interest: its ticket is void. It may still be called silent in this moment."""
+        """Forget a peer, whose handle becomes void. `on_silent` may still be called for it at this moment."""
         with self._lock:
             self._tickets.pop(peer, None)
             self._heard.pop(peer, None)
             self._clocks.forget(peer)
 
     def ticket(self, peer: int) -> bytes:
-        """What `HeartbeatSender.start` needs. Secret: who has it can be that peer."""
+        """Return the handle for `HeartbeatSender.start`. It is secret: whoever has it can be that peer."""
         return msgspec.msgpack.encode(self._tickets[peer])
 
     def close(self) -> None:
-        """Nobody is called any more."""
+        """Stop the thread; `on_silent` is not called afterwards."""
         self._thread.close()
 
     def _hear(self, parts: list[bytes]) -> None:
@@ -196,8 +199,8 @@ class HeartbeatMonitor:
 
 
 class HeartbeatSender:
-    """The end that has one peer, the monitor. Its thread calls `on_silent(seconds)` once when the monitor was not heard
-    for the limit."""
+    """The end with one peer, the monitor. Its thread calls `on_silent(seconds)` once if the monitor does not reply for
+    the limit."""
 
     def __init__(
         self, *, socket: zmq.Socket[bytes], secret: bytes, limit: float, on_silent: Callable[[float], None]
@@ -219,8 +222,10 @@ class HeartbeatSender:
 
     @classmethod
     def start(cls, ticket: bytes, *, on_silent: Callable[[float], None]) -> HeartbeatSender:
-        """Be heard from now on: when this returns, silence will be noticed. Raises `ChannelClosed` if there is no way
-        to the monitor, or no answer from it within the limit or 3 s."""
+        """Send heartbeats from now on; when this returns, their end will be noticed.
+
+        Raises `ChannelClosed` if the monitor cannot be reached or does not reply within the limit or 3 s.
+        """
         said = msgspec.msgpack.decode(ticket, type=HeartbeatHandle)
         socket, _ = connect_dealer(said.contact)
         pulse = cls(socket=socket, secret=said.secret, limit=said.limit, on_silent=on_silent)
@@ -231,7 +236,7 @@ class HeartbeatSender:
         return pulse
 
     def close(self) -> None:
-        """Fall silent, and call nobody any more."""
+        """Stop the heartbeats; `on_silent` is not called afterwards."""
         self._thread.close()
 
     def _hear(self, parts: list[bytes]) -> None:
@@ -245,9 +250,9 @@ class HeartbeatSender:
 
 
 class _Thread:
-    """Calls `on_mail` for each message, `on_tick` every `tick` seconds, `on_end` at the end.
+    """Thread that calls `on_mail` for each message, `on_tick` every `tick` seconds, `on_end` at the end.
 
-    Nobody else touches the socket any more.
+    No other thread touches the socket.
     """
 
     def __init__(
@@ -269,7 +274,7 @@ class _Thread:
         self._thread.start()
 
     def close(self) -> None:
-        """From any thread, this one too; harmless when repeated."""
+        """Stop the thread. May be called from any thread, including this one. Idempotent."""
         self._bell.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_SECONDS)

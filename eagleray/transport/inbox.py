@@ -1,11 +1,11 @@
-"""An inbox per process, and an outbox that reaches the inboxes of others.
+"""Inboxes, which receive messages, and outboxes, which send to the inboxes of peers.
 
-An inbox is a zmq PULL socket that its owner binds; an outbox holds one PUSH socket for each peer it was connected to.
-Queues are unbounded in number: what flows here is small (token ids) and bounded by the requests that were admitted,
-and a send that blocked would stop the engine for every client.
+An inbox is a zmq PULL socket that its owner binds; an outbox holds one PUSH socket for each connected peer. Queues are
+unbounded in number: the messages are small (token ids) and bounded by the admitted requests, and a send that blocked
+would stop the engine for every client.
 
-A connection between hosts that breaks is not made again: it may have taken messages with it, and better none arrive
-than some. The owner of the outbox asks which have broken (`take_broken`), and does something about it.
+A connection between hosts that breaks is not made again: messages may be lost with it, and none arriving is better than
+some. The owner of the outbox polls for broken connections (`pop_broken`) and reacts.
 
 On one host an inbox is a Unix socket in the instance's directory, between hosts a TCP port with CURVE (see `tcp`). Its
 address says which, and has all that is needed to connect: `ipc://PATH`, or `tcp://HOST:PORT?KEY`, which is secret.
@@ -31,7 +31,7 @@ Message = TypeVar("Message")
 Peer = TypeVar("Peer", bound=Hashable)
 
 LINGER_MS = 1000
-"""How long a closed outbox still tries to hand over what it took."""
+"""Time in ms for which a closed outbox still tries to deliver queued messages."""
 
 BREAKS = (
     zmq.EVENT_DISCONNECTED
@@ -40,14 +40,14 @@ BREAKS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-"""After any of these nothing that is sent arrives."""
+"""Events after which no sent message arrives."""
 
 OWNED_COPY_BYTES = 65536
-"""zmq copies frames smaller than this on sending; larger ones it keeps alive and sends from where they are."""
+"""Size from which on zmq sends a frame from where it is and keeps it alive; smaller ones are copied."""
 
 
 class Inbox(Generic[Message]):
-    """The inbox of a process that waits in a thread.
+    """Inbox of a process that waits in a thread.
 
     Bound in `runtime_dir`, or to a free port of the address `host`, for peers of other hosts. Raises `ConfigError` if
     that is not an address of this host, or if there is no room in the directory.
@@ -60,7 +60,7 @@ class Inbox(Generic[Message]):
         self._socket, self.address = _open(zmq.Context.instance(), runtime_dir, name, host)
 
     def receive(self, timeout: float | None) -> Message | None:
-        """The next message; None after `timeout` seconds without one (0 does not wait, None waits for ever).
+        """Return the next message, or None after `timeout` seconds (0 does not wait, None waits for ever).
 
         Raises `msgspec.ValidationError` for bytes that are no message of this wire.
         """
@@ -72,12 +72,12 @@ class Inbox(Generic[Message]):
         return None
 
     def close(self) -> None:
-        """Unbind. What had arrived and was not received is dropped."""
+        """Unbind. Messages that had arrived and were not received are dropped."""
         self._socket.close(linger=0)
 
 
 class AsyncInbox(Generic[Message]):
-    """The inbox of a process that waits in an event loop. Must be made inside that loop; arguments as `Inbox`."""
+    """Inbox of a process that waits in an event loop. Must be made inside that loop; arguments as for `Inbox`."""
 
     def __init__(
         self, runtime_dir: Path, name: str, decode: Callable[[list[Frame]], Message], host: str | None = None
@@ -86,7 +86,7 @@ class AsyncInbox(Generic[Message]):
         self._socket, self.address = _open(zmq.asyncio.Context.instance(), runtime_dir, name, host)
 
     async def receive(self) -> Message:
-        """The next message. Raises `ChannelClosed` once the inbox is closed."""
+        """Return the next message. Raises `ChannelClosed` once the inbox is closed."""
         try:
             return self._decode(list(await self._socket.recv_multipart()))
         except zmq.ZMQError as error:
@@ -103,12 +103,12 @@ class Outbox(Generic[Peer, Message]):
         self._encode = encode
         self._sockets: dict[Peer, zmq.Socket[bytes]] = {}
         self._monitors: dict[Peer, zmq.Socket[bytes]] = {}
-        """Of the peers on other hosts whose connection has not been found broken."""
+        """Monitor sockets of the peers on other hosts whose connection has not been found broken."""
 
     def connect(self, peer: Peer, address: str) -> None:
-        """From now on `peer` is reached at `address`. A connection to an older address of it is closed.
+        """Connect to `peer` at `address`. A connection to an older address of it is closed.
 
-        Raises `ConfigError` for what is no address.
+        Raises `ConfigError` for an invalid address.
         """
         self.disconnect(peer)
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
@@ -125,14 +125,14 @@ class Outbox(Generic[Peer, Message]):
         self._sockets[peer] = socket
 
     def disconnect(self, peer: Peer, *, linger_ms: int = LINGER_MS) -> None:
-        """Forget `peer`; fine if it is unknown."""
+        """Disconnect from `peer`; an unknown peer is ignored."""
         if socket := self._sockets.pop(peer, None):
             self._forget_monitor(peer, socket)
             socket.close(linger=linger_ms)
 
     def take_broken(self) -> list[Peer]:
-        """The peers whose connections have broken since the last call, by a network between hosts, or because they are
-        gone. They are never reached again at the address that they had. To be asked now and then."""
+        """Return the peers whose connections have broken since the last call, by the network or by their exit. They are
+        never reached again at the same address."""
         broken = [peer for peer, monitor in self._monitors.items() if _has_broken(monitor)]
         for peer in broken:
             self._forget_monitor(peer, self._sockets[peer])
@@ -147,15 +147,14 @@ class Outbox(Generic[Peer, Message]):
         return peer in self._sockets
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Queue `message` for `peer`. A peer that is not connected (any more) does not get it: who has left needs no
-        mail, and its `Left` has told or will tell everybody."""
+        """Queue `message` for `peer`. A peer that is not connected does not get it: its `Left` informs all members."""
         if socket := self._sockets.get(peer):
             frames = self._encode(message)
             with contextlib.suppress(zmq.Again):  # there is no limit: its connection is gone
                 socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=len(frames) == 1)
 
     def close(self) -> None:
-        """Disconnect from everybody; what was queued still goes out, for at most a second."""
+        """Disconnect from all peers; queued messages are still sent, for at most a second."""
         for peer in list(self._sockets):
             self.disconnect(peer)
 
@@ -168,7 +167,7 @@ def _has_broken(monitor: zmq.Socket[bytes]) -> bool:
 
 
 def _open(context: zmq.Context[Any], runtime_dir: Path, name: str, host: str | None) -> tuple[Any, str]:
-    """A socket that is bound, and its address."""
+    """Bind a socket and return it with its address."""
     socket = context.socket(zmq.PULL)
     try:
         socket.rcvhwm = 0

@@ -1,8 +1,9 @@
-"""The queue's medium between hosts, and for peers of this host that cannot share memory: one zmq connection per peer.
+"""Medium of the message queue between hosts, and for peers of this host that cannot share memory: a zmq connection per
+peer.
 
 The engine holds one ROUTER socket for all peers, a peer one DEALER socket. zmq queues without limits of its own:
-credits bound what is under way (`credit.py`). A connection that breaks is not mended, because what was under way is
-lost; the peer notices at once and ends. Nothing here waits, except for the welcome of a new peer.
+credits bound the bytes in flight (`credit.py`). A broken connection is not repaired, because the bytes in flight are
+lost; the peer notices at once and exits. Nothing here waits, except for the welcome of a new peer.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from eagleray.transport.ring import Frame
 from eagleray.transport.router_dealer import SocketAddress, bind_router, can_receive, close_router, connect_dealer
 
 COPIED_BYTES = 65536
-"""Received frames smaller than this are copied: zmq may hold several of them in one piece of memory, unaligned."""
+"""Size below which a received frame is copied: zmq may hold several frames in one piece of memory, unaligned."""
 
 HELLO = HEADER.pack(Kind.HELLO, 0, 0)
 
 
 def _owned(parts: Sequence[zmq.Frame]) -> tuple[list[Frame], int]:
-    """The frames and how many bytes they are. The memory of a received zmq frame is its own."""
+    """Return the frames and their total size in bytes. Each frame owns its memory."""
     frames: list[Frame] = []
     for part in parts:
         frames.append(bytearray(part.buffer) if len(part) < COPIED_BYTES else part.buffer)
@@ -37,12 +38,12 @@ def _owned(parts: Sequence[zmq.Frame]) -> tuple[list[Frame], int]:
 
 
 def _packed(frames: Sequence[Frame]) -> list[zmq.Frame]:
-    """Copied once: the sender may change its arrays, and all peers get the same copy."""
+    """Copy the frames once: the sender may change its arrays, and all peers get the same copy."""
     return [zmq.Frame(frame, copy=True) for frame in frames]
 
 
 class _Link:
-    """What the engine keeps of one peer."""
+    """State of one peer at the engine."""
 
     def __init__(self, peer: int, medium: str, identity: bytes, window: int) -> None:
         self.peer = peer
@@ -52,7 +53,7 @@ class _Link:
 
 
 class LinkHub:
-    """The engine's end. `secrets[peer]` is what a peer must say to be let in."""
+    """The engine's end. A peer is admitted if it sends `secrets[peer]`."""
 
     flags: tuple[memoryview, ...] = ()
     room_flags: tuple[memoryview, ...] = ()
@@ -66,16 +67,16 @@ class LinkHub:
         self._wanted = 0
 
     def attached(self) -> dict[int, str]:
-        """Who is there."""
+        """Return the attached peers and the medium of each."""
         self._pump()
         return {link.peer: link.medium for link in self._links.values()}
 
     def ready(self) -> bool:
-        """Whether there is something that `take` has not looked at."""
+        """Whether something has arrived that `pop` has not seen."""
         return bool(self._inbox) or can_receive(self.socket)
 
     def take(self) -> tuple[int, list[Frame]] | None:
-        """The next message, and whose it is."""
+        """Return the next message and its peer, if one has arrived."""
         self._pump()
         if not self._inbox:
             return None
@@ -86,7 +87,7 @@ class LinkHub:
         return link.peer, frames
 
     def write(self, frames: Sequence[Frame]) -> Iterator[bool]:
-        """Send to all at once. Yields False while there is no room, then True."""
+        """Send to all peers at once. Yields False while there is no room, then True."""
         self._wanted = sum(map(len, frames))
         while not self.has_room():
             yield False
@@ -100,22 +101,22 @@ class LinkHub:
         return not self.slow_peers()
 
     def slow_peers(self) -> list[int]:
-        """Those whose window cannot take the message that waits for room."""
+        """Return the peers whose window cannot take the waiting message."""
         return [link.peer for link in self._links.values() if not link.flow.fits(self._wanted)]
 
     def gone_peers(self) -> list[int]:
-        """Those that have closed their end."""
+        """Return the peers that have closed their end."""
         return [link.peer for link in self._links.values() if link.flow.ended]
 
     def broken_peers(self) -> list[int]:
-        """None: a message goes whole or not at all."""
+        """Return no peer: a message arrives whole or not at all."""
         return []
 
     def mark_broken(self) -> None:
-        """Nothing to tell."""
+        """Do nothing: a message arrives whole or not at all."""
 
     def close(self) -> None:
-        """Say so to the peers; what was sent still goes out, for at most a second."""
+        """Send BYE to the peers; earlier messages are still sent, for at most a second."""
         for link in self._links.values():
             with contextlib.suppress(ChannelClosed):  # it was faster
                 self._send(link, link.flow.control(Kind.BYE), ())
@@ -130,7 +131,7 @@ class LinkHub:
             raise ChannelClosed(f"the connection to peer {link.peer} has ended: {error}") from error
 
     def _pump(self) -> None:
-        """Take what has arrived."""
+        """Process everything that has arrived."""
         while can_receive(self.socket):
             identity, *parts = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
             link = self._links.get(identity.bytes)
@@ -145,7 +146,7 @@ class LinkHub:
                 self._inbox.append((link, *_owned(parts[1:])))
 
     def _admit(self, identity: bytes, parts: list[bytes]) -> None:
-        """Let in whoever knows the secret of a peer that is not there yet. Others get no answer."""
+        """Admit a peer that sends the secret of a free number. Others get no reply."""
         if len(parts) != 3 or parts[0] != HELLO:
             return
         known = [peer for peer, secret in enumerate(self._secrets) if hmac.compare_digest(secret, parts[1])]
@@ -157,8 +158,11 @@ class LinkHub:
 
 
 class LinkPeer:
-    """A peer's end. Raises `ChannelClosed` if there is no way to the engine, `DeadlineExceeded` if it does not answer
-    within `timeout` seconds."""
+    """A peer's end.
+
+    Raises `ChannelClosed` if the engine cannot be reached, `DeadlineExceeded` if it does not reply within `timeout`
+    seconds.
+    """
 
     flags: tuple[memoryview, ...] = ()
     room_flags: tuple[memoryview, ...] = ()
@@ -191,11 +195,11 @@ class LinkPeer:
             self._stack = stack.pop_all()
 
     def ready(self) -> bool:
-        """Whether there is something that `take` has not looked at."""
+        """Whether something has arrived that `pop` has not seen."""
         return bool(self._inbox) or can_receive(self._socket)
 
     def take(self) -> list[Frame] | None:
-        """The next message."""
+        """Return the next message, if one has arrived."""
         self._pump()
         if not self._inbox:
             return None
@@ -205,7 +209,7 @@ class LinkPeer:
         return frames
 
     def write(self, frames: Sequence[Frame]) -> Iterator[bool]:
-        """As in `LinkHub`."""
+        """See `LinkHub.write`."""
         self._wanted = sum(map(len, frames))
         while not self.has_room():
             yield False
@@ -217,7 +221,7 @@ class LinkPeer:
         return self._flow.fits(self._wanted)
 
     def gone(self) -> str | None:
-        """Why no further message can come or be taken; None while the engine is there."""
+        """Return the reason for which no message can be exchanged, or None while the engine is connected."""
         if not self._disconnected and can_receive(self._news):
             self._news.recv_multipart(zmq.DONTWAIT)
             self._disconnected = True
@@ -226,10 +230,10 @@ class LinkPeer:
         return "the connection to the engine has ended" if self._disconnected else None
 
     def mark_broken(self) -> None:
-        """Nothing to tell: a message goes whole or not at all."""
+        """Do nothing: a message arrives whole or not at all."""
 
     def close(self) -> None:
-        """Say so to the engine; what was sent still goes out, for at most a second."""
+        """Send BYE to the engine; earlier messages are still sent, for at most a second."""
         self._socket.send(self._flow.control(Kind.BYE), zmq.DONTWAIT)
         self._stack.close()
 

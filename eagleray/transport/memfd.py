@@ -1,8 +1,8 @@
-"""Memory that several processes of a host see. It has no name, so that nothing can be left behind.
+"""Memory shared by several processes of a host. It has no name, so that nothing can be left behind.
 
-The creator holds a file without a name (memfd); another process opens it through the creator's `/proc` entry. That it
-is the right file, and not one of a process with the same number in another container or on another host, is known by
-a random number in its first bytes. The memory is there as long as somebody has it open.
+The creator holds a file without a name (memfd); another process opens it through the creator's `/proc` entry. A random
+number in its first bytes proves that it is the right file, and not one of a process with the same number in another
+container or on another host. The memory lasts as long as any process has it open.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ NONCE_BYTES = 16
 
 
 def open_descriptor(pid: int, descriptor: int, flags: int) -> int:
-    """Open again what process `pid` has open as `descriptor`. Raises `OSError`."""
+    """Reopen the file that process `pid` has open as `descriptor`. Raises `OSError`."""
     return os.open(f"/proc/{pid}/fd/{descriptor}", flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 class Region:
-    """The mapped memory and the views into it, which are given out here so that `close` can take them back.
+    """Mapped memory and the views into it, which are created here so that `close` can release them.
 
     Owns the descriptor. The first `NONCE_BYTES` bytes are the nonce.
     """
@@ -40,7 +40,7 @@ class Region:
 
     @classmethod
     def create(cls, size: int) -> Region:
-        """New memory, zeros but for the nonce. Raises `ConfigError` if the system does not have that much."""
+        """Create memory of zeros, except for the nonce. Raises `ConfigError` if the system does not have enough."""
         descriptor = os.memfd_create(NAME)
         try:
             # reserved now: later, too little memory would be a SIGBUS
@@ -58,7 +58,7 @@ class Region:
 
     @classmethod
     def attach(cls, *, pid: int, descriptor: int, size: int, nonce: bytes) -> Region:
-        """The memory that process `pid` has created. Raises `OSError` if it cannot be reached from here."""
+        """Map the memory that process `pid` has created. Raises `OSError` if it cannot be reached from here."""
         # Looked at before it is opened: to open whatever another process has there might do something.
         target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
         if not target.startswith(f"/memfd:{NAME} "):
@@ -79,13 +79,13 @@ class Region:
         return bytes(self._bytes[:NONCE_BYTES])
 
     def bytes(self, offset: int, size: int) -> memoryview:
-        """A view that is valid until `close`."""
+        """Return a view of bytes that is valid until `close`."""
         return self._stack.enter_context(self._bytes[offset : offset + size])
 
     def words(self, offset: int, size: int) -> memoryview:
-        """The same as words of eight bytes; `offset` and `size` are in bytes."""
+        """Return a view of words of eight bytes; `offset` and `size` are in bytes."""
         return self._stack.enter_context(self.bytes(offset, size).cast("Q"))
 
     def close(self) -> None:
-        """Give the memory back; harmless when repeated. The views raise `ValueError` from now on."""
+        """Unmap the memory. The views raise `ValueError` afterwards. Idempotent."""
         self._stack.close()

@@ -1,4 +1,4 @@
-"""What a worker needs to attach to the queue, whatever brings it to life."""
+"""Handle with which a worker attaches to the queue, the same for every executor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class MessageQueueHandle(msgspec.Struct, frozen=True, kw_only=True):
     peer: int
     secret: bytes
     window: int
-    """Bytes that may be under way on a connection."""
+    """Bytes that may be in flight on a connection."""
     contact: SocketAddress
     shared: SharedRingsHandle | None
-    """None: the engine's machine has no memory to share."""
+    """Handle of the shared memory; None if the engine's machine does not support it."""

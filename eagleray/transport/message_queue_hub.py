@@ -1,10 +1,10 @@
-"""The message queue between an engine and its workers: what the engine sends reaches every worker, each can answer.
-Here is the engine's end, in `listener.py` a worker's.
+"""The message queue between an engine and its workers: every worker receives what the engine sends, and each can reply.
+This is the engine's end; the workers' is in `message_queue_peer.py`.
 
-A worker is a *peer*: a number, and a ticket that says how to attach. Peers on the engine's host attach to shared
-memory (`shared.py`); where that cannot be had, and from other hosts, they connect (`link.py`). Either medium keeps the
-order, drops nothing, and makes a sender wait for a slow receiver. These two files have the waiting: every call has
-a deadline and ends when the queue is closed. What is received is memory that belongs to the receiver.
+A worker is a peer, with a number and a handle that says how to attach. Peers on the engine's host attach to shared
+memory (`shared_rings.py`); where that is not possible, and from other hosts, they connect (`link.py`). Either medium
+keeps the order, drops nothing, and makes a sender wait for a slow receiver. The hub and the peer do the waiting: every
+call has a deadline and returns when the queue is closed. Received memory belongs to the receiver.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from eagleray.transport.router_dealer import SECRET_BYTES
 from eagleray.transport.shared_rings import SharedRingsHub, supports_shared_memory
 
 CAPACITY = 4 << 20
-"""Bytes of a ring in shared memory."""
+"""Size of a ring in shared memory, in bytes."""
 
 WINDOW = 16 << 20
-"""Bytes under way on a connection, in each direction."""
+"""Bytes in flight on a connection, in each direction."""
 
 CHECK_SECONDS = 0.1
 
@@ -61,10 +61,10 @@ class MessageQueueHub:
         capacity: int = CAPACITY,
         window: int = WINDOW,
     ) -> MessageQueueHub:
-        """A queue for `num_peers` that are still to attach.
+        """Open a queue for `num_peers` peers, which attach later.
 
         `host` is the address of this host at which peers of other hosts reach it; None if there are none. Raises
-        `ConfigError` if it is not an address of this host, or if the memory cannot be had.
+        `ConfigError` if it is not an address of this host, or if there is too little memory.
         """
         keys = [secrets.token_bytes(SECRET_BYTES) for _ in range(num_peers)]
         with contextlib.ExitStack() as stack:
@@ -90,13 +90,13 @@ class MessageQueueHub:
         return cls(bell=bell, hubs=[shared, links] if shared else [links], tickets=tickets)
 
     def ticket(self, peer: int) -> bytes:
-        """What `Listener.open` needs. Secret: who has it can be that peer."""
+        """Return the handle for `MessageQueuePeer.open`. It is secret: whoever has it can be that peer."""
         return msgspec.msgpack.encode(self._tickets[peer])
 
     def wait_for_peers(self, timeout: float, check: Callable[[], None]) -> dict[int, str]:
-        """Wait until every peer has attached, before anything is sent; the medium of each.
+        """Wait until every peer has attached, before anything is sent, and return the medium of each.
 
-        `check` is called again and again and may raise. Raises `DeadlineExceeded`, which names those who are missing.
+        `check` is called repeatedly and may raise. Raises `DeadlineExceeded`, which names the missing peers.
         """
         deadline = monotonic() + timeout
         with self._in_use:
@@ -114,11 +114,11 @@ class MessageQueueHub:
             return media
 
     def send(self, frames: Sequence[Frame], timeout: float, check: Callable[[], None] | None = None) -> None:
-        """Hand a message to every peer; returns once it is on its way, waits while a peer's window is full.
+        """Send a message to every peer. Returns once it is in flight; waits while a peer's window is full.
 
         `check`, if given, is called while it waits, and may raise. Raises `DeadlineExceeded`, which names the peers
-        that have no room; if by then a part of the message was on its way, the queue is of no more use and later
-        sends raise `ChannelClosed`. So does one that waits for a peer that has closed its end.
+        without room; if a part of the message is in flight by then, the queue is broken and later sends raise
+        `ChannelClosed`. So does a send that waits for a peer that has closed its end.
         """
         assert self._attached, "wait_for_peers comes first"
         with self._in_use:
@@ -145,7 +145,7 @@ class MessageQueueHub:
                 raise
 
     def receive(self, timeout: float) -> tuple[int, list[Frame]] | None:
-        """(peer, frames) of the next message of any peer; None after `timeout` seconds, or when woken.
+        """Return (peer, frames) of the next message of any peer, or None after `timeout` seconds or a `wake`.
 
         Raises `ChannelClosed` if a connection has lost something, or a peer has broken off a message.
         """
@@ -166,11 +166,12 @@ class MessageQueueHub:
             return None
 
     def wake(self) -> None:
-        """A call that waits looks again; `receive`, this one or the next one that waits, returns None."""
+        """Have a waiting call check again; the current or next `receive` that waits returns None."""
         self._bell.wake()
 
     def close(self) -> None:
-        """Calls that wait in other threads end with `ChannelClosed`. What was sent, peers can still receive."""
+        """Close this end: waiting calls of other threads raise `ChannelClosed`. Peers can still receive what was
+        sent."""
         self._bell.stop()
         with self._in_use:
             for hub in self._hubs:

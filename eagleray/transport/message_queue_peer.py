@@ -1,4 +1,4 @@
-"""A worker's end of the message queue; `broadcast.py` has the engine's."""
+"""A worker's end of the message queue; the engine's is in `message_queue_hub.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eagleray.transport.shared_rings import SharedRingsPeer, supports_shared_mem
 MEDIA = ("shared memory", "ipc", "tcp")
 
 REMOTE_MEDIA = ("tcp",)
-"""Between hosts."""
+"""Media between hosts."""
 
 
 class MessageQueuePeer:
@@ -27,7 +27,7 @@ class MessageQueuePeer:
 
     def __init__(self, peer: SharedRingsPeer | LinkPeer) -> None:
         self.medium: str = peer.medium
-        """"shared memory", "ipc" or "tcp"."""
+        """Name of the medium: "shared memory", "ipc" or "tcp"."""
         self._peer = peer
         self._bell = peer.bell
         self._closed = False
@@ -39,8 +39,8 @@ class MessageQueuePeer:
     ) -> MessageQueuePeer:
         """Attach by the first of `media` that works from here.
 
-        `runtime_dir` is the engine's directory as it is seen here, if it has another name. Raises `ChannelClosed` if
-        the engine cannot be reached, `DeadlineExceeded` if it does not answer.
+        `runtime_dir` is the engine's directory as seen from here, if it has another name. Raises `ChannelClosed` if the
+        engine cannot be reached, `DeadlineExceeded` if it does not reply.
         """
         said = msgspec.msgpack.decode(ticket, type=MessageQueueHandle)
         if MEDIA[0] in media and said.shared is not None and supports_shared_memory():
@@ -58,7 +58,7 @@ class MessageQueuePeer:
         )
 
     def receive(self, timeout: float) -> list[Frame] | None:
-        """The engine's next message; None after `timeout` seconds.
+        """Return the engine's next message, or None after `timeout` seconds.
 
         Raises `ChannelClosed` when the engine has closed its end and everything was received.
         """
@@ -80,7 +80,7 @@ class MessageQueuePeer:
                     return None
 
     def send(self, frames: Sequence[Frame], timeout: float) -> None:
-        """Answer the engine; waits while the window is full, raises as `Broadcaster.send` does."""
+        """Reply to the engine. Waits while the window is full; raises like `MessageQueueHub.send`."""
         with self._in_use:
             self._bell.check()
             begun = False
@@ -104,7 +104,8 @@ class MessageQueuePeer:
                 raise
 
     def close(self) -> None:
-        """Calls that wait in other threads end with `ChannelClosed`. What was sent, the engine can still receive."""
+        """Close this end: waiting calls of other threads raise `ChannelClosed`. The engine can still receive what was
+        sent."""
         self._bell.stop()
         with self._in_use:
             if not self._closed:

@@ -1,17 +1,17 @@
 """A ring of records in memory: one writer, many readers; nothing is dropped or overwritten, and nothing waits here.
 
-The memory is shared between processes, or not (tests). Positions are counts of bytes that only grow: the writer's
-`head`, and a `tail` for each reader. Bytes between the slowest tail and head are not written again; a writer without
-room says so and is asked again later.
+The memory may be shared between processes. Positions are counts of bytes that only grow: the writer's `head`, and a
+`tail` for each reader. Bytes between the slowest tail and head are not written again; a writer without room reports it
+and is called again later.
 
 A message that is small against the ring is one record. A larger one is a record with the sizes of its frames, then
-records with pieces of them: the reader copies each piece to where it belongs and the writer goes on as pieces are
+records with pieces of them: the reader copies each piece to where it belongs and the writer continues as pieces are
 read, so that the size of a message is not limited by the ring's, and nothing outside of it is needed.
 
 Memory order. Words are read and written through `memoryview`s of format "Q", which CPython compiles to one aligned
 move. On x86-64 no store is reordered with an earlier store and no load with an earlier load (total store order), so
-that a reader that sees a new head also sees the bytes before it, and a writer that sees a new tail may overwrite what
-is before that. Other processors give no such promise, and do not get this ring (`shared.py`).
+that a reader that sees a new head also sees the bytes before it, and a writer that sees a new tail may overwrite the
+bytes before that. Other processors give no such guarantee, and do not get this ring (`shared_rings.py`).
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ import numpy as np
 from eagleray.errors import ChannelClosed
 
 Frame = bytes | bytearray | memoryview
-"""What is sent is read as it is: a memoryview must be one-dimensional, of bytes."""
+"""Frame to send; a memoryview must be one-dimensional, of bytes."""
 
 WORD = 8
 LINE = 8
-"""Words in a cache line: what different processes write is on lines of its own."""
+"""Words in a cache line; words that different processes write are on different lines."""
 
 HEAD = 0
 WANTED = LINE
 TAILS = 2 * LINE
 
 PIECES = 16
-"""No record is larger than this part of the ring: writer and readers work on different pieces at the same time."""
+"""Divisor of the capacity that bounds a record: writer and readers work on different pieces at the same time."""
 
 WHOLE, START, PIECE, PAD = range(4)
 """Kinds of records. A record begins with the word `count * 4 + kind`.
 
-`WHOLE`: the sizes of `count` frames, a word each, and their bytes. `START`: the sizes alone. `PIECE`: `count` bytes
-of the first frame that is not complete yet. `PAD`: nothing up to the end of the ring, since records do not wrap."""
+`WHOLE`: the sizes of `count` frames, a word each, and their bytes. `START`: the sizes alone. `PIECE`: `count` bytes of
+the first frame that is not complete yet. `PAD`: nothing up to the end of the ring, since records do not wrap.
+"""
 
 
 def control_bytes(num_readers: int) -> int:
-    """How much memory the positions take."""
+    """Return the size of the positions in memory."""
     return (TAILS + LINE * num_readers) * WORD
 
 
 class RingMemory(NamedTuple):
-    """The views of a ring, all of zeros before its first use."""
+    """Views of a ring, all zeros before its first use."""
 
     control: memoryview
     """[control_bytes / 8] words: head, wanted, a tail for each reader"""
@@ -59,11 +60,11 @@ class RingMemory(NamedTuple):
     data: memoryview
     """[capacity] bytes; a power of two, at least 512"""
     wanted: memoryview
-    """[1] word of `control`: a writer that sleeps says in it that it wants room"""
+    """[1] word of `control`, which a sleeping writer sets while it wants room."""
 
 
 class RingWriter:
-    """`readers`: the numbers of those who read; others are not waited for."""
+    """Writer of a ring. It waits only for the reader numbers in `readers`."""
 
     def __init__(self, memory: RingMemory, readers: Sequence[int]) -> None:
         self._control, self._words, self._data, _ = memory
@@ -80,8 +81,8 @@ class RingWriter:
     def write(self, frames: Sequence[Frame]) -> Iterator[bool]:
         """Write a message as far as there is room. Yields True after each record, False when there is no room.
 
-        Who stops asking after a True and before the end has cut the message off: later writes raise `ChannelClosed`,
-        because readers would take what follows for the rest of it.
+        A caller that stops iterating after a True and before the end has cut the message off: later writes raise
+        `ChannelClosed`, because readers would take what follows for the rest of it.
         """
         if self._unfinished:
             raise ChannelClosed("an earlier message was cut off by its deadline: nothing can follow it")
@@ -102,13 +103,13 @@ class RingWriter:
         yield True
 
     def has_room(self) -> bool:
-        """Whether the record that waited for room has it now."""
+        """Whether the record that waited for room has room now."""
         tails = [self._control[word] for word in self._tails.values()]
         self._limit = min(tails, default=self._head) + self._capacity
         return self._end <= self._limit
 
     def slow_readers(self) -> list[int]:
-        """The readers for whom the record that has no room must wait."""
+        """Return the readers for which the waiting record has no room."""
         return [reader for reader, word in self._tails.items() if self._control[word] + self._capacity < self._end]
 
     def _write_pieces(self, frames: Sequence[Frame], sizes: list[int]) -> Iterator[bool]:
@@ -134,7 +135,7 @@ class RingWriter:
         self._unfinished = False
 
     def _reserve(self, count: int) -> int | None:
-        """Where a record of `count` bytes begins; None if there is no room for it."""
+        """Return the position of a record of `count` bytes, or None if there is no room for it."""
         count = (count + 7) & -8
         start = self._head & (self._capacity - 1)
         skipped = 0 if start + count <= self._capacity else self._capacity - start
@@ -168,11 +169,11 @@ class RingReader:
         self._missing: list[memoryview] = []  # what is to be filled of them, the next one last
 
     def ready(self) -> bool:
-        """Whether there is something that `take` has not looked at."""
+        """Whether something was written that `pop` has not seen."""
         return self._position != self._control[HEAD]
 
     def take(self) -> list[Frame] | None:
-        """The next message, in memory of its own; None if it is not there, or not all of it."""
+        """Return the next message, in memory of its own, or None if it is not complete."""
         words, data = self._words, self._data
         while self._position != self._control[HEAD]:
             start = self._position & self._mask

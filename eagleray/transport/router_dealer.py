@@ -1,8 +1,9 @@
-"""How processes find each other that do not share memory: where one listens, how another connects, who may.
+"""Connections between processes that do not share memory: a ROUTER socket that is bound, DEALER sockets that connect.
 
-On one host a Unix socket in the instance's directory, whose mode is the authentication. Between hosts TCP with CURVE:
-only who knows the server's public key, which travels in tickets and nowhere else, can speak to it at all, and what is
-said is encrypted. A socket that has a TCP port uses CURVE on its Unix socket too: it is an option of the whole socket.
+On one host they use a Unix socket in the instance's directory, whose mode is the authentication. Between hosts they use
+TCP with CURVE: only a process that knows the server's public key, which travels in handles and nowhere else, can speak
+to it at all, and the connection is encrypted. A socket that has a TCP port uses CURVE on its Unix socket too: it is an
+option of the whole socket.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from eagleray.transport.tcp import be_client, be_server, bind_port, keep_alive
 SECRET_BYTES = 32
 
 LINGER_MS = 1000
-"""How long a closed socket still tries to hand over what it took."""
+"""Time in ms for which a closed socket still tries to deliver queued messages."""
 
 
 class SocketAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a process listens. Secret: who has it can connect."""
+    """Address of a bound socket. It is secret: whoever has it can connect."""
 
     directory: str
     name: str
-    """of the Unix socket in the directory"""
+    """Name of the Unix socket in the directory."""
     tcp: str | None
-    """`tcp://host:port`; None if it listens on this host alone"""
+    """`tcp://host:port`; None if the socket is bound on this host alone."""
     server_key: bytes | None
-    """With `tcp`: the public key."""
+    """Public key, with `tcp`."""
 
 
 def bind_router(*, runtime_dir: Path, name: str, host: str | None) -> tuple[zmq.Socket[bytes], SocketAddress]:
-    """A ROUTER socket, bound in `runtime_dir` and, with `host`, to a free port of that address.
+    """Bind a ROUTER socket in `runtime_dir` and, with `host`, to a free port of that address.
 
     Raises `ConfigError` if the address is not one of this host's, or if there is no room in the directory.
     """
@@ -55,7 +56,7 @@ def bind_router(*, runtime_dir: Path, name: str, host: str | None) -> tuple[zmq.
 
 
 def close_router(socket: zmq.Socket[bytes], contact: SocketAddress) -> None:
-    """Stop listening. What was sent still goes out, for at most a second."""
+    """Unbind. Queued messages are still sent, for at most a second."""
     (Path(contact.directory) / contact.name).unlink(missing_ok=True)  # zmq leaves it
     socket.close()
 
@@ -63,9 +64,9 @@ def close_router(socket: zmq.Socket[bytes], contact: SocketAddress) -> None:
 def connect_dealer(
     contact: SocketAddress, *, runtime_dir: Path | None = None, media: Collection[str] = ("ipc", "tcp")
 ) -> tuple[zmq.Socket[bytes], str]:
-    """A DEALER socket that connects to `contact`, and the medium: "ipc" if the Unix socket is there, else "tcp".
+    """Connect a DEALER socket. Returns it with the medium: "ipc" if the Unix socket is there, else "tcp".
 
-    `runtime_dir` is where the directory is to be found here, if not under its own name. Raises `ChannelClosed` if
+    `runtime_dir` is the path of the directory as seen from here, if it has another name. Raises `ChannelClosed` if
     there is no way.
     """
     directory = Path(contact.directory) if runtime_dir is None else runtime_dir

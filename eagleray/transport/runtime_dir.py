@@ -1,12 +1,12 @@
-"""Where a process of this host listens: a Unix socket in a directory that only this user may enter.
+"""Runtime directories, which hold the Unix sockets of one instance and which only this user may enter.
 
-Nothing to probe and nothing to collide: the directory belongs to one instance, the file's name to one identity. The
-directory's mode is the authentication.
+There is nothing to probe and nothing to collide: the directory belongs to one instance, the file's name to one
+identity. The directory's mode is the authentication.
 
-Whoever has made a directory holds a lock on it (`flock`, on the directory itself) for as long as it lives. The system
-drops the lock when its holder ends, however it ends, so that whoever makes the next directory can tell what was left
-behind, and removes it. The lock is not inherited by the programs that the holder starts: children that outlive it and
-still tidy up do so without it, and do not keep others from doing the same.
+The process that has made a directory holds a lock on it (`flock`, on the directory itself) for as long as it lives. The
+system drops the lock when its holder exits, however it exits, so that whoever makes the next directory can tell what
+was left behind, and removes it. Programs that the holder starts do not inherit the lock: children that outlive it and
+still clean up do so without it, and do not keep others from doing the same.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ PREFIX = "eagleray-"
 SUFFIX = ".run"
 LOCKED_NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}\{SUFFIX}")
 UNLOCKED_NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")
-"""Of versions that did not lock: whether somebody uses them cannot be told, unless there is nothing in them."""
+"""Names of directories of versions that did not lock: their use cannot be detected, unless they are empty."""
 
 MAX_DIR_LENGTH = 70
-"""A Unix socket's path has at most 107 bytes; this leaves room for the names of identities."""
+"""Limit that leaves room for the names of identities: a Unix socket's path has at most 107 bytes."""
 
 BIRTH_SECONDS = 5.0
-"""A directory is a moment old before it is locked."""
+"""Age of a directory up to which it may be unlocked because it has just been made."""
 
 EMPTY_SECONDS = 60.0
-"""An empty directory of a version that did not lock is left alone for so long."""
+"""Age up to which an empty directory of a version that did not lock is kept."""
 
 _locks: dict[Path, int] = {}
-"""The directories of this process, and the descriptors that hold their locks."""
+"""Directories of this process, and the descriptors that hold their locks."""
 
 
 def make_runtime_dir(parent: str | None = None, *, max_length: int = MAX_DIR_LENGTH) -> Path:
-    """A new directory, mode 0700, for the sockets of one instance. Removes those whose owners are gone.
+    """Make a directory, mode 0700, for the sockets of one instance. Removes directories whose owners have exited.
 
     It is made in `parent`, or else where temporary files go, unless its path would be longer than `max_length`. Raises
     `ConfigError` if there is no directory for temporary files in which that is possible.
@@ -74,14 +74,14 @@ def make_runtime_dir(parent: str | None = None, *, max_length: int = MAX_DIR_LEN
 
 
 def remove_runtime_dir(path: Path) -> None:
-    """Remove the directory and every socket in it. Fine if it is gone already."""
+    """Remove the directory and every socket in it. A missing directory is ignored."""
     shutil.rmtree(path, ignore_errors=True)
     if (lock := _locks.pop(path, None)) is not None:
         os.close(lock)
 
 
 def remove_dead_sockets(path: Path) -> None:
-    """Remove the sockets of the directory at which nobody listens: a process that was killed has left them."""
+    """Remove the sockets of the directory without a listener, which killed processes have left."""
     for socket in path.iterdir():
         with contextlib.suppress(OSError):  # removed meanwhile
             state = socket.stat()
@@ -92,7 +92,7 @@ def remove_dead_sockets(path: Path) -> None:
 
 
 def is_listening(path: Path) -> bool:
-    """Whether a process listens at the Unix socket. A connection that says nothing does no harm to it."""
+    """Whether a process listens at the Unix socket. An idle connection does it no harm."""
     with contextlib.suppress(OSError), sockets.socket(sockets.AF_UNIX) as probe:
         probe.connect(str(path))
         return True
@@ -109,7 +109,7 @@ def check_room(path: Path, num_bytes: int) -> None:
 
 
 def no_room(path: str | Path, error: OSError) -> ConfigError:
-    """The error to raise when files or sockets cannot be made in the directory."""
+    """Return the error to raise when files or sockets cannot be made in the directory."""
     if error.errno == errno.EFBIG:
         return ConfigError(
             f"cannot write to the directory {str(path)!r}: this process may not write files of the size that is needed "
@@ -142,7 +142,7 @@ def local_address(runtime_dir: Path, name: str) -> str:
 
 
 def bind_local(socket: zmq.Socket[Any], runtime_dir: Path, name: str) -> str:
-    """Bind the socket in the directory. Return its address. Raises `ConfigError` if there is no room for it."""
+    """Bind the socket in the directory and return its address. Raises `ConfigError` if there is no room for it."""
     address = local_address(runtime_dir, name)
     try:
         socket.bind(address)
@@ -152,7 +152,8 @@ def bind_local(socket: zmq.Socket[Any], runtime_dir: Path, name: str) -> str:
 
 
 def _lock(path: str | Path) -> int | None:
-    """A descriptor that holds the lock of the directory; None if somebody else has it, or has removed the directory."""
+    """Lock the directory. Returns the descriptor that holds the lock, or None if another process has it or has removed
+    the directory."""
     with contextlib.ExitStack() as stack:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -167,8 +168,8 @@ def _lock(path: str | Path) -> int | None:
 
 
 def _sweep(parent: str) -> None:
-    """Remove directories of this user whose owners are gone. Others may do the same at the same time: each directory
-    is removed by the one that has got its lock."""
+    """Remove directories of this user whose owners have exited. Other processes may do the same at the same time: each
+    directory is removed by the one that has got its lock."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX):

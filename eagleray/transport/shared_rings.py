@@ -1,4 +1,5 @@
-"""The queue's medium on one host: rings in one shared memory, from the engine to all peers, and from each peer back.
+"""Medium of the message queue on one host: rings in one shared memory, from the engine to all peers, and from each peer
+back.
 
 The engine makes everything, the pipes of the doorbells too; a peer opens what it needs through the engine's `/proc`
 entry. Nothing here waits.
@@ -29,12 +30,12 @@ ABSENT, OPEN, CLOSED, BROKEN = range(4)
 
 
 def supports_shared_memory() -> bool:
-    """Whether this machine has what is used here: memfd, /proc, and the memory order that the rings rely on."""
+    """Whether this machine has memfd, /proc, and the memory order that the rings rely on."""
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
 class SharedRingsHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer needs to attach. Descriptors are those of process `pid`."""
+    """Handle with which a peer attaches. Descriptors are those of process `pid`."""
 
     pid: int
     memory: int
@@ -47,7 +48,8 @@ class SharedRingsHandle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RingLayout:
-    """Where things are: a line for the nonce, a line for each end (is it asleep, its state), then the rings."""
+    """Offsets in the memory: a line for the nonce, a line for each end (whether it sleeps, its state), then the
+    rings."""
 
     def __init__(self, num_peers: int, capacity: int) -> None:
         assert NONCE_BYTES <= LINE_BYTES
@@ -59,7 +61,7 @@ class RingLayout:
         self.size = self._replies + num_peers * self._reply_bytes
 
     def end(self, region: Region, peer: int | None) -> tuple[memoryview, memoryview]:
-        """(asleep, state), a word each, of a peer or of the engine (None)."""
+        """Return the words (asleep, state) of a peer or of the engine (None)."""
         offset = LINE_BYTES * (1 if peer is None else 2 + peer)
         return region.words(offset, WORD), region.words(offset + WORD, WORD)
 
@@ -80,7 +82,7 @@ class RingLayout:
 
 
 class _Reply:
-    """What the engine keeps of one peer."""
+    """State of one peer at the engine."""
 
     def __init__(self, region: Region, layout: RingLayout, peer: int, pipe: int) -> None:
         self.peer = peer
@@ -131,20 +133,21 @@ class SharedRingsHub:
         )
 
     def attached(self) -> dict[int, str]:
-        """Who is there. Nothing may have been written yet: the others are not waited for."""
+        """Return the attached peers and the medium of each. Nothing may have been written yet: the others are not
+        waited for."""
         self._attached = [reply for reply in self._all if reply.state[0] != ABSENT]
         self._writer = RingWriter(self._forward, [reply.peer for reply in self._attached])
         return {reply.peer: MEDIUM for reply in self._attached}
 
     def ready(self) -> bool:
-        """Whether there is something that `take` has not looked at."""
+        """Whether something has arrived that `pop` has not seen."""
         for reply in self._attached:  # noqa: SIM110 (asked again and again while spinning)
             if reply.reader.ready():
                 return True
         return False
 
     def take(self) -> tuple[int, list[Frame]] | None:
-        """The next message, and whose it is; the peers take turns."""
+        """Return the next message and its peer, if one has arrived; the peers take turns."""
         count = len(self._attached)
         for _ in range(count):
             reply = self._attached[self._next]
@@ -157,7 +160,7 @@ class SharedRingsHub:
         return None
 
     def write(self, frames: Sequence[Frame]) -> Iterator[bool]:
-        """Write to all as far as there is room. Yields True after each part, False when there is no room."""
+        """Write to all peers as far as there is room. Yields True after each part, False when there is no room."""
         for wrote in self._writer.write(frames):
             if wrote:
                 for reply in self._attached:
@@ -168,23 +171,23 @@ class SharedRingsHub:
         return self._writer.has_room()
 
     def slow_peers(self) -> list[int]:
-        """Those that must read before there is room."""
+        """Return the peers that must read before there is room."""
         return self._writer.slow_readers()
 
     def gone_peers(self) -> list[int]:
-        """Those that have closed their end."""
+        """Return the peers that have closed their end."""
         return [reply.peer for reply in self._attached if reply.state[0] == CLOSED]
 
     def broken_peers(self) -> list[int]:
-        """Those that have broken off a message."""
+        """Return the peers that have broken off a message."""
         return [reply.peer for reply in self._attached if reply.state[0] == BROKEN]
 
     def mark_broken(self) -> None:
-        """Tell the peers that the rest of a message does not come."""
+        """Mark this end as broken, because the rest of a message will not follow."""
         self._end(BROKEN)
 
     def close(self) -> None:
-        """Give everything back; what was written stays readable for the peers. Once."""
+        """Release everything; the peers can still read what was written. Call once."""
         if self._state[0] == OPEN:
             self._end(CLOSED)
         self._stack.close()
@@ -198,7 +201,7 @@ class SharedRingsHub:
 class SharedRingsPeer:
     """A peer's end. Raises `OSError` if the engine's memory cannot be reached from here.
 
-    Memory does not tell that the engine was killed: `Pulse` does.
+    Shared memory does not show that the engine was killed; `HeartbeatSender` does.
     """
 
     medium = MEDIUM
@@ -232,30 +235,30 @@ class SharedRingsPeer:
             self._stack = stack.pop_all()
 
     def take(self) -> list[Frame] | None:
-        """The next message."""
+        """Return the next message, if one has arrived."""
         frames = self._reader.take()
         self._read.ring()
         return frames
 
     def write(self, frames: Sequence[Frame]) -> Iterator[bool]:
-        """As in `SharedRingsHub`."""
+        """See `SharedRingsHub.write`."""
         for wrote in self._writer.write(frames):
             if wrote:
                 self._sent.ring()
             yield wrote
 
     def gone(self) -> str | None:
-        """Why no further message can come or be taken; None while the engine is there."""
+        """Return the reason for which no message can be exchanged, or None while the engine is attached."""
         if self._engine_state[0] == BROKEN:
             return "the engine has broken off a message to its workers"
         return "the engine has closed its end of the queue" if self._engine_state[0] == CLOSED else None
 
     def mark_broken(self) -> None:
-        """Tell the engine that the rest of a message does not come."""
+        """Mark this end as broken, because the rest of a message will not follow."""
         self._end(BROKEN)
 
     def close(self) -> None:
-        """Give everything back; what was written stays readable for the engine. Once."""
+        """Release everything; the engine can still read what was written. Call once."""
         if self._state[0] == OPEN:
             self._end(CLOSED)
         self._stack.close()

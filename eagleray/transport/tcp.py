@@ -1,7 +1,8 @@
-"""TCP sockets with CURVE: who does not know a socket's public key can say nothing to it, and what is said is encrypted.
+"""TCP sockets with CURVE: a process without a socket's public key can send nothing to it, and the connection is
+encrypted.
 
-What sockets of `socket` and `contact` have in common. A server has a key pair of its own, made for it; its public key
-is the secret, and travels only where its address does. A client's key pair is made for a connection and not checked.
+Shared by `inbox` and `router_dealer`. A server has a key pair of its own, made for it; its public key is the secret,
+and travels only where its address does. A client's key pair is made for a connection and not checked.
 """
 
 from __future__ import annotations
@@ -14,32 +15,32 @@ from zmq.utils import z85
 from eagleray.errors import ConfigError
 
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 4}
-"""A host that vanished without a word is noticed after half a minute."""
+"""TCP keepalive options: a host that vanished is noticed after half a minute."""
 
 ADDRESS = re.compile(r"(?P<server>tcp://(?:\[[^\]]+\]|[^\[\]:]+):\d+)\?(?P<key>[0-9a-fA-F]{64})")
 
 
 def keep_alive(socket: zmq.Socket[bytes]) -> None:
-    """Notice when the other side's host is gone. Before it is bound or connected."""
+    """Set the keepalive options, before the socket is bound or connected."""
     for option, value in KEEPALIVE.items():
         socket.setsockopt(option, value)
 
 
 def be_server(socket: zmq.Socket[bytes]) -> bytes:
-    """Give `socket` a key pair: its public key, 32 bytes. Before it is bound."""
+    """Give `socket` a key pair, before it is bound, and return its public key, 32 bytes."""
     public, socket.curve_secretkey = zmq.curve_keypair()
     socket.curve_server = True
     return z85.decode(public)
 
 
 def be_client(socket: zmq.Socket[bytes], server_key: bytes) -> None:
-    """Connect to servers of this public key, 32 bytes, alone. Before it is connected."""
+    """Restrict `socket` to servers with this public key, 32 bytes, before it is connected."""
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.curve_serverkey = server_key
 
 
 def bind_port(socket: zmq.Socket[bytes], host: str) -> str:
-    """Bind `socket` to a free port of the address `host`: `tcp://host:port`, an IPv6 address in brackets.
+    """Bind `socket` to a free port of the address `host` and return `tcp://host:port`, an IPv6 address in brackets.
 
     Raises `ConfigError` if it is not an address of this host.
     """
@@ -57,17 +58,17 @@ def bind_port(socket: zmq.Socket[bytes], host: str) -> str:
 
 
 def with_key(server: str, key: bytes) -> str:
-    """`tcp://host:port?key`, all that one needs to connect. The key is in hex."""
+    """Return `tcp://host:port?key`, all that is needed to connect. The key is in hex."""
     return f"{server}?{key.hex()}"
 
 
 def without_key(address: str) -> str:
-    """What may be shown."""
+    """Return the address without its secret, for logs."""
     return address.partition("?")[0]
 
 
 def connect(socket: zmq.Socket[bytes], address: str) -> None:
-    """Connect to `address`, with its key. Raises `ConfigError` if it is none."""
+    """Connect to `address`, with its key. Raises `ConfigError` if it is invalid."""
     match = ADDRESS.fullmatch(address)
     if match is None:
         raise ConfigError(
