@@ -195,7 +195,7 @@ class Client:
         """Report engines that cannot be reached to the supervisor, which then removes them."""
         while True:
             await asyncio.sleep(CONNECTION_POLL_SECONDS)
-            for peer in self._outbox.take_broken():
+            for peer in self._outbox.pop_broken():
                 if isinstance(peer, EngineId):
                     self._outbox.send(SUPERVISOR, Unreachable(self._client_id, peer))
                 else:

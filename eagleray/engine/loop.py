@@ -96,7 +96,7 @@ class EngineLoop:
 
     def _check_connections(self) -> None:
         """Report clients that cannot be reached, because chunks for them may be lost and they would wait for ever."""
-        for peer in self._outbox.take_broken():
+        for peer in self._outbox.pop_broken():
             if isinstance(peer, SupervisorId):
                 raise EngineFailed("the connection to the supervisor broke")
             self._outbox.send(SUPERVISOR, Unreachable(self._engine, peer))

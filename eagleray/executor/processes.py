@@ -49,7 +49,7 @@ def start_processes(engine: EngineId, config: Config, *, runtime_dir: Path) -> Q
             topology,
             devices=range(first, first + topology.world_size),
             is_local=[True] * topology.world_size,
-            queue=hub.ticket,
+            queue=hub.handle,
             heartbeats=heartbeats,
         )
         for rank, payload in enumerate(specs):

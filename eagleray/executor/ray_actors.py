@@ -55,7 +55,7 @@ def start_ray_actors(
             topology,
             devices=workers.devices,
             is_local=workers.is_local,
-            queue=hub.ticket,
+            queue=hub.handle,
             heartbeats=heartbeats,
         )
         sentinels = workers.actors.run(worker, specs)

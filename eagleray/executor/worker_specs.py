@@ -59,7 +59,7 @@ def encode_worker_specs(
             device_index=devices[rank],
             is_local=is_local[rank],
             queue=queue(rank),
-            heartbeat=heartbeats.ticket(rank),
+            heartbeat=heartbeats.handle(rank),
         )
         for rank in range(topology.world_size)
     ]

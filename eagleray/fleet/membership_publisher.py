@@ -106,7 +106,7 @@ class MembershipPublisher:
 
     def take_unreachable(self) -> list[MemberId]:
         """Members that listen, and to whom the connection has broken since the last call."""
-        return self._outbox.take_broken()
+        return self._outbox.pop_broken()
 
     @property
     def clients(self) -> list[ClientId]:

@@ -53,7 +53,7 @@ class Flow:
         self._sent += 1
         return self._header(Kind.DATA, self._sent)
 
-    def arrive(self, header: bytes) -> Kind:
+    def on_arrival(self, header: bytes) -> Kind:
         """Count a message from the other side. Raises `ChannelClosed` if one before it is missing."""
         kind, number, taken = HEADER.unpack(header)
         self._acknowledged = max(self._acknowledged, taken)
@@ -65,7 +65,7 @@ class Flow:
             self.ended = True
         return Kind(kind)
 
-    def take(self, num_bytes: int) -> bytes | None:
+    def consume(self, num_bytes: int) -> bytes | None:
         """Count a consumed message of that size. Returns the header of an acknowledgement if one must be sent now."""
         self._taken += self._charge(num_bytes)
         if self._taken - self._announced < self._quarter:

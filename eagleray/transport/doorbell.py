@@ -118,7 +118,7 @@ class Doorbell:
         if self.stopped:
             raise ChannelClosed("the queue was closed")
 
-    def take_wake(self) -> bool:
+    def pop_wake(self) -> bool:
         """Whether `wake` was called since the last call of this method."""
         if self._woken:  # cleared only if it was seen: `wake` may come in between
             self._woken = False

@@ -55,40 +55,42 @@ class LivenessClock(Generic[Who]):
         self._limit = limit
         self._tick = tick
         self._ran = now
-        self._heard: dict[Who, float] = {}
-        self._first: dict[Who, float] = {}
+        self._last: dict[Who, float] = {}
+        self._first_limits: dict[Who, float] = {}
         """Limits, in seconds, for the first heartbeat of expected peers."""
         self._lost: set[Who] = set()
 
     def expect(self, who: Who, now: float, *, within: float) -> None:
         """Expect the first heartbeat of `who` within `within` seconds."""
-        self._heard[who] = now
-        self._first[who] = within
+        self._last[who] = now
+        self._first_limits[who] = within
 
-    def hear(self, who: Who, now: float) -> None:
+    def record(self, who: Who, now: float) -> None:
         if who not in self._lost:
-            self._heard[who] = now
-            self._first.pop(who, None)
+            self._last[who] = now
+            self._first_limits.pop(who, None)
 
     def forget(self, who: Who) -> None:
         """Forget `who`, whose heartbeats stop on purpose. No heartbeat of it may be recorded afterwards."""
-        self._heard.pop(who, None)
-        self._first.pop(who, None)
+        self._last.pop(who, None)
+        self._first_limits.pop(who, None)
         self._lost.discard(who)
 
     def silent(self, now: float) -> list[tuple[Who, float]]:
         """Return the peers without a heartbeat for their limit, once each, and for how many seconds. Called every
         `tick` seconds."""
         if now - self._ran > self._tick + LATE_SECONDS:
-            self._heard = dict.fromkeys(self._heard, now)
+            self._last = dict.fromkeys(self._last, now)
         self._ran = now
         silent = [
-            (who, now - heard) for who, heard in self._heard.items() if now - heard > self._first.get(who, self._limit)
+            (who, now - last)
+            for who, last in self._last.items()
+            if now - last > self._first_limits.get(who, self._limit)
         ]
         for who, _ in silent:
             self._lost.add(who)
-            del self._heard[who]
-            self._first.pop(who, None)
+            del self._last[who]
+            self._first_limits.pop(who, None)
         return silent
 
 
@@ -117,13 +119,13 @@ class HeartbeatMonitor:
         self._on_silent = on_silent
         self._lock = threading.Lock()
         self._next = itertools.count()
-        self._tickets: dict[int, HeartbeatHandle] = {}
+        self._handles: dict[int, HeartbeatHandle] = {}
         self._clocks: LivenessClock[int] = LivenessClock(limit=limit, tick=_tick(limit), now=monotonic())
-        self._heard: dict[int, bytes] = {}  # peer -> zmq's identity of its connection
+        self._identities: dict[int, bytes] = {}  # peer -> zmq's identity of its connection
         self._thread = _Thread(
             tick=_tick(limit),
             socket=socket,
-            on_mail=self._hear,
+            on_message=self._handle_message,
             on_tick=self._beat,
             on_end=lambda: close_router(socket, contact),
         )
@@ -157,37 +159,37 @@ class HeartbeatMonitor:
             if within is not None:
                 self._clocks.expect(peer, monotonic(), within=max(within, self._limit))
             secret = secrets.token_bytes(SECRET_BYTES)
-            self._tickets[peer] = HeartbeatHandle(contact=self._contact, secret=secret, limit=self._limit)
-            return peer, msgspec.msgpack.encode(self._tickets[peer])
+            self._handles[peer] = HeartbeatHandle(contact=self._contact, secret=secret, limit=self._limit)
+            return peer, msgspec.msgpack.encode(self._handles[peer])
 
     def forget(self, peer: int) -> None:
         """Forget a peer, whose handle becomes void. `on_silent` may still be called for it at this moment."""
         with self._lock:
-            self._tickets.pop(peer, None)
-            self._heard.pop(peer, None)
+            self._handles.pop(peer, None)
+            self._identities.pop(peer, None)
             self._clocks.forget(peer)
 
-    def ticket(self, peer: int) -> bytes:
+    def handle(self, peer: int) -> bytes:
         """Return the handle for `HeartbeatSender.start`. It is secret: whoever has it can be that peer."""
-        return msgspec.msgpack.encode(self._tickets[peer])
+        return msgspec.msgpack.encode(self._handles[peer])
 
     def close(self) -> None:
         """Stop the thread; `on_silent` is not called afterwards."""
         self._thread.close()
 
-    def _hear(self, parts: list[bytes]) -> None:
+    def _handle_message(self, parts: list[bytes]) -> None:
         identity, secret = parts[0], parts[-1]
         with self._lock:
-            for peer, ticket in self._tickets.items():
-                if hmac.compare_digest(ticket.secret, secret):
-                    self._clocks.hear(peer, monotonic())
-                    if peer not in self._heard:
+            for peer, handle in self._handles.items():
+                if hmac.compare_digest(handle.secret, secret):
+                    self._clocks.record(peer, monotonic())
+                    if peer not in self._identities:
                         self._answer(identity)  # it waits for that
-                    self._heard[peer] = identity
+                    self._identities[peer] = identity
 
     def _beat(self) -> None:
         with self._lock:
-            for identity in self._heard.values():
+            for identity in self._identities.values():
                 self._answer(identity)
             silent = self._clocks.silent(monotonic())
         for peer, seconds in silent:
@@ -210,38 +212,38 @@ class HeartbeatSender:
         self._on_silent = on_silent
         now = monotonic()
         self._clocks: LivenessClock[None] = LivenessClock(limit=limit, tick=_tick(limit), now=now)
-        self._clocks.hear(None, now)
-        self._was_heard = threading.Event()
+        self._clocks.record(None, now)
+        self._is_answered = threading.Event()
         self._thread = _Thread(
             tick=_tick(limit),
             socket=socket,
-            on_mail=self._hear,
+            on_message=self._handle_message,
             on_tick=self._beat,
             on_end=socket.close,
         )
 
     @classmethod
-    def start(cls, ticket: bytes, *, on_silent: Callable[[float], None]) -> HeartbeatSender:
+    def start(cls, encoded: bytes, *, on_silent: Callable[[float], None]) -> HeartbeatSender:
         """Send heartbeats from now on; when this returns, their end will be noticed.
 
         Raises `ChannelClosed` if the monitor cannot be reached or does not reply within the limit or 3 s.
         """
-        said = msgspec.msgpack.decode(ticket, type=HeartbeatHandle)
-        socket, _ = connect_dealer(said.contact)
-        pulse = cls(socket=socket, secret=said.secret, limit=said.limit, on_silent=on_silent)
-        patience = max(said.limit, FIRST_SECONDS)
-        if not pulse._was_heard.wait(patience):
-            pulse.close()
-            raise ChannelClosed(f"no answer to the first heartbeat within {patience:g} s")
-        return pulse
+        handle = msgspec.msgpack.decode(encoded, type=HeartbeatHandle)
+        socket, _ = connect_dealer(handle.contact)
+        sender = cls(socket=socket, secret=handle.secret, limit=handle.limit, on_silent=on_silent)
+        timeout = max(handle.limit, FIRST_SECONDS)
+        if not sender._is_answered.wait(timeout):
+            sender.close()
+            raise ChannelClosed(f"no answer to the first heartbeat within {timeout:g} s")
+        return sender
 
     def close(self) -> None:
         """Stop the heartbeats; `on_silent` is not called afterwards."""
         self._thread.close()
 
-    def _hear(self, parts: list[bytes]) -> None:
-        self._clocks.hear(None, monotonic())
-        self._was_heard.set()
+    def _handle_message(self, parts: list[bytes]) -> None:
+        self._clocks.record(None, monotonic())
+        self._is_answered.set()
 
     def _beat(self) -> None:
         self._socket.send(self._secret, zmq.DONTWAIT)
@@ -250,7 +252,7 @@ class HeartbeatSender:
 
 
 class _Thread:
-    """Thread that calls `on_mail` for each message, `on_tick` every `tick` seconds, `on_end` at the end.
+    """Thread that calls `on_message` for each message, `on_tick` every `tick` seconds, `on_end` at the end.
 
     No other thread touches the socket.
     """
@@ -260,13 +262,13 @@ class _Thread:
         *,
         tick: float,
         socket: zmq.Socket[bytes],
-        on_mail: Callable[[list[bytes]], None],
+        on_message: Callable[[list[bytes]], None],
         on_tick: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
         self._socket = socket
         self._tick = tick
-        self._on_mail = on_mail
+        self._on_message = on_message
         self._on_tick = on_tick
         self._on_end = on_end
         self._bell = Doorbell.make()
@@ -287,7 +289,7 @@ class _Thread:
         while not self._bell.stopped:
             poller.poll(math.ceil(max(0.0, due - monotonic()) * 1000))
             while can_receive(self._socket):
-                self._on_mail(self._socket.recv_multipart(zmq.DONTWAIT))
+                self._on_message(self._socket.recv_multipart(zmq.DONTWAIT))
             if monotonic() >= due and not self._bell.stopped:
                 self._on_tick()
                 due = monotonic() + self._tick

@@ -130,7 +130,7 @@ class Outbox(Generic[Peer, Message]):
             self._forget_monitor(peer, socket)
             socket.close(linger=linger_ms)
 
-    def take_broken(self) -> list[Peer]:
+    def pop_broken(self) -> list[Peer]:
         """Return the peers whose connections have broken since the last call, by the network or by their exit. They are
         never reached again at the same address."""
         broken = [peer for peer, monitor in self._monitors.items() if _has_broken(monitor)]
@@ -175,7 +175,7 @@ def _open(context: zmq.Context[Any], runtime_dir: Path, name: str, host: str | N
             address = bind_local(socket, runtime_dir, name)
         else:
             tcp.keep_alive(socket)
-            key = tcp.be_server(socket)
+            key = tcp.configure_server(socket)
             address = tcp.with_key(tcp.bind_port(socket, host), key)
     except BaseException:
         socket.close(linger=0)

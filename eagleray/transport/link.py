@@ -75,13 +75,13 @@ class LinkHub:
         """Whether something has arrived that `pop` has not seen."""
         return bool(self._inbox) or can_receive(self.socket)
 
-    def take(self) -> tuple[int, list[Frame]] | None:
+    def pop(self) -> tuple[int, list[Frame]] | None:
         """Return the next message and its peer, if one has arrived."""
         self._pump()
         if not self._inbox:
             return None
         link, frames, num_bytes = self._inbox.popleft()
-        if header := link.flow.take(num_bytes):
+        if header := link.flow.consume(num_bytes):
             with contextlib.suppress(ChannelClosed):  # its last words count all the same
                 self._send(link, header, ())
         return link.peer, frames
@@ -104,7 +104,7 @@ class LinkHub:
         """Return the peers whose window cannot take the waiting message."""
         return [link.peer for link in self._links.values() if not link.flow.fits(self._wanted)]
 
-    def gone_peers(self) -> list[int]:
+    def closed_peers(self) -> list[int]:
         """Return the peers that have closed their end."""
         return [link.peer for link in self._links.values() if link.flow.ended]
 
@@ -139,7 +139,7 @@ class LinkHub:
                 self._admit(identity.bytes, [part.bytes for part in parts])
                 continue
             try:
-                kind = link.flow.arrive(parts[0].bytes)
+                kind = link.flow.on_arrival(parts[0].bytes)
             except ChannelClosed as error:
                 raise ChannelClosed(f"the connection to peer {link.peer} has lost something: {error}") from None
             if kind == Kind.DATA:
@@ -198,13 +198,13 @@ class LinkPeer:
         """Whether something has arrived that `pop` has not seen."""
         return bool(self._inbox) or can_receive(self._socket)
 
-    def take(self) -> list[Frame] | None:
+    def pop(self) -> list[Frame] | None:
         """Return the next message, if one has arrived."""
         self._pump()
         if not self._inbox:
             return None
         frames, num_bytes = self._inbox.popleft()
-        if header := self._flow.take(num_bytes):
+        if header := self._flow.consume(num_bytes):
             self._socket.send(header, zmq.DONTWAIT)
         return frames
 
@@ -220,7 +220,7 @@ class LinkPeer:
         self._pump()
         return self._flow.fits(self._wanted)
 
-    def gone(self) -> str | None:
+    def closed_reason(self) -> str | None:
         """Return the reason for which no message can be exchanged, or None while the engine is connected."""
         if not self._disconnected and can_receive(self._news):
             self._news.recv_multipart(zmq.DONTWAIT)
@@ -246,11 +246,11 @@ class LinkPeer:
             raise DeadlineExceeded(f"the engine has not answered over {self.medium} within {timeout:.0f} s")
         if not can_receive(self._socket):
             raise ChannelClosed(f"the engine has refused our connection over {self.medium}, or has ended")
-        welcome = self._flow.arrive(self._socket.recv())
+        welcome = self._flow.on_arrival(self._socket.recv())
         assert welcome == Kind.WELCOME
 
     def _pump(self) -> None:
         while can_receive(self._socket):
             header, *parts = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
-            if self._flow.arrive(header.bytes) == Kind.DATA:
+            if self._flow.on_arrival(header.bytes) == Kind.DATA:
                 self._inbox.append(_owned(parts))

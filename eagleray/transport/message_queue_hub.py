@@ -40,11 +40,11 @@ class MessageQueueHub:
     """The engine's end. One thread uses it; `wake` and `close` may be called from any."""
 
     def __init__(
-        self, *, bell: Doorbell, hubs: Sequence[SharedRingsHub | LinkHub], tickets: Sequence[MessageQueueHandle]
+        self, *, bell: Doorbell, hubs: Sequence[SharedRingsHub | LinkHub], handles: Sequence[MessageQueueHandle]
     ) -> None:
         self._bell = bell
         self._hubs = hubs
-        self._tickets = tickets
+        self._handles = handles
         self._attached = False
         self._broken = False
         self._inbox: deque[tuple[int, list[Frame]]] = deque()  # what came while a send waited
@@ -76,22 +76,22 @@ class MessageQueueHub:
             shared = (
                 SharedRingsHub(num_peers=num_peers, capacity=capacity, bell=bell) if supports_shared_memory() else None
             )
-            tickets = [
+            handles = [
                 MessageQueueHandle(
                     peer=peer,
                     secret=key,
                     window=window,
                     contact=links.contact,
-                    shared=shared.ticket(peer) if shared else None,
+                    shared=shared.handle(peer) if shared else None,
                 )
                 for peer, key in enumerate(keys)
             ]
             stack.pop_all()
-        return cls(bell=bell, hubs=[shared, links] if shared else [links], tickets=tickets)
+        return cls(bell=bell, hubs=[shared, links] if shared else [links], handles=handles)
 
-    def ticket(self, peer: int) -> bytes:
+    def handle(self, peer: int) -> bytes:
         """Return the handle for `MessageQueuePeer.open`. It is secret: whoever has it can be that peer."""
-        return msgspec.msgpack.encode(self._tickets[peer])
+        return msgspec.msgpack.encode(self._handles[peer])
 
     def wait_for_peers(self, timeout: float, check: Callable[[], None]) -> dict[int, str]:
         """Wait until every peer has attached, before anything is sent, and return the medium of each.
@@ -104,7 +104,7 @@ class MessageQueueHub:
                 self._bell.check()
                 check()
                 media = {peer: medium for hub in self._hubs for peer, medium in hub.attached().items()}
-                missing = [ticket.peer for ticket in self._tickets if ticket.peer not in media]
+                missing = [handle.peer for handle in self._handles if handle.peer not in media]
                 if not missing:
                     break
                 if monotonic() >= deadline:
@@ -151,15 +151,15 @@ class MessageQueueHub:
         """
         with self._in_use:
             self._bell.check()
-            message = self._take()
+            message = self._pop()
             if message is not None or timeout <= 0:
                 return message
             deadline = monotonic() + timeout
-            while not self._bell.take_wake():
+            while not self._bell.pop_wake():
                 if broken := [peer for hub in self._hubs for peer in hub.broken_peers()]:
                     raise ChannelClosed(f"{_name(broken)} has broken off a message")
                 self._bell.wait(self._ready, deadline, self._flags)
-                if (message := self._take()) is not None:
+                if (message := self._pop()) is not None:
                     return message
                 if monotonic() >= deadline:
                     break
@@ -191,22 +191,22 @@ class MessageQueueHub:
     def _ready(self) -> bool:
         return any(hub.ready() for hub in self._hubs)
 
-    def _take(self) -> tuple[int, list[Frame]] | None:
+    def _pop(self) -> tuple[int, list[Frame]] | None:
         if self._inbox:
             return self._inbox.popleft()
         for hub in self._hubs:
-            if (message := hub.take()) is not None:
+            if (message := hub.pop()) is not None:
                 return message
         return None
 
     def _wait_for_room(self, hub: SharedRingsHub | LinkHub, deadline: float, timeout: float) -> None:
         # A peer may not read because it waits for us to read.
         for other in self._hubs:
-            while (message := other.take()) is not None:
+            while (message := other.pop()) is not None:
                 self._inbox.append(message)
         slow = hub.slow_peers()
-        if gone := set(slow).intersection(hub.gone_peers()):
-            raise ChannelClosed(f"{_name(gone)} has closed its end of the queue")
+        if closed := set(slow).intersection(hub.closed_peers()):
+            raise ChannelClosed(f"{_name(closed)} has closed its end of the queue")
         if slow and monotonic() >= deadline:
             raise DeadlineExceeded(f"{_name(slow)} has no room for a message: too little was read within {timeout:g} s")
         self._bell.wait(lambda: hub.has_room() or self._ready(), deadline, [*self._flags, *hub.room_flags])

@@ -35,22 +35,22 @@ class MessageQueuePeer:
 
     @classmethod
     def open(
-        cls, ticket: bytes, *, runtime_dir: Path | None = None, timeout: float, media: Collection[str] = MEDIA
+        cls, encoded: bytes, *, runtime_dir: Path | None = None, timeout: float, media: Collection[str] = MEDIA
     ) -> MessageQueuePeer:
         """Attach by the first of `media` that works from here.
 
         `runtime_dir` is the engine's directory as seen from here, if it has another name. Raises `ChannelClosed` if the
         engine cannot be reached, `DeadlineExceeded` if it does not reply.
         """
-        said = msgspec.msgpack.decode(ticket, type=MessageQueueHandle)
-        if MEDIA[0] in media and said.shared is not None and supports_shared_memory():
+        handle = msgspec.msgpack.decode(encoded, type=MessageQueueHandle)
+        if MEDIA[0] in media and handle.shared is not None and supports_shared_memory():
             with contextlib.suppress(OSError):  # another container, another host, another user
-                return cls(SharedRingsPeer(said.shared))
+                return cls(SharedRingsPeer(handle.shared))
         return cls(
             LinkPeer(
-                said.contact,
-                secret=said.secret,
-                window=said.window,
+                handle.contact,
+                secret=handle.secret,
+                window=handle.window,
                 runtime_dir=runtime_dir,
                 media=media,
                 timeout=timeout,
@@ -64,17 +64,17 @@ class MessageQueuePeer:
         """
         with self._in_use:
             self._bell.check()
-            frames = self._peer.take()
+            frames = self._peer.pop()
             if frames is not None or timeout <= 0:
                 return frames
             deadline = monotonic() + timeout
             while True:
-                if gone := self._peer.gone():
-                    if (frames := self._peer.take()) is not None:  # sent before it went
+                if reason := self._peer.closed_reason():
+                    if (frames := self._peer.pop()) is not None:  # sent before it went
                         return frames
-                    raise ChannelClosed(gone)
+                    raise ChannelClosed(reason)
                 self._bell.wait(self._peer.ready, deadline, self._peer.flags)
-                if (frames := self._peer.take()) is not None:
+                if (frames := self._peer.pop()) is not None:
                     return frames
                 if monotonic() >= deadline:
                     return None
@@ -91,8 +91,8 @@ class MessageQueuePeer:
                         begun = True
                         continue
                     deadline = deadline or monotonic() + timeout
-                    if gone := self._peer.gone():
-                        raise ChannelClosed(gone)
+                    if reason := self._peer.closed_reason():
+                        raise ChannelClosed(reason)
                     if monotonic() >= deadline:
                         raise DeadlineExceeded(
                             f"the engine has no room for an answer: too little was read within {timeout:g} s"

@@ -172,7 +172,7 @@ class RingReader:
         """Whether something was written that `pop` has not seen."""
         return self._position != self._control[HEAD]
 
-    def take(self) -> list[Frame] | None:
+    def pop(self) -> list[Frame] | None:
         """Return the next message, in memory of its own, or None if it is not complete."""
         words, data = self._words, self._data
         while self._position != self._control[HEAD]:

@@ -17,7 +17,7 @@ import zmq
 
 from eagleray.errors import ChannelClosed
 from eagleray.transport.runtime_dir import bind_local, is_listening, local_address
-from eagleray.transport.tcp import be_client, be_server, bind_port, keep_alive
+from eagleray.transport.tcp import configure_client, configure_server, bind_port, keep_alive
 
 SECRET_BYTES = 32
 
@@ -45,7 +45,7 @@ def bind_router(*, runtime_dir: Path, name: str, host: str | None) -> tuple[zmq.
     socket = _make(zmq.ROUTER)
     try:
         socket.router_mandatory = 1
-        server_key = None if host is None else be_server(socket)
+        server_key = None if host is None else configure_server(socket)
         name = f"{name}-{secrets.token_hex(4)}"
         bind_local(socket, runtime_dir, name)
         tcp = None if host is None else bind_port(socket, host)
@@ -81,7 +81,7 @@ def connect_dealer(
         )
     socket = _make(zmq.DEALER)
     if contact.server_key is not None:
-        be_client(socket, contact.server_key)
+        configure_client(socket, contact.server_key)
     socket.ipv6 = "[" in address
     socket.connect(address)
     return socket, medium

@@ -120,7 +120,7 @@ class SharedRingsHub:
             self._state[0] = OPEN
             self._stack = stack.pop_all()
 
-    def ticket(self, peer: int) -> SharedRingsHandle:
+    def handle(self, peer: int) -> SharedRingsHandle:
         return SharedRingsHandle(
             pid=os.getpid(),
             memory=self._region.descriptor,
@@ -146,14 +146,14 @@ class SharedRingsHub:
                 return True
         return False
 
-    def take(self) -> tuple[int, list[Frame]] | None:
+    def pop(self) -> tuple[int, list[Frame]] | None:
         """Return the next message and its peer, if one has arrived; the peers take turns."""
         count = len(self._attached)
         for _ in range(count):
             reply = self._attached[self._next]
             self._next = (self._next + 1) % count
             if reply.reader.ready():
-                frames = reply.reader.take()
+                frames = reply.reader.pop()
                 reply.read.ring()
                 if frames is not None:
                     return reply.peer, frames
@@ -174,7 +174,7 @@ class SharedRingsHub:
         """Return the peers that must read before there is room."""
         return self._writer.slow_readers()
 
-    def gone_peers(self) -> list[int]:
+    def closed_peers(self) -> list[int]:
         """Return the peers that have closed their end."""
         return [reply.peer for reply in self._attached if reply.state[0] == CLOSED]
 
@@ -234,9 +234,9 @@ class SharedRingsPeer:
             ring(self._engine_pipe)
             self._stack = stack.pop_all()
 
-    def take(self) -> list[Frame] | None:
+    def pop(self) -> list[Frame] | None:
         """Return the next message, if one has arrived."""
-        frames = self._reader.take()
+        frames = self._reader.pop()
         self._read.ring()
         return frames
 
@@ -247,7 +247,7 @@ class SharedRingsPeer:
                 self._sent.ring()
             yield wrote
 
-    def gone(self) -> str | None:
+    def closed_reason(self) -> str | None:
         """Return the reason for which no message can be exchanged, or None while the engine is attached."""
         if self._engine_state[0] == BROKEN:
             return "the engine has broken off a message to its workers"

@@ -26,14 +26,14 @@ def keep_alive(socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt(option, value)
 
 
-def be_server(socket: zmq.Socket[bytes]) -> bytes:
+def configure_server(socket: zmq.Socket[bytes]) -> bytes:
     """Give `socket` a key pair, before it is bound, and return its public key, 32 bytes."""
     public, socket.curve_secretkey = zmq.curve_keypair()
     socket.curve_server = True
     return z85.decode(public)
 
 
-def be_client(socket: zmq.Socket[bytes], server_key: bytes) -> None:
+def configure_client(socket: zmq.Socket[bytes], server_key: bytes) -> None:
     """Restrict `socket` to servers with this public key, 32 bytes, before it is connected."""
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.curve_serverkey = server_key
@@ -75,6 +75,6 @@ def connect(socket: zmq.Socket[bytes], address: str) -> None:
             f"{without_key(address)!r} is not the address of an inbox: expected ipc://PATH, or tcp://HOST:PORT?KEY "
             "with its public key in hex"
         )
-    be_client(socket, bytes.fromhex(match["key"]))
+    configure_client(socket, bytes.fromhex(match["key"]))
     socket.ipv6 = "[" in address
     socket.connect(match["server"])

@@ -1,6 +1,6 @@
-"""What the processes of `test_message_queue.py` and `test_pulse.py` do.
+"""What the processes of `test_message_queue.py` and `test_heartbeat.py` do.
 
-The payload is JSON: the ticket in hex, and whatever else there is to know.
+The payload is JSON: the handle in hex, and whatever else there is to know.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def stream(num_small: int, num_large: int, size: int):
 
 def listen(said: dict, parent: Parent) -> MessageQueuePeer:
     options = {"media": said["media"]} if "media" in said else {}
-    listener = MessageQueuePeer.open(bytes.fromhex(said["ticket"]), timeout=SECONDS, **options)
+    listener = MessageQueuePeer.open(bytes.fromhex(said["handle"]), timeout=SECONDS, **options)
     parent.report_bound(listener.medium)
     return listener
 
@@ -85,15 +85,15 @@ def count(payload: bytes, parent: Parent) -> None:
 
 
 def be_engine(payload: bytes, parent: Parent) -> None:
-    """Open a queue, report its ticket, and do nothing any more once its peer is there."""
+    """Open a queue, report its handle, and do nothing any more once its peer is there."""
     queue = MessageQueueHub.open(num_peers=1, runtime_dir=Path(json.loads(payload)["runtime_dir"]), host="127.0.0.1")
-    parent.report_bound(queue.ticket(0).hex())
+    parent.report_bound(queue.handle(0).hex())
     queue.wait_for_peers(SECONDS, lambda: None)
     time.sleep(SECONDS)
 
 
 def monitor(payload: bytes, parent: Parent) -> None:
-    """Be the engine's end of a pulse; report its ticket, when its peer is first heard, and when it is silent."""
+    """Be the engine's end of a pulse; report its handle, when its peer is first heard, and when it is silent."""
     said = json.loads(payload)
     pulse = HeartbeatMonitor.open(
         num_peers=1,
@@ -102,7 +102,7 @@ def monitor(payload: bytes, parent: Parent) -> None:
         limit=said["limit"],
         on_silent=lambda peer, seconds: parent.report_bound(f"peer {peer} is silent"),
     )
-    parent.report_bound(pulse.ticket(0).hex())
+    parent.report_bound(pulse.handle(0).hex())
     while not pulse._heard:
         time.sleep(0.01)
     parent.report_bound("heard")
@@ -112,8 +112,8 @@ def monitor(payload: bytes, parent: Parent) -> None:
 
 def beat(payload: bytes, parent: Parent) -> None:
     """Be heard; report when the engine is not."""
-    ticket = bytes.fromhex(json.loads(payload)["ticket"])
-    pulse = HeartbeatSender.start(ticket, on_silent=lambda seconds: parent.report_bound("silent"))
+    handle = bytes.fromhex(json.loads(payload)["handle"])
+    pulse = HeartbeatSender.start(handle, on_silent=lambda seconds: parent.report_bound("silent"))
     parent.report_bound("started")
     time.sleep(SECONDS)
     pulse.close()

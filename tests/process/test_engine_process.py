@@ -57,7 +57,7 @@ class Fleet:
         assert isinstance(bound, Bound)
         self.outbox.connect("engine", bound.address)
         members = [Joined(CLIENT, self.client.address)]
-        self.outbox.send("engine", Attach(ENGINE, self.supervisor.address, members, self.pulse.ticket(0)))
+        self.outbox.send("engine", Attach(ENGINE, self.supervisor.address, members, self.pulse.handle(0)))
         started = self.supervisor.receive(SECONDS)
         assert isinstance(started, EngineStarted) and started.engine == ENGINE
 
@@ -115,7 +115,7 @@ def open_fleet(runtime_dir, monkeypatch):
 
 
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])
-def test_it_serves_until_it_is_told_to_stop(open_fleet, host):
+def test_engine_process_serves_until_stop(open_fleet, host):
     fleet = open_fleet(host=host)
     fleet.ask()
     answer = fleet.answer()
@@ -133,7 +133,7 @@ def test_cut_off_from_its_supervisor_it_ends_and_says_why(open_fleet, capfd):
     assert "the supervisor was silent for" in capfd.readouterr().err
 
 
-def test_one_that_hangs_in_a_step_says_so_and_ends(open_fleet):
+def test_engine_process_hung_step_reports_and_exits(open_fleet):
     fleet = open_fleet(target="engine_children:hang_in_a_step", watchdog_timeout=0.5)
     fleet.ask()
     failed = fleet.said.get(timeout=SECONDS)
@@ -143,7 +143,7 @@ def test_one_that_hangs_in_a_step_says_so_and_ends(open_fleet):
     assert fleet.said.get(timeout=SECONDS) == "it ended with exit code 1"
 
 
-def test_a_suspect_is_known_to_have_been_started_when_its_first_step_ends_the_process(open_fleet):
+def test_engine_process_suspect_start_is_sent_before_crash(open_fleet):
     fleet = open_fleet(target="engine_children:die_in_a_step")
     fleet.ask(is_suspect=True)
     assert fleet.next_chunk() == Chunk(request_id="a", is_started=True)

@@ -26,7 +26,7 @@ def connect(spawn_queue_child, runtime_dir):
         broadcaster = MessageQueueHub.open(num_peers=len(media), runtime_dir=runtime_dir, host="127.0.0.1", **options)
         queues.append(broadcaster)
         peers = [
-            spawn_queue_child(function, ticket=broadcaster.ticket(peer).hex(), media=[medium], **(said or {}))
+            spawn_queue_child(function, handle=broadcaster.handle(peer).hex(), media=[medium], **(said or {}))
             for peer, medium in enumerate(media)
         ]
         assert broadcaster.wait_for_peers(SECONDS, lambda: None) == dict(enumerate(media))
@@ -45,7 +45,7 @@ def receive(broadcaster: MessageQueueHub) -> tuple[int, list[bytes]]:
 
 
 @pytest.mark.parametrize("media", [("shared memory",), ("ipc",), ("tcp",), ("shared memory",) * 2, ("tcp",) * 2])
-def test_all_answer(connect, media):
+def test_message_queue_all_peers_reply(connect, media):
     broadcaster, peers = connect("echo", *media)
     for frames in ([b"one"], [b"two", b"array" * 2_000], [b"three", b"array" * 2_000_000, b""]):
         broadcaster.send(frames, SECONDS)
@@ -56,7 +56,7 @@ def test_all_answer(connect, media):
         assert child.wait(SECONDS)
 
 
-def test_four_peers_over_different_media(connect):
+def test_message_queue_mixed_media_all_reply(connect):
     broadcaster, _ = connect("echo", "shared memory", "ipc", "tcp", "shared memory")
     for number in range(200):
         broadcaster.send(small(number), SECONDS)
@@ -74,19 +74,19 @@ def check_streams(connect, medium: str, *, num_small: int, num_large: int, size:
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-def test_many_messages_arrive_in_order_and_equal(connect, medium):
+def test_message_queue_many_messages_arrive_in_order(connect, medium):
     check_streams(connect, medium, num_small=20_000, num_large=20, size=8 << 20, seconds=SECONDS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("medium", ["shared memory", "tcp"])
-def test_very_many_messages_arrive_in_order_and_equal(connect, medium):
+def test_message_queue_very_many_messages_arrive_in_order(connect, medium):
     check_streams(connect, medium, num_small=1_000_000, num_large=1_000, size=8 << 20, seconds=300.0)
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-def test_a_peer_that_is_stopped_for_a_while_slows_the_sender_and_loses_nothing(connect, medium):
+def test_message_queue_stopped_peer_slows_sender_and_loses_nothing(connect, medium):
     broadcaster, ((child, reports),) = connect("count", medium, capacity=1 << 16, window=1 << 16)
     os.kill(child.pid, signal.SIGSTOP)
     sent = 0
@@ -102,7 +102,7 @@ def test_a_peer_that_is_stopped_for_a_while_slows_the_sender_and_loses_nothing(c
 
 
 @pytest.mark.parametrize("medium", ["ipc", "tcp"])
-def test_a_killed_peer_at_the_end_of_a_connection_is_missed_by_the_next_send(connect, medium):
+def test_message_queue_killed_connected_peer_fails_next_send(connect, medium):
     broadcaster, ((child, _),) = connect("echo", medium)
     child.kill()
     assert child.wait(SECONDS)
@@ -112,7 +112,7 @@ def test_a_killed_peer_at_the_end_of_a_connection_is_missed_by_the_next_send(con
             broadcaster.send([b"m"], SECONDS)
 
 
-def test_a_killed_peer_in_shared_memory_is_one_that_does_not_read(connect):
+def test_message_queue_killed_shared_memory_peer_blocks_send(connect):
     broadcaster, ((child, _), _) = connect("echo", "shared memory", "shared memory", capacity=1 << 16)
     child.kill()
     assert child.wait(SECONDS)
@@ -128,7 +128,7 @@ def test_a_killed_peer_in_shared_memory_is_one_that_does_not_read(connect):
 
 
 @pytest.mark.parametrize("medium", ["ipc", "tcp"])
-def test_a_peer_notices_at_once_that_the_engine_is_gone(spawn_queue_child, runtime_dir, medium):
+def test_message_queue_killed_hub_is_noticed_by_peer(spawn_queue_child, runtime_dir, medium):
     child, reports = spawn_queue_child("be_engine", runtime_dir=str(runtime_dir))
     listener = MessageQueuePeer.open(bytes.fromhex(reports.get(timeout=SECONDS)), media=[medium], timeout=SECONDS)
     assert listener.receive(0) is None

@@ -155,7 +155,7 @@ def make_library(directory: Path, name: str, text: str, *arguments: str) -> Path
     return path
 
 
-def test_a_library_that_brings_a_second_openmp_runtime_is_refused(start, tmp_path):
+def test_native_build_second_openmp_runtime_is_refused(start, tmp_path):
     runtime = make_library(tmp_path, "libomp-other.so", 'extern "C" int omp_get_level() { return 0; }')
     text = 'extern "C" int omp_get_level(); extern "C" int level() { return omp_get_level(); }'
     library = make_library(tmp_path, "level.so", text, str(runtime), f"-Wl,-rpath,{tmp_path}")
@@ -165,7 +165,7 @@ def test_a_library_that_brings_a_second_openmp_runtime_is_refused(start, tmp_pat
     assert str(runtime) in said
 
 
-def test_a_runtime_that_the_user_put_before_torchs_is_the_one(start, source, tmp_path):
+def test_native_build_preloaded_openmp_runtime_is_used(start, source, tmp_path):
     """As Intel's is: it answers to the names of GNU's. Torch's own is mapped, too, but nothing leads there."""
     text = """extern "C" void GOMP_parallel(void (*work)(void*), void* data, unsigned, unsigned) { work(data); }
               extern "C" void __kmpc_fork_call() {}"""

@@ -83,7 +83,7 @@ def next_plan(step: int, rows: int = 2) -> StepPlan:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_every_worker_answers_calls_and_one_answers_steps(workers):
+def test_process_group_calls_are_answered_by_all_and_steps_by_sampler(workers):
     before = children()
     with executor(workers) as opened:
         assert opened.world_size == workers
@@ -94,7 +94,7 @@ def test_every_worker_answers_calls_and_one_answers_steps(workers):
     assert children() == before
 
 
-def test_a_failure_on_any_rank_names_the_rank_and_the_cause():
+def test_process_group_failure_names_rank_and_cause():
     with executor(2) as opened:
         load_null(opened)
         pending = opened.step(next_plan(0))  # rows that never started
@@ -102,7 +102,7 @@ def test_a_failure_on_any_rank_names_the_rank_and_the_cause():
             pending.result()
 
 
-def test_a_users_mistake_keeps_its_type(tmp_path):
+def test_process_group_user_error_keeps_its_type(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with executor(1, model=str(tmp_path)) as opened:
         opened.call(OpenGroups(), GroupsOpened, timeout=DEADLINE)
@@ -114,7 +114,7 @@ def the_workers(before: list[int]) -> list[int]:
     return [pid for pid in children() if pid not in before]
 
 
-def test_a_killed_worker_is_missed_at_once():
+def test_process_group_killed_worker_is_noticed_at_once():
     before = children()
     with executor(2) as opened:
         load_null(opened)
@@ -127,7 +127,7 @@ def test_a_killed_worker_is_missed_at_once():
     assert children() == before
 
 
-def test_a_killed_worker_is_missed_while_nothing_runs():
+def test_process_group_killed_idle_worker_is_noticed():
     before = children()
     with executor(2) as opened:
         os.kill(the_workers(before)[0], signal.SIGKILL)
@@ -138,7 +138,7 @@ def test_a_killed_worker_is_missed_while_nothing_runs():
                 time.sleep(0.01)
 
 
-def test_a_stopped_worker_is_missed_by_its_silence():
+def test_process_group_stopped_worker_is_noticed_by_heartbeat():
     before = children()
     with executor(2, heartbeat_timeout=1.5) as opened:
         load_null(opened)
@@ -149,7 +149,7 @@ def test_a_stopped_worker_is_missed_by_its_silence():
     assert children() == before, "a stopped worker is ended too"
 
 
-def test_a_worker_that_does_not_come_to_life_is_named(monkeypatch):
+def test_process_group_worker_that_never_attaches_is_named(monkeypatch):
     before = children()
     monkeypatch.setenv("PYTHONSTARTUP", "")
     with pytest.raises((WorkerLost, DeadlineExceeded)), executor(1, startup_timeout=0.01):
@@ -176,7 +176,7 @@ def test_workers_end_with_an_engine_that_is_killed(tmp_path):
         time.sleep(0.01)
 
 
-def test_which_executor_is_meant():
+def test_executor_name_options_give_executor():
     assert executor_name(build_config(), in_placement_group=False) == "in-process"
     assert executor_name(build_config(), in_placement_group=True) == "ray"
     assert executor_name(build_config(tensor_parallel_size=2), in_placement_group=False) == "processes"

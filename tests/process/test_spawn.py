@@ -44,14 +44,14 @@ def spawn(monkeypatch):
         assert child.wait(DEADLINE)
 
 
-def test_a_child_gets_its_payload_and_reports(spawn):
+def test_child_gets_payload_and_reports(spawn):
     child, said = spawn("report", b"payload")
     assert said.get(timeout=DEADLINE) == Bound(TEST, "payload")
     assert said.get(timeout=DEADLINE) == "it ended with exit code 0"
     assert child.wait(DEADLINE)
 
 
-def test_an_exception_crosses_as_a_value_with_its_cause(spawn):
+def test_child_exception_arrives_as_failure_with_cause(spawn):
     _, said = spawn("fail")
     failed = said.get(timeout=DEADLINE)
     assert isinstance(failed, Ended)
@@ -61,13 +61,13 @@ def test_an_exception_crosses_as_a_value_with_its_cause(spawn):
     assert said.get(timeout=DEADLINE) == "it ended with exit code 1"
 
 
-def test_a_death_is_noticed_though_a_fork_lives(spawn):
+def test_child_exit_with_living_fork_is_noticed(spawn):
     child, said = spawn("leave_a_fork")
     assert "it was killed by SIGKILL" in said.get(timeout=DEADLINE)
     assert child.wait(DEADLINE)
 
 
-def test_a_bug_brings_its_traceback_and_is_told_once(spawn):
+def test_child_unexpected_exception_is_reported_once_with_traceback(spawn):
     _, said = spawn("crash")
     failed = said.get(timeout=DEADLINE)
     assert isinstance(failed, Ended)
@@ -76,24 +76,24 @@ def test_a_bug_brings_its_traceback_and_is_told_once(spawn):
     assert said.get(timeout=DEADLINE) == "it ended with exit code 1"
 
 
-def test_a_child_imports_from_where_its_parent_does_and_not_from_the_current_directory(spawn, tmp_path, monkeypatch):
+def test_child_imports_from_parents_paths(spawn, tmp_path, monkeypatch):
     (tmp_path / "random.py").write_text("raise RuntimeError('imported from the current directory')")
     monkeypatch.chdir(tmp_path)
     _, said = spawn("import_random")
     assert "random.py" in said.get(timeout=DEADLINE).address
 
 
-def test_a_target_that_does_not_exist_is_reported(spawn):
+def test_child_missing_target_is_reported(spawn):
     _, said = spawn("nothing_of_that_name")
     assert said.get(timeout=DEADLINE).cause.kind == "AttributeError"
 
 
-def test_a_killed_child_is_noticed_and_the_signal_named(spawn):
+def test_child_killed_exit_reason_names_signal(spawn):
     _, said = spawn("kill_yourself")
     assert said.get(timeout=DEADLINE).startswith("it was killed by SIGKILL")
 
 
-def test_the_end_of_a_child_is_noticed_although_a_program_of_its_own_goes_on(spawn):
+def test_child_exit_with_living_program_is_noticed(spawn):
     _, said = spawn("leave_a_program")
     program = int(said.get(timeout=DEADLINE).address)
     try:
@@ -114,7 +114,7 @@ def many_open_files():
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_child_of_a_process_with_many_open_files_watches_its_parent(spawn, many_open_files, capfd):
+def test_child_of_parent_with_many_files_watches_parent(spawn, many_open_files, capfd):
     child, said = spawn("wait")
     said.get(timeout=DEADLINE)
     child._socket.shutdown(1)  # what the child would see of the parent's end
@@ -122,14 +122,14 @@ def test_a_child_of_a_process_with_many_open_files_watches_its_parent(spawn, man
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_terminate_ends_a_child(spawn):
+def test_child_terminate_exits(spawn):
     child, said = spawn("wait")
     said.get(timeout=DEADLINE)
     child.terminate()
     assert said.get(timeout=DEADLINE) == "it ended with exit code 143"
 
 
-def test_a_child_whose_parent_is_killed_ends_too_and_tidies_up(spawn, tmp_path):
+def test_child_of_killed_parent_exits_and_cleans_up(spawn, tmp_path):
     runtime_dir = tmp_path / "runtime"
     runtime_dir.mkdir()
     child, said = spawn("have_a_child", str(runtime_dir).encode())
@@ -142,7 +142,7 @@ def test_a_child_whose_parent_is_killed_ends_too_and_tidies_up(spawn, tmp_path):
     assert not runtime_dir.exists()
 
 
-def test_a_child_that_is_stopped_ends_when_its_parent_is_killed(spawn, tmp_path):
+def test_child_stopped_exits_when_parent_is_killed(spawn, tmp_path):
     child, said = spawn("have_a_child", str(tmp_path / "runtime").encode())
     grandchild = int(said.get(timeout=DEADLINE).address)
     os.kill(grandchild, signal.SIGSTOP)

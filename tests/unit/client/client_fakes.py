@@ -97,7 +97,7 @@ class MemoryOutbox:
     def disconnect(self, peer):
         self._addresses.pop(peer, None)
 
-    def take_broken(self):
+    def pop_broken(self):
         broken, self.broken = self.broken, []
         return broken
 

@@ -22,7 +22,7 @@ def keys(config: Config) -> list[str]:
     return with_api_keys(config).serving.api_key
 
 
-def test_api_keys_are_those_of_all_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_api_keys_several_sources_joins_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "keys"
     path.write_text("# ours\n first \n\nsecond\n#third\n")
     monkeypatch.setenv("EAGLERAY_API_KEY", "fourth, fifth\nsixth,")
@@ -31,7 +31,7 @@ def test_api_keys_are_those_of_all_sources(tmp_path: Path, monkeypatch: pytest.M
     assert "EAGLERAY_API_KEY" not in os.environ, "children of this process do not get it"
 
 
-def test_api_keys_without_a_source_are_none() -> None:
+def test_with_api_keys_no_source_is_none() -> None:
     assert keys(build_config()) == []
 
 

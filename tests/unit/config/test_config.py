@@ -9,13 +9,13 @@ from eagleray.config.sections import Config, ModelConfig
 from eagleray.errors import CheckpointError, ConfigError
 
 
-def test_options_land_in_their_sections():
+def test_build_config_options_are_set_in_their_sections():
     config = build_config(model="m", port="81", max_num_seqs=3, enable_prefix_caching=False)
     assert (config.model.model, config.serving.port, config.scheduling.max_num_seqs) == ("m", 81, 3)
     assert config.cache.enable_prefix_caching is False
 
 
-def test_option_names_are_unique_over_all_sections():
+def test_config_option_names_are_unique():
     fields = [f.name for s in msgspec.structs.fields(Config) for f in msgspec.structs.fields(s.type)]
     assert len(fields) == len(set(fields)) == len(field_owners())
 
@@ -40,7 +40,7 @@ def test_option_names_are_unique_over_all_sections():
         ({"ray_worker_resources": {"GPU": 1.5}}, "a whole number or a fraction of one"),
     ],
 )
-def test_a_wrong_option_is_named(options, message):
+def test_build_config_wrong_option_is_named(options, message):
     with pytest.raises(ConfigError, match=message):
         build_config(**options)
 
@@ -48,22 +48,22 @@ def test_a_wrong_option_is_named(options, message):
 @pytest.mark.parametrize(
     ("text", "count"), [("4GiB", 4 * 2**30), ("1.5GB", 1_500_000_000), ("512 MiB", 2**29), ("100", 100), (77, 77)]
 )
-def test_sizes_of_memory(text, count):
+def test_cache_bytes_memory_sizes_are_parsed(text, count):
     assert cache_bytes(build_config(kv_cache_memory=text).cache) == count
 
 
-def test_no_model_is_the_embedded_one():
+def test_checkpoint_dir_no_model_is_embedded_one():
     assert checkpoint_dir(ModelConfig()) == DEMO_MODEL_DIR
     assert served_names(ModelConfig()) == ["eagleray-demo"]
 
 
-def test_a_missing_checkpoint_is_named(tmp_path):
+def test_checkpoint_dir_missing_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="there is no such directory"):
         checkpoint_dir(ModelConfig(model=str(tmp_path / "nowhere")))
     with pytest.raises(CheckpointError, match=r"config\.json: not found"):
         checkpoint_dir(ModelConfig(model=str(tmp_path)))
 
 
-def test_a_configuration_survives_the_way_to_another_process():
+def test_config_round_trip_is_equal():
     config = build_config(model="m", api_key=["k"], kv_cache_memory="4GiB", max_model_len=100)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=Config) == config

@@ -9,7 +9,7 @@ import pytest
 from eagleray.config.environment import see_devices
 
 
-def test_see_devices_shows_these_alone_or_leaves_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_see_devices_names_restrict_none_leaves_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     see_devices([])
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"

@@ -26,7 +26,7 @@ BY_RAY = {"data_parallel_backend": "ray"}
         (SEVERAL | {"expert_dispatch": "all-to-all"}, "all-to-all", 2),
     ],
 )
-def test_how_tokens_and_experts_come_together(options, dispatch, engines):
+def test_expert_dispatch_options_give_method_and_engines(options, dispatch, engines):
     config = build_config(**options)
     assert (expert_dispatch(config), expert_engines(config)) == (dispatch, engines)
 
@@ -56,7 +56,7 @@ def test_how_tokens_and_experts_come_together(options, dispatch, engines):
         (EP | {"expert_dispatch": "all"}, "option `expert_dispatch`"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(options, message):
+def test_check_experts_contradicting_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         build_config(**options)
 
@@ -78,5 +78,5 @@ def test_what_does_not_fit_together_is_refused(options, message):
         {"data_parallel_size": 2, "deterministic": True, "pipeline_parallel_size": 2},
     ],
 )
-def test_what_fits_together(options):
+def test_check_experts_consistent_options_are_accepted(options):
     build_config(**options)

@@ -23,7 +23,7 @@ from eagleray.errors import ConfigError
         ({"data_parallel_size": 4, "data_parallel_start_rank": 1}, [1, 2, 3]),
     ],
 )
-def test_the_ranks_that_run_here(options, ranks):
+def test_local_ranks_options_give_ranks(options, ranks):
     assert list(local_ranks(build_config(**options))) == ranks
 
 
@@ -56,7 +56,7 @@ BY_RAY = {"data_parallel_backend": "ray"}
         ({"request_timeout": 0}, "option `request_timeout`"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(options, message):
+def test_check_fleet_contradicting_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         build_config(**options)
 
@@ -73,15 +73,15 @@ def test_what_does_not_fit_together_is_refused(options, message):
         {"api_server_count": 3},
     ],
 )
-def test_what_fits_together(options):
+def test_check_fleet_consistent_options_are_accepted(options):
     build_config(**options)
 
 
-def test_an_attach_file_in_a_directory_that_exists(tmp_path):
+def test_check_fleet_attach_file_in_existing_directory_is_accepted(tmp_path):
     assert build_config(attach_file=str(tmp_path / "attach.json")).serving.attach_file == str(tmp_path / "attach.json")
 
 
-def test_engines_that_are_ray_actors_have_workers_that_are():
+def test_check_fleet_ray_engines_need_ray_workers():
     def name(**options):
         return executor_name(build_config(**options), in_placement_group=False)
 
@@ -103,18 +103,18 @@ def test_engines_that_are_ray_actors_have_workers_that_are():
         ({"data_parallel_size": 8, "data_parallel_backend": "ray"}, 1),
     ],
 )
-def test_engines_that_are_processes_share_the_host(options, count):
+def test_engines_on_host_process_engines_are_counted(options, count):
     assert engines_on_host(build_config(**options)) == count
 
 
-def test_engines_that_are_processes_have_devices_of_their_own():
+def test_first_device_process_engines_have_their_own():
     config = build_config(data_parallel_size=8, data_parallel_start_rank=4, tensor_parallel_size=2)
     assert [first_device(config, rank) for rank in local_ranks(config)] == [0, 2, 4, 6]
     assert first_device(build_config(data_parallel_size=8, data_parallel_rank=3), 3) == 0
     assert first_device(build_config(data_parallel_size=8, data_parallel_backend="ray"), 3) == 0
 
 
-def test_the_flags_of_a_fleet():
+def test_build_config_fleet_flags_are_parsed():
     parser = argparse.ArgumentParser()
     sections = ("model", "parallel", "ray", "recovery", "serving")
     add_config_flags(parser, sections=sections)

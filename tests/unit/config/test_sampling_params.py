@@ -51,7 +51,7 @@ from eagleray.messages.sampling import (
         ("bad_words", [""]),
     ],
 )
-def test_a_senseless_value_names_its_field(field, value):
+def test_sampling_params_invalid_value_names_field(field, value):
     with pytest.raises(InvalidRequest, match=f"`{field}`") as raised:
         SamplingParams(**{field: value})
     assert raised.value.param == field
@@ -86,13 +86,13 @@ def test_sampling_params_error_shows_a_long_value_in_part():
     assert len(str(raised.value)) < 200
 
 
-def test_combinations_that_contradict_each_other():
+def test_sampling_params_contradicting_fields_are_refused():
     with pytest.raises(InvalidRequest, match="n > 1 with temperature 0"):
         SamplingParams(n=2, temperature=0)
     with pytest.raises(InvalidRequest, match="stop strings need the text"):
         SamplingParams(stop="x", detokenize=False)
 
 
-def test_a_single_stop_string_is_a_list_of_one():
+def test_sampling_params_single_stop_string_is_a_list():
     assert SamplingParams(stop="x").stop_strings == ["x"]
     assert SamplingParams().stop_strings == []

@@ -166,7 +166,7 @@ class ListOutbox:
     def disconnect(self, peer: Any) -> None:
         self.peers.pop(peer, None)
 
-    def take_broken(self) -> list[Any]:
+    def pop_broken(self) -> list[Any]:
         broken, self.broken = self.broken, []
         return broken
 

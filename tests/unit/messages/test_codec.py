@@ -24,7 +24,7 @@ def over_the_wire(kind, message):
     return Codec(kind).decode(frames)
 
 
-def test_messages_arrive_as_they_were_sent():
+def test_codec_message_round_trip_is_equal():
     info = EngineInfo(architecture="A", vocab_size=5, max_model_len=6, block_size=7, num_kv_blocks=8)
     generate = Generate(
         request_id="r",
@@ -48,7 +48,7 @@ def test_messages_arrive_as_they_were_sent():
 
 
 @given(hnp.arrays(st.sampled_from([np.int32, np.float32]), hnp.array_shapes(max_dims=3, max_side=40)))
-def test_arrays_arrive_as_they_were_sent(array):
+def test_codec_array_round_trip_is_equal(array):
     logprobs = PromptLogprobs(start=1, token_ids=array, logprobs=array.T, ranks=array[:1])
     chunks = Chunks(ENGINE, [Chunk(request_id="a", prompt_logprobs=logprobs)])
     received = over_the_wire(wires.CLIENT_INBOX, chunks).chunks[0].prompt_logprobs
@@ -57,21 +57,21 @@ def test_arrays_arrive_as_they_were_sent(array):
         assert np.array_equal(got, sent, equal_nan=got.dtype.kind == "f")
 
 
-def test_a_large_array_travels_in_a_frame_of_its_own():
+def test_codec_large_array_has_its_own_frame():
     large = np.zeros((5000, 2), np.int32)
     logprobs = PromptLogprobs(start=1, token_ids=large, logprobs=large[:2], ranks=large[:2])
     frames = Codec(wires.CLIENT_INBOX).encode(Chunks(ENGINE, [Chunk(request_id="a", prompt_logprobs=logprobs)]))
     assert [len(frame) for frame in frames[1:]] == [large.nbytes]
 
 
-def test_what_is_no_message_of_the_wire_is_refused():
+def test_codec_foreign_message_is_refused():
     with pytest.raises(msgspec.ValidationError):
         over_the_wire(wires.ENGINE_INBOX, Chunks(ENGINE, []))
     with pytest.raises(TypeError, match="a complex cannot be part of a message"):
         Codec(wires.ENGINE_INBOX).encode(1j)
 
 
-def test_every_wire_decodes_its_messages():
+def test_wires_every_message_is_decoded():
     assert len({wire.name for wire in wires.WIRES}) == len(wires.WIRES)
     for wire in wires.WIRES:
         Codec(wire.messages)

@@ -52,21 +52,21 @@ def assert_same(got, sent):
 
 
 @given(VALUES)
-def test_values_arrive_as_they_were_sent(value):
+def test_pack_round_trip_is_equal(value):
     assert_same(unpack(pack(value)), value)
 
 
 @given(st.lists(VALUES, max_size=3), st.dictionaries(st.text(max_size=5), VALUES, max_size=3))
-def test_arguments_arrive_as_they_were_sent(args, kwargs):
+def test_pack_arguments_round_trip_is_equal(args, kwargs):
     got = unpack_arguments(pack_arguments(args, kwargs))
     assert_same(list(got), [args, kwargs])
 
 
-def test_no_arguments():
+def test_pack_arguments_none_is_empty():
     assert unpack_arguments(pack_arguments((), None)) == ([], {})
 
 
-def test_arrays_that_arrive_are_owned_and_writable():
+def test_unpack_arrays_are_owned_and_writable():
     packed = pack([np.arange(5000.0), np.arange(6, dtype=np.int32).reshape(2, 3).T, np.float32([])])
     for array in unpack(packed):
         assert array.base is None
@@ -78,7 +78,7 @@ def test_arrays_that_arrive_are_owned_and_writable():
     assert unpack(packed)[0][0] == 0
 
 
-def test_a_view_with_strides_is_sent_by_value():
+def test_pack_strided_view_is_copied():
     matrix = np.arange(24).reshape(4, 6)
     for view in (matrix.T, matrix[::2, ::-1], np.asfortranarray(matrix), np.broadcast_to(matrix[0], (3, 6))):
         assert np.array_equal(unpack(pack(view)), view)
@@ -92,7 +92,7 @@ class Name(enum.StrEnum):
     ADA = "ada"
 
 
-def test_subclasses_and_scalars_of_numpy_become_what_they_are_values_of():
+def test_pack_numpy_scalars_become_plain():
     sent = [np.float64(0.5), np.float32(0.5), np.int64(7), np.bool_(True), np.str_("x"), Colour.RED, Name.ADA]
     assert_same(unpack(pack(sent)), [0.5, 0.5, 7, True, "x", 3, "ada"])
 
@@ -121,12 +121,12 @@ def looped():
         (looped(), "nested deeper than 64 levels, or a container that holds itself"),
     ],
 )
-def test_what_is_not_plain_is_refused_with_its_type_and_place(value, message):
+def test_pack_value_not_plain_error_names_type_and_path(value, message):
     with pytest.raises(TypeError, match=message):
         pack(value)
 
 
-def test_arguments_that_are_not_plain_are_refused_with_their_place():
+def test_pack_arguments_not_plain_error_names_path():
     with pytest.raises(TypeError, match=r"args\[1\]: a value of type builtins.set cannot be sent"):
         pack_arguments([1, set()], {})
     with pytest.raises(TypeError, match=r"kwargs\['x'\]\[0\]: a value of type builtins.set cannot be sent"):

@@ -33,7 +33,7 @@ def total(directory, *name):
         return ledger.totals()[name[0]].get(name[1:])
 
 
-def test_a_server_that_is_killed_has_counted(tmp_path):
+def test_ledger_killed_server_keeps_its_counts(tmp_path):
     run = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=60, check=False)
     assert run.returncode == -signal.SIGKILL
     assert total(tmp_path, "answers", "200") == 5
@@ -41,7 +41,7 @@ def test_a_server_that_is_killed_has_counted(tmp_path):
     assert total(tmp_path, "answers", "200") == 6
 
 
-def test_a_successor_goes_on_in_the_same_file(tmp_path):
+def test_ledger_replacement_continues_the_file(tmp_path):
     add(tmp_path, 0, "a")
     add(tmp_path, 0, "b", "x", amount=0.5)
     with closing(Ledger.open(tmp_path, 0)) as successor:
@@ -53,7 +53,7 @@ def test_a_successor_goes_on_in_the_same_file(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_totals_are_those_of_all_servers(tmp_path):
+def test_ledger_totals_sum_all_servers(tmp_path):
     with closing(Ledger.open(tmp_path, 0)) as one, closing(Ledger.open(tmp_path, 1)) as two:
         one.tally("a", "x").add(2)
         two.tally("b").add(7)
@@ -64,14 +64,14 @@ def test_totals_are_those_of_all_servers(tmp_path):
             assert ledger.processes().keys() == {0, 1}
 
 
-def test_names_may_hold_anything(tmp_path):
+def test_ledger_names_with_any_characters_are_read_back(tmp_path):
     names = [("a", 'quote"', "new\nline", "ü", ""), ("a", 'quote"', "new\nline", "ü"), ("a",)]
     for place, name in enumerate(names):
         add(tmp_path, 0, *name, amount=place + 1)
     assert [total(tmp_path, *name) for name in names] == [1, 2, 3]
 
 
-def test_a_name_that_was_being_written_when_its_server_was_killed_is_none(tmp_path):
+def test_ledger_half_written_name_is_ignored(tmp_path):
     add(tmp_path, 0, "a")
     with (tmp_path / "0").open("r+b") as file:
         file.seek(2 * RECORD_BYTES + 1)  # after the process id and "a": the first byte is missing
@@ -82,7 +82,7 @@ def test_a_name_that_was_being_written_when_its_server_was_killed_is_none(tmp_pa
 
 
 @pytest.mark.parametrize("size", [0, 1, RECORD_BYTES + 1])
-def test_a_file_that_was_being_made_when_its_server_was_killed_is_completed(tmp_path, size):
+def test_ledger_short_file_is_completed(tmp_path, size):
     (tmp_path / "0").write_bytes(bytes(size))
     assert total(tmp_path, "a") is None
     add(tmp_path, 0, "a")
@@ -90,14 +90,14 @@ def test_a_file_that_was_being_made_when_its_server_was_killed_is_completed(tmp_
     assert (tmp_path / "0").stat().st_size == NUM_RECORDS * RECORD_BYTES
 
 
-def test_a_scrape_while_a_server_starts(tmp_path):
+def test_ledger_scrape_during_start_sees_short_file(tmp_path):
     with instance(tmp_path) as make:
         one = make()
         (tmp_path / "1").touch()
         assert samples(one)["eagleray:requests_resumed_total",] == 0
 
 
-def test_all_that_is_counted_fits(tmp_path):
+def test_ledger_all_metrics_fit(tmp_path):
     """Routes, methods and statuses that the application can have, far more than it has."""
     with instance(tmp_path) as make:
         metrics = make()

@@ -39,7 +39,7 @@ def begin(metrics, **changes):
     return metrics.requests.begin(**request | changes)
 
 
-def test_an_engine(make):
+def test_engine_collector_reports_stats(make):
     metrics = make([STATS])
     assert families(metrics)["eagleray:num_requests_running"].samples[0].labels == {"model_name": "tiny", "engine": "3"}
     values = samples(metrics)
@@ -58,7 +58,7 @@ def test_an_engine(make):
     assert {name: values[f"eagleray:{name}", "3"] for name in expected} == expected
 
 
-def test_several_engines_are_told_apart(make):
+def test_engine_collector_several_engines_have_labels(make):
     metrics = make([of(1, 2, num_running=7), of(0)])
     values = samples(metrics)
     assert [values["eagleray:num_requests_running", rank] for rank in "01"] == [4, 7]
@@ -66,13 +66,13 @@ def test_several_engines_are_told_apart(make):
     assert metrics.text().count(b"# TYPE eagleray:num_requests_running gauge") == 1
 
 
-def test_of_two_incarnations_of_a_rank_the_newer_is_reported(make):
+def test_engine_collector_two_incarnations_reports_the_newer(make):
     metrics = make([of(0, 1, num_running=9), of(0)])
     assert metrics.text().count(b'eagleray:num_requests_running{engine="0"') == 1
     assert samples(metrics)["eagleray:num_requests_running", "0"] == 9
 
 
-def test_the_newest_stats_are_reported_and_none_are_no_zeros(make):
+def test_engine_collector_engine_without_stats_is_omitted(make):
     newest = []
     metrics = make(newest)
     assert not any(name.startswith("eagleray:num_requests") for name in families(metrics))
@@ -80,7 +80,7 @@ def test_the_newest_stats_are_reported_and_none_are_no_zeros(make):
     assert samples(metrics)["eagleray:num_requests_running", "3"] == 4
 
 
-def test_a_streamed_request(make):
+def test_request_metrics_streamed_request_is_measured(make):
     metrics = make()
     timer = begin(metrics)
     timer.tokens(0, 1)
@@ -109,7 +109,7 @@ def test_a_streamed_request(make):
     assert success == {"stop": 1, "length": 0, "abort": 0, "error": 0}
 
 
-def test_completions_that_did_not_finish_ended_with_their_request(make):
+def test_request_metrics_unfinished_completions_get_the_requests_reason(make):
     metrics = make()
     timer = begin(metrics, n=3, max_tokens=None)
     timer.tokens(1, 2)
@@ -125,7 +125,7 @@ def test_completions_that_did_not_finish_ended_with_their_request(make):
     assert values["eagleray:request_params_max_tokens_count",] == 0
 
 
-def test_buckets_count_what_is_not_larger(make):
+def test_histogram_bound_is_inclusive(make):
     metrics = make()
     for size in (1, 2, 2, 3, 20, 21):
         begin(metrics, n=size)
@@ -135,7 +135,7 @@ def test_buckets_count_what_is_not_larger(make):
     assert samples(metrics)["eagleray:request_params_n_sum",] == 49
 
 
-def test_http_requests(make):
+def test_metrics_http_requests_are_counted_by_route(make):
     metrics = make()
     metrics.http_answered("/live", "GET", 200)
     metrics.http_answered("/live", "GET", 200)
@@ -145,7 +145,7 @@ def test_http_requests(make):
     assert values["eagleray:http_requests_total", "GET", "/live", "503"] == 1
 
 
-def test_what_became_of_requests_whose_engine_ended(make):
+def test_recovery_metrics_resumed_and_failed_requests_are_counted(make):
     metrics = make()
     assert samples(metrics)["eagleray:requests_resumed_total",] == 0
     metrics.recovery.resumed(3, 120)
@@ -171,14 +171,14 @@ def test_what_became_of_requests_whose_engine_ended(make):
         ("request_params_n", [1, 2, 5, 10, 20, math.inf]),
     ],
 )
-def test_buckets_are_those_of_existing_dashboards(make, name, bounds):
+def test_histogram_buckets_equal_vllms(make, name, bounds):
     family = families(make())[f"eagleray:{name}"]
     found = [float(sample.labels["le"]) for sample in family.samples if sample.name.endswith("_bucket")]
     assert found[: len(bounds)] == bounds
     assert found[-1] == math.inf
 
 
-def test_any_server_tells_the_totals_of_all(make):
+def test_metrics_any_server_reports_totals_of_all(make):
     one, two = make([STATS]), make([STATS], server=1)
     one.http_answered("/live", "GET", 200)
     two.http_answered("/live", "GET", 200)
@@ -195,7 +195,7 @@ def test_any_server_tells_the_totals_of_all(make):
         assert values["eagleray:generation_tokens_total", "3"] == 200
 
 
-def test_the_process_of_each_server_is_told_apart(make):
+def test_server_processes_are_labelled_by_server(make):
     one, _ = make(), make(server=1)
     values = samples(one)
     assert values["process_resident_memory_bytes", "0"] > 0
@@ -207,7 +207,7 @@ def load(rank=0, incarnation=0, *, counts=((4, 0, 2), (3, 3, 3))):
     return ExpertLoad(engine=EngineId("test", rank, incarnation), counts=np.array(counts))
 
 
-def test_the_load_of_experts_by_layer_and_expert(make):
+def test_expert_text_load_is_by_layer_and_expert(make):
     metrics = make(expert_load=[load(), load(1, counts=[[0, 0, 0]])])
     values = samples(metrics)
     tokens = {key[1:]: value for key, value in values.items() if key[0] == "eagleray:expert_tokens_total"}
@@ -222,7 +222,7 @@ def test_the_load_of_experts_by_layer_and_expert(make):
     assert sample.labels == {"model_name": "tiny", "engine": "0", "layer": "0"}
 
 
-def test_the_load_of_experts_of_the_newest_incarnation(make):
+def test_expert_text_two_incarnations_reports_the_newer(make):
     assert "eagleray:expert_balance" not in families(make())
     metrics = make(expert_load=[load(0, 1, counts=[[7, 7, 7]] * 2), load(0, 0)], server=1)
     assert metrics.text().count(b'expert_tokens_total{model_name="tiny",engine="0",layer="1",expert="0"} 7\n') == 1
@@ -230,7 +230,7 @@ def test_the_load_of_experts_of_the_newest_incarnation(make):
 
 
 @pytest.mark.parametrize("name", ["plain", 'a "quoted" name', "back\\slash", "two\nlines", "ü"])
-def test_any_name_of_a_model_can_be_read_back(name):
+def test_expert_text_model_name_is_escaped(name):
     text = ExpertText(name, lambda: [load()]).text()
     for family in text_string_to_metric_families(text):
         assert {sample.labels["model_name"] for sample in family.samples} == {name}

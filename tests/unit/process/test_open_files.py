@@ -36,7 +36,7 @@ def test_raise_open_files_limit_reaches_the_hard_limit(soft, hard, needed, raise
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 0, 2**30),
     ],
 )
-def test_raise_open_files_limit_has_an_end(monkeypatch, limits, needed, raised):
+def test_raise_open_files_limit_unbounded_hard_limit_is_capped(monkeypatch, limits, needed, raised):
     from eagleray.process.open_files import raise_open_files_limit
 
     present = [limits]

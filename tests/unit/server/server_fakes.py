@@ -105,7 +105,7 @@ class ScriptedEngine:
 
     def disconnect(self, peer: Any) -> None: ...
 
-    def take_broken(self) -> list[Any]:
+    def pop_broken(self) -> list[Any]:
         return []
 
     def send(self, peer: Any, message: Any) -> None:

@@ -34,7 +34,7 @@ class End:
         if not self.mail:
             return False
         header, size = self.mail.popleft()
-        if self.flow.arrive(header) == Kind.DATA:
+        if self.flow.on_arrival(header) == Kind.DATA:
             self.waiting.append(size)
         return True
 
@@ -42,7 +42,7 @@ class End:
         if not self.waiting:
             return False
         self.taken.append(self.waiting.popleft())
-        if header := self.flow.take(self.taken[-1]):
+        if header := self.flow.consume(self.taken[-1]):
             self.other.mail.append((header, 0))
         return True
 
@@ -55,7 +55,7 @@ sizes = st.lists(st.one_of(st.integers(0, 100), st.integers(0, 3 * WINDOW)), max
 
 
 @given(sizes, sizes, st.lists(st.tuples(st.booleans(), st.integers(0, 2)), max_size=300))
-def test_the_window_bounds_what_is_under_way_and_everything_arrives(here, there, turns):
+def test_flow_random_turns_window_bounds_bytes_in_flight(here, there, turns):
     a, b = End(here), End(there)
     a.other, b.other = b, a
 
@@ -73,36 +73,36 @@ def test_the_window_bounds_what_is_under_way_and_everything_arrives(here, there,
     assert (a.taken, b.taken) == (there, here)
 
 
-def test_a_message_is_acknowledged_when_it_is_taken_not_when_it_arrives():
+def test_flow_message_is_acknowledged_when_consumed():
     sender, receiver = Flow(WINDOW), Flow(WINDOW)
     header = sender.send(600)
-    receiver.arrive(header)
-    sender.arrive(receiver.control(Kind.CREDIT))
+    receiver.on_arrival(header)
+    sender.on_arrival(receiver.control(Kind.CREDIT))
     assert not sender.fits(600)
-    sender.arrive(receiver.take(600))
+    sender.on_arrival(receiver.consume(600))
     assert sender.fits(600)
 
 
-def test_a_reply_acknowledges_too():
+def test_flow_reply_acknowledges_consumed_bytes():
     sender, receiver = Flow(WINDOW), Flow(WINDOW)
-    receiver.arrive(sender.send(200))
-    receiver.arrive(sender.send(200))
-    assert receiver.take(200) is None  # too little to say so at once
+    receiver.on_arrival(sender.send(200))
+    receiver.on_arrival(sender.send(200))
+    assert receiver.consume(200) is None  # too little to say so at once
     assert not sender.fits(700)
-    sender.arrive(receiver.send(1))
+    sender.on_arrival(receiver.send(1))
     assert sender.fits(700)
 
 
-def test_a_gap_is_an_error_that_names_it():
+def test_flow_missing_message_error_names_it():
     sender, receiver = Flow(WINDOW), Flow(WINDOW)
-    receiver.arrive(sender.send(1))
+    receiver.on_arrival(sender.send(1))
     sender.send(1)
     with pytest.raises(ChannelClosed, match=r"message 3 .* message 2"):
-        receiver.arrive(sender.send(1))
+        receiver.on_arrival(sender.send(1))
 
 
-def test_the_other_side_can_say_that_it_has_ended():
+def test_flow_bye_marks_the_other_side_ended():
     flow = Flow(WINDOW)
     assert not flow.ended
-    flow.arrive(Flow(WINDOW).control(Kind.BYE))
+    flow.on_arrival(Flow(WINDOW).control(Kind.BYE))
     assert flow.ended

@@ -28,7 +28,7 @@ messages = st.lists(st.lists(sizes, min_size=1, max_size=6), max_size=30)
 
 
 @given(messages, st.integers(1, 4), st.lists(st.integers(0, 4), max_size=400))
-def test_every_reader_gets_every_message_in_order_whenever_it_reads(all_sizes, num_readers, turns):
+def test_ring_random_turns_every_reader_gets_all_in_order(all_sizes, num_readers, turns):
     sent = [
         [bytes((7 * number + 3 * index + i) % 251 for i in range(size)) for index, size in enumerate(message)]
         for number, message in enumerate(all_sizes)
@@ -43,7 +43,7 @@ def test_every_reader_gets_every_message_in_order_whenever_it_reads(all_sizes, n
             yield from writer.write(message)
 
     def read(reader: int) -> None:
-        if (frames := readers[reader].take()) is not None:
+        if (frames := readers[reader].pop()) is not None:
             received[reader].append(contents(frames))
             assert received[reader] == sent[: len(received[reader])]
 
@@ -63,41 +63,41 @@ def test_every_reader_gets_every_message_in_order_whenever_it_reads(all_sizes, n
     assert received == [sent] * num_readers
 
 
-def test_a_message_that_is_smaller_than_the_ring_does_not_wait_for_readers():
+def test_ring_small_message_does_not_wait_for_readers():
     writer = RingWriter(make_memory(1), [0])
     assert all(writer.write([b"m", bytes(LARGE)]))
 
 
-def test_what_is_received_belongs_to_the_reader():
+def test_ring_received_frames_belong_to_reader():
     memory = make_memory(1)
     writer, reader = RingWriter(memory, [0]), RingReader(memory, 0)
     for array in (b"s" * 16, b"l" * LARGE):
         assert all(writer.write([b"m", array]))
-        frames = reader.take()
+        frames = reader.pop()
         memory.data[:] = bytes(CAPACITY)
         assert contents(frames) == [b"m", array]
 
 
-def test_without_room_the_slow_readers_are_named_and_nothing_is_written():
+def test_ring_full_names_slow_readers_and_writes_nothing():
     memory = make_memory(3)
     writer = RingWriter(memory, [0, 2])
     readers = [RingReader(memory, reader) for reader in range(3)]
     count = 0
     while next(writer.write([bytes(40)])):
         count += 1
-        readers[0].take()
+        readers[0].pop()
     assert writer.slow_readers() == [2]  # and not 1, which is not waited for
     assert not writer.has_room()
-    assert readers[2].take() is not None
+    assert readers[2].pop() is not None
     assert writer.has_room()
     assert next(writer.write([b"after"]))
     received = []
-    while (frames := readers[2].take()) is not None:
+    while (frames := readers[2].pop()) is not None:
         received.append(contents(frames))
     assert received == [[bytes(40)]] * (count - 1) + [[b"after"]]
 
 
-def test_nothing_follows_a_message_that_was_cut_off():
+def test_ring_cut_off_message_later_writes_raise():
     writer = RingWriter(make_memory(1), [0])
     steps = writer.write([bytes(3 * CAPACITY)])
     while next(steps):
@@ -107,24 +107,24 @@ def test_nothing_follows_a_message_that_was_cut_off():
         next(writer.write([b"m"]))
 
 
-def test_a_message_that_did_not_begin_is_not_cut_off():
+def test_ring_unstarted_message_is_not_cut_off():
     memory = make_memory(1)
     writer, reader = RingWriter(memory, [0]), RingReader(memory, 0)
     while next(writer.write([bytes(48)])):  # with its header a divisor of the capacity: the ring is full
         pass
     assert not next(writer.write([bytes(3 * CAPACITY)]))
-    while reader.take():
+    while reader.pop():
         pass
     assert next(writer.write([b"m"]))
-    assert contents(reader.take()) == [b"m"]
+    assert contents(reader.pop()) == [b"m"]
 
 
 @pytest.mark.parametrize("capacity", [0, 256, 1000])
-def test_a_capacity_that_is_no_power_of_two_is_refused(capacity):
+def test_ring_capacity_not_power_of_two_is_refused(capacity):
     with pytest.raises(ValueError, match="power of two"):
         RingWriter(make_memory(1, capacity), [0])
 
 
-def test_more_frames_than_a_record_can_list_are_refused():
+def test_ring_too_many_frames_are_refused():
     with pytest.raises(ValueError, match="frames"):
         next(RingWriter(make_memory(1), [0]).write([b""] * 100))

@@ -40,7 +40,7 @@ def connect(runtime_dir):
             stack.callback(queue.close)
             with aside(queue.wait_for_peers, SECONDS, lambda: None) as attached:
                 listeners = [
-                    MessageQueuePeer.open(queue.ticket(peer), media=[medium], timeout=SECONDS)
+                    MessageQueuePeer.open(queue.handle(peer), media=[medium], timeout=SECONDS)
                     for peer, medium in enumerate(media)
                 ]
             for listener in listeners:
@@ -77,7 +77,7 @@ def until(condition) -> None:
 
 
 @pytest.mark.parametrize("media", [("shared memory",), ("ipc",), ("tcp",), MEDIA, ("tcp", "shared memory", "tcp")])
-def test_everybody_gets_the_message_and_can_answer(connect, media):
+def test_queue_message_reaches_all_peers_and_replies_arrive(connect, media):
     queue, listeners = connect(*media)
     for frames in ([b"small"], [b"", bytes(range(256)) * 32], [b"m", b"", b"x" * 3_000_000, b"y" * 100_001]):
         queue.send(frames, SECONDS)
@@ -92,7 +92,7 @@ def test_everybody_gets_the_message_and_can_answer(connect, media):
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-def test_what_is_received_outlives_the_queue_and_is_nobody_elses(connect, medium):
+def test_queue_received_memory_is_owned_and_outlives_queue(connect, medium):
     queue, (listener,) = connect(medium, capacity=1 << 16)
     arrays = [bytes([i]) * size for i, size in enumerate((100, 5_000, 70_000, 300_000))]
     received = []
@@ -111,7 +111,7 @@ def test_what_is_received_outlives_the_queue_and_is_nobody_elses(connect, medium
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-def test_the_sender_may_change_its_array_at_once(connect, medium):
+def test_queue_sent_array_may_be_changed_at_once(connect, medium):
     queue, (listener,) = connect(medium)
     array = bytearray(b"a" * 1_000_000)
     queue.send([b"m", memoryview(array)], SECONDS)
@@ -120,7 +120,7 @@ def test_the_sender_may_change_its_array_at_once(connect, medium):
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-def test_both_sides_may_send_much_at_the_same_time(connect, medium):
+def test_queue_both_sides_sending_much_does_not_deadlock(connect, medium):
     queue, (listener,) = connect(medium, capacity=1 << 16, window=1 << 16)
     much = [b"m", bytes(200_000)]
 
@@ -137,7 +137,7 @@ def test_both_sides_may_send_much_at_the_same_time(connect, medium):
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-def test_a_send_that_times_out_names_the_peer_and_nothing_is_lost(connect, medium):
+def test_queue_send_timeout_names_peer_and_loses_nothing(connect, medium):
     queue, (quick, slow) = connect("shared memory", medium, capacity=1 << 16, window=1 << 16)
     sent = 0
     with pytest.raises(DeadlineExceeded, match="peer 1 "):
@@ -154,7 +154,7 @@ def test_a_send_that_times_out_names_the_peer_and_nothing_is_lost(connect, mediu
             queue.send([b"next"], SECONDS)
 
 
-def test_a_message_that_was_cut_off_is_the_last(connect):
+def test_queue_cut_off_message_is_the_last(connect):
     queue, (listener,) = connect("shared memory", capacity=1 << 16)
     queue.send([b"before"], SECONDS)
     with pytest.raises(DeadlineExceeded, match="peer 0 "):
@@ -166,7 +166,7 @@ def test_a_message_that_was_cut_off_is_the_last(connect):
         listener.receive(SECONDS)
 
 
-def test_an_answer_that_was_cut_off_is_noticed(connect):
+def test_queue_cut_off_reply_is_noticed(connect):
     queue, (listener,) = connect("shared memory", capacity=1 << 16)
     with pytest.raises(DeadlineExceeded):
         listener.send([bytes(1 << 17)], 0.1)
@@ -177,7 +177,7 @@ def test_an_answer_that_was_cut_off_is_noticed(connect):
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-def test_what_was_sent_before_closing_still_arrives(connect, medium):
+def test_queue_closed_hub_earlier_messages_arrive(connect, medium):
     queue, (listener,) = connect(medium)
     queue.send([b"last"], SECONDS)
     queue.close()
@@ -187,7 +187,7 @@ def test_what_was_sent_before_closing_still_arrives(connect, medium):
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-def test_an_answer_arrives_although_its_sender_has_closed(connect, medium):
+def test_queue_closed_peer_earlier_replies_arrive(connect, medium):
     queue, (listener,) = connect(medium)
     listener.send([b"last"], SECONDS)
     listener.close()
@@ -199,7 +199,7 @@ def test_an_answer_arrives_although_its_sender_has_closed(connect, medium):
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-def test_closing_ends_what_waits(connect, medium):
+def test_queue_close_ends_waiting_receive(connect, medium):
     queue, (listener,) = connect(medium, capacity=1 << 16, window=1 << 16)
     for end in (queue, listener):
         with aside(end.receive, SECONDS) as outcome:
@@ -212,7 +212,7 @@ def test_closing_ends_what_waits(connect, medium):
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-def test_closing_ends_a_send_that_waits(connect, medium):
+def test_queue_close_ends_waiting_send(connect, medium):
     queue, (listener,) = connect(medium, capacity=1 << 16, window=1 << 16)
     for end in (listener, queue):
 
@@ -227,7 +227,7 @@ def test_closing_ends_a_send_that_waits(connect, medium):
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-def test_a_wake_ends_the_wait_and_no_message_is_lost(connect, medium):
+def test_queue_wake_ends_receive_and_loses_nothing(connect, medium):
     queue, (listener,) = connect(medium)
     with aside(queue.receive, SECONDS) as outcome:
         queue.wake()
@@ -237,7 +237,7 @@ def test_a_wake_ends_the_wait_and_no_message_is_lost(connect, medium):
     assert queue.receive(SECONDS) in (None, (0, [b"m"]))
 
 
-def test_a_send_that_waits_asks_whether_it_should(connect):
+def test_queue_waiting_send_calls_check(connect):
     queue, _ = connect("shared memory", capacity=1 << 16)
 
     def check():
@@ -247,16 +247,16 @@ def test_a_send_that_waits_asks_whether_it_should(connect):
         queue.send([bytes(1 << 17)], SECONDS, check)
 
 
-def test_the_missing_peers_are_named(runtime_dir):
+def test_queue_wait_for_peers_timeout_names_missing(runtime_dir):
     queue = MessageQueueHub.open(num_peers=3, runtime_dir=runtime_dir)
-    listener = MessageQueuePeer.open(queue.ticket(1), timeout=SECONDS)
+    listener = MessageQueuePeer.open(queue.handle(1), timeout=SECONDS)
     with pytest.raises(DeadlineExceeded, match="peer 0, 2 did not attach"):
         queue.wait_for_peers(0.2, lambda: None)
     listener.close()
     queue.close()
 
 
-def test_waiting_for_peers_ends_when_asked_to(runtime_dir):
+def test_queue_wait_for_peers_check_may_raise(runtime_dir):
     queue = MessageQueueHub.open(num_peers=1, runtime_dir=runtime_dir)
 
     def check():
@@ -269,8 +269,8 @@ def test_waiting_for_peers_ends_when_asked_to(runtime_dir):
     assert isinstance(outcome[0], ChannelClosed)
 
 
-def altered(ticket: bytes, **changes) -> bytes:
-    fields = msgspec.msgpack.decode(ticket)
+def altered(handle: bytes, **changes) -> bytes:
+    fields = msgspec.msgpack.decode(handle)
     for name, value in changes.items():
         part, _, field = name.partition("__")
         if field:
@@ -280,13 +280,13 @@ def altered(ticket: bytes, **changes) -> bytes:
     return msgspec.msgpack.encode(fields)
 
 
-def test_a_peer_that_sees_other_memory_connects(runtime_dir):
+def test_queue_peer_with_other_memory_falls_back_to_connection(runtime_dir):
     """As in another container: the process of that number is not the engine, or its descriptor is something else."""
     queue = MessageQueueHub.open(num_peers=4, runtime_dir=runtime_dir)
     read_end, write_end = os.pipe()
     with aside(queue.wait_for_peers, SECONDS, lambda: None) as outcome:
         listeners = [
-            MessageQueuePeer.open(altered(queue.ticket(peer), **changes), timeout=SECONDS)
+            MessageQueuePeer.open(altered(queue.handle(peer), **changes), timeout=SECONDS)
             for peer, changes in enumerate(
                 [
                     {},
@@ -305,41 +305,41 @@ def test_a_peer_that_sees_other_memory_connects(runtime_dir):
     os.close(write_end)
 
 
-def test_a_ticket_is_for_one_use(connect, runtime_dir):
+def test_queue_handle_used_twice_is_refused(connect, runtime_dir):
     queue, (listener,) = connect("shared memory")
     with pytest.raises(ChannelClosed, match="peer 0 has attached to the queue already"):
-        MessageQueuePeer.open(queue.ticket(0), timeout=SECONDS)
+        MessageQueuePeer.open(queue.handle(0), timeout=SECONDS)
     queue.send([b"m"], SECONDS)
     assert listener.receive(SECONDS) == [b"m"]
 
 
-def test_a_peer_for_whom_the_directory_has_another_name_finds_it(runtime_dir, tmp_path):
+def test_queue_peer_with_other_directory_name_attaches(runtime_dir, tmp_path):
     queue = MessageQueueHub.open(num_peers=1, runtime_dir=runtime_dir)
     other = tmp_path / "r"
     other.symlink_to(runtime_dir)
-    ticket = altered(queue.ticket(0), contact__directory="/nonexistent")
+    handle = altered(queue.handle(0), contact__directory="/nonexistent")
     with aside(queue.wait_for_peers, SECONDS, lambda: None) as outcome:
-        listener = MessageQueuePeer.open(ticket, runtime_dir=other, media=["ipc"], timeout=SECONDS)
+        listener = MessageQueuePeer.open(handle, runtime_dir=other, media=["ipc"], timeout=SECONDS)
     assert outcome == [{0: "ipc"}]
     listener.close()
     queue.close()
 
 
-def test_without_a_way_to_the_engine_the_error_says_so(runtime_dir):
+def test_queue_unreachable_engine_error_says_so(runtime_dir):
     queue = MessageQueueHub.open(num_peers=1, runtime_dir=runtime_dir)
     with pytest.raises(ChannelClosed, match="no TCP port"):
-        MessageQueuePeer.open(queue.ticket(0), media=["tcp"], timeout=SECONDS)
+        MessageQueuePeer.open(queue.handle(0), media=["tcp"], timeout=SECONDS)
     with pytest.raises(DeadlineExceeded, match="has not answered over ipc"):
-        MessageQueuePeer.open(queue.ticket(0), media=["ipc"], timeout=0.1)
+        MessageQueuePeer.open(queue.handle(0), media=["ipc"], timeout=0.1)
     queue.close()
 
 
-def test_an_address_of_another_host_is_refused(runtime_dir):
+def test_queue_address_of_another_host_is_refused(runtime_dir):
     with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.7"):
         MessageQueueHub.open(num_peers=1, runtime_dir=runtime_dir, host="203.0.113.7")
 
 
-def test_too_little_memory_is_the_users_error_and_says_how_much_is_needed(runtime_dir):
+def test_queue_too_little_memory_error_names_needed_size(runtime_dir):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
@@ -350,17 +350,17 @@ def test_too_little_memory_is_the_users_error_and_says_how_much_is_needed(runtim
     assert not list(runtime_dir.iterdir())
 
 
-def test_a_stranger_gets_nothing_and_disturbs_nothing(runtime_dir):
+def test_queue_stranger_gets_nothing_and_disturbs_nothing(runtime_dir):
     queue = MessageQueueHub.open(num_peers=1, runtime_dir=runtime_dir, host="127.0.0.1")
-    ticket = msgspec.msgpack.decode(queue.ticket(0))
-    address = ticket["contact"]["tcp"]
+    handle = msgspec.msgpack.decode(queue.handle(0))
+    address = handle["contact"]["tcp"]
     host, port = address.removeprefix("tcp://").split(":")
     context = zmq.Context.instance()
     with contextlib.ExitStack() as stack:
         noise = stack.enter_context(socket.create_connection((host, int(port))))
         noise.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
         strangers = []
-        for server_key in (None, zmq.curve_keypair()[0], ticket["contact"]["server_key"]):
+        for server_key in (None, zmq.curve_keypair()[0], handle["contact"]["server_key"]):
             stranger = context.socket(zmq.DEALER)
             stack.callback(stranger.close, linger=0)
             if server_key is not None:
@@ -372,16 +372,16 @@ def test_a_stranger_gets_nothing_and_disturbs_nothing(runtime_dir):
             strangers.append(stranger)
         with aside(queue.wait_for_peers, SECONDS, lambda: None) as outcome:
             with pytest.raises((ChannelClosed, DeadlineExceeded)):
-                wrong = altered(queue.ticket(0), contact__server_key=zmq.curve_keypair()[0])
+                wrong = altered(queue.handle(0), contact__server_key=zmq.curve_keypair()[0])
                 MessageQueuePeer.open(wrong, media=["tcp"], timeout=0.5)
             with pytest.raises(DeadlineExceeded):
-                MessageQueuePeer.open(altered(queue.ticket(0), secret=bytes(32)), media=["tcp"], timeout=0.5)
+                MessageQueuePeer.open(altered(queue.handle(0), secret=bytes(32)), media=["tcp"], timeout=0.5)
             listener = stack.enter_context(
-                contextlib.closing(MessageQueuePeer.open(queue.ticket(0), media=["tcp"], timeout=SECONDS))
+                contextlib.closing(MessageQueuePeer.open(queue.handle(0), media=["tcp"], timeout=SECONDS))
             )
         assert outcome == [{0: "tcp"}]
         with pytest.raises(DeadlineExceeded):  # that peer is here already
-            MessageQueuePeer.open(queue.ticket(0), media=["tcp"], timeout=0.2)
+            MessageQueuePeer.open(queue.handle(0), media=["tcp"], timeout=0.2)
         for number in range(100):
             queue.send([b"%d" % number], SECONDS)
             assert listener.receive(SECONDS) == [b"%d" % number]
@@ -392,7 +392,7 @@ def test_a_stranger_gets_nothing_and_disturbs_nothing(runtime_dir):
         queue.close()
 
 
-def test_nothing_is_left_behind(connect, runtime_dir):
+def test_queue_closed_leaves_nothing_behind(connect, runtime_dir):
     def use() -> None:
         queue, listeners = connect(*MEDIA)
         queue.send([b"m", bytes(1_000_000)], SECONDS)

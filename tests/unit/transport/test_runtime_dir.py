@@ -42,7 +42,7 @@ def program(text: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_directory_of_ones_own():
+def test_make_runtime_dir_mode_is_private():
     path = make_runtime_dir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     (path / "socket").touch()
@@ -51,7 +51,7 @@ def test_a_directory_of_ones_own():
     remove_runtime_dir(path)
 
 
-def test_temporary_directory_that_is_full_is_named(monkeypatch, parent):
+def test_make_runtime_dir_full_disk_error_names_directory(monkeypatch, parent):
     def fail(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -60,7 +60,7 @@ def test_temporary_directory_that_is_full_is_named(monkeypatch, parent):
         make_runtime_dir()
 
 
-def test_no_usable_temporary_directory_is_one_sentence(monkeypatch):
+def test_make_runtime_dir_no_temporary_directory_is_one_sentence(monkeypatch):
     monkeypatch.setenv("TMPDIR", "/proc")
     monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc"])
     with pytest.raises(ConfigError, match=r"there is no directory for temporary files: No usable .*'/proc'.* TMPDIR"):
@@ -91,7 +91,7 @@ def test_socket_without_room_names_the_directory(parent):
         Inbox(parent / "gone", "name", bytes)
 
 
-def test_directories_of_the_living_stay():
+def test_make_runtime_dir_keeps_directories_of_living_owners():
     with program("input()") as owner:
         path = Path(owner.stdout.readline().strip())
         mine = make_runtime_dir()
@@ -104,7 +104,7 @@ def test_directories_of_the_living_stay():
     remove_runtime_dir(mine)
 
 
-def test_a_directory_whose_owner_was_killed_is_removed_with_what_is_in_it(parent):
+def test_make_runtime_dir_removes_directory_of_killed_owner(parent):
     with program("input()") as owner:
         path = Path(owner.stdout.readline().strip())
         (path / "socket").touch()
@@ -117,7 +117,7 @@ def test_a_directory_whose_owner_was_killed_is_removed_with_what_is_in_it(parent
     assert list(parent.iterdir()) == []
 
 
-def test_a_program_that_outlives_the_owner_does_not_hold_the_directory(parent):
+def test_runtime_dir_lock_is_not_inherited_by_programs(parent):
     text = "import subprocess\nprint(subprocess.Popen(['sleep', '60'], close_fds=False, stdout=-3).pid)"
     with program(text) as owner:
         path = Path(owner.stdout.readline().strip())
@@ -130,7 +130,7 @@ def test_a_program_that_outlives_the_owner_does_not_hold_the_directory(parent):
         os.kill(child, signal.SIGKILL)
 
 
-def test_what_has_no_owner_is_removed_only_if_nothing_is_in_it(parent):
+def test_make_runtime_dir_unlocked_directory_is_removed_if_empty(parent):
     """Of versions that did not lock."""
     empty, young, used, other = (
         parent / name for name in ("eagleray-aaaaaaaa", "eagleray-young123", "eagleray-used1234", "eagleray-mine")
@@ -148,7 +148,7 @@ def test_what_has_no_owner_is_removed_only_if_nothing_is_in_it(parent):
     assert (used / "socket").exists()
 
 
-def test_many_that_start_at_once_remove_what_was_left_and_nothing_else(parent):
+def test_make_runtime_dir_concurrent_starts_remove_leftovers_only(parent):
     for number in range(50):
         path = parent / f"eagleray-{number:08}.run"
         path.mkdir()
@@ -162,7 +162,7 @@ def test_many_that_start_at_once_remove_what_was_left_and_nothing_else(parent):
     assert list(parent.iterdir()) == []
 
 
-def test_remove_dead_sockets_removes_those_at_which_nobody_listens(parent):
+def test_remove_dead_sockets_without_listener_removes_them(parent):
     living, dead, young = parent / "engine-0", parent / "client-0", parent / "client-1"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(living))

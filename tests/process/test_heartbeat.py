@@ -37,18 +37,18 @@ def open_monitor(runtime_dir):
         yield open_monitor
 
 
-def without_directory(ticket: bytes) -> bytes:
+def without_directory(handle: bytes) -> bytes:
     """As it is on another host: the Unix socket is not there."""
-    return ticket.replace(b"eagleray-", b"elsewhere")
+    return handle.replace(b"eagleray-", b"elsewhere")
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_stopped_peer_is_found_silent_once_and_the_others_are_not(spawn_queue_child, open_monitor, elsewhere):
+def test_heartbeat_stopped_peer_is_reported_once_alone(spawn_queue_child, open_monitor, elsewhere):
     monitor, silent = open_monitor(3, "127.0.0.1" if elsewhere else None)
-    tickets = [monitor.ticket(peer) for peer in range(2)]  # the third is never heard
+    handles = [monitor.handle(peer) for peer in range(2)]  # the third is never heard
     if elsewhere:
-        tickets = list(map(without_directory, tickets))
-    peers = [spawn_queue_child("beat", ticket=ticket.hex()) for ticket in tickets]
+        handles = list(map(without_directory, handles))
+    peers = [spawn_queue_child("beat", handle=handle.hex()) for handle in handles]
     for _, reports in peers:
         assert reports.get(timeout=SECONDS) == "started"
     with pytest.raises(queue.Empty):
@@ -63,7 +63,7 @@ def test_a_stopped_peer_is_found_silent_once_and_the_others_are_not(spawn_queue_
     assert peers[0][1].get(timeout=SECONDS) == "silent"
 
 
-def test_a_peer_whose_engine_is_killed_notices(spawn_queue_child, runtime_dir):
+def test_heartbeat_killed_monitor_is_noticed_by_peer(spawn_queue_child, runtime_dir):
     engine, reports = spawn_queue_child("monitor", runtime_dir=str(runtime_dir), limit=LIMIT)
     heard: queue.Queue = queue.Queue()
     pulse = HeartbeatSender.start(bytes.fromhex(reports.get(timeout=SECONDS)), on_silent=heard.put)
@@ -75,11 +75,11 @@ def test_a_peer_whose_engine_is_killed_notices(spawn_queue_child, runtime_dir):
     pulse.close()
 
 
-def test_a_pause_of_the_listener_itself_is_nobodys_silence(spawn_queue_child, runtime_dir):
+def test_heartbeat_stopped_monitor_reports_no_peer(spawn_queue_child, runtime_dir):
     """Both are stopped, as by a debugger or a suspended machine, and go on: the engine first, its peer later."""
     engine, of_engine = spawn_queue_child("monitor", runtime_dir=str(runtime_dir), limit=LIMIT)
-    ticket = of_engine.get(timeout=SECONDS)
-    peer, of_peer = spawn_queue_child("beat", ticket=ticket)
+    handle = of_engine.get(timeout=SECONDS)
+    peer, of_peer = spawn_queue_child("beat", handle=handle)
     assert of_peer.get(timeout=SECONDS) == "started"
     assert of_engine.get(timeout=SECONDS) == "heard"
     for process in (peer, engine):
@@ -95,20 +95,20 @@ def test_a_pause_of_the_listener_itself_is_nobodys_silence(spawn_queue_child, ru
     assert of_engine.get(timeout=SECONDS) == "peer 0 is silent"
 
 
-def test_a_stranger_is_not_heard(open_monitor):
+def test_heartbeat_wrong_secret_is_ignored(open_monitor):
     monitor, silent = open_monitor(1)
-    fields = msgspec.msgpack.decode(monitor.ticket(0)) | {"secret": bytes(32)}
+    fields = msgspec.msgpack.decode(monitor.handle(0)) | {"secret": bytes(32)}
     with pytest.raises(ChannelClosed, match="no answer to the first heartbeat within 3 s"):
         HeartbeatSender.start(msgspec.msgpack.encode(fields), on_silent=lambda seconds: None)
     assert silent.empty()
 
 
-def test_peers_come_and_go(spawn_queue_child, open_monitor):
+def test_heartbeat_invited_and_forgotten_peers_are_handled(spawn_queue_child, open_monitor):
     monitor, silent = open_monitor(0)
-    first, ticket = monitor.invite()
-    second, other_ticket = monitor.invite()
+    first, handle = monitor.invite()
+    second, other_handle = monitor.invite()
     assert first != second
-    peers = [spawn_queue_child("beat", ticket=one.hex()) for one in (ticket, other_ticket)]
+    peers = [spawn_queue_child("beat", handle=one.hex()) for one in (handle, other_handle)]
     for _, reports in peers:
         assert reports.get(timeout=SECONDS) == "started"
     monitor.forget(first)
@@ -117,19 +117,19 @@ def test_peers_come_and_go(spawn_queue_child, open_monitor):
     assert silent.get(timeout=SECONDS)[0] == second
     with pytest.raises(queue.Empty):
         silent.get(timeout=2 * LIMIT)
-    third, ticket = monitor.invite()
+    third, handle = monitor.invite()
     assert third not in (first, second)
-    child, reports = spawn_queue_child("beat", ticket=ticket.hex())
+    child, reports = spawn_queue_child("beat", handle=handle.hex())
     assert reports.get(timeout=SECONDS) == "started"
     os.kill(child.pid, signal.SIGSTOP)
     assert silent.get(timeout=SECONDS)[0] == third
 
 
-def test_who_was_forgotten_hears_nobody(open_monitor):
+def test_heartbeat_forgotten_peer_gets_no_reply(open_monitor):
     monitor, _ = open_monitor(0)
-    peer, ticket = monitor.invite()
+    peer, handle = monitor.invite()
     heard: queue.Queue = queue.Queue()
-    pulse = HeartbeatSender.start(ticket, on_silent=heard.put)
+    pulse = HeartbeatSender.start(handle, on_silent=heard.put)
     monitor.forget(peer)
     assert heard.get(timeout=SECONDS) > LIMIT
     pulse.close()

@@ -31,11 +31,11 @@ def decode(frames: list[bytes]) -> bytes:
     return b"".join(frames)
 
 
-def test_only_this_user_may_enter_the_directory(runtime_dir):
+def test_inbox_directory_is_private(runtime_dir):
     assert stat.S_IMODE(runtime_dir.stat().st_mode) == 0o700
 
 
-def test_messages_arrive_in_order_even_if_sent_before_the_receiver_looks(runtime_dir):
+def test_inbox_messages_arrive_in_order(runtime_dir):
     inbox = Inbox(runtime_dir, "in", decode)
     outbox = Outbox(encode)
     outbox.connect("peer", inbox.address)
@@ -47,7 +47,7 @@ def test_messages_arrive_in_order_even_if_sent_before_the_receiver_looks(runtime
     inbox.close()
 
 
-def test_what_was_sent_before_closing_still_arrives(runtime_dir):
+def test_outbox_closed_queued_messages_arrive(runtime_dir):
     inbox = Inbox(runtime_dir, "in", decode)
     outbox = Outbox(encode)
     outbox.connect("peer", inbox.address)
@@ -57,14 +57,14 @@ def test_what_was_sent_before_closing_still_arrives(runtime_dir):
     inbox.close()
 
 
-def test_sending_to_somebody_unknown_is_harmless(runtime_dir):
+def test_outbox_unknown_peer_send_is_ignored(runtime_dir):
     outbox = Outbox(encode)
     outbox.send("nobody", b"x")
     assert "nobody" not in outbox
     outbox.close()
 
 
-def test_a_large_frame_arrives_whole(runtime_dir):
+def test_inbox_large_frame_arrives_whole(runtime_dir):
     inbox = Inbox(runtime_dir, "in", decode)
     outbox = Outbox(lambda message: [message[:10], message[10:]])
     outbox.connect("peer", inbox.address)
@@ -75,7 +75,7 @@ def test_a_large_frame_arrives_whole(runtime_dir):
     inbox.close()
 
 
-def test_an_asynchronous_inbox_wakes_its_loop_and_ends_when_closed(runtime_dir):
+def test_async_inbox_wakes_loop_and_raises_when_closed(runtime_dir):
     async def scenario():
         inbox = AsyncInbox(runtime_dir, "in", decode)
         outbox = Outbox(encode)
@@ -106,21 +106,21 @@ def far_inbox(runtime_dir):
     inbox.close()
 
 
-def test_an_inbox_for_other_hosts_leaves_nothing_in_the_directory(runtime_dir, far_inbox):
+def test_inbox_for_other_hosts_leaves_no_file(runtime_dir, far_inbox):
     server, _, key = far_inbox.address.partition("?")
     assert server.startswith(f"tcp://{HOST}:")
     assert len(bytes.fromhex(key)) == 32
     assert not list(runtime_dir.iterdir())
 
 
-def test_every_inbox_has_a_key_of_its_own(runtime_dir, far_inbox):
+def test_inbox_for_other_hosts_has_its_own_key(runtime_dir, far_inbox):
     other = Inbox(runtime_dir, "in", decode, HOST)
     assert other.address.partition("?")[2] != far_inbox.address.partition("?")[2]
     other.close()
 
 
 @pytest.mark.parametrize("size", [0, 1, 70_000, 5_000_000])
-def test_what_is_sent_by_tcp_arrives_whole(far_inbox, size):
+def test_inbox_tcp_message_arrives_whole(far_inbox, size):
     outbox = Outbox(lambda message: [message[:10], message[10:]])
     outbox.connect("peer", far_inbox.address)
     message = (bytes(range(256)) * (size // 256 + 1))[:size]
@@ -129,7 +129,7 @@ def test_what_is_sent_by_tcp_arrives_whole(far_inbox, size):
     outbox.close()
 
 
-def test_order_is_kept_by_tcp(far_inbox):
+def test_inbox_tcp_messages_arrive_in_order(far_inbox):
     outbox = Outbox(encode)
     outbox.connect("peer", far_inbox.address)
     for i in range(5000):
@@ -138,7 +138,7 @@ def test_order_is_kept_by_tcp(far_inbox):
     outbox.close()
 
 
-def test_ipv6_is_written_in_brackets(runtime_dir):
+def test_inbox_ipv6_address_is_in_brackets(runtime_dir):
     try:
         inbox = Inbox(runtime_dir, "in", decode, "::1")
     except ConfigError:
@@ -152,7 +152,7 @@ def test_ipv6_is_written_in_brackets(runtime_dir):
     inbox.close()
 
 
-def test_an_asynchronous_inbox_hears_other_hosts(runtime_dir):
+def test_async_inbox_receives_from_other_hosts(runtime_dir):
     async def scenario():
         inbox = AsyncInbox(runtime_dir, "in", decode, HOST)
         outbox = Outbox(encode)
@@ -180,14 +180,14 @@ def refused(address: str, inbox: Inbox) -> None:
     friend.close()
 
 
-def test_a_wrong_key_gets_nothing_through(runtime_dir, far_inbox):
+def test_inbox_wrong_key_delivers_nothing(runtime_dir, far_inbox):
     other = Inbox(runtime_dir, "other", decode, HOST)
     server, _, _ = far_inbox.address.partition("?")
     refused(f"{server}?{other.address.partition('?')[2]}", far_inbox)
     other.close()
 
 
-def test_a_stranger_without_a_key_gets_nothing_through(far_inbox):
+def test_inbox_no_key_delivers_nothing(far_inbox):
     stranger = zmq.Context.instance().socket(zmq.PUSH)
     stranger.linger = 0
     stranger.connect(far_inbox.address.partition("?")[0])
@@ -201,7 +201,7 @@ def test_a_stranger_without_a_key_gets_nothing_through(far_inbox):
     outbox.close()
 
 
-def test_who_takes_the_port_of_a_dead_peer_hears_nothing(runtime_dir):
+def test_outbox_reused_port_of_exited_peer_gets_nothing(runtime_dir):
     """It has another key. And nobody tries again: who lives on has a new address."""
     inbox = Inbox(runtime_dir, "in", decode, HOST)
     outbox = Outbox(encode)
@@ -253,13 +253,13 @@ class Relay:
 
 def wait_for_broken(outbox: Outbox) -> list[str]:
     deadline = time.monotonic() + 10
-    while not (broken := outbox.take_broken()):
+    while not (broken := outbox.pop_broken()):
         assert time.monotonic() < deadline, "nothing has broken"
         time.sleep(0.01)
     return broken
 
 
-def test_a_connection_that_breaks_is_told_once(runtime_dir, far_inbox):
+def test_outbox_broken_connection_is_reported_once(runtime_dir, far_inbox):
     server, _, key = far_inbox.address.partition("?")
     relay, outbox, near = Relay(server), Outbox(encode), Inbox(runtime_dir, "near", decode)
     outbox.connect("far", f"{relay.address}?{key}")
@@ -267,20 +267,20 @@ def test_a_connection_that_breaks_is_told_once(runtime_dir, far_inbox):
     for peer, inbox in (("far", far_inbox), ("near", near)):
         outbox.send(peer, b"hello")
         assert inbox.receive(10.0) == b"hello"
-    assert outbox.take_broken() == []
+    assert outbox.pop_broken() == []
     relay.cut()
     assert wait_for_broken(outbox) == ["far"]
-    assert outbox.take_broken() == []
+    assert outbox.pop_broken() == []
     outbox.send("far", b"lost")
     outbox.connect("far", far_inbox.address)  # as after it has come back
     outbox.send("far", b"again")
     assert far_inbox.receive(10.0) == b"again"
-    assert outbox.take_broken() == []
+    assert outbox.pop_broken() == []
     outbox.close()
     near.close()
 
 
-def test_who_cannot_be_reached_from_the_start_is_told_too(far_inbox):
+def test_outbox_unreachable_peer_is_reported(far_inbox):
     outbox = Outbox(encode)
     key = far_inbox.address.partition("?")[2]
     with socket.create_server((HOST, 0)) as listener:
@@ -290,7 +290,7 @@ def test_who_cannot_be_reached_from_the_start_is_told_too(far_inbox):
     outbox.disconnect("nobody", linger_ms=0)
 
 
-def test_who_was_forgotten_has_not_broken(far_inbox):
+def test_outbox_disconnected_peer_is_not_reported(far_inbox):
     outbox = Outbox(encode)
     outbox.connect("peer", far_inbox.address)
     outbox.send("peer", b"hello")
@@ -298,7 +298,7 @@ def test_who_was_forgotten_has_not_broken(far_inbox):
     outbox.disconnect("peer")
     far_inbox.close()
     time.sleep(0.2)
-    assert outbox.take_broken() == []
+    assert outbox.pop_broken() == []
 
 
 def bind_again(heir: zmq.Socket, address: str) -> None:
@@ -310,7 +310,7 @@ def bind_again(heir: zmq.Socket, address: str) -> None:
     raise TimeoutError(address)
 
 
-def test_an_address_that_is_not_of_this_host_is_refused(runtime_dir):
+def test_inbox_address_of_another_host_is_refused(runtime_dir):
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 .* an address of this host"):
         Inbox(runtime_dir, "in", decode, "192.0.2.1")
 
@@ -319,7 +319,7 @@ def test_an_address_that_is_not_of_this_host_is_refused(runtime_dir):
     "address",
     ["", "tcp://127.0.0.1:5", "tcp://127.0.0.1:5?00", "http://127.0.0.1:5?" + "0" * 64, "tcp://:5?" + "0" * 64],
 )
-def test_what_is_no_address_is_refused_without_showing_a_key(address):
+def test_outbox_invalid_address_error_hides_key(address):
     outbox = Outbox(encode)
     with pytest.raises(ConfigError, match="is not the address of an inbox") as caught:
         outbox.connect("peer", address)
