@@ -17,7 +17,7 @@ import zmq
 
 from eagleray.errors import ChannelClosed
 from eagleray.transport.runtime_dir import bind_local, is_listening, local_address
-from eagleray.transport.tcp import configure_client, configure_server, bind_port, keep_alive
+from eagleray.transport.tcp import bind_port, configure_client, configure_server, keep_alive
 
 SECRET_BYTES = 32
 

@@ -103,7 +103,7 @@ def monitor(payload: bytes, parent: Parent) -> None:
         on_silent=lambda peer, seconds: parent.report_bound(f"peer {peer} is silent"),
     )
     parent.report_bound(pulse.handle(0).hex())
-    while not pulse._heard:
+    while not pulse._identities:
         time.sleep(0.01)
     parent.report_bound("heard")
     time.sleep(SECONDS)
