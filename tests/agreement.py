@@ -1,4 +1,4 @@
-"""What every executor must agree on: the same requests, through any number of workers, give the same tokens."""
+"""Agreement of executors: the same requests, through any number of workers, give the same tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 5, "num
 
 
 def answers(checkpoint: Path, **options: Any) -> dict[str, Answer]:
-    """Greedy and seeded requests with log-probabilities, more than there are rows, with prompts longer than a step."""
+    """Run greedy and seeded requests with log-probabilities, more than there are rows, with prompts longer than a
+    step."""
     with LocalEngine(checkpoint, **OPTIONS, **options) as engine:
         for index, length in enumerate(LENGTHS):
             kwargs: dict[str, Any] = {"logprobs": 3}
@@ -27,7 +28,7 @@ def answers(checkpoint: Path, **options: Any) -> dict[str, Answer]:
 
 
 def assert_agree(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
-    """Equal tokens; log-probabilities within 1e-4 (sums over ranks are added in another order)."""
+    """Check equal tokens, and log-probabilities within 1e-4 (sums over ranks are added in another order)."""
     assert found.keys() == expected.keys()
     for name, answer in expected.items():
         assert found[name].error is None

@@ -1,4 +1,4 @@
-"""What every test relies on."""
+"""Settings and fixtures for every test."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ settings.load_profile("eagleray")
 
 
 class TakingTurns(LoadScopeScheduling):
-    """Where tests run side by side, those that start processes take turns, and so do those that start a Ray cluster:
-    they share the memory and the cores of the machine, and some look for what others may have left. Unit tests come
-    last, on whoever has time."""
+    """Scheduling of tests that run side by side: tests that start processes take turns, and so do those that start a
+    Ray cluster, because they share the memory and the cores of the machine, and some look for leftovers of others. Unit
+    tests come last, on whichever worker has time."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]

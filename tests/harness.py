@@ -1,6 +1,6 @@
 """A whole engine in the test's own process: scheduler, executor, worker and model, without sockets.
 
-What runs is the engine's own start-up and step; only the client's side is replaced, by lists.
+Start-up and step are the engine's own; only the client is replaced by lists.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REQUEST_FIELDS = ("priority", "cache_salt", "output_token_ids", "prompt_logprobs
 
 @dataclass
 class Answer:
-    """All that an engine said about one request."""
+    """All output of an engine for one request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Answer:
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     was_announced: bool = False
-    """Of a suspect: its start was told."""
+    """Whether the start of the request was announced, as for a suspect."""
     error: str | None = None
 
 
@@ -71,11 +71,11 @@ class LocalEngine:
         self.close()
 
     def close(self) -> None:
-        """End the workers; needed where they are processes."""
+        """Stop the workers; needed if they are processes."""
         self._close()
 
     def add(self, request_id: str, prompt: Sequence[int], *, max_tokens: int = 16, **kwargs: Any) -> None:
-        """`kwargs`: fields of `Sampling`, of `Stopping`, and other ones of `Generate`."""
+        """Add a request. `kwargs`: fields of `Sampling`, of `Stopping`, and other fields of `Generate`."""
         stopping = {"max_tokens": max_tokens, "min_tokens": kwargs.get("min_tokens", 0)}
         for name in ("eos_token_ids", "stop_token_ids"):
             if name in kwargs:
@@ -101,7 +101,7 @@ class LocalEngine:
         self._take(self.core.step(self._take))
 
     def run(self) -> dict[str, Answer]:
-        """Step until nothing is left to do; every answer so far."""
+        """Step until the engine is idle, and return every answer so far."""
         while self.core.scheduler.has_work:
             self.step()
         return self.answers

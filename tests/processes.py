@@ -1,4 +1,4 @@
-"""What the system says of processes."""
+"""Facts about processes, from the system."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that this one has started and that live, in rising order. Its threads may come and go meanwhile."""
+    """Return the live processes that `pid` has started, in rising order. Its threads may come and go meanwhile."""
     children: list[int] = []
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""`eagleray serve` as a process of its own, the way a user starts it."""
+"""`eagleray serve` as a process of its own, started as a user starts it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ END_SECONDS = 30.0
 
 
 class ServerProcess:
-    """A running server. `url` ends in /v1; `log` is what it has written to standard error."""
+    """A running server. `url` ends in /v1; `log` is its standard error so far."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -32,7 +32,7 @@ class ServerProcess:
         self.url = self.wait_for(r"serving .* at (http://\S+/v1)", READY_SECONDS)[1]
 
     def wait_for(self, pattern: str, seconds: float) -> re.Match[str]:
-        """The first match of `pattern` in the log."""
+        """Return the first match of `pattern` in the log."""
         deadline = time.monotonic() + seconds
         while (match := re.search(pattern, self.log)) is None:
             ended = self.process.poll() is not None and not self._reader.is_alive()
@@ -43,17 +43,17 @@ class ServerProcess:
 
     @property
     def children(self) -> list[int]:
-        """Process ids of the engines and the API servers."""
+        """Return the process ids of the engines and the API servers."""
         return [
             int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         ]
 
     def child(self, name: str) -> int:
-        """Process id of the child whose log label is `name` (needs --log-level debug)."""
+        """Return the process id of the child whose log label is `name` (needs --log-level debug)."""
         return int(self.wait_for(rf"\b{re.escape(name)} is process (\d+)", 5.0)[1])
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
-        """Its exit code."""
+        """Stop the server with a signal and return its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(how)
         return self.wait()
@@ -80,7 +80,7 @@ def serve(*arguments: str) -> Iterator[ServerProcess]:
 
 
 def is_running(pid: int) -> bool:
-    """A zombie that nobody has reaped yet has ended."""
+    """Whether the process runs. A zombie that was not reaped yet does not."""
     with contextlib.suppress(OSError):
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     return False

@@ -1,4 +1,4 @@
-"""What the spawned processes of `test_spawn.py` do."""
+"""Targets of the processes that `test_spawn.py` spawns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def crash(payload: bytes, parent: Parent) -> None:
 
 
 def leave_a_fork(payload: bytes, parent: Parent) -> None:
-    """A fork holds this process's end of the socket pair beyond its death."""
+    """Exit while a fork holds this process's end of the socket pair."""
     if os.fork() == 0:
         time.sleep(60)
         os._exit(0)
@@ -40,7 +40,7 @@ def kill_yourself(payload: bytes, parent: Parent) -> None:
 
 
 def leave_a_program(payload: bytes, parent: Parent) -> None:
-    """End while a program that we started goes on."""
+    """Exit while a program that this process started goes on."""
     program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
     parent.report_bound(str(program.pid))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -52,7 +52,7 @@ def wait(payload: bytes, parent: Parent) -> None:
 
 
 def have_a_child(payload: bytes, parent: Parent) -> None:
-    """Report the process id of a child of our own."""
+    """Report the process id of a child of this process."""
     Child(
         target="children:wait",
         member=ClientId("test", 1),

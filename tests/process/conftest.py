@@ -22,7 +22,7 @@ def runtime_dir():
 
 @pytest.fixture
 def spawn_queue_child(monkeypatch):
-    """A function that starts a process of `queue_children.py`; what it reports comes out of a queue."""
+    """Return a function that starts a process of `queue_children.py` and returns it with a queue of its reports."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     children = []
 

@@ -1,6 +1,6 @@
-"""What the processes of `test_message_queue.py` and `test_heartbeat.py` do.
+"""Targets of the processes of `test_message_queue.py` and `test_heartbeat.py`.
 
-The payload is JSON: the handle in hex, and whatever else there is to know.
+The payload is JSON: the handle in hex, and further arguments.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SECONDS = 60.0
 
 
 def small(number: int) -> list[bytes]:
-    """Message `number` of a stream: 64 bytes."""
+    """Return message `number` of a stream: 64 bytes."""
     return [b"%064d" % number]
 
 
 def large(number: int, size: int) -> list[bytes]:
-    """Message `number` of a stream: its number and an array that depends on it."""
+    """Return message `number` of a stream: its number and an array that depends on it."""
     return [b"%d" % number, bytes([number % 251]) * (size // 2) + bytes([(number + 1) % 251]) * (size - size // 2)]
 
 
@@ -43,7 +43,7 @@ def listen(said: dict, parent: Parent) -> MessageQueuePeer:
 
 
 def echo(payload: bytes, parent: Parent) -> None:
-    """Send back what comes, until the engine closes; report why that was."""
+    """Echo every message until the engine closes the queue, then report the reason."""
     listener = listen(json.loads(payload), parent)
     try:
         while True:
@@ -56,7 +56,7 @@ def echo(payload: bytes, parent: Parent) -> None:
 
 
 def compare(payload: bytes, parent: Parent) -> None:
-    """Take a stream, report whether it is the one that is expected, send it back."""
+    """Receive a stream, report whether it is the expected one, and send it back."""
     said = json.loads(payload)
     listener = listen(said, parent)
     expected = (said["num_small"], said["num_large"], said["size"])
@@ -72,7 +72,7 @@ def compare(payload: bytes, parent: Parent) -> None:
 
 
 def count(payload: bytes, parent: Parent) -> None:
-    """Take numbers until "end"; report how many came, if they came in order."""
+    """Receive numbers until "end"; report their count if they arrived in order."""
     listener = listen(json.loads(payload), parent)
     number = 0
     while (frames := listener.receive(SECONDS)) is not None and frames[0] != b"end":
@@ -85,7 +85,7 @@ def count(payload: bytes, parent: Parent) -> None:
 
 
 def be_engine(payload: bytes, parent: Parent) -> None:
-    """Open a queue, report its handle, and do nothing any more once its peer is there."""
+    """Open a queue, report its handle, and idle once the peer has attached."""
     queue = MessageQueueHub.open(num_peers=1, runtime_dir=Path(json.loads(payload)["runtime_dir"]), host="127.0.0.1")
     parent.report_bound(queue.handle(0).hex())
     queue.wait_for_peers(SECONDS, lambda: None)
@@ -93,7 +93,7 @@ def be_engine(payload: bytes, parent: Parent) -> None:
 
 
 def monitor(payload: bytes, parent: Parent) -> None:
-    """Be the engine's end of a pulse; report its handle, when its peer is first heard, and when it is silent."""
+    """Open a heartbeat monitor; report its handle, the first heartbeat of its peer, and the end of the heartbeats."""
     said = json.loads(payload)
     pulse = HeartbeatMonitor.open(
         num_peers=1,
@@ -111,7 +111,7 @@ def monitor(payload: bytes, parent: Parent) -> None:
 
 
 def beat(payload: bytes, parent: Parent) -> None:
-    """Be heard; report when the engine is not."""
+    """Send heartbeats; report when the engine does not reply."""
     handle = bytes.fromhex(json.loads(payload)["handle"])
     pulse = HeartbeatSender.start(handle, on_silent=lambda seconds: parent.report_bound("silent"))
     parent.report_bound("started")

@@ -1,4 +1,4 @@
-"""An engine as a process: it is born, serves and ends; and what is known of it when it does not end well."""
+"""An engine as a process: start, service, exit, and the reports of a failure."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ RUN = "eagleray.engine.entry:run"
 
 
 class Fleet:
-    """One engine, its supervisor, and a client."""
+    """An engine process, its supervisor, and a client."""
 
     def __init__(self, runtime_dir: Path, *, target: str = RUN, host: str | None = None, **options: Any) -> None:
         self.said: queue.Queue[Any] = queue.Queue()
-        """By the engine over its pipe; at last, how it ended."""
+        """Messages of the engine over its pipe; the last item is the exit reason."""
         self.supervisor = Inbox(runtime_dir, "supervisor", Codec(SUPERVISOR_INBOX).decode, host=host)
         self.client = Inbox(runtime_dir, "client", Codec(CLIENT_INBOX).decode, host=host)
         self.outbox: Outbox[str, Any] = Outbox(Codec(ENGINE_INBOX).encode)

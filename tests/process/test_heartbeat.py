@@ -1,4 +1,4 @@
-"""Heartbeats between processes that are stopped, killed, or well."""
+"""Heartbeats between processes that are stopped, killed, or running."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT = 1.0
 
 @pytest.fixture
 def open_monitor(runtime_dir):
-    """A function: a monitor of so many peers, and the queue of who was found silent, and for how long."""
+    """Return a function that opens a monitor of `num_peers` peers and returns it with the queue of its reports."""
     with contextlib.ExitStack() as stack:
 
         def open_monitor(num_peers: int, host: str | None = None, limit: float = LIMIT):
@@ -38,7 +38,7 @@ def open_monitor(runtime_dir):
 
 
 def without_directory(handle: bytes) -> bytes:
-    """As it is on another host: the Unix socket is not there."""
+    """Change the handle as if the Unix socket were on another host."""
     return handle.replace(b"eagleray-", b"elsewhere")
 
 
@@ -76,7 +76,7 @@ def test_heartbeat_killed_monitor_is_noticed_by_peer(spawn_queue_child, runtime_
 
 
 def test_heartbeat_stopped_monitor_reports_no_peer(spawn_queue_child, runtime_dir):
-    """Both are stopped, as by a debugger or a suspended machine, and go on: the engine first, its peer later."""
+    """Both are stopped, as by a debugger or a suspended machine, and continue: the engine first, its peer later."""
     engine, of_engine = spawn_queue_child("monitor", runtime_dir=str(runtime_dir), limit=LIMIT)
     handle = of_engine.get(timeout=SECONDS)
     peer, of_peer = spawn_queue_child("beat", handle=handle)

@@ -1,4 +1,4 @@
-"""The queue between processes: an engine here, its peers elsewhere."""
+"""The message queue between processes: an engine here, its peers elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEDIA = ("shared memory", "ipc", "tcp")
 
 @pytest.fixture
 def connect(spawn_queue_child, runtime_dir):
-    """A function: an open queue, and a process that runs `function` for each of `media`, with its reports."""
+    """Return a function that opens a queue and starts a process that runs `function` for each of `media`."""
     queues = []
 
     def connect(function: str, *media: str, said=None, **options):

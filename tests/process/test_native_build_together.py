@@ -1,4 +1,4 @@
-"""Processes that want the same kernels at once, that die while they make them, and that have another OpenMP runtime."""
+"""Processes that build the same kernels at once, are killed while they build, or have another OpenMP runtime."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ exec g++ "$@"
 
 @pytest.fixture
 def source(tmp_path) -> Path:
-    """Asks for a thread of OpenMP's, too."""
+    """Return a source that also starts a thread of OpenMP."""
     path = tmp_path / "answer.cpp"
     path.write_text("""extern "C" __attribute__((visibility("default"))) int answer() {
       int answer = 0;
@@ -78,7 +78,7 @@ def source(tmp_path) -> Path:
 
 @pytest.fixture
 def start(tmp_path):
-    """A function that starts a program in a process of its own, with a compiler that logs what it does."""
+    """Return a function that starts a program in a process of its own, with a compiler that logs its calls."""
     compiler = tmp_path / "c++"
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
@@ -104,7 +104,7 @@ def start(tmp_path):
 
 
 def start_together(start, source: Path) -> list[subprocess.Popen[str]]:
-    """Four that begin to build when all have imported what they need."""
+    """Start four processes that begin to build when all have finished their imports."""
     processes = [start(BUILD, source) for _ in range(4)]
     for process in processes:
         assert select.select([process.stdout], [], [], SECONDS)[0], "a process did not get ready"
@@ -166,7 +166,7 @@ def test_native_build_second_openmp_runtime_is_refused(start, tmp_path):
 
 
 def test_native_build_preloaded_openmp_runtime_is_used(start, source, tmp_path):
-    """As Intel's is: it answers to the names of GNU's. Torch's own is mapped, too, but nothing leads there."""
+    """The preloaded runtime exports GNU's names, as Intel's does. Torch's own is mapped too, but unused."""
     text = """extern "C" void GOMP_parallel(void (*work)(void*), void* data, unsigned, unsigned) { work(data); }
               extern "C" void __kmpc_fork_call() {}"""
     runtime = make_library(tmp_path, "libiomp5.so", text)

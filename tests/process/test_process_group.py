@@ -1,4 +1,4 @@
-"""Workers as processes: they come, answer, are missed at once when they die, and leave nothing behind."""
+"""Workers as processes: they start, reply, are noticed at once when they exit, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def executor(workers: int, **options):
 
 
 def children() -> list[int]:
-    """Processes that this one has started and that live."""
+    """Return the live processes that this one has started."""
     return children_of(os.getpid())
 
 

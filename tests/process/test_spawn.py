@@ -20,7 +20,8 @@ TEST = ClientId("test", 0)
 
 @pytest.fixture
 def spawn(monkeypatch):
-    """A function that spawns a child of `children.py`; its messages, then its exit reason, come out of a queue."""
+    """Return a function that spawns a child of `children.py` and returns a queue of its messages and its exit
+    reason."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     children = []
 
@@ -104,7 +105,7 @@ def test_child_exit_with_living_program_is_noticed(spawn):
 
 @pytest.fixture
 def many_open_files():
-    """The next file gets a number that `select` cannot take."""
+    """Open files until the next one gets a number that `select` cannot handle."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
     files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]

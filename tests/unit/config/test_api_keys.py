@@ -1,4 +1,4 @@
-"""Where the keys of the server come from."""
+"""Sources of the server's API keys."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_without_api_keys_leaves_the_rest() -> None:
     [(None, "No such file"), (b"# nothing\n\n", "holds no key"), (b"\xff\xfe\x00", "it is not text")],
 )
 def test_api_key_file_without_a_key_is_refused(tmp_path: Path, content: bytes | None, said: str) -> None:
-    """A server that needs no key would not be what was meant."""
+    """A server without keys would not be what was meant."""
     path = tmp_path / "keys"
     if content is not None:
         path.write_bytes(content)

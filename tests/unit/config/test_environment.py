@@ -1,4 +1,4 @@
-"""What is changed in this process's environment."""
+"""Changes of this process's environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of expert parallelism: what they mean together, and each rule that refuses what cannot be."""
+"""Options of expert parallelism: their combined meaning, and the refusal of contradictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of several engines and API servers: what they mean together, and what cannot be."""
+"""Options of several engines and API servers: their combined meaning, and the refusal of contradictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain data there and back."""
+"""Plain data, packed and unpacked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VALUES = st.recursive(
 
 
 def assert_same(got, sent):
-    """Equal in value and type, tuples being lists."""
+    """Check that values are equal in value and type, with tuples as lists."""
     if isinstance(sent, np.ndarray):
         assert isinstance(got, np.ndarray)
         assert (got.dtype, got.shape) == (sent.dtype, sent.shape)

@@ -17,7 +17,7 @@ Make = Callable[..., Metrics]
 
 @contextlib.contextmanager
 def instance(directory: Path) -> Iterator[Make]:
-    """A function that makes the metrics of a server of this instance: `make(stats, server)`."""
+    """Yield a function that makes the metrics of a server of this instance: `make(stats, server)`."""
     with contextlib.ExitStack() as stack:
 
         def make(stats: Iterable[EngineStats] = (), server: int = 0, expert_load: Iterable[ExpertLoad] = ()) -> Metrics:
@@ -32,7 +32,7 @@ def families(metrics):
 
 
 def samples(metrics):
-    """Values by name and by the values of the labels but `model_name`."""
+    """Return values by name and by the label values except `model_name`."""
     return {
         (sample.name, *(value for key, value in sorted(sample.labels.items()) if key != "model_name")): sample.value
         for family in families(metrics).values()

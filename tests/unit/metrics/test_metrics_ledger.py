@@ -1,4 +1,4 @@
-"""Counts that several servers share, and that survive the death of one."""
+"""Counts that several servers share, and that outlive a server."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_ledger_scrape_during_start_sees_short_file(tmp_path):
 
 
 def test_ledger_all_metrics_fit(tmp_path):
-    """Routes, methods and statuses that the application can have, far more than it has."""
+    """The test counts far more routes, methods and statuses than the application has."""
     with instance(tmp_path) as make:
         metrics = make()
         for place in range(40):

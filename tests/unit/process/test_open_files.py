@@ -1,4 +1,4 @@
-"""The limit of open files, raised by a program that serves."""
+"""Limit of open files, raised by a program that serves."""
 
 from __future__ import annotations
 

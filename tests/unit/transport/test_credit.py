@@ -13,7 +13,7 @@ WINDOW = 1000
 
 
 class End:
-    """A flow, what it has still to send, and the connection's mail to it."""
+    """A flow, the messages it has still to send, and the messages in flight to it."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.flow = Flow(WINDOW)
@@ -47,7 +47,7 @@ class End:
         return True
 
     def under_way(self) -> list[int]:
-        """Sizes sent and not taken by the other's user."""
+        """Return the sizes sent and not yet consumed by the other side."""
         return [size for _, size in self.other.mail if size] + [size for size in self.other.waiting if size]
 
 

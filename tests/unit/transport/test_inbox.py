@@ -166,7 +166,7 @@ def test_async_inbox_receives_from_other_hosts(runtime_dir):
 
 
 def refused(address: str, inbox: Inbox) -> None:
-    """What is sent to `address` does not reach `inbox`, though it is there: who knows its key is heard after it."""
+    """Check that messages sent to `address` do not reach `inbox`, while a later one with its key does."""
     stranger, friend = Outbox(encode), Outbox(encode)
     stranger.connect("peer", address)
     stranger.send("peer", b"let me in")
@@ -202,7 +202,8 @@ def test_inbox_no_key_delivers_nothing(far_inbox):
 
 
 def test_outbox_reused_port_of_exited_peer_gets_nothing(runtime_dir):
-    """It has another key. And nobody tries again: who lives on has a new address."""
+    """The new owner of the port has another key, and the outbox does not reconnect, because a replacement has a new
+    address."""
     inbox = Inbox(runtime_dir, "in", decode, HOST)
     outbox = Outbox(encode)
     outbox.connect("peer", inbox.address)
@@ -220,7 +221,7 @@ def test_outbox_reused_port_of_exited_peer_gets_nothing(runtime_dir):
 
 
 class Relay:
-    """A way to `server`, "tcp://host:port", that can be cut: both ends are told so by a reset."""
+    """A relay to `server`, "tcp://host:port", that can be cut: both ends get a reset."""
 
     def __init__(self, server: str) -> None:
         host, port = server.removeprefix("tcp://").split(":")

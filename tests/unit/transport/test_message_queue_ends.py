@@ -1,4 +1,4 @@
-"""Both ends of the queue in one process: what does not need a second one."""
+"""Both ends of the queue in one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def runtime_dir():
 
 @pytest.fixture
 def connect(runtime_dir):
-    """A function: an open queue and its listeners, one for each medium that it is given."""
+    """Return a function that opens a queue with a peer for each given medium."""
     with contextlib.ExitStack() as stack:
 
         def connect(*media: str, **options) -> tuple[MessageQueueHub, list[MessageQueuePeer]]:
@@ -53,7 +53,7 @@ def connect(runtime_dir):
 
 @contextlib.contextmanager
 def aside(call, *arguments):
-    """Run `call` in another thread; its result, or its error, is in the list once the block has ended."""
+    """Run `call` in another thread; its result or error is in the list once the block has ended."""
     outcome = []
 
     def run():
@@ -281,7 +281,7 @@ def altered(handle: bytes, **changes) -> bytes:
 
 
 def test_queue_peer_with_other_memory_falls_back_to_connection(runtime_dir):
-    """As in another container: the process of that number is not the engine, or its descriptor is something else."""
+    """In another container the process of that number is not the engine, or its descriptor is another file."""
     queue = MessageQueueHub.open(num_peers=4, runtime_dir=runtime_dir)
     read_end, write_end = os.pipe()
     with aside(queue.wait_for_peers, SECONDS, lambda: None) as outcome:

@@ -1,4 +1,4 @@
-"""Directories that live as long as their owners, and are removed by others after that."""
+"""Runtime directories last as long as their owners, and other processes remove them afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from eagleray.transport.runtime_dir import check_room, make_runtime_dir, remove_
 
 @pytest.fixture(autouse=True)
 def parent(tmp_path_factory, monkeypatch):
-    """Where the directories of this test are."""
+    """Return the parent of this test's directories."""
     path = tmp_path_factory.mktemp("d")
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv("TMPDIR", str(path))
@@ -37,7 +37,7 @@ def age(path: Path, seconds: float = 3600.0) -> None:
 
 
 def program(text: str) -> subprocess.Popen[str]:
-    """A process that makes a directory, prints it, and goes on with `text`."""
+    """Start a process that makes a directory, prints it, and runs `text`."""
     code = f"from eagleray.transport.runtime_dir import make_runtime_dir\nprint(make_runtime_dir(), flush=True)\n{text}"
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -131,7 +131,7 @@ def test_runtime_dir_lock_is_not_inherited_by_programs(parent):
 
 
 def test_make_runtime_dir_unlocked_directory_is_removed_if_empty(parent):
-    """Of versions that did not lock."""
+    """Versions that did not lock made such directories."""
     empty, young, used, other = (
         parent / name for name in ("eagleray-aaaaaaaa", "eagleray-young123", "eagleray-used1234", "eagleray-mine")
     )
