@@ -1,4 +1,4 @@
-"""An engine without a model: it takes the path of every engine, and makes its tokens up."""
+"""An engine without a model: it takes the path of every engine, and invents its tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKEN_SECONDS = 0.001
 
 
 def token(prompt: list[int], position: int) -> int:
-    """Depends on the prompt and the position alone, as a real one does."""
+    """Return a token that depends on the prompt and the position alone, as a greedy model's does."""
     return 100 + (sum(prompt) + position * position) % 100
 
 
@@ -89,7 +89,7 @@ class NullEngine:
                 self._is_stopping = True
 
     def _step(self) -> None:
-        """One token for each."""
+        """Generate one token for each request."""
         for (client, request_id), (request, position) in list(self._running.items()):
             is_last = position + 1 >= request.stopping.max_tokens
             chunk = Chunk(

@@ -22,6 +22,6 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("family", "options"), CASES)
-def test_processes(checkpoints, family, options):
+def test_executors_deepseek_processes_agree(checkpoints, family, options):
     alone = answers(checkpoints[family], executor="in-process", async_scheduling=False)
     assert_agree(answers(checkpoints[family], executor="processes", **options), alone)

@@ -39,7 +39,7 @@ def run(engine: LocalEngine, wanted: dict[str, list[int]], **sampling) -> None:
     engine.run()
 
 
-def test_tokens_are_those_of_generate(checkpoint):
+def test_engine_greedy_tokens_equal_transformers(checkpoint):
     engine, prompt = LocalEngine(checkpoint), random_prompt(1, 40, VOCAB)
     engine.add("a", prompt, max_tokens=NEW_TOKENS)
     tokens = engine.run()["a"].token_ids
@@ -50,19 +50,19 @@ def test_tokens_are_those_of_generate(checkpoint):
         assert best - second <= MARGIN, f"token {first} is {tokens[first]}, not {expected[first]}"
 
 
-def test_prompts_of_every_length(checkpoint):
+def test_engine_prompts_of_every_length_equal_transformers(checkpoint):
     engine = LocalEngine(checkpoint)
     run(engine, prompts())
     check_greedy(engine, checkpoint, prompts())
 
 
-def test_prompts_in_chunks_of_a_small_budget(checkpoint):
+def test_engine_chunked_prompts_equal_transformers(checkpoint):
     engine = LocalEngine(checkpoint, max_num_batched_tokens=16)
     run(engine, prompts())
     check_greedy(engine, checkpoint, prompts())
 
 
-def test_prompts_found_in_the_prefix_cache(checkpoint):
+def test_engine_cached_prompts_equal_transformers(checkpoint):
     engine = LocalEngine(checkpoint, block_size=8)
     run(engine, prompts())
     again = {f"{name}-again": prompt for name, prompt in prompts().items()}
@@ -75,7 +75,7 @@ def test_prompts_found_in_the_prefix_cache(checkpoint):
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_cache_so_small_that_requests_are_preempted_again_and_again(checkpoint, caching):
+def test_engine_repeated_preemption_equals_transformers(checkpoint, caching):
     engine = LocalEngine(checkpoint, block_size=4, max_model_len=100, num_kv_blocks=52, enable_prefix_caching=caching)
     wanted = {str(i): random_prompt(i, 20 + i, VOCAB) for i in range(16)}
     run(engine, wanted)
@@ -83,7 +83,7 @@ def test_a_cache_so_small_that_requests_are_preempted_again_and_again(checkpoint
     assert engine.core.scheduler.stats().num_preemptions > len(wanted)
 
 
-def test_48_requests_arriving_at_different_times(checkpoint):
+def test_engine_48_staggered_requests_equal_transformers(checkpoint):
     engine = LocalEngine(checkpoint, max_num_batched_tokens=128, max_num_seqs=16, num_kv_blocks=300, max_model_len=672)
     rng = random.Random(5)
     wanted = {f"r{i}": random_prompt(i, rng.choice((1, 3, 20, 64, 65, 130)), VOCAB) for i in range(48)}
@@ -97,7 +97,7 @@ def test_48_requests_arriving_at_different_times(checkpoint):
 
 
 @pytest.mark.parametrize("budget", [512, 16])
-def test_logprobs(checkpoint, budget):
+def test_engine_logprobs_equal_transformers(checkpoint, budget):
     engine = LocalEngine(checkpoint, max_num_batched_tokens=budget)
     wanted = {name: prompts()[name] for name in ("1", "17", "100")}
     run(engine, wanted, logprobs=5, prompt_logprobs=3, logprob_token_ids=(7, 9))
@@ -128,7 +128,7 @@ def check_prompt_logprobs(pieces, prompt, truth) -> None:
     assert position == len(prompt), "every prompt position but the first has its log-probabilities, once"
 
 
-def test_seeded_samples_do_not_depend_on_company_or_preemption(checkpoint):
+def test_engine_seeded_samples_are_batch_invariant_and_survive_preemption(checkpoint):
     sampling = {"temperature": 1.0, "top_p": 0.95, "top_k": 40, "seed": 1234}
     alone = LocalEngine(checkpoint, max_model_len=672)
     run(alone, {"300": random_prompt(9, 300, VOCAB)}, **sampling)

@@ -1,4 +1,4 @@
-"""Equal tokens and log-probabilities, whatever a worker is and however many there are."""
+"""Equal tokens and log-probabilities for every kind and number of workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GRID = [
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """By family: the checkpoint, and what one worker in this process says, one step at a time."""
+    """Return, by family, the checkpoint and the answers of one worker in this process, one step at a time."""
 
     @functools.cache
     def find(family: str):
@@ -54,27 +54,27 @@ def check(expected, family: str, tp: int, pp: int, ahead: bool, **options) -> No
 
 
 @pytest.mark.parametrize(("family", "tp", "pp", "ahead"), PAIRS)
-def test_processes(expected, family, tp, pp, ahead):
+def test_executors_processes_agree(expected, family, tp, pp, ahead):
     check(expected, family, tp, pp, ahead)
 
 
 @pytest.mark.parametrize(("family", "tp", "pp", "dispatch"), EXPERTS)
-def test_processes_with_experts_of_their_own(expected, family, tp, pp, dispatch):
+def test_executors_processes_expert_parallel_agree(expected, family, tp, pp, dispatch):
     check(expected, family, tp, pp, True, enable_expert_parallel=True, expert_dispatch=dispatch)
 
 
-def test_experts_that_move(expected):
-    """Often, and with room for copies."""
+def test_executors_moving_experts_agree(expected):
+    """Experts move often, with room for copies."""
     options = {"enable_eplb": True, "eplb_step_interval": 4, "num_redundant_experts": 2}
     check(expected, "qwen3_moe", 2, 1, True, enable_expert_parallel=True, expert_dispatch="all-to-all", **options)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize(("family", "tp", "pp", "ahead"), GRID)
-def test_processes_in_every_combination(expected, family, tp, pp, ahead):
+def test_executors_processes_every_combination_agree(expected, family, tp, pp, ahead):
     check(expected, family, tp, pp, ahead)
 
 
-def test_one_step_ahead_in_the_same_process(expected):
+def test_executors_in_process_one_step_ahead_agree(expected):
     checkpoint, answer = expected("qwen3_moe")
     assert_agree(answers(checkpoint, executor="in-process", async_scheduling=True), answer)

@@ -1,5 +1,5 @@
 """Two engines that share experts behind one address: they answer as one does, step together only while one of them has
-work, and lose nothing when one of them dies."""
+work, and lose nothing when one of them exits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from serving import serve, wait_until_gone
 
 NUM_PROMPTS = 8
 LONG = 400
-"""Tokens of an answer that is not done before something has been done to it."""
+"""Number of tokens that keeps a request running while the test acts."""
 
 OPTIONS = ("--max-model-len", "1024", "--num-kv-blocks", "256", "--dtype", "float32", "--log-level", "debug")
 TOGETHER = (*OPTIONS, "--data-parallel-size", "2", "--enable-expert-parallel")
@@ -41,7 +41,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def expected(checkpoint, prompts):
-    """What one engine that has all experts answers."""
+    """Return the answers of one engine that has all experts."""
     with LocalEngine(checkpoint, dtype="float32", max_model_len=1024, num_kv_blocks=512) as engine:
         for number, prompt in enumerate(prompts):
             engine.add(str(number), prompt, max_tokens=LONG)
@@ -65,13 +65,13 @@ def http(server):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_works_and_the_other_steps_along(http, prompts, expected, rank):
+def test_expert_group_one_busy_engine_other_steps_along(http, prompts, expected, rank):
     for number in (0, 3):
         got = tokens(http, prompts[number], {"X-data-parallel-rank": str(rank)}, max_tokens=20, temperature=0)
         assert got == expected[number][:20]
 
 
-def test_both_work_at_once(http, prompts, expected):
+def test_expert_group_both_busy_tokens_equal_one_engine(http, prompts, expected):
     got: dict[int, list[int]] = {}
 
     def ask(number: int) -> None:
@@ -82,7 +82,7 @@ def test_both_work_at_once(http, prompts, expected):
     assert got == {number: expected[number][: 40 + number] for number in range(NUM_PROMPTS)}
 
 
-def test_while_nobody_works_nobody_steps(server, http, prompts):
+def test_expert_group_idle_takes_no_steps(server, http, prompts):
     tokens(http, prompts[0], max_tokens=5, temperature=0)
     there = wait_until_whole(http, 2)
     pids = [server.child(label(rank, incarnation)) for rank, incarnation in there.items()]
@@ -92,17 +92,17 @@ def test_while_nobody_works_nobody_steps(server, http, prompts):
     assert max(used) < 0.2, "idle engines compute"
 
 
-def test_requests_that_come_and_go_at_random(http, prompts, expected):
+def test_expert_group_random_requests_tokens_equal_one_engine(http, prompts, expected):
     random_load(http, prompts, expected, seconds=5.0, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_requests_that_come_and_go_at_random_for_ten_minutes(http, prompts, expected):
+def test_expert_group_random_requests_for_ten_minutes_equal_one_engine(http, prompts, expected):
     random_load(http, prompts, expected, seconds=600.0, seed=1)
 
 
-def test_a_killed_engine_costs_a_pause_and_the_other_one_lives_on(server, http, prompts, expected):
+def test_expert_group_killed_engine_costs_a_pause(server, http, prompts, expected):
     there = wait_until_whole(http, 2)
     rank = 1
     with stream(http, prompts[0], rank=0) as survivor, stream(http, prompts[1], rank=rank) as hit:
@@ -115,7 +115,7 @@ def test_a_killed_engine_costs_a_pause_and_the_other_one_lives_on(server, http, 
     assert tokens(http, prompts[2], max_tokens=10, temperature=0) == expected[2][:10]
 
 
-def test_an_idle_engine_is_killed_and_the_one_that_works_waits_for_its_successor(server, http, prompts, expected):
+def test_expert_group_killed_idle_engine_is_waited_for(server, http, prompts, expected):
     there = wait_until_whole(http, 2)
     with stream(http, prompts[3], rank=1) as events:
         got = next(events)
@@ -125,7 +125,7 @@ def test_an_idle_engine_is_killed_and_the_one_that_works_waits_for_its_successor
     assert wait_until_whole(http, 2) == {**there, 0: there[0] + 1}
 
 
-def test_both_are_killed_at_once(server, http, prompts, expected):
+def test_expert_group_both_killed_requests_resume(server, http, prompts, expected):
     there = wait_until_whole(http, 2)
     with stream(http, prompts[0]) as one, stream(http, prompts[1]) as two:
         got = [next(one), next(two)]
@@ -137,7 +137,7 @@ def test_both_are_killed_at_once(server, http, prompts, expected):
     assert wait_until_whole(http, 2) == {rank: incarnation + 1 for rank, incarnation in there.items()}
 
 
-def test_what_waits_for_a_successor_can_be_given_up(server, http, prompts, expected):
+def test_expert_group_waiting_request_can_be_aborted(server, http, prompts, expected):
     there = wait_until_whole(http, 2)
     with stream(http, prompts[0], rank=0) as events:
         next(events)
@@ -146,7 +146,7 @@ def test_what_waits_for_a_successor_can_be_given_up(server, http, prompts, expec
     wait_until_whole(http, 2)
 
 
-def test_the_load_of_the_experts_is_told(http, prompts):
+def test_expert_group_metrics_report_expert_load(http, prompts):
     tokens(http, prompts[0], max_tokens=5, temperature=0)
     wait_until_whole(http, 2)
     deadline = time.monotonic() + SECONDS
@@ -156,7 +156,7 @@ def test_the_load_of_the_experts_is_told(http, prompts):
 
 
 @pytest.mark.parametrize("dispatch", [pytest.param("all-gather", marks=pytest.mark.grid), "all-to-all"])
-def test_engines_of_several_workers(checkpoint, prompts, expected, dispatch):
+def test_expert_group_engines_with_several_workers_equal_one(checkpoint, prompts, expected, dispatch):
     options = ("--tensor-parallel-size", "2", "--expert-dispatch", dispatch)
     with serve(str(checkpoint), *TOGETHER, *options) as server, connect(server) as http:
         there = wait_until_whole(http, 2)
@@ -174,7 +174,7 @@ def test_engines_of_several_workers(checkpoint, prompts, expected, dispatch):
 def random_load(
     http: httpx.Client, prompts: list[list[int]], expected: list[list[int]], *, seconds: float, seed: int
 ) -> None:
-    """Answers that are waited for, streams that are left in the middle, and pauses in which nobody asks."""
+    """Mix requests that are awaited, streams that are left in the middle, and idle pauses."""
     deadline = time.monotonic() + seconds
     wrong: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The client wire: what docs/wire.md says is what the program does, and a client that shares nothing with it works."""
+"""The client wire: the program does what docs/wire.md says, and a client that shares no code with it works."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="node is not here: the foreign client is a Node.js program")
 
 NOT_FOR_ALL = {"CallWorkers", "WorkersReturned"}
-"""Of worker extensions, which are Python."""
+"""Messages of worker extensions, which are for Python clients."""
 
 NOT_OF_CLIENTS = {"EngineStarted", "ExpertsOpened", "Ended"}
 
@@ -48,7 +48,7 @@ MODULES = (lifecycle, membership, outputs, requests, sampling)
 
 
 def documented() -> dict[str, dict[str, str]]:
-    """The tables: by the name of a struct, its fields and the texts of their defaults."""
+    """Return the tables: by struct name, its fields and the texts of their defaults."""
     tables: dict[str, dict[str, str]] = {}
     for section in re.split(r"^#+ ", TEXT, flags=re.MULTILINE):
         if name := re.match(r"`(\w+)`\n", section):
@@ -69,7 +69,7 @@ def default(field: msgspec.structs.FieldInfo) -> Any:
 
 
 @pytest.mark.parametrize("name", documented())
-def test_a_table_names_the_fields_and_their_defaults(name):
+def test_wire_table_fields_and_defaults_equal_the_struct(name):
     fields = {field.encode_name: field for field in msgspec.structs.fields(struct(name))}
     table = documented()[name]
     assert list(table) == list(fields)
@@ -84,7 +84,7 @@ def literal(text: str) -> Any:
     return names[text] if text in names else json.loads(text)
 
 
-def test_every_message_of_the_wire_has_a_table():
+def test_wire_every_message_has_a_table():
     messages = {kind.__name__ for kind in get_args(EVERYTHING)} - NOT_FOR_ALL - NOT_OF_CLIENTS
     assert messages <= documented().keys()
 
@@ -94,12 +94,12 @@ def examples() -> list[str]:
 
 
 @pytest.mark.parametrize("text", examples(), ids=lambda text: json.loads(text)["type"])
-def test_an_example_is_what_the_program_says(text):
+def test_wire_example_equals_encoded_message(text):
     message = msgspec.json.decode(text, type=EVERYTHING)
     assert json.loads(msgspec.json.encode(message)) == json.loads(text)
 
 
-def test_the_bytes_of_an_example_are_those_of_the_program():
+def test_wire_example_bytes_equal_encoded_bytes():
     pairs = re.findall(r"```json\n([^`]*)```\n\n```hex\n([^`]*)```", TEXT)
     assert len(pairs) == 2
     for text, hexadecimal in pairs:
@@ -134,7 +134,7 @@ def http(server):
 
 @contextlib.contextmanager
 def foreign(attach_file: Path, prompt: list[int], *options: str):
-    """The client, at work."""
+    """Run the client with a prompt and options."""
     assert NODE is not None
     with tempfile.TemporaryDirectory(prefix="er-") as directory:
         words = [NODE, str(CLIENT), str(attach_file), *options, *map(str, prompt)]
@@ -154,7 +154,7 @@ def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
     return json.loads(said)
 
 
-def test_the_file_is_for_this_user_alone(server, attach_file):
+def test_attach_file_mode_is_private(server, attach_file):
     assert stat.S_IMODE(attach_file.stat().st_mode) == 0o600
     said = json.loads(attach_file.read_text())
     assert said["supervisor"].startswith("ipc://")
@@ -163,7 +163,7 @@ def test_the_file_is_for_this_user_alone(server, attach_file):
 
 @needs_node
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 0.8, "seed": 2**60 + 1}])
-def test_it_gets_the_tokens_that_http_gives(attach_file, http, params):
+def test_foreign_client_tokens_equal_http(attach_file, http, params):
     prompt = [5, 6, 7, 300]
     options = [word for name, value in params.items() for word in (f"--{name}", str(value))]
     with foreign(attach_file, prompt, "--max-tokens", "30", *options) as process:
@@ -174,14 +174,14 @@ def test_it_gets_the_tokens_that_http_gives(attach_file, http, params):
 
 
 @needs_node
-def test_a_prompt_longer_than_a_short_frame(attach_file, http):
+def test_foreign_client_long_prompt_tokens_equal_http(attach_file, http):
     prompt = [3 + i % 300 for i in range(2000)]
     with foreign(attach_file, prompt, "--max-tokens", "3") as process:
         assert answer(process)["token_ids"] == tokens(http, prompt, max_tokens=3, temperature=0)
 
 
 @needs_node
-def test_it_goes_on_elsewhere_when_its_engine_dies(server, attach_file, http):
+def test_foreign_client_killed_engine_request_resumes(server, attach_file, http):
     prompt, count = [9, 8, 7], 3000
     expected = tokens(http, prompt, max_tokens=count, temperature=0)
     wait_until_whole(http, 2)
@@ -195,7 +195,7 @@ def test_it_goes_on_elsewhere_when_its_engine_dies(server, attach_file, http):
 
 
 @needs_node
-def test_one_that_vanishes_is_forgotten(attach_file, http):
+def test_foreign_client_vanished_is_evicted(attach_file, http):
     with foreign(attach_file, [4, 4, 4], "--max-tokens", "9000", "--lease", "1.5") as process:
         wait_until_running(http)
         process.kill()
@@ -235,7 +235,7 @@ def say(address: str, messages: list[list[bytes]]) -> None:
             socket.send_multipart(frames)
 
 
-def test_a_stranger_that_talks_nonsense_disturbs_nobody(server, attach_file, http):
+def test_foreign_client_malformed_messages_disturb_no_request(server, attach_file, http):
     before = sorted(server.children)
     there = incarnations(http)
     expected = tokens(http, [1, 2, 3], max_tokens=10, temperature=0)
@@ -258,7 +258,7 @@ def test_a_stranger_that_talks_nonsense_disturbs_nobody(server, attach_file, htt
 
 
 def knock(supervisor: str) -> lifecycle.Attach:
-    """Register, and be attached."""
+    """Register, and receive `Attach`."""
     with (
         tempfile.TemporaryDirectory(prefix="er-") as directory,
         zmq.Context() as context,

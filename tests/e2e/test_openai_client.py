@@ -114,7 +114,7 @@ def test_several_prompts_at_once(client):
     assert completion.choices[0].text == complete(client, prompt="one", max_tokens=4).choices[0].text
 
 
-def test_logprobs(client, tokenizer):
+def test_engine_logprobs_equal_transformers(client, tokenizer):
     completion = complete(client, max_tokens=5, logprobs=3)
     logprobs = completion.choices[0].logprobs
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == completion.usage.completion_tokens

@@ -1,4 +1,4 @@
-"""What `eagleray serve` does when its processes end, are ended, or cannot start."""
+"""`eagleray serve` when its processes exit, are stopped, or cannot start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = ("--served-model-name", "m", "--log-level", "debug", "--max-model-len"
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(monkeypatch):
-    """Servers put their sockets where the test can see that none is left."""
+    """Have servers put their sockets where the test can see that none is left."""
     with tempfile.TemporaryDirectory(prefix="er-") as directory:
         monkeypatch.setenv("TMPDIR", directory)
         yield
@@ -37,7 +37,7 @@ def nothing_is_left_behind(monkeypatch):
 
 @contextlib.contextmanager
 def stream(server, max_tokens: int = 8000):
-    """A stream that has begun: the rest of its lines, as they come."""
+    """Open a stream, wait for its first line, and yield the rest of its lines."""
     request = LONG | {"model": "m", "max_tokens": max_tokens}
     with httpx.stream("POST", server.url + "/completions", json=request, timeout=60) as response:
         lines = (line for line in response.iter_lines() if line)
@@ -48,7 +48,7 @@ def stream(server, max_tokens: int = 8000):
 NO_RESTARTS = ("--max-engine-restarts", "0")
 
 
-def test_an_engine_that_is_given_up_is_named_to_its_clients_and_to_the_operator(checkpoint):
+def test_serve_engine_given_up_is_named_to_clients_and_log(checkpoint):
     with serve(checkpoint, *OPTIONS, *NO_RESTARTS) as server, stream(server) as lines:
         pids = server.children
         os.kill(server.child("engine-0"), signal.SIGKILL)
@@ -62,7 +62,7 @@ def test_an_engine_that_is_given_up_is_named_to_its_clients_and_to_the_operator(
         wait_until_gone(pids, END_SECONDS)
 
 
-def test_a_killed_supervisor_takes_its_processes_along(checkpoint):
+def test_serve_killed_supervisor_all_processes_exit(checkpoint):
     with serve(checkpoint, *OPTIONS) as server:
         pids = server.children
         assert len(pids) == 2
@@ -79,7 +79,7 @@ def workers_of(server) -> list[int]:
     return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
 
 
-def test_a_killed_worker_is_named_to_the_clients_when_nobody_can_go_on(checkpoint):
+def test_serve_killed_worker_without_restart_is_named(checkpoint):
     with serve(checkpoint, *OPTIONS, *WORKERS, *NO_RESTARTS) as server, stream(server) as lines:
         pids = server.children + workers_of(server)
         os.kill(workers_of(server)[1], signal.SIGKILL)
@@ -91,7 +91,7 @@ def test_a_killed_worker_is_named_to_the_clients_when_nobody_can_go_on(checkpoin
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_workers_end_with_their_server(checkpoint, how):
+def test_serve_stopped_workers_exit(checkpoint, how):
     with serve(checkpoint, *OPTIONS, *WORKERS) as server:
         pids = server.children + workers_of(server)
         assert len(pids) == 4
@@ -99,7 +99,7 @@ def test_workers_end_with_their_server(checkpoint, how):
         wait_until_gone(pids, END_SECONDS)
 
 
-def test_a_killed_engine_takes_its_workers_along(checkpoint):
+def test_serve_killed_engine_its_workers_exit(checkpoint):
     with serve(checkpoint, *OPTIONS, *WORKERS) as server:
         pids = [server.child("engine-0"), *workers_of(server)]
         assert len(pids) == 3
@@ -109,7 +109,7 @@ def test_a_killed_engine_takes_its_workers_along(checkpoint):
     assert server.process.returncode == 0
 
 
-def test_a_killed_api_server_is_replaced_and_no_connection_is_refused(checkpoint):
+def test_serve_killed_api_server_is_replaced_without_refusals(checkpoint):
     with serve(checkpoint, *OPTIONS) as server:
         os.kill(server.child("client-0"), signal.SIGKILL)
         # The listening socket is the supervisor's: who connects now waits in its backlog.
@@ -121,7 +121,7 @@ def test_a_killed_api_server_is_replaced_and_no_connection_is_refused(checkpoint
     assert server.process.returncode == 0
 
 
-def test_an_api_server_that_is_given_up_ends_the_instance_with_its_cause(checkpoint):
+def test_serve_api_server_given_up_ends_instance_with_cause(checkpoint):
     with serve(checkpoint, *OPTIONS, *NO_RESTARTS) as server:
         pids = server.children
         os.kill(server.child("client-0"), signal.SIGKILL)
@@ -131,7 +131,7 @@ def test_an_api_server_that_is_given_up_ends_the_instance_with_its_cause(checkpo
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.grid)])
-def test_told_to_stop_it_finishes_what_runs_and_refuses_the_rest(checkpoint, how):
+def test_serve_stopped_drains_and_refuses_new_requests(checkpoint, how):
     with serve(checkpoint, *OPTIONS) as server, stream(server, max_tokens=1000) as lines:
         pids = server.children
         server.process.send_signal(how)
@@ -147,8 +147,8 @@ def test_told_to_stop_it_finishes_what_runs_and_refuses_the_rest(checkpoint, how
         wait_until_gone(pids, END_SECONDS)
 
 
-def test_lost_terminal_drains(checkpoint):
-    """The system and the shell tell every process of the terminal's group, perhaps both of them."""
+def test_serve_lost_terminal_drains(checkpoint):
+    """The system and the shell signal every process of the terminal's group, perhaps both of them."""
     with serve(checkpoint, *OPTIONS) as server, stream(server, max_tokens=1000) as lines:
         pids = [*server.children, server.process.pid]
         for pid in pids * 2:
@@ -160,7 +160,7 @@ def test_lost_terminal_drains(checkpoint):
         assert server.wait() == 0
 
 
-def test_a_second_signal_ends_it_at_once(checkpoint):
+def test_serve_second_signal_exits_at_once(checkpoint):
     with serve(checkpoint, *OPTIONS, "--shutdown-timeout", "600") as server, stream(server) as lines:
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("stopping", 10)
@@ -170,7 +170,7 @@ def test_a_second_signal_ends_it_at_once(checkpoint):
         server.wait()
 
 
-def test_after_the_grace_what_still_runs_ends_as_aborted(checkpoint):
+def test_serve_drain_timeout_aborts_running_requests(checkpoint):
     with serve(checkpoint, *OPTIONS, "--shutdown-timeout", "0.2") as server, stream(server) as lines:
         server.process.send_signal(signal.SIGTERM)
         rest = list(lines)
@@ -181,7 +181,7 @@ def test_after_the_grace_what_still_runs_ends_as_aborted(checkpoint):
 
 
 def refusal(*arguments: str) -> str:
-    """What `eagleray serve` says when it cannot start; it must be one sentence, not a traceback."""
+    """Return the message of a server that cannot start; it must be one sentence, not a traceback."""
     run = subprocess.run(
         [sys.executable, "-m", "eagleray.cli.main", "serve", *arguments],
         capture_output=True,
@@ -194,7 +194,7 @@ def refusal(*arguments: str) -> str:
     return run.stderr.strip().splitlines()[-1]
 
 
-def test_a_port_in_use(checkpoint):
+def test_serve_port_in_use_is_refused(checkpoint):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -203,7 +203,7 @@ def test_a_port_in_use(checkpoint):
     assert f"cannot listen on 127.0.0.1:{port}" in message
 
 
-def test_files_that_may_have_no_size(checkpoint):
+def test_serve_file_size_limit_is_refused(checkpoint):
     program = f"ulimit -f 0; exec {sys.executable} -m eagleray.cli.main serve --port 0 {checkpoint}"
     run = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=120)
     assert run.returncode == 2, run.stderr
@@ -211,11 +211,11 @@ def test_files_that_may_have_no_size(checkpoint):
     assert "`ulimit -f`" in run.stderr.strip().splitlines()[-1]
 
 
-def test_a_model_that_is_not_there():
+def test_serve_missing_model_is_refused():
     assert "there is no such directory" in refusal("/no/such/model", "--port", "0")
 
 
-def test_a_truncated_weight_file_is_named(checkpoint, tmp_path):
+def test_serve_truncated_weight_file_is_named(checkpoint, tmp_path):
     for file in Path(checkpoint).iterdir():
         data = file.read_bytes()
         (tmp_path / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
@@ -223,13 +223,13 @@ def test_a_truncated_weight_file_is_named(checkpoint, tmp_path):
     assert "model.safetensors" in message
 
 
-def test_memory_for_less_than_one_sequence(checkpoint):
+def test_serve_cache_below_one_sequence_is_refused(checkpoint):
     message = refusal(checkpoint, "--port", "0", "--max-model-len", "4000", "--num-kv-blocks", "10")
     assert "160 tokens" in message
     assert "`max_model_len`" in message
 
 
-def test_an_option_that_does_not_exist(checkpoint):
+def test_serve_unknown_option_is_refused(checkpoint):
     assert "--expert-parallel-size" in refusal(checkpoint, "--expert-parallel-size", "2")
 
 
@@ -237,5 +237,5 @@ def test_an_option_that_does_not_exist(checkpoint):
     ("option", "size"),
     [("--tensor-parallel-size", "3"), pytest.param("--pipeline-parallel-size", "9", marks=pytest.mark.grid)],
 )
-def test_a_parallel_size_that_does_not_fit(checkpoint, option, size):
+def test_serve_parallel_size_that_does_not_divide_is_refused(checkpoint, option, size):
     assert option[2:].replace("-", "_") in refusal(checkpoint, "--port", "0", option, size)

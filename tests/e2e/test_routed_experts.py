@@ -1,5 +1,5 @@
-"""Which experts computed each token, as users get it: what transformers' routers choose, however the work is divided
-and whatever happens meanwhile."""
+"""Routed experts as users get them: they equal the choices of transformers' routers under every parallelism and after
+every disturbance."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ DENSE_FIRST = {"norm_topk_prob": False, "num_hidden_layers": 4, "mlp_only_layers
         *(pytest.param(options, id=name, marks=pytest.mark.grid) for name, options in GRID.items()),
     ],
 )
-def test_rows_are_what_transformers_routers_choose(checkpoint, options):
+def test_routed_experts_equal_transformers_routers(checkpoint, options):
     with LLM(str(checkpoint), **OPTIONS | options) as llm:
         outputs = generate(llm, PROMPTS)
     check(checkpoint, outputs)
@@ -122,13 +122,13 @@ def test_rows_are_what_transformers_routers_choose(checkpoint, options):
         pytest.param("gpt_oss", {}, id="gpt-oss"),
     ],
 )
-def test_other_models(tmp_path, family, overrides):
+def test_routed_experts_other_families_equal_transformers(tmp_path, family, overrides):
     other = make_checkpoint(tmp_path, family, tokenizer=False, **overrides)
     with LLM(str(other), skip_tokenizer_init=True, **OPTIONS) as llm:
         check(other, generate(llm, PROMPTS[2:6]))
 
 
-def test_hits_of_the_prefix_cache_bring_their_rows(llm, checkpoint):
+def test_routed_experts_prefix_cache_hits_are_reported(llm, checkpoint):
     prompt = random_prompt(100, 90, VOCAB)
     silent = SamplingParams(temperature=0, max_tokens=4, return_routed_experts=False)
     (unasked,) = generate(llm, [prompt], silent)
@@ -144,7 +144,7 @@ def test_hits_of_the_prefix_cache_bring_their_rows(llm, checkpoint):
     assert again.num_cached_tokens == 80
 
 
-def test_blocks_before_the_start_need_no_rows(llm, checkpoint):
+def test_routed_experts_blocks_before_start_need_none(llm, checkpoint):
     prompt = random_prompt(101, 90, VOCAB)
     generate(llm, [prompt], SamplingParams(max_tokens=1, return_routed_experts=False))
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, routed_experts_prompt_start=64)
@@ -154,7 +154,7 @@ def test_blocks_before_the_start_need_no_rows(llm, checkpoint):
 
 
 @pytest.mark.parametrize("start", [0, 1, 30, 33])
-def test_several_completions_from_a_position_on(llm, checkpoint, start):
+def test_routed_experts_several_completions_from_start(llm, checkpoint, start):
     params = SamplingParams(
         n=3, seed=5, max_tokens=9, ignore_eos=True, routed_experts_prompt_start=start, return_routed_experts=True
     )
@@ -163,14 +163,14 @@ def test_several_completions_from_a_position_on(llm, checkpoint, start):
     check(checkpoint, outputs, start=start)
 
 
-def test_a_single_token_after_the_whole_prompt_has_no_row(llm):
+def test_routed_experts_single_token_after_prompt_has_none(llm):
     params = SamplingParams(max_tokens=1, routed_experts_prompt_start=5)
     (output,) = generate(llm, [[5, 6, 7, 8, 9]], params)
     rows = output.outputs[0].routed_experts
     assert (rows.shape, rows.dtype) == ((0, 3, 3), np.uint8)
 
 
-def test_what_ends_a_completion_ends_its_rows(llm, checkpoint):
+def test_routed_experts_stopped_completion_ends_them(llm, checkpoint):
     prompt = random_prompt(103, 12, VOCAB)
     (whole,) = generate(llm, [prompt], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     token_ids = whole.outputs[0].token_ids
@@ -185,7 +185,7 @@ def test_what_ends_a_completion_ends_its_rows(llm, checkpoint):
     check(checkpoint, outputs)
 
 
-def test_rows_are_the_same_in_any_company(llm, checkpoint):
+def test_routed_experts_are_batch_invariant(llm, checkpoint):
     alone = [generate(llm, [prompt])[0].outputs[0].routed_experts for prompt in PROMPTS]
     params = [GREEDY, SamplingParams(max_tokens=40, ignore_eos=True, return_routed_experts=False)]
     crowd = [one for prompt in PROMPTS for one in (prompt, random_prompt(sum(prompt), 50, VOCAB))]
@@ -195,7 +195,7 @@ def test_rows_are_the_same_in_any_company(llm, checkpoint):
         assert np.array_equal(output.outputs[0].routed_experts, rows)
 
 
-def test_mistakes(llm, tmp_path):
+def test_routed_experts_invalid_options_are_refused(llm, tmp_path):
     with pytest.raises(InvalidRequest, match="`routed_experts_prompt_start` is 6, but the prompt has 5 tokens"):
         generate(llm, [[5] * 5], SamplingParams(routed_experts_prompt_start=6))
     dense = make_checkpoint(tmp_path, "qwen3", tokenizer=False)
@@ -236,7 +236,7 @@ def post(http: httpx.Client, path: str, body: dict[str, Any], **headers: str) ->
 
 
 @pytest.mark.parametrize("form", ["npy", "raw"])
-def test_on_generate(http, checkpoint, form):
+def test_routed_experts_generate_route_equal_transformers(http, checkpoint, form):
     prompt = PROMPTS[4]
     params = {"max_tokens": 9, "temperature": 0, "ignore_eos": True}
     body = {"token_ids": prompt, "sampling_params": params, "routed_experts_format": form}
@@ -248,7 +248,7 @@ def test_on_generate(http, checkpoint, form):
     assert np.array_equal(rows, np.load(io.BytesIO(packed)) if form == "npy" else raw(packed))
 
 
-def test_on_completions_and_chat(http, checkpoint):
+def test_routed_experts_completions_and_chat_equal_transformers(http, checkpoint):
     common = {"max_tokens": 9, "temperature": 0, "return_token_ids": True, "return_routed_experts": True}
     bodies = {
         "/v1/completions": {"prompt": "The quick brown fox"},
@@ -270,7 +270,7 @@ class Reader:
         self.rows: list[np.ndarray] = []
 
     def read(self, http: httpx.Client, prompt: list[int], max_tokens: int, *, at_most: int | None = None) -> None:
-        """All of it, or until there are `at_most` tokens: then it is left."""
+        """Read the stream to its end, or leave it after `at_most` tokens."""
         params = {"max_tokens": max_tokens, "ignore_eos": True, "seed": 3}
         body = {"token_ids": prompt, "sampling_params": params, "stream": True, "routed_experts_format": "raw"}
         with http.stream("POST", PATH, json=body) as response:
@@ -291,7 +291,7 @@ class Reader:
             self.rows.append(raw(choice["routed_experts"]))
 
 
-def test_streams_that_end_and_streams_that_are_left(http, checkpoint):
+def test_routed_experts_streams_finished_or_left_are_complete(http, checkpoint):
     prompts = [random_prompt(200 + place, 40, VOCAB) for place in range(6)]
     readers = [Reader() for _ in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
@@ -311,7 +311,7 @@ def test_streams_that_end_and_streams_that_are_left(http, checkpoint):
             assert_some_rows(checkpoint, sequence, rows)
 
 
-def test_an_engine_is_killed_and_its_streams_miss_nothing(server, http, checkpoint):
+def test_routed_experts_killed_engine_streams_miss_none(server, http, checkpoint):
     prompts = [random_prompt(300 + place, 50, VOCAB) for place in range(6)]
     readers = [Reader() for _ in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
@@ -331,7 +331,7 @@ def test_an_engine_is_killed_and_its_streams_miss_nothing(server, http, checkpoi
     assert wait_until_whole(http, 2)[rank] == incarnation + 1
 
 
-def test_the_load_of_the_experts(http):
+def test_routed_experts_metrics_equal_reported_experts(http):
     params = {"max_tokens": 30, "ignore_eos": True, "return_routed_experts": False}
     before = _expert_tokens(http)
     post(http, PATH, {"token_ids": random_prompt(400, 70, VOCAB), "sampling_params": params})
@@ -347,7 +347,7 @@ def test_the_load_of_the_experts(http):
 
 
 def _expert_tokens(http: httpx.Client) -> dict[tuple[str, str, str], float]:
-    """By engine, layer, expert."""
+    """Return the reported counts by engine, layer, expert."""
     found = {}
     for name, value in metrics(http).items():
         if name.startswith("eagleray:expert_tokens_total"):
