@@ -1,7 +1,7 @@
 """The interface between a model's layers and the kernels of a device.
 
 A layer asks the backend for its operations when it is made, handing over its weights, and applies them to hidden
-states. A backend may record what is applied and later run the whole pass at once, so layers do nothing to hidden states
+states. A backend may record the operations and later run the whole pass at once, so layers do nothing to hidden states
 but apply operations. `torch/backend.py` implements the interface in plain torch and defines the numbers: every other
 backend computes the same, up to rounding.
 """

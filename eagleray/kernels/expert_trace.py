@@ -49,8 +49,8 @@ class ExpertTrace:
             self._kept[: len(ids), layer].copy_(ids)
 
     def reserve(self, num_rows: int) -> None:
-        """Make room for passes of `num_rows`, keeping what is stored. Afterwards `buffer` stays where it is until more
-        rows are reserved."""
+        """Make room for passes of `num_rows` and keep the stored ids. Afterwards `buffer` stays in place until a
+        larger call."""
         if self.keeps_ids and num_rows > len(self._kept):
             capacity = max(MIN_ROWS, 1 << (num_rows - 1).bit_length())
             grown = self._kept.new_zeros((capacity, self.num_layers, self.top_k))

@@ -15,7 +15,7 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """Contiguous host arrays over the batch's rows, those that compute one token first."""
+    """Contiguous host arrays over the rows of a batch. Rows that compute one token come first."""
 
     token_ids: Int32Array
     """[num_tokens]"""

@@ -34,7 +34,7 @@ HUGE_PAGE_BYTES = 2 * 2**20
 class KVCache:
     def __init__(self, layers: list[Tensor], block_size: int) -> None:
         self.layers = layers
-        """One tensor [num_blocks, *block] for each layer."""
+        """Tensors [num_blocks, *block], one for each layer."""
         self.block_size = block_size
 
     @classmethod
@@ -55,7 +55,7 @@ class KVCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, page_offset: int) -> Tensor:
     """Return zeros, on a CPU from `page_offset` bytes after a huge page's boundary.
 
-    Uninitialized memory would not do: attention multiplies what it masks by 0, and 0 x NaN is NaN.
+    Uninitialized memory would not do: attention multiplies masked values by 0, and 0 x NaN is NaN.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

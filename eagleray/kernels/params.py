@@ -52,7 +52,7 @@ class MLAParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RouterParams:
-    """How the experts of a layer are chosen and weighted."""
+    """Rules by which a layer chooses and weights the experts of each token."""
 
     top_k: int
     renormalize: bool

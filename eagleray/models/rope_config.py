@@ -1,4 +1,4 @@
-"""How positions turn into rotations: the kinds of rotary embedding, as config.json describes them.
+"""The rotary embedding that config.json describes.
 
 Two styles exist: `rope_theta` with `rope_scaling`, and (since transformers 5) one object `rope_parameters`.
 """
@@ -18,8 +18,8 @@ MAX_FACTOR = 1e6
 SUPPORTED = "default, linear, dynamic, llama3 and yarn"
 
 
-def stretched(rope: RopeSpec, max_position_embeddings: int) -> int:
-    """The length that the model was made for, scaling included."""
+def scaled_max_positions(rope: RopeSpec, max_position_embeddings: int) -> int:
+    """Return the length that the model was trained for, scaling included."""
     match rope:
         case DefaultRope() | Llama3Rope():
             return max_position_embeddings
@@ -30,7 +30,7 @@ def stretched(rope: RopeSpec, max_position_embeddings: int) -> int:
 
 
 def read_rope(config: ConfigFile, *, default_theta: float, max_position_embeddings: int) -> RopeSpec:
-    """The rotary embedding of config.json. Raises `CheckpointError` for a kind that is not supported."""
+    """Read the rotary embedding. Raises `CheckpointError` for a kind that is not supported."""
     fields = _merged_fields(config)
     kind = fields.get("rope_type") or fields.get("type") or "default"
     theta = config.positive("rope_theta", fields.get("rope_theta", default_theta), above=1)
@@ -64,22 +64,22 @@ def read_rope(config: ConfigFile, *, default_theta: float, max_position_embeddin
 
 
 def check_head_dim(config: ConfigFile, rope: RopeSpec, head_dim: int) -> None:
-    """Raises `CheckpointError` if what is rotated of a head is too small for its rope."""
+    """Raise `CheckpointError` if the rotated part of a head is too small for its rope."""
     if isinstance(rope, DynamicRope) and head_dim < 4:
         config.fail(f"the rope type dynamic needs heads of at least 4 features, but they have {head_dim}")
 
 
 def softmax_factor(config: ConfigFile, rope: RopeSpec) -> float:
-    """What a DeepSeek model's attention multiplies its scores by where positions are scaled: YaRN's factor for queries
-    and for keys, with `mscale_all_dim`. The rotated parts get theirs by `YarnRope.attention_factor`."""
+    """Return the factor of a DeepSeek model's attention scores where positions are scaled: YaRN's factor, squared for
+    queries and keys, with `mscale_all_dim`. The rotated parts get theirs by `YarnRope.attention_factor`."""
     scale = _merged_fields(config).get("mscale_all_dim")
     if isinstance(rope, DefaultRope) or not scale:
         return 1.0
-    return _recommended(rope.factor, _factor(config, "mscale_all_dim", scale)) ** 2
+    return _recommended_factor(rope.factor, _factor(config, "mscale_all_dim", scale)) ** 2
 
 
 def _merged_fields(config: ConfigFile) -> dict[str, Any]:
-    """The rope's fields, from wherever this style of config.json has them; those that are null are left out."""
+    """Return the rope's fields, wherever this style of config.json has them, without null ones."""
     nested = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(nested, dict):
         config.fail(f"`rope_scaling` must be an object, but it is {shown(nested)}")
@@ -117,19 +117,20 @@ def _read_yarn(
 
 
 def _attention_factor(config: ConfigFile, fields: dict[str, Any], factor: float) -> float:
-    """Given, or as the paper recommends; `mscale` and `mscale_all_dim` change the recommendation if both are set."""
+    """Return the given factor, or the one that the paper recommends. `mscale` and `mscale_all_dim` change the
+    recommendation if both are set."""
     if "attention_factor" in fields:
         return _factor(config, "attention_factor", fields["attention_factor"])
     if fields.get("mscale") and fields.get("mscale_all_dim"):
         mscale = _factor(config, "mscale", fields["mscale"])
         mscale_all_dim = _factor(config, "mscale_all_dim", fields["mscale_all_dim"])
-        return _recommended(factor, mscale) / _recommended(factor, mscale_all_dim)
-    return _recommended(factor, 1.0)
+        return _recommended_factor(factor, mscale) / _recommended_factor(factor, mscale_all_dim)
+    return _recommended_factor(factor, 1.0)
 
 
 def _factor(config: ConfigFile, name: str, value: Any) -> float:
     return config.positive(name, value, above=1 / MAX_FACTOR, maximum=MAX_FACTOR)
 
 
-def _recommended(factor: float, scale: float) -> float:
+def _recommended_factor(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

@@ -1,4 +1,4 @@
-"""What a model is: its geometry, as config.json gives it. Everything else here is built from a `ModelSpec`."""
+"""The geometry of a model, read from config.json. A model and its weights are built from a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -9,59 +9,53 @@ from eagleray.config.json_files import shown
 from eagleray.kernels.params import ClampedSwiglu
 from eagleray.kernels.rope import RopeSpec
 from eagleray.models.config_file import MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB_SIZE, ConfigFile
-from eagleray.models.rope_config import check_head_dim, read_rope, stretched
+from eagleray.models.rope_config import check_head_dim, read_rope, scaled_max_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """The mixture-of-experts layers."""
+    """The mixture-of-experts layers. Fields without a text: see `kernels.params.RouterParams`."""
 
     num_experts: int
     top_k: int
     """Experts that compute each token."""
     intermediate_size: int
-    """Of one expert."""
+    """Intermediate size of one expert."""
     renormalize: bool
-    """The weights of a token's experts add up to 1."""
     layers: tuple[bool, ...]
-    """[num_layers] which layers are of this kind; the others are dense."""
+    """[num_layers] whether the layer has experts; the others are dense"""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes scores of the router's products."""
     has_correction_bias: bool = False
-    """The router has a bias, `e_score_correction_bias`, that is added to the scores for the choice of experts alone."""
+    """Whether the checkpoint has the router's `e_score_correction_bias`."""
     num_groups: int = 1
-    """Consecutive experts are a group; only the experts of a token's best `top_groups` groups are candidates."""
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
-    """What makes a group good: its best score, or the sum of its two best."""
     scale: float = 1.0
-    """Of the weights of a token's experts, in the end."""
     renormalize_eps: float = 0.0
-    """Added to the sum that weights are divided by."""
     shared_intermediate_size: int = 0
-    """Of the shared experts together, which compute every token; 0: there are none."""
+    """Intermediate size of all shared experts together, which compute every token; 0: the model has none."""
     clamp: ClampedSwiglu | None = None
-    """What experts' gates do, if it is not silu."""
+    """The gate of the experts in place of silu."""
     is_mxfp4: bool = False
-    """The checkpoint has the experts' projections in four bits (`mxfp4.py`)."""
+    """Whether the checkpoint has the experts' projections in four bits (`mxfp4.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLASpec:
     """Attention that caches one latent for all heads (DeepSeek-V2, arXiv 2405.04434, section 2.1). Keys and values of
-    the heads are products with the latent; a part of each key is rotated, and the same for all heads."""
+    the heads are products with the latent; the rotated part of the keys is the same for all heads."""
 
     q_lora_rank: int | None
-    """Size of what queries are made from; None: they are made from the hidden state."""
+    """Size of the queries' own latent; None: queries are products with the hidden state."""
     kv_lora_rank: int
     """Size of the latent."""
     qk_nope_head_dim: int
     qk_rope_head_dim: int
-    """A head's queries and keys have a plain part and behind it one that is rotated."""
+    """Size of the rotated part of a head's query and key, which follows the plain one."""
     v_head_dim: int
     softmax_scale: float
     is_interleaved: bool
-    """The checkpoint has features that are rotated together next to each other, not half a head apart."""
+    """Whether in the checkpoint two features that are rotated together are neighbours, and not half a head apart."""
 
     @property
     def query_dim(self) -> int:
@@ -70,7 +64,7 @@ class MLASpec:
 
     @property
     def cached_size(self) -> int:
-        """Features that are cached of a token."""
+        """Features of a token in the cache."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
@@ -80,37 +74,38 @@ class ModelSpec:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """Of a dense layer."""
+    """Intermediate size of a dense layer."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
     """1 with `mla`."""
     head_dim: int
-    """With `mla`, the rotated features of a head."""
+    """Features of a head; with `mla` only the rotated ones."""
     norm_eps: float
     rope: RopeSpec
     tie_embeddings: bool
     max_model_len: int
-    """Tokens of the longest sequence that the model was made for."""
+    """Longest sequence, in tokens, that the model was trained for."""
     dtype: str | None
-    """The checkpoint's own number format: bfloat16, float16 or float32; None: config.json does not say."""
+    """The checkpoint's own number format: bfloat16, float16 or float32; None if config.json does not say it."""
     windows: tuple[int | None, ...]
-    """[num_layers] position i sees the `window` positions up to and with i; None: all of them."""
+    """[num_layers] window of each layer: the number of positions that a position sees, itself included; None: all up
+    to and including itself"""
     qkv_bias: bool = False
     output_bias: bool = False
-    """Of the attention's output projection."""
+    """Whether the attention's output projection has a bias."""
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Queries and keys are normalized, each head by itself, before they are rotated."""
+    """Whether the queries and keys of each head are normalized before they are rotated."""
     moe: MoeSpec | None = None
     mla: MLASpec | None = None
-    """None: every key head is cached."""
+    """None: the keys and values of every head are cached."""
     has_sinks: bool = False
-    """Every head gives a part of its attention to nothing (see `kernels.params.AttentionParams`)."""
+    """Whether every head has a sink, see `kernels.params.AttentionParams`."""
     fp8_block: tuple[int, int] | None = None
-    """Rows and columns of a weight that share a scale, in a checkpoint of FP8 weights."""
+    """Rows and columns that share a scale in a checkpoint of FP8 weights."""
     num_draft_layers: int = 0
-    """Layers in the checkpoint behind the last one, which guess further tokens; they are left out."""
+    """Layers in the checkpoint after the last one, which predict further tokens. They are not loaded."""
 
     @property
     def feature_sizes(self) -> list[int]:
@@ -125,7 +120,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """Values of fields that a family's config.json may leave out; those of transformers' configuration class."""
+    """Values of fields that a family's config.json may omit, as in transformers' configuration class."""
 
     vocab_size: int
     hidden_size: int
@@ -133,7 +128,7 @@ class Defaults:
     num_layers: int
     num_heads: int
     num_kv_heads: int | None
-    """None: as many as heads."""
+    """Key heads; None: the number of heads."""
     max_position_embeddings: int
     norm_eps: float = 1e-6
     head_dim: int | None = None
@@ -142,9 +137,9 @@ class Defaults:
 
 
 def read_common(config: ConfigFile, architecture: str, defaults: Defaults, *, quantization: str = "fp8") -> ModelSpec:
-    """What all families read alike; a family then replaces what is special about it. Raises `CheckpointError`.
+    """Read the fields that all families have; a family then replaces some. Raises `CheckpointError`.
 
-    `quantization`: the method that the family's weights may be quantized by.
+    `quantization`: the quantization method that the family supports.
     """
     if (activation := config.get("hidden_act") or "silu") not in ("silu", "swish"):
         config.fail(f"`hidden_act` {shown(activation)} is not supported; supported is silu")
@@ -152,7 +147,7 @@ def read_common(config: ConfigFile, architecture: str, defaults: Defaults, *, qu
     num_heads = config.integer("num_attention_heads", defaults.num_heads)
     max_positions = config.integer("max_position_embeddings", defaults.max_position_embeddings, maximum=MAX_POSITIONS)
     rope = read_rope(config, default_theta=defaults.rope_theta, max_position_embeddings=max_positions)
-    if not 1 <= (max_model_len := stretched(rope, max_positions)) <= MAX_POSITIONS:
+    if not 1 <= (max_model_len := scaled_max_positions(rope, max_positions)) <= MAX_POSITIONS:
         config.fail(
             f"`max_position_embeddings` and the rope's `factor` make a length of {max_model_len} tokens; what is "
             f"possible is 1 to {MAX_POSITIONS}"
@@ -180,12 +175,13 @@ def read_common(config: ConfigFile, architecture: str, defaults: Defaults, *, qu
 
 
 def uniform_windows(config: ConfigFile, num_layers: int, default: int | None) -> tuple[int | None, ...]:
-    """The field `sliding_window` for every layer."""
+    """Return the field `sliding_window` for every layer."""
     return (config.optional_integer("sliding_window", default, maximum=MAX_POSITIONS),) * num_layers
 
 
 def windows_by_layer(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
-    """`use_sliding_window`, for the layers that `layer_types` names, or else those from `max_window_layers` on."""
+    """Return windows if `use_sliding_window` is set, for the layers that `layer_types` names, or else for the layers
+    from `max_window_layers` on."""
     window = None
     if config.boolean("use_sliding_window", False):
         window = config.optional_integer("sliding_window", 4096, maximum=MAX_POSITIONS)
@@ -198,7 +194,7 @@ def windows_by_layer(config: ConfigFile, num_layers: int) -> tuple[int | None, .
 def layer_windows(
     config: ConfigFile, num_layers: int, window: int | None, default: list[str]
 ) -> tuple[int | None, ...]:
-    """`window` for the layers that `layer_types` names; `default`: the kinds if it is left out."""
+    """Return `window` for the layers that `layer_types` names. `default`: the kinds of layers if it is omitted."""
     kinds = config.get("layer_types")
     kinds = default if kinds is None else kinds
     if not isinstance(kinds, list) or len(kinds) != num_layers:
@@ -214,8 +210,8 @@ def layer_windows(
 
 
 def _fp8_block(config: ConfigFile, supported: str) -> tuple[int, int] | None:
-    """Of FP8 weights with a scale for each block, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3). None if weights
-    are plain numbers, or quantized by another method that is supported."""
+    """Return the block that shares a scale in FP8 weights, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3), or None
+    if weights are plain numbers or quantized by another supported method."""
     fields = config.get("quantization_config")
     if fields is None:
         return None
@@ -236,7 +232,7 @@ def _fp8_block(config: ConfigFile, supported: str) -> tuple[int, int] | None:
 
 
 def _num_kv_heads(config: ConfigFile, defaults: Defaults, num_heads: int) -> int:
-    """As many as heads if the field is null; the family's default if it is absent."""
+    """Read the number of key heads: the number of heads if the field is null, the family's default if it is absent."""
     absent = "num_key_value_heads" not in config.fields
     count = config.integer("num_key_value_heads", (defaults.num_kv_heads if absent else None) or num_heads)
     if num_heads % count != 0:

@@ -399,7 +399,7 @@ def test_attend_overflow_stays_in_its_row(library: ctypes.CDLL, dtype: torch.dty
 
 
 def test_attend_extreme_scores_equal_float64(library: ctypes.CDLL) -> None:
-    """One key has all the attention, or all keys have the same."""
+    """Large scores give one key all the attention, small ones give all keys the same."""
     for scale in (1e3, 1e-3):
         layer = Layer(library, torch.float32, heads=1, kv_heads=1)
         (request,) = layer.new_requests([500], scale)

@@ -1,5 +1,5 @@
-"""A request's numbers do not depend on its company, bit for bit: neither on the other requests of a step, nor on how
-its tokens were divided into steps, nor on the number of threads."""
+"""Batch invariance: a request's numbers are the same bits whatever the other requests of a step, the division of its
+tokens into steps, and the number of threads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def threads():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_prompt_whole_in_chunks_and_token_by_token(checkpoint, dtype):
+def test_forward_prompt_in_chunks_has_the_same_bits(checkpoint, dtype):
     model, prompt = load(checkpoint, dtype=dtype), random_prompt(0, 150, 384)
     whole = logits_in_chunks(model, prompt, 150)
     for chunk in (64, 17, 1):
@@ -37,7 +37,7 @@ def test_a_prompt_whole_in_chunks_and_token_by_token(checkpoint, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_alone_and_in_a_batch(checkpoint, dtype):
+def test_forward_row_in_a_batch_has_the_same_bits(checkpoint, dtype):
     model = load(checkpoint, dtype=dtype)
     lengths = {"long": 200, "middle": 61, "short": 3, "starts": 70, "goes on": 150}
     computed = {"long": 199, "middle": 60, "short": 2, "goes on": 60}
@@ -52,7 +52,7 @@ def test_alone_and_in_a_batch(checkpoint, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_by_one_thread_and_by_several(checkpoint, dtype, threads, monkeypatch):
+def test_forward_on_several_threads_has_the_same_bits(checkpoint, dtype, threads, monkeypatch):
     monkeypatch.setattr("eagleray.kernels.cpu.program.SINGLE_THREAD_SECONDS", 0.0)
     found = []
     for count in (1, 2, 3):
@@ -62,16 +62,16 @@ def test_by_one_thread_and_by_several(checkpoint, dtype, threads, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_promise_that_is_kept(checkpoint, dtype):
+def test_load_model_deterministic_on_cpu_is_accepted(checkpoint, dtype):
     assert load(checkpoint, dtype=dtype, deterministic=True).dtype == getattr(torch, dtype)
 
 
-def test_a_promise_that_could_not_be_kept_is_not_made(checkpoint):
+def test_load_model_deterministic_float16_is_refused(checkpoint):
     with pytest.raises(ConfigError, match="`deterministic`: what computes float16 on cpu here cannot promise it"):
         load(checkpoint, dtype="float16", deterministic=True)
 
 
-def test_nor_is_it_for_sums_in_varying_order(checkpoint, monkeypatch):
+def test_load_model_deterministic_with_unordered_sums_is_refused(checkpoint, monkeypatch):
     groups = Groups.single()
     monkeypatch.setattr(type(groups.tp), "is_ordered", False)
     with pytest.raises(ConfigError, match="`deterministic`: sums over 1 tensor-parallel ranks of several hosts"):

@@ -16,11 +16,9 @@ from model_runs import PagedRun, load
 from ranks import run_ranks, together, topology
 from safetensors.torch import load_file, save_file
 
-from eagleray.kernels.expert_slots import LayerExpertSlots
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.models import registry
 from eagleray.models.base import Model
-from eagleray.models.moe.expert_placement import initial_slots
 from eagleray.models.moe.layout import ExpertOptions
 from eagleray.models.moe.rebalance import restore_missing
 from eagleray.parallel.groups import Groups
@@ -191,25 +189,3 @@ def test_what_is_missing_takes_the_place_of_copies(data):
     changed = np.flatnonzero(restored != slots)
     assert len(changed) == num_experts - len(set(slots.tolist()))
     assert set(restored[changed].tolist()).isdisjoint(slots.tolist())
-
-
-@given(st.integers(1, 10), st.integers(1, 4), st.integers(0, 3))
-def test_tables_of_slots(num_experts, num_ranks, more):
-    per_rank = -(-num_experts // num_ranks) + more
-    num_slots = per_rank * num_ranks
-    ranks = [
-        LayerExpertSlots(initial_slots(num_experts, num_slots), num_experts=num_experts, rank=rank, num_ranks=num_ranks)
-        for rank in range(num_ranks)
-    ]
-    for slots in ranks:
-        slots.assign(np.flip(initial_slots(num_experts, num_slots)))
-    experts = ranks[0].experts
-    for rank, slots in enumerate(ranks):
-        assert slots.local_experts == experts[rank * per_rank : (rank + 1) * per_rank].tolist()
-        assert slots.local_map.num_copies.sum() == num_slots
-        for expert in range(num_experts):
-            copies = slots.global_map.table[expert][: slots.local_map.num_copies[expert]]
-            assert [experts[slot] for slot in copies] == [expert] * len(copies)
-            assert len(set(copies.tolist())) == len(copies)
-            own = [slot % per_rank if slot // per_rank == rank else -1 for slot in copies]
-            assert slots.local_map.table[expert].tolist() == own + [-1] * (slots.local_map.table.shape[1] - len(own))

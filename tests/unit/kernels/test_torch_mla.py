@@ -1,8 +1,9 @@
-"""Attention over latents against the plainest way to compute the same."""
+"""Multi-head latent attention in plain torch against the plainest way to compute the same."""
 
 from __future__ import annotations
 
 import torch
+from device_batches import random_batch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -14,49 +15,26 @@ RANK, PLAIN, ROTATED = 12, 6, 4
 SCALE = 0.3
 
 
-def random_batch(rows: list[tuple[int, int]], block_size: int) -> DeviceBatch:
-    """Rows of (cached tokens, tokens to compute), with shuffled blocks."""
-    rows = sorted(rows, key=lambda row: row[1] != 1)
-    contexts = [cached + queries for cached, queries in rows]
-    sizes = [-(-context // block_size) for context in contexts]
-    blocks = torch.randperm(sum(sizes) + 3).tolist()
-    table = torch.zeros(len(rows), max(sizes), dtype=torch.long)
-    for row, size in enumerate(sizes):
-        table[row, :size] = torch.tensor([blocks.pop() for _ in range(size)])
-    spans = [torch.arange(context - queries, context) for context, (_, queries) in zip(contexts, rows, strict=True)]
-    positions = torch.cat(spans)
-    slots = [table[row, p // block_size] * block_size + p % block_size for row, p in enumerate(spans)]
-    return DeviceBatch(
-        token_ids=positions,
-        positions=positions,
-        slot_mapping=torch.cat(slots),
-        block_table=table,
-        seq_lens=contexts,
-        query_lens=[queries for _, queries in rows],
-        num_decodes=sum(queries == 1 for _, queries in rows),
-    )
-
-
 def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """x [n, .., ROTATED], angles [n, ROTATED / 2]"""
+    """Rotate `x` [n, .., ROTATED] by `angles` [n, ROTATED / 2]."""
     angles = angles.view(len(x), *[1] * (x.dim() - 2), -1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1)
 
 
-def naive(queries: torch.Tensor, cache: torch.Tensor, heads: MLAParams, batch: DeviceBatch) -> torch.Tensor:
-    """One query and one head at a time, in float64; queries [num_tokens, num_heads, ..] are rotated already."""
+def naive(queries: torch.Tensor, cache: torch.Tensor, params: MLAParams, batch: DeviceBatch) -> torch.Tensor:
+    """Compute one query and one head at a time, in float64. Queries [num_tokens, num_heads, ..] are rotated already."""
     block_size, token = cache.shape[1], 0
-    out = torch.empty(len(queries), heads.num_heads, heads.value_dim, dtype=torch.float64)
+    out = torch.empty(len(queries), params.num_heads, params.value_dim, dtype=torch.float64)
     for row, (context, count) in enumerate(zip(batch.seq_lens, batch.query_lens, strict=True)):
         slots = [batch.block_table[row, p // block_size] * block_size + p % block_size for p in range(context)]
         cached = cache.flatten(0, 1)[torch.stack(slots)].double()
         for position in range(context - count, context):
             seen = cached[: position + 1]
-            for head in range(heads.num_heads):
-                keys = torch.cat((seen[:, :RANK] @ heads.keys[head].double().T, seen[:, RANK:]), dim=1)
+            for head in range(params.num_heads):
+                keys = torch.cat((seen[:, :RANK] @ params.keys[head].double().T, seen[:, RANK:]), dim=1)
                 scores = keys @ queries[token, head].double() * SCALE
-                out[token, head] = torch.softmax(scores, 0) @ seen[:, :RANK] @ heads.values[head].double().T
+                out[token, head] = torch.softmax(scores, 0) @ seen[:, :RANK] @ params.values[head].double().T
             token += 1
     return out.flatten(1)
 
@@ -78,10 +56,10 @@ ROWS = st.one_of(
     at_once=st.sampled_from([3, 256]),
 )
 @example(rows=[(40, 1), (2, 1), (1, 1)], block_size=1, num_heads=2, value_dim=5, room=1, at_once=3)
-def test_any_batch(rows, block_size, num_heads, value_dim, room, at_once):
+def test_mla_any_batch_equals_float64(rows, block_size, num_heads, value_dim, room, at_once):
     batch = random_batch(rows, block_size)
     num_tokens = len(batch.slot_mapping)
-    heads = MLAParams(
+    params = MLAParams(
         num_heads=num_heads,
         plain_dim=PLAIN,
         rotated_dim=ROTATED,
@@ -98,11 +76,11 @@ def test_any_batch(rows, block_size, num_heads, value_dim, room, at_once):
     angles = batch.positions[:, None] * torch.tensor([1.0, 0.1])
 
     expected_cache = cache.clone().flatten(0, 1)
-    normed = latents[:, :RANK] * torch.rsqrt(latents[:, :RANK].pow(2).mean(1, keepdim=True) + 1e-6) * heads.norm
+    normed = latents[:, :RANK] * torch.rsqrt(latents[:, :RANK].pow(2).mean(1, keepdim=True) + 1e-6) * params.norm
     expected_cache[batch.slot_mapping] = torch.cat((normed, rotated(latents[:, RANK:], angles)), dim=1)
     expected_cache = expected_cache.view_as(cache)
     expected_queries = torch.cat((queries[..., :PLAIN], rotated(queries[..., PLAIN:], angles)), dim=2)
-    expected = naive(expected_queries, expected_cache, heads, batch)
+    expected = naive(expected_queries, expected_cache, params, batch)
 
     before = mla.EXPANDED_BYTES, mla.MAX_QUERIES, attention.MAX_QUERIES
     mla.EXPANDED_BYTES, mla.MAX_QUERIES, attention.MAX_QUERIES = room, at_once, at_once
@@ -113,7 +91,7 @@ def test_any_batch(rows, block_size, num_heads, value_dim, room, at_once):
             slot_mapping=batch.slot_mapping,
             metadata={None: attention.build_attention_metadata(batch, cache, None)},
         )
-        out = mla.LatentAttention(heads)(queries.flatten(1), latents, cache, context)
+        out = mla.LatentAttention(params)(queries.flatten(1), latents, cache, context)
     finally:
         mla.EXPANDED_BYTES, mla.MAX_QUERIES, attention.MAX_QUERIES = before
     torch.testing.assert_close(cache, expected_cache, atol=1e-5, rtol=0)

@@ -1,4 +1,4 @@
-"""What a trace says about the experts of a pass."""
+"""The trace of the experts that passes chose."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def make(num_experts: int = 8, *, keeps_ids: bool = True, num_layers: int = 3) -
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(8, torch.uint8), (256, torch.uint8), (257, torch.uint16)])
-def test_the_smallest_dtype_that_holds_the_experts(num_experts: int, dtype: torch.dtype) -> None:
+def test_expert_trace_dtype_is_the_smallest_that_fits(num_experts: int, dtype: torch.dtype) -> None:
     trace = make(num_experts)
     trace.record(1, torch.tensor([[num_experts - 1, 0]], dtype=torch.int32))
     found = trace.ids([0], 1)
@@ -24,9 +24,9 @@ def test_the_smallest_dtype_that_holds_the_experts(num_experts: int, dtype: torc
     assert found.numpy().tolist() == [[[0, 0], [num_experts - 1, 0], [0, 0]]]
 
 
-def test_counts_of_all_passes_and_ids_of_the_last() -> None:
+def test_expert_trace_has_counts_of_all_passes_and_ids_of_the_last() -> None:
     trace = make()
-    where = trace.counts.data_ptr()
+    address = trace.counts.data_ptr()
     passes = [torch.randint(0, 8, (3, rows, 2)) for rows in (5, 200, 1, 0, 70)]
     for chosen in passes:
         for layer in range(3):
@@ -35,12 +35,12 @@ def test_counts_of_all_passes_and_ids_of_the_last() -> None:
         assert torch.equal(everything.long(), chosen.transpose(0, 1))
     expected = [torch.cat([chosen[layer] for chosen in passes]).flatten().bincount(minlength=8) for layer in range(3)]
     assert torch.equal(trace.counts, torch.stack(expected))
-    assert trace.counts.data_ptr() == where
+    assert trace.counts.data_ptr() == address
     assert torch.equal(trace.ids(np.array([3, 0, 3]), 70).long(), passes[-1].transpose(0, 1)[[3, 0, 3]])
     assert trace.ids(torch.tensor([], dtype=torch.int64), 70).shape == (0, 3, 2)
 
 
-def test_ids_are_the_callers_own() -> None:
+def test_expert_trace_next_pass_leaves_returned_ids() -> None:
     trace = make()
     trace.record(0, torch.tensor([[1, 2]]))
     ids = trace.ids([0], 1)
@@ -48,18 +48,18 @@ def test_ids_are_the_callers_own() -> None:
     assert ids[0, 0].tolist() == [1, 2]
 
 
-def test_growth_keeps_what_a_pass_has_noted() -> None:
+def test_expert_trace_reserve_keeps_ids_and_memory() -> None:
     trace = make()
     trace.record(0, torch.tensor([[1, 2]]))
     trace.reserve(1000)
     assert trace.buffer(2).shape[0] >= 1000
     assert trace.ids([0], 1)[0, 0].tolist() == [1, 2]
-    where = trace.buffer(2).data_ptr()
+    address = trace.buffer(2).data_ptr()
     trace.reserve(10)
-    assert trace.buffer(2).data_ptr() == where
+    assert trace.buffer(2).data_ptr() == address
 
 
-def test_nothing_is_kept_if_nobody_asks() -> None:
+def test_expert_trace_without_ids_keeps_counts_alone() -> None:
     trace = make(keeps_ids=False)
     trace.reserve(100)
     trace.record(0, torch.tensor([[1, 2]]))
@@ -67,7 +67,7 @@ def test_nothing_is_kept_if_nobody_asks() -> None:
     assert trace.counts.sum() == 2
 
 
-def test_experts_beyond_what_rows_can_name() -> None:
+def test_expert_trace_too_many_experts_for_ids_raises() -> None:
     make(70_000, keeps_ids=False)
     with pytest.raises(AssertionError):
         make(65_536)

@@ -1,0 +1,32 @@
+"""The tables of expert slots."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagleray.kernels.expert_slots import LayerExpertSlots
+
+
+@given(st.integers(1, 10), st.integers(1, 4), st.integers(0, 3))
+def test_expert_slots_assign_updates_the_tables_of_all_ranks(num_experts, num_ranks, more):
+    per_rank = -(-num_experts // num_ranks) + more
+    num_slots = per_rank * num_ranks
+    first_slots = np.arange(num_slots) % num_experts
+    ranks = [
+        LayerExpertSlots(first_slots, num_experts=num_experts, rank=rank, num_ranks=num_ranks)
+        for rank in range(num_ranks)
+    ]
+    for slots in ranks:
+        slots.assign(np.flip(first_slots))
+    experts = ranks[0].experts
+    for rank, slots in enumerate(ranks):
+        assert slots.local_experts == experts[rank * per_rank : (rank + 1) * per_rank].tolist()
+        assert slots.local_map.num_copies.sum() == num_slots
+        for expert in range(num_experts):
+            copies = slots.global_map.table[expert][: slots.local_map.num_copies[expert]]
+            assert [experts[slot] for slot in copies] == [expert] * len(copies)
+            assert len(set(copies.tolist())) == len(copies)
+            own = [slot % per_rank if slot // per_rank == rank else -1 for slot in copies]
+            assert slots.local_map.table[expert].tolist() == own + [-1] * (slots.local_map.table.shape[1] - len(own))
