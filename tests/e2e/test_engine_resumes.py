@@ -1,4 +1,4 @@
-"""A request that one engine has begun and another ends is told what one alone would have told it: the same tokens, and
+"""A request that one engine begins and another finishes gets the output of a single engine: the same tokens, and
 log-probabilities equal to the last bit."""
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def begin(checkpoint, requests: Requests, **options: Any) -> LocalEngine:
 
 
 def interrupted(checkpoint, requests: Requests, num_steps: int, **options: Any) -> dict[str, Answer]:
-    """What requests are told in all whose engine is gone after so many steps, and that go on with a new one."""
+    """Return the answers of requests that move to a new engine after `num_steps` steps."""
     first = begin(checkpoint, requests, **options)
     for _ in range(num_steps):
         first.step()
     left = {name: answer for name, answer in first.answers.items() if answer.finish_reason is None}
-    second = begin(checkpoint, {name: requests[name] | what_it_has(answer) for name, answer in left.items()}, **options)
+    second = begin(checkpoint, {name: requests[name] | progress_of(answer) for name, answer in left.items()}, **options)
     second.run()
     return {name: joined(answer, second.answers[name]) for name, answer in left.items()}
 
 
-def what_it_has(answer: Answer) -> dict[str, Any]:
+def progress_of(answer: Answer) -> dict[str, Any]:
     num_prompt_logprobs = sum(len(piece.ranks) for piece in answer.prompt_logprobs)
     return {"output_token_ids": answer.token_ids, "prompt_logprobs_from": 1 + num_prompt_logprobs}
 
@@ -89,22 +89,22 @@ def prompt_logprobs(answer: Answer, field: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 9, 22])
-def test_nobody_can_tell_that_engines_have_changed(checkpoint, undisturbed, num_steps):
+def test_resumed_requests_equal_uninterrupted_ones(checkpoint, undisturbed, num_steps):
     answers = interrupted(checkpoint, REQUESTS, num_steps)
     assert answers.keys() == REQUESTS.keys()
     check_equal(answers, undisturbed)
 
 
 @pytest.mark.parametrize("num_steps", [3, 11, 30])
-def test_prompts_in_small_chunks_and_a_crowded_cache(checkpoint, undisturbed, num_steps):
-    """The first engine stops in the middle of prompts, and so of their log-probabilities."""
+def test_resumed_requests_with_small_chunks_and_full_cache_are_equal(checkpoint, undisturbed, num_steps):
+    """The first engine stops within prompts, and so within their log-probabilities."""
     options = {"max_num_batched_tokens": 16, "num_kv_blocks": 17}
     answers = interrupted(checkpoint, REQUESTS, num_steps, **options)
     assert answers
     check_equal(answers, undisturbed)
 
 
-def test_what_ends_a_request_counts_what_it_has_generated_before(checkpoint, undisturbed):
+def test_resumed_requests_stop_after_tokens_of_both_engines(checkpoint, undisturbed):
     seeded, token_ids = REQUESTS["seeded"], undisturbed["seeded"].token_ids
     end = token_ids[10]
     place = token_ids.index(end)
@@ -126,7 +126,7 @@ def test_what_ends_a_request_counts_what_it_has_generated_before(checkpoint, und
         check_equal(interrupted(checkpoint, requests, num_steps), expected)
 
 
-def test_the_next_engine_tells_what_it_has_found_in_its_cache(checkpoint):
+def test_resumed_request_reports_cached_tokens(checkpoint):
     engine = LocalEngine(checkpoint, block_size=8, max_model_len=256, num_kv_blocks=200)
     prompt = random_prompt(3, 50, VOCAB)
     engine.add("a", prompt, max_tokens=20)

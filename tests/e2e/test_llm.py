@@ -36,7 +36,7 @@ def llm(checkpoint):
         yield llm
 
 
-def test_outputs_have_the_shape_that_users_know(llm, checkpoint):
+def test_generate_texts_return_greedy_outputs(llm, checkpoint):
     outputs = llm.generate(["Hello world", "def main():"], GREEDY, use_tqdm=False)
     assert [output.prompt for output in outputs] == ["Hello world", "def main():"]
     for output in outputs:
@@ -47,7 +47,7 @@ def test_outputs_have_the_shape_that_users_know(llm, checkpoint):
         assert output.finished
 
 
-def test_texts_token_ids_and_dictionaries_are_prompts(llm):
+def test_generate_prompt_forms_are_equivalent(llm):
     ids = llm.get_tokenizer().encode("Hello", add_special_tokens=True)
     prompts = ["Hello", ids, {"prompt": "Hello"}, {"prompt_token_ids": ids}]
     texts = {output.outputs[0].text for output in llm.generate(prompts, GREEDY, use_tqdm=False)}
@@ -55,7 +55,7 @@ def test_texts_token_ids_and_dictionaries_are_prompts(llm):
     assert {llm.generate("Hello", GREEDY)[0].outputs[0].text} == texts
 
 
-def test_parameters_for_each_prompt(llm):
+def test_generate_params_for_each_prompt(llm):
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 2, 3)]
     outputs = llm.generate(["a", "b", "c"], params, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3]
@@ -63,7 +63,7 @@ def test_parameters_for_each_prompt(llm):
         llm.generate(["a", "b", "c"], params[:2])
 
 
-def test_logprobs_and_several_choices(llm):
+def test_generate_several_choices_have_logprobs(llm):
     params = SamplingParams(n=2, seed=3, max_tokens=5, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     (output,) = llm.generate("Hello world", params, use_tqdm=False)
     assert [choice.index for choice in output.outputs] == [0, 1]
@@ -80,7 +80,7 @@ def test_logprobs_and_several_choices(llm):
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
 
 
-def test_chat(llm):
+def test_chat_renders_conversations(llm):
     conversation = [{"role": "user", "content": "Hi"}]
     (one,) = llm.chat(conversation, GREEDY, use_tqdm=False)
     two = llm.chat([conversation, conversation], GREEDY, use_tqdm=False)
@@ -89,7 +89,7 @@ def test_chat(llm):
     assert one.prompt == rendered
 
 
-def test_a_mistake_in_one_prompt_runs_nothing_and_harms_nothing(llm):
+def test_generate_one_invalid_prompt_runs_none(llm):
     with pytest.raises(PromptTooLong, match="400"):
         llm.generate(["fine", [5] * 400], GREEDY)
     with pytest.raises(InvalidRequest, match="empty"):
@@ -99,7 +99,7 @@ def test_a_mistake_in_one_prompt_runs_nothing_and_harms_nothing(llm):
     assert len(llm.generate("fine", GREEDY)[0].outputs[0].token_ids) == 20
 
 
-def test_options_are_checked_before_anything_starts(checkpoint):
+def test_llm_invalid_option_raises_before_start(checkpoint):
     with pytest.raises(ConfigError, match="`port` is for the HTTP server"):
         LLM(str(checkpoint), port=80)
     with pytest.raises(ConfigError, match="did you mean `max_model_len`"):
@@ -108,12 +108,12 @@ def test_options_are_checked_before_anything_starts(checkpoint):
         LLM("/no/such/model")
 
 
-def test_a_failure_at_the_start_is_the_callers_exception(checkpoint):
+def test_llm_failed_start_raises_in_caller(checkpoint):
     with pytest.raises(ConfigError, match="`max_model_len`"):
         LLM(str(checkpoint), num_kv_blocks=2)
 
 
-def test_a_killed_engine_is_an_exception_with_its_cause_when_nobody_can_go_on(checkpoint):
+def test_generate_without_restarts_killed_engine_raises_cause(checkpoint):
     with LLM(str(checkpoint), max_engine_restarts=0, num_threads=1) as llm:
         os.kill(child_of_ours("engine-0"), signal.SIGKILL)
         for _ in range(2):
@@ -137,7 +137,7 @@ def undisturbed(llm):
     return token_ids(llm)
 
 
-def test_several_engines_share_a_batch(checkpoint, undisturbed):
+def test_generate_several_engines_share_batch(checkpoint, undisturbed):
     with LLM(str(checkpoint), data_parallel_size=2, **OPTIONS) as llm:
         pids = [child_of_ours("engine-0"), child_of_ours("engine-1")]
         before = [cpu_seconds(pid) for pid in pids]
@@ -146,14 +146,14 @@ def test_several_engines_share_a_batch(checkpoint, undisturbed):
 
 
 @pytest.mark.parametrize("kind", ["engine", "worker"])
-def test_a_batch_survives_its_engine(checkpoint, undisturbed, kind):
+def test_generate_killed_process_keeps_outputs(checkpoint, undisturbed, kind):
     executor = {"engine": "in-process", "worker": "processes"}[kind]
     with LLM(str(checkpoint), executor=executor, **OPTIONS) as llm, ThreadPoolExecutor(1) as pool:
         engine = child_of_ours("engine-0")
         victim = engine if kind == "engine" else child_of(engine)
         before = cpu_seconds(victim)
         answer = pool.submit(token_ids, llm)
-        while cpu_seconds(victim) < before + 0.05:  # it is at work
+        while cpu_seconds(victim) < before + 0.05:  # until the engine computes
             assert not answer.done()
         os.kill(victim, signal.SIGKILL)
         assert answer.result(SECONDS) == undisturbed
@@ -171,7 +171,7 @@ class Probe:
 """
 
 
-def test_every_worker_of_every_engine_is_called(checkpoint, tmp_path, monkeypatch):
+def test_collective_rpc_calls_every_worker_of_every_engine(checkpoint, tmp_path, monkeypatch):
     (tmp_path / "dp_probe.py").write_text(PROBE)
     monkeypatch.syspath_prepend(str(tmp_path))
     with LLM(str(checkpoint), data_parallel_size=2, worker_extension_cls="dp_probe:Probe", **OPTIONS) as llm:
@@ -180,7 +180,7 @@ def test_every_worker_of_every_engine_is_called(checkpoint, tmp_path, monkeypatc
         os.kill(pids[1], signal.SIGKILL)
         wait_until(lambda: not is_running(pids[1]))
         wait_until(lambda: child_of_ours("engine-1.1", None) is not None)
-        assert llm.collective_rpc("pid") == [pids[0], child_of_ours("engine-1.1")]  # it waits for the new one
+        assert llm.collective_rpc("pid") == [pids[0], child_of_ours("engine-1.1")]  # the call waits for the replacement
 
 
 def child_of(pid: int) -> int:
@@ -189,7 +189,7 @@ def child_of(pid: int) -> int:
 
 
 def child_of_ours(label: str, *default: None) -> int | None:
-    """Process id of the newest child of this process that has this label."""
+    """Return the process id of this process's newest child with this label."""
     for pid in sorted(children_of(os.getpid()), reverse=True):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
         if words[-1] == label.encode():
@@ -210,7 +210,7 @@ def wait_until(condition) -> None:
         time.sleep(0.02)
 
 
-def test_a_script_without_a_main_guard_works_and_leaves_no_process(checkpoint):
+def test_llm_script_without_main_guard_leaves_no_process(checkpoint):
     script = f"""
         from eagleray import LLM, SamplingParams
         llm = LLM({str(checkpoint)!r}, log_level="warning")
@@ -224,7 +224,7 @@ def test_a_script_without_a_main_guard_works_and_leaves_no_process(checkpoint):
 
 
 def run_script(script: str) -> subprocess.CompletedProcess:
-    """Of a program that has made `LLM` known."""
+    """Run a script after the import of `LLM` and some helpers."""
     text = "import gc, os, signal, sys, threading, time\nfrom eagleray import LLM, SamplingParams\n"
     text += f"""
 def children():
@@ -253,12 +253,12 @@ def interrupt():
     return run
 
 
-def test_an_interrupted_start_leaves_no_process(checkpoint):
+def test_llm_interrupted_start_leaves_no_process(checkpoint):
     run = run_script(f"""
         def interrupt_when_spawned():
             while not children():
                 time.sleep(0.01)
-            time.sleep(0.1)  # it is importing torch, and will be for longer than this
+            time.sleep(0.1)  # importing torch takes longer than this
             interrupt()
 
         threading.Thread(target=interrupt_when_spawned).start()
@@ -271,7 +271,7 @@ def test_an_interrupted_start_leaves_no_process(checkpoint):
     assert (run.stdout, run.stderr) == ("interrupted\n", "")
 
 
-def test_the_last_reference_may_go_in_any_thread(checkpoint):
+def test_llm_collected_in_loop_thread_stops_engines(checkpoint):
     run_script(f"""
         def collect():
             gc.collect()
@@ -289,7 +289,7 @@ def test_the_last_reference_may_go_in_any_thread(checkpoint):
     """)
 
 
-def test_a_fork_ends_without_waiting_and_leaves_the_engine_alone(checkpoint):
+def test_llm_fork_exits_and_leaves_engine_running(checkpoint):
     run = run_script(f"""
         llm = LLM({str(checkpoint)!r})
         if fork := os.fork():

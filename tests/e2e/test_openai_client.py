@@ -52,13 +52,13 @@ def complete(client, prompt="The quick", **fields):
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 
 
-def test_models(client):
+def test_models_list_and_retrieve_served_model(client):
     (model,) = client.models.list().data
     assert model.id == MODEL
     assert client.models.retrieve(MODEL).id == MODEL
 
 
-def test_a_completion_is_what_the_model_says(client, checkpoint, tokenizer):
+def test_completion_equals_greedy_model(client, checkpoint, tokenizer):
     completion = complete(client, max_tokens=20, extra_body={"ignore_eos": True, "return_token_ids": True})
     choice = completion.choices[0]
     prompt = tokenizer.encode("The quick", add_special_tokens=True)
@@ -70,7 +70,7 @@ def test_a_completion_is_what_the_model_says(client, checkpoint, tokenizer):
     assert completion.usage.total_tokens == len(prompt) + 20
 
 
-def test_a_streamed_completion_is_the_same(client):
+def test_completion_streamed_equals_whole(client):
     whole = complete(client, max_tokens=30, extra_body={"ignore_eos": True})
     events = list(
         complete(
@@ -84,7 +84,7 @@ def test_a_streamed_completion_is_the_same(client):
     assert len({event.id for event in events}) == 1
 
 
-def test_chat_and_streamed_chat(client):
+def test_chat_streamed_equals_whole(client):
     whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, max_completion_tokens=12)
     assert whole.choices[0].message.role == "assistant"
     events = list(
@@ -97,7 +97,7 @@ def test_chat_and_streamed_chat(client):
     assert text == whole.choices[0].message.content
 
 
-def test_several_choices_with_a_seed(client):
+def test_completion_several_choices_with_seed_repeat(client):
     def texts():
         completion = client.completions.create(
             model=MODEL, prompt="once", n=3, seed=5, temperature=1.0, max_tokens=12, extra_body={"ignore_eos": True}
@@ -108,13 +108,13 @@ def test_several_choices_with_a_seed(client):
     assert len(set(texts())) == 3
 
 
-def test_several_prompts_at_once(client):
+def test_completion_several_prompts_keep_order(client):
     completion = complete(client, prompt=["one", "two words", [5, 6, 7]], max_tokens=4)
     assert [choice.index for choice in completion.choices] == [0, 1, 2]
     assert completion.choices[0].text == complete(client, prompt="one", max_tokens=4).choices[0].text
 
 
-def test_engine_logprobs_equal_transformers(client, tokenizer):
+def test_completion_logprobs_match_oracle(client, tokenizer):
     completion = complete(client, max_tokens=5, logprobs=3)
     logprobs = completion.choices[0].logprobs
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == completion.usage.completion_tokens
@@ -129,14 +129,14 @@ def test_engine_logprobs_equal_transformers(client, tokenizer):
         assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob)
 
 
-def test_echo(client):
+def test_completion_echo_returns_prompt(client):
     completion = complete(client, max_tokens=3, echo=True, logprobs=1)
     assert completion.choices[0].text.startswith("The quick")
     assert completion.choices[0].logprobs.token_logprobs[0] is None
     assert "".join(completion.choices[0].logprobs.tokens) == completion.choices[0].text
 
 
-def test_a_stop_string_ends_the_text_and_never_shows(client):
+def test_completion_stop_string_ends_text_and_is_hidden(client):
     text = complete(client, max_tokens=40, extra_body={"ignore_eos": True}).choices[0].text
     stop = text[10:14]
     expected = text[: text.index(stop)]
@@ -161,14 +161,14 @@ def test_a_stop_string_ends_the_text_and_never_shows(client):
         ({"suffix": "x"}, "suffix"),
     ],
 )
-def test_a_mistake_is_a_bad_request_that_names_the_field(client, fields, param):
+def test_completion_invalid_field_is_bad_request_with_its_name(client, fields, param):
     with pytest.raises(openai.BadRequestError) as raised:
         client.completions.create(**{"model": MODEL, "prompt": "x", **fields})
     assert raised.value.param == param
     assert raised.value.body["message"]
 
 
-def test_errors_arrive_as_the_clients_exception_types(server, client):
+def test_errors_raise_types_of_openai_client(server, client):
     with pytest.raises(openai.NotFoundError, match="no-such-model"):
         client.completions.create(model="no-such-model", prompt="x")
     with (
@@ -190,7 +190,7 @@ def wait_for_metric(server, name: str, value: float) -> None:
         time.sleep(0.05)
 
 
-def test_a_client_that_disconnects_frees_what_its_request_held(server, client):
+def test_disconnected_client_frees_its_request(server, client):
     stream = complete(client, max_tokens=500, stream=True, extra_body={"ignore_eos": True})
     next(iter(stream))
     stream.close()
@@ -202,7 +202,7 @@ def test_a_client_that_disconnects_frees_what_its_request_held(server, client):
     assert complete(client, max_tokens=3).usage.completion_tokens > 0
 
 
-def test_a_reader_that_is_slow_gets_everything_and_holds_up_nobody(client):
+def test_slow_reader_gets_everything_and_delays_no_other(client):
     slow = complete(client, max_tokens=200, stream=True, extra_body={"ignore_eos": True})
     first = next(iter(slow))
     began = time.monotonic()
@@ -213,7 +213,7 @@ def test_a_reader_that_is_slow_gets_everything_and_holds_up_nobody(client):
     assert first.choices[0].text + rest == whole
 
 
-def test_token_ids_in_and_out(server, checkpoint):
+def test_generate_route_token_ids_equal_greedy_model(server, checkpoint):
     prompt = [5, 6, 7, 8]
     answer = httpx.post(
         server.url.removesuffix("/v1") + "/inference/v1/generate",
@@ -224,7 +224,7 @@ def test_token_ids_in_and_out(server, checkpoint):
     oracle(checkpoint).assert_greedy(prompt, answer.json()["choices"][0]["token_ids"])
 
 
-def test_tokenize_and_back(server, tokenizer):
+def test_tokenize_and_detokenize_round_trip(server, tokenizer):
     base, headers = server.url.removesuffix("/v1"), {"Authorization": f"Bearer {KEY}"}
     tokens = httpx.post(base + "/tokenize", json={"model": MODEL, "prompt": "héllo"}, headers=headers).json()["tokens"]
     assert tokens == tokenizer.encode("héllo", add_special_tokens=True)
@@ -232,8 +232,8 @@ def test_tokenize_and_back(server, tokenizer):
     assert text == "héllo"
 
 
-def test_api_keys_are_seen_by_nobody(server):
-    """Neither by `ps`, nor by children, in the log or at /server_info."""
+def test_api_keys_are_not_visible_outside_the_server(server):
+    """Keys are not in command lines, environments of child processes, the log or /server_info."""
     info = httpx.get(server.url.removesuffix("/v1") + "/server_info", headers={"Authorization": f"Bearer {OTHER_KEY}"})
     assert info.status_code == 200
     lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in (server.process.pid, *server.children)]
@@ -244,6 +244,6 @@ def test_api_keys_are_seen_by_nobody(server):
 
 
 @pytest.mark.parametrize("route", ["/health", "/live", "/ready", "/version", "/openapi.json", "/metrics"])
-def test_routes_for_operators(server, route):
+def test_operator_routes_return_ok(server, route):
     answer = httpx.get(server.url.removesuffix("/v1") + route, headers={"Authorization": f"Bearer {KEY}"})
     assert answer.status_code == 200

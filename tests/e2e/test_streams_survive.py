@@ -1,4 +1,4 @@
-"""Whatever process of a server is killed or stopped: streams go on, and say what they would have said anyway."""
+"""Streams continue with unchanged text, whichever process of a server is killed or stopped."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def nothing_is_left_behind(monkeypatch):
 
 
 class Broken(Exception):
-    """The connection ended before the stream."""
+    """Raised when the connection ends before the stream."""
 
 
 def stream(server: ServerProcess, request: dict, begun: threading.Event) -> str:
-    """The whole text. `begun` is set at the first piece."""
+    """Return the whole text of a stream. `begun` is set at its first piece."""
     body = {"model": "m", "max_tokens": TOKENS, "ignore_eos": True, "stream": True, **request}
     text = ""
     with (
         contextlib.ExitStack() as stack,
         httpx.stream("POST", server.url + "/completions", json=body, timeout=SECONDS) as response,
     ):
-        stack.callback(begun.set)  # in every case: who waits shall see what is wrong
+        stack.callback(begun.set)  # in every case, so that the waiting thread gets to the error
         assert response.status_code == 200, response.read()
         try:
             for line in response.iter_lines():
@@ -77,7 +77,10 @@ def stream(server: ServerProcess, request: dict, begun: threading.Event) -> str:
 
 
 def streams(server: ServerProcess, disturb=lambda: None) -> list[str | None]:
-    """All requests, twice, at the same time; `disturb` is called when all have begun. None: the connection broke."""
+    """Return the texts of all requests, sent twice at the same time; None for a broken connection.
+
+    `disturb` is called when all streams have begun.
+    """
     requests = REQUESTS * 2
     begun = [threading.Event() for _ in requests]
 
@@ -100,7 +103,7 @@ def workers_of(engine: int) -> list[int]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_of_two(checkpoint, undisturbed, how):
+def test_streams_with_one_of_two_engines_lost_are_unchanged(checkpoint, undisturbed, how):
     with serve(checkpoint, *OPTIONS, *TWO_ENGINES) as server:
         engine = server.child("engine-0")
         assert streams(server, lambda: os.kill(engine, how)) == undisturbed
@@ -112,7 +115,7 @@ def test_an_engine_of_two(checkpoint, undisturbed, how):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.grid)])
-def test_a_worker(checkpoint, undisturbed, how):
+def test_streams_with_worker_lost_are_unchanged(checkpoint, undisturbed, how):
     with serve(checkpoint, *OPTIONS, *WORKERS) as server:
         engine = server.child("engine-0")
         (worker,) = workers_of(engine)
@@ -122,8 +125,8 @@ def test_a_worker(checkpoint, undisturbed, how):
     assert server.process.returncode == 0, server.log
 
 
-def test_the_only_engine_while_its_worker_is_stopped(checkpoint, undisturbed):
-    """Nobody is left who could end the worker: it notices, though it was stopped."""
+def test_streams_with_engine_killed_and_worker_stopped_are_unchanged(checkpoint, undisturbed):
+    """No process is left that could kill the worker, so the stopped worker has to exit by itself."""
     with serve(checkpoint, *OPTIONS, *WORKERS) as server:
         engine = server.child("engine-0")
         (worker,) = workers_of(engine)
@@ -137,8 +140,8 @@ def test_the_only_engine_while_its_worker_is_stopped(checkpoint, undisturbed):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.grid)])
-def test_an_api_server_of_two(checkpoint, undisturbed, how):
-    """Its own connections break; those of the other, and all new ones, do not notice."""
+def test_streams_with_one_of_two_api_servers_lost_break_only_there(checkpoint, undisturbed, how):
+    """The connections of the lost server break; those of the other, and all new ones, do not."""
     with serve(checkpoint, *OPTIONS, "--api-server-count", "2") as server:
         api_server = server.child("client-0")
         answers = streams(server, lambda: os.kill(api_server, how))
@@ -150,7 +153,7 @@ def test_an_api_server_of_two(checkpoint, undisturbed, how):
     assert server.process.returncode == 0, server.log
 
 
-def test_the_supervisor_takes_everything_along(checkpoint):
+def test_killed_supervisor_leaves_no_process(checkpoint):
     with serve(checkpoint, *OPTIONS, *TWO_ENGINES, *WORKERS, "--api-server-count", "2") as server:
         pids = server.children
         assert len(pids) == 4

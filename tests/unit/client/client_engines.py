@@ -1,7 +1,7 @@
-"""An engine that computes, in memory: what it says next follows from the request alone, as of a real one.
+"""An engine in memory that computes its output from the request alone, as a real engine does.
 
-The token at a place of the output follows from the seed and the place. What a request brings along of its output must
-be right, or the test that sent it has found a bug.
+The token at an index of the output follows from the seed and the index. The output tokens in the message of a resumed
+request must be correct, or the test that sent it has found a bug.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from eagleray.messages.outputs import Chunk, Chunks, FinishReason, PromptLogprob
 from eagleray.messages.requests import Generate
 
 TEXT = "Größe 😀 and 👍🏽 hello 東京 again, café мир over the lazy dog. "
-SPEECH = load("byte_level").encode(TEXT, add_special_tokens=False)
-"""Several tokens for most of its characters."""
+OUTPUT_TOKENS = load("byte_level").encode(TEXT, add_special_tokens=False)
+"""Most characters of the text take several tokens."""
 POISON = 99
-"""A prompt with this token kills the engine that computes it."""
+"""Token that kills an engine when it computes a prompt with it."""
 CHUNK = 2
 """Tokens that a step computes of one request."""
 
 
-def spoken(seed, place):
-    """The token at this place of the output."""
-    return SPEECH[(seed + place) % len(SPEECH)]
+def token_at(seed, place):
+    """Return the token at this index of the output."""
+    return OUTPUT_TOKENS[(seed + place) % len(OUTPUT_TOKENS)]
 
 
 def routed_rows(token_ids, start, end):
-    """Which experts computed the tokens of these positions: it follows from the tokens up to each. [n, 2, 2]"""
+    """Return the experts that compute the tokens at these positions, which depend on the tokens before: [n, 2, 2]"""
     sums = np.cumsum(np.array(token_ids[:end]) * (1 + np.arange(end)))[start:, None]
     return ((sums * [1, 3, 5, 7] + [0, 1, 2, 3]) % INFO.routing.num_experts).astype(np.uint16).reshape(-1, 2, 2)
 
@@ -41,7 +41,7 @@ class Run:
 
     message: Generate
     token_ids: list[int]
-    """Of the output."""
+    """Tokens of the output."""
     num_computed: int = 0
     prompt_logprobs_from: int = 1
     routed_experts_from: int | None = None
@@ -49,14 +49,14 @@ class Run:
     finish_reason: FinishReason | None = field(default=None)
 
     def step(self, num_cached_tokens):
-        """Compute: the chunk that comes of it."""
+        """Compute a step, and return its chunk."""
         sampling, stopping = self.message.sampling, self.message.stopping
         num_known = len(self.message.prompt_token_ids) + len(self.token_ids)
         end = min(self.num_computed + CHUNK, num_known)
         fields = {"prompt_logprobs": self._prompt_logprobs(end), "routed_experts": self._routed_experts(end)}
         self.num_computed = end
         if end == num_known:
-            token_id = spoken(sampling.seed, len(self.token_ids))
+            token_id = token_at(sampling.seed, len(self.token_ids))
             self.token_ids.append(token_id)
             fields["token_ids"] = [token_id]
             if sampling.logprobs is not None:
@@ -98,13 +98,13 @@ class Run:
 
 
 class ComputingEngine(FakeEngine):
-    """Computes all its requests at once, but only one suspect at a time."""
+    """Engine that runs all its requests at once, but only one suspect at a time."""
 
     def __init__(self, setup, rank=0, incarnation=0, info=INFO):
         super().__init__(setup, rank, info, incarnation)
         self.num_cached_tokens = 4 * (1 + rank + incarnation)
-        """It finds so much of every prompt; another engine finds another number."""
-        self.is_dead = False
+        """Number of tokens that it finds in its cache for every prompt; different from other engines."""
+        self.has_exited = False
         self._runs = {}
         self._announced = set()
         self._num_taken = 0
@@ -115,12 +115,12 @@ class ComputingEngine(FakeEngine):
         return bool(self._runs)
 
     async def step(self, count=1):
-        """Compute so many steps, or as many as it survives."""
+        """Compute `count` steps, or fewer if a prompt kills it."""
         for _ in range(count):
             self._take()
             runs = await self._schedule()
-            if self.is_dead or any(POISON in run.message.prompt_token_ids for run in runs):
-                self.is_dead = True
+            if self.has_exited or any(POISON in run.message.prompt_token_ids for run in runs):
+                self.has_exited = True
                 return
             chunks = [chunk for run in runs if (chunk := run.step(self.num_cached_tokens))]
             self._runs = {name: run for name, run in self._runs.items() if run.finish_reason is None}
@@ -128,11 +128,11 @@ class ComputingEngine(FakeEngine):
                 await self._setup.deliver(Chunks(self.id, chunks))
 
     def _take(self):
-        self.read()
-        for name in self.names[self._num_taken :]:
+        self.receive()
+        for name in self.request_ids[self._num_taken :]:
             message = self.requests[name]
             token_ids = list(message.output_token_ids)
-            assert token_ids == [spoken(message.sampling.seed, place) for place in range(len(token_ids))]
+            assert token_ids == [token_at(message.sampling.seed, place) for place in range(len(token_ids))]
             assert len(token_ids) < message.stopping.max_tokens
             self._runs[name] = Run(
                 message,
@@ -140,7 +140,7 @@ class ComputingEngine(FakeEngine):
                 prompt_logprobs_from=message.prompt_logprobs_from,
                 routed_experts_from=message.routed_experts_from,
             )
-        self._num_taken = len(self.names)
+        self._num_taken = len(self.request_ids)
         for name in self.aborted:
             self._runs.pop(name, None)
 

@@ -1,6 +1,6 @@
-"""A network in memory, and an engine that says what the test tells it to.
+"""A network in memory, and an engine whose messages the test chooses.
 
-Messages go through the codecs of their wires, so what could not travel fails here too.
+Messages pass through the codecs of their wires, so a message that no wire could carry fails here too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ INFO = EngineInfo(
 
 
 def make_request(*, prompt=(5, 6, 7), tokenizer=None, routing=None, max_restarts=3, **params):
-    """A request of the client with these sampling parameters, not sent yet."""
+    """Return a request with these sampling parameters that has not been sent."""
     builder = RequestBuilder(CLIENT, tokenizer=tokenizer, eos_token_ids=(), max_logprobs=20)
     params = SamplingParams(**params)
     info = msgspec.structs.replace(INFO, max_model_len=10_000, routing=routing or INFO.routing)
@@ -53,7 +53,7 @@ def deliver(request, index, chunk):
 
 
 class Network:
-    """What was sent, by the receiver's address."""
+    """The messages that were sent, by the receiver's address."""
 
     def __init__(self):
         self.mail = defaultdict(list)
@@ -89,7 +89,7 @@ class MemoryOutbox:
         self.is_closed = False
         self.broken = []
         self.refuses = False
-        """Whether nothing can be sent."""
+        """Whether `send` fails."""
 
     def connect(self, peer, address):
         self._addresses[peer] = address
@@ -113,51 +113,51 @@ class MemoryOutbox:
 
 
 class FakeEngine:
-    """Takes requests and answers nothing by itself."""
+    """Receives requests, and sends only the chunks that a test chooses."""
 
     def __init__(self, setup, rank=0, info=INFO, incarnation=0):
         self.id = EngineId("test", rank, incarnation)
         self.info = info
         self._setup = setup
-        self._num_read = 0
+        self._num_received = 0
         self.aborted = []
-        self.names = []
-        """Of the requests it was sent, in order."""
+        self.request_ids = []
+        """Ids of the requests that it received, in order."""
         self.requests = {}
         self.calls = []
-        """Of the worker extension, in order."""
+        """Calls of the worker extension that it received, in order."""
 
     @property
     def address(self):
         return self.id.label
 
-    def joined(self):
+    def joined_message(self):
         return Joined(self.id, self.address, self.info)
 
-    def read(self):
-        """Take what was sent."""
+    def receive(self):
+        """Sort the messages that were sent to it."""
         mail = self._setup.network.mail[self.address]
-        for message in mail[self._num_read :]:
+        for message in mail[self._num_received :]:
             match message:
                 case Generate():
-                    self.names.append(message.request_id)
+                    self.request_ids.append(message.request_id)
                     self.requests[message.request_id] = message
                 case Abort(client, request_ids):
                     assert client == CLIENT
                     self.aborted += request_ids
                 case CallWorkers():
                     self.calls.append(message)
-        self._num_read = len(mail)
+        self._num_received = len(mail)
         return self
 
-    async def say(self, *chunks):
-        """`chunks`: (number of the request, fields of its `Chunk`)."""
-        self.read()
-        made = [Chunk(request_id=self.names[number], **fields) for number, fields in chunks]
+    async def send(self, *chunks):
+        """Send chunks of one step, each given as (number of the request, fields of its `Chunk`)."""
+        self.receive()
+        made = [Chunk(request_id=self.request_ids[number], **fields) for number, fields in chunks]
         await self._setup.deliver(Chunks(self.id, made))
 
     async def join(self):
-        await self._setup.deliver(self.joined())
+        await self._setup.deliver(self.joined_message())
         return self
 
     async def leave(self, cause="killed by SIGKILL", returns=True):
@@ -189,7 +189,7 @@ class Setup:
         self.running = asyncio.create_task(self.client.run())
 
     async def deliver(self, *messages):
-        """And let the client handle them."""
+        """Put messages into the client's inbox, and let the client handle them."""
         for message in messages:
             self.inbox.put(message)
         for _ in range(3):
@@ -209,8 +209,8 @@ def asynchronous(test):
     return run
 
 
-async def started(coroutine):
-    """The coroutine as a task that has got as far as it can."""
+async def start_task(coroutine):
+    """Return the coroutine as a task, after it has run as far as it can."""
     task = asyncio.create_task(coroutine)
     for _ in range(3):
         await asyncio.sleep(0)
@@ -219,9 +219,9 @@ async def started(coroutine):
 
 @contextlib.asynccontextmanager
 async def attached(**options):
-    """A setup whose client has joined a fleet of one engine."""
+    """Yield a setup whose client is attached to a fleet of one engine."""
     setup = Setup(**options)
-    await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined()]))
+    await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined_message()]))
     try:
         yield setup
     finally:

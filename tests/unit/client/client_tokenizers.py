@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that checkpoints come with, trained on a few lines, and directories for them."""
+"""Small tokenizers of the kinds that checkpoints have, trained on a few lines, and checkpoint directories with them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHATML = (
 
 @cache
 def byte_level_json() -> str:
-    """As of Qwen: NFC, byte-level BPE, no tokens around a text."""
+    """Tokenizer like Qwen's: NFC, byte-level BPE, no tokens around a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -41,7 +41,7 @@ def byte_level_json() -> str:
 
 @cache
 def byte_level_with_bos_json() -> str:
-    """As of Llama 3: a first token before every text."""
+    """Tokenizer like that of Llama 3: a first token before every text."""
     tokenizer = Tokenizer.from_str(byte_level_json())
     tokenizer.add_special_tokens(["<|begin|>"])
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -52,7 +52,7 @@ def byte_level_with_bos_json() -> str:
 
 @cache
 def byte_fallback_json() -> str:
-    """As of Llama 2 and Mistral: BPE over characters with spaces as ▁, unknown characters as bytes."""
+    """Tokenizer like those of Llama 2 and Mistral: BPE over characters, spaces as ▁, unknown characters as bytes."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=150, show_progress=False)
@@ -66,7 +66,7 @@ def byte_fallback_json() -> str:
 
 @cache
 def unigram_json() -> str:
-    """As of the sentencepiece models that are not BPE."""
+    """Tokenizer like the sentencepiece models that are not BPE."""
     trained = Tokenizer(models.Unigram())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(vocab_size=150, show_progress=False, unk_token="<unk>", special_tokens=["<unk>"])
@@ -78,7 +78,7 @@ def unigram_json() -> str:
 
 @cache
 def words_json() -> str:
-    """Whole words, decoded with a space between them: of the kind that has its spaces cleaned up."""
+    """Tokenizer of whole words, decoded with spaces between them, which `clean_up` then removes before punctuation."""
     words = ["the", "dog", "he", "is", "n't", "'s", "'", ".", ",", "!", "?", "'m", "'ve", "'re", "n", "s"]
     vocab = {word: index for index, word in enumerate(["<unk>", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -111,7 +111,7 @@ KINDS = {
 
 
 def load(kind: str) -> ClientTokenizer:
-    """Without files."""
+    """Return a tokenizer of this kind, without files."""
     return ClientTokenizer(
         Tokenizer.from_str(KINDS[kind]()),
         eos_token_ids=(2,),
@@ -121,7 +121,7 @@ def load(kind: str) -> ClientTokenizer:
 
 
 def write_checkpoint(directory: Path, kind: str = "byte_level", **files: object) -> Path:
-    """A directory with this tokenizer. `files`: contents of the JSON files beside it, by name without ending."""
+    """Write a directory with this tokenizer. `files`: contents of the other JSON files, by name without suffix."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.json").write_text(KINDS[kind](), encoding="utf-8")
     defaults = {"config": {"model_type": "qwen3"}, "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast"}}

@@ -75,7 +75,7 @@ def render(template, messages=MESSAGES, **options):
     ],
     ids=["prompt", "no prompt", "continue", "everything"],
 )
-def test_equal_to_transformers(template, options, tmp_path):
+def test_render_options_equal_transformers(template, options, tmp_path):
     ours, theirs = both(tmp_path, template)
     theirs_options = dict(options)
     theirs_options |= theirs_options.pop("chat_template_kwargs", {})
@@ -86,7 +86,7 @@ def test_equal_to_transformers(template, options, tmp_path):
 
 @pytest.mark.parametrize("text", ["Hello", "Hello ", " Hello  \n", "end CONTINUE", "mes"])
 @pytest.mark.parametrize("template", [CHATML, STRICT], ids=["chatml", "strict"])
-def test_a_continued_message_is_left_open(template, text, tmp_path):
+def test_render_continued_message_equals_transformers(template, text, tmp_path):
     ours, theirs = both(tmp_path, template)
     messages = [{"role": "user", "content": "mes"}, {"role": "assistant", "content": text}]
     rendered = ours.apply_chat_template(messages, add_generation_prompt=False, continue_final_message=True)
@@ -94,18 +94,18 @@ def test_a_continued_message_is_left_open(template, text, tmp_path):
     assert rendered == theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
 
 
-def test_parts_of_text_are_one_text():
+def test_render_text_parts_are_joined():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "ab"
 
 
-def test_a_template_for_tools_is_used_for_tools():
+def test_render_with_tools_uses_tool_template():
     templates = {"default": "plain", "tool_use": "tools"}
     assert render(templates) == "plain"
     assert render(templates, tools=[TOOL]) == "tools"
 
 
-def test_the_callers_messages_stay_as_they_are():
+def test_render_leaves_messages_unchanged():
     message = {"role": "assistant", "content": "x"}
     render("{{ messages[0].content }}", [message], continue_final_message=True)
     assert message == {"role": "assistant", "content": "x"}
@@ -131,7 +131,7 @@ def test_the_callers_messages_stay_as_they_are():
         (CHATML, [{"role": "user", "content": ["hi"]}], "'str'"),
     ],
 )
-def test_what_is_wrong_is_said(template, messages, expected):
+def test_render_invalid_template_or_message_raises(template, messages, expected):
     with pytest.raises(InvalidRequest, match=expected) as raised:
         render(template, messages)
     assert raised.value.param == "messages"
@@ -145,12 +145,12 @@ def test_what_is_wrong_is_said(template, messages, expected):
         ({"chat_template_kwargs": {"add_generation_prompt": True}}, "'add_generation_prompt'"),
     ],
 )
-def test_contradicting_options_are_refused(options, expected):
+def test_render_contradicting_options_raise(options, expected):
     with pytest.raises(InvalidRequest, match=expected):
         render(CHATML, **options)
 
 
-def test_a_message_that_the_template_hides_cannot_be_continued():
+def test_render_hidden_final_message_cannot_be_continued():
     for template in ("nothing", "{{ messages[0].content }}"):
         with pytest.raises(InvalidRequest, match="cannot be continued"):
             render(template, continue_final_message=True)
@@ -158,5 +158,5 @@ def test_a_message_that_the_template_hides_cannot_be_continued():
         render(CHATML, [{"role": "assistant"}], continue_final_message=True)
 
 
-def test_the_date_is_there_for_templates_that_show_it():
+def test_render_strftime_now_returns_date():
     assert len(render("{{ strftime_now('%Y-%m-%d') }}")) == len("2026-01-01")

@@ -1,4 +1,4 @@
-"""Stop strings: where they end a text, and that no part of one is ever seen."""
+"""Stop strings: the position where they end a text, and that no part of one is ever released."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ TEXTS = st.text(st.sampled_from("ab€ 京\n"), max_size=25)
 
 
 def read(kind, token_ids, *, chunk=1, **options):
-    """(every piece of text, the stop string, number of tokens up to it)"""
+    """Return (pieces of text, stop string, number of tokens up to it)."""
     detokenizer = Detokenizer(TOKENIZERS[kind], skip_special_tokens=True, **options)
     pieces = []
     for start in range(0, len(token_ids), chunk):
-        stopped = detokenizer.push(token_ids[start : start + chunk])
+        match = detokenizer.push(token_ids[start : start + chunk])
         pieces.append(detokenizer.pop_text())
-        if stopped:
-            return pieces, stopped.stop_string, start + stopped.num_tokens
+        if match:
+            return pieces, match.stop_string, start + match.num_tokens
     detokenizer.flush()
     return [*pieces, detokenizer.pop_text()], None, len(token_ids)
 
 
 def expected(kind, token_ids, stop_strings, include, min_tokens):
-    """The same from the text of every beginning of the tokens."""
+    """Return (text, stop string, number of tokens up to it), from the texts of all prefixes of the tokens."""
 
     def text_of(count):
         return TOKENIZERS[kind].decode(token_ids[:count], skip_special_tokens=True)
@@ -57,10 +57,10 @@ def expected(kind, token_ids, stop_strings, include, min_tokens):
     chunk=st.integers(1, 4),
     data=st.data(),
 )
-def test_the_first_stop_string_ends_the_text(kind, text, stop_strings, include, min_tokens, chunk, data):
+def test_detokenizer_first_stop_string_ends_text(kind, text, stop_strings, include, min_tokens, chunk, data):
     tokenizer = TOKENIZERS[kind]
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    for _ in range(data.draw(st.integers(0, 2))):  # tokens that no text is encoded to
+    for _ in range(data.draw(st.integers(0, 2))):  # tokens that are in no encoded text
         token_ids.insert(data.draw(st.integers(0, len(token_ids))), data.draw(st.integers(0, tokenizer.vocab_size)))
     options = {"stop_strings": stop_strings, "include_stop_string": include, "min_tokens": min_tokens}
     pieces, stop_string, num_tokens = read(kind, token_ids, chunk=chunk, **options)
@@ -73,29 +73,29 @@ def pieces_of(text, **options):
     return read("byte_level", token_ids, **options)
 
 
-def test_what_may_become_a_stop_string_is_held_back_and_let_go_when_it_does_not():
+def test_detokenizer_possible_stop_string_is_held_until_certain():
     assert pieces_of("xabyab", stop_strings=["abc"]) == (["x", "", "", "aby", "", "", "ab"], None, 6)
     assert pieces_of("xababc!", stop_strings=["abc"]) == (["x", "", "", "ab", "", ""], "abc", 6)
 
 
-def test_the_string_that_is_complete_first_wins_then_the_longest():
+def test_detokenizer_several_stop_strings_first_complete_then_longest_wins():
     assert pieces_of("xabcd", stop_strings=["abcd", "bc"]) == (["x", "", "", "a"], "bc", 4)
     assert pieces_of("xabc", stop_strings=["c", "abc", "bc"]) == (["x", "", "", ""], "abc", 4)
 
 
-def test_min_tokens():
+def test_detokenizer_stop_string_before_min_tokens_is_ignored():
     assert pieces_of("ababab", stop_strings=["ab"], min_tokens=3) == (["", "ab", "", ""], "ab", 4)
     assert pieces_of("aaaa", stop_strings=["aa"], min_tokens=3) == (["", "a", ""], "aa", 3)
 
 
-def test_the_stop_string_is_included_on_request_and_nothing_beyond_it():
+def test_detokenizer_include_stop_string_ends_text_with_it():
     tokenizer = TOKENIZERS["byte_level"]
     token_ids = tokenizer.encode("hello world", add_special_tokens=False)
     pieces, stop_string, _ = read("byte_level", token_ids, stop_strings=["o w"], include_stop_string=True)
     assert ("".join(pieces), stop_string) == ("hello w", "o w")
 
 
-def test_a_stop_string_of_byte_tokens_ends_the_text_with_its_last_byte():
+def test_detokenizer_stop_string_of_byte_tokens_ends_text_at_last_byte():
     token_ids = [*TOKENIZERS["byte_fallback"].encode("a€", add_special_tokens=False)]
     pieces, stop_string, num_tokens = read("byte_fallback", [*token_ids, token_ids[0]], stop_strings=["€"])
     assert ("".join(pieces), stop_string, num_tokens) == ("a", "€", len(token_ids))

@@ -20,7 +20,7 @@ def checkpoint(tmp_path):
     return write
 
 
-def test_the_models_defaults_have_our_names(checkpoint):
+def test_default_sampling_renames_fields_of_generation_config(checkpoint):
     fields = {
         "temperature": 0.6,
         "top_p": 0.95,
@@ -41,13 +41,13 @@ def test_the_models_defaults_have_our_names(checkpoint):
     }
 
 
-def test_nothing_is_taken_from_a_file_that_is_not_wanted_or_not_there(checkpoint, tmp_path):
+def test_default_sampling_unwanted_or_missing_file_is_empty(checkpoint, tmp_path):
     assert default_sampling(ModelConfig(model=checkpoint(temperature=None))) == {}
     assert default_sampling(ModelConfig(model=checkpoint(temperature=0.6), generation_config="none")) == {}
     (tmp_path / "generation_config.json").unlink()
     assert default_sampling(ModelConfig(model=str(tmp_path))) == {}
 
 
-def test_a_value_without_sense_names_the_file(checkpoint):
+def test_default_sampling_invalid_value_names_file(checkpoint):
     with pytest.raises(CheckpointError, match=r"generation_config\.json: `top_p` must be .*none ignores"):
         default_sampling(ModelConfig(model=checkpoint(top_p=7)))

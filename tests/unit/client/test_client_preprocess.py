@@ -19,7 +19,7 @@ WITHOUT_TOKENIZER = RequestBuilder(CLIENT, tokenizer=None, eos_token_ids=(2,), m
 
 def requests(params, token_ids=(5, 6, 7), *, seed=3, builder=BUILDER, **options):
     made = builder.make_messages(list(token_ids), params, INFO, request_id="x", seed=seed, **options)
-    for request in made:  # it must survive the way to the engine
+    for request in made:  # the engine must be able to decode it
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Generate) == request
     return made
 
@@ -29,7 +29,7 @@ def request(params, **options):
     return made
 
 
-def test_defaults():
+def test_make_messages_default_params_give_default_message():
     assert request(SamplingParams()) == Generate(
         request_id="x",
         client=CLIENT,
@@ -39,7 +39,7 @@ def test_defaults():
     )
 
 
-def test_every_parameter_arrives():
+def test_make_messages_every_param_is_in_message():
     params = SamplingParams(
         temperature=1,
         top_p=0.5,
@@ -79,31 +79,31 @@ def test_every_parameter_arrives():
     assert (made.priority, made.cache_salt) == (-4, "salt")
 
 
-def test_all_tokens_are_the_same_as_no_limit():
+def test_make_messages_top_k_of_all_tokens_becomes_no_limit():
     assert request(SamplingParams(top_k=-1)).sampling.top_k == 0
     assert request(SamplingParams(top_k=10**18)).sampling.top_k == INFO.vocab_size
 
 
-def test_ignore_eos_leaves_the_stop_tokens():
+def test_make_messages_ignore_eos_keeps_stop_tokens():
     made = request(SamplingParams(ignore_eos=True, stop_token_ids=[9], min_tokens=1))
     assert made.stopping.eos_token_ids == ()
     assert made.sampling.suppressed_token_ids == made.stopping.stop_token_ids == (9,)
 
 
-def test_asking_for_ids_alone_reports_the_chosen_token_too():
+def test_make_messages_logprob_token_ids_alone_report_chosen_token_too():
     assert request(SamplingParams(logprob_token_ids=[1])).sampling.logprobs == 0
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(None, 61), (10**18, 61), (61, 61), (60, 60)])
-def test_the_output_ends_at_the_models_length(max_tokens, expected):
+def test_make_messages_max_tokens_is_limited_by_model_length(max_tokens, expected):
     assert request(SamplingParams(max_tokens=max_tokens)).stopping.max_tokens == expected
 
 
-def test_min_tokens_beyond_the_models_length_travels():
+def test_make_messages_min_tokens_is_limited_by_model_length():
     assert request(SamplingParams(max_tokens=None, min_tokens=10**18)).sampling.min_tokens == INFO.max_model_len
 
 
-def test_children_differ_in_name_and_seed_and_the_first_reports_the_prompt():
+def test_make_messages_several_completions_differ_in_id_and_seed():
     params = SamplingParams(n=3, prompt_logprobs=1)
     made = requests(params)
     assert [child.request_id for child in made] == ["x/0", "x/1", "x/2"]
@@ -113,7 +113,7 @@ def test_children_differ_in_name_and_seed_and_the_first_reports_the_prompt():
     assert made != requests(params, seed=4)
 
 
-def test_bad_words_are_forbidden_at_the_beginning_and_after_a_space():
+def test_make_messages_bad_words_are_tokenized_with_and_without_space():
     encode = BUILDER.tokenizer.encode
     found = request(SamplingParams(bad_words=["hello", " again", " "])).sampling.bad_words
     texts = ["hello", " hello", "again", " again", " "]
@@ -129,13 +129,13 @@ def test_bad_words_are_forbidden_at_the_beginning_and_after_a_space():
         (Prompt(token_ids=np.array([5, 6])), [5, 6]),
     ],
 )
-def test_prompts(prompt, expected):
+def test_tokenize_text_or_ids_returns_plain_integers(prompt, expected):
     found = BUILDER.tokenize(prompt, INFO)
     assert found == expected
     assert all(type(token_id) is int for token_id in found)
 
 
-def test_a_text_gets_what_the_model_expects_around_it():
+def test_tokenize_text_adds_special_tokens():
     tokenizer = load("byte_fallback")
     builder = RequestBuilder(CLIENT, tokenizer=tokenizer, eos_token_ids=(), max_logprobs=0)
     assert builder.tokenize(Prompt(""), INFO) == [1]
@@ -155,13 +155,13 @@ def test_a_text_gets_what_the_model_expects_around_it():
         (Prompt("\ud800"), "surrogate"),
     ],
 )
-def test_what_is_no_prompt_is_refused(prompt, expected):
+def test_tokenize_invalid_prompt_raises(prompt, expected):
     with pytest.raises(InvalidRequest, match=expected) as raised:
         BUILDER.tokenize(prompt, INFO)
     assert raised.value.param == "prompt"
 
 
-def test_a_prompt_must_leave_room_for_a_token():
+def test_tokenize_prompt_of_model_length_raises():
     assert len(BUILDER.tokenize(Prompt(token_ids=[5] * 63), INFO)) == 63
     with pytest.raises(PromptTooLong, match=r"64 tokens.*length is 64 tokens.*at most 63"):
         BUILDER.tokenize(Prompt(token_ids=[5] * 64), INFO)
@@ -182,7 +182,7 @@ def test_a_prompt_must_leave_room_for_a_token():
         ({"bad_words": ["\ud800"]}, "surrogate"),
     ],
 )
-def test_what_the_model_cannot_follow_is_refused(fields, expected):
+def test_make_messages_param_beyond_model_or_server_raises(fields, expected):
     with pytest.raises(InvalidRequest, match=expected) as raised:
         requests(SamplingParams(**fields))
     assert raised.value.param == next(iter(fields))
@@ -198,13 +198,13 @@ def test_what_the_model_cannot_follow_is_refused(fields, expected):
         ({"cache_salt": "\ud800"}, "cache_salt"),
     ],
 )
-def test_what_cannot_travel_is_refused(options, param):
+def test_make_messages_value_that_no_message_can_hold_raises(options, param):
     with pytest.raises(InvalidRequest) as raised:
         requests(SamplingParams(), **options)
     assert raised.value.param == param
 
 
-def test_numbers_and_texts_of_derived_types_arrive_as_plain_ones():
+def test_make_messages_derived_types_become_plain():
     class Number(int):
         pass
 
@@ -217,7 +217,7 @@ def test_numbers_and_texts_of_derived_types_arrive_as_plain_ones():
     ]
 
 
-def test_without_a_tokenizer_there_are_only_token_ids():
+def test_request_builder_without_tokenizer_accepts_only_token_ids():
     assert WITHOUT_TOKENIZER.tokenize(Prompt("shown", [5]), INFO) == [5]
     assert request(SamplingParams(), builder=WITHOUT_TOKENIZER).stopping.eos_token_ids == (2,)
     with pytest.raises(InvalidRequest, match=r"a text prompt needs the tokenizer.*skip_tokenizer_init.*token ids"):

@@ -1,4 +1,4 @@
-"""The guess of what an engine's prefix cache holds."""
+"""The guess of the blocks in an engine's prefix cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from eagleray.client.routing.recent_blocks import RecentBlocks, block_hashes
 
 
-def test_blocks_of_a_prompt():
+def test_block_hashes_name_full_blocks_without_last_token():
     hashes = block_hashes([1, 2, 3, 4, 5], block_size=2, cache_salt="")
     assert len(hashes) == 2
     assert len(block_hashes([1, 2, 3, 4], block_size=2, cache_salt="")) == 1  # the last token is always computed
@@ -19,7 +19,7 @@ def test_blocks_of_a_prompt():
     assert not set(block_hashes([1, 2, 3, 4, 5], block_size=2, cache_salt="s")) & set(hashes)
 
 
-def test_what_was_used_least_recently_is_forgotten_from_the_end_of_its_prompt():
+def test_recent_blocks_over_capacity_forget_oldest_from_end_of_prompt():
     blocks = RecentBlocks(5)
     blocks.use([1, 2, 3])
     blocks.use([4, 5, 6])
@@ -30,7 +30,7 @@ def test_what_was_used_least_recently_is_forgotten_from_the_end_of_its_prompt():
     assert (len(blocks), blocks.match(list(range(10, 20)))) == (5, 5)
 
 
-def test_an_engine_that_finds_less_than_expected_has_lost_what_is_older_too():
+def test_confirm_fewer_blocks_than_expected_forgets_older_ones():
     blocks = RecentBlocks(100)
     for hashes in ([1, 2], [3, 4, 5], [6]):
         blocks.confirm(blocks.use(hashes), 0)
@@ -43,7 +43,7 @@ def test_an_engine_that_finds_less_than_expected_has_lost_what_is_older_too():
     assert blocks.match([6]) == 1
 
 
-def test_what_is_not_computed_yet_is_not_expected_to_be_found():
+def test_use_of_unconfirmed_blocks_expects_nothing():
     blocks = RecentBlocks(100)
     blocks.confirm(blocks.use([9]), 0)
     first, second = blocks.use([1, 2]), blocks.use([1, 2])
@@ -62,7 +62,7 @@ PROMPTS = st.lists(st.integers(0, 2), max_size=7)
 
 @settings(max_examples=150, deadline=None)
 @given(capacity=st.integers(1, 12), events=st.lists(st.tuples(PROMPTS, st.integers(0, 7)), max_size=40))
-def test_known_blocks_are_always_the_first_of_a_prompt(capacity, events):
+def test_match_known_blocks_are_first_of_prompt(capacity, events):
     blocks = RecentBlocks(capacity)
     seen = []
     for prompt, num_found in events:

@@ -1,4 +1,4 @@
-"""Which experts computed a request's tokens: what may be asked, and what a reader gets."""
+"""Routed experts of a request: valid options, and the rows that a reader gets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = [5, 6, 7]
 
 
 def rows(start, end, salt=0):
-    """Of positions `start` to `end`: [n, 3, 2]"""
+    """Return the rows of positions `start` to `end` - 1: [n, 3, 2]"""
     return np.array([[[position + salt, layer] for layer in range(3)] for position in range(start, end)], np.uint8)
 
 
@@ -38,7 +38,7 @@ def state(*, routing=ROUTING, **params):
 
 
 def sent_again(request):
-    """The message for another engine."""
+    """Return the message for the next engine."""
     request.lose_engine("killed")
     return request.next_messages()[0]
 
@@ -52,7 +52,7 @@ def only(delta):
     return output
 
 
-# What may be asked.
+# Options.
 
 
 def asked(info=INFO, **params):
@@ -60,14 +60,14 @@ def asked(info=INFO, **params):
     return [request.routed_experts_from for request in made]
 
 
-def test_they_are_asked_for_from_a_position_on():
+def test_make_messages_routed_experts_from_start_position():
     assert asked() == asked(return_routed_experts=False) == [None]
     assert asked(return_routed_experts=True) == [0]
     assert asked(return_routed_experts=True, routed_experts_prompt_start=3, n=2) == [3, 3]
 
 
 @pytest.mark.parametrize("asks", [None, False])
-def test_a_start_without_asking_is_refused(asks):
+def test_make_messages_start_without_routed_experts_raises(asks):
     with pytest.raises(InvalidRequest, match="add `return_routed_experts`") as refusal:
         asked(return_routed_experts=asks, routed_experts_prompt_start=1)
     assert refusal.value.param == "routed_experts_prompt_start"
@@ -81,7 +81,7 @@ def test_a_start_without_asking_is_refused(asks):
         ({}, {"routed_experts_prompt_start": 4}, "routed_experts_prompt_start", "is 4, but the prompt has 3 tokens"),
     ],
 )
-def test_what_cannot_be_reported_is_refused(info, params, param, message):
+def test_make_messages_unavailable_routed_experts_raise(info, params, param, message):
     with pytest.raises(InvalidRequest, match=message) as refusal:
         asked(msgspec.structs.replace(INFO, **info), return_routed_experts=True, **params)
     assert refusal.value.param == param
@@ -97,15 +97,15 @@ def test_what_cannot_be_reported_is_refused(info, params, param, message):
         ("return_routed_experts", 1),
     ],
 )
-def test_values_that_make_no_sense(name, value):
+def test_sampling_params_invalid_routed_experts_option_raises(name, value):
     with pytest.raises(InvalidRequest, match=f"`{name}` must be"):
         SamplingParams(**{name: value})
 
 
-# What a reader gets.
+# Output.
 
 
-def test_deltas_bring_what_is_new_and_the_whole_has_all():
+def test_pop_delta_has_new_rows_and_output_all():
     request = state()
     deliver(request, 0, chunk(routed_experts=part(0, 2)))
     delta = only(request.pop_delta())
@@ -125,7 +125,7 @@ def test_deltas_bring_what_is_new_and_the_whole_has_all():
     assert (output.routed_experts.dtype, output.routed_experts_start) == (np.uint8, 0)
 
 
-def test_what_is_known_is_never_replaced():
+def test_deliver_after_restart_keeps_known_rows():
     request = state()
     assert request.next_messages()[0].routed_experts_from == 0
     deliver(request, 0, chunk(routed_experts=part(0, 2)))
@@ -135,13 +135,13 @@ def test_what_is_known_is_never_replaced():
     assert np.array_equal(output.routed_experts, np.concatenate([rows(0, 2), rows(2, 3, salt=100)]))
 
 
-def test_a_row_that_is_missing_at_the_end_is_noticed():
+def test_deliver_missing_row_at_end_raises():
     request = state()
     with pytest.raises(AssertionError, match="bytes of routed experts, not 18"):
         deliver(request, 0, chunk(40, routed_experts=part(0, 2), finish_reason=FinishReason.LENGTH))
 
 
-def test_a_stop_string_cuts_rows_with_its_tokens():
+def test_deliver_stop_string_truncates_rows():
     hello, world = (TOKENIZER.encode(text, add_special_tokens=False)[0] for text in ("hello", " world"))
     request = state(stop=TOKENIZER.token_to_text(world)[:2])
     deliver(request, 0, chunk(hello, routed_experts=part(0, 3)))
@@ -154,7 +154,7 @@ def test_a_stop_string_cuts_rows_with_its_tokens():
     assert np.array_equal(only(request.pop_delta()).routed_experts, rows(3, 4))
 
 
-def test_an_abort_leaves_what_there_is():
+def test_abort_keeps_known_rows():
     request = state(routed_experts_prompt_start=1)
     assert request.output().outputs[0].routed_experts.shape == (0, 3, 2)
     deliver(request, 0, chunk(routed_experts=part(1, 2)))
@@ -165,7 +165,7 @@ def test_an_abort_leaves_what_there_is():
     assert np.array_equal(output.routed_experts, rows(1, 2))
 
 
-def test_each_completion_has_its_own():
+def test_output_each_completion_has_own_rows():
     request = state(n=2)
     deliver(request, 1, chunk(40, routed_experts=part(0, 3, salt=9)))
     deliver(request, 0, chunk(routed_experts=part(0, 1)))
@@ -174,7 +174,7 @@ def test_each_completion_has_its_own():
     assert np.array_equal(second.routed_experts, rows(0, 3, salt=9))
 
 
-def test_nothing_that_was_not_asked_for():
+def test_output_without_routed_experts_has_none():
     for request in (state(return_routed_experts=None), state(return_routed_experts=False), state(routing=None)):
         request.next_messages()
         deliver(request, 0, chunk(40, routed_experts=part(0, 3)))
@@ -184,7 +184,7 @@ def test_nothing_that_was_not_asked_for():
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(2, np.uint8), (256, np.uint8), (257, np.uint16), (512, np.uint16)])
-def test_the_smallest_dtype_that_holds_the_experts(num_experts, dtype):
+def test_buffer_dtype_is_smallest_for_num_experts(num_experts, dtype):
     kept = RoutedExpertsBuffer(
         RoutingInfo(num_layers=1, num_experts=num_experts, top_k=1), start=0, num_prompt_tokens=1
     )
@@ -194,18 +194,18 @@ def test_the_smallest_dtype_that_holds_the_experts(num_experts, dtype):
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=30), st.integers(0, 4))
-def test_parts_in_any_sizes(parts, start):
-    """Each brings so many rows; read or not."""
+def test_pop_new_parts_of_any_size_join_to_all(parts, start):
+    """`parts`: number of new rows, and whether they are read at once."""
     kept = RoutedExpertsBuffer(ROUTING, start=start, num_prompt_tokens=4)
-    taken = []
+    read = []
     for num_new, is_read in parts:
         kept.rows.extend(part(kept.end, kept.end + num_new))
-        if is_read and (news := kept.pop_new()) is not None:
-            first, new = news
-            assert first == start + sum(map(len, taken))
-            taken.append(new)
+        if is_read and (new_rows := kept.pop_new()) is not None:
+            first, new = new_rows
+            assert first == start + sum(map(len, read))
+            read.append(new)
     assert np.array_equal(kept.all(), rows(start, kept.end).reshape(-1, 3, 2))
-    if (news := kept.pop_new()) is not None:
-        taken.append(news[1])
-    assert np.array_equal(np.concatenate([kept.all()[:0], *taken]), kept.all())
+    if (new_rows := kept.pop_new()) is not None:
+        read.append(new_rows[1])
+    assert np.array_equal(np.concatenate([kept.all()[:0], *read]), kept.all())
     assert kept.pop_new() is None

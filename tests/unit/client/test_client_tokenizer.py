@@ -1,4 +1,4 @@
-"""Equal to transformers in everything that both do."""
+"""The tokenizer equals that of transformers wherever both have a function."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def oracle(directory):
 
 @pytest.fixture(scope="module", params=ALL_KINDS)
 def pair(request, tmp_path_factory):
-    """Ours and theirs, of the same directory."""
+    """Our tokenizer and that of transformers, from the same directory."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": True}
     directory = write_checkpoint(tmp_path_factory.mktemp(request.param), request.param, tokenizer_config=config)
     return Tokenizer.load(directory), oracle(directory)
@@ -31,7 +31,7 @@ def pair(request, tmp_path_factory):
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.one_of(st.sampled_from(TEXTS), st.text(max_size=40)), add_special_tokens=st.booleans())
-def test_texts_become_the_same_tokens(pair, text, add_special_tokens):
+def test_encode_equals_transformers(pair, text, add_special_tokens):
     ours, theirs = pair
     assert ours.encode(text, add_special_tokens=add_special_tokens) == theirs.encode(
         text, add_special_tokens=add_special_tokens
@@ -40,7 +40,7 @@ def test_texts_become_the_same_tokens(pair, text, add_special_tokens):
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), skip_special_tokens=st.booleans())
-def test_tokens_become_the_same_text(pair, data, skip_special_tokens):
+def test_decode_equals_transformers(pair, data, skip_special_tokens):
     ours, theirs = pair
     assert ours.vocab_size == len(theirs)
     ids = data.draw(st.lists(st.integers(0, ours.vocab_size - 1), max_size=12))
@@ -50,7 +50,7 @@ def test_tokens_become_the_same_text(pair, data, skip_special_tokens):
 
 
 @pytest.mark.parametrize("kind", BYTE_KINDS)
-def test_bytes_of_tokens_are_exact(kind):
+def test_token_bytes_join_to_text(kind):
     tokenizer = load(kind)
     for text in [*TEXTS, "\x00\x7f", "�"]:
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -59,7 +59,7 @@ def test_bytes_of_tokens_are_exact(kind):
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_the_text_of_a_token_is_what_it_adds_to_a_text(kind):
+def test_token_to_text_joins_to_text(kind):
     tokenizer = load(kind)
     ids = tokenizer.encode("hello the dog", add_special_tokens=False)
     text = "".join(map(tokenizer.token_to_text, ids))
@@ -68,7 +68,7 @@ def test_the_text_of_a_token_is_what_it_adds_to_a_text(kind):
     assert tokenizer.token_bytes(10**6) == b""
 
 
-def test_special_tokens_have_a_text():
+def test_token_to_text_special_token_has_text():
     tokenizer = load("byte_fallback")
     assert tokenizer.token_to_text(1) == "<s>"
     assert tokenizer.decode([1, 2], skip_special_tokens=True) == ""
@@ -105,7 +105,7 @@ def test_special_tokens_have_a_text():
     ],
     ids=["config", "older files", "decoder"],
 )
-def test_tokens_that_only_the_other_files_know(files, tmp_path):
+def test_load_adds_tokens_of_other_files(files, tmp_path):
     files["tokenizer_config"]["tokenizer_class"] = "PreTrainedTokenizerFast"
     directory = write_checkpoint(tmp_path, **files)
     ours, theirs = Tokenizer.load(directory), oracle(directory)
@@ -116,7 +116,7 @@ def test_tokens_that_only_the_other_files_know(files, tmp_path):
         assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
 
 
-def test_named_tokens_reach_the_chat_template(tmp_path):
+def test_load_gives_named_tokens_to_chat_template(tmp_path):
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True},
@@ -131,7 +131,7 @@ def test_named_tokens_reach_the_chat_template(tmp_path):
     assert text == oracle(directory).apply_chat_template(messages, tokenize=False)
 
 
-def test_a_template_of_its_own_file_wins_and_an_override_wins_over_that(tmp_path):
+def test_load_template_file_wins_over_config_and_override_over_both(tmp_path):
     directory = write_checkpoint(tmp_path, tokenizer_config={"chat_template": "from the config"})
     messages = [{"role": "user", "content": "hi"}]
 
@@ -157,11 +157,11 @@ def test_a_template_of_its_own_file_wins_and_an_override_wins_over_that(tmp_path
         ({}, ()),
     ],
 )
-def test_where_the_end_of_sequence_ids_come_from(files, expected, tmp_path):
+def test_load_eos_token_ids_come_from_first_file_that_has_some(files, expected, tmp_path):
     assert Tokenizer.load(write_checkpoint(tmp_path, "byte_fallback", **files)).eos_token_ids == expected
 
 
-def test_damaged_files_are_named(tmp_path):
+def test_load_damaged_file_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: not found.*skip_tokenizer_init"):
         Tokenizer.load(tmp_path)
     directory = write_checkpoint(tmp_path)
@@ -215,7 +215,7 @@ DEEP = "[" * 100_000
         ("special_tokens_map.json", "5"),
     ],
 )
-def test_tokenizer_nonsense_in_any_file_is_one_sentence(tmp_path, name, content):
+def test_load_nonsense_in_any_file_raises_one_sentence(tmp_path, name, content):
     directory = write_checkpoint(tmp_path)
     (directory / name).write_text(content, errors="surrogateescape")
     with pytest.raises(CheckpointError) as caught:
@@ -224,7 +224,7 @@ def test_tokenizer_nonsense_in_any_file_is_one_sentence(tmp_path, name, content)
     assert len(str(caught.value)) < 500
 
 
-def test_tokenizer_file_that_is_too_large_is_not_read(tmp_path):
+def test_load_too_large_file_is_not_read(tmp_path):
     directory = write_checkpoint(tmp_path)
     for name, limit in (("tokenizer.json", 128), ("tokenizer_config.json", 32), ("chat_template.jinja", 32)):
         path = directory / name
@@ -236,7 +236,7 @@ def test_tokenizer_file_that_is_too_large_is_not_read(tmp_path):
         path.unlink() if kept is None else path.write_bytes(kept)
 
 
-def test_what_is_no_text_and_no_token_is_refused():
+def test_encode_and_decode_invalid_input_raises():
     tokenizer = load("byte_level")
     with pytest.raises(InvalidRequest, match="surrogate"):
         tokenizer.encode("\ud800", add_special_tokens=True)

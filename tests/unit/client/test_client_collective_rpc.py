@@ -1,4 +1,4 @@
-"""Calls of the worker extension, with the engine's side played by the test."""
+"""Calls of the worker extension, with the test in the role of the engines."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from eagleray.messages.plain import pack, unpack_arguments
 
 
 async def begin(setup, method="weigh", *args, timeout=None, **kwargs):
-    """A call that was sent, as a task."""
+    """Return a call that was sent, as a task."""
     task = asyncio.create_task(setup.client.call_workers(method, args, kwargs, timeout=timeout))
     await setup.deliver()
-    setup.engine.read()
+    setup.engine.receive()
     return task
 
 
@@ -36,7 +36,7 @@ def failed(error):
 
 
 @asynchronous
-async def test_a_call_reaches_the_engine_and_the_results_come_back_by_rank():
+async def test_call_workers_returns_results_by_rank():
     async with attached() as setup:
         task = await begin(setup, "weigh", 1, np.arange(3), timeout=5, name="x")
         (call,) = setup.engine.calls
@@ -52,7 +52,7 @@ async def test_a_call_reaches_the_engine_and_the_results_come_back_by_rank():
 
 
 @asynchronous
-async def test_answers_find_their_calls():
+async def test_call_workers_several_calls_get_their_own_results():
     async with attached() as setup:
         tasks = [await begin(setup, f"method{number}") for number in range(3)]
         for number in (1, 2, 0):
@@ -61,7 +61,7 @@ async def test_answers_find_their_calls():
 
 
 @asynchronous
-async def test_what_a_method_raised_names_rank_type_and_message():
+async def test_call_workers_error_on_rank_names_rank_type_and_message():
     async with attached() as setup:
         task = await begin(setup)
         await answer(setup, failure=failed(KeyError("w")), rank=2)
@@ -74,7 +74,7 @@ async def test_what_a_method_raised_names_rank_type_and_message():
 
 
 @asynchronous
-async def test_other_failures_are_told_as_what_they_are():
+async def test_call_workers_other_failures_keep_their_kind():
     async with attached() as setup:
         for error, kind, message in (
             (InvalidRequest("no such method"), InvalidRequest, "^no such method$"),
@@ -92,7 +92,7 @@ async def test_other_failures_are_told_as_what_they_are():
 
 
 @asynchronous
-async def test_an_engine_that_ends_fails_its_calls_with_the_cause():
+async def test_call_workers_engine_exit_fails_calls_with_cause():
     async with attached() as setup:
         tasks = [await begin(setup), await begin(setup)]
         await setup.engine.leave("killed by SIGKILL")
@@ -104,7 +104,7 @@ async def test_an_engine_that_ends_fails_its_calls_with_the_cause():
 
 
 @asynchronous
-async def test_closing_the_client_ends_its_calls():
+async def test_call_workers_closed_client_fails_calls():
     async with attached() as setup:
         task = await begin(setup)
         await setup.client.close()
@@ -116,18 +116,18 @@ async def test_closing_the_client_ends_its_calls():
 
 @pytest.fixture
 def hasty(monkeypatch):
-    """A client that does not wait for what the engine says about a timeout."""
+    """Let the client not wait for the engine's report of a timeout."""
     monkeypatch.setattr(collective_rpc, "REPORT_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("hasty")
 @asynchronous
-async def test_a_call_without_an_answer_says_what_it_waited_for():
+async def test_call_workers_without_reply_times_out():
     async with attached() as setup:
         with pytest.raises(DeadlineExceeded, match=r"`weigh` on the workers: no answer from .* within 0\.05 s"):
             await setup.client.call_workers("weigh", timeout=0.05)
-        setup.engine.read()
-        await answer(setup, values=[pack(1)])  # too late: nobody's
+        setup.engine.receive()
+        await answer(setup, values=[pack(1)])  # too late
         assert setup.client.num_in_flight == 0
         task = await begin(setup)
         await answer(setup, values=[pack(2)])
@@ -135,7 +135,7 @@ async def test_a_call_without_an_answer_says_what_it_waited_for():
 
 
 @asynchronous
-async def test_a_caller_that_is_cancelled_leaves_nothing_behind():
+async def test_call_workers_cancelled_caller_leaves_no_call():
     async with attached() as setup:
         task = await begin(setup)
         task.cancel()
@@ -147,7 +147,7 @@ async def test_a_caller_that_is_cancelled_leaves_nothing_behind():
 
 
 @asynchronous
-async def test_what_cannot_be_called_is_refused_before_it_is_sent():
+async def test_call_workers_invalid_call_is_not_sent():
     async with attached() as setup:
         call = setup.client.call_workers
         for work, message in (
@@ -161,15 +161,15 @@ async def test_what_cannot_be_called_is_refused_before_it_is_sent():
         ):
             with pytest.raises(InvalidRequest, match=message):
                 await work
-        assert setup.engine.read().calls == []
+        assert setup.engine.receive().calls == []
 
 
 @asynchronous
-async def test_a_client_that_is_stopping_or_has_no_engine_takes_no_calls():
+async def test_call_workers_stopping_or_without_engine_raises():
     setup = Setup()
     with pytest.raises(Unavailable, match="no engine is ready"):
         await setup.client.call_workers("weigh", timeout=None)
-    await setup.deliver(setup.engine.joined(), Stop(1.0))
+    await setup.deliver(setup.engine.joined_message(), Stop(1.0))
     with pytest.raises(Unavailable, match="stopping"):
         await setup.client.call_workers("weigh", timeout=None)
     await setup.client.close()
@@ -177,12 +177,12 @@ async def test_a_client_that_is_stopping_or_has_no_engine_takes_no_calls():
 
 
 @asynchronous
-async def test_every_engine_is_called_and_the_values_come_engine_by_engine():
+async def test_call_workers_several_engines_returns_results_by_engine():
     async with attached() as setup:
         engines = [await FakeEngine(setup, rank=rank).join() for rank in (2, 1)]
         task = await begin(setup)
         for engine in engines:
-            (call,) = engine.read().calls
+            (call,) = engine.receive().calls
             values = [pack([engine.id.rank, worker]) for worker in range(2)]
             await setup.deliver(WorkersReturned(call_id=call.call_id, values=values))
             assert not task.done()
@@ -191,7 +191,7 @@ async def test_every_engine_is_called_and_the_values_come_engine_by_engine():
 
 
 @asynchronous
-async def test_the_first_engine_that_fails_is_what_the_caller_hears_of():
+async def test_call_workers_first_failed_engine_fails_call():
     async with attached() as setup:
         other = await FakeEngine(setup, rank=1).join()
         task = await begin(setup)
@@ -199,12 +199,12 @@ async def test_the_first_engine_that_fails_is_what_the_caller_hears_of():
         with pytest.raises(EngineFailed, match="engine-1 ended: killed by SIGKILL"):
             await task
         assert setup.client.num_in_flight == 0
-        await answer(setup, values=[pack(1)])  # nobody's
+        await answer(setup, values=[pack(1)])  # of a call that has failed
         assert await answered(setup) == [3]
 
 
 async def answered(setup):
-    """What a call is told that the remaining engine answers."""
+    """Return the result of a call that the remaining engine replies to."""
     task = await begin(setup)
     await answer(setup, values=[pack(3)])
     return await task

@@ -1,4 +1,4 @@
-"""A client that no longer hears its supervisor ends."""
+"""A client that has lost its supervisor ends."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from eagleray.messages.lifecycle import Attach, ClientStarted, Knows, Unreachabl
 from eagleray.messages.sampling import SamplingParams
 
 
-class FakePulse:
-    """Falls silent when the test says so, from a thread of its own as a real one."""
+class FakeHeartbeat:
+    """Heartbeat whose other side falls silent when the test says so, reported from a thread as by the real one."""
 
-    started: ClassVar[list[FakePulse]] = []
+    started: ClassVar[list[FakeHeartbeat]] = []
 
-    def __init__(self, ticket, on_silent):
-        self.ticket = ticket
+    def __init__(self, handle, on_silent):
+        self.handle = handle
         self.is_closed = False
         self._on_silent = on_silent
 
     @classmethod
-    def start(cls, ticket, *, on_silent):
-        cls.started.append(cls(ticket, on_silent))
+    def start(cls, handle, *, on_silent):
+        cls.started.append(cls(handle, on_silent))
         return cls.started[-1]
 
     def close(self):
@@ -42,40 +42,40 @@ class FakePulse:
 
 
 @pytest.fixture(autouse=True)
-def pulses(monkeypatch):
-    monkeypatch.setattr(client, "HeartbeatSender", FakePulse)
+def heartbeats(monkeypatch):
+    monkeypatch.setattr(client, "HeartbeatSender", FakeHeartbeat)
     monkeypatch.setattr(client, "CONNECTION_POLL_SECONDS", 0.01)
-    FakePulse.started = []
+    FakeHeartbeat.started = []
 
 
 @asynchronous
-async def test_a_ticket_is_used_before_the_client_says_that_it_has_started():
+async def test_attach_with_heartbeat_handle_starts_heartbeat_first():
     setup = Setup()
-    await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined()], heartbeat=b"ticket"))
-    (pulse,) = FakePulse.started
-    assert pulse.ticket == b"ticket"
+    await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined_message()], heartbeat=b"handle"))
+    (heartbeat,) = FakeHeartbeat.started
+    assert heartbeat.handle == b"handle"
     assert setup.network.mail["supervisor"] == [Knows(CLIENT, setup.engine.id), ClientStarted(CLIENT)]
     await setup.client.close()
     await setup.running
-    assert pulse.is_closed
-    pulse.fall_silent()  # too late to matter
+    assert heartbeat.is_closed
+    heartbeat.fall_silent()  # after the client was closed
     await asyncio.sleep(0)
 
 
 @asynchronous
-async def test_who_has_no_ticket_has_no_pulse():
+async def test_attach_without_heartbeat_handle_starts_no_heartbeat():
     setup = Setup()
     await setup.deliver(Attach(CLIENT, "supervisor", []))
-    assert FakePulse.started == []
+    assert FakeHeartbeat.started == []
     await setup.client.close()
 
 
-def test_silence_ends_the_client(caplog):
+def test_silent_supervisor_ends_client(caplog):
     async def scenario():
         setup = Setup()
-        await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined()], heartbeat=b"ticket"))
+        await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined_message()], heartbeat=b"handle"))
         stream = setup.client.generate(Prompt(token_ids=[5, 6, 7]), SamplingParams())
-        FakePulse.started[0].fall_silent()
+        FakeHeartbeat.started[0].fall_silent()
         await setup.running
         with pytest.raises(EngineFailed, match="the supervisor was not heard of for 30 s"):
             await stream.result()
@@ -88,9 +88,9 @@ def test_silence_ends_the_client(caplog):
 
 
 @asynchronous
-async def test_an_engine_that_cannot_be_reached_is_told_to_the_supervisor():
+async def test_broken_connection_to_engine_is_reported_to_supervisor():
     setup = Setup()
-    await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined()]))
+    await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined_message()]))
     setup.network.mail["supervisor"].clear()
     setup.outbox.broken = [setup.engine.id]
     while not setup.network.mail["supervisor"]:
@@ -100,9 +100,9 @@ async def test_an_engine_that_cannot_be_reached_is_told_to_the_supervisor():
 
 
 @asynchronous
-async def test_a_client_that_cannot_reach_its_supervisor_ends():
+async def test_broken_connection_to_supervisor_ends_client():
     setup = Setup()
-    await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined()]))
+    await setup.deliver(Attach(CLIENT, "supervisor", [setup.engine.joined_message()]))
     stream = setup.client.generate(Prompt(token_ids=[5, 6, 7]), SamplingParams())
     setup.outbox.broken = [SUPERVISOR]
     await setup.running

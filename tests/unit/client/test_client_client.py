@@ -1,4 +1,4 @@
-"""The client with its engine's side played by the test."""
+"""The client, with the test in the role of its engines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from client_fakes import CLIENT, INFO, FakeEngine, Setup, asynchronous, attached, started
+from client_fakes import CLIENT, INFO, FakeEngine, Setup, asynchronous, attached, start_task
 from client_tokenizers import write_checkpoint
 
 from eagleray.client.client import Client
@@ -43,11 +43,11 @@ def report(engine, num_running=0):
     return EngineStats(engine=engine.id, num_running=num_running, **counts)
 
 
-# Its place in the fleet.
+# The client in the fleet.
 
 
 @asynchronous
-async def test_it_says_that_it_has_started_and_knows_who_is_there():
+async def test_attach_sends_knows_and_client_started():
     async with attached() as setup:
         assert setup.network.mail["supervisor"] == [Knows(CLIENT, setup.engine.id), ClientStarted(CLIENT)]
         assert setup.client.address == "client"
@@ -56,24 +56,24 @@ async def test_it_says_that_it_has_started_and_knows_who_is_there():
 
 
 @asynchronous
-async def test_waiting_for_an_engine():
+async def test_wait_until_ready_returns_when_engine_joins():
     setup = Setup()
     await setup.deliver(Attach(CLIENT, "supervisor", []))
     assert setup.client.engine_info is None
     with pytest.raises(DeadlineExceeded, match="no engine was ready"):
         await setup.client.wait_until_ready(0.01)
-    waiting = await started(setup.client.wait_until_ready(5))
+    waiting = await start_task(setup.client.wait_until_ready(5))
     await setup.deliver(Joined(ClientId("test", 1), "other client"))
     assert not waiting.done()
-    await setup.deliver(setup.engine.joined())
+    await setup.deliver(setup.engine.joined_message())
     assert await waiting == INFO
     await setup.client.close()
 
 
 @asynchronous
-async def test_an_engine_that_fails_while_it_starts_is_the_cause():
+async def test_wait_until_ready_failed_start_raises_its_cause():
     setup = Setup()
-    waiting = await started(setup.client.wait_until_ready(5))
+    waiting = await start_task(setup.client.wait_until_ready(5))
     await setup.deliver(Left(setup.engine.id, "no memory", returns=False))
     with pytest.raises(EngineFailed, match="engine-0 ended: no memory"):
         await waiting
@@ -81,13 +81,13 @@ async def test_an_engine_that_fails_while_it_starts_is_the_cause():
         setup.client.generate(PROMPT, PARAMS)
     successor = FakeEngine(setup)
     successor.id = EngineId("test", 0, incarnation=1)
-    await setup.deliver(successor.joined())
+    await setup.deliver(successor.joined_message())
     assert await setup.client.wait_until_ready(5) == INFO
     await setup.client.close()
 
 
 @asynchronous
-async def test_the_newest_stats_of_an_engine_that_is_there():
+async def test_stats_are_latest_of_joined_engines():
     async with attached() as setup:
         assert setup.client.stats == {}
         await setup.deliver(report(setup.engine, 1), report(setup.engine, 2))
@@ -98,7 +98,7 @@ async def test_the_newest_stats_of_an_engine_that_is_there():
 
 
 @asynchronous
-async def test_the_newest_load_of_the_experts_of_an_engine_that_is_there():
+async def test_expert_load_is_latest_of_joined_engines():
     def load(engine, count):
         return ExpertLoad(engine=engine.id, counts=np.full((1, 300), count))
 
@@ -117,36 +117,36 @@ async def test_the_newest_load_of_the_experts_of_an_engine_that_is_there():
 
 
 @asynchronous
-async def test_a_request_goes_to_the_engine_with_the_fewest():
+async def test_generate_two_engines_balances_requests():
     async with attached() as setup:
         other = FakeEngine(setup, rank=1)
-        await setup.deliver(other.joined())
+        await setup.deliver(other.joined_message())
         streams = [setup.client.generate(PROMPT, PARAMS) for _ in range(4)]
-        assert [len(engine.read().names) for engine in (setup.engine, other)] == [2, 2]
+        assert [len(engine.receive().request_ids) for engine in (setup.engine, other)] == [2, 2]
         assert setup.client.engines == {setup.engine.id: INFO, other.id: INFO}
         for stream in streams:
             stream.abort()
 
 
 @asynchronous
-async def test_requests_that_have_ended_are_no_load():
+async def test_generate_finished_requests_are_no_load():
     async with attached() as setup:
         other = await FakeEngine(setup, rank=1).join()
         streams = [setup.client.generate(PROMPT, SamplingParams(n=2)) for _ in range(4)]
-        setup.engine.read()
-        await setup.engine.say(*((number, {"token_ids": [9], "finish_reason": LENGTH}) for number in range(4)))
+        setup.engine.receive()
+        await setup.engine.send(*((number, {"token_ids": [9], "finish_reason": LENGTH}) for number in range(4)))
         assert setup.client.num_in_flight == 2
         for _ in range(4):
             setup.client.generate(PROMPT, PARAMS)
-        assert (len(setup.engine.read().names), len(other.read().names)) == (4 + 4, 4)
+        assert (len(setup.engine.receive().request_ids), len(other.receive().request_ids)) == (4 + 4, 4)
         for stream in streams:
             stream.abort()
         setup.client.generate(PROMPT, PARAMS)
-        assert len(other.read().names) == 4 + 1
+        assert len(other.receive().request_ids) == 4 + 1
 
 
 @asynchronous
-async def test_stopping_takes_in_nothing_new_and_lets_the_rest_finish():
+async def test_stop_refuses_new_requests_and_finishes_running_ones():
     async with attached() as setup:
         stream = setup.client.generate(PROMPT, PARAMS)
         await setup.deliver(Stop(12.5))
@@ -154,28 +154,28 @@ async def test_stopping_takes_in_nothing_new_and_lets_the_rest_finish():
         assert setup.client.grace == 12.5
         with pytest.raises(Unavailable, match="stopping"):
             setup.client.generate(PROMPT, PARAMS)
-        await setup.engine.say((0, {"token_ids": [9], "finish_reason": LENGTH}))
+        await setup.engine.send((0, {"token_ids": [9], "finish_reason": LENGTH}))
         assert (await stream.result()).finished
 
 
 @asynchronous
-async def test_closing_aborts_what_runs_and_ends_run():
+async def test_close_aborts_requests_and_ends_run():
     async with attached() as setup:
         stream = setup.client.generate(PROMPT, PARAMS)
         await setup.client.close()
         await setup.client.close()
         await setup.running
         assert (await stream.result()).outputs[0].finish_reason == "abort"
-        assert setup.engine.read().aborted == setup.engine.names
+        assert setup.engine.receive().aborted == setup.engine.request_ids
         assert setup.outbox.is_closed
         with pytest.raises(Unavailable):
             setup.client.generate(PROMPT, PARAMS)
 
 
 @asynchronous
-async def test_an_inbox_that_fails_fails_what_waits_for_it():
+async def test_run_with_failed_inbox_fails_requests():
     setup = Setup()
-    await setup.deliver(setup.engine.joined())
+    await setup.deliver(setup.engine.joined_message())
     stream = setup.client.generate(PROMPT, PARAMS)
     setup.inbox.close()
     with pytest.raises(ChannelClosed):
@@ -186,12 +186,12 @@ async def test_an_inbox_that_fails_fails_what_waits_for_it():
         await setup.client.wait_until_ready(5)
 
 
-def test_what_is_no_message_is_dropped(caplog):
+def test_run_invalid_message_is_dropped(caplog):
     async def scenario():
         async with attached() as setup:
             stream = setup.client.generate(PROMPT, PARAMS)
             setup.inbox.put_frames([b"junk"])
-            await setup.engine.say((0, {"token_ids": [9], "finish_reason": LENGTH}))
+            await setup.engine.send((0, {"token_ids": [9], "finish_reason": LENGTH}))
             assert (await stream.result()).outputs[0].token_ids == [9]
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
@@ -202,19 +202,19 @@ def test_what_is_no_message_is_dropped(caplog):
 
 
 @asynchronous
-async def test_deltas_as_they_come():
+async def test_stream_iteration_yields_output_as_it_arrives():
     async with attached() as setup:
         ids = setup.ids("hello world")
         stream = setup.client.generate(PROMPT, PARAMS, request_id="mine")
         assert (stream.request_id, stream.prompt_token_ids) == ("mine", [5, 6, 7])
         assert setup.client.num_in_flight == 1
         deltas = stream.__aiter__()
-        reading = await started(anext(deltas))
+        reading = await start_task(anext(deltas))
         assert not reading.done()
-        await setup.engine.say((0, {"token_ids": ids[:1]}))
+        await setup.engine.send((0, {"token_ids": ids[:1]}))
         first = await reading
-        await setup.engine.say((0, {"token_ids": ids[1:2]}))
-        await setup.engine.say((0, {"token_ids": ids[2:], "finish_reason": LENGTH}))
+        await setup.engine.send((0, {"token_ids": ids[1:2]}))
+        await setup.engine.send((0, {"token_ids": ids[2:], "finish_reason": LENGTH}))
         rest = [delta async for delta in deltas]
         assert len(rest) == 1
         assert first.outputs[0].text + rest[0].outputs[0].text == "hello world"
@@ -225,54 +225,54 @@ async def test_deltas_as_they_come():
 
 
 @asynchronous
-async def test_the_result_alone():
+async def test_stream_result_returns_whole_output():
     async with attached() as setup:
         stream = setup.client.generate(Prompt("hello"), SamplingParams(n=2))
-        waiting = await started(stream.result())
-        await setup.engine.say((0, {"token_ids": [9], "finish_reason": LENGTH}), (1, {"token_ids": [8]}))
+        waiting = await start_task(stream.result())
+        await setup.engine.send((0, {"token_ids": [9], "finish_reason": LENGTH}), (1, {"token_ids": [8]}))
         assert not waiting.done()
-        await setup.engine.say((1, {"token_ids": [7], "finish_reason": LENGTH}))
+        await setup.engine.send((1, {"token_ids": [7], "finish_reason": LENGTH}))
         output = await waiting
         assert (output.prompt, output.prompt_token_ids) == (
             "hello",
-            setup.engine.requests[setup.engine.names[0]].prompt_token_ids,
+            setup.engine.requests[setup.engine.request_ids[0]].prompt_token_ids,
         )
         assert [choice.token_ids for choice in output.outputs] == [[9], [8, 7]]
         assert setup.client.num_in_flight == 0
 
 
 @asynchronous
-async def test_a_stop_string_ends_the_request_here_and_there():
+async def test_stop_string_ends_request_in_client_and_engine():
     async with attached() as setup:
         ids = setup.ids("hello world")
         stream = setup.client.generate(PROMPT, SamplingParams(stop="lo w"))
-        await setup.engine.say((0, {"token_ids": ids}))
-        assert setup.engine.read().aborted == setup.engine.names
+        await setup.engine.send((0, {"token_ids": ids}))
+        assert setup.engine.receive().aborted == setup.engine.request_ids
         output = await stream.result()
         assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("hel", "stop")
-        # What the engine said before it knew is dropped.
-        await setup.engine.say((0, {"token_ids": ids}))
-        await setup.engine.say((0, {"finish_reason": FinishReason.ABORT}))
+        # Chunks that the engine sent before it received the abort are dropped.
+        await setup.engine.send((0, {"token_ids": ids}))
+        await setup.engine.send((0, {"finish_reason": FinishReason.ABORT}))
         assert await stream.result() == output
 
 
 @asynchronous
-async def test_an_engine_that_ends_with_the_stop_string_need_not_be_told():
+async def test_stop_string_in_last_chunk_sends_no_abort():
     async with attached() as setup:
         stream = setup.client.generate(PROMPT, SamplingParams(stop="lo w"))
-        await setup.engine.say((0, {"token_ids": setup.ids("hello world"), "finish_reason": LENGTH}))
+        await setup.engine.send((0, {"token_ids": setup.ids("hello world"), "finish_reason": LENGTH}))
         assert (await stream.result()).outputs[0].finish_reason == "stop"
-        assert setup.engine.read().aborted == []
+        assert setup.engine.receive().aborted == []
 
 
 @asynchronous
-async def test_an_abort_keeps_what_came_and_tells_the_engine_once():
+async def test_abort_keeps_output_and_is_sent_once():
     async with attached() as setup:
         stream = setup.client.generate(PROMPT, SamplingParams(n=2))
-        await setup.engine.say((0, {"token_ids": [9], "finish_reason": LENGTH}), (1, {"token_ids": [8]}))
+        await setup.engine.send((0, {"token_ids": [9], "finish_reason": LENGTH}), (1, {"token_ids": [8]}))
         stream.abort()
         stream.abort()
-        assert setup.engine.read().aborted == [setup.engine.names[1]]
+        assert setup.engine.receive().aborted == [setup.engine.request_ids[1]]
         output = await stream.result()
         assert [choice.finish_reason for choice in output.outputs] == ["length", "abort"]
         assert [choice.token_ids for choice in output.outputs] == [[9], [8]]
@@ -280,32 +280,32 @@ async def test_an_abort_keeps_what_came_and_tells_the_engine_once():
 
 
 @asynchronous
-async def test_a_reader_learns_of_an_abort():
+async def test_abort_ends_iteration_with_finish_reason():
     async with attached() as setup:
         stream = setup.client.generate(PROMPT, PARAMS)
-        reading = await started(anext(stream.__aiter__()))
+        reading = await start_task(anext(stream.__aiter__()))
         stream.abort()
         delta = await reading
         assert (delta.finished, delta.outputs[0].finish_reason) == (True, "abort")
 
 
 @asynchronous
-async def test_an_id_may_be_used_again_at_once_after_an_abort():
+async def test_request_id_after_abort_can_be_reused():
     async with attached() as setup:
         setup.client.generate(PROMPT, PARAMS, request_id="x").abort()
         stream = setup.client.generate(PROMPT, PARAMS, request_id="x")
-        await setup.engine.say((0, {"token_ids": [1], "finish_reason": FinishReason.ABORT}))
-        await setup.engine.say((1, {"token_ids": [9], "finish_reason": LENGTH}))
+        await setup.engine.send((0, {"token_ids": [1], "finish_reason": FinishReason.ABORT}))
+        await setup.engine.send((1, {"token_ids": [9], "finish_reason": LENGTH}))
         assert (await stream.result()).outputs[0].token_ids == [9]
 
 
 @asynchronous
-async def test_an_iteration_that_is_left_aborts():
+async def test_stream_left_early_aborts():
     async with attached() as setup:
         closed = setup.client.generate(PROMPT, PARAMS).__aiter__()
         broken = setup.client.generate(PROMPT, PARAMS)
         block = setup.client.generate(PROMPT, PARAMS)
-        await setup.engine.say(*((number, {"token_ids": [9]}) for number in range(3)))
+        await setup.engine.send(*((number, {"token_ids": [9]}) for number in range(3)))
         await anext(closed)
         await closed.aclose()
         async for _ in broken:
@@ -316,47 +316,47 @@ async def test_an_iteration_that_is_left_aborts():
                 raise ZeroDivisionError
         await asyncio.sleep(0)
         assert setup.client.num_in_flight == 0
-        assert sorted(setup.engine.read().aborted) == sorted(setup.engine.names)
+        assert sorted(setup.engine.receive().aborted) == sorted(setup.engine.request_ids)
 
 
 @pytest.mark.parametrize("way", ["result", "deltas"])
-def test_a_task_that_is_cancelled_aborts(way):
+def test_stream_cancelled_task_aborts(way):
     async def scenario():
         async with attached() as setup:
             stream = setup.client.generate(PROMPT, PARAMS)
-            task = await started(stream.result() if way == "result" else anext(stream.__aiter__()))
+            task = await start_task(stream.result() if way == "result" else anext(stream.__aiter__()))
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             assert task.cancelled()
-            assert setup.engine.read().aborted == setup.engine.names
+            assert setup.engine.receive().aborted == setup.engine.request_ids
             assert setup.client.num_in_flight == 0
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
 
 
 @asynchronous
-async def test_a_request_that_fails_fails_alone():
+async def test_request_with_engine_error_fails_alone():
     async with attached() as setup:
         failing = setup.client.generate(PROMPT, SamplingParams(n=3))
         other = setup.client.generate(PROMPT, PARAMS)
         deltas = failing.__aiter__()
-        await setup.engine.say((0, {"token_ids": [9]}))
-        await setup.engine.say((1, {"finish_reason": FinishReason.ERROR, "error": "not a number"}))
+        await setup.engine.send((0, {"token_ids": [9]}))
+        await setup.engine.send((1, {"finish_reason": FinishReason.ERROR, "error": "not a number"}))
         assert (await anext(deltas)).outputs[0].token_ids == [9]
         with pytest.raises(RequestFailed, match="not a number"):
             await anext(deltas)
         with pytest.raises(RequestFailed, match="not a number"):
             await failing.result()
-        assert sorted(setup.engine.read().aborted) == [setup.engine.names[0], setup.engine.names[2]]
-        await setup.engine.say((3, {"token_ids": [9], "finish_reason": LENGTH}))
+        assert sorted(setup.engine.receive().aborted) == [setup.engine.request_ids[0], setup.engine.request_ids[2]]
+        await setup.engine.send((3, {"token_ids": [9], "finish_reason": LENGTH}))
         assert (await other.result()).finished
 
 
 @asynchronous
-async def test_the_last_engine_that_leaves_fails_its_requests_with_the_cause():
+async def test_last_engine_left_fails_requests_with_cause():
     async with attached() as setup:
         reader, waiter = (setup.client.generate(PROMPT, PARAMS) for _ in range(2))
-        reading, waiting = await started(anext(reader.__aiter__())), await started(waiter.result())
+        reading, waiting = await start_task(anext(reader.__aiter__())), await start_task(waiter.result())
         await setup.engine.leave(returns=False)
         for task in (reading, waiting):
             with pytest.raises(EngineFailed, match="engine-0 ended: killed by SIGKILL"):
@@ -369,7 +369,7 @@ async def test_the_last_engine_that_leaves_fails_its_requests_with_the_cause():
 
 
 @asynchronous
-async def test_mistakes_are_told_at_once_and_leave_nothing_behind():
+async def test_generate_invalid_request_raises_and_is_not_in_flight():
     async with attached() as setup:
         setup.client.generate(PROMPT, PARAMS, request_id="x")
         for options in ({"request_id": "x"}, {"request_id": 5}, {"priority": "high"}, {"cache_salt": None}):
@@ -381,7 +381,7 @@ async def test_mistakes_are_told_at_once_and_leave_nothing_behind():
         with pytest.raises(InvalidRequest, match="empty"):
             setup.client.generate(Prompt(""), PARAMS)
         assert setup.client.num_in_flight == 1
-        assert len(setup.engine.read().names) == 1
+        assert len(setup.engine.receive().request_ids) == 1
 
 
 def seeds_of(*, seed, params=PARAMS):
@@ -389,20 +389,20 @@ def seeds_of(*, seed, params=PARAMS):
         async with attached(seed=seed) as setup:
             for _ in range(3):
                 setup.client.generate(PROMPT, params)
-            setup.engine.read()
+            setup.engine.receive()
             return [request.sampling.seed for request in setup.engine.requests.values()]
 
     return asyncio.run(scenario())
 
 
-def test_a_request_without_a_seed_is_given_one():
+def test_generate_without_seed_draws_one():
     assert len({*seeds_of(seed=None), *seeds_of(seed=None)}) == 6
     assert seeds_of(seed=5) == seeds_of(seed=5)
     assert len({*seeds_of(seed=5), *seeds_of(seed=6)}) == 6
     assert seeds_of(seed=5, params=SamplingParams(seed=-3)) == [-3, -3, -3]
 
 
-# How it is made.
+# Creation.
 
 
 def made_from(directory, **options):
@@ -417,7 +417,7 @@ def made_from(directory, **options):
     return asyncio.run(scenario())
 
 
-def test_it_reads_the_tokenizer_of_the_model(tmp_path):
+def test_create_reads_tokenizer_of_model(tmp_path):
     directory = write_checkpoint(tmp_path / "model", generation_config={"eos_token_id": 7})
     client = made_from(directory)
     assert (
@@ -427,7 +427,7 @@ def test_it_reads_the_tokenizer_of_the_model(tmp_path):
     assert client.tokenizer.eos_token_ids == (7,)
 
 
-def test_the_tokenizer_may_be_elsewhere_with_a_template_of_its_own(tmp_path):
+def test_create_with_tokenizer_and_template_elsewhere_reads_them(tmp_path):
     write_checkpoint(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
@@ -440,10 +440,10 @@ def test_the_tokenizer_may_be_elsewhere_with_a_template_of_its_own(tmp_path):
 
 
 @asynchronous
-async def test_without_a_tokenizer_there_are_tokens_but_no_texts():
+async def test_generate_without_tokenizer_returns_tokens_without_text():
     async with attached(kind=None) as setup:
         stream = setup.client.generate(PROMPT, SamplingParams(logprobs=0))
-        await setup.engine.say((0, {"token_ids": [9], "finish_reason": LENGTH}))
+        await setup.engine.send((0, {"token_ids": [9], "finish_reason": LENGTH}))
         output = (await stream.result()).outputs[0]
         assert (output.text, output.token_ids) == ("", [9])
         with pytest.raises(InvalidRequest, match="skip_tokenizer_init"):
@@ -451,7 +451,7 @@ async def test_without_a_tokenizer_there_are_tokens_but_no_texts():
 
 
 @asynchronous
-async def test_what_cannot_be_sent_is_not_in_flight():
+async def test_generate_when_send_fails_is_not_in_flight():
     async with attached() as setup:
         setup.outbox.refuses = True
         with pytest.raises(TypeError):

@@ -1,4 +1,4 @@
-"""Which engine a request goes to."""
+"""The choice of an engine for a request."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def stats(rank, num_running, *, num_waiting=0, num_free=1000):
     )
 
 
-def send(router, token_ids, **wishes):
-    """The rank of the engine that the request went to, and the match of its prompt."""
-    decision = router.choose(token_ids, **wishes)
+def send(router, token_ids, **constraints):
+    """Send a request, and return the rank of its engine and the match of its prompt."""
+    decision = router.choose(token_ids, **constraints)
     return decision.engine.rank, router.record_sent(decision)
 
 
@@ -58,7 +58,7 @@ def fresh_prompt(rng, length=12):
 # Named engines.
 
 
-def test_a_rank_is_taken_at_its_word():
+def test_choose_with_rank_returns_its_engine():
     router = router_of(3)
     assert [send(router, PROMPT, rank=rank)[0] for rank in (2, 2, 0, 1)] == [2, 2, 0, 1]
     assert send(router, PROMPT, rank=2, session="s")[0] == 2
@@ -68,18 +68,18 @@ def test_a_rank_is_taken_at_its_word():
     assert router.choose(PROMPT, rank=1).engine == engine(1, 1)
 
 
-@pytest.mark.parametrize(("gone", "named"), [((), "0-5"), ((1,), "0, 2-5"), ((0, 2, 4), "1, 3, 5")])
-def test_an_unknown_rank_is_refused_with_those_that_there_are(gone, named):
+@pytest.mark.parametrize(("given_up", "expected_ranks"), [((), "0-5"), ((1,), "0, 2-5"), ((0, 2, 4), "1, 3, 5")])
+def test_choose_unknown_rank_raises_with_known_ranks(given_up, expected_ranks):
     router = router_of(6)
-    for rank in gone:
+    for rank in given_up:
         router.remove_engine(engine(rank), cause="given up", returns=False)
     with pytest.raises(InvalidRequest) as raised:
         router.choose(PROMPT, rank=6)
-    assert str(raised.value) == f"there is no data-parallel rank 6: the ranks of this deployment are {named}"
+    assert str(raised.value) == f"there is no data-parallel rank 6: the ranks of this deployment are {expected_ranks}"
     assert raised.value.param == "X-data-parallel-rank"
 
 
-def test_a_session_belongs_to_the_same_rank_for_everybody():
+def test_choose_with_session_is_same_for_all_clients():
     routers = [router_of(8, seed=seed) for seed in range(3)]
     for number in range(50):
         session = f"session {number}"
@@ -87,7 +87,7 @@ def test_a_session_belongs_to_the_same_rank_for_everybody():
 
 
 @given(session=st.text(max_size=8), ranks=st.sets(st.integers(0, 100), min_size=2), data=st.data())
-def test_only_the_sessions_of_a_rank_that_is_away_move(session, ranks, data):
+def test_rendezvous_hash_without_rank_moves_only_its_sessions(session, ranks, data):
     home = rendezvous_hash(session, ranks)
     away = data.draw(st.sampled_from(sorted(ranks)))
     assert home in ranks
@@ -96,12 +96,12 @@ def test_only_the_sessions_of_a_rank_that_is_away_move(session, ranks, data):
         assert rendezvous_hash(session, ranks - {away}) == home
 
 
-def test_sessions_are_spread():
+def test_rendezvous_hash_spreads_sessions():
     counts = Counter(rendezvous_hash(f"user {number}", range(8)) for number in range(4000))
     assert min(counts.values()) > 400 and max(counts.values()) < 600
 
 
-def test_a_session_goes_home_when_its_engine_is_back():
+def test_choose_session_returns_with_its_engine():
     router = router_of(4)
     home, _ = send(router, PROMPT, session="s")
     router.remove_engine(engine(home), cause="killed", returns=True)
@@ -111,7 +111,7 @@ def test_a_session_goes_home_when_its_engine_is_back():
     assert send(router, PROMPT, session="s")[0] == home
 
 
-def test_nowhere_to_go():
+def test_choose_without_engines_returns_none():
     router = Router(rng=random.Random(0))
     assert router.choose(PROMPT) is None
     assert router.choose(PROMPT, session="s") is None
@@ -122,7 +122,7 @@ def test_nowhere_to_go():
 # Prefixes.
 
 
-def test_a_prompt_goes_where_its_beginning_is():
+def test_choose_known_prefix_returns_its_engine():
     router = router_of(8)
     rng = random.Random(3)
     homes = {}
@@ -134,7 +134,7 @@ def test_a_prompt_goes_where_its_beginning_is():
         assert send(router, longer)[0] == home
 
 
-def test_the_longest_beginning_wins():
+def test_choose_longest_prefix_wins():
     router = router_of(2)
     rng = random.Random(3)
     system = fresh_prompt(rng, 20)
@@ -144,7 +144,7 @@ def test_the_longest_beginning_wins():
     assert send(router, [*chat, 1])[0] == 1
 
 
-def test_salts_do_not_share():
+def test_choose_other_cache_salt_matches_no_prefix():
     router = router_of(2)
     send(router, PROMPT, rank=0, cache_salt="a")
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_salts_do_not_share():
     assert send(router, PROMPT, cache_salt="b")[0] == 1
 
 
-def test_a_cache_is_not_worth_an_overload():
+def test_choose_overloaded_prefix_holder_is_avoided():
     router = router_of(2)
     send(router, PROMPT, rank=0)
     router.record_stats(stats(0, 3))  # ours and two of others
@@ -169,12 +169,12 @@ def test_a_cache_is_not_worth_an_overload():
     assert send(router, PROMPT)[0] == 1
 
 
-def test_without_prefix_caching_only_the_load_counts():
+def test_choose_without_prefix_matching_balances_load():
     router = router_of(2, match_prefixes=False)
     assert sorted(send(router, PROMPT)[0] for _ in range(4)) == [0, 0, 1, 1]
 
 
-def test_an_engine_that_left_has_nothing_in_its_cache():
+def test_remove_engine_forgets_its_prefixes():
     router = router_of(2)
     send(router, PROMPT, rank=0)
     router.remove_engine(engine(0), cause="killed", returns=True)
@@ -183,24 +183,24 @@ def test_an_engine_that_left_has_nothing_in_its_cache():
     assert send(router, PROMPT)[0] == 1
 
 
-def test_what_an_engine_did_not_find_is_not_expected_again():
+def test_record_started_missing_blocks_are_forgotten():
     router = router_of(2)
     _, first = send(router, PROMPT, rank=0)
     router.record_started(engine(0), first, 0)
     _, other = send(router, [*range(100, 130)], rank=0)
     router.record_started(engine(0), other, 0)
     _, again = send(router, [*range(100, 130)], rank=0)
-    router.record_started(engine(0), again, 4)  # of 28: it has thrown away the rest, and PROMPT, which is older
+    router.record_started(engine(0), again, 4)  # of 28: it has evicted the rest, and PROMPT, which is older
     router.record_finished(engine(0), 3)
     send(router, [1], rank=0)
     assert send(router, PROMPT)[0] == 1
-    router.record_started(engine(7), again, None)  # gone meanwhile: fine
+    router.record_started(engine(7), again, None)  # an engine that has left is ignored
 
 
 # Load.
 
 
-def test_load_is_ours_now_and_that_of_others_then():
+def test_num_requests_adds_reported_load_of_other_clients():
     router = router_of(2)
     sendings = [send(router, PROMPT, rank=0) for _ in range(3)]
     assert (router.num_requests(engine(0)), router.num_requests(engine(1))) == (3, 0)
@@ -211,12 +211,12 @@ def test_load_is_ours_now_and_that_of_others_then():
     assert router.num_requests(engine(0)) == 7
     router.record_stats(stats(0, 0))
     assert router.num_requests(engine(0)) == 0
-    router.record_stats(stats(9, 5))  # of one that is not here
+    router.record_stats(stats(9, 5))  # of an engine that has not joined
     assert 9 not in {member.rank for member in router.known_engines.stats}
     router.record_finished(engine(9))
 
 
-def test_of_equal_loads_the_emptier_cache():
+def test_choose_equal_loads_prefers_emptier_cache():
     router = router_of(2)
     router.record_stats(stats(0, 0, num_free=100))
     router.record_stats(stats(1, 0, num_free=900))
@@ -225,7 +225,7 @@ def test_of_equal_loads_the_emptier_cache():
 
 @settings(max_examples=60, deadline=None)
 @given(loads=st.lists(st.integers(0, 30), min_size=2, max_size=6), seed=st.integers(0, 1000))
-def test_the_most_loaded_one_is_never_chosen(loads, seed):
+def test_choose_never_returns_most_loaded_engine(loads, seed):
     router = router_of(len(loads), seed=seed)
     for rank, load in enumerate(loads):
         router.record_stats(stats(rank, load))
@@ -234,8 +234,8 @@ def test_the_most_loaded_one_is_never_chosen(loads, seed):
 
 
 def fill(num_engines, num_each, *, num_clients, system):
-    """Requests of several clients, which know of each other only by what engines report now and then. What each engine
-    has in the end."""
+    """Send requests of several clients, which see each other only in the engines' reports, and return the number of
+    requests on each engine."""
     rng = random.Random(7)
     routers = [router_of(num_engines, seed=seed) for seed in range(num_clients)]
     filled = Counter()
@@ -250,13 +250,13 @@ def fill(num_engines, num_each, *, num_clients, system):
 
 
 @pytest.mark.parametrize("num_clients", [1, 4, 8])
-def test_a_fleet_of_64_fills_evenly(num_clients):
+def test_choose_many_clients_fill_64_engines_evenly(num_clients):
     filled = fill(64, 100, num_clients=num_clients, system=[])
     assert min(filled) >= 90 and max(filled) <= 110
 
 
 @pytest.mark.parametrize("num_clients", [1, 4, 8])
-def test_a_beginning_that_all_share_does_not_keep_engines_idle(num_clients):
+def test_choose_common_prefix_leaves_no_engine_idle(num_clients):
     filled = fill(64, 100, num_clients=num_clients, system=PROMPT)
     assert max(filled) <= 1.5 * min(filled)
 
@@ -267,7 +267,7 @@ def test_a_beginning_that_all_share_does_not_keep_engines_idle(num_clients):
     events=st.lists(st.tuples(st.sampled_from(["send", "end", "leave", "join", "report"]), st.integers(0, 4))),
     seed=st.integers(0, 99),
 )
-def test_the_books_are_right_whatever_happens(num_engines, events, seed):
+def test_num_requests_any_order_of_events_is_exact(num_engines, events, seed):
     router = router_of(num_engines, seed=seed)
     here = dict.fromkeys(range(num_engines), 0)
     incarnations = Counter()

@@ -1,4 +1,4 @@
-"""How often a request may lose its engine, and which of those that lost it is charged."""
+"""The number of engines that a request may lose, and the exits that are charged to it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def sent_and_lost(request, *, is_started, has_token=False):
 
 
 @pytest.mark.parametrize(("limit", "suspects"), [(0, 0), (1, 1), (2, 1), (3, 2), (5, 4)])
-def test_deaths_request_always_started_fails_after_its_limit(limit, suspects):
+def test_restarts_always_started_request_fails_after_limit(limit, suspects):
     request = make_request(max_restarts=limit)
     sendings = [sent_and_lost(request, is_started=True) for _ in range(limit + 1)]
     assert [failure is not None for _, failure in sendings] == [False] * limit + [True]
     assert [is_suspect for is_suspect, _ in sendings].count(True) == suspects
 
 
-def test_deaths_after_the_first_are_charged_only_if_the_request_was_started():
+def test_restarts_later_exit_charges_only_started_request():
     request = make_request(max_restarts=3)
     assert not request.next_messages()[0].announce_start
     assert sent_and_lost(request, is_started=False) == (False, None)
@@ -42,7 +42,7 @@ def test_deaths_after_the_first_are_charged_only_if_the_request_was_started():
     assert str(failure) == "killed; 4 engines have ended with this request in flight, and `max_request_restarts` is 3"
 
 
-def test_deaths_a_token_clears_the_count():
+def test_restarts_token_clears_count():
     request = make_request(max_restarts=3)
     assert sent_and_lost(request, is_started=True) == (False, None)
     for _ in range(4):
@@ -51,7 +51,7 @@ def test_deaths_a_token_clears_the_count():
         assert not request.is_suspect
 
 
-def test_deaths_request_that_brings_tokens_and_still_loses_every_engine_fails_in_the_end():
+def test_restarts_token_before_every_exit_fails_after_larger_limit():
     request = make_request(max_restarts=3)
     sendings = [sent_and_lost(request, is_started=True, has_token=True) for _ in range(3 * PROGRESS_FACTOR + 1)]
     assert [is_suspect for is_suspect, _ in sendings] == [False] * 20 + [True] * 11
@@ -63,8 +63,8 @@ LIVES = st.lists(st.sampled_from(["waited", "started", "token"]), max_size=80)
 
 
 @given(limit=st.integers(0, 4), before=LIVES)
-def test_deaths_a_request_that_kills_every_engine_fails_whatever_came_before(limit, before):
-    """And one that never starts again after its first death never does."""
+def test_restarts_request_that_kills_every_engine_fails_after_any_history(limit, before):
+    """A request that is never started again after its first exit never fails."""
     request = make_request(max_restarts=limit)
     for life in before:
         if sent_and_lost(request, is_started=life != "waited", has_token=life == "token")[1] is not None:

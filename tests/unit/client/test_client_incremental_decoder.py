@@ -1,4 +1,4 @@
-"""Text piece by piece equals the text of the whole, for any tokens cut in any way."""
+"""Decoded pieces join to the decoded whole, for any tokens cut in any way."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ CHARACTERS = st.one_of(st.sampled_from("aé京😀👍🏽\u0301\u200d� ▁\n'
 
 
 def cuts(draw, items):
-    """The items in consecutive parts, some of them empty."""
+    """Cut the items into consecutive parts, some of them empty."""
     places = sorted(draw(st.lists(st.integers(0, len(items)), max_size=8)))
     return [items[start:end] for start, end in zip([0, *places], [*places, len(items)], strict=True)]
 
 
 def some_tokens(draw, tokenizer):
-    """Tokens of a text, any tokens, single bytes, and ids that are no token."""
+    """Draw tokens of a text, any tokens, single bytes, and ids that are no token."""
     texts = st.one_of(st.sampled_from(TEXTS), st.text(CHARACTERS, max_size=12))
     of_text = texts.map(lambda text: tokenizer.encode(text, add_special_tokens=False))
     of_anything = st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=5)
@@ -34,21 +34,21 @@ def some_tokens(draw, tokenizer):
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
-def test_the_pieces_are_the_whole(kind, skip_special_tokens, data):
+def test_decoder_pieces_join_to_whole_text(kind, skip_special_tokens, data):
     tokenizer = TOKENIZERS[kind]
     token_ids = some_tokens(data.draw, tokenizer)
-    source = new_decoder(tokenizer, skip_special_tokens=skip_special_tokens)
+    decoder = new_decoder(tokenizer, skip_special_tokens=skip_special_tokens)
     seen = 0
     text = ""
     whole = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
     for part in cuts(data.draw, token_ids):
-        text += source.push(part)
+        text += decoder.push(part)
         seen += len(part)
-        # What was given out is final, and what is pending is what would come if this were the end.
+        # Released text is final, and pending text is the rest if this were the end.
         assert whole.startswith(text)
         now = tokenizer.decode(token_ids[:seen], skip_special_tokens=skip_special_tokens)
-        assert source.pending() in ("", now[len(text) :])
-    text += source.flush()
+        assert decoder.pending() in ("", now[len(text) :])
+    text += decoder.flush()
     assert text == whole
 
 
@@ -56,36 +56,36 @@ def test_the_pieces_are_the_whole(kind, skip_special_tokens, data):
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(CHARACTERS, max_size=30))
 @example(text="a👨‍👩‍👧b")
-def test_no_part_of_a_character_is_ever_seen(kind, text):
+def test_decoder_never_releases_part_of_character(kind, text):
     tokenizer = TOKENIZERS[kind]
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    source = new_decoder(tokenizer, skip_special_tokens=True)
-    pieces = [source.push([token_id]) for token_id in token_ids]
+    decoder = new_decoder(tokenizer, skip_special_tokens=True)
+    pieces = [decoder.push([token_id]) for token_id in token_ids]
     whole = tokenizer.decode(token_ids, skip_special_tokens=True)
     assert "".join(pieces).count("\ufffd") <= whole.count("\ufffd")
     assert whole.startswith("".join(pieces))
 
 
-def test_ordinary_text_comes_with_its_token():
+def test_decoder_releases_plain_text_with_its_token():
     for kind, tokenizer in TOKENIZERS.items():
         token_ids = tokenizer.encode("the dog he is", add_special_tokens=False)
-        source = new_decoder(tokenizer, skip_special_tokens=True)
-        pieces = [source.push([token_id]) for token_id in token_ids]
+        decoder = new_decoder(tokenizer, skip_special_tokens=True)
+        pieces = [decoder.push([token_id]) for token_id in token_ids]
         assert all(pieces[1:]), kind
 
 
-def test_a_character_of_several_tokens_comes_with_the_last():
+def test_decoder_releases_character_with_its_last_token():
     tokenizer = TOKENIZERS["byte_level"]
     token_ids = [tokenizer.encode("a", add_special_tokens=False)[0]]
     token_ids += [
         token_id for byte in "€".encode() for token_id in range(256) if tokenizer.token_bytes(token_id) == bytes([byte])
     ]
-    source = new_decoder(tokenizer, skip_special_tokens=True)
-    assert [source.push([token_id]) for token_id in token_ids] == ["a", "", "", "€"]
+    decoder = new_decoder(tokenizer, skip_special_tokens=True)
+    assert [decoder.push([token_id]) for token_id in token_ids] == ["a", "", "", "€"]
 
 
-def test_bytes_that_can_be_no_character_are_not_waited_for():
+def test_decoder_releases_invalid_bytes_at_once():
     tokenizer = TOKENIZERS["byte_level"]
     invalid = next(token_id for token_id in range(256) if tokenizer.token_bytes(token_id) == b"\xff")
-    source = new_decoder(tokenizer, skip_special_tokens=True)
-    assert source.push([invalid]) == "\ufffd"
+    decoder = new_decoder(tokenizer, skip_special_tokens=True)
+    assert decoder.push([invalid]) == "\ufffd"

@@ -1,4 +1,4 @@
-"""Engines end and come back; requests go on, and their readers get what an undisturbed run would have given them."""
+"""Engines exit and come back; requests continue, and their readers get the output of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import logging
 
 import numpy as np
 import pytest
-from client_engines import POISON, SPEECH, ComputingEngine, routed_rows, spoken
-from client_fakes import INFO, FakeEngine, asynchronous, attached, started
+from client_engines import OUTPUT_TOKENS, POISON, ComputingEngine, routed_rows, token_at
+from client_fakes import INFO, FakeEngine, asynchronous, attached, start_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,25 +42,25 @@ class Observer:
 
 
 class Fleet:
-    """Engines that compute, by rank. Those that are gone may still say what is too late."""
+    """Computing engines by rank. Engines that have exited may still send chunks, too late."""
 
     def __init__(self, setup):
         self.setup = setup
         self.engines = {}
-        self.gone = []
+        self.exited = []
 
     async def join(self, rank):
-        incarnation = sum(engine.id.rank == rank for engine in self.gone)
+        incarnation = sum(engine.id.rank == rank for engine in self.exited)
         self.engines[rank] = await ComputingEngine(self.setup, rank, incarnation).join()
         return self.engines[rank]
 
     async def kill(self, rank, *, returns=True):
         engine = self.engines.pop(rank)
-        self.gone.append(engine)
-        await engine.leave(f"killed {len(self.gone)}", returns)
+        self.exited.append(engine)
+        await engine.leave(f"killed {len(self.exited)}", returns)
 
     async def finish(self, rank=0):
-        """Let everything end."""
+        """Run the engines until every request has finished."""
         while self.setup.client.num_in_flight:
             if not self.engines:
                 await self.join(rank)
@@ -71,7 +71,7 @@ class Fleet:
 
 @contextlib.asynccontextmanager
 async def fleet_of(num_engines, **options):
-    """A client with as many engines that compute."""
+    """Yield a setup with `num_engines` computing engines."""
     async with attached(**options) as setup:
         await setup.engine.leave("it cannot compute", returns=False)
         fleet = Fleet(setup)
@@ -80,20 +80,20 @@ async def fleet_of(num_engines, **options):
         yield setup, fleet
 
 
-async def disturbed(prompt, params, *deaths):
-    """The output, and the deltas joined, of a request whose engine dies after these numbers of steps."""
-    async with fleet_of(2, max_request_restarts=len(deaths)) as (setup, fleet):
+async def run_with_exits(prompt, params, *exits):
+    """Return the output and the deltas of a request whose engines exit after these numbers of steps."""
+    async with fleet_of(2, max_request_restarts=len(exits)) as (setup, fleet):
         stream = setup.client.generate(prompt, params, request_id="x")
         deltas = []
-        reading = await started(collect(stream, deltas))
-        for steps in deaths:
+        reading = await start_task(collect(stream, deltas))
+        for steps in exits:
             busy = [rank for rank, engine in fleet.engines.items() if engine.has_work]
-            if not busy:  # it has ended before
+            if not busy:  # the request has finished before
                 break
             (rank,) = busy
             await fleet.engines[rank].step(steps)
             await fleet.kill(rank)
-            await fleet.gone[-1].step(2)  # too late
+            await fleet.exited[-1].step(2)  # too late
             if not fleet.engines:
                 await fleet.join(rank)
         await fleet.finish()
@@ -107,17 +107,17 @@ async def collect(stream, deltas):
 
 
 def joined(deltas, index):
-    """What a reader of the deltas has of a completion."""
+    """Return a completion as a reader of the deltas gets it."""
     parts = [output for delta in deltas for output in delta.outputs if output.index == index]
     text, token_ids = "".join(part.text for part in parts), [token for part in parts for token in part.token_ids]
     logprobs = [entry for part in parts for entry in part.logprobs or []]
     return text, token_ids, logprobs, parts[-1].finish_reason, parts[-1].stop_reason
 
 
-def check_equal(prompt, params, *deaths):
+def check_equal(prompt, params, *exits):
     async def scenario():
-        expected, _ = await disturbed(prompt, params)
-        output, deltas = await disturbed(prompt, params, *deaths)
+        expected, _ = await run_with_exits(prompt, params)
+        output, deltas = await run_with_exits(prompt, params, *exits)
         output.num_cached_tokens = expected.num_cached_tokens
         assert output == expected
         for completion in expected.outputs:
@@ -136,65 +136,65 @@ def check_equal(prompt, params, *deaths):
     return asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
-# What a reader gets.
+# Output over restarts.
 
 
-@pytest.mark.parametrize("deaths", [(0,), (1,), (3,), (2, 4), (9, 5), (0, 0, 12, 3)])
-def test_tokens_and_text_are_those_of_an_undisturbed_run(deaths):
-    expected = check_equal(PROMPT, SamplingParams(seed=3, max_tokens=30), *deaths)
-    assert expected.outputs[0].token_ids == [spoken(3, place) for place in range(30)]
+@pytest.mark.parametrize("exits", [(0,), (1,), (3,), (2, 4), (9, 5), (0, 0, 12, 3)])
+def test_restart_output_equals_undisturbed_run(exits):
+    expected = check_equal(PROMPT, SamplingParams(seed=3, max_tokens=30), *exits)
+    assert expected.outputs[0].token_ids == [token_at(3, place) for place in range(30)]
 
 
-def test_a_character_of_several_tokens_over_a_death_at_each_of_them():
+def test_restart_within_character_keeps_text():
     for steps in range(2, 12):
         expected = check_equal(PROMPT, SamplingParams(seed=0, max_tokens=12), steps, 4)
         assert "ö" in expected.outputs[0].text and "😀" in expected.outputs[0].text
 
 
 @pytest.mark.parametrize("stop", ["and 👍", "😀 a", [" hello", "lo 東"]])
-def test_a_stop_string_over_a_death_at_each_of_its_tokens(stop):
+def test_restart_within_stop_string_still_stops(stop):
     for steps in range(2, 30, 3):
         expected = check_equal(PROMPT, SamplingParams(seed=0, max_tokens=40, stop=stop), steps, 3)
         assert expected.outputs[0].finish_reason == "stop"
 
 
-def test_a_stop_token_after_a_death():
-    params = SamplingParams(seed=0, max_tokens=40, stop_token_ids=[SPEECH[9]], min_tokens=3)
-    assert check_equal(PROMPT, params, 5, 2).outputs[0].stop_reason == SPEECH[9]
+def test_restart_before_stop_token_still_stops():
+    params = SamplingParams(seed=0, max_tokens=40, stop_token_ids=[OUTPUT_TOKENS[9]], min_tokens=3)
+    assert check_equal(PROMPT, params, 5, 2).outputs[0].stop_reason == OUTPUT_TOKENS[9]
 
 
-@pytest.mark.parametrize("deaths", [(1,), (2,), (3,), (5, 1), (1, 1, 1), (8, 9)])
-def test_logprobs_of_output_and_prompt_over_deaths(deaths):
+@pytest.mark.parametrize("exits", [(1,), (2,), (3,), (5, 1), (1, 1, 1), (8, 9)])
+def test_restart_logprobs_equal_undisturbed_run(exits):
     prompt = Prompt(token_ids=list(range(5, 14)))
-    expected = check_equal(prompt, SamplingParams(seed=1, max_tokens=9, logprobs=0, prompt_logprobs=0), *deaths)
+    expected = check_equal(prompt, SamplingParams(seed=1, max_tokens=9, logprobs=0, prompt_logprobs=0), *exits)
     assert len(expected.prompt_logprobs) == 9
     assert expected.outputs[0].cumulative_logprob == -sum(range(1, 10)) / 4
 
 
-def test_prompt_logprobs_go_on_at_the_first_missing_position():
+def test_restart_prompt_logprobs_continue_at_first_missing_position():
     async def scenario():
         async with fleet_of(2) as (setup, fleet):
             prompt = Prompt(token_ids=list(range(5, 14)))
             stream = setup.client.generate(prompt, SamplingParams(prompt_logprobs=0), rank=0)
             await fleet.engines[0].step(2)  # positions 1 to 4
             await fleet.kill(0)
-            successor = (await fleet.join(0)).read()
-            assert successor.requests[successor.names[0]].prompt_logprobs_from == 5
+            successor = (await fleet.join(0)).receive()
+            assert successor.requests[successor.request_ids[0]].prompt_logprobs_from == 5
             stream.abort()
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
 
 
-@pytest.mark.parametrize("deaths", [(), (1,), (2,), (3,), (5, 1), (0, 1, 1), (8, 9)])
+@pytest.mark.parametrize("exits", [(), (1,), (2,), (3,), (5, 1), (0, 1, 1), (8, 9)])
 @pytest.mark.parametrize("start", [0, 4, 9])
-def test_routed_experts_over_deaths(start, deaths):
+def test_restart_routed_experts_are_complete(start, exits):
     prompt = Prompt(token_ids=list(range(5, 14)))
     params = SamplingParams(
         n=2, seed=1, max_tokens=7, return_routed_experts=True, routed_experts_prompt_start=start, prompt_logprobs=0
     )
 
     async def scenario():
-        output, deltas = await disturbed(prompt, params, *deaths)
+        output, deltas = await run_with_exits(prompt, params, *exits)
         for completion in output.outputs:
             token_ids = [*prompt.token_ids, *completion.token_ids]
             expected = routed_rows(token_ids, start, len(token_ids) - 1)
@@ -209,15 +209,15 @@ def test_routed_experts_over_deaths(start, deaths):
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
-def test_routed_experts_go_on_at_the_first_missing_position():
+def test_restart_routed_experts_continue_at_first_missing_position():
     async def scenario():
         async with fleet_of(2) as (setup, fleet):
             prompt = Prompt(token_ids=list(range(5, 14)))
             stream = setup.client.generate(prompt, SamplingParams(return_routed_experts=True), rank=0)
             await fleet.engines[0].step(2)  # positions 0 to 3
             await fleet.kill(0)
-            successor = (await fleet.join(0)).read()
-            assert successor.requests[successor.names[0]].routed_experts_from == 4
+            successor = (await fleet.join(0)).receive()
+            assert successor.requests[successor.request_ids[0]].routed_experts_from == 4
             stream.abort()
             (output,) = (await stream.result()).outputs
             assert np.array_equal(output.routed_experts, routed_rows(prompt.token_ids, 0, 4))
@@ -226,13 +226,13 @@ def test_routed_experts_go_on_at_the_first_missing_position():
 
 
 def length_of(seed, stop_token_id):
-    """Tokens until this one, at most 20."""
-    return next((place + 1 for place in range(20) if spoken(seed, place) == stop_token_id), 20)
+    """Return the number of tokens up to this one, at most 20."""
+    return next((place + 1 for place in range(20) if token_at(seed, place) == stop_token_id), 20)
 
 
 @asynchronous
-async def test_of_several_completions_only_the_unfinished_go_on():
-    stop = SPEECH[4]
+async def test_restart_resends_only_unfinished_completions():
+    stop = OUTPUT_TOKENS[4]
     seed = next(
         seed for seed in itertools.count() if len({length_of(child_seed(seed, index), stop) for index in range(3)}) == 3
     )
@@ -243,20 +243,20 @@ async def test_of_several_completions_only_the_unfinished_go_on():
         stream = setup.client.generate(PROMPT, params, rank=0)
         await fleet.engines[0].step(1 + min(lengths))
         await fleet.kill(0)
-        successor = (await fleet.join(0)).read()
+        successor = (await fleet.join(0)).receive()
         sent = [message.sampling.seed for message in successor.requests.values()]
         assert sent == [one for one, length in zip(seeds, lengths, strict=True) if length > min(lengths)]
         await fleet.finish()
         for output, one, length in zip((await stream.result()).outputs, seeds, lengths, strict=True):
-            assert output.token_ids == [spoken(one, place) for place in range(length)]
+            assert output.token_ids == [token_at(one, place) for place in range(length)]
 
 
-def test_several_completions_over_deaths():
+def test_restart_several_completions_equal_undisturbed_run():
     check_equal(PROMPT, SamplingParams(n=3, seed=5, max_tokens=15, logprobs=0, prompt_logprobs=0), 4, 1, 7)
 
 
 @asynchronous
-async def test_cached_tokens_are_those_of_the_engine_that_began():
+async def test_restart_counts_cached_tokens_of_first_engine_with_output():
     async with fleet_of(2) as (setup, fleet):
         untouched = setup.client.generate(PROMPT, PARAMS, rank=0)
         begun = setup.client.generate(PROMPT, PARAMS, rank=1)
@@ -267,7 +267,7 @@ async def test_cached_tokens_are_those_of_the_engine_that_began():
         await fleet.join(1)
         await fleet.finish()
         assert (await begun.result()).num_cached_tokens == 8
-        assert (await untouched.result()).num_cached_tokens == 8  # of the second incarnation: the first said nothing
+        assert (await untouched.result()).num_cached_tokens == 8  # of the second incarnation: the first sent nothing
 
 
 ACTIONS = st.tuples(st.sampled_from(["step", "step", "step", "kill", "join", "late"]), st.integers(0, 1))
@@ -275,7 +275,7 @@ ACTIONS = st.tuples(st.sampled_from(["step", "step", "step", "kill", "join", "la
 
 @settings(max_examples=60, deadline=None)
 @given(actions=st.lists(ACTIONS, max_size=40), chunked=st.booleans())
-def test_no_order_of_deaths_changes_an_output(actions, chunked):
+def test_restart_any_order_of_exits_keeps_outputs(actions, chunked):
     async def scenario():
         async with fleet_of(2, max_request_restarts=1000) as (setup, fleet):
             prompt = Prompt(token_ids=list(range(5, 5 + (9 if chunked else 3))))
@@ -297,11 +297,11 @@ def test_no_order_of_deaths_changes_an_output(actions, chunked):
                         await fleet.kill(rank)
                     case "join" if rank not in fleet.engines:
                         await fleet.join(rank)
-                    case "late" if fleet.gone:
-                        await fleet.gone[rank - 1].step()
+                    case "late" if fleet.exited:
+                        await fleet.exited[rank - 1].step()
             await fleet.finish()
             first, stopped, several, last = [await stream.result() for stream in streams]
-        assert first.outputs[0].token_ids == [spoken(1, place) for place in range(12)]
+        assert first.outputs[0].token_ids == [token_at(1, place) for place in range(12)]
         assert first.outputs[0].cumulative_logprob == -sum(range(1, 13)) / 4
         assert (stopped.outputs[0].text, stopped.outputs[0].finish_reason) == ("Größe 😀 ", "stop")
         assert [len(output.token_ids) for output in several.outputs] == [7, 7, 7]
@@ -311,7 +311,7 @@ def test_no_order_of_deaths_changes_an_output(actions, chunked):
             for position, token_id in list(zip(several.prompt_logprobs, prompt.token_ids, strict=True))[1:]
         ]
         assert logprobs == [-place / 4 for place in range(1, len(prompt.token_ids))]
-        assert last.outputs[0].token_ids == [spoken(9, place) for place in range(9)]
+        assert last.outputs[0].token_ids == [token_at(9, place) for place in range(9)]
         assert last.outputs[0].routed_experts is None
         for output in (*stopped.outputs, *several.outputs):
             token_ids = [*prompt.token_ids, *output.token_ids]
@@ -320,62 +320,62 @@ def test_no_order_of_deaths_changes_an_output(actions, chunked):
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
-# Who is believed.
+# Messages of former engines.
 
 
 @asynchronous
-async def test_late_words_of_an_engine_that_was_lost_are_nobodys():
+async def test_deliver_chunk_from_former_engine_is_dropped():
     async with attached() as setup:
         other = await FakeEngine(setup, rank=1).join()
         stream = setup.client.generate(PROMPT, PARAMS, rank=0)
-        await setup.engine.say((0, {"token_ids": [9]}))
+        await setup.engine.send((0, {"token_ids": [9]}))
         await setup.engine.leave()
         successor = await FakeEngine(setup, incarnation=1).join()
-        (name,) = successor.read().names
-        assert name != setup.engine.names[0]
-        await setup.engine.say((0, {"token_ids": [10]}))
-        for stranger in (setup.engine, other):  # who does not have it
-            await setup.deliver(Chunks(stranger.id, [Chunk(request_id=name, token_ids=[11])]))
-        await successor.say((0, {"token_ids": [12], "finish_reason": LENGTH}))
+        (name,) = successor.receive().request_ids
+        assert name != setup.engine.request_ids[0]
+        await setup.engine.send((0, {"token_ids": [10]}))
+        for wrong_engine in (setup.engine, other):
+            await setup.deliver(Chunks(wrong_engine.id, [Chunk(request_id=name, token_ids=[11])]))
+        await successor.send((0, {"token_ids": [12], "finish_reason": LENGTH}))
         assert (await stream.result()).outputs[0].token_ids == [9, 12]
 
 
 @asynchronous
-async def test_a_resumed_request_is_aborted_where_it_is():
+async def test_abort_resumed_request_aborts_in_its_new_engine():
     async with attached() as setup:
         other = await FakeEngine(setup, rank=1).join()
         streams = [setup.client.generate(PROMPT, PARAMS, rank=0), setup.client.generate(PROMPT, PARAMS)]
         streams[1].abort()
         await setup.engine.leave()
         parked = streams[0]
-        parked.abort()  # with nobody: there is nobody to tell
+        parked.abort()  # queued, so no engine gets an abort
         assert (await parked.result()).outputs[0].finish_reason == "abort"
         moved = setup.client.generate(PROMPT, SamplingParams(stop="hello"))
         await other.leave()
         successor = await FakeEngine(setup, rank=1, incarnation=1).join()
-        await successor.say((0, {"token_ids": setup.ids("hello")}))
-        assert successor.read().aborted == successor.names
+        await successor.send((0, {"token_ids": setup.ids("hello")}))
+        assert successor.receive().aborted == successor.request_ids
         assert (await moved.result()).outputs[0].finish_reason == "stop"
         assert setup.client.num_in_flight == 0
 
 
 @asynchronous
-async def test_a_successor_that_is_faster_than_the_news_of_the_end():
+async def test_on_engine_left_after_replacement_joined_resumes_there():
     async with attached() as setup:
         stream = setup.client.generate(PROMPT, PARAMS)
         successor = await FakeEngine(setup, incarnation=1).join()
         await setup.engine.leave()
         assert not setup.client.expects_engines
         assert list(setup.client.engines) == [successor.id]
-        await successor.say((0, {"token_ids": [9], "finish_reason": LENGTH}))
+        await successor.send((0, {"token_ids": [9], "finish_reason": LENGTH}))
         assert (await stream.result()).outputs[0].token_ids == [9]
 
 
-# Waiting for an engine.
+# Requests without an engine.
 
 
 @asynchronous
-async def test_requests_wait_while_an_engine_is_coming_back():
+async def test_requests_without_engine_wait_for_its_return():
     async with attached() as setup:
         running = setup.client.generate(PROMPT, PARAMS)
         await setup.engine.leave("killed")
@@ -383,21 +383,21 @@ async def test_requests_wait_while_an_engine_is_coming_back():
         assert setup.client.cause == "engine-0 ended: killed"
         assert (setup.client.engines, setup.client.engine_info) == ({}, INFO)
         new = setup.client.generate(PROMPT, PARAMS)
-        waiting = [await started(stream.result()) for stream in (running, new)]
+        waiting = [await start_task(stream.result()) for stream in (running, new)]
         assert not any(task.done() for task in waiting)
         successor = await FakeEngine(setup, incarnation=1).join()
         assert (setup.client.expects_engines, setup.client.cause) == (False, None)
-        await successor.say(*((number, {"token_ids": [number], "finish_reason": LENGTH}) for number in range(2)))
+        await successor.send(*((number, {"token_ids": [number], "finish_reason": LENGTH}) for number in range(2)))
         assert [(await task).outputs[0].token_ids for task in waiting] == [[0], [1]]
 
 
 @asynchronous
-async def test_without_an_engine_that_returns_everything_fails_with_the_cause():
+async def test_requests_fail_with_cause_when_no_engine_returns():
     async with attached() as setup:
         first = setup.client.generate(PROMPT, PARAMS)
         await setup.engine.leave("killed")
         second = setup.client.generate(PROMPT, PARAMS)
-        await setup.deliver(FakeEngine(setup, incarnation=1).joined())
+        await setup.deliver(FakeEngine(setup, incarnation=1).joined_message())
         successor = FakeEngine(setup, incarnation=1)
         await successor.leave("no memory", returns=True)
         await FakeEngine(setup, incarnation=2).leave("no memory at all", returns=False)
@@ -412,29 +412,29 @@ async def test_without_an_engine_that_returns_everything_fails_with_the_cause():
 
 
 @asynchronous
-async def test_an_engine_that_fails_as_it_starts_may_be_tried_again():
+async def test_wait_until_ready_waits_for_engine_that_is_tried_again():
     async with attached() as setup:
         await setup.engine.leave(returns=False)
-        waiting = await started(setup.client.wait_until_ready(5))
+        waiting = await start_task(setup.client.wait_until_ready(5))
         with pytest.raises(EngineFailed, match="SIGKILL"):
             await waiting
         await FakeEngine(setup, rank=1).leave("no port", returns=True)
-        waiting = await started(setup.client.wait_until_ready(5))
+        waiting = await start_task(setup.client.wait_until_ready(5))
         assert not waiting.done()
         await FakeEngine(setup, rank=1, incarnation=1).join()
         assert await waiting == INFO
 
 
 @asynchronous
-async def test_a_pinned_rank_is_waited_for_although_others_are_there():
+async def test_request_with_rank_waits_although_others_are_up():
     async with attached() as setup:
         other = await FakeEngine(setup, rank=1).join()
         pinned = setup.client.generate(PROMPT, PARAMS, rank=0)
         await setup.engine.leave()
         later = setup.client.generate(PROMPT, PARAMS, rank=0)
-        assert other.read().names == []
+        assert other.receive().request_ids == []
         successor = await FakeEngine(setup, incarnation=1).join()
-        assert len(successor.read().names) == 2
+        assert len(successor.receive().request_ids) == 2
         await successor.leave("broken", returns=False)
         for stream in (pinned, later):
             with pytest.raises(EngineFailed, match=r"engine-0\.1 ended: broken"):
@@ -448,21 +448,23 @@ async def test_a_pinned_rank_is_waited_for_although_others_are_there():
 
 
 @asynchronous
-async def test_a_session_stays_where_it_is_and_moves_when_it_must():
+async def test_session_stays_until_its_engine_exits():
     async with attached() as setup:
         engines = [setup.engine, *[await FakeEngine(setup, rank=rank).join() for rank in range(1, 4)]]
         for _ in range(6):
             setup.client.generate(PROMPT, PARAMS, session="me")
-        (home,) = [engine for engine in engines if engine.read().names]
+        (home,) = [engine for engine in engines if engine.receive().request_ids]
         await home.leave()
-        assert [len(engine.names) for engine in engines if engine.read().names and engine is not home] == [6]
+        assert [
+            len(engine.request_ids) for engine in engines if engine.receive().request_ids and engine is not home
+        ] == [6]
 
 
 @asynchronous
-async def test_an_instance_that_fails_fails_everything_at_once():
+async def test_stop_with_cause_fails_all_requests_and_calls():
     async with attached() as setup:
         running = setup.client.generate(PROMPT, PARAMS)
-        call = await started(setup.client.call_workers("weigh", timeout=None))
+        call = await start_task(setup.client.call_workers("weigh", timeout=None))
         await setup.deliver(Stop(1.0, "engine-0 was given up: no memory"))
         for work in (running.result(), call, setup.client.wait_until_ready(5)):
             with pytest.raises(EngineFailed, match=r"^engine-0 was given up: no memory$"):
@@ -476,18 +478,18 @@ async def test_an_instance_that_fails_fails_everything_at_once():
         assert setup.client.cause == "engine-0 was given up: no memory"
 
 
-# Whose fault it is.
+# Charged exits.
 
 
 @asynchronous
-async def test_a_request_that_lost_too_many_engines_fails_alone():
+async def test_request_beyond_max_restarts_fails_alone():
     async with attached(max_request_restarts=1) as setup:
         stream = setup.client.generate(PROMPT, PARAMS)
         await setup.engine.leave("killed")
         successor = await FakeEngine(setup, incarnation=1).join()
         beside = setup.client.generate(PROMPT, PARAMS)
-        assert successor.read().requests[successor.names[0]].is_suspect
-        await successor.say((0, {"is_started": True}))
+        assert successor.receive().requests[successor.request_ids[0]].is_suspect
+        await successor.send((0, {"is_started": True}))
         await successor.leave("out of memory")
         with pytest.raises(EngineFailed) as raised:
             await stream.result()
@@ -496,45 +498,45 @@ async def test_a_request_that_lost_too_many_engines_fails_alone():
             "`max_request_restarts` is 1"
         )
         last = await FakeEngine(setup, incarnation=2).join()
-        await last.say((0, {"token_ids": [9], "finish_reason": LENGTH}))
+        await last.send((0, {"token_ids": [9], "finish_reason": LENGTH}))
         assert (await beside.result()).finished
 
 
 @asynchronous
-async def test_without_restarts_a_death_fails_what_was_there():
+async def test_max_request_restarts_zero_exit_fails_running_requests():
     async with attached(max_request_restarts=0) as setup:
         stream = setup.client.generate(PROMPT, PARAMS)
-        assert not setup.engine.read().requests[setup.engine.names[0]].is_suspect
+        assert not setup.engine.receive().requests[setup.engine.request_ids[0]].is_suspect
         await setup.engine.leave("killed")
         with pytest.raises(EngineFailed, match=r"killed; 1 engine has ended .* `max_request_restarts` is 0"):
             await stream.result()
         setup.client.generate(PROMPT, PARAMS)  # waits for the successor
 
 
-@pytest.mark.parametrize("num_innocents", [1, 5])
+@pytest.mark.parametrize("num_others", [1, 5])
 @pytest.mark.parametrize("poison_first", [True, False])
-def test_poison_fails_alone_among_innocents(num_innocents, poison_first):
+def test_poison_request_among_others_fails_alone(num_others, poison_first):
     async def scenario():
         async with fleet_of(1) as (setup, fleet):
             setup.client.observe_recovery(observer := Observer())
 
-            def innocents(count):
+            def others(count):
                 return [setup.client.generate(PROMPT, SamplingParams(seed=3)) for _ in range(count)]
 
-            before = innocents(0 if poison_first else num_innocents)
+            before = others(0 if poison_first else num_others)
             poison = setup.client.generate(Prompt(token_ids=[5, POISON, 7]), PARAMS)
-            streams = before + innocents(num_innocents - len(before))
+            streams = before + others(num_others - len(before))
             num_deaths = 0
             while setup.client.num_in_flight:
                 await fleet.engines[0].step()
-                if fleet.engines[0].is_dead:
+                if fleet.engines[0].has_exited:
                     num_deaths += 1
                     await fleet.kill(0)
                     await fleet.join(0)
             with pytest.raises(EngineFailed, match="ended: killed 4; 4 engines have ended with this request"):
                 await poison.result()
             for stream in streams:
-                assert (await stream.result()).outputs[0].token_ids == [spoken(3, place) for place in range(16)]
+                assert (await stream.result()).outputs[0].token_ids == [token_at(3, place) for place in range(16)]
             assert num_deaths == 4
             assert [event for event in observer.events if event[0] == "given up"] == [("given up", 1)]
 
@@ -542,78 +544,78 @@ def test_poison_fails_alone_among_innocents(num_innocents, poison_first):
 
 
 @asynchronous
-async def test_a_suspect_that_was_not_started_is_not_charged():
+async def test_suspect_that_was_not_started_is_not_charged():
     async with attached(max_request_restarts=2) as setup:
         started_first, started_later = (setup.client.generate(PROMPT, PARAMS) for _ in range(2))
 
-        async def live_and_die(incarnation, *chunks):
-            """-> which of the requests that it was sent were suspects."""
+        async def start_and_exit(incarnation, *chunks):
+            """Return for each request that the engine received whether it was a suspect."""
             engine = await FakeEngine(setup, incarnation=incarnation).join()
-            await engine.say(*chunks)
+            await engine.send(*chunks)
             await engine.leave(f"death {incarnation}")
             return [message.is_suspect for message in engine.requests.values()]
 
         await setup.engine.leave()
         begins = {"is_started": True}
-        assert await live_and_die(1, (0, begins), (1, begins)) == [False, False]
-        assert await live_and_die(2, (0, begins)) == [True, True]
+        assert await start_and_exit(1, (0, begins), (1, begins)) == [False, False]
+        assert await start_and_exit(2, (0, begins)) == [True, True]
         with pytest.raises(EngineFailed, match=r"engine-0\.2 ended: death 2; 3 engines"):
             await started_first.result()
-        assert await live_and_die(3) == [True]
-        assert await live_and_die(4) == [True]
-        assert await live_and_die(5, (0, begins)) == [True]
+        assert await start_and_exit(3) == [True]
+        assert await start_and_exit(4) == [True]
+        assert await start_and_exit(5, (0, begins)) == [True]
         with pytest.raises(EngineFailed, match=r"engine-0\.5 ended: death 5; 3 engines"):
             await started_later.result()
 
 
 @asynchronous
-async def test_what_waits_in_an_engine_that_dies_again_and_again_is_no_suspect():
-    """A thousand requests may wait behind those that run: they are not run one at a time because others are killed."""
+async def test_request_queued_in_failing_engines_is_no_suspect():
+    """A thousand requests may be queued behind the running ones; they must not run one at a time for that."""
     async with attached() as setup:
         stream = setup.client.generate(PROMPT, PARAMS)
         await setup.engine.leave()
         for incarnation in range(1, 12):
             engine = await FakeEngine(setup, incarnation=incarnation).join()
-            (message,) = engine.read().requests.values()
+            (message,) = engine.receive().requests.values()
             assert (message.is_suspect, message.announce_start) == (False, True)
             await engine.leave()
         last = await FakeEngine(setup, incarnation=12).join()
-        await last.say((0, {"is_started": True}))
-        await last.say((0, {"token_ids": [9], "finish_reason": LENGTH}))
+        await last.send((0, {"is_started": True}))
+        await last.send((0, {"token_ids": [9], "finish_reason": LENGTH}))
         assert (await stream.result()).outputs[0].token_ids == [9]
 
 
 @asynchronous
-async def test_a_request_that_goes_on_at_every_engine_outlives_many_of_them():
+async def test_request_with_token_from_every_engine_survives_many_exits():
     async with attached() as setup:
         stream = setup.client.generate(PROMPT, SamplingParams(max_tokens=20))
         engine = setup.engine
         for incarnation in range(1, 16):
-            await engine.say((0, {"token_ids": [incarnation]}))
+            await engine.send((0, {"token_ids": [incarnation]}))
             await engine.leave()
             engine = await FakeEngine(setup, incarnation=incarnation).join()
-        await engine.say((0, {"token_ids": [99], "finish_reason": LENGTH}))
+        await engine.send((0, {"token_ids": [99], "finish_reason": LENGTH}))
         assert (await stream.result()).outputs[0].token_ids == [*range(1, 16), 99]
 
 
-# The start.
+# First starts.
 
 
 @asynchronous
-async def test_a_rank_that_has_not_joined_yet_is_waited_for():
+async def test_request_with_rank_waits_for_first_start_of_its_engine():
     async with attached(ranks=range(2)) as setup:
         pinned = setup.client.generate(PROMPT, PARAMS, rank=1)
-        assert setup.engine.read().names == []
+        assert setup.engine.receive().request_ids == []
         await FakeEngine(setup, rank=1).leave("killed in its start")
         with pytest.raises(InvalidRequest, match="there is no data-parallel rank 2: the ranks of this deployment are"):
             setup.client.generate(PROMPT, PARAMS, rank=2)
         late = await FakeEngine(setup, rank=1, incarnation=1).join()
-        await late.say((0, {"token_ids": [9], "finish_reason": LENGTH}))
+        await late.send((0, {"token_ids": [9], "finish_reason": LENGTH}))
         assert (await pinned.result()).outputs[0].token_ids == [9]
 
 
 @asynchronous
-async def test_a_rank_that_has_not_joined_yet_is_waited_for_within_the_requests_time():
+async def test_request_waiting_for_first_start_times_out():
     async with attached(ranks=range(2)) as setup:
         pinned = setup.client.generate(PROMPT, PARAMS, rank=1, timeout=0.05)
         with pytest.raises(DeadlineExceeded, match="it was waiting for an engine"):
@@ -621,13 +623,13 @@ async def test_a_rank_that_has_not_joined_yet_is_waited_for_within_the_requests_
 
 
 @asynchronous
-async def test_requests_wait_for_an_engine_that_starts_for_the_first_time():
+async def test_requests_wait_for_engine_that_starts_for_first_time():
     async with attached(ranks=range(2)) as setup:
         running = setup.client.generate(PROMPT, PARAMS)
         await setup.engine.leave("no memory", returns=False)
         new = setup.client.generate(PROMPT, PARAMS)
         other = await FakeEngine(setup, rank=1).join()
-        await other.say(*((number, {"token_ids": [9], "finish_reason": LENGTH}) for number in range(2)))
+        await other.send(*((number, {"token_ids": [9], "finish_reason": LENGTH}) for number in range(2)))
         for stream in (running, new):
             assert (await stream.result()).finished
 
@@ -636,14 +638,14 @@ async def test_requests_wait_for_an_engine_that_starts_for_the_first_time():
 
 
 @asynchronous
-async def test_a_request_whose_time_is_over_says_how_far_it_got():
+async def test_timeout_reports_progress_and_aborts():
     async with attached(request_timeout=1000.0) as setup:
         stream = setup.client.generate(PROMPT, SamplingParams(max_tokens=20), timeout=0.05)
-        await setup.engine.say((0, {"token_ids": [9, 9]}))
+        await setup.engine.send((0, {"token_ids": [9, 9]}))
         with pytest.raises(DeadlineExceeded) as raised:
             await stream.result()
         assert str(raised.value) == ("the request was given up after 0.05 s (`timeout`): it had 2 of at most 20 tokens")
-        assert setup.engine.read().aborted == setup.engine.names
+        assert setup.engine.receive().aborted == setup.engine.request_ids
         assert setup.client.num_in_flight == 0
         setup.client.generate(PROMPT, PARAMS)
         for wrong in (0, -1, float("nan"), float("inf"), "5"):
@@ -652,12 +654,12 @@ async def test_a_request_whose_time_is_over_says_how_far_it_got():
 
 
 @asynchronous
-async def test_a_request_that_has_ended_has_no_time_left_to_run_out():
+async def test_timeout_after_finish_does_nothing():
     async with attached() as setup:
         errors = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
         ended = setup.client.generate(PROMPT, PARAMS, timeout=0.02)
-        await setup.engine.say((0, {"token_ids": [9], "finish_reason": LENGTH}))
+        await setup.engine.send((0, {"token_ids": [9], "finish_reason": LENGTH}))
         late = setup.client.generate(PROMPT, PARAMS, timeout=0.04)
         with pytest.raises(DeadlineExceeded):
             await late.result()
@@ -666,24 +668,24 @@ async def test_a_request_that_has_ended_has_no_time_left_to_run_out():
 
 
 @asynchronous
-async def test_time_runs_while_a_request_waits_for_an_engine():
+async def test_timeout_includes_wait_for_engine():
     async with attached(request_timeout=0.05) as setup:
         stream = setup.client.generate(PROMPT, PARAMS)
         await setup.engine.leave()
         with pytest.raises(DeadlineExceeded, match="0 of at most 16 tokens, and it was waiting for an engine"):
             await stream.result()
         successor = await FakeEngine(setup, incarnation=1).join()
-        assert successor.read().names == []
+        assert successor.receive().request_ids == []
 
 
 @asynchronous
-async def test_num_queued_seqs_counts_completions_until_their_request_has_a_token():
+async def test_num_queued_seqs_counts_completions_until_first_token():
     async with attached() as setup:
         client = setup.client
         first = client.generate(PROMPT, SamplingParams(n=3))
         client.generate(PROMPT, PARAMS)
         assert client.num_queued_seqs == 4
-        await setup.engine.say((1, {"token_ids": [9]}))
+        await setup.engine.send((1, {"token_ids": [9]}))
         assert client.num_queued_seqs == 1
         await setup.engine.leave()
         assert client.num_queued_seqs == 1
@@ -694,7 +696,7 @@ async def test_num_queued_seqs_counts_completions_until_their_request_has_a_toke
 
 
 @asynchronous
-async def test_generate_when_sending_fails_aborts_what_was_sent():
+async def test_start_when_send_fails_aborts_sent_messages():
     async with attached() as setup:
         sent = []
 
@@ -712,42 +714,42 @@ async def test_generate_when_sending_fails_aborts_what_was_sent():
         assert (setup.client.num_in_flight, setup.client.num_queued_seqs) == (0, 0)
 
 
-# Who is told.
+# The observer.
 
 
 @asynchronous
-async def test_every_loss_has_its_own_clock():
+async def test_on_next_token_measures_from_first_unanswered_exit():
     async with attached() as setup:
-        now, silences = 0.0, []
+        now, waits = 0.0, []
         setup.client._in_flight._clock = lambda: now
         setup.client.observe_recovery(observer := Observer())
-        observer.on_next_token = silences.append
+        observer.on_next_token = waits.append
         setup.client.generate(PROMPT, PARAMS)
         engine = setup.engine
-        for incarnation, news in ((1, True), (2, False), (3, True)):
+        for incarnation, sends_token in ((1, True), (2, False), (3, True)):
             await engine.leave()
             now += 2.0
             engine = await FakeEngine(setup, incarnation=incarnation).join()
-            if news:
+            if sends_token:
                 now += 1.0
-                await engine.say((0, {"token_ids": [9]}))
-                await engine.say((0, {"token_ids": [9]}))
-        assert silences == [3.0, 5.0]
+                await engine.send((0, {"token_ids": [9]}))
+                await engine.send((0, {"token_ids": [9]}))
+        assert waits == [3.0, 5.0]
 
 
-def test_the_observer_and_the_log(caplog):
+def test_observer_and_log_report_every_restart(caplog):
     async def scenario():
         async with attached(max_request_restarts=1) as setup:
             setup.client.observe_recovery(observer := Observer())
             moves = setup.client.generate(PROMPT, PARAMS)
             stays = setup.client.generate(PROMPT, PARAMS, rank=0)
             other = await FakeEngine(setup, rank=1).join()
-            await setup.engine.say((0, {"token_ids": [1, 2, 3]}))
+            await setup.engine.send((0, {"token_ids": [1, 2, 3]}))
             await setup.engine.leave("killed")
-            await other.say((0, {"token_ids": [4]}))
-            await other.say((0, {"token_ids": [5]}))
+            await other.send((0, {"token_ids": [4]}))
+            await other.send((0, {"token_ids": [5]}))
             successor = await FakeEngine(setup, incarnation=1).join()
-            await successor.say((0, {"is_started": True}))
+            await successor.send((0, {"is_started": True}))
             await successor.leave("killed again")
             with pytest.raises(EngineFailed, match="killed again"):
                 await stays.result()

@@ -1,4 +1,4 @@
-"""What a reader gets of a request, however slowly it reads."""
+"""The output of a request, as fast and slow readers get it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def only(delta):
     return output
 
 
-def test_a_slow_reader_gets_everything_at_once():
+def test_pop_delta_after_several_chunks_returns_all():
     request = state()
     assert request.pop_delta() is None
     deliver(request, 0, chunk(HELLO, num_cached_tokens=2))
@@ -47,7 +47,7 @@ def test_a_slow_reader_gets_everything_at_once():
     assert request.pop_delta() is None
 
 
-def test_the_whole_is_there_whether_read_or_not():
+def test_output_after_reading_is_whole():
     request = state()
     deliver(request, 0, chunk(HELLO))
     request.pop_delta()
@@ -60,7 +60,7 @@ def test_the_whole_is_there_whether_read_or_not():
 
 
 @pytest.mark.parametrize("stop", [None, "no such text"])
-def test_the_token_that_ends_it_has_no_text(stop):
+def test_output_stop_token_has_no_text(stop):
     for stop_token_id in (None, WORLD):
         request = state(skip_special_tokens=False, stop=stop)
         deliver(request, 0, chunk(HELLO, WORLD, finish_reason=FinishReason.STOP, stop_token_id=stop_token_id))
@@ -72,7 +72,7 @@ def test_the_token_that_ends_it_has_no_text(stop):
     assert request.output().outputs[0].text == HE + WO
 
 
-def test_a_stop_string_cuts_tokens_logprobs_and_text():
+def test_deliver_stop_string_truncates_tokens_logprobs_and_text():
     request = state(stop=[WO[:2]], logprobs=0)
     logprobs = [TokenLogprobs([token_id], [-1.0], 1) for token_id in (HELLO, WORLD, HELLO)]
     deliver(request, 0, chunk(HELLO, WORLD, HELLO, logprobs=logprobs))
@@ -83,7 +83,7 @@ def test_a_stop_string_cuts_tokens_logprobs_and_text():
     assert only(request.pop_delta()).stop_reason == WO[:2]
 
 
-def test_an_incomplete_character_is_flushed_at_the_end():
+def test_pop_delta_incomplete_character_is_flushed_at_end():
     first_byte = next(index for index in range(256) if TOKENIZER.token_bytes(index) == b"\xe2")
     request = state()
     deliver(request, 0, chunk(HELLO, first_byte))
@@ -92,7 +92,7 @@ def test_an_incomplete_character_is_flushed_at_the_end():
     assert only(request.pop_delta()).text == "\ufffd\ufffd"
 
 
-def test_logprobs_have_the_shape_that_users_know():
+def test_pop_delta_logprobs_are_mappings_by_token_id():
     request = state(logprobs=2, logprob_token_ids=[WORLD, 9])
     reported = TokenLogprobs([HELLO, WORLD, HELLO, WORLD, 9], [-2.0, -0.5, -2.0, -0.5, -7.0], 2)
     deliver(request, 0, chunk(HELLO, logprobs=[reported]))
@@ -108,7 +108,7 @@ def test_logprobs_have_the_shape_that_users_know():
     assert request.output().outputs[0].cumulative_logprob == -3.0
 
 
-def test_nothing_that_was_not_asked_for():
+def test_request_without_options_has_no_logprobs_and_no_text():
     request = state(detokenize=False)
     deliver(request, 0, chunk(HELLO))
     delta = only(request.pop_delta())
@@ -130,7 +130,7 @@ def prompt_part(start, token_ids, logprobs, ranks):
     )
 
 
-def test_prompt_logprobs_come_once_they_are_complete():
+def test_pop_delta_prompt_logprobs_come_once_when_complete():
     request = state(prompt=[5, HELLO, WORLD], prompt_logprobs=1)
     deliver(request, 0, chunk(prompt_logprobs=prompt_part(1, [[HELLO, 9]], [[-2.0, -1.0]], [3])))
     assert request.pop_delta() is None
@@ -145,11 +145,11 @@ def test_prompt_logprobs_come_once_they_are_complete():
     assert request.output().prompt_logprobs == expected
 
 
-def test_the_prompt_logprobs_of_a_single_token():
+def test_pop_delta_prompt_logprobs_of_single_token_are_complete():
     assert state(prompt=[5], prompt_logprobs=1).pop_delta().prompt_logprobs == [None]
 
 
-def test_completions_go_their_own_ways():
+def test_pop_delta_completions_progress_independently():
     request = state(n=2)
     deliver(request, 1, chunk(HELLO, num_cached_tokens=3))
     delta = request.pop_delta()
@@ -164,7 +164,7 @@ def test_completions_go_their_own_ways():
     assert (only(request.pop_delta()).finish_reason, request.is_finished) == ("abort", True)
 
 
-def test_a_failure_keeps_what_came_before():
+def test_deliver_error_keeps_earlier_output():
     request = state()
     deliver(request, 0, chunk(HELLO))
     deliver(request, 0, chunk(finish_reason=FinishReason.ERROR, error="it broke"))
@@ -173,14 +173,14 @@ def test_a_failure_keeps_what_came_before():
     assert only(request.pop_delta()).text == HE
 
 
-def test_request_state_error_of_the_user_is_an_invalid_request():
+def test_deliver_user_error_becomes_invalid_request():
     request = state()
     deliver(request, 0, chunk(finish_reason=FinishReason.ERROR, error="no token is left", is_user_error=True))
     assert isinstance(request.failure, InvalidRequest)
     assert str(request.failure) == "no token is left"
 
 
-def test_request_state_slow_reader_gets_deltas_of_bounded_size():
+def test_pop_delta_backlog_comes_in_bounded_deltas():
     request = state(n=3, temperature=1, logprobs=1)
     entry = TokenLogprobs([HELLO, WORLD], [-1.0, -2.0], 1)
     for index in range(3):
@@ -201,7 +201,7 @@ def test_request_state_slow_reader_gets_deltas_of_bounded_size():
             assert part.text == HE * len(part.token_ids)
 
 
-def test_request_state_completion_that_was_left_out_comes_first_next_time():
+def test_pop_delta_left_out_completion_comes_first_next_time():
     request = state(n=2, temperature=1)
     for index in range(2):
         deliver(request, index, chunk(*[HELLO] * 2000))
@@ -209,7 +209,7 @@ def test_request_state_completion_that_was_left_out_comes_first_next_time():
     assert ([output.index for output in first.outputs], [output.index for output in second.outputs]) == ([0], [1])
 
 
-def test_request_state_stop_string_in_a_backlog_ends_with_the_last_delta():
+def test_pop_delta_stop_string_in_backlog_comes_in_last_delta():
     request = state(stop=[WO[1:]], max_tokens=5000)
     deliver(request, 0, chunk(*[HELLO] * 3000))
     deliver(request, 0, chunk(WORLD, HELLO))
