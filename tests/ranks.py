@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from eagleray.messages.steps import GroupsOpened
+from eagleray.messages.steps import GroupOpened
 from eagleray.messages.workers import Topology
 from eagleray.parallel.groups import Groups, OpenedGroups
 from eagleray.parallel.mesh import Mesh
@@ -55,7 +55,7 @@ def open_all(where: Topology) -> list[OpenedGroups]:
 def run_ranks(function: Callable[[Groups], Any], where: Topology) -> list[Any]:
     """What `function` returns on each rank, given the groups of that rank."""
     opened = open_all(where)
-    said: list[GroupsOpened] = [one.opened for one in opened]
+    said: list[GroupOpened] = [one.opened for one in opened]
     groups = together([lambda one=one: one.join(said, timeout=DEADLINE) for one in opened])
     results = together([lambda one=one: function(one) for one in groups])
     for holder in [*groups, *opened]:  # not if a rank has failed: others may still be in an operation

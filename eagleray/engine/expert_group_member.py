@@ -23,7 +23,7 @@ from eagleray.errors import DeadlineExceeded, ExpertGroupBroken
 from eagleray.identity import SUPERVISOR, EngineId
 from eagleray.log import get_logger
 from eagleray.messages.lifecycle import EngineStarted, ExpertsFormed, ExpertsOpened, OpenExperts
-from eagleray.messages.steps import EngineOpened, ExpertGroupOpened, GroupsJoined, JoinExpertGroup, OpenExpertGroup
+from eagleray.messages.steps import CallDone, EngineOpened, GroupOpened, JoinGroup, OpenGroup
 from eagleray.messages.waves import WaveStarted
 from eagleray.scheduler.request import AddressedChunk
 
@@ -135,7 +135,7 @@ class ExpertGroupMember:
         self._epoch = epoch
         executor = self._core.executor
         try:
-            opened = executor.call(OpenExpertGroup(epoch), ExpertGroupOpened, timeout=self._leave_seconds)
+            opened = executor.call(OpenGroup("expert", epoch), GroupOpened, timeout=self._leave_seconds)
         except DeadlineExceeded as error:
             raise DeadlineExceeded(f"workers do not leave the group of an exited engine: {error}") from error
         self._updated_at = time.monotonic()
@@ -151,8 +151,8 @@ class ExpertGroupMember:
 
     def _join(self, formed: ExpertsFormed) -> None:
         """Join the members. If one of them has exited meanwhile, the first step fails."""
-        call = JoinExpertGroup(formed.epoch, formed.members)
-        self._core.executor.call(call, GroupsJoined, timeout=self._join_seconds)
+        call = JoinGroup("expert", formed.epoch, formed.members)
+        self._core.executor.call(call, CallDone, timeout=self._join_seconds)
         for joined in formed.engines:
             if isinstance(joined.member, EngineId) and joined.member != self._engine:
                 self._outbox.connect(joined.member, joined.address)

@@ -16,15 +16,15 @@ from eagleray.log import get_logger
 from eagleray.messages.membership import EngineInfo, RoutingInfo
 from eagleray.messages.steps import (
     AllocateCache,
-    CacheAllocated,
-    GroupsJoined,
-    GroupsOpened,
-    JoinGroups,
+    CallDone,
+    EngineOpened,
+    GroupOpened,
+    JoinGroup,
     LoadModel,
     MeasureMemory,
     MemoryMeasured,
     ModelLoaded,
-    OpenGroups,
+    OpenGroup,
     WorkerCall,
     WorkerReply,
 )
@@ -56,8 +56,8 @@ def start_engine(config: Config, executor: Executor, *, depth: int, deadline: fl
     def call(body: WorkerCall, reply: type[Body]) -> list[Body]:
         return executor.call(body, reply, timeout=max(0.0, deadline - time.monotonic()))
 
-    opened = call(OpenGroups(), GroupsOpened)
-    call(JoinGroups(opened), GroupsJoined)
+    opened = call(OpenGroup("engine"), GroupOpened)
+    call(JoinGroup("engine", 0, [EngineOpened(rank=0, topology=executor.topology, opened=opened)]), CallDone)
     loaded = call(LoadModel(), ModelLoaded)
     check_kernels(loaded)
     routing = _routing(config, loaded)
@@ -75,7 +75,7 @@ def start_engine(config: Config, executor: Executor, *, depth: int, deadline: fl
         num_blocks = _useful_blocks(config, model, fits)
     bytes_per_block = max(worker.bytes_per_block for worker in loaded)
     _check_cache(config, model, num_blocks, bytes_per_block)
-    call(AllocateCache(num_blocks), CacheAllocated)
+    call(AllocateCache(num_blocks), CallDone)
     block_size = config.cache.block_size
     size = num_blocks * bytes_per_block / 2**30
     logger.info("cache: %d blocks of %d tokens, %.2f GiB per worker", num_blocks, block_size, size)

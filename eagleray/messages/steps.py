@@ -7,6 +7,8 @@ next step does not depend on the result of this one.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from eagleray.messages.arrays import Array
@@ -14,6 +16,14 @@ from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 from eagleray.messages.sampling import Sampling
 from eagleray.messages.workers import Topology
+
+GroupName = Literal["engine", "expert"]
+"""`engine`: tensor-parallel group and pipeline links of one engine. `expert`: the workers that divide the experts, of
+all engines that step together; this group has an epoch, because engines exit and are replaced."""
+
+
+class CallDone(msgspec.Struct, frozen=True, tag=True):
+    """Reply to a call that has no result."""
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -113,33 +123,41 @@ class StepBroken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cause: str
 
 
-class OpenExpertGroup(msgspec.Struct, frozen=True, tag=True):
-    """Open what the engines that share experts will join. Leaves the group of an earlier epoch."""
+class OpenGroup(msgspec.Struct, frozen=True, tag=True):
+    """Open the resources that the workers of a group need to join it, and leave that group's earlier epoch.
 
-    epoch: int
+    The engine's own group is opened once, before the model is loaded.
+    """
+
+    name: GroupName
+    epoch: int = 0
 
 
-class ExpertGroupOpened(msgspec.Struct, frozen=True, tag=True):
-    """How others reach what this worker has opened; None for what it has not."""
+class GroupOpened(msgspec.Struct, frozen=True, tag=True):
+    """Handles by which other workers reach the resources that this worker has opened; None for what it did not open."""
 
     store: str | None = None
-    """`host:port` of a rendezvous store."""
+    """`host:port` of the rendezvous store of torch.distributed, bound by the first rank of the group."""
     segment: bytes | None = None
-    """For ranks of one node: which process this is and, from the first one, the shared memory."""
+    """Handle of the shared memory of ranks on one node, created by the first of them. In an expert group every rank
+    sends one, with its process, so that the ranks can watch each other."""
 
 
 class EngineOpened(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workers of one engine have opened, by rank, and where they are."""
+    """Handles and nodes of the workers of one engine."""
 
     rank: int
-    """Of the engine."""
+    """Rank of the engine in the group."""
     topology: Topology
-    opened: list[ExpertGroupOpened]
+    opened: list[GroupOpened]
+    """Handles by worker rank."""
 
 
-class JoinExpertGroup(msgspec.Struct, frozen=True, tag=True):
-    """Join the group of this epoch. `members` is in order of the engines' ranks."""
+class JoinGroup(msgspec.Struct, frozen=True, tag=True):
+    """Join the group that was opened. `members` has the engines of the group, in order of their ranks: only the
+    worker's own engine, unless it is an expert group."""
 
+    name: GroupName
     epoch: int
     members: list[EngineOpened]
 
@@ -153,29 +171,6 @@ class WorkerExpertLoad(msgspec.Struct, frozen=True, tag=True):
 
     counts: Array
     """int64 [num_moe_layers, num_experts]"""
-
-
-class OpenGroups(msgspec.Struct, frozen=True, tag=True):
-    """Choose the device, and open what other workers will join to compute together with this one."""
-
-
-class GroupsOpened(msgspec.Struct, frozen=True, tag=True):
-    """How others reach what this worker has opened; None for what it has not."""
-
-    store: str | None = None
-    """`host:port` of the rendezvous store of torch.distributed, bound by rank 0."""
-    segment: bytes | None = None
-    """Shared memory of a tensor-parallel group on one node, made by its first rank."""
-
-
-class JoinGroups(msgspec.Struct, frozen=True, tag=True):
-    """Join the groups that this worker belongs to. `opened` is indexed by rank."""
-
-    opened: list[GroupsOpened]
-
-
-class GroupsJoined(msgspec.Struct, frozen=True, tag=True):
-    pass
 
 
 class LoadModel(msgspec.Struct, frozen=True, tag=True):
@@ -216,10 +211,6 @@ class AllocateCache(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
 
 
-class CacheAllocated(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
 class LoadNullModel(msgspec.Struct, frozen=True, tag=True):
     """Compute nothing: every row that could sample answers token 0. What is left is the cost of the step's way."""
 
@@ -240,28 +231,24 @@ class ExtensionReturned(msgspec.Struct, frozen=True, tag=True):
 
 WorkerCall = (
     StepPlan
-    | OpenGroups
-    | JoinGroups
+    | OpenGroup
+    | JoinGroup
     | LoadModel
     | LoadNullModel
     | MeasureMemory
     | AllocateCache
     | CallExtension
-    | OpenExpertGroup
-    | JoinExpertGroup
     | ReadExpertLoad
 )
 WorkerReply = (
     StepResult
-    | GroupsOpened
-    | GroupsJoined
+    | CallDone
+    | GroupOpened
     | ModelLoaded
     | MemoryMeasured
-    | CacheAllocated
     | ExtensionReturned
     | StageRoutedExperts
     | StepBroken
-    | ExpertGroupOpened
     | WorkerExpertLoad
     | Ended
 )

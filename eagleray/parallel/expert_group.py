@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from eagleray.errors import ChannelClosed, ExpertGroupBroken
-from eagleray.messages.steps import EngineOpened, ExpertGroupOpened
+from eagleray.messages.steps import EngineOpened, GroupOpened
 from eagleray.parallel.distributed import TorchGroup, TorchProcessGroups
 from eagleray.parallel.group import TensorParallelGroup
 from eagleray.parallel.mesh import SINGLE_ENGINE, EnginePosition
@@ -81,12 +81,12 @@ class ExpertGroup:
         self._segment: Segment | None = None
         self._store: TCPStore | None = None
 
-    def open(self, epoch: int) -> ExpertGroupOpened:
+    def open(self, epoch: int) -> GroupOpened:
         """Leave the current group, and open what others need to join that of `epoch`. Raises `ConfigError` for an
         address that is not this machine's, and for too little shared memory."""
         self.epoch = epoch
         if not self.spans_engines:
-            return ExpertGroupOpened()
+            return GroupOpened()
         self.leave()
         can_share = self._device.type == "cpu" and supports_shared_memory()
         address = None
@@ -96,7 +96,7 @@ class ExpertGroup:
                 self._exit_stack.callback(self._segment.close)
             if not can_share or self._address != LOOPBACK:
                 self._store, address = bind_store(self._address)
-        return ExpertGroupOpened(store=address, segment=self._offer() if can_share else None)
+        return GroupOpened(store=address, segment=self._offer() if can_share else None)
 
     def join(self, epoch: int, members: Sequence[EngineOpened], timeout: float) -> None:
         """Join, and return when all ranks have joined. Raises `DeadlineExceeded` if they have not within `timeout`

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from eagleray.messages.steps import GroupsOpened
+from eagleray.messages.steps import GroupOpened
 from eagleray.messages.workers import Topology
 from eagleray.parallel.distributed import TorchGroup, TorchProcessGroups
 from eagleray.parallel.expert_group import ExpertGroup
@@ -69,7 +69,7 @@ class OpenedGroups:
         device: torch.device,
         store: TCPStore | None,
         segment: Segment | None,
-        opened: GroupsOpened,
+        opened: GroupOpened,
         engines: EnginePosition,
     ) -> None:
         self._mesh, self._topology, self._device, self._engines = mesh, topology, device, engines
@@ -100,11 +100,11 @@ class OpenedGroups:
             device=device,
             store=store,
             segment=segment,
-            opened=GroupsOpened(store=address, segment=None if segment is None else segment.handle),
+            opened=GroupOpened(store=address, segment=None if segment is None else segment.handle),
             engines=engines,
         )
 
-    def join(self, opened: Sequence[GroupsOpened], *, timeout: float) -> Groups:
+    def join(self, opened: Sequence[GroupOpened], *, timeout: float) -> Groups:
         """Join the groups, given the handles of every rank, by rank. All ranks must call this; it returns when this
         rank's connections are made, and the groups own the opened resources from then on. Raises `DeadlineExceeded`
         after `timeout` seconds."""
@@ -131,7 +131,7 @@ class OpenedGroups:
             self._segment.close()
         self._store = None
 
-    def _join_tp(self, opened: Sequence[GroupsOpened], timeout: float) -> TensorParallelGroup:
+    def _join_tp(self, opened: Sequence[GroupOpened], timeout: float) -> TensorParallelGroup:
         mesh = self._mesh
         if mesh.tp_size == 1:
             return SingleRankGroup()

@@ -1,4 +1,4 @@
-"""The worker's process, from its birth to its end: attach to the queue, be heard, serve."""
+"""Entry point of a worker process or Ray actor: attach to the queue, start the heartbeat, serve."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ from eagleray.process.exit import exit_disconnected
 from eagleray.process.parent import Parent
 from eagleray.transport.heartbeat import HeartbeatSender
 from eagleray.transport.message_queue_peer import MEDIA, REMOTE_MEDIA, MessageQueuePeer
-
-ATTACH_SECONDS = 60.0
+from eagleray.worker.timeouts import ATTACH_TIMEOUT_SECONDS
 
 
 def run(payload: bytes, parent: Parent | None = None) -> None:
-    """Be the worker that `payload`, an encoded `WorkerSpec`, describes. Returns when the engine closes the queue."""
+    """Run the worker that `payload`, an encoded `WorkerSpec`, describes. Returns when the engine closes the queue."""
     spec = msgspec.msgpack.decode(payload, type=WorkerSpec)
     limit_openmp_spinning()
     with ExitStack() as stack:
         media = MEDIA if spec.is_local else REMOTE_MEDIA
-        listener = MessageQueuePeer.open(spec.queue, timeout=ATTACH_SECONDS, media=media)
-        stack.callback(listener.close)
-        # Only now: the engine knows already that this worker is there. And before the first heartbeat: while libraries
-        # are loaded no thread runs, and a slow disk would be taken for a worker that hangs.
-        from eagleray.worker.loop import serve
-        from eagleray.worker.worker import Worker
+        queue = MessageQueuePeer.open(spec.queue, timeout=ATTACH_TIMEOUT_SECONDS, media=media)
+        stack.callback(queue.close)
+        # torch is imported after the worker has attached, so that the engine knows early that it runs, and before the
+        # first heartbeat: no thread runs during an import, so a slow disk would look like a worker that hangs.
+        from eagleray.worker.worker import Worker, serve
 
-        pulse = HeartbeatSender.start(spec.heartbeat, on_silent=exit_disconnected)
-        stack.callback(pulse.close)
+        heartbeat = HeartbeatSender.start(spec.heartbeat, on_silent=exit_disconnected)
+        stack.callback(heartbeat.close)
         worker = Worker(spec.worker, spec.rank, spec.config, spec.topology, device_index=spec.device_index)
         stack.callback(worker.close)
-        serve(worker, listener)
+        serve(worker, queue)

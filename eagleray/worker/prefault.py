@@ -17,19 +17,15 @@ from contextlib import contextmanager
 from eagleray.kernels.kv_cache import HUGE_PAGE_BYTES, KVCache
 from eagleray.log import get_logger
 from eagleray.messages.steps import StepPlan
+from eagleray.worker.timeouts import QUIET_SECONDS, STOP_TIMEOUT_SECONDS
 
 logger = get_logger(__name__)
-
-QUIET_SECONDS = 1.0
-"""Without a step."""
 
 AHEAD_BYTES = 2**30
 """Of all layers: a cache may be larger than what is ever used of it."""
 
 POPULATE_WRITE = 23
 """Of Linux's madvise, since 5.14: get the pages as if each had been written to, and leave what is in them."""
-
-CLOSE_SECONDS = 5.0
 
 Populate = Callable[[int, int], None]
 """From this address on so many bytes. Raises `OSError` if the system does not do that."""
@@ -81,7 +77,7 @@ class CachePrefaulter:
         """Harmless when repeated."""
         self._closed.set()
         if self._thread.is_alive():
-            self._thread.join(CLOSE_SECONDS)
+            self._thread.join(STOP_TIMEOUT_SECONDS)
 
     def _run(self) -> None:
         steps, num_done = 0, 0

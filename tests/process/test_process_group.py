@@ -21,13 +21,13 @@ from eagleray.executor.executor import Executor
 from eagleray.identity import EngineId
 from eagleray.messages.sampling import Sampling
 from eagleray.messages.steps import (
-    CacheAllocated,
-    GroupsOpened,
+    CallDone,
+    GroupOpened,
     LoadModel,
     LoadNullModel,
     ModelLoaded,
     NewRow,
-    OpenGroups,
+    OpenGroup,
     StepPlan,
 )
 from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
@@ -57,7 +57,7 @@ def children() -> list[int]:
 
 
 def load_null(opened: Executor) -> None:
-    opened.call(LoadNullModel(), CacheAllocated, timeout=DEADLINE)
+    opened.call(LoadNullModel(), CallDone, timeout=DEADLINE)
 
 
 def first_plan(rows: int = 2) -> StepPlan:
@@ -98,14 +98,14 @@ def test_process_group_failure_names_rank_and_cause():
     with executor(2) as opened:
         load_null(opened)
         pending = opened.step(next_plan(0))  # rows that never started
-        with pytest.raises(WorkerFailed, match=r"engine-0/tp[01]-pp0: KeyError: 0\nTraceback(.|\n)*null.py"):
+        with pytest.raises(WorkerFailed, match=r"engine-0/tp[01]-pp0: KeyError: 0\nTraceback(.|\n)*worker.py"):
             pending.result()
 
 
 def test_process_group_user_error_keeps_its_type(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with executor(1, model=str(tmp_path)) as opened:
-        opened.call(OpenGroups(), GroupsOpened, timeout=DEADLINE)
+        opened.call(OpenGroup("engine"), GroupOpened, timeout=DEADLINE)
         with pytest.raises((CheckpointError, WorkerFailed)):
             opened.call(LoadModel(), ModelLoaded, timeout=DEADLINE)
 
@@ -145,7 +145,7 @@ def test_process_group_stopped_worker_is_noticed_by_heartbeat():
         stopped = the_workers(before)[0]
         os.kill(stopped, signal.SIGSTOP)
         with pytest.raises(WorkerLost, match="was silent for"):
-            opened.call(LoadNullModel(), CacheAllocated, timeout=DEADLINE)
+            opened.call(LoadNullModel(), CallDone, timeout=DEADLINE)
     assert children() == before, "a stopped worker is ended too"
 
 

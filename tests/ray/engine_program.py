@@ -36,7 +36,7 @@ def main() -> None:
 
     from eagleray.executor.executor import Executor
     from eagleray.executor.ray_actors import start_ray_actors
-    from eagleray.messages.steps import GroupsOpened, OpenGroups
+    from eagleray.messages.steps import GroupOpened, OpenGroup
 
     context = msgspec.json.decode(sys.argv[1], type=RayContext)
     group = start_ray_actors(
@@ -46,7 +46,7 @@ def main() -> None:
         context=context,
         worker="ray_workers:echo",
     )
-    replies = Executor(group).call(OpenGroups(), GroupsOpened, timeout=20)
+    replies = Executor(group).call(OpenGroup("engine"), GroupOpened, timeout=20)
     pids = [msgspec.json.decode(reply.store or "", type=Facts).pid for reply in replies]
     print(context.placement_group, *pids, flush=True)
     sys.stdin.read()

@@ -11,7 +11,7 @@ import msgspec
 
 from eagleray.errors import ChannelClosed, ConfigError
 from eagleray.messages.codec import Codec
-from eagleray.messages.steps import Call, GroupsOpened, Reply
+from eagleray.messages.steps import Call, GroupOpened, Reply
 from eagleray.messages.workers import WorkerSpec
 from eagleray.transport.heartbeat import HeartbeatSender
 from eagleray.transport.message_queue_peer import MessageQueuePeer
@@ -51,7 +51,7 @@ def _echo(payload: bytes, **options: Any) -> None:
         while True:
             if (frames := listener.receive(30)) is not None:
                 call = calls.decode(frames)
-                body = GroupsOpened(store=msgspec.json.encode(_facts(spec, listener.medium)).decode())
+                body = GroupOpened(store=msgspec.json.encode(_facts(spec, listener.medium)).decode())
                 listener.send(replies.encode(Reply(call.call_id, spec.rank, body)), 30)
     except ChannelClosed:
         return

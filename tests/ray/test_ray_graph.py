@@ -30,7 +30,7 @@ from eagleray.executor.ray_graph.graph import Graph, GraphActor, call_actors, to
 from eagleray.executor.ray_graph.group import start_ray_graph
 from eagleray.identity import EngineId
 from eagleray.messages.sampling import Sampling
-from eagleray.messages.steps import CacheAllocated, GroupsOpened, LoadNullModel, NewRow, OpenGroups, StepPlan
+from eagleray.messages.steps import CallDone, GroupOpened, LoadNullModel, NewRow, OpenGroup, StepPlan
 
 pytestmark = pytest.mark.grid
 """The usual suite has this executor in `test_ray_agree`."""
@@ -136,14 +136,14 @@ def plan(step: int) -> StepPlan:
 def test_ray_graph_group_alternating_steps_and_calls_are_answered(cluster, runtime_dir):
     with executor(runtime_dir) as (opened, _):
         for _ in range(2):
-            opened.call(LoadNullModel(), CacheAllocated, timeout=30)
+            opened.call(LoadNullModel(), CallDone, timeout=30)
             pending = [opened.step(plan(step)) for step in range(3)]
             assert [step.result().token_ids for step in pending] == [[0]] * 3
 
 
 def test_ray_graph_group_worker_that_raises_is_named(cluster, runtime_dir):
     with executor(runtime_dir) as (opened, _):
-        opened.call(LoadNullModel(), CacheAllocated, timeout=30)
+        opened.call(LoadNullModel(), CallDone, timeout=30)
         with pytest.raises(WorkerFailed, match=r"engine-0/tp[01]-pp0: KeyError: 0"):
             opened.step(plan(1)).result()
 
@@ -151,7 +151,7 @@ def test_ray_graph_group_worker_that_raises_is_named(cluster, runtime_dir):
 @pytest.mark.parametrize("resources", [None, FAR])
 def test_ray_graph_group_killed_worker_is_named(cluster, runtime_dir, resources):
     with executor(runtime_dir, resources=resources) as (opened, engine):
-        opened.call(LoadNullModel(), CacheAllocated, timeout=30)
+        opened.call(LoadNullModel(), CallDone, timeout=30)
         pid = pid_of(engine, "tp1-pp0")
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerLost, match="engine-0/tp1-pp0"):
@@ -178,7 +178,7 @@ def test_ray_graph_group_ranks_may_be_ahead_of_the_one_that_samples(cluster, run
 
 def test_ray_graph_group_hung_worker_is_noticed_by_the_channels_timeout(cluster, runtime_dir):
     with executor(runtime_dir, ray_graph_timeout=1.0, heartbeat_timeout=60) as (opened, engine):
-        opened.call(LoadNullModel(), CacheAllocated, timeout=30)
+        opened.call(LoadNullModel(), CallDone, timeout=30)
         os.kill(pid_of(engine, "tp1-pp0"), signal.SIGSTOP)
         with pytest.raises(WorkerLost, match=r"no result within the time that `ray_graph_timeout` allows"):
             opened.step(plan(0)).result()
@@ -188,7 +188,7 @@ def test_ray_graph_group_hung_worker_is_noticed_by_missing_heartbeats(cluster, r
     with executor(runtime_dir, heartbeat_timeout=1.5) as (opened, engine):
         os.kill(pid_of(engine, "tp0-pp0"), signal.SIGSTOP)
         with pytest.raises((WorkerLost, DeadlineExceeded), match="was silent for"):
-            opened.call(OpenGroups(), GroupsOpened, timeout=30)
+            opened.call(OpenGroup("engine"), GroupOpened, timeout=30)
 
 
 def test_start_ray_graph_worker_that_cannot_be_created_leaves_nothing(cluster, runtime_dir):
@@ -211,7 +211,7 @@ def test_ray_graph_group_failed_rank_is_reported_while_the_other_waits_for_it(cl
             if is_step:
                 opened.step(plan(0)).result()
             else:
-                opened.call(OpenGroups(), GroupsOpened, timeout=30)
+                opened.call(OpenGroup("engine"), GroupOpened, timeout=30)
         assert time.monotonic() - began < LONG_SECONDS / 2
     finally:
         opened.close()

@@ -29,7 +29,7 @@ from eagleray.executor.executor import Executor
 from eagleray.executor.queue_group import QueueGroup
 from eagleray.executor.ray_actors import start_ray_actors
 from eagleray.identity import EngineId
-from eagleray.messages.steps import GroupsOpened, OpenGroups
+from eagleray.messages.steps import GroupOpened, OpenGroup
 from eagleray.messages.workers import RayContext
 
 HERE = str(Path(__file__).parent)
@@ -77,7 +77,7 @@ def start(runtime_dir: Path) -> Iterator[Start]:
 
 
 def facts(group: QueueGroup) -> list[Facts]:
-    replies = Executor(group).call(OpenGroups(), GroupsOpened, timeout=20)
+    replies = Executor(group).call(OpenGroup("engine"), GroupOpened, timeout=20)
     return [msgspec.json.decode(reply.store or "", type=Facts) for reply in replies]
 
 

@@ -24,7 +24,7 @@ from eagleray.executor.executor import Executor
 from eagleray.identity import EngineId, new_instance_name
 from eagleray.messages.codec import Codec
 from eagleray.messages.sampling import Sampling
-from eagleray.messages.steps import CacheAllocated, Call, LoadNullModel, NewRow, StepPlan
+from eagleray.messages.steps import Call, CallDone, LoadNullModel, NewRow, StepPlan
 from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _measure_all(arguments: argparse.Namespace) -> Iterator[RpcFigures]:
             for workers in arguments.workers if executor != "in-process" else [1]:
                 for place, options in _worker_nodes(executor, cluster):
                     with _executor(executor, workers, **options) as opened:
-                        opened.call(LoadNullModel(), CacheAllocated, timeout=60)
+                        opened.call(LoadNullModel(), CallDone, timeout=60)
                         opened.step(plans.first()).result()
                         step = partial(_step, opened, plans)
                         yield _figures(step, arguments, executor=executor, workers=workers, place=place)

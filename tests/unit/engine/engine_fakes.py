@@ -13,19 +13,15 @@ from eagleray.identity import EngineId, WorkerId
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.steps import (
     AllocateCache,
-    CacheAllocated,
     Call,
-    ExpertGroupOpened,
-    GroupsJoined,
-    GroupsOpened,
-    JoinExpertGroup,
-    JoinGroups,
+    CallDone,
+    GroupOpened,
+    JoinGroup,
     LoadModel,
     MeasureMemory,
     MemoryMeasured,
     ModelLoaded,
-    OpenExpertGroup,
-    OpenGroups,
+    OpenGroup,
     ReadExpertLoad,
     Reply,
     StepBroken,
@@ -78,10 +74,10 @@ class CountingGroup:
 
     def _answer(self, body: Any) -> WorkerReply:
         match body:
-            case OpenGroups():
-                return GroupsOpened()
-            case JoinGroups():
-                return GroupsJoined()
+            case OpenGroup("engine"):
+                return GroupOpened()
+            case JoinGroup("engine"):
+                return CallDone()
             case LoadModel():
                 return ModelLoaded(
                     architecture="Counting",
@@ -98,12 +94,12 @@ class CountingGroup:
             case MeasureMemory():
                 return MemoryMeasured(self.available_bytes)
             case AllocateCache():
-                return CacheAllocated()
-            case OpenExpertGroup():
-                return ExpertGroupOpened(store=f"store of epoch {body.epoch}")
-            case JoinExpertGroup():
+                return CallDone()
+            case OpenGroup("expert"):
+                return GroupOpened(store=f"store of epoch {body.epoch}")
+            case JoinGroup("expert"):
                 self.is_broken = body.epoch in self.broken_epochs
-                return GroupsJoined()
+                return CallDone()
             case ReadExpertLoad():
                 return WorkerExpertLoad(np.full((2, 4), sum(self.known.values()), np.int64))
             case StepPlan():

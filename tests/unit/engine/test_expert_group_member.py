@@ -20,7 +20,7 @@ from eagleray.messages.membership import Joined
 from eagleray.messages.outputs import Chunks
 from eagleray.messages.requests import Abort, Generate
 from eagleray.messages.sampling import Sampling, Stopping
-from eagleray.messages.steps import EngineOpened, ExpertGroupOpened, JoinExpertGroup, OpenExpertGroup, StepPlan
+from eagleray.messages.steps import EngineOpened, GroupOpened, JoinGroup, OpenGroup, StepPlan
 from eagleray.messages.waves import WaveStarted
 
 CLIENT = ClientId("i", 0)
@@ -29,7 +29,7 @@ CLIENT_JOINED = Joined(CLIENT, "c")
 
 
 def opened(rank: int) -> EngineOpened:
-    return EngineOpened(rank=rank, topology=CountingGroup.topology, opened=[ExpertGroupOpened()])
+    return EngineOpened(rank=rank, topology=CountingGroup.topology, opened=[GroupOpened()])
 
 
 def formed(epoch: int, other: EngineId = OTHER) -> ExpertsFormed:
@@ -97,10 +97,10 @@ def test_group_member_first_group_formed_reports_start():
     group = CountingGroup(top_k=2)
     outbox = run(OpenExperts(1, [0, 1]), later=[None, formed(1)], group=group)
     here, started = said(outbox, SUPERVISOR)
-    where = EngineOpened(rank=0, topology=CountingGroup.topology, opened=[ExpertGroupOpened(store="store of epoch 1")])
+    where = EngineOpened(rank=0, topology=CountingGroup.topology, opened=[GroupOpened(store="store of epoch 1")])
     assert here == ExpertsOpened(HERE, 1, where)
     assert isinstance(started, EngineStarted)
-    assert JoinExpertGroup(1, formed(1).members) in group.calls
+    assert JoinGroup("expert", 1, formed(1).members) in group.calls
     assert outbox.peers[OTHER] == "address of engine-1"
 
 
@@ -150,13 +150,13 @@ def test_group_member_idle_engine_opens_next_epoch_on_message():
     group = CountingGroup(top_k=2)
     outbox = run(*FORMED, later=[OpenExperts(2, [0, 1]), generate("a"), OpenExperts(2, [1]), formed(2)], group=group)
     assert tokens(outbox) == {"a": [5, 6, 7]}
-    assert [call.epoch for call in group.calls if isinstance(call, OpenExpertGroup)] == [1, 2]
+    assert [call.epoch for call in group.calls if isinstance(call, OpenGroup) and call.name == "expert"] == [1, 2]
 
 
 def test_group_member_message_of_earlier_epoch_is_ignored():
     group = CountingGroup(top_k=2)
     outbox = run(OpenExperts(1, [1]), OpenExperts(3, [1]), OpenExperts(2, [1]), formed(1), formed(2), group=group)
-    assert not any(isinstance(call, JoinExpertGroup) for call in group.calls)
+    assert not any(isinstance(call, JoinGroup) and call.name == "expert" for call in group.calls)
     assert [message.epoch for message in said(outbox, SUPERVISOR)] == [1, 3]
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from eagleray.fleet.expert_rendezvous import ExpertRendezvous
 from eagleray.identity import EngineId, successor
 from eagleray.messages.lifecycle import OpenExperts
-from eagleray.messages.steps import EngineOpened, ExpertGroupOpened
+from eagleray.messages.steps import EngineOpened, GroupOpened
 from eagleray.messages.workers import Topology
 
 ALONE = Topology(tensor_parallel_size=1, pipeline_parallel_size=1, nodes=["here"], addresses=["127.0.0.1"])
@@ -14,7 +14,7 @@ ENGINES = [EngineId("i", rank) for rank in range(3)]
 
 
 def opened(engine: EngineId) -> EngineOpened:
-    return EngineOpened(rank=engine.rank, topology=ALONE, opened=[ExpertGroupOpened(store=engine.label)])
+    return EngineOpened(rank=engine.rank, topology=ALONE, opened=[GroupOpened(store=engine.label)])
 
 
 def complete(group: ExpertRendezvous, *engines: EngineId) -> None:

@@ -11,7 +11,7 @@ from eagleray.fleet import restart_policy
 from eagleray.identity import EngineId, successor
 from eagleray.messages.lifecycle import ExpertsFormed, ExpertsOpened, OpenExperts
 from eagleray.messages.membership import Joined, Left
-from eagleray.messages.steps import EngineOpened, ExpertGroupOpened
+from eagleray.messages.steps import EngineOpened, GroupOpened
 from eagleray.messages.workers import Topology
 
 ENGINES = [EngineId("i", rank) for rank in range(2)]
@@ -39,7 +39,7 @@ async def hear_call(member: FakeMember, epoch: int, missing: list[int]) -> None:
 
 
 def opened(engine: EngineId, epoch: int) -> EngineOpened:
-    return EngineOpened(rank=engine.rank, topology=ALONE, opened=[ExpertGroupOpened(store=f"{engine.label}:{epoch}")])
+    return EngineOpened(rank=engine.rank, topology=ALONE, opened=[GroupOpened(store=f"{engine.label}:{epoch}")])
 
 
 def open_for(member: FakeMember, epoch: int) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from ranks import together, topology
 
-from eagleray.messages.steps import EngineOpened, ExpertGroupOpened
+from eagleray.messages.steps import EngineOpened, GroupOpened
 from eagleray.messages.workers import Topology
 from eagleray.parallel.expert_group import ExpertGroup
 from eagleray.parallel.groups import Groups, OpenedGroups
@@ -32,7 +32,7 @@ class EngineRanks:
         return [groups.experts for groups in self.groups]
 
     def open(self, epoch: int) -> EngineOpened:
-        opened: list[ExpertGroupOpened] = [group.open(epoch) for group in self.experts]
+        opened: list[GroupOpened] = [group.open(epoch) for group in self.experts]
         return EngineOpened(rank=self.rank, topology=self.topology, opened=opened)
 
     def close(self) -> None:

@@ -18,17 +18,14 @@ from eagleray.messages.sampling import Sampling
 from eagleray.messages.steps import (
     AllocateCache,
     Call,
+    CallDone,
     EngineOpened,
-    ExpertGroupOpened,
-    GroupsJoined,
-    GroupsOpened,
-    JoinExpertGroup,
-    JoinGroups,
+    GroupOpened,
+    JoinGroup,
     LoadModel,
     ModelLoaded,
     NewRow,
-    OpenExpertGroup,
-    OpenGroups,
+    OpenGroup,
     ReadExpertLoad,
     StepBroken,
     StepPlan,
@@ -84,21 +81,23 @@ class Engine:
         return reply.body
 
     def start(self) -> None:
-        opened = self.call(OpenGroups())
-        assert isinstance(opened, GroupsOpened)
-        assert isinstance(self.call(JoinGroups([opened])), GroupsJoined)
+        opened = self.call(OpenGroup("engine"))
+        assert isinstance(opened, GroupOpened)
+        assert isinstance(
+            self.call(JoinGroup("engine", 0, [EngineOpened(rank=0, topology=WHERE, opened=[opened])])), CallDone
+        )
         loaded = self.call(LoadModel())
         assert isinstance(loaded, ModelLoaded)
         assert (loaded.num_moe_layers, loaded.num_experts, loaded.top_k) == (3, 8, 3)
         self.call(AllocateCache(8))
 
     def open(self, epoch: int) -> EngineOpened:
-        opened = self.call(OpenExpertGroup(epoch))
-        assert isinstance(opened, ExpertGroupOpened)
+        opened = self.call(OpenGroup("expert", epoch))
+        assert isinstance(opened, GroupOpened)
         return EngineOpened(rank=self.rank, topology=WHERE, opened=[opened])
 
     def join(self, epoch: int, members: list[EngineOpened]) -> None:
-        assert isinstance(self.call(JoinExpertGroup(epoch, members)), GroupsJoined)
+        assert isinstance(self.call(JoinGroup("expert", epoch, members)), CallDone)
 
     def step(self, **fields) -> StepResult | StepBroken:
         self._num_steps += 1

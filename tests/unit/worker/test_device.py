@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from eagleray.worker.cores import cores_of, set_threads
+from eagleray.worker.device import cores_of, set_threads
 
 
 def make_cpus(path, places):

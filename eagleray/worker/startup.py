@@ -1,0 +1,207 @@
+"""States of a worker before it serves: set up, opened, joined, loaded. Each state is made from the one before.
+
+Owned and driven by `Worker`. An object of a state has everything that its methods need.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from eagleray.config.resolve import checkpoint_dir, engine_index, engines_on_host, expert_dispatch
+from eagleray.config.sections import Config
+from eagleray.errors import ConfigError
+from eagleray.identity import WorkerId
+from eagleray.kernels.kv_cache import KVCache
+from eagleray.log import get_logger
+from eagleray.messages.steps import GroupOpened, ModelLoaded
+from eagleray.messages.workers import Topology
+from eagleray.models.base import Model
+from eagleray.models.moe.layout import ExpertOptions
+from eagleray.models.registry import load_model
+from eagleray.parallel.groups import Groups, OpenedGroups
+from eagleray.parallel.mesh import EnginePosition, Mesh
+from eagleray.worker.device import choose_device, set_threads
+from eagleray.worker.extension import Extension
+from eagleray.worker.memory import available_bytes, step_bytes, total_bytes
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """First state: the worker knows its place and options and holds no resources."""
+
+    worker: WorkerId
+    rank: int
+    """Number of the worker in its engine."""
+    mesh: Mesh
+    config: Config
+    topology: Topology
+    device_index: int | None = None
+    """Number of its GPU on this node; None for the current one."""
+
+    def num_workers_on_host(self) -> int:
+        """Return how many workers share the cores and the memory of this host."""
+        return len(self.topology.local_ranks(self.rank)) * engines_on_host(self.config)
+
+    def index_on_host(self) -> int:
+        """Return this worker's number among the workers of the host."""
+        local = self.topology.local_ranks(self.rank)
+        return engine_index(self.config, self.worker.engine.rank) * len(local) + local.index(self.rank)
+
+    def close(self) -> None:
+        """Do nothing, since nothing is open."""
+
+
+class OpenedWorker:
+    """Second state: the device is chosen, and the resources that other ranks need to join are open."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        execution, parallel = setup.config.execution, setup.config.parallel
+        self.setup = setup
+        self.device = choose_device(execution.device, setup.device_index)
+        threads = set_threads(
+            execution.num_threads, num_workers=setup.num_workers_on_host(), index=setup.index_on_host()
+        )
+        logger.debug("computes on %s with %d threads", self.device, threads)
+        engines = EnginePosition()
+        if parallel.enable_expert_parallel:
+            engines = EnginePosition(rank=setup.worker.engine.rank, size=parallel.data_parallel_size)
+        self._groups = OpenedGroups.open(mesh=setup.mesh, topology=setup.topology, device=self.device, engines=engines)
+
+    @property
+    def opened(self) -> GroupOpened:
+        """Handles that the other ranks need to join."""
+        return self._groups.opened
+
+    def join(self, opened: Sequence[GroupOpened]) -> JoinedWorker:
+        """Join the groups of the engine, given the handles of its workers, by rank."""
+        groups = self._groups.join(opened, timeout=self.setup.config.execution.startup_timeout)
+        return JoinedWorker(self.setup, self.device, groups)
+
+    def close(self) -> None:
+        self._groups.close()
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedWorker:
+    """Third state: the ranks of the engine are connected."""
+
+    setup: WorkerSetup
+    device: torch.device
+    groups: Groups
+
+    def close(self) -> None:
+        """Leave the groups."""
+        self.groups.close()
+
+
+class LoadedWorker:
+    """Fourth state: the model is loaded, and the worker extension is made, which sees this object.
+
+    A worker extension may use `rank`, `mesh`, `device` and `model`.
+    """
+
+    def __init__(self, joined: JoinedWorker) -> None:
+        self.setup = joined.setup
+        self.rank = joined.setup.rank
+        self.mesh = joined.setup.mesh
+        self.device = joined.device
+        self.groups = joined.groups
+        self.model = self._load()
+        self.max_model_len = self._max_model_len()
+        extension = self.setup.config.execution.worker_extension_cls
+        self.extension = None if extension is None else Extension.load(extension, self)
+
+    def describe(self) -> ModelLoaded:
+        """Return the facts about the model that the engine needs."""
+        model, moe = self.model, self.model.spec.moe
+        block_size = self.setup.config.cache.block_size
+        return ModelLoaded(
+            architecture=model.spec.architecture,
+            num_parameters=model.num_parameters,
+            vocab_size=model.spec.vocab_size,
+            max_model_len=self.max_model_len,
+            bytes_per_block=KVCache.bytes_per_block(model.cache_shape(block_size), model.dtype),
+            device=self.device.type,
+            kernels=model.kernels_name,
+            num_moe_layers=0 if model.trace is None else model.trace.num_layers,
+            num_experts=0 if moe is None else moe.num_experts,
+            top_k=0 if moe is None else moe.top_k,
+        )
+
+    def available_bytes(self, max_num_batched_tokens: int) -> int:
+        """Return the memory that this worker's cache may take, beside steps of up to this many tokens."""
+        model, config = self.model, self.setup.config
+        largest_step = step_bytes(
+            model.spec,
+            model.dtype,
+            num_tokens=max_num_batched_tokens,
+            num_logits=min(config.scheduling.max_num_seqs, max_num_batched_tokens),
+            mesh=self.mesh,
+            num_exchanging=config.parallel.data_parallel_size if model.exchanges_tokens else 0,
+        )
+        utilization = config.cache.gpu_memory_utilization
+        available = available_bytes(model.device, gpu_memory_utilization=utilization, step_bytes=largest_step)
+        if self.device.type == "cpu":  # all workers of the node share this memory
+            available //= self.setup.num_workers_on_host()
+        return available
+
+    def close(self) -> None:
+        """Leave the groups."""
+        self.groups.close()
+
+    def _load(self) -> Model:
+        config = self.setup.config.model
+        is_shown = self.rank == 0 and sys.stderr.isatty()
+        with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=not is_shown) as bar:
+
+            def show(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            model = load_model(
+                checkpoint_dir(config),
+                dtype=config.dtype,
+                load_format=config.load_format,
+                device=self.device,
+                seed=config.seed,
+                on_progress=show,
+                groups=self.groups,
+                deterministic=config.deterministic,
+                experts=self._expert_options(),
+                total_memory=total_bytes(self.device),
+            )
+        logger.info(
+            "loaded %s, %.1f M parameters in %s, on %s with %d threads",
+            model.spec.architecture,
+            model.num_parameters / 1e6,
+            str(model.dtype).removeprefix("torch."),
+            self.device,
+            torch.get_num_threads(),
+        )
+        return model
+
+    def _expert_options(self) -> ExpertOptions:
+        config = self.setup.config
+        parallel = config.parallel
+        return ExpertOptions(
+            dispatch=expert_dispatch(config) if parallel.enable_expert_parallel else None,
+            num_redundant=parallel.num_redundant_experts,
+            balance_interval=parallel.eplb_step_interval if parallel.enable_eplb else None,
+            keeps_ids=config.model.enable_return_routed_experts,
+        )
+
+    def _max_model_len(self) -> int:
+        config, longest = self.setup.config.model, self.model.spec.max_model_len
+        if config.max_model_len is not None and config.max_model_len > longest:
+            raise ConfigError(
+                f"option `max_model_len`: {config.max_model_len} is longer than the {longest} tokens that "
+                f"{checkpoint_dir(config) / 'config.json'} says the model was made for"
+            )
+        return config.max_model_len or longest

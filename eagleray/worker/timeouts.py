@@ -1,0 +1,21 @@
+"""Time limits and intervals of a worker, in seconds, each with its reason."""
+
+from __future__ import annotations
+
+ATTACH_TIMEOUT_SECONDS = 60.0
+"""Time to attach to the engine's queue, which exists before the worker is started."""
+
+POLL_INTERVAL_SECONDS = 60.0
+"""Time of one wait for a call, after which the next wait begins. A queue that the engine closes ends it at once."""
+
+SEND_TIMEOUT_SECONDS = 60.0
+"""Time to send a reply. The engine reads replies all the time, so one that reads none for so long has failed."""
+
+JOIN_TIMEOUT_SECONDS = 60.0
+"""Time to join an expert group. The workers of all engines have opened it by then, so only connections are missing."""
+
+QUIET_SECONDS = 1.0
+"""Time without a step before cache pages are requested in advance, so that no step competes with it for a core."""
+
+STOP_TIMEOUT_SECONDS = 5.0
+"""Time for the prefault thread to finish its current page."""

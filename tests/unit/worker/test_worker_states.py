@@ -1,0 +1,119 @@
+"""A worker handles each call in the state that it fits, and fails with one error in any other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from ranks import topology
+
+from eagleray.config.build import build_config
+from eagleray.identity import EngineId, WorkerId
+from eagleray.messages.failure import Ended
+from eagleray.messages.plain import pack_arguments, unpack
+from eagleray.messages.steps import (
+    AllocateCache,
+    Call,
+    CallDone,
+    CallExtension,
+    EngineOpened,
+    GroupOpened,
+    JoinGroup,
+    LoadModel,
+    LoadNullModel,
+    MeasureMemory,
+    MemoryMeasured,
+    ModelLoaded,
+    OpenGroup,
+    ReadExpertLoad,
+    StepPlan,
+)
+from eagleray.worker.worker import Worker
+
+ID = WorkerId(EngineId("test", 0))
+ONE_RANK = topology()
+IDLE_STEP = StepPlan(step=0, freed_rows=[], new_rows=[], new_blocks=[], rows=[], num_tokens=[], is_idle=True)
+JOIN = JoinGroup("engine", 0, [EngineOpened(rank=0, topology=ONE_RANK, opened=[GroupOpened()])])
+START = {
+    "WorkerSetup": OpenGroup("engine"),
+    "OpenedWorker": JOIN,
+    "JoinedWorker": LoadModel(),
+    "LoadedWorker": AllocateCache(8),
+}
+"""The call that leads from each state to the next one."""
+MODULE = """
+class Probe:
+    def __init__(self, worker):
+        self.worker = worker
+
+    def describe(self):
+        worker = self.worker
+        return [worker.rank, worker.mesh.world_size, str(worker.device), worker.model.spec.num_layers]
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("made"), "qwen3", tokenizer=False)
+
+
+@pytest.fixture
+def worker(checkpoint):
+    worker = Worker(ID, 0, build_config(model=str(checkpoint), num_threads=1), ONE_RANK)
+    yield worker
+    worker.close()
+
+
+def call(worker, body):
+    return worker.handle(Call(1, body)).body
+
+
+def bring_to(worker, state):
+    for name, body in START.items():
+        if name == state:
+            return
+        assert not isinstance(call(worker, body), Ended)
+
+
+def test_worker_start_replies_in_each_state(worker):
+    assert isinstance(call(worker, OpenGroup("engine")), GroupOpened)
+    assert isinstance(call(worker, JOIN), CallDone)
+    assert isinstance(call(worker, LoadModel()), ModelLoaded)
+    assert isinstance(call(worker, MeasureMemory(64)), MemoryMeasured)
+    assert isinstance(call(worker, AllocateCache(8)), CallDone)
+    assert call(worker, ReadExpertLoad()).counts.shape == (0, 0)
+
+
+@pytest.mark.parametrize("state", [*START, "ServingWorker"])
+def test_worker_call_of_another_state_fails(worker, state):
+    bring_to(worker, state)
+    body = LoadModel() if state == "ServingWorker" else IDLE_STEP
+    ended = call(worker, body)
+    assert isinstance(ended, Ended) and ended.member == ID
+    assert ended.cause.message == f"{type(body).__name__} is not a call for the state {state}"
+    assert worker.handle(Call(2, START["WorkerSetup"])) is None, "a worker that has failed handles no calls"
+
+
+def test_null_worker_step_needs_no_start(worker):
+    assert isinstance(call(worker, LoadNullModel()), CallDone)
+    assert call(worker, IDLE_STEP).rows == []
+    assert isinstance(call(worker, LoadNullModel()), CallDone)
+
+
+def test_worker_extension_sees_loaded_worker(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "users_view.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = build_config(model=str(checkpoint), num_threads=1, worker_extension_cls="users_view:Probe")
+    worker = Worker(ID, 0, config, ONE_RANK)
+    bring_to(worker, "ServingWorker")
+    returned = call(worker, CallExtension("describe", pack_arguments((), {})))
+    assert returned.failure is None
+    assert unpack(returned.value) == [0, 1, "cpu", 3]
+    worker.close()
