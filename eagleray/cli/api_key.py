@@ -1,7 +1,7 @@
-"""API keys of the commands: where a client's comes from, and how those of a command line are hidden.
+"""API keys of the commands: the key of a client, and the hiding of keys on a command line.
 
-Everybody on a host can read the command line of every process (`ps`, /proc/PID/cmdline). Linux shows what is in the
-process's own memory there, so the process can overwrite it. Owned and driven by the command line.
+All users of a host can read the command line of every process (`ps`, /proc/PID/cmdline). Linux shows a part of the
+process's own memory there, so the process can overwrite it. Driven by `cli.main`.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ FLAG = "--api-key"
 ENVIRONMENT_HELP = f"key to show (default: the environment's {API_KEY_VARIABLE}, else its OPENAI_API_KEY)"
 
 ARG_START, ARG_END = 48, 49
-"""Fields of /proc/self/stat, counted from 1: where the arguments begin and end in memory."""
+"""Fields of /proc/self/stat, counted from 1: begin and end of the arguments in memory."""
 
 
 def client_key(given: str | None) -> str | None:
-    """The key that a client shows: the one that was given, else one of the environment's."""
+    """Return the key that a client sends: the given one, or else the environment's."""
     ours = divided_keys(os.environ.get(API_KEY_VARIABLE, ""))
     return given or (ours[0] if ours else os.environ.get("OPENAI_API_KEY"))
 
 
 def hide_api_keys(arguments: Sequence[str]) -> bool:
-    """Overwrite the API keys among the arguments of this process's command line, where others see it.
+    """Overwrite the API keys in the command line of this process that other users see.
 
-    What Python has of them stays. False if they may still be seen, on a system that has no way to change that.
+    Python's own copies stay. Returns whether no key can be seen any longer: some systems have no way to hide them.
     """
     keys = _keys_in(arguments)
     return not keys or _overwrite(keys)
 
 
 def _keys_in(arguments: Sequence[str]) -> set[bytes]:
-    """Whole arguments, as the system shows them."""
+    """Return the arguments that have keys, whole, as the system shows them."""
     found = set()
     is_key = False
     for argument in arguments:

@@ -1,4 +1,4 @@
-"""`eagleray COMMAND`: one module for each command, imported only when it is the one that runs."""
+"""`eagleray COMMAND`: one module for each command, of which only the one that runs is imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 1 for a failure, 2 for a mistake in the arguments or options."""
+    """Run a command. Returns the exit code: 0, 1 for a failure, 2 for a mistake in the arguments or options."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not hide_api_keys(arguments):
         print("eagleray: warning: others on this host can read the API key on the command line", file=sys.stderr)
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of the output, such as `head`, has exited
         sys.stderr.close()
         return 0
 

@@ -1,4 +1,4 @@
-"""Flags, derived from the fields of the configuration: a field is its flag, its help and its type."""
+"""Flags derived from the fields of the configuration: a field gives its flag, its help and its type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eagleray.errors import ConfigError
 
 
 def add_config_flags(parser: argparse.ArgumentParser, *, sections: Sequence[str]) -> None:
-    """The positional model, `--config FILE`, and a flag for every field of the named sections of `Config`."""
+    """Add the positional model, `--config FILE`, and a flag for every field of the named sections of `Config`."""
     parser.add_argument("model", nargs="?", help="directory of a checkpoint; without it, the embedded demo model")
     parser.add_argument("--config", metavar="FILE", help="YAML file with options by their names; flags win over it")
     for section in msgspec.structs.fields(Config):
@@ -29,12 +29,12 @@ def add_config_flags(parser: argparse.ArgumentParser, *, sections: Sequence[str]
 
 
 def config_from(arguments: argparse.Namespace, *, sections: Sequence[str]) -> Config:
-    """The configuration of the parsed flags over the file that `--config` names."""
+    """Return the configuration of the parsed flags, over that of the file after `--config`."""
     return build_config(**config_options(arguments, sections=sections))
 
 
 def config_options(arguments: argparse.Namespace, *, sections: Sequence[str]) -> dict[str, Any]:
-    """The options that were given, by name."""
+    """Return the options that were given, by name."""
     names = [
         field.name
         for section in msgspec.structs.fields(Config)
@@ -70,7 +70,7 @@ def _description(hint: Any) -> str:
 
 
 def _plain(hint: Any) -> Any:
-    """The type without its annotations and without None."""
+    """Return the type without its annotations and without None."""
     if get_origin(hint) is Annotated:
         return _plain(get_args(hint)[0])
     kinds = [_plain(kind) for kind in get_args(hint) if kind is not type(None)]
@@ -78,7 +78,7 @@ def _plain(hint: Any) -> Any:
 
 
 def _read_file(path: str) -> dict[str, Any]:
-    import yaml  # only a run with --config pays for it
+    import yaml  # here, because most runs have no --config
 
     try:
         options = yaml.safe_load(Path(path).read_text()) or {}

@@ -1,4 +1,4 @@
-"""A running server, as the commands `chat` and `complete` see it: standard library HTTP and server-sent events."""
+"""A client of a running server for the commands `chat` and `complete`, with HTTP of the standard library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_remote_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class Remote:
-    """Sends requests; raises `UserError` for what the server refuses, `Unavailable` if it cannot be reached."""
+    """Sends requests. Raises `UserError` for a refused request, and `Unavailable` if no server can be reached."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._url = urlsplit(arguments.url)
@@ -37,7 +37,7 @@ class Remote:
         self._fields["model"] = arguments.model_name or self._first_model()
 
     def stream(self, route: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The first choice of every event of a streamed answer."""
+        """Yield the first choice of every event of a streamed answer."""
         with self._request("POST", route, self._fields | fields | {"stream": True}) as response:
             for line in response:
                 data = line.decode().strip().removeprefix("data:").strip()

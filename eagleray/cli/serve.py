@@ -1,4 +1,4 @@
-"""`eagleray serve [MODEL]`: be the supervisor of engines and API servers until told to stop."""
+"""`eagleray serve [MODEL]`: run the supervisor of engines and API servers until a signal stops it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery",
 BACKLOG = 2048
 
 API_SERVER_BYTES = 2**20
-"""Room in the instance's directory for what an API server counts there."""
+"""Space in the instance's directory for the counters of an API server."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     setup_logging("serve", config.execution.log_level)
     open_files = raise_open_files_limit(needed=(config.serving.max_connections or 0) + SPARE_FILES)
     connection_limit(config.serving.max_connections, open_files=open_files)
-    checkpoint_dir(config.model)  # a wrong path is an error now, not after processes have started
+    checkpoint_dir(config.model)  # a wrong path is an error before processes have started
     if config.model.model is None:
         logger.info("no model was given: serving the embedded demo model, a toy of a few million parameters")
     with _listen(config.serving.host, config.serving.port) as listener:
@@ -47,9 +47,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 async def _serve(config: Config, listener: socket.socket) -> None:
-    began = time.monotonic()
-    told_to_stop = _stop_signal(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    supervisor = await _open(config, told_to_stop)
+    start = time.monotonic()
+    stop_signal = _next_signal(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    supervisor = await _open(config, stop_signal)
     if supervisor is None:
         return
     grace = 0.0
@@ -58,12 +58,12 @@ async def _serve(config: Config, listener: socket.socket) -> None:
         supervisor.start_engines()
         supervisor.start_api_servers(listener.fileno())
         serving = asyncio.create_task(supervisor.serving.wait())
-        await _first(serving, supervisor.failed, told_to_stop)
+        await _first(serving, supervisor.failed, stop_signal)
         if serving.done():
             host, port = listener.getsockname()[:2]
             name = served_names(config.model)[0]
-            logger.info("serving %s at http://%s:%d/v1 after %.1f s", name, host, port, time.monotonic() - began)
-            await _first(supervisor.failed, told_to_stop)
+            logger.info("serving %s at http://%s:%d/v1 after %.1f s", name, host, port, time.monotonic() - start)
+            await _first(supervisor.failed, stop_signal)
         serving.cancel()
         if supervisor.failed.done():
             grace = FLUSH_SECONDS
@@ -74,10 +74,10 @@ async def _serve(config: Config, listener: socket.socket) -> None:
         await _stop(supervisor, grace)
 
 
-async def _open(config: Config, told_to_stop: asyncio.Future[None]) -> Supervisor | None:
-    """None if it was told to stop meanwhile: reaching a cluster may take its time."""
+async def _open(config: Config, stop_signal: asyncio.Future[None]) -> Supervisor | None:
+    """Open a supervisor, which may take long on a cluster. Returns None if a signal came meanwhile."""
     opening = asyncio.create_task(Supervisor.open(config))
-    await _first(opening, told_to_stop)
+    await _first(opening, stop_signal)
     if not opening.done():
         opening.cancel()
         await asyncio.gather(opening, return_exceptions=True)
@@ -87,37 +87,37 @@ async def _open(config: Config, told_to_stop: asyncio.Future[None]) -> Superviso
 
 async def _stop(supervisor: Supervisor, grace: float) -> None:
     """Stop within `grace` seconds, or at once when a second signal comes."""
-    # Not SIGHUP: when a terminal is lost, the system and the shell may send one each.
-    impatient = _stop_signal(signal.SIGINT, signal.SIGTERM)
+    # Not SIGHUP: when a terminal is closed, the system and the shell may send one each.
+    second_signal = _next_signal(signal.SIGINT, signal.SIGTERM)
     stopping = asyncio.create_task(supervisor.stop(grace))
-    await _first(stopping, impatient)
+    await _first(stopping, second_signal)
     if not stopping.done():
         supervisor.kill()
     await stopping
 
 
 async def _first(*futures: asyncio.Future[Any]) -> None:
-    """Wait until one of them is done."""
+    """Wait until one of the futures is done."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _stop_signal(*numbers: signal.Signals) -> asyncio.Future[None]:
-    """Done when the next of these signals arrives. One that this program was started to ignore (nohup) stays so."""
+def _next_signal(*numbers: signal.Signals) -> asyncio.Future[None]:
+    """Return a future that is done when one of these signals arrives. An ignored SIGHUP (nohup) stays ignored."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[None] = loop.create_future()
 
-    def tell() -> None:
+    def on_signal() -> None:
         if not stop.done():
             stop.set_result(None)
 
     for number in numbers:
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, tell)
+            loop.add_signal_handler(number, on_signal)
     return stop
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """The listening socket. Raises `ConfigError` if the address cannot be had."""
+    """Return the listening socket. Raises `ConfigError` if the address is not available."""
     with contextlib.ExitStack() as stack:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(

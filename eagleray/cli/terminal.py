@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 def read_lines(prompt: str) -> Iterator[str]:
-    """Every line that is not empty, until the end of the input."""
+    """Yield every line that is not empty, until the end of the input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives `input` a history and editing
     while True:

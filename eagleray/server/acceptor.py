@@ -1,8 +1,8 @@
-"""Takes connections from the socket that all API servers of an instance listen on, and gives each its protocol.
+"""Accepting connections from the socket that all API servers of an instance listen on, in turn with the others.
 
-Whichever server asks first gets a connection, so one that happens to be quicker would get all of a burst. Each
-therefore waits a moment while another has fewer connections, and takes what nobody has taken by then.
-"""
+The first server that accepts gets a connection, so one that happens to be quicker would get all of a burst. Each
+therefore waits a moment while another has fewer connections, and accepts the connections that are still there then.
+Owned by the server's event loop."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ class ConnectionCounts:
 
 
 class Acceptor:
-    """Accepts from `listener`, which stays its owner's, from `start` until `close`.
+    """Accepts connections from `listener` between `start` and `close`. The caller closes `listener`.
 
-    `make_protocol` is called with whether the connection belongs to the reserve.
+    `make_protocol` makes a connection's protocol; its argument is whether the connection belongs to the reserve.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Acceptor:
         self._opening: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._yielding_since: float | None = None
-        """Time since which this server leaves the next connection to another; None: it does not."""
+        """Time since which this server leaves the next connection to another, or None if it does not."""
         self._impatient_until = 0.0
 
     def start(self) -> None:
@@ -128,7 +128,7 @@ class Acceptor:
         self._watch()
 
     def close(self) -> None:
-        """Accept no more. Connections that are open stay so."""
+        """Stop accepting. Open connections stay open."""
         self._unwatch()
         if self._timer is not None:
             self._timer.cancel()
@@ -136,7 +136,7 @@ class Acceptor:
         self._counts.withdraw()
 
     def report(self) -> None:
-        """Tell the other servers how many connections there are. Also to be called now and then."""
+        """Publish the number of connections to the other servers. Call it again within `STUCK_SERVER_SECONDS`."""
         self._counts.set(len(self._connections))
 
     def _watch(self) -> None:
@@ -147,14 +147,14 @@ class Acceptor:
 
     def _pause(self, seconds: float) -> None:
         self._unwatch()
-        self._timer = self._loop.call_later(seconds, self._go_on)
+        self._timer = self._loop.call_later(seconds, self._resume)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         self._watch()
         self._on_connection()
 
     def _on_connection(self) -> None:
-        """There may be a connection to accept, unless another server was quicker."""
+        """Accept what has arrived, if it is this server's turn. Another server may have been quicker."""
         now = self._loop.time()
         least = self._counts.least_of_others()
         if least is None:
@@ -175,7 +175,7 @@ class Acceptor:
             self._impatient_until = now + ACCEPT_IMPATIENT_SECONDS
 
     def _accept(self, most: int) -> int:
-        """Accept up to `most` connections. Return how many there were."""
+        """Accept up to `most` connections. Return the number of accepted ones."""
         accepted: list[tuple[socket.socket, bool]] = []
         try:
             while len(accepted) < most:
@@ -183,7 +183,7 @@ class Acceptor:
                 accepted.append((connection, self._connections.admit()))
         except BlockingIOError:
             pass
-        except OSError as error:  # else it was closed before it was accepted
+        except OSError as error:  # of the other errors: the client has closed the connection already
             if error.errno in OUT_OF_FILES:
                 self._on_no_files(error)
         if accepted:
@@ -201,14 +201,14 @@ class Acceptor:
         self._pause(FREED_FILE_SECONDS if self._connections.free_one() else NO_FILES_SECONDS)
 
     async def _open(self, accepted: list[tuple[socket.socket, bool]]) -> None:
-        """Make transports for sockets, each with whether it is within the limit."""
+        """Make transports for accepted sockets; the flag of each is whether it is within the limit."""
         for connection, is_within_limit in accepted:
             connection.setblocking(False)
             protocol = self._make_protocol(not is_within_limit)
             try:
                 await self._loop.connect_accepted_socket(functools.partial(_same, protocol), connection)
             except OSError as error:
-                logger.debug("a connection ended before it began: %s", error)
+                logger.debug("a connection was closed before it got a transport: %s", error)
                 connection.close()
                 self._connections.arriving -= is_within_limit
 
@@ -218,9 +218,9 @@ def _same(protocol: asyncio.Protocol) -> asyncio.Protocol:
 
 
 def _configure(listener: socket.socket, send_timeout: float) -> None:
-    """Let the system find out that a client has vanished: it sees acknowledgements, which we do not.
+    """Let the kernel find out that a client has vanished, because only the kernel sees acknowledgements.
 
-    Connections have the options of the socket that they were accepted from.
+    Connections inherit the options of the socket from which they were accepted.
     """
     if listener.family not in (socket.AF_INET, socket.AF_INET6):
         return
@@ -228,5 +228,5 @@ def _configure(listener: socket.socket, send_timeout: float) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_SECONDS)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_SECONDS)
-    # also for a client that is there and reads nothing
+    # This also cuts a client that is there and reads nothing.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(send_timeout * 1000)))

@@ -1,6 +1,6 @@
-"""Limits on the work that requests bring to an API server: checked before anything is tokenized or allocated.
+"""Limits on the work that requests bring to an API server, checked before anything is tokenized or allocated.
 
-Work is counted in sequences, since each prompt of a request is one for each of its `n` completions.
+Work is counted in sequences: each prompt of a request is one for each of its `n` completions. Owned by `Service`.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from eagleray.messages.sampling import SamplingParams
 
 
 class Reservation:
-    """Sequences of a request that was admitted and has not been sent to an engine yet."""
+    """The sequences of an admitted request that have not been sent to the client yet."""
 
     def __init__(self, admission: Admission, num_seqs: int) -> None:
         self._admission = admission
         self._num_seqs = num_seqs
 
     def use(self, num_seqs: int) -> None:
-        """Count `num_seqs` of the sequences as the client's from now on: they were sent."""
+        """Stop counting `num_seqs` of the sequences: the client counts them now, because they were sent."""
         self._num_seqs -= num_seqs
         self._admission.num_reserved -= num_seqs
 
     def release(self) -> None:
-        """Give back what was not used. Harmless when repeated."""
+        """Stop counting the sequences that were not sent. Harmless when repeated."""
         self.use(self._num_seqs)
 
 
 class Admission:
-    """Decides which requests `client` takes in."""
+    """Decides which requests may be sent to `client`."""
 
     def __init__(self, client: Client, limits: ServingConfig) -> None:
         self._client = client
         self._limits = limits
         self.num_reserved = 0
-        """Sequences of requests that were admitted and are not with the client yet."""
+        """Number of sequences in all reservations."""
 
     def reserve(self, num_prompts: int, n: int) -> Reservation:
         """Admit a request of `num_prompts` prompts with `n` completions each.
 
-        Raises `InvalidRequest` if it has too many sequences, and `Overloaded` if too many wait already.
+        Raises `InvalidRequest` if it has too many sequences, and `Overloaded` if too many are queued already.
         """
         num_seqs = num_prompts * n
         self._check_one(num_prompts, n)
@@ -84,7 +84,7 @@ class Admission:
             )
 
     def _check_logprobs(self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_model_len: int) -> None:
-        if params.n * len(prompts) == 1:  # the model's length bounds it
+        if params.n * len(prompts) == 1:  # bounded by the model's length
             return
         of_prompts = 0 if params.prompt_logprobs is None else sum(map(len, prompts)) * (params.prompt_logprobs + 1)
         per_token = (params.logprobs or 0) + 1 + len(params.logprob_token_ids or ())

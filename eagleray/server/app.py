@@ -1,4 +1,7 @@
-"""The ASGI application: every route, made from a client of the engines and the configuration."""
+"""The ASGI application: every route, made from a client of the engines and the configuration.
+
+Owns nothing; driven by uvicorn, one call for each HTTP request.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ from eagleray.server.tokens import TokenRoutes
 
 
 def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddleware:
-    """The application. `client` serves it, it counts in `ledger`; both stay their maker's to close.
+    """Return the application, which sends requests to `client` and counts in `ledger`. The caller closes both.
 
-    Raises `CheckpointError` for a generation_config.json that makes no sense.
+    Raises `CheckpointError` for an invalid generation_config.json.
     """
     service = Service(client, config, ledger)
     endpoints = [
@@ -45,15 +48,15 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
     ]
     if config.serving.enable_collective_rpc:
         endpoints += CollectiveRpcRoute(service).endpoints()
-    endpoints.append(_describing(endpoints, service, needs_key=bool(config.serving.api_key)))
-    # An endpoint refuses what is not its method itself, so that the refusal looks like every other.
+    endpoints.append(_openapi_endpoint(endpoints, service, needs_key=bool(config.serving.api_key)))
+    # `methods=None`: an endpoint refuses other methods itself, so that the refusal looks like every other error.
     routes = [Route(endpoint.pattern, endpoint, methods=None) for endpoint in endpoints]
     router = Router(routes, redirect_slashes=False, default=_unknown_route)
     return RequestMiddleware(router, endpoints, config.serving.api_key, service.metrics)
 
 
-def _describing(endpoints: list[Endpoint], service: Service, *, needs_key: bool) -> Endpoint:
-    """/openapi.json, which is in the document too."""
+def _openapi_endpoint(endpoints: list[Endpoint], service: Service, *, needs_key: bool) -> Endpoint:
+    """Return the endpoint of /openapi.json, which is in the document too."""
 
     @functools.cache
     def document() -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""From the bytes of a request to a checked value, or an `InvalidRequest` that names the field."""
+"""Decoding of request bodies: bytes become a checked struct, or an `InvalidRequest` that names the field.
+
+Holds no state of any request; driven by the handlers.
+"""
 
 from __future__ import annotations
 
@@ -29,30 +32,30 @@ Empty = Annotated[
     Annotated[list[Any], Meta(max_length=0)] | None,
     Meta(description="Not supported: null or [] only.", extra_json_schema={UNSUPPORTED: True}),
 ]
-"""Types of fields whose feature does not exist here. Clients send them even when they want nothing of it."""
+"""Types of fields whose feature does not exist here. Clients send such fields even without using the feature."""
 
 
 LARGE_BODY_BYTES = 2**20
-"""Bodies of this size are counted before they are decoded."""
+"""Size from which on the values of a body are counted before it is decoded."""
 
 MAX_LENGTH_DIGITS = 20
-"""Digits of a Content-Length that are read: more are too many bytes in any case."""
+"""Digits of a Content-Length that are read: a number with more is too large in any case."""
 
 CONTAINER_WEIGHT = 4
-"""Numbers or texts that a list or an object counts as: it takes as much memory, and Python's collector looks at it."""
+"""Weight of a list or an object, in numbers or texts: it takes more memory, and Python's collector visits it."""
 
 
 def _do_nothing() -> None: ...
 
 
 class BodyLimits(NamedTuple):
-    """Limits of one body. What bodies that are still arriving take together is bounded by the protocol."""
+    """Limits of one body. The protocol bounds the bytes of all bodies that are still arriving."""
 
     max_bytes: int
     max_values: int
-    """JSON values."""
+    """Limit of the number of JSON values."""
     on_large: Callable[[], None] = _do_nothing
-    """Called after a large body."""
+    """Called when a large body has arrived."""
 
     def check_length(self, num_bytes: int) -> None:
         """Raise `BodyTooLarge` if a body may not have this many bytes."""
@@ -64,21 +67,21 @@ class BodyLimits(NamedTuple):
             )
 
     def check_values(self, body: bytearray) -> None:
-        """Raise `InvalidRequest` for a body whose values would take many times its own size once decoded."""
+        """Raise `InvalidRequest` for a body whose values would take many times its size once decoded."""
         counts = {
             "commas": (body.count(b","), self.max_values),
             "brackets and braces": (body.count(b"[") + body.count(b"{"), self.max_values // CONTAINER_WEIGHT),
         }
-        for what, (count, limit) in counts.items():
+        for name, (count, limit) in counts.items():
             if count > limit:
                 raise InvalidRequest(
-                    f"the body has {count} {what}, but this server decodes at most {limit} (its option "
+                    f"the body has {count} {name}, but this server decodes at most {limit} (its option "
                     f"`max_request_tokens` is {self.max_values}); send less"
                 )
 
 
 class BodyDecoder(Generic[T]):
-    """Reads the bodies of one route: JSON objects that are a `kind`, a struct."""
+    """Reads the bodies of one route, JSON objects in the form of the struct `kind`."""
 
     def __init__(self, kind: type[T], limits: BodyLimits) -> None:
         self._kind = kind
@@ -86,7 +89,7 @@ class BodyDecoder(Generic[T]):
         self._limits = limits
 
     async def read(self, request: Request) -> T:
-        """The request's body. Raises `InvalidRequest`, or `BodyTooLarge` as soon as it is known to be."""
+        """Return the request's body. Raises `InvalidRequest`, and `RefusedRequest` as soon as it is known too large."""
         announced = request.headers.get("content-length", "")
         if announced.isascii() and announced.isdigit():
             self._limits.check_length(int(announced[:MAX_LENGTH_DIGITS]))
@@ -102,7 +105,7 @@ class BodyDecoder(Generic[T]):
             return self.decode(body)
 
     def decode(self, body: bytes | bytearray) -> T:
-        """The request in `body`. Raises `InvalidRequest`."""
+        """Decode `body`. Raises `InvalidRequest`."""
         try:
             return self._decoder.decode(body)
         except msgspec.ValidationError as error:
@@ -113,7 +116,7 @@ class BodyDecoder(Generic[T]):
             raise InvalidRequest("the body is nested too deeply") from None
 
     def _explain(self, message: str) -> InvalidRequest:
-        """msgspec says "Expected `int`, got `str` - at `$.max_tokens`"; say it in the user's terms."""
+        """Return the error in the user's terms for msgspec's "Expected `int`, got `str` - at `$.max_tokens`"."""
         match = WHERE.match(message)
         what, path = (match["what"], match["path"]) if match else (message, "")
         if unknown := UNKNOWN_FIELD.fullmatch(what):
@@ -139,7 +142,7 @@ class BodyDecoder(Generic[T]):
 
     @functools.cached_property
     def _hints(self) -> tuple[set[str], dict[str, str]]:
-        """Names of the fields that are not supported, and the values of those that admit only a few."""
+        """The names of fields that are not supported, and the values of fields that admit only a few."""
         _, components = msgspec.json.schema_components([self._kind])
         properties = [item for part in components.values() for item in part.get("properties", {}).items()]
         unsupported = {name for name, schema in properties if UNSUPPORTED in schema}
@@ -148,7 +151,7 @@ class BodyDecoder(Generic[T]):
 
 @contextlib.contextmanager
 def _without_gc() -> Iterator[None]:
-    """Python's collector would look at all objects again and again while a body makes hundreds of thousands."""
+    """Switch Python's collector off, which would visit the hundreds of thousands of objects of a body repeatedly."""
     gc.disable()
     try:
         yield
@@ -158,7 +161,7 @@ def _without_gc() -> Iterator[None]:
 
 @contextlib.contextmanager
 def field_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Inside, an `InvalidRequest` about a field becomes one about what `names` says it is called in this request."""
+    """Give the field of an `InvalidRequest` from inside the block the name that it has in `names`, if it has one."""
     try:
         yield
     except InvalidRequest as error:
@@ -168,6 +171,6 @@ def field_names(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _choices(schema: dict[str, Any]) -> list[str]:
-    """The values of a field that admits only a few."""
+    """Return the values of a field that admits only a few."""
     nested = [*schema.get("anyOf", []), *([schema["items"]] if "items" in schema else [])]
     return [*map(str, schema.get("enum", [])), *(value for part in nested for value in _choices(part))]

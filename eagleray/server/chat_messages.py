@@ -1,4 +1,7 @@
-"""Messages of a conversation, and the prompt that the model's chat template makes of them."""
+"""The messages of a conversation, and the prompt that the model's chat template makes of them.
+
+Holds no state; used by the routes of chat and /tokenize.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from eagleray.server.body import Empty, Null
 from eagleray.server.service import Service
 
 MAX_TEMPLATE_VARIABLES = 256
-"""Entries of `chat_template_kwargs`: each rendering copies them several times."""
+"""Most entries of `chat_template_kwargs`, because each rendering copies them several times."""
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -28,7 +31,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ]
     content: str | list[TextPart]
     name: Annotated[str | None, Meta(description="Given to the chat template.")] = None
-    # What an answer's message may hold when it is sent back as part of the conversation:
+    # Fields of an answer's message, which may be sent back as part of the conversation:
     refusal: Null = None
     audio: Null = None
     function_call: Null = None
@@ -36,7 +39,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     annotations: Empty = None
 
     def for_template(self) -> dict[str, str]:
-        """Templates know `system`, and texts rather than parts."""
+        """Return the message for a chat template, which knows the role `system`, and texts instead of parts."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         message = {"role": "system" if self.role == "developer" else self.role, "content": text}
         return message if self.name is None else message | {"name": self.name}
@@ -51,7 +54,7 @@ class TemplateFields(Protocol):
 
 
 async def render_chat(service: Service, messages: list[Message], fields: TemplateFields) -> str:
-    """The prompt. Raises `InvalidRequest` for contradicting fields, or if the template refuses the messages."""
+    """Return the prompt. Raises `InvalidRequest` for contradicting fields, or if the template refuses the messages."""
     continues = bool(fields.continue_final_message)
     num_variables = len(fields.chat_template_kwargs or ())
     if num_variables > MAX_TEMPLATE_VARIABLES:

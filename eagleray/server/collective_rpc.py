@@ -38,12 +38,10 @@ class CollectiveRpcRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
 
 
 class CollectiveRpcResponse(msgspec.Struct, frozen=True):
-    results: Annotated[list[Any], Meta(description="What each worker returned, in order of rank.")]
+    results: Annotated[list[Any], Meta(description="The value that each worker returned, in order of rank.")]
 
 
 class CollectiveRpcRoute:
-    """The handler."""
-
     def __init__(self, service: Service) -> None:
         self._service = service
         self._body = BodyDecoder(CollectiveRpcRequest, service.body_limits)
@@ -77,7 +75,7 @@ def _arguments(body: CollectiveRpcRequest) -> tuple[list[Any], dict[str, Any]]:
 
 
 def to_json(value: Any) -> Any:
-    """`value`, of plain data, for a JSON encoder that knows bytes."""
+    """Return plain data as values for a JSON encoder that knows bytes."""
     match value:
         case list():
             return [to_json(item) for item in value]
@@ -90,7 +88,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any, param: str) -> Any:
-    """Plain data of decoded JSON. Raises `InvalidRequest` for an array that is none; `param` is where `value` was."""
+    """Return decoded JSON as plain data. `param` is the place of `value`, for the `InvalidRequest` of a wrong array."""
     match value:
         case list():
             return [from_json(item, f"{param}[{index}]") for index, item in enumerate(value)]
@@ -113,11 +111,11 @@ def _key(key: Any) -> str:
 
 
 def _array(fields: dict[str, Any], param: str) -> Array:
-    """The array, which owns its bytes."""
+    """Return the array, which owns its bytes."""
     try:
         data = base64.b64decode(fields["data"], validate=True)
         return np.frombuffer(data, np.dtype(fields["dtype"])).reshape(fields["shape"]).copy()
-    except (TypeError, ValueError, SyntaxError) as error:  # all that numpy and base64 raise for what makes no sense
+    except (TypeError, ValueError, SyntaxError) as error:  # all that numpy and base64 raise for wrong fields
         raise InvalidRequest(
             f"`{param}`: an object of `data`, `shape` and `dtype` is an array, but this is none: {error}", param=param
         ) from None

@@ -1,4 +1,4 @@
-"""The open HTTP connections of one API server: how many there may be, and for how long each may take for what.
+"""The open HTTP connections of one API server, and the limits of their number and time.
 
 Owned by the server's event loop. The acceptor asks `admit` before each connection; `watch` runs as a task beside it.
 """
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 RESERVED_CONNECTIONS = 64
-"""Connections beyond the limit, for routes that tell the server's state."""
+"""Number of connections beyond the limit, for routes that show the server's state."""
 
 SMALL_REQUEST_BYTES = 8192
-"""Requests up to this size are received even while larger ones have used up the memory for unfinished requests."""
+"""Size of requests that are received even while larger ones have used up the memory for unfinished requests."""
 
 TRIM_BYTES = 2**24
-"""Size of unfinished requests, together, from which on memory is given back to the system afterwards."""
+"""Size of all unfinished requests from which on memory is given back to the system afterwards."""
 
 
 class HttpConnections:
-    """The connections of `state`, which uvicorn's protocols keep. `open_paths`: routes of the reserve.
+    """The connections in `state`, which uvicorn's protocols enter. `open_paths`: routes of the reserve.
 
-    `count_refusal` is called with the status of each answer that the application never saw.
+    `count_refusal` is called with the status of each answer to a request that did not reach the application.
     """
 
     def __init__(
@@ -58,19 +58,21 @@ class HttpConnections:
         self.open_paths = open_paths
         self.count_refusal = count_refusal
         self.now = 0.0
-        """Seconds that the event loop has run, in steps of a tick: time in which it was stuck is not the clients'."""
+        """Seconds that the event loop has run, counted in ticks, so that time in which it was stuck is not charged to
+        clients."""
         self.waiting: dict[HttpProtocol, float] = {}
-        """Connections without a request whose headers have arrived, and since when; the first waits longest."""
+        """Connections without a request whose headers have arrived, with the time since which; the first waits
+        longest."""
         self.reserved: dict[HttpProtocol, None] = {}
         """Connections beyond the limit, oldest first."""
         self.unfinished_bytes = 0
-        """Bytes of requests that have not arrived completely."""
+        """Bytes of all requests that have not arrived completely."""
         self._most_unfinished_bytes = 0
-        """The most of them since memory was given back."""
+        """Maximum of `unfinished_bytes` since memory was given back."""
         self.arriving = 0
-        """Connections within the limit that were accepted and have no transport yet."""
+        """Number of connections within the limit that were accepted and have no transport yet."""
         self.on_closed: Callable[[], None] | None = None
-        """Called when there is a connection less."""
+        """Called when a connection has been closed."""
         shortest = min(limits.header_timeout, limits.body_timeout, limits.keep_alive_timeout)
         self._tick_seconds = min(TICK_SECONDS, shortest / 4)
         self._warned_at = -WARNING_INTERVAL_SECONDS
@@ -79,9 +81,10 @@ class HttpConnections:
         return len(self.state.connections) + self.arriving
 
     def admit(self) -> bool:
-        """Make room for one more connection. Return whether it is within the limit; else it belongs to the reserve.
+        """Make room for a connection. Return whether it is within the limit; otherwise it belongs to the reserve.
 
-        One within the limit counts in `arriving` until its protocol has a transport, or until the caller gives it up.
+        A connection within the limit counts in `arriving` until its protocol has a transport; a caller that closes it
+        before must subtract it.
         """
         if len(self) - len(self.reserved) < self.limits.max_connections:
             self.arriving += 1
@@ -99,7 +102,7 @@ class HttpConnections:
         return False
 
     def free_one(self) -> bool:
-        """Close a connection that can be spared. Return whether there was one."""
+        """Close a connection that can be spared. Return whether one was found."""
         return self._drop_waiting() or self._drop_reserved()
 
     def _drop_reserved(self) -> bool:
@@ -109,16 +112,16 @@ class HttpConnections:
         return False
 
     def _drop_waiting(self) -> bool:
-        """Close the connection that has waited longest for a request, if that is long. Return whether there was one."""
+        """Close the connection that has waited longest for a request, if it waited long. Return whether one did."""
         for connection, since in self.waiting.items():
-            if self.now - since < NEW_CONNECTION_SECONDS:  # its request may be on the way
+            if self.now - since < NEW_CONNECTION_SECONDS:
                 break
             self._drop(connection)
             return True
         return False
 
     def full_error(self) -> Unavailable:
-        """The error for a request that only the reserve has a connection for."""
+        """Return the error for a request on a connection of the reserve."""
         return Unavailable(
             f"all {self.limits.max_connections} connections that this server keeps (its option `max_connections`) are "
             "in use; try again in a moment",
@@ -129,20 +132,20 @@ class HttpConnections:
         """Stop counting a connection that is closed, or about to be."""
         self.waiting.pop(connection, None)
         self.reserved.pop(connection, None)
-        # now, not when the event loop comes to it: the next connection may be in its place
+        # Now, not in `connection_lost`, because the next connection may take its place before.
         self.state.connections.discard(connection)
         if self.on_closed is not None:
             self.on_closed()
 
     def warn(self, text: str) -> None:
-        """Log `text`, unless a warning was logged a moment ago: connections may arrive by the thousand."""
+        """Log `text`, unless a warning was logged lately, because connections may arrive by the thousand."""
         now = time.monotonic()
         if now - self._warned_at >= WARNING_INTERVAL_SECONDS:
             self._warned_at = now
             logger.warning("%s", text)
 
     def has_room_for(self, unfinished_bytes: int) -> bool:
-        """Whether a request of which this much has arrived may go on."""
+        """Whether a request of which `unfinished_bytes` have arrived may continue."""
         return unfinished_bytes <= SMALL_REQUEST_BYTES or self.unfinished_bytes <= self.limits.max_unfinished_bytes
 
     async def watch(self, on_tick: Callable[[], None]) -> None:
@@ -151,23 +154,25 @@ class HttpConnections:
         while True:
             await asyncio.sleep(self._tick_seconds)
             now = time.monotonic()
-            # After a pause (a loop that was stuck, a process that was stopped) bytes may wait to be read.
+            # Bounded: after a pause (a stuck loop, a stopped process) bytes may have arrived that were not read yet.
             try:
                 self.tick(min(now - before, 2 * self._tick_seconds))
-            except Exception:  # the limits of time must hold for the other connections
-                logger.exception("checking the times of connections failed")
+            except Exception:  # the limits of time must stay in force for the other connections
+                logger.exception(
+                    "the check of connections for their time limits failed; it is repeated with the next tick"
+                )
             before = now
             on_tick()
 
     def tick(self, seconds: float) -> None:
-        """Let `seconds` pass."""
+        """Advance the clock by `seconds`, and close the connections that are late."""
         self.now += seconds
         self._trim_memory()
         for connection in list(self.state.connections):
             connection.check_time()  # type: ignore[union-attr]
 
     def _trim_memory(self) -> None:
-        """Give memory back to the system after much of it was full of requests, which glibc would keep."""
+        """Give memory back to the system after unfinished requests took much of it, because glibc would keep it."""
         self._most_unfinished_bytes = max(self._most_unfinished_bytes, self.unfinished_bytes)
         if self._most_unfinished_bytes > TRIM_BYTES and self.unfinished_bytes < self._most_unfinished_bytes // 4:
             self._most_unfinished_bytes = self.unfinished_bytes

@@ -29,11 +29,11 @@ logger = get_logger(__name__)
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 CLIENT_GONE = 499
-"""What is counted when nobody was left to answer."""
+"""Status that is counted for a request whose client disconnected before it was answered."""
 
 
 class Operation(NamedTuple):
-    """What a method of a URL does."""
+    """A method of an endpoint: its handler, and its description for OpenAPI."""
 
     handler: Callable[[Request], Awaitable[ASGIApp]]
     summary: str
@@ -42,28 +42,28 @@ class Operation(NamedTuple):
     response: Any = None
     """Type of the JSON answer; None: plain text, or nothing."""
     gives_msgpack: bool = False
-    """Also as msgpack, to those who accept it."""
+    """Whether the answer is msgpack for requests that accept it."""
     stream_event: type | None = None
     """Struct of the events under `"stream": true`; None: does not stream."""
     headers: Mapping[str, str] = {}
-    """What callers may say in headers: name, description."""
+    """Descriptions of the headers that the operation reads, by name."""
     error_statuses: tuple[int, ...] = ()
-    """Statuses of errors, other than those that every route may answer with."""
+    """Statuses of errors, without those of every route."""
 
 
 class Endpoint:
-    """A URL pattern and its operations, as an ASGI application. `is_open`: answers without an API key."""
+    """A URL pattern and its operations, as an ASGI application. `is_open`: whether it needs no API key."""
 
     def __init__(self, pattern: str, *, is_open: bool = False, **operations: Operation) -> None:
         self.pattern = pattern
-        """As the router reads it: `/models/{name:path}`."""
+        """Pattern for the router, such as `/models/{name:path}`."""
         self.path = re.sub(r"\{(\w+):\w+\}", r"{\1}", pattern)
-        """As people and OpenAPI read it: `/models/{name}`."""
+        """Path for people and OpenAPI, such as `/models/{name}`."""
         self.is_open = is_open
         self.operations = {method.upper(): operation for method, operation in operations.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # HEAD is GET without the body, which the server leaves out.
+        # HEAD is GET without the body, which uvicorn leaves out.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         if method not in self.operations:
             allowed = sorted(self.operations)
@@ -82,7 +82,7 @@ class RequestMiddleware:
     def __init__(self, router: ASGIApp, endpoints: list[Endpoint], api_keys: list[str], metrics: Metrics) -> None:
         self._router = router
         self.open_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_open)
-        """Paths that need no API key, because they tell the state of the server alone."""
+        """Paths that need no API key, because they show nothing but the server's state."""
         self._keys = [key.encode() for key in api_keys]
         self._metrics = metrics
 
@@ -99,11 +99,11 @@ class RequestMiddleware:
             self._check_key(scope["path"], headers)
             await self._router(scope, receive, answer.send)
         except ClientDisconnect:
-            logger.debug("request %s: the client went away", answer.request_id)
+            logger.debug("request %s: the client has disconnected", answer.request_id)
         except Exception as error:
             refusal = error_response(error, answer.request_id)
             if answer.status:
-                raise  # half an answer is out and cannot be mended: the server closes the connection
+                raise  # a part of the answer was sent and cannot be corrected: uvicorn closes the connection
             await json_response(refusal.reply, refusal.status, refusal.headers)(scope, receive, answer.send)
         finally:
             endpoint = scope.get("endpoint")
@@ -112,14 +112,14 @@ class RequestMiddleware:
             self._metrics.http_answered(route, method, answer.status or CLIENT_GONE)
 
     def count_refusal(self, status: int) -> None:
-        """Count an answer of the HTTP protocol, to a request that did not reach the application."""
+        """Count an answer of the HTTP protocol to a request that did not reach the application."""
         self._metrics.http_answered("unknown", "other", status)
 
     def _check_key(self, path: str, headers: Headers) -> None:
         if not self._keys or path in self.open_paths:
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        # Every key is compared, in constant time: the time taken tells nothing about any of them.
+        # Every key is compared, in constant time, so that the time taken reveals nothing about any of them.
         matches = [hmac.compare_digest(key.encode("latin-1"), known) for known in self._keys]
         if scheme.lower() != "bearer" or not any(matches):
             raise RefusedRequest(
@@ -130,7 +130,7 @@ class RequestMiddleware:
 
 
 class ResponseSender:
-    """The answer to one request: adds the request's id, and remembers the status."""
+    """Sends the answer to one request with the request's id, and keeps its status."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

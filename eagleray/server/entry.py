@@ -1,7 +1,7 @@
-"""The API server process, from its birth to its end: bind, be attached, serve HTTP.
+"""The API server process from start to exit: bind, be attached, serve HTTP. Driven by the supervisor's messages.
 
-Several servers accept from one listening socket, which the supervisor holds. Each closes its own descriptor of it, or
-dies with it, and the others go on; `shutdown` would end the socket for all of them, and is called by nobody.
+Several servers accept from one listening socket, which the supervisor holds. Each closes its own descriptor of it at
+its exit, and the others continue. Nothing may call `shutdown` on the socket, because that would end it for all of them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from eagleray.transport.runtime_dir import no_room
 
 
 class _Server(uvicorn.Server):
-    """Accepts in turn with the other servers, and limits what a connection may do.
+    """uvicorn's server with our acceptor and protocol.
 
-    Leaves the signals alone: the supervisor says when to stop, and how patiently.
+    It handles no signals, because the supervisor decides when it stops, and how long requests may take then.
     """
 
     def __init__(self, app: RequestMiddleware, limits: HttpLimits, counts: ConnectionCounts) -> None:
@@ -84,7 +84,7 @@ class _Server(uvicorn.Server):
 
 
 def run(payload: bytes, parent: Parent) -> None:
-    """Be the API server that `payload`, an encoded `ApiServerSpec`, describes. Raises `ConfigError`."""
+    """Run the API server of `payload`, an encoded `ApiServerSpec`, until it is stopped. Raises `ConfigError`."""
     spec = msgspec.msgpack.decode(payload, type=ApiServerSpec)
     runtime_dir, index = Path(spec.runtime_dir), spec.client.index
     with contextlib.ExitStack() as stack:
@@ -116,7 +116,7 @@ async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: Co
         stopping = asyncio.create_task(client.stopping.wait())
         await asyncio.wait([serving, reading, stopping], return_when=asyncio.FIRST_COMPLETED)
         await _drain(client)
-        await client.close()  # what still runs ends as aborted, and its connection properly
+        await client.close()  # aborts what still runs, so that every connection gets a complete answer
         server.should_exit = True
         if not client.attached.is_set():
             serving.cancel()
@@ -127,15 +127,16 @@ async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: Co
 
 
 async def _accept(server: _Server, listener: socket.socket, client: Client) -> None:
-    """Serve once the client knows of the engines. Until then it could only refuse: to wait in the backlog is better."""
+    """Serve once the client knows the engines. Before, requests would be refused; in the backlog they just wait."""
     await client.attached.wait()
     await server.serve(sockets=[listener])
 
 
 async def _drain(client: Client) -> None:
-    """Let running requests finish within the grace. Connections are still accepted: the app tells them 503.
+    """Wait until running requests have finished, for the grace at most.
 
-    Would the socket be closed now, new clients would hang in its backlog, which the supervisor keeps open.
+    Connections are still accepted, and their requests get 503: if this server left the socket now, new connections
+    would hang in its backlog, because the supervisor keeps it open.
     """
     deadline = time.monotonic() + client.grace
     while client.num_in_flight and time.monotonic() < deadline:

@@ -32,7 +32,7 @@ ErrorType = Literal["invalid_request_error", "requests", "server_error"]
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """What went wrong."""
+    """A description of the error."""
 
     message: str
     type: ErrorType
@@ -76,7 +76,7 @@ WRONG_METHOD = ErrorRule(405, "invalid_request_error", "method_not_allowed")
 REQUEST_TIMED_OUT = ErrorRule(408, "invalid_request_error", "request_timeout")
 BODY_TOO_LARGE = ErrorRule(413, "invalid_request_error", "request_too_large")
 HEADERS_TOO_LARGE = ErrorRule(431, "invalid_request_error", "headers_too_large")
-"""Rules of what is wrong with the HTTP of a request, whatever its body asks for."""
+"""Rules for requests whose HTTP is wrong. The exception itself carries its rule."""
 
 
 class RefusedRequest(UserError):

@@ -1,4 +1,4 @@
-"""The fields that the generating routes share. null means "not given" for every one of them, as in OpenAI's API."""
+"""The fields that the bodies of generating routes share. null means "not given" for all, as in OpenAI's API."""
 
 from __future__ import annotations
 

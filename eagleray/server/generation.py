@@ -77,7 +77,7 @@ class GenerationTask(NamedTuple):
 
 
 class Generation:
-    """One prompt that was sent. Read its deltas as they come, or wait for its `result`; not both."""
+    """A prompt that was sent to the client. Read its deltas as they come, or wait for its `result`; not both."""
 
     def __init__(
         self, stream: RequestStream, timer: RequestTimer, task: GenerationTask, usage: Usage, prompt: Prompt, index: int
@@ -184,7 +184,7 @@ class Generation:
 
 
 class GenerationGroup:
-    """The generations of one task, for an `async with` block: those that still run at its end are aborted."""
+    """The generations of one task in an `async with` block, at the end of which unfinished ones are aborted."""
 
     def __init__(self, service: Service, task: GenerationTask) -> None:
         self._service = service
@@ -192,7 +192,7 @@ class GenerationGroup:
         num_logprobs = (task.params.logprobs or 0) + len(task.params.logprob_token_ids or ())
         self._entries_per_token = 1 + num_logprobs
         self.generations: list[Generation] = []
-        """One for each prompt, in order."""
+        """The generations in order of the prompts."""
         self.usage = Usage(0, 0, 0, PromptTokensDetails(0))
 
     async def __aenter__(self) -> GenerationGroup:

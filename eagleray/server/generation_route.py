@@ -177,7 +177,7 @@ class GenerationRoute(abc.ABC, Generic[Body, Chunk]):
         )
 
     def _sampling_params(self, fields: SamplingFields, **decided: Any) -> SamplingParams:
-        """Return what the route `decided`, over what `fields` give, over the defaults of the model and of OpenAI."""
+        """Return the values that the route `decided`, else those of `fields`, else the model's or OpenAI's defaults."""
         given = {name: value for name in SAMPLING_NAMES if (value := getattr(fields, name)) is not None}
         return SamplingParams(**(self._service.default_sampling | given | decided))
 
@@ -267,7 +267,7 @@ class GenerationRoute(abc.ABC, Generic[Body, Chunk]):
     def _first_chunks(
         self, parsed: ParsedRequest[Body], generation: Generation, delta: CompletionDelta
     ) -> AsyncIterator[Chunk]:
-        """Yield the events for the first delta of a completion, with what is asked of its prompt."""
+        """Yield the events for the first delta of a completion, which also show the prompt if the user asks for it."""
 
     @abc.abstractmethod
     def _make_chunk(self, parsed: ParsedRequest[Body], choices: list[Any]) -> Chunk:

@@ -1,4 +1,7 @@
-"""The limits of an API server: number of connections, and what each may send in which time."""
+"""The limits of an API server's connections: their number, and the size and time of their requests.
+
+Pure; made once at the start from the options.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from eagleray.errors import ConfigError
 DEFAULT_CONNECTIONS = 8192
 
 SPARE_FILES = 512
-"""Open files that are kept from connections: for sockets to engines, for the reserve, for what `/metrics` reads."""
+"""Number of open files kept for other uses than connections: sockets to engines, the reserve, files of `/metrics`."""
 
 BODIES_IN_MEMORY = 4
-"""Largest bodies (`max_request_bytes`) that unfinished requests may hold together."""
+"""Number of largest bodies (`max_request_bytes`) that all unfinished requests may hold together."""
 
 
 class HttpLimits(NamedTuple):
@@ -23,7 +26,7 @@ class HttpLimits(NamedTuple):
     max_header_bytes: int
     max_header_count: int
     max_unfinished_bytes: int
-    """Bytes of requests that have not arrived completely, over all connections."""
+    """Limit of the bytes of requests that have not arrived completely, over all connections."""
     header_timeout: float
     body_timeout: float
     keep_alive_timeout: float
@@ -31,7 +34,7 @@ class HttpLimits(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, *, open_files: int) -> HttpLimits:
-        """The limits that the options set, in a process that may have `open_files`. Raises `ConfigError`."""
+        """Return the limits of these options, in a process that may have `open_files`. Raises `ConfigError`."""
         serving = config.serving
         return cls(
             max_connections=connection_limit(serving.max_connections, open_files=open_files),
@@ -46,7 +49,7 @@ class HttpLimits(NamedTuple):
 
 
 def connection_limit(wanted: int | None, *, open_files: int) -> int:
-    """Most connections of a process that may have `open_files`. `wanted`: option `max_connections`.
+    """Return the most connections of a process that may have `open_files`. `wanted`: option `max_connections`.
 
     Raises `ConfigError` if `wanted` does not fit.
     """

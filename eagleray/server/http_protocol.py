@@ -1,8 +1,8 @@
 """HTTP/1.1 on one connection: uvicorn's protocol with limits of size and time, and answers to malformed requests.
 
-llhttp, which parses, has no limits, and reports trailers as if they were headers; uvicorn does not time requests that
+The parser, llhttp, has no limits and reports trailers as if they were headers, and uvicorn does not time requests that
 have begun. A request that breaks a limit gets an answer in the form of every other error, after the answers that are
-due on the same connection, and the connection is closed.
+due on the same connection, and the connection is closed. Owned by the server's event loop.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from eagleray.server.error_responses import HEADERS_TOO_LARGE, REQUEST_TIMED_OUT
 from eagleray.server.timeouts import BUSY_RETRY_SECONDS, LINGER_SECONDS, RESERVED_SECONDS
 
 MAX_PIPELINED = 64
-"""Requests that may wait on one connection for the answer to an earlier one."""
+"""Number of requests that may wait on one connection for the answer to an earlier one."""
 
 LINGER_BYTES = 2**20
-"""Bytes that a client that was refused may still send, within `LINGER_SECONDS`."""
+"""Number of bytes that a refused client may still send within `LINGER_SECONDS`."""
 
 HOST = re.compile(rb"[A-Za-z0-9._~:\[\]%!$&'()*+,;=-]*")
 VERSIONS = ("1.1", "1.0")
@@ -44,21 +44,21 @@ class ReadPhase(enum.Enum):
 
 
 class _Cycle(RequestResponseCycle):
-    """A request and its answer. `error`, if there is one, is raised where the application reads the body."""
+    """A request and its answer. `error`, if it is set, is raised where the application reads the body."""
 
     error: EagleRayError | None = None
 
     async def receive(self) -> ASGIReceiveEvent:
         event = await super().receive()
         if self.error is not None:
-            raise copy.copy(self.error)  # its traceback would keep the body in memory
+            raise copy.copy(self.error)  # a copy, because the traceback of `error` would keep the body in memory
         return event
 
 
 class HttpProtocol(HttpToolsProtocol):
     """The protocol of one connection.
 
-    `is_reserved`: it is beyond the limit of connections, and may only ask for the server's state.
+    `is_reserved`: whether it is beyond the limit of connections, and may only ask for the server's state.
     """
 
     def __init__(self, config: Config, connections: HttpConnections, *, is_reserved: bool) -> None:
@@ -66,26 +66,26 @@ class HttpProtocol(HttpToolsProtocol):
         self._shared = connections
         self._limits = limits = connections.limits
         self._is_reserved = is_reserved
-        patience = RESERVED_SECONDS if is_reserved else float("inf")
-        self._header_timeout = min(limits.header_timeout, patience)
-        self._idle_timeout = min(limits.keep_alive_timeout, patience)
+        longest = RESERVED_SECONDS if is_reserved else float("inf")
+        self._header_timeout = min(limits.header_timeout, longest)
+        self._idle_timeout = min(limits.keep_alive_timeout, longest)
         self._phase = ReadPhase.BETWEEN
         self._since = connections.now
-        """Time at which the present phase began, or the last byte of a body came."""
+        """Time at which the present phase began, or the last byte of a body arrived."""
         self._num_messages = 0
         self._header_bytes = 0
-        """Bytes of the present request line and headers, as far as they were parsed."""
+        """Number of bytes of the present request line and headers that were parsed."""
         self._overhead_bytes = 0
-        """Bytes of chunk sizes, extensions and trailers since the last byte of a body."""
+        """Number of bytes of chunk sizes, extensions and trailers since the last byte of a body; -1 just after one."""
         self._unfinished_bytes = 0
-        """Bytes of the present headers or body, which count in the sum over all connections."""
+        """Number of bytes of the present headers or body, which count in the sum over all connections."""
         self._is_refused = False
-        """Nothing that arrives from now on is parsed."""
+        """Whether bytes that arrive from now on are not parsed any longer."""
         self._refusal = b""
-        """Answer that waits until those to earlier requests are complete."""
+        """Answer that is sent when the answers to earlier requests are complete."""
         self._is_lingering = False
         self._ignored_bytes = 0
-        """Bytes that arrived after their request was answered or refused."""
+        """Number of bytes that arrived after their request was answered or refused."""
 
     @property
     def _is_answered(self) -> bool:
@@ -103,7 +103,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._shared.forget(self)
-        self._hold(0)
+        self._set_unfinished(0)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -125,7 +125,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._phase is ReadPhase.BODY:
-            return  # a trailer: whoever has checked the headers on the way here has not seen it
+            return  # a trailer: a proxy that checks headers has not seen it
         super().on_header(name, value)
         if len(self.headers) > self._limits.max_header_count:
             raise RefusedRequest(
@@ -139,8 +139,8 @@ class HttpProtocol(HttpToolsProtocol):
             return  # the parser stops here, see `_without_upgrade`
         self._check_headers()
         super().on_headers_complete()
-        self._hold(0)
-        self.cycle.__class__ = _Cycle  # uvicorn has no place to say so before it is made
+        self._set_unfinished(0)
+        self.cycle.__class__ = _Cycle  # uvicorn makes the object itself and takes no class for it
         self._phase = ReadPhase.BODY
         self._since = self._shared.now
         self._shared.waiting.pop(self, None)
@@ -150,22 +150,22 @@ class HttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._overhead_bytes = -1
         if not self.cycle.response_complete:
-            self._hold(self._unfinished_bytes + len(body))
+            self._set_unfinished(self._unfinished_bytes + len(body))
             if not self._shared.has_room_for(self._unfinished_bytes):
-                self._hold(0)
-                self._fail_body(_no_room(self._limits.max_unfinished_bytes))
+                self._set_unfinished(0)
+                self._fail_body(_too_many_bytes(self._limits.max_unfinished_bytes))
         else:
             self._ignored_bytes += len(body)
             if self._ignored_bytes > self._limits.max_unfinished_bytes:
-                self.transport.close()  # it would take forever to reach the next request
+                self.transport.close()  # reading on until the next request could take forever
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._phase is not ReadPhase.BODY:
-            return  # an upgrade: the body, if there is one, is still to come
+            return  # an upgrade: its body, if it has one, is still to come
         self._phase = ReadPhase.BETWEEN
         self._since = self._shared.now
-        self._hold(0)
+        self._set_unfinished(0)
         super().on_message_complete()
         self._wait_for_request()
 
@@ -177,7 +177,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._phase is not ReadPhase.HEADERS:
             self._since = self._shared.now
         if self._refusal and self._is_answered:
-            self._end(self._refusal)
+            self._close_with(self._refusal)
         self._wait_for_request()
 
     def check_time(self) -> None:
@@ -189,7 +189,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_lingering:
             if passed > LINGER_SECONDS:
                 self.transport.abort()
-        elif self.flow.read_paused:  # by us: the client cannot go on
+        elif self.flow.read_paused:  # by this server, so the client cannot continue
             self._since = now
         elif self._is_refused:
             pass  # it waits for the answers to earlier requests
@@ -205,14 +205,14 @@ class HttpProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> bytes:
         """Parse the beginning of `data`. Return the rest."""
         before, num_messages = self._phase, self._num_messages
-        # No more is parsed than headers may have, so that a limit is noticed before the memory is taken.
+        # Never more than headers may have, so that the limit is noticed before the memory is taken.
         piece = data if before is ReadPhase.BODY else data[: self._limits.max_header_bytes + 1]
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as upgrade:
             return self._without_upgrade() + data[upgrade.args[0] :]
         except httptools.HttpParserError as error:
-            self._refuse(_cause_of(error))
+            self._refuse(_parse_error(error))
             return b""
         if self._num_messages == num_messages + (before is ReadPhase.BETWEEN):
             self._count(len(piece))
@@ -223,19 +223,19 @@ class HttpProtocol(HttpToolsProtocol):
         limit = self._limits.max_header_bytes
         if self._phase is ReadPhase.HEADERS:
             self._header_bytes += size
-            self._hold(self._header_bytes)
+            self._set_unfinished(self._header_bytes)
             if self._header_bytes > limit:
                 self._refuse(_large_headers(limit))
             elif not self._shared.has_room_for(self._header_bytes):
-                self._refuse(_no_room(self._limits.max_unfinished_bytes))
+                self._refuse(_too_many_bytes(self._limits.max_unfinished_bytes))
         elif self._phase is ReadPhase.BODY:
-            # -1: the parser has found bytes of the body among them
+            # -1: some of them were bytes of the body.
             self._overhead_bytes = 0 if self._overhead_bytes < 0 else self._overhead_bytes + size
             if self._overhead_bytes > limit:
                 self._refuse(_large_headers(limit))
 
     def _check_headers(self) -> None:
-        """Raise the error that says why the request line or the headers are refused, if they are."""
+        """Raise the error for a request line or headers that are refused."""
         limit = self._limits.max_header_bytes
         request_line = len(self.parser.get_method()) + len(self.url) + len("  HTTP/1.1\r\n")
         if request_line + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers) + 2 > limit:
@@ -258,9 +258,9 @@ class HttpProtocol(HttpToolsProtocol):
             raise self._shared.full_error()
 
     def _without_upgrade(self) -> bytes:
-        """The request line and headers once more, without the `Upgrade` that this server ignores.
+        """Return the request line and headers again, without the `Upgrade` that this server ignores.
 
-        The parser takes what follows such headers for another protocol, a body as well. It is replaced by a new one.
+        The parser takes everything after such headers, even a body, for another protocol. A new one replaces it.
         """
         version = self.parser.get_http_version().encode()
         lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
@@ -271,13 +271,13 @@ class HttpProtocol(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def _refuse(self, error: EagleRayError) -> None:
-        """Answer with `error` and close the connection: what follows on it cannot be understood."""
+        """Answer with `error` and close the connection, because its next bytes cannot be understood."""
         self._is_refused = True
-        self._hold(0)
-        self.parser = None  # type: ignore[assignment]  # nor the part of a header that it keeps
+        self._set_unfinished(0)
+        self.parser = None  # type: ignore[assignment]  # frees the part of a header that it keeps
         if self._phase is ReadPhase.BODY:
             self.cycle.keep_alive = False
-            if self.cycle.response_complete:  # without the body
+            if self.cycle.response_complete:  # the application has answered without the body
                 self.transport.close()
             else:
                 self._fail_body(error)
@@ -285,11 +285,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._shared.waiting.pop(self, None)
         self._refusal = self._answer(error)
         if self._is_answered:
-            self._end(self._refusal)
+            self._close_with(self._refusal)
 
     def _fail_body(self, error: EagleRayError) -> None:
-        """Raise `error` where the application reads the body, so that it answers."""
-
+        """Raise `error` where the application reads the body, so that the application answers."""
         self.cycle.error = error  # type: ignore[attr-defined]
         self.cycle.message_event.set()
 
@@ -305,8 +304,8 @@ class HttpProtocol(HttpToolsProtocol):
             [STATUS_LINE[status], *(name + b": " + value + b"\r\n" for name, value in pairs), b"\r\n", body]
         )
 
-    def _end(self, answer: bytes) -> None:
-        """Send the last answer of this connection, and close it when the client has had time to read it."""
+    def _close_with(self, answer: bytes) -> None:
+        """Send the last answer of this connection, which is closed when the client has had time to read the answer."""
         self.transport.write(answer)
         self._is_lingering = True
         self._since = self._shared.now
@@ -314,18 +313,18 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.write_eof()
 
     def _wait_for_request(self) -> None:
-        """Note that this connection could be closed without harm, if that is so."""
+        """Enter this connection into `waiting`, from which it may be closed for others, if it has no request."""
         if self._is_answered and self._phase is not ReadPhase.BODY and not (self._is_refused or self._is_reserved):
             self._shared.waiting[self] = self._shared.now
 
-    def _hold(self, num_bytes: int) -> None:
-        """Count this many bytes of the unfinished request."""
+    def _set_unfinished(self, num_bytes: int) -> None:
+        """Set the number of bytes of the unfinished request."""
         self._shared.unfinished_bytes += num_bytes - self._unfinished_bytes
         self._unfinished_bytes = num_bytes
 
 
-def _cause_of(error: httptools.HttpParserError) -> EagleRayError:
-    if isinstance(error.__context__, EagleRayError):  # raised by a method of ours that the parser has called
+def _parse_error(error: httptools.HttpParserError) -> EagleRayError:
+    if isinstance(error.__context__, EagleRayError):  # raised by a callback of the parser
         return error.__context__
     return RefusedRequest(f"this is not a request of HTTP/1.1: {error}")
 
@@ -363,7 +362,7 @@ def _late_body(seconds: float) -> RefusedRequest:
     )
 
 
-def _no_room(most_bytes: int) -> Unavailable:
+def _too_many_bytes(most_bytes: int) -> Unavailable:
     return Unavailable(
         f"requests that are still arriving take more than {most_bytes} bytes together, four times the server's option "
         "`max_request_bytes`; try again in a moment",

@@ -1,6 +1,6 @@
-"""Answers: one JSON value, or a stream of events; and what a client that goes away does to them.
+"""Answers, as one JSON value or as a stream of events, and their cancellation when the client disconnects.
 
-The ASGI messages are written directly: at thousands of events a second every layer between would be felt.
+The ASGI messages are written directly, because every layer between costs time at thousands of events a second.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ T = TypeVar("T")
 MSGPACK = "application/msgpack"
 
 Emit = Callable[[Any], Awaitable[None]]
-"""Sends one event; waits while the reader is behind."""
+"""Sends one event. Waits while the client reads too slowly."""
 
 ENCODER = msgspec.json.Encoder()
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies that know it pass events on as they come
+    (b"x-accel-buffering", b"no"),  # proxies that know this header pass events on at once
 ]
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """An answer with `value` as its JSON body."""
+    """Return an answer with `value` as its JSON body."""
     return Response(ENCODER.encode(value), status, headers, media_type="application/json")
 
 
 def msgpack_response(value: Any) -> Response:
-    """The same as msgpack, where bytes need no base64."""
+    """Return an answer with `value` as its msgpack body, in which bytes need no base64."""
     return Response(msgspec.msgpack.encode(value), media_type=MSGPACK)
 
 
@@ -51,8 +51,8 @@ def accepts(headers: Headers, media_type: str) -> bool:
 class EventStream:
     """A response of server-sent events, ended by `[DONE]`.
 
-    `produce(emit)` makes the events. The status is sent with the first of them, so an error before it is an ordinary
-    error reply; one after it is an event. If the client goes away, `produce` is cancelled.
+    `produce(emit)` makes the events. The status is sent with the first event, so an error before it becomes an ordinary
+    answer, and a later one an event. `produce` is cancelled if the client disconnects.
     """
 
     def __init__(self, produce: Callable[[Emit], Coroutine[Any, Any, None]], request_id: str) -> None:
@@ -88,7 +88,7 @@ class EventStream:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; or, if the client goes away first, cancels it and raises `ClientDisconnect`.
+    """Return the result of `work`. If the client disconnects before, cancel it and raise `ClientDisconnect`.
 
     The request's body must have been read.
     """
@@ -102,10 +102,10 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
     finally:
         task.cancel()
         watch.cancel()
-        # The work's own clean-up (it tells the engine) is over before the request counts as answered.
+        # The work's own clean-up, which aborts on the engine, ends before the request counts as answered.
         await asyncio.gather(task, watch, return_exceptions=True)
-        # A task that failed keeps this frame, by its exception, and so itself: with a body of megabytes, until Python's
-        # collector comes by.
+        # The exception of a failed task refers to this frame, and the frame to the task: a cycle that would keep a body
+        # of megabytes until Python's collector runs.
         del task, watch
 
 

@@ -1,6 +1,6 @@
 """Log-probabilities in the two forms of OpenAI's API, and those of a prompt as vLLM gives them.
 
-Pure, but for turns that others get while those of a long prompt are formatted.
+Pure, except that the event loop serves others while those of a long prompt are formatted.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from eagleray.client.outputs import CompletionDelta, Logprob
 from eagleray.client.text.tokenizer import Tokenizer
 
 ENTRIES_AT_ONCE = 1024
-"""Log-probabilities that are formatted before the event loop serves others: some milliseconds' work."""
+"""Number of log-probabilities that are formatted before the event loop serves others: some milliseconds' work."""
 
 LEAST = -9999.0
-"""JSON has no minus infinity, which is the log-probability of a token that was ruled out."""
+"""Stand-in for minus infinity, the log-probability of a token that was ruled out, which JSON does not have."""
 
 ENCODER = msgspec.json.Encoder()
 
 Position = Mapping[int, Logprob]
-"""By token id: the chosen token first, then the likeliest ones in order, then those that were asked for by id."""
+"""Log-probabilities by token id: the chosen token, then the likeliest in order, then tokens that were asked for."""
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Parallel lists, an entry for each token. The prompt's first token, under `echo`, has no log-probability."""
+    """Parallel lists with an entry for each token. The prompt's first token, under `echo`, has no log-probability."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -36,7 +36,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[dict[str, float] | None]
 
     def extended(self, other: CompletionLogprobs) -> CompletionLogprobs:
-        """These, then those of `other`."""
+        """Return these log-probabilities followed by those of `other`."""
         return CompletionLogprobs(
             *(getattr(self, name) + getattr(other, name) for name in CompletionLogprobs.__struct_fields__)
         )
@@ -67,11 +67,11 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 
 
 PromptLogprobList = list[dict[int, PromptLogprob] | None]
-"""For each prompt token, by token id; null for the first, which nothing precedes."""
+"""Log-probabilities by token id for each prompt token; null for the first, which nothing precedes."""
 
 
 class EncodedList:
-    """A list of JSON, or with `is_msgpack` of msgpack, whose items are encoded as they are added.
+    """A list whose items are encoded when they are added, as JSON or, with `is_msgpack`, as msgpack.
 
     An answer may hold a million log-probabilities. Encoding all of them at once would hold up every other request, and
     as Python objects they would take ten times the memory of their JSON.
@@ -83,13 +83,12 @@ class EncodedList:
         self._length = 0
 
     def extend(self, items: Sequence[Any]) -> None:
-        """Add these items."""
         if items:
             self._length += len(items)
             self._pieces.append(_msgpack_items(items) if self._is_msgpack else ENCODER.encode(items)[1:-1])
 
     def pop(self) -> Any:
-        """Return the list, for a field of an answer of any type, and forget the items."""
+        """Return the list as the value of a field of any type, and forget the items."""
         pieces, self._pieces = self._pieces, []
         if self._is_msgpack:
             return msgspec.Raw(b"".join([_msgpack_header(self._length), *pieces]))
@@ -99,7 +98,7 @@ class EncodedList:
 def completion_logprobs(
     token_ids: Sequence[int], positions: Sequence[Position | None], k: int, offset: int, tokenizer: Tokenizer
 ) -> CompletionLogprobs:
-    """The form of /v1/completions. `offset` is where the first token begins in the text."""
+    """Return log-probabilities in the form of /v1/completions. `offset`: position of the first token in the text."""
     logprobs = CompletionLogprobs([], [], [], [])
     for token_id, position in zip(token_ids, positions, strict=True):
         text = tokenizer.token_to_text(token_id)
@@ -125,9 +124,9 @@ def chat_logprobs(delta: CompletionDelta, k: int, tokenizer: Tokenizer | None) -
 
 
 class LogprobsCollector:
-    """Puts the log-probabilities of one whole completion together from its parts, each encoded when it is added.
+    """Collects the log-probabilities of a whole completion from its deltas, and encodes each at once.
 
-    `form` is the struct of the API: its required fields are lists, which grow.
+    `form`: struct of the API, whose required fields are lists.
     """
 
     def __init__(self, form: type[msgspec.Struct], *, is_msgpack: bool) -> None:
@@ -141,14 +140,14 @@ class LogprobsCollector:
             column.extend(getattr(logprobs, name))
 
     def result(self) -> msgspec.Struct:
-        """Return all of them in one struct. To be called once."""
+        """Return them all as a `form`. To be called once."""
         return self._form(**{name: column.pop() for name, column in self._columns.items()})
 
 
 async def encoded_prompt_logprobs(
     positions: Sequence[Position | None], k: int, *, is_msgpack: bool = False
 ) -> PromptLogprobList:
-    """Return the log-probabilities of a prompt as vLLM gives them, encoded already."""
+    """Return the log-probabilities of a prompt in the form of vLLM, already encoded."""
     encoded = EncodedList(is_msgpack=is_msgpack)
     for start, end in slices(len(positions), k):
         part = positions[start:end]
@@ -159,7 +158,7 @@ async def encoded_prompt_logprobs(
 
 
 def slices(num_positions: int, k: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of pieces of `num_positions`, of `k` + 1 log-probabilities each, that are formatted at once."""
+    """Yield the bounds of the pieces of `num_positions`, of `k` + 1 log-probabilities each, to format at once."""
     step = max(1, ENTRIES_AT_ONCE // (1 + k))
     return pairwise([*range(0, num_positions, step), num_positions])
 
@@ -173,7 +172,7 @@ def _by_token_id(position: Position, k: int) -> dict[int, PromptLogprob]:
 
 
 def _top(chosen: int, position: Position, k: int) -> list[int]:
-    """The `k` likeliest, in order, then the ids that were asked for."""
+    """Return the ids of the `k` likeliest tokens in order, then the ids that were asked for."""
     ranked = sorted((entry.rank, token_id) for token_id, entry in position.items() if entry.rank is not None)
     likeliest = [token_id for rank, token_id in ranked if rank <= k]
     asked = [token_id for token_id, entry in position.items() if entry.rank is None and token_id != chosen]
@@ -183,7 +182,7 @@ def _top(chosen: int, position: Position, k: int) -> list[int]:
 def _top_by_text(chosen: int, position: Position, k: int, tokenizer: Tokenizer) -> dict[str, float]:
     entries: dict[str, float] = {}
     for token_id in [*_top(chosen, position, k), chosen]:
-        # Different ids may have the same text, as parts of characters do: the likelier one, which comes first, stays.
+        # Ids may have the same text, as parts of characters have: the likelier one comes first, and stays.
         entries.setdefault(tokenizer.token_to_text(token_id), _finite(position[token_id]))
     return entries
 

@@ -1,7 +1,7 @@
-"""Memory that large requests have used, given back to the system when they are over.
+"""The return of memory to the system after large requests.
 
-What a request has used may be in cycles (a chat template's context, a task that failed), which only Python's collector
-finds, and it comes by rarely on a server that does little. Of what is freed glibc keeps the pieces.
+The memory of a request may be in reference cycles (a chat template's context, a task that failed), which only Python's
+collector finds, and the collector seldom runs on a server that does little. glibc keeps the pieces of freed memory.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from eagleray.server.timeouts import MEMORY_RETURN_SECONDS
 
 
 class MemoryReturn:
-    """Lives in the running event loop."""
+    """Owned by `Service`; belongs to the running event loop."""
 
     def __init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None
 
     def schedule(self) -> None:
-        """Clean up in a moment, unless that is about to happen already."""
+        """Clean up after `MEMORY_RETURN_SECONDS`, unless a clean-up is scheduled already."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(MEMORY_RETURN_SECONDS, self._clean_up)
 

@@ -1,4 +1,7 @@
-"""/openapi.json, made from the route table and the structs that check the requests: it cannot drift from them."""
+"""/openapi.json, made from the table of endpoints and the structs that check the requests, so that it cannot drift.
+
+Pure; `app` asks for the document once.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ REASONS = {
 
 
 def describe(endpoints: list[Endpoint], *, version: str, needs_key: bool) -> dict[str, Any]:
-    """The OpenAPI 3.1 document."""
+    """Return the OpenAPI 3.1 document of these endpoints."""
     operations = [operation for endpoint in endpoints for operation in endpoint.operations.values()]
     types = [
         part

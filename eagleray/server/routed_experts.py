@@ -1,4 +1,4 @@
-"""Which experts computed each token, in the forms that answers have."""
+"""The experts that computed each token, in the forms that answers have. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RoutedExpertsFormat = Annotated[
 
 
 class RawRoutedExperts(msgspec.Struct, frozen=True):
-    """Rows of consecutive positions, prompt and completion together."""
+    """Experts of consecutive positions of prompt and completion."""
 
     data: Annotated[bytes, Meta(description="The elements in C order; base64 in JSON.")]
     shape: Annotated[list[int], Meta(description="[num_tokens, num_moe_layers, top_k]")]
@@ -31,13 +31,13 @@ RoutedExpertsField = (
     | RawRoutedExperts
     | UnsetType
 )
-"""Of a choice. Bytes, which JSON has as base64 and msgpack as they are."""
+"""Type of a choice's field. Bytes are base64 in JSON, and stay bytes in msgpack."""
 
 
 def routed_experts(
     part: CompletionDelta | CompletionOutput, form: Literal["npy", "raw"] | None
 ) -> bytes | RawRoutedExperts | UnsetType:
-    """Those of a completion, or what is new of them; UNSET if there are none to tell."""
+    """Return the routed experts of a whole completion or of a delta; UNSET if it has none."""
     rows = part.routed_experts
     if rows is None:
         return UNSET

@@ -1,4 +1,4 @@
-"""/server_info: what this deployment was asked to be, and which engines it has now."""
+"""/server_info: the configuration of this deployment, and its engines."""
 
 from __future__ import annotations
 
@@ -29,30 +29,26 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
-    incarnation: Annotated[int, Meta(description="How often it was started again.")]
-    load: Annotated[EngineLoad | None, Meta(description="null until it has told.")]
+    incarnation: Annotated[int, Meta(description="Number of restarts.")]
+    load: Annotated[EngineLoad | None, Meta(description="null before the first report.")]
     info: EngineInfo
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: str
-    ranks: Annotated[list[int], Meta(description="Of the engines that belong here, be they there or not.")]
-    engines: Annotated[list[EngineEntry], Meta(description="Those that are there now.")]
-    cause: Annotated[str | None, Meta(description="Why there is no engine; null if there is one.")]
-    config: Annotated[
-        dict[str, dict[str, Any]], Meta(description="Every option by section, without what may be secret.")
-    ]
+    ranks: Annotated[list[int], Meta(description="Ranks of all engines of this server, present or not.")]
+    engines: Annotated[list[EngineEntry], Meta(description="Engines that are present.")]
+    cause: Annotated[str | None, Meta(description="Why no engine is present; null if one is.")]
+    config: Annotated[dict[str, dict[str, Any]], Meta(description="Every option by section, without possible secrets.")]
 
 
 class ServerInfoRoute:
-    """The handler."""
-
     def __init__(self, service: Service, config: Config) -> None:
         self._service = service
         self._config = _without_secrets(config)
 
     def endpoints(self) -> list[Endpoint]:
-        show = Operation(self.show, "The configuration, and the engines that are there.", response=ServerInfo)
+        show = Operation(self.show, "The configuration, and the engines that are present.", response=ServerInfo)
         return [Endpoint("/server_info", get=show)]
 
     async def show(self, request: Request) -> Response:
@@ -81,7 +77,7 @@ def _entry(engine: EngineId, info: EngineInfo, stats: EngineStats | None) -> Eng
 
 
 def _without_secrets(config: Config) -> dict[str, dict[str, Any]]:
-    """API keys are left out, and so are the values of the environment variables that Ray's workers get."""
+    """Return the configuration without API keys and without the values of environment variables for Ray's workers."""
     shown: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
     del shown["serving"]["api_key"]
     runtime_env = shown["ray"]["ray_runtime_env"]

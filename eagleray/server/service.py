@@ -1,4 +1,4 @@
-"""What the handlers of all routes share: the client, the names of the model, the defaults, the metrics, the clock.
+"""The objects that the handlers of all routes share: client, model names, defaults, limits and metrics.
 
 Made once by `app.create_app`; holds no state of any request.
 """
@@ -26,7 +26,7 @@ from eagleray.server.text_processor import TextProcessor
 
 
 class Service:
-    """`client` and `ledger` are used, not owned: whoever made them closes them."""
+    """The shared objects, and the checks of a request against them. The caller closes `client` and `ledger`."""
 
     def __init__(self, client: Client, config: Config, ledger: Ledger) -> None:
         self.client = client
@@ -44,7 +44,7 @@ class Service:
         self.keeps_routed_experts = config.model.enable_return_routed_experts
         self.has_priorities = config.scheduling.scheduling_policy == "priority"
         self.ranks = local_ranks(config)
-        """Of the engines that requests may ask for."""
+        """Ranks that requests may ask for."""
         self.default_sampling: dict[str, Any] = default_sampling(config.model)
         self.metrics = Metrics(
             self.model_name,
@@ -58,23 +58,23 @@ class Service:
 
     @property
     def model_name(self) -> str:
-        """The name that answers show."""
+        """Name that answers show."""
         return self.model_names[0]
 
     @functools.cached_property
     def version(self) -> str:
-        """Of eagleray. Looked up when it is asked for: reading a distribution's metadata takes its time."""
+        """Version of eagleray. Looked up at the first use, because reading a distribution's metadata is slow."""
         return importlib.metadata.version("eagleray")
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises `InvalidRequest` if this server has none."""
+        """Tokenizer of the model. Raises `InvalidRequest` if this server has none."""
         self.check_tokenizer()
         assert self.client.tokenizer is not None
         return self.client.tokenizer
 
     def check_tokenizer(self) -> None:
-        """Raises `InvalidRequest` if this server has no tokenizer."""
+        """Raise `InvalidRequest` if this server has no tokenizer."""
         if self.client.tokenizer is None:
             raise InvalidRequest(
                 "this server runs without a tokenizer (its option `skip_tokenizer_init`): use token ids and "
@@ -83,7 +83,7 @@ class Service:
 
     @functools.cached_property
     def text(self) -> TextProcessor:
-        """Processor that makes token ids of texts. Raises `InvalidRequest` if this server has no tokenizer."""
+        """Processor for texts and token ids. Raises `InvalidRequest` if this server has no tokenizer."""
         return TextProcessor(
             self.tokenizer,
             max_model_len=lambda: self.client.engine_info.max_model_len if self.client.engine_info else None,
@@ -92,24 +92,24 @@ class Service:
 
     @property
     def max_model_len(self) -> int:
-        """Raises `Unavailable` while no engine has told it."""
+        """The model's length in tokens. Raises `Unavailable` before the first engine has joined."""
         if self.client.engine_info is None:
             self.check_engine()
             raise Unavailable("no engine is ready, try again in a moment")
         return self.client.engine_info.max_model_len
 
     def check_model(self, name: str | None) -> None:
-        """Raises `UnknownModel` unless `name`, if given, is a name of the model served here."""
+        """Raise `UnknownModel` for a name that is not one of the model served here."""
         if name is not None and name not in self.model_names:
             raise UnknownModel(f"model {name!r} is not served here; served: {', '.join(self.model_names)}")
 
     def check_store(self, store: bool | None) -> None:
-        """Raises `InvalidRequest` for a request whose answer OpenAI would keep."""
+        """Raise `InvalidRequest` for OpenAI's `store`, because answers are not kept."""
         if store:
             raise InvalidRequest("`store` is not supported; leave it out", param="store")
 
     def check_priority(self, priority: int | None) -> int:
-        """The priority with its default; raises `InvalidRequest` if it could have no effect."""
+        """Return the priority with its default. Raises `InvalidRequest` if it could have no effect."""
         if priority and not self.has_priorities:
             raise InvalidRequest(
                 "`priority` has no effect on this server: it needs the option `--scheduling-policy priority`",
@@ -118,7 +118,7 @@ class Service:
         return priority or 0
 
     def check_engine(self) -> None:
-        """Raises `Unavailable`, with the cause, if there is no engine at this moment."""
+        """Raise `Unavailable` with the cause if no engine is present."""
         client = self.client
         if client.engines:
             return
@@ -127,21 +127,21 @@ class Service:
         raise Unavailable(f"no engine is ready{f': {client.cause}' if client.cause else ', try again in a moment'}")
 
     def check_running(self) -> None:
-        """Raises `Unavailable` if this server is stopping: it takes no new requests then."""
+        """Raise `Unavailable` if this server is stopping, because it takes no new requests then."""
         if self.client.stopping.is_set():
             raise Unavailable("this server is stopping and takes no new requests; try again elsewhere or later")
 
     def check_ready(self) -> None:
-        """Raises `Unavailable` unless a request could be worked on now."""
+        """Raise `Unavailable` unless a request could be sent to an engine now."""
         self.check_running()
         self.check_engine()
 
     def check_open(self) -> None:
-        """Raises `Unavailable` for requests that could not even wait here for an engine that is coming back."""
+        """Raise `Unavailable` unless a request could be sent now, or wait here for an engine that restarts."""
         self.check_running()
         if not self.client.expects_engines:
             self.check_engine()
 
     def unique(self, request_id: str) -> str:
-        """A name for a request to the engine: callers may use one X-Request-Id for several requests."""
+        """Return a unique id for a request to the engines, because users may give several requests one X-Request-Id."""
         return f"{request_id}-{next(self._serial)}"

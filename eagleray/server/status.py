@@ -1,4 +1,4 @@
-"""Routes for operators and load balancers: is it alive, is it ready, how loaded is it, what is it."""
+"""Routes for operators and load balancers: liveness, readiness, load, version, metrics."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Version(msgspec.Struct, frozen=True):
 
 class Load(msgspec.Struct, frozen=True):
     server_load: int
-    """Requests of this server that are waiting or running."""
+    """Number of this server's requests that are waiting or running."""
 
 
 class StatusRoutes:
-    """Their handlers. None of them waits for an engine."""
+    """The handlers. None of them waits for an engine."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -38,7 +38,7 @@ class StatusRoutes:
         healthy = Operation(self.health, "Is there an engine?", response=Status, error_statuses=(503,))
         ready = Operation(self.ready, "Could a request be completed now?", response=Status, error_statuses=(503,))
         version = Operation(self.version, "The version of eagleray.", response=Version)
-        load = Operation(self.load, "How many requests are here.", response=Load)
+        load = Operation(self.load, "The number of requests in flight.", response=Load)
         metrics = Operation(self.metrics, "Metrics for Prometheus, as text.")
         return [
             Endpoint("/live", is_open=True, get=alive),

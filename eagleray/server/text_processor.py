@@ -1,7 +1,7 @@
-"""Text to token ids and back for the routes of a server, in pieces or in threads where it would take long.
+"""Conversion of texts to token ids and back, in pieces or in threads where it would take long. Owned by `Service`.
 
-The event loop serves everybody, and the thread that sends this process's heartbeat needs Python's lock: neither may
-wait until a text of megabytes is tokenized. Owned by `Service`.
+The event loop serves every request, and the thread that sends this process's heartbeat needs Python's lock: neither may
+wait until a text of megabytes is tokenized.
 """
 
 from __future__ import annotations
@@ -20,23 +20,26 @@ from eagleray.server.timeouts import INLINE_RENDER_SECONDS
 T = TypeVar("T")
 
 INLINE_CHARS = 4096
-"""Shorter texts are tokenized in the event loop, within about a millisecond."""
+"""Length up to which a text is tokenized in the event loop, within about a millisecond."""
 INLINE_MESSAGES = 64
 
 PIECE_CHARS = 2**16
-"""Tokenizing this much takes some 50 ms. A client that disconnects is noticed in between."""
+"""Length of the pieces of a long text: tokenizing one takes some 50 ms. Between two, a disconnect is noticed."""
 PIECE_MARGIN_TOKENS = 16
-"""Cutting a text may cost a few tokens at each cut."""
+"""Tokens that a cut between two pieces may add."""
 
 UNKNOWN_MODEL_LEN = 2**17
-"""Model length that is assumed before the first engine has told the true one."""
+"""Model length that is assumed before the first engine has joined."""
 UTILITY_TOKENS = 2**17
-"""Least limit of /tokenize and /detokenize: work of half a second, and 100 MB."""
+"""Lowest limit of /tokenize and /detokenize: half a second of work, and 100 MB."""
 
 
 class TextProcessor:
-    """`max_model_len` returns the model's length in tokens, or None while no engine has told it. `template_seconds` is
-    the longest that a chat template may take."""
+    """Tokenizes, detokenizes, and renders chat templates.
+
+    `max_model_len` returns the model's length in tokens, or None before the first engine has joined. `template_seconds`
+    is the longest time of a chat template.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, *, max_model_len: Callable[[], int | None], template_seconds: float
@@ -44,20 +47,21 @@ class TextProcessor:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._template_seconds = template_seconds
-        # One thread each: however many long texts there are, other requests keep the rest of the machine.
+        # One thread each, so that any number of long texts leaves the rest of the machine to other requests.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._rendering = ThreadPoolExecutor(1, thread_name_prefix="render")
 
     @property
     def utility_tokens(self) -> int:
-        """Most tokens of /tokenize and /detokenize, which also serve to find out whether a text is too long."""
+        """Most tokens of /tokenize and /detokenize. Not less than `UTILITY_TOKENS`, because users call these routes to
+        find out whether a text is too long."""
         return max(self._model_len, UTILITY_TOKENS)
 
     async def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
         """Return the token ids of `text`. `max_tokens`: by default the model's length.
 
-        Raises `PromptTooLong`, before it is tokenized, for a text that clearly has more tokens, and `InvalidRequest` as
-        `Tokenizer.encode` does.
+        Raises `PromptTooLong` for a text that clearly has more tokens, before the text is tokenized, and
+        `InvalidRequest` as `Tokenizer.encode` does.
         """
         limit = self._model_len if max_tokens is None else max_tokens
         self._check_chars(len(text), limit)
@@ -77,7 +81,7 @@ class TextProcessor:
             )
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of the tokens, special ones included. Raises `InvalidRequest` as `Tokenizer.decode` does."""
+        """Return the text of tokens, special ones included. Raises `InvalidRequest` as `Tokenizer.decode` does."""
         decode = partial(self._tokenizer.decode, token_ids, skip_special_tokens=False)
         return decode() if len(token_ids) <= INLINE_CHARS else await self._in_thread(self._tokenizing, decode)
 

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: text to token ids and back, without an engine."""
+"""/tokenize and /detokenize: conversion between text and token ids, without an engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class TokenizeResponse(msgspec.Struct, frozen=True):
     count: int
     max_model_len: int | None
-    """None while there is no engine that knows it."""
+    """None before the first engine has joined."""
     tokens: list[int]
     token_strs: list[str] | None
 
@@ -53,8 +53,6 @@ CONVERSATION_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_
 
 
 class TokenRoutes:
-    """The handlers of both."""
-
     def __init__(self, service: Service) -> None:
         self._service = service
         self._tokenize_body = BodyDecoder(TokenizeRequest, service.body_limits)

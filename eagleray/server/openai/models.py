@@ -1,4 +1,4 @@
-"""/v1/models: what is served here."""
+"""/v1/models: the names of the model that is served."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from eagleray.server.service import Service
 
 
 class ModelRoutes:
-    """One model; it may have several names."""
-
     def __init__(self, service: Service) -> None:
         self._service = service
 

@@ -14,7 +14,7 @@ from eagleray.server.routed_experts import RoutedExpertsFormat
 
 
 class OpenAIRequest(SamplingFields, kw_only=True):
-    """What the two routes have in common."""
+    """The fields that both bodies have."""
 
     model: Annotated[str | None, Meta(description="A name of /v1/models; may be left out.")] = None
     stream: bool | None = None

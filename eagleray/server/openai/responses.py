@@ -1,4 +1,4 @@
-"""The answers of OpenAI's API, whole and as the events of a stream. What is UNSET is left out."""
+"""The answers of OpenAI's API, whole and as the events of a stream. Fields that are UNSET are left out."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "eagleray"
     root: str
-    """What was loaded under this name."""
+    """Directory of the checkpoint."""
     parent: None = None
     max_model_len: int | None
-    """None while there is no engine that knows it."""
+    """None before the first engine has joined."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):
