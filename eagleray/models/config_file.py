@@ -1,4 +1,4 @@
-"""The typed fields of config.json. Errors name the file, the field, the value and what is expected."""
+"""The typed fields of config.json. Errors name the file, the field, its value and the expected value."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MAX_SIZE = 2**24
 MAX_LAYERS = 2**13
 MAX_EXPERTS = 2**15
 MAX_VOCAB_SIZE = 2**23
-"""Bounds that are more than ten times the values of published models. They keep small what is allocated for each layer,
-expert or token before a weight is read."""
+"""Bounds that are more than ten times the values of published models. They limit the memory that is allocated for each
+layer, expert or token before a weight is read."""
 
 MAX_POSITIONS = 2**31 - 1
 """Positions are counted in 32 bits."""

@@ -39,8 +39,8 @@ ALL_BYTES = BYTES_OF_DTYPE | BYTES_OF_ENCODED_DTYPE | {FP8: 1}
 class CheckpointWeights:
     """The `Weights` of one checkpoint, as a context manager.
 
-    `is_elsewhere` says which tensors only other ranks have. Of the others, each of `tp_size` ranks reads its part,
-    except those that `is_whole`, of which this rank reads all that it wants by itself: the fraction `parts_wanted`.
+    `is_elsewhere` says which tensors only other ranks have. Of the others, each of `tp_size` ranks reads its part.
+    The exceptions are tensors that `is_whole`: of these, this rank reads the fraction `parts_wanted` by itself.
     `on_progress` is called with the bytes read and the total bytes of this rank's part, as stored in the files.
     `fp8_block`: see `ModelSpec`; without it, weights in FP8 are refused.
     """

@@ -1,1 +1,1 @@
-"""How workers compute one model together: who has which part, and the few operations between them."""
+"""The groups of workers that compute one model together: their coordinates and the operations between them."""

@@ -49,7 +49,7 @@ class SharedMemoryOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExpertGroup:
-    """One rank of the group: rank = the engine's rank x tensor-parallel size + tensor-parallel rank.
+    """This rank's end of the group, where rank = the engine's rank x tensor-parallel size + tensor-parallel rank.
 
     The operations are those of `TensorParallelGroup`; they raise `ExpertGroupBroken` when a member is gone, and while
     no group is joined.
@@ -82,8 +82,8 @@ class ExpertGroup:
         self._store: TCPStore | None = None
 
     def open(self, epoch: int) -> GroupOpened:
-        """Leave the current group, and open what others need to join that of `epoch`. Raises `ConfigError` for an
-        address that is not this machine's, and for too little shared memory."""
+        """Leave the current group, and open the resources that others need to join that of `epoch`. Raises
+        `ConfigError` for an address that is not this machine's, and for too little shared memory."""
         self.epoch = epoch
         if not self.spans_engines:
             return GroupOpened()
@@ -100,7 +100,7 @@ class ExpertGroup:
 
     def join(self, epoch: int, members: Sequence[EngineOpened], timeout: float) -> None:
         """Join, and return when all ranks have joined. Raises `DeadlineExceeded` if they have not within `timeout`
-        seconds, and `ConfigError` if what they opened cannot be reached. If a rank is gone by then, the group counts as
+        seconds, and `ConfigError` if their resources cannot be reached. If a rank is gone by then, the group counts as
         joined and broken: its operations raise `ExpertGroupBroken`."""
         if not self.spans_engines:
             return

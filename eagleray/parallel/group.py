@@ -24,7 +24,7 @@ class TensorParallelGroup(Protocol):
     rank: int
     size: int
     bytes_sent: dict[str, int]
-    """By operation, the bytes that this rank had for others. Each is counted once, however many ranks receive it."""
+    """The bytes that this rank had for others, by operation. Each is counted once, however many ranks receive it."""
 
     @property
     def is_ordered(self) -> bool:

@@ -82,8 +82,8 @@ class OpenedGroups:
     def open(
         cls, *, mesh: Mesh, topology: Topology, device: torch.device, engines: EnginePosition = SINGLE_ENGINE
     ) -> OpenedGroups:
-        """Open this rank's resources. `engines` is the engine's position among those that divide the experts. Raises
-        `ConfigError` for an address that is not this machine's, and for too little shared memory."""
+        """Open this rank's resources. `engines` is the engine's position among the engines that divide the experts.
+        Raises `ConfigError` for an address that is not this machine's, and for too little shared memory."""
         uses_memory = _can_share_memory(mesh.tp_ranks, topology, device)
         with ExitStack() as stack:
             segment = None

@@ -7,8 +7,8 @@ whose buffers it wants to read are at least k.
 
 Two buffers are enough, without a second wait at the end of a round, for this reason: a rank's counter is k - 1 only
 after the rank is done with round k - 2, reading included. A rank writes its buffer of round k, which was last written
-in round k - 2, only once all counters are at least k - 1, so no rank still reads what it overwrites. After a round in
-which it has waited for all others it knows this already.
+in round k - 2, only once all counters are at least k - 1, so no rank still reads the bytes that it overwrites. After a
+round in which it has waited for all others it knows this already.
 
 Memory order. Counters are words of eight bytes, written and read through a `memoryview` of format "Q", one aligned move
 each. x86-64 does not reorder a store with an earlier store, nor a load with an earlier load (total store order; where a
@@ -73,7 +73,7 @@ class RoundLayout:
 
 
 class Rounds:
-    """One rank's end of the memory, which it owns. `kind` is the kind of group, for messages. `watcher`, if given, is
+    """A rank's end of the memory, which it owns. `kind` is the kind of group, for messages. `watcher`, if given, is
     owned too: it watches the processes of the ranks, so that their exits are noticed."""
 
     def __init__(

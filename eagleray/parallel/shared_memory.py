@@ -174,8 +174,9 @@ class SharedMemoryGroup:
         return out
 
     def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
-        """In every round, a rank's buffer begins with a line: the bytes that it sends to each other rank in the whole
-        operation. The rest of the buffer carries these bytes, rank by rank, on from where the last round ended."""
+        """Exchange rows. In every round, a rank's buffer begins with a line: the bytes that it sends to each other rank
+        in the whole operation. The rest of the buffer carries these bytes, rank by rank, on from where the last round
+        ended."""
         out = x.new_empty((sum(receive_counts), *x.shape[1:]))
         sent, received, row_bytes = _as_bytes(x), _as_bytes(out), _row_bytes(x)
         sizes = [count * row_bytes for count in send_counts]
@@ -288,7 +289,7 @@ def _fill_window(parts: Sequence[Tensor], first: int, *, into: Tensor) -> None:
 
 
 def _copy_from_window(window: Tensor, first: int, *, into: Tensor, start: int) -> None:
-    """Copy what a window, which begins at the byte `first`, has of a part, which begins at the byte `start`."""
+    """Copy the bytes of a window, which begins at the byte `first`, that belong to the part that begins at `start`."""
     low, high = max(first, start), min(first + len(window), start + len(into))
     if low < high:
         into[low - start : high - start].copy_(window[low - first : high - first])

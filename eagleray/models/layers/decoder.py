@@ -1,4 +1,4 @@
-"""One layer of a decoder: attention and a feed-forward part, each with a norm before it and a residual sum after it."""
+"""A layer of a decoder: attention and a feed-forward part, each with a norm before it and a residual sum after it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from eagleray.kernels.expert_slots import Slots
 
 WORTHWHILE = 0.95
-"""Experts are moved only if the load of the most loaded rank falls to this part of what it is now, or below."""
+"""Experts are moved only if the load of the most loaded rank falls at least to this fraction of its current value."""
 
 
 class Move(NamedTuple):

@@ -104,7 +104,7 @@ class Rebalancer:
             )
 
     def _exchange(self, block: MoeBlock, needed: Sequence[Move], per_rank: int) -> None:
-        """Copy the weights to their new slots. All are read before any is overwritten."""
+        """Copy the weights to their new slots. All are read before any is written."""
         rank, size = self._group.rank, self._group.size
         away = [move for move in needed if move.source // per_rank != move.target // per_rank]
         sent = [move for move in away if move.source // per_rank == rank]

@@ -104,14 +104,14 @@ class Routes:
     """The order in which tokens go to ranks, and in which the outputs come back."""
 
     tokens: Tensor
-    """[sum(token_counts)] indices of the tokens to send: those for rank 0 first, and in rising order for each rank"""
+    """[sum(token_counts)] indices of the tokens to send: first those for rank 0, and in rising order for each rank"""
     ranks: Tensor
     """[sum(token_counts)] destination of each"""
     token_counts: list[int]
     """[num_ranks] tokens for each rank"""
     pairs: Tensor
-    """[n x top_k] pairs (token x top_k + place among its experts): those that rank 0 computes first, and in rising
-    order for each rank"""
+    """[n x top_k] pairs (token x top_k + place among its experts): first the pairs that rank 0 computes, and in
+    rising order for each rank"""
     pair_counts: list[int]
     """[num_ranks] pairs that each rank computes"""
 
