@@ -33,7 +33,7 @@ class ActorInfo(msgspec.Struct, frozen=True, kw_only=True):
     visible_devices: str | None
     """Value of CUDA_VISIBLE_DEVICES."""
     niceness: int
-    """Above 0: Ray lowered this process's priority, and we may not raise it."""
+    """Niceness of the process; above 0, Ray lowered its priority, and we may not raise it."""
     versions: dict[str, str]
 
 

@@ -36,7 +36,7 @@ class BundlesBusy(ClusterError):
 
 
 def worker_resources(asked: Resources, device: str, offered: Iterable[Resources]) -> dict[str, float]:
-    """Return what one worker takes: what was `asked` for; else a GPU where GPUs are offered or wanted; else a CPU."""
+    """Return the resources of one worker: those asked for; else a GPU where GPUs are offered or wanted; else a CPU."""
     if asked:
         return dict(asked)
     if device == "cuda" or (device == "auto" and any(has.get("GPU", 0) > 0 for has in offered)):
@@ -111,7 +111,7 @@ def assign_bundles(
     """Return the bundle of each rank. A bundle takes every worker that fits into it; `indices`, if given, are used
     exactly. The `tp_size` workers of a stage, which communicate in every layer, are on one node where possible.
 
-    Raises `ConfigError` for wrong indices, `BundlesBusy` if others hold what is needed, `ClusterError` if the bundles
+    Raises `ConfigError` for wrong indices, `BundlesBusy` if others hold needed resources, `ClusterError` if the bundles
     are too few, too small or of the wrong kind.
     """
     if indices:

@@ -14,7 +14,7 @@ from eagleray.cluster.nodes import Node
 class CapacityShortage:
     text: str
     may_pass: bool
-    """The nodes have what is asked for, but others hold a part of it."""
+    """Whether the nodes have the resources, but others hold a part of them."""
 
 
 def worker_capacity(nodes: Sequence[Node], worker: Resources, strategy: str, *, free: bool = False) -> int:
@@ -32,7 +32,7 @@ def worker_capacity(nodes: Sequence[Node], worker: Resources, strategy: str, *, 
 def largest_parallel(world: int, *, tensor: int, pipeline: int) -> tuple[int, int] | None:
     """Return the largest (tensor, pipeline) parallel sizes for `world` workers, or None if no worker fits.
 
-    Each is a divisor of what was asked for, because other sizes rarely divide a model's heads. Of equal products the
+    Each is a divisor of the size asked for, because other sizes rarely divide a model's heads. Of equal products the
     one with more tensor parallelism is returned.
     """
     return next(
@@ -41,7 +41,7 @@ def largest_parallel(world: int, *, tensor: int, pipeline: int) -> tuple[int, in
 
 
 def explain_shortage(nodes: Sequence[Node], size: EngineSize, *, tensor: int, pipeline: int) -> CapacityShortage:
-    """Say what workers were asked for, what each node has, and which parallel sizes would fit."""
+    """Explain a shortage: the workers asked for, the resources of each node, and parallel sizes that would fit."""
     world, worker, strategy = tensor * pipeline, size.bundle, size.strategy
     alive = [node for node in nodes if node.is_alive]
     has = "; ".join(f"node {node.label} has {_offer(node, worker)}" for node in alive)
@@ -65,9 +65,9 @@ def explain_shortage(nodes: Sequence[Node], size: EngineSize, *, tensor: int, pi
 def explain_engine_shortage(
     nodes: Sequence[Node], size: EngineSize, *, num_engines: int, policy: Policy, tensor: int, pipeline: int
 ) -> CapacityShortage:
-    """Say what engines were asked for, what each node has, how many engines fit on it, and which sizes would fit.
+    """Explain a shortage: the engines asked for, each node's resources and room for engines, and sizes that would fit.
 
-    `num_engines` counts all engines of the instance, including those that run; `tensor` and `pipeline` are the
+    `num_engines` counts all engines of the instance, including running ones; `tensor` and `pipeline` are the
     parallel sizes of one engine.
     """
     alive = [node for node in nodes if node.is_alive]
@@ -101,7 +101,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _offer(node: Node, worker: Resources) -> str:
-    """Format what the node has of the resources that a worker takes: CPU 1 free of 2."""
+    """Format the node's part of the resources that a worker takes: CPU 1 free of 2."""
     return ", ".join(f"{name} {node.free.get(name, 0):g} free of {node.total.get(name, 0):g}" for name in worker)
 
 

@@ -69,12 +69,13 @@ def connect(
     """Become a driver of a Ray cluster.
 
     `ray_address`: host:port; `auto` for a cluster that runs here (or `RAY_ADDRESS`); `local` for a new one on this
-    host; None for the one that `auto` finds, otherwise a new one. A process that is a driver already keeps its
+    host; None for the one that `auto` finds, or else a new one. A process that is a driver already keeps its
     connection, also after `close`. In the cluster of `program`, this process's job gets that program's runtime_env,
     which Ray hands down to the actors; Ray keeps the packages that it names while one of the two jobs runs.
 
-    A cluster that is started here inherits the environment, but of variables that may be secrets only those that `keep`
-    (patterns) names. When it dies this process exits, after a call of `on_lost` with the cause. Raises `ClusterError`.
+    A cluster that is started here inherits the environment, but of variables that may be secrets only the ones that
+    `keep` (patterns) names. When it dies this process exits, after a call of `on_lost` with the cause. Raises
+    `ClusterError`.
     """
     if ray.is_initialized():
         return _reuse(ray_address)

@@ -1,4 +1,4 @@
-"""Deadlines for waits for the cluster, which log what is missing."""
+"""Deadline of a wait for the cluster, with log lines about missing resources."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ class Deadline:
         time.sleep(POLL_INTERVAL_SECONDS)
 
     def check(self, describe: Callable[[], str]) -> None:
-        """Log every few seconds what is missing, which `describe` returns. Raises `ClusterError` with it after the
-        deadline."""
+        """Log every few seconds the text of `describe`, which names the missing thing.
+
+        Raises `ClusterError` with that text after the deadline.
+        """
         self._interrupt()
         now = time.monotonic()
         waited = now - self._began

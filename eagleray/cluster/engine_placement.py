@@ -47,7 +47,7 @@ class EngineReservation:
     nodes: Sequence[str]
     """[num_bundles] node of each"""
     group_id: str | None = None
-    """Its placement group; None while that is not created yet."""
+    """Placement group of the engine; None while that is not created yet."""
 
 
 def engine_size(config: Config, offered: Iterable[Resources]) -> EngineSize:
@@ -133,9 +133,10 @@ def divide_bundles(
 def subtract_reservations(
     nodes: Sequence[Node], reservations: Iterable[EngineReservation], bundle: Resources
 ) -> list[Node]:
-    """Return the nodes without what the reservations take of them and the control store does not show yet.
+    """Return the nodes without the reserved resources that the control store still shows as free.
 
-    It shows a placement group on a node when that node has the resources that Ray makes of the group's bundles.
+    The control store shows a placement group on a node when that node has the resources that Ray makes of the group's
+    bundles.
     """
     free = {node.node_id: dict(node.free) for node in nodes}
     for reservation in reservations:

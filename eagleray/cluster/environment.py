@@ -1,8 +1,8 @@
 """Environment of workers: the engine's, by default, without variables of one process or one host, and without secrets.
 
 Pure. A list of variables to pass on would always lack the one that a library started to read last week; a list of
-those to leave out is short. Variables travel in a message to the actor, because Ray writes a `runtime_env` to its
-logs, its control store and command lines; only those that a process needs before it receives messages are left to Ray.
+variables to leave out is short. They travel in a message to the actor, because Ray writes a `runtime_env` to its logs,
+its control store and command lines; only variables that a process needs before it receives messages are left to Ray.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def worker_environment(
 ) -> WorkerEnvironment:
     """Return the environment of workers, from this process's environment and the user's options.
 
-    `exclude`: patterns of variables that workers do not get; `include`: patterns of those that they get although they
-    look like secrets. `runtime_env` is the user's: its variables win, one by one, and go to Ray as they are, except
+    `exclude`: patterns of variables that workers do not get; `include`: patterns of those they get although they look
+    like secrets. `runtime_env` is the user's: its variables win, one by one, and go to Ray as they are, except
     secrets. `inherited`: variables of this process's own runtime_env, which Ray hands down. An actor without
     `sees_all_devices` sees the GPUs that Ray has assigned to it.
     """

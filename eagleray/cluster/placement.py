@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from eagleray.cluster import placement_groups
 from eagleray.cluster.bundles import (
@@ -124,7 +123,7 @@ def _choice(config: Config, size: EngineSize, engine_node: str) -> ChooseBundles
 
 
 def _wait_for_bundles(group_id: str, config: Config, deadline: Deadline, *, chosen: Sequence[int] = ()) -> list[Bundle]:
-    """Wait until each bundle of a group is on a living node; return those that are on nodes that may be used.
+    """Wait until each bundle of a group is on a living node; return the bundles on nodes that may be used.
 
     `chosen`: bundles that were chosen already, so that they were on nodes before. Only those are checked then, and
     `ClusterLost` is raised if one was lost with its node.
@@ -140,15 +139,6 @@ def _wait_for_bundles(group_id: str, config: Config, deadline: Deadline, *, chos
             usable = {node.node_id for node in select_nodes(nodes, config.ray.ray_nodes)}
             return [bundle for bundle in bundles if bundle.node_id in usable]
         deadline.poll(lambda: f"placement group {group_id} is not ready ({placement_groups.pending_reason(group_id)})")
-
-
-class EnginePlacer(Protocol):
-    def expect(self, engine: EngineId) -> None:
-        """Announce that `find` is about to be called for `engine`."""
-
-    def find(self, engine: EngineId, deadline: Deadline) -> EnginePlacement:
-        """Wait for room. Raises `ClusterError` that names what there is, at once where waiting would not help;
-        `ClusterLost` if there was room before."""
 
 
 class UserGroup:
@@ -198,10 +188,13 @@ class DedicatedGroups:
         """Ranks that the cluster had room for: if it has none later, it has lost a node."""
 
     def expect(self, engine: EngineId) -> None:
+        """Announce that `find` is about to be called for `engine`."""
         with self._lock:
             self._expected[engine.rank] = engine
 
     def find(self, engine: EngineId, deadline: Deadline) -> EnginePlacement:
+        """Wait for room. Raises `ClusterError` that names the nodes' resources, at once where waiting would not help;
+        `ClusterLost` if there was room before."""
         with ExitStack() as stack:
             stack.callback(self._forget, engine)
             while True:
@@ -303,3 +296,7 @@ class DedicatedGroups:
             tensor=tensor,
             pipeline=pipeline,
         )
+
+
+EnginePlacer = DedicatedGroups | UserGroup
+"""Finds the bundles of engines that are Ray actors."""

@@ -81,7 +81,7 @@ class ActorHandles:
         return self._sentinels
 
     def wait_for_exit(self, seconds: float) -> None:
-        """Wait for the running actors to exit by themselves; log those that have not within `seconds`."""
+        """Wait for the running actors to exit by themselves; log the labels of those still running after `seconds`."""
         _, late = ray.wait(self._sentinels, num_returns=len(self._sentinels), timeout=seconds)
         for label, sentinel in zip(self._labels, self._sentinels, strict=True):
             if sentinel in late:

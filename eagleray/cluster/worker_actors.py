@@ -135,7 +135,7 @@ def device_index(assigned: Sequence[str], visible: str | None) -> int | None:
     """Return the position, among the GPUs that the process sees, of the first one that Ray has assigned; None if it
     assigned none. Pure.
 
-    Ray is told not to rewrite CUDA_VISIBLE_DEVICES: every worker of a node sees what the node's raylet sees, so that
+    Ray is told not to rewrite CUDA_VISIBLE_DEVICES: every worker of a node sees the GPUs of the node's raylet, so that
     workers can reach each other's memory, and uses the GPU that Ray has assigned to it. `assigned` are ids as
     CUDA_VISIBLE_DEVICES has them: numbers, or names of GPUs and their slices.
     """

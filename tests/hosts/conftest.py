@@ -1,4 +1,4 @@
-"""Every test here needs root: without it they are skipped, with the reason."""
+"""Fixtures for tests on several hosts. They need root: without it all tests are skipped, with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simulated_hosts import HostNetwork, host_network, why_impossible
 
 @pytest.fixture(scope="session")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostNetwork]:
-    """A network without hosts. They live in it until they are killed, or to the end of the session."""
+    """Open a network without hosts. Hosts that are added run until they are killed, or to the end of the session."""
     if reason := why_impossible():
         pytest.skip(reason)
     with host_network(tmp_path_factory.mktemp("network")) as opened:
@@ -22,13 +22,13 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostNetwork]:
 
 @pytest.fixture(scope="session")
 def cluster(network: HostNetwork) -> RayHosts:
-    """Three hosts that are a Ray cluster. Tests that harm a host take a spare one."""
+    """Start three hosts as a Ray cluster. Tests that harm a host use a spare one."""
     return RayHosts(network)
 
 
 @pytest.fixture
 def driver(cluster: RayHosts) -> Iterator[Driver]:
-    """A program on the head, of this test alone."""
+    """Start a program on the head for this test only."""
     made = cluster.driver()
     yield made
     made.close()
@@ -36,5 +36,5 @@ def driver(cluster: RayHosts) -> Iterator[Driver]:
 
 @pytest.fixture(scope="session")
 def checkpoint(network: HostNetwork) -> Path:
-    """Of a small model, where all hosts see it."""
+    """Create a checkpoint of a small model in a directory that all hosts share."""
     return make_checkpoint(network.directory / "qwen3", "qwen3")

@@ -1,6 +1,6 @@
-"""The program that uses engines in the tests of several hosts: does what it is told, one line of JSON each.
+"""The program that uses engines in the tests of several hosts. It executes commands, one line of JSON each.
 
-`ray_hosts.Driver` is the other side.
+`ray_hosts.Driver` sends them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from harness import LocalEngine
 
 from eagleray import LLM, SamplingParams
 
-# What Ray prints for workers is not an answer.
+# Ray prints the output of workers to stdout, so results go to a copy of it.
 ANSWERS = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)
 
@@ -28,7 +28,7 @@ PROMPTS = [[5 + row, 6, 7] for row in range(4)]
 
 
 class Commands:
-    """One method for each thing that the driver can do. What a method returns is sent back."""
+    """Commands of the driver, one method each. The return value is the result that is sent back."""
 
     def __init__(self) -> None:
         self._engine: LocalEngine | None = None
@@ -38,7 +38,7 @@ class Commands:
         Path(path).write_bytes(pickle.dumps(answers(Path(checkpoint), **options)))
 
     def open(self, checkpoint: str, options: dict[str, Any]) -> dict[str, Any]:
-        """An engine in this process."""
+        """Open an engine in this process."""
         self._engine = LocalEngine(Path(checkpoint), num_kv_blocks=64, **options)
         topology = self._engine.executor._group.topology
         return {"nodes": topology.nodes, "addresses": topology.addresses}
@@ -57,21 +57,21 @@ class Commands:
             self._llm = None
 
     def open_llm(self, checkpoint: str, options: dict[str, Any]) -> None:
-        """An engine in a process of its own."""
+        """Open an engine in a process of its own."""
         self._llm = LLM(checkpoint, num_threads=1, num_kv_blocks=128, **options)
 
     def tokens(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        """Of the answers, greedy."""
+        """Return the tokens of greedy answers."""
         assert self._llm is not None
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         return [output.outputs[0].token_ids for output in self._llm.generate(prompts, params, use_tqdm=False)]
 
     def generate_until_it_fails(self) -> None:
-        """Requests without a pause, in rounds. Every round must give the tokens of the first."""
+        """Send requests without a pause, in rounds. Every round must give the tokens of the first."""
         self._generate(float("inf"))
 
     def generate_until(self, seconds: float) -> int:
-        """The same for so many seconds, and to the end of the round; how many rounds."""
+        """Send requests for `seconds`, and to the end of the round; return the number of rounds."""
         return self._generate(time.monotonic() + seconds)
 
     def _generate(self, end: float) -> int:
@@ -84,13 +84,13 @@ class Commands:
         return num_rounds
 
     def join(self, address: str) -> None:
-        """Be a driver of the Ray cluster, without an engine."""
+        """Become a driver of the Ray cluster, without an engine."""
         import ray
 
         ray.init(address=address, log_to_driver=False)
 
     def cluster(self, address: str) -> dict[str, Any]:
-        """What is alive in the Ray cluster."""
+        """Return the nodes, actors and placement groups of the Ray cluster that are alive."""
         import ray
         from ray._private.state import actors
         from ray.util.placement_group import placement_group_table

@@ -1,4 +1,4 @@
-"""A command that a test runs somewhere and listens to, with a deadline on every wait."""
+"""A command that a test runs on some host and whose output it reads, with a deadline on every wait."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-LOOK_SECONDS = 0.02
-END_SECONDS = 10.0
+POLL_INTERVAL_SECONDS = 0.02
+STOP_TIMEOUT_SECONDS = 10.0
 TAIL_LINES = 40
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout: float) -> None:
-    """Raises `TimeoutError` unless `condition` holds before the deadline."""
+    """Wait until `condition` holds. Raises `TimeoutError` after `timeout`."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() >= deadline:
             raise TimeoutError(f"not within {timeout:g} s: {what}")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_INTERVAL_SECONDS)
 
 
 class Program:
-    """What it writes to stdout comes line by line; stderr goes to the file `log`, whose end is part of every error."""
+    """A running command. Its stdout is read line by line; stderr goes to the file `log`, whose end is in errors."""
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], log: Path) -> None:
         self._log = log
@@ -39,7 +39,7 @@ class Program:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                start_new_session=True,  # a Ctrl-C is for the tests: they end what they started
+                start_new_session=True,  # a Ctrl-C is for the tests, which kill the commands that they started
             )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -58,7 +58,7 @@ class Program:
         self._process.stdin.flush()
 
     def line(self, timeout: float) -> str:
-        """The next line. Raises `TimeoutError` if there is none in time, `EOFError` after the last."""
+        """Return the next line. Raises `TimeoutError` if none arrives in time, `EOFError` after the last."""
         try:
             line = self._lines.get(timeout=timeout)
         except queue.Empty:
@@ -69,14 +69,14 @@ class Program:
         return line
 
     def line_with(self, text: str, timeout: float) -> str:
-        """The next line that contains `text`; those before it are dropped."""
+        """Return the next line that contains `text`; earlier lines are dropped."""
         deadline = time.monotonic() + timeout
         while text not in (line := self.line(max(0.0, deadline - time.monotonic()))):
             pass
         return line
 
     def output(self, timeout: float) -> str:
-        """Wait for the end: all that it wrote. Raises `RuntimeError` if it failed."""
+        """Wait for the exit and return all output. Raises `RuntimeError` if the command failed."""
         deadline = time.monotonic() + timeout
         lines: list[str] = []
         with contextlib.suppress(EOFError):
@@ -87,16 +87,18 @@ class Program:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Kill it and its children, if they still run, and wait."""
+        """Kill the command and its children, if they still run, and wait."""
         assert self._process.stdin is not None and self._process.stdout is not None
         if self._process.poll() is None:
             for pid in (*self.children(), self.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._process.wait()
-        self._reader.join(END_SECONDS)
+        self._reader.join(STOP_TIMEOUT_SECONDS)
         if self._reader.is_alive():
-            raise TimeoutError(f"{self._process.args} has ended, but somebody still holds its stdout; {self.tail()}")
+            raise TimeoutError(
+                f"{self._process.args} has exited, but another process still holds its stdout; {self.tail()}"
+            )
         self._process.stdout.close()
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()

@@ -21,10 +21,10 @@ DRIVER_SECONDS = 60.0
 
 
 class RayCluster:
-    """Each host has a node with 2 CPUs, the head as well. The cluster wants a token."""
+    """A cluster with a node of 2 CPUs on each host, including the head. It demands a token."""
 
     def __init__(self, network: HostNetwork, *, head: Mapping[str, float] | None = None) -> None:
-        """`head`: custom resources of its node."""
+        """`head`: custom resources of the head's node."""
         self.network = network
         self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self.head = network.add()
@@ -35,14 +35,14 @@ class RayCluster:
         return f"{self.head.ip}:{PORT}"
 
     def add(self, *resources: Mapping[str, float], env: Mapping[str, str] | None = None) -> list[Host]:
-        """A host, which is a node, for each of these custom resources. `env`: of the nodes."""
+        """Add a host with a node for each of these custom resources. `env`: environment of the nodes."""
         hosts = [self.network.add() for _ in resources]
         for program in [self._node(host, each, env) for host, each in zip(hosts, resources, strict=True)]:
             _wait_for_node(program)
         return hosts
 
     def driver(self, *, on: Host | None = None, env: Mapping[str, str] | None = None) -> Driver:
-        """A program on the head, or on another host. `env` instead of the cluster's token."""
+        """Start a program on the head, or on another host, with `env` or else the cluster's token."""
         program = (on or self.head).start(
             [sys.executable, str(Path(__file__).with_name("engine_driver.py"))],
             env=self.token if env is None else env,
@@ -59,8 +59,8 @@ class RayCluster:
 
 
 class RayHosts(RayCluster):
-    """Custom resources name who shall take part: "duo" is on the first two hosts, "trio" on the first three, "spare-i"
-    on the first and on the i-th that was added later.
+    """Hosts with custom resources that select participants: "duo" is on the first two hosts, "trio" on the first three,
+    "spare-i" on the first and on the i-th that was added later.
     """
 
     def __init__(self, network: HostNetwork) -> None:
@@ -70,7 +70,10 @@ class RayHosts(RayCluster):
         self._num_spares = 0
 
     def spare(self, *, env: Mapping[str, str] | None = None) -> tuple[Host, str]:
-        """One more host, to do harm to; and the resource that it shares with the head. `env`: of its node."""
+        """Add a host that a test may harm; return it and the resource that it shares with the head.
+
+        `env`: environment of its node.
+        """
         resource = f"spare-{self._num_spares}"
         self._num_spares += 1
         (host,) = self.add({resource: 1}, env=env)
@@ -78,27 +81,27 @@ class RayHosts(RayCluster):
 
 
 def workers(host: Host) -> list[int]:
-    """The Ray workers on `host` that are something."""
+    """Return the Ray workers on `host` that run an actor or a task."""
     return [pid for pid, line in host.processes().items() if _is_worker(line)]
 
 
 def _is_worker(command_line: str) -> bool:
-    """By the title that Ray, or the worker itself, gives to the process."""
+    """Whether the title, which Ray or the worker itself gives to the process, is that of an actor or task."""
     return command_line.startswith(("ray::", "eagleray ")) and not command_line.startswith(RAYS_OWN)
 
 
 class Failure(Exception):
-    """What the driver's command raised."""
+    """An exception that the driver's command raised."""
 
     def __init__(self, kind: str, message: str, when: float) -> None:
         super().__init__(f"{kind}: {message}")
         self.kind = kind
         self.when = when
-        """As this machine's monotonic clock says, which all hosts share."""
+        """Time by this machine's monotonic clock, which all hosts share."""
 
 
 class Driver:
-    """See `engine_driver`, which has the commands."""
+    """Sends commands to an `engine_driver` and receives its results."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -106,11 +109,11 @@ class Driver:
 
     @property
     def pid(self) -> int:
-        """As this machine counts."""
+        """Process id in this machine's namespace."""
         return self._program.children()[0]
 
     def do(self, command: str, *, timeout: float = DRIVER_SECONDS, **arguments: Any) -> Any:
-        """Run it and wait for its result. Raises `Failure`."""
+        """Run a command and wait for its result. Raises `Failure`."""
         self.begin(command, **arguments)
         return self.result(timeout)
 
@@ -118,7 +121,7 @@ class Driver:
         self._program.write(json.dumps({"do": command, **arguments}, default=str))
 
     def result(self, timeout: float = DRIVER_SECONDS) -> Any:
-        """Of what was begun. Events before it are dropped."""
+        """Wait for the result of the command that was begun; earlier events are dropped."""
         deadline = time.monotonic() + timeout
         while True:
             message = json.loads(self._program.line(max(0.0, deadline - time.monotonic())))
@@ -128,7 +131,7 @@ class Driver:
                 return message["result"]
 
     def wait_for(self, event: str, timeout: float = DRIVER_SECONDS) -> float:
-        """Of what was begun; when it happened."""
+        """Wait for an event of the command that was begun; return its time."""
         message = json.loads(self._program.line(timeout))
         if "error" in message:
             raise Failure(message["error"], message["message"], message["time"])
@@ -136,7 +139,7 @@ class Driver:
         return float(message["time"])
 
     def close(self) -> None:
-        """Kill it: what its engines leave then is for them to end."""
+        """Kill the program. Its engines must clean up by themselves."""
         self._program.close()
 
 

@@ -1,9 +1,9 @@
 """Several hosts on one machine: each has a network, processes, a host name, /tmp and /dev/shm of its own.
 
 A host is a process in namespaces of its own, and a bridge in one more namespace is the network between them. Nothing of
-it is in the machine's own network namespace, so no name or address can clash. All of it is gone when those processes
-are, and they end when a pipe from this process closes, however this one ends. The rest of the file system is common to
-all hosts, as over NFS. Needs root, iproute2 and util-linux.
+it is in the machine's own network namespace, so no name or address can clash. All of it disappears with those
+processes, which exit when a pipe from this process closes, however this one exits. The rest of the file system is
+common to all hosts, as over NFS. Needs root, iproute2 and util-linux.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ SWITCH_ADDRESS = f"{SUBNET}.254"
 FIRST_ADDRESS = 10
 TCP_STATES = {"01": "established", "0A": "listening"}
 SECONDS = 20.0
-"""For whatever takes milliseconds."""
+"""Deadline for steps that take milliseconds."""
 
 REPOSITORY = Path(__file__).parents[2]
 
-# The first process ignores SIGCHLD, so that orphans are reaped, and ends when the pipe to this program closes.
+# The first process ignores SIGCHLD, so that orphans are reaped, and exits when the pipe to this program closes.
 STAY = "echo ready; exec env --ignore-signal=CHLD cat > /dev/null"
 
 # A directory below /tmp that all hosts share is mounted into the private /tmp before that is put in its place.
@@ -51,7 +51,7 @@ mount --rbind "$STAGE" /tmp
 
 
 def why_impossible() -> str | None:
-    """Why there can be no simulated hosts on this machine; None if there can."""
+    """Return the reason why this machine cannot simulate hosts; None if it can."""
     if sys.platform != "linux":
         return "namespaces are a feature of Linux"
     if os.geteuid() != 0:
@@ -71,13 +71,13 @@ class Socket(NamedTuple):
 
 
 class Host:
-    """Made by `HostNetwork.add`; killed at the end of the network, if not before."""
+    """A host that `HostNetwork.add` has created. It is killed when the network is closed, if not before."""
 
     def __init__(self, *, name: str, ip: str, boot: Program, directory: Path) -> None:
         self.name = name
         self.ip = ip
         (self.pid,) = boot.children()
-        """Of its first process, as this machine counts. The host lives as long as it."""
+        """Process id of its first process in this machine's namespace. The host exists while that runs."""
         self._boot = boot
         self._directory = directory
         self._programs: list[Program] = []
@@ -85,11 +85,11 @@ class Host:
 
     @property
     def enter(self) -> list[str]:
-        """What runs the command behind it there, as its only child."""
+        """Prefix of a command that runs it on this host, as the only child."""
         return ["nsenter", f"--target={self.pid}", *NAMESPACES, "--"]
 
     def start(self, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Program:
-        """Run `command` there. Of this program's environment it has PATH; its home is the private /tmp."""
+        """Start `command` on this host, with this program's PATH and the private /tmp as its home."""
         base = {"PATH": os.environ["PATH"], "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}
         log = self._directory / f"{self.name}-{len(self._programs)}.log"
         program = Program([*self.enter, *command], env={**base, **(env or {})}, log=log)
@@ -97,18 +97,18 @@ class Host:
         return program
 
     def run(self, command: Sequence[str], *, timeout: float = SECONDS) -> str:
-        """What `command` writes to stdout. Raises `RuntimeError` if it fails, `TimeoutError` if it takes too long."""
+        """Return the stdout of `command`. Raises `RuntimeError` if it fails, `TimeoutError` if it takes too long."""
         return self.start(command).output(timeout)
 
     def path(self, path: str) -> Path:
-        """The host's own /tmp/x or /dev/shm/x, as this program reaches it."""
+        """Return the path at which this program reaches the host's own /tmp/x or /dev/shm/x."""
         return Path(f"/proc/{self.pid}/root{path}")
 
     def processes(self) -> dict[int, str]:
-        """Command lines of what runs there, by process id as this machine counts."""
+        """Return the command lines of its processes, by process id in this machine's namespace."""
         found: dict[int, str] = {}
         for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended, or is not ours to look at
+            with contextlib.suppress(OSError):  # it has exited, or belongs to another user
                 if os.readlink(entry / "ns" / "pid") == self._pid_namespace and int(entry.name) != self.pid:
                     line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                     if line:  # without one: a zombie
@@ -116,7 +116,7 @@ class Host:
         return found
 
     def sockets(self, pid: int) -> list[Socket]:
-        """The TCP sockets of the process `pid`, as this machine counts."""
+        """Return the TCP sockets of a process; `pid` is that in this machine's namespace."""
         own: set[str] = set()
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):  # it was closed
@@ -144,13 +144,13 @@ class Host:
 
 
 class HostNetwork:
-    """Hosts, and a switch between them. Made by `host_network`."""
+    """Hosts and a switch between them. Created by `host_network`."""
 
-    def __init__(self, directory: Path, switch: Program, ends: ExitStack) -> None:
+    def __init__(self, directory: Path, switch: Program, stack: ExitStack) -> None:
         self.hosts: list[Host] = []
         self.directory = directory
         self._switch = switch
-        self._ends = ends
+        self._stack = stack
 
     def add(self) -> Host:
         """Start one more host and connect it."""
@@ -158,7 +158,7 @@ class HostNetwork:
         name, ip = f"host{index}", f"{SUBNET}.{FIRST_ADDRESS + index}"
         host = Host(name=name, ip=ip, boot=self._boot(name), directory=self.directory)
         self.hosts.append(host)
-        self._ends.callback(host.kill)
+        self._stack.callback(host.kill)
         port = _port(host)
         self._on_switch("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
         self._on_switch("link", "set", port, "master", BRIDGE, "up")
@@ -169,7 +169,7 @@ class HostNetwork:
         return host
 
     def cut(self, host: Host) -> None:
-        """From now on packets to and from `host` vanish on the way; no network card sees anything of it."""
+        """Drop all packets to and from `host`, without a link going down on any network card."""
         self._on_switch("link", "set", _port(host), "nomaster")
 
     def heal(self, host: Host) -> None:
@@ -180,7 +180,7 @@ class HostNetwork:
         names = self.directory / f"{name}.hosts"
         names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")  # as Debian does: a name is not an address
         resolver = self.directory / f"{name}.resolver"
-        resolver.write_text("nameserver 127.0.0.1\n")  # there is none, so that nobody waits for an answer
+        resolver.write_text("nameserver 127.0.0.1\n")  # no server listens there, so a lookup fails at once
         stage = self.directory / f"{name}.stage"
         stage.mkdir()
         boot = Program(
@@ -201,7 +201,7 @@ class HostNetwork:
         return boot
 
     def _shared(self) -> list[str]:
-        """What tests need of this machine's /tmp, relative to it."""
+        """Return the paths below this machine's /tmp that tests need, relative to it."""
         needed = {self.directory, REPOSITORY, Path(sys.prefix), Path(sys.base_prefix)}
         return sorted(str(path.relative_to("/tmp")) for path in needed if path.is_relative_to("/tmp"))
 
@@ -211,19 +211,19 @@ class HostNetwork:
 
 @contextmanager
 def host_network(directory: Path) -> Iterator[HostNetwork]:
-    """A network without hosts; nothing is left of it afterwards. `directory`, for logs, is seen by all hosts."""
-    with ExitStack() as ends:
+    """Open a network without hosts, and remove everything of it afterwards. All hosts share `directory`, for logs."""
+    with ExitStack() as stack:
         switch = Program(["unshare", "--net", "sh", "-c", STAY], env=os.environ, log=directory / "switch.log")
-        ends.callback(switch.close)
+        stack.callback(switch.close)
         switch.line_with("ready", SECONDS)
         _ip(switch.pid, "link", "add", "name", BRIDGE, "type", "bridge")
         _ip(switch.pid, "address", "add", f"{SWITCH_ADDRESS}/24", "dev", BRIDGE)
         _ip(switch.pid, "link", "set", BRIDGE, "up")
-        yield HostNetwork(directory, switch, ends)
+        yield HostNetwork(directory, switch, stack)
 
 
 def _address(text: str) -> tuple[str, int]:
-    """An address and port as /proc/net/tcp and tcp6 have them: 32-bit words in this machine's byte order."""
+    """Parse an address and port of /proc/net/tcp or tcp6: 32-bit words in this machine's byte order."""
     words, _, port = text.partition(":")
     packed = b"".join(int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8))
     address = ipaddress.ip_address(packed)
@@ -232,7 +232,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _port(host: Host) -> str:
-    """The switch's end of the host's cable."""
+    """Return the name of the switch's end of the host's link."""
     return f"to-{host.name}"
 
 

@@ -1,4 +1,4 @@
-"""scripts/chaos.py with hosts that die and links that are cut."""
+"""scripts/chaos.py with hosts that die and links that are disconnected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "chaos.py"
 
 
 @pytest.mark.timeout(400)
-def test_no_request_fails_or_changes_while_hosts_die_and_are_cut_off(tmp_path):
+def test_chaos_hosts_that_die_or_are_disconnected_fail_or_change_no_request(tmp_path):
     if reason := why_impossible():
         pytest.skip(reason)
     log = tmp_path / "log"

@@ -1,4 +1,4 @@
-"""Engines whose workers are on several hosts: they compute what one worker does, and each is where it should be."""
+"""Engines whose workers are on several hosts: equal answers, placement, listening sockets and clean-up."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from simulated_hosts import Host
 pytestmark = pytest.mark.hosts
 
 EXECUTORS = ("ray", "ray-graph")
-END_SECONDS = 5.0
+STOP_TIMEOUT_SECONDS = 5.0
 ANYWHERE = ("0.0.0.0", "::")
 
 
 @pytest.fixture(scope="module")
 def steady(cluster: RayHosts) -> Iterator[Driver]:
-    """One driver for all tests of this file: none of them harms it."""
+    """Start one driver for all tests of this file, which do not harm it."""
     made = cluster.driver()
     yield made
     made.close()
@@ -38,7 +38,7 @@ def expected(checkpoint: Path) -> dict[str, Answer]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(cluster: RayHosts, steady: Driver) -> Iterator[None]:
-    """No actor, placement group, process, socket or shared memory outlives an engine, on any host."""
+    """Check that no actor, placement group, process, socket or shared memory outlives an engine, on any host."""
     yield
     steady.do("close")
     assert_nothing_is_left(cluster.hosts)
@@ -48,7 +48,7 @@ def nothing_is_left(cluster: RayHosts, steady: Driver) -> Iterator[None]:
 
 def assert_nothing_is_left(hosts: list[Host]) -> None:
     for host in hosts:
-        wait_until(lambda host=host: not workers(host), f"no worker is left on {host.name}", END_SECONDS)
+        wait_until(lambda host=host: not workers(host), f"no worker is left on {host.name}", STOP_TIMEOUT_SECONDS)
         assert not list(host.path("/tmp").glob("eagleray-*"))
         assert not list(host.path("/dev/shm").glob("*eagleray*"))
 
@@ -66,7 +66,7 @@ def options(cluster: RayHosts, executor: str, resource: str, **more: Any) -> dic
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize(("tp", "pp", "strategy"), [(2, 1, "STRICT_SPREAD"), (1, 2, "STRICT_SPREAD"), (2, 2, "SPREAD")])
-def test_two_hosts_answer_as_one_worker_does(cluster, steady, checkpoint, expected, executor, tp, pp, strategy):
+def test_engine_on_two_hosts_answers_as_one_worker(cluster, steady, checkpoint, expected, executor, tp, pp, strategy):
     path = cluster.network.directory / f"answers-{executor}-{tp}-{pp}"
     given = options(
         cluster,
@@ -81,7 +81,7 @@ def test_two_hosts_answer_as_one_worker_does(cluster, steady, checkpoint, expect
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_the_engines_host_has_the_first_rank(cluster, steady, checkpoint, executor):
+def test_engine_on_three_hosts_has_the_first_rank_on_its_own(cluster, steady, checkpoint, executor):
     given = options(cluster, executor, "trio", pipeline_parallel_size=3)
     opened = steady.do("open", checkpoint=checkpoint, options=given)
     assert opened["addresses"][0] == cluster.head.ip
@@ -92,19 +92,19 @@ def test_the_engines_host_has_the_first_rank(cluster, steady, checkpoint, execut
     assert [nodes[node] for node in opened["nodes"]] == opened["addresses"]
 
 
-def test_workers_of_other_hosts_come_by_tcp_and_only_they(cluster, steady, checkpoint):
+def test_queue_is_reached_by_tcp_from_other_hosts_only(cluster, steady, checkpoint):
     steady.do("open", checkpoint=checkpoint, options=options(cluster, "ray", "duo", tensor_parallel_size=2))
     own = {
         s.local for s in cluster.head.sockets(steady.pid) if s.state == "listening" and s.local[0] == cluster.head.ip
     }
     assert own
-    near, far = ([s.remote for pid in workers(host) for s in host.sockets(pid)] for host in cluster.hosts[:2])
-    assert own <= set(far)
-    assert not own & set(near)
+    local, remote = ([s.remote for pid in workers(host) for s in host.sockets(pid)] for host in cluster.hosts[:2])
+    assert own <= set(remote)
+    assert not own & set(local)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_nobody_listens_on_every_address_but_ray(cluster, steady, checkpoint, executor):
+def test_engine_processes_listen_on_every_address_only_where_ray_does(cluster, steady, checkpoint, executor):
     plain = cluster.driver()
     plain.do("join", address=cluster.address)
     rays_own = len(listening_anywhere(cluster.head, plain.pid))
@@ -117,8 +117,8 @@ def test_nobody_listens_on_every_address_but_ray(cluster, steady, checkpoint, ex
     }
 
 
-def test_the_supervisor_may_run_outside_the_head(cluster, checkpoint):
-    """Two engines, on the head and on another host; the one on the head is killed, and its successor answers alike."""
+def test_supervisor_outside_the_head_replaces_a_killed_engine(cluster, checkpoint):
+    """Two engines run on the head and on another host. The one on the head is killed; its replacement answers alike."""
     supervised = {
         "executor": "in-process",
         "data_parallel_backend": "ray",
@@ -131,12 +131,12 @@ def test_the_supervisor_may_run_outside_the_head(cluster, checkpoint):
     try:
         before = [set(workers(host)) for host in cluster.hosts]
         away.do("open_llm", checkpoint=checkpoint, options=supervised)
-        news = [set(workers(host)) - known for host, known in zip(cluster.hosts, before, strict=True)]
-        assert [len(pids) for pids in news] == [1, 1, 0]
+        started = [set(workers(host)) - known for host, known in zip(cluster.hosts, before, strict=True)]
+        assert [len(pids) for pids in started] == [1, 1, 0]
         expected = away.do("tokens", prompts=[[5, 6, 7]], max_tokens=20)
         away.begin("generate_until", seconds=10)  # every round must give the tokens of the first
         away.wait_for("round")
-        os.kill(min(news[0]), signal.SIGKILL)
+        os.kill(min(started[0]), signal.SIGKILL)
         assert away.result() > 1
         assert away.do("tokens", prompts=[[5, 6, 7]], max_tokens=20) == expected
         away.do("close", timeout=30)
@@ -145,7 +145,7 @@ def test_the_supervisor_may_run_outside_the_head(cluster, checkpoint):
 
 
 def listening_anywhere(host: Host, pid: int) -> list[int]:
-    """Ports."""
+    """Return the ports at which a process listens on every address."""
     return [s.local[1] for s in host.sockets(pid) if s.state == "listening" and s.local[0] in ANYWHERE]
 
 
@@ -157,14 +157,14 @@ def listening_anywhere(host: Host, pid: int) -> list[int]:
     ],
     ids=["none", "wrong"],
 )
-def test_without_the_clusters_token_the_error_says_so(cluster, checkpoint, token, message):
+def test_engine_without_the_clusters_token_is_refused(cluster, checkpoint, token, message):
     stranger = cluster.driver(env=token)
     with pytest.raises(Failure, match=f"ClusterError.*{message}"):
         stranger.do("open", checkpoint=checkpoint, options=options(cluster, "ray", "duo", tensor_parallel_size=2))
     stranger.close()
 
 
-def test_a_node_with_another_version_is_named(cluster, steady, checkpoint, tmp_path_factory):
+def test_engine_on_a_node_with_another_version_is_refused(cluster, steady, checkpoint, tmp_path_factory):
     packages = cluster.network.directory / "other-version"
     (packages / "eagleray-99.0.dist-info").mkdir(parents=True)
     (packages / "eagleray-99.0.dist-info" / "METADATA").write_text(

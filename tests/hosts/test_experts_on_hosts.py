@@ -1,4 +1,4 @@
-"""Engines that share their experts, on two hosts: tokens and experts come together over the network."""
+"""Engines that share their experts, on two hosts."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ pytestmark = pytest.mark.hosts
 
 PROMPTS = [[5 + row, 6, 7] for row in range(4)]
 MAX_TOKENS = 40
-END_SECONDS = 10.0
+STOP_TIMEOUT_SECONDS = 10.0
 RESTART_SECONDS = 90.0
 
 
 @pytest.fixture(scope="module")
 def mixture(network: HostNetwork) -> Path:
-    """Of a small model with experts, where all hosts see it."""
+    """Create a checkpoint of a small model with experts in a directory that all hosts share."""
     return make_checkpoint(network.directory / "qwen3_moe", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
 def expected(mixture: Path) -> list[list[int]]:
-    """The tokens of one engine that has all experts."""
+    """Return the tokens of one engine that has all experts."""
     with LocalEngine(mixture, dtype="float32") as engine:
         for index, prompt in enumerate(PROMPTS):
             engine.add(str(index), prompt, max_tokens=MAX_TOKENS)
@@ -39,7 +39,7 @@ def expected(mixture: Path) -> list[list[int]]:
 
 @pytest.fixture(params=["all-gather", "all-to-all"])
 def host(cluster: RayHosts, driver: Driver, mixture: Path, request: pytest.FixtureRequest) -> Iterator[Host]:
-    """Where the second engine is; the first one is on the head."""
+    """Open two engines: the first one on the head, the second one on the host that is yielded."""
     host, resource = cluster.spare()
     options = {
         "executor": "ray",
@@ -57,11 +57,11 @@ def host(cluster: RayHosts, driver: Driver, mixture: Path, request: pytest.Fixtu
     yield host
     driver.do("close", timeout=30)
     for each in (cluster.head, host):
-        wait_until(lambda each=each: not workers(each), f"no worker is left on {each.name}", END_SECONDS)
+        wait_until(lambda each=each: not workers(each), f"no worker is left on {each.name}", STOP_TIMEOUT_SECONDS)
     host.kill()
 
 
-def test_they_answer_as_one_engine_and_one_that_is_killed_costs_a_pause(driver, host, expected):
+def test_expert_parallel_engines_on_two_hosts_answer_as_one_engine_also_after_a_kill(driver, host, expected):
     assert driver.do("tokens", prompts=PROMPTS, max_tokens=MAX_TOKENS) == expected
     driver.begin("generate_until", seconds=12)  # every round must give the tokens of the first
     driver.wait_for("round")
@@ -72,5 +72,5 @@ def test_they_answer_as_one_engine_and_one_that_is_killed_costs_a_pause(driver, 
     assert len(workers(host)) == 2 and set(workers(host)) != former
 
 
-def test_one_has_nothing_to_do_while_the_other_works(driver, host, expected):
+def test_expert_parallel_idle_engine_on_another_host_lets_the_other_proceed(driver, host, expected):
     assert driver.do("tokens", prompts=PROMPTS[:1], max_tokens=MAX_TOKENS) == expected[:1]

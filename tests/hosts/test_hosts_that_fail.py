@@ -1,4 +1,4 @@
-"""A host dies, is cut off or hangs while requests run: their client is told which worker it was, and soon.
+"""Hosts that die, are disconnected or hang while requests run: the client's error names the worker, within seconds.
 
 Each test harms a host of its own; the engine and its client are on the head.
 """
@@ -20,15 +20,15 @@ pytestmark = pytest.mark.hosts
 EXECUTORS = ("ray", "ray-graph")
 
 LIMIT = 3.0
-"""`heartbeat_timeout` where silence is what is to be noticed."""
+"""Value of `heartbeat_timeout` in tests of missing heartbeats."""
 
 SLACK = 3.0
-"""For what happens after the silence was long enough: a beat, a look, and the news on its way to the client."""
+"""Time after the timeout for one heartbeat interval, the check, and the report to the client."""
 
 RAY_SECONDS = 4.0
-"""Ray notices within a second or two that a host is gone. Our own heartbeat must be slower here."""
+"""Time for Ray to notice a lost host: a second or two. Our own heartbeat must be slower here."""
 
-END_SECONDS = 10.0
+STOP_TIMEOUT_SECONDS = 10.0
 
 
 @pytest.fixture(params=EXECUTORS)
@@ -37,7 +37,7 @@ def executor(request: pytest.FixtureRequest) -> str:
 
 
 def open_llm(driver: Driver, cluster: RayHosts, checkpoint: Any, executor: str, *, limit: float) -> Host:
-    """An engine with a worker on the head and one on the host that is returned; requests run."""
+    """Open an engine with a worker on the head and one on the host that is returned, and start requests."""
     host, resource = cluster.spare()
     options = {
         "executor": executor,
@@ -46,7 +46,7 @@ def open_llm(driver: Driver, cluster: RayHosts, checkpoint: Any, executor: str, 
         "ray_placement_strategy": "STRICT_SPREAD",
         "ray_worker_resources": {resource: 1},
         "heartbeat_timeout": limit,
-        "max_engine_restarts": 0,  # else the client would be told nothing, and wait
+        "max_engine_restarts": 0,  # otherwise the client would wait without an error
     }
     driver.do("open_llm", checkpoint=checkpoint, options=options)
     assert len(workers(host)) == 1
@@ -56,7 +56,7 @@ def open_llm(driver: Driver, cluster: RayHosts, checkpoint: Any, executor: str, 
 
 
 def failure(driver: Driver) -> Failure:
-    """What the client was told."""
+    """Return the error that the client received."""
     with pytest.raises(Failure) as caught:
         driver.result()
     assert caught.value.kind == "EngineFailed"
@@ -64,27 +64,27 @@ def failure(driver: Driver) -> Failure:
 
 
 def assert_closes(driver: Driver, cluster: RayHosts) -> None:
-    """The client's process ends the rest in bounded time, and nothing is left on the head."""
+    """Check that the client closes the engine in bounded time, and that nothing is left on the head."""
     driver.do("close", timeout=30)
-    wait_until(lambda: not workers(cluster.head), "no worker is left on the head", END_SECONDS)
+    wait_until(lambda: not workers(cluster.head), "no worker is left on the head", STOP_TIMEOUT_SECONDS)
     found = driver.do("cluster", address=cluster.address)
     assert found["actors"] == found["groups"] == []
 
 
-def test_a_host_that_dies(cluster, driver, checkpoint, executor):
+def test_host_that_dies_is_named_to_the_client(cluster, driver, checkpoint, executor):
     host = open_llm(driver, cluster, checkpoint, executor, limit=60)
     killed = time.monotonic()
     host.kill()
-    told = failure(driver)
-    assert "tp1-pp0" in str(told)
-    assert host.ip in str(told)
-    assert told.when - killed < RAY_SECONDS
+    error = failure(driver)
+    assert "tp1-pp0" in str(error)
+    assert host.ip in str(error)
+    assert error.when - killed < RAY_SECONDS
     assert_closes(driver, cluster)
 
 
 @pytest.mark.parametrize("how", ["dies", "is cut off"])
-def test_engines_on_other_hosts_take_over(cluster, driver, checkpoint, how):
-    """Two engines, each an actor on a host of its own. Requests go on, with equal tokens."""
+def test_lost_host_engines_on_other_hosts_take_over(cluster, driver, checkpoint, how):
+    """Two engines are actors on a host of their own each. Requests continue with equal tokens."""
     host, resource = cluster.spare()
     options = {
         "executor": "in-process",
@@ -104,38 +104,38 @@ def test_engines_on_other_hosts_take_over(cluster, driver, checkpoint, how):
     while driver.wait_for("round") < lost + LIMIT + SLACK:
         pass
     driver.close()
-    wait_until(lambda: not workers(cluster.head), "no worker is left on the head", END_SECONDS)
+    wait_until(lambda: not workers(cluster.head), "no worker is left on the head", STOP_TIMEOUT_SECONDS)
     if how != "dies":
-        wait_until(lambda: not workers(host), "the engine ends itself", LIMIT + SLACK)
+        wait_until(lambda: not workers(host), "the engine exits", LIMIT + SLACK)
         host.kill()
 
 
-def test_a_host_that_is_cut_off(cluster, driver, checkpoint, executor):
+def test_disconnected_host_worker_exits_and_is_named_to_the_client(cluster, driver, checkpoint, executor):
     host = open_llm(driver, cluster, checkpoint, executor, limit=LIMIT)
     cut = time.monotonic()
     cluster.network.cut(host)
-    wait_until(lambda: not workers(host), "the worker ends itself", LIMIT + SLACK)
-    told = failure(driver)
-    assert "tp1-pp0" in str(told) and "silent" in str(told)
-    assert told.when - cut < LIMIT + SLACK
+    wait_until(lambda: not workers(host), "the worker exits", LIMIT + SLACK)
+    error = failure(driver)
+    assert "tp1-pp0" in str(error) and "silent" in str(error)
+    assert error.when - cut < LIMIT + SLACK
     assert_closes(driver, cluster)
     host.kill()
 
 
-def test_a_worker_that_hangs(cluster, driver, checkpoint, executor):
+def test_hung_worker_is_named_to_the_client(cluster, driver, checkpoint, executor):
     host = open_llm(driver, cluster, checkpoint, executor, limit=LIMIT)
     stopped = time.monotonic()
     (worker,) = workers(host)
     os.kill(worker, signal.SIGSTOP)
-    told = failure(driver)
-    assert "tp1-pp0" in str(told) and "silent" in str(told)
-    assert told.when - stopped < LIMIT + SLACK
+    error = failure(driver)
+    assert "tp1-pp0" in str(error) and "silent" in str(error)
+    assert error.when - stopped < LIMIT + SLACK
     assert_closes(driver, cluster)
-    wait_until(lambda: not workers(host), "the stopped worker is ended", END_SECONDS)
+    wait_until(lambda: not workers(host), "the stopped worker is killed", STOP_TIMEOUT_SECONDS)
     host.kill()
 
 
-def test_a_short_cut_is_survived(cluster, driver, checkpoint, executor):
+def test_short_disconnection_is_survived(cluster, driver, checkpoint, executor):
     host = open_llm(driver, cluster, checkpoint, executor, limit=60)
     cluster.network.cut(host)
     time.sleep(1)
@@ -143,13 +143,13 @@ def test_a_short_cut_is_survived(cluster, driver, checkpoint, executor):
     for _ in range(3):
         driver.wait_for("round")
     driver.close()
-    wait_until(lambda: not workers(host), "the worker ends with its engine", END_SECONDS)
+    wait_until(lambda: not workers(host), "the worker exits with its engine", STOP_TIMEOUT_SECONDS)
     host.kill()
 
 
-def test_an_engine_that_is_killed_takes_its_workers_with_it(cluster, driver, checkpoint, executor):
+def test_killed_engine_workers_on_all_hosts_exit(cluster, driver, checkpoint, executor):
     host = open_llm(driver, cluster, checkpoint, executor, limit=60)
     driver.close()
     for each in (cluster.head, host):
-        wait_until(lambda each=each: not workers(each), f"no worker is left on {each.name}", END_SECONDS)
+        wait_until(lambda each=each: not workers(each), f"no worker is left on {each.name}", STOP_TIMEOUT_SECONDS)
     host.kill()

@@ -1,4 +1,4 @@
-"""The hosts that the other tests here rely on are hosts: apart in all that matters, and gone when they are done."""
+"""Isolation of simulated hosts, and their clean-up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pair(network: HostNetwork) -> list[Host]:
 
 
 def reach(source: Host, target: Host) -> None:
-    """Raises `RuntimeError` unless `source` can connect to `target`."""
+    """Raise `RuntimeError` unless `source` can connect to `target`."""
     server = target.start([sys.executable, "-c", LISTEN.format(ip=target.ip)])
     port = int(server.line(SECONDS))
     try:
@@ -36,27 +36,27 @@ def reach(source: Host, target: Host) -> None:
         server.close()
 
 
-def test_hosts_reach_each_other_and_have_their_own_names(pair):
+def test_host_reaches_others_and_has_its_own_name(pair):
     reach(pair[0], pair[1])
     reach(pair[1], pair[0])
     assert [host.run(["hostname"]) for host in pair] == [host.name for host in pair]
 
 
 @pytest.mark.parametrize("path", ["/tmp/note", "/dev/shm/note"])
-def test_files_and_shared_memory_are_private(pair, path):
+def test_host_files_and_shared_memory_are_private(pair, path):
     pair[0].path(path).write_text("private")
     assert pair[0].run(["cat", path]) == "private"
     assert not pair[1].path(path).exists()
     assert not Path(path).exists()
 
 
-def test_the_tests_directory_is_common(pair, network):
+def test_host_shares_the_networks_directory(pair, network):
     directory = network.directory
     (directory / "note").write_text("common")
     assert [host.run(["cat", str(directory / "note")]) for host in pair] == ["common"] * 2
 
 
-def test_processes_are_apart(pair):
+def test_host_processes_are_isolated(pair):
     program = pair[1].start(["sleep", "600"])
     wait_until(lambda: "sleep 600" in pair[1].processes().values(), "sleep to run", SECONDS)
     assert "sleep 600" not in pair[0].processes().values()
@@ -64,7 +64,7 @@ def test_processes_are_apart(pair):
     program.close()
 
 
-def test_a_cut_host_is_out_of_reach_until_it_is_healed(pair, network):
+def test_cut_host_cannot_be_reached_until_it_is_healed(pair, network):
     network.cut(pair[1])
     with pytest.raises(RuntimeError, match="TimeoutError"):
         reach(pair[0], pair[1])
@@ -72,7 +72,7 @@ def test_a_cut_host_is_out_of_reach_until_it_is_healed(pair, network):
     reach(pair[0], pair[1])
 
 
-def test_a_killed_host_takes_its_processes_with_it(network):
+def test_kill_ends_the_processes_of_a_host(network):
     host = network.add()
     host.start(["sleep", "600"])
     wait_until(host.processes, "sleep to run", SECONDS)
@@ -81,7 +81,7 @@ def test_a_killed_host_takes_its_processes_with_it(network):
     host.kill()
 
 
-def test_nothing_is_left_of_a_network(tmp_path):
+def test_host_network_that_is_closed_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt), host_network(tmp_path) as network:
         host = network.add()
         host.start(["sleep", "600"])
@@ -90,7 +90,7 @@ def test_nothing_is_left_of_a_network(tmp_path):
     wait_until(lambda: not Path(f"/proc/{host.pid}").exists(), "the end of its first process", SECONDS)
 
 
-def test_nothing_is_left_when_the_tests_are_killed(tmp_path):
+def test_host_network_whose_program_is_killed_leaves_nothing(tmp_path):
     program = (
         "import sys, time; from pathlib import Path; from simulated_hosts import host_network\n"
         "with host_network(Path(sys.argv[1])) as network:\n"

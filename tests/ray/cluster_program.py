@@ -1,4 +1,4 @@
-"""A program that runs a Ray cluster of its own until its standard input ends. Says its address, and the process id of
+"""A program that runs a Ray cluster of its own until its standard input ends. Prints its address, and the process id of
 its control store."""
 
 from __future__ import annotations

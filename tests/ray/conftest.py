@@ -1,7 +1,7 @@
-"""One Ray cluster of four nodes for all tests of this folder; what a test leaves in it is an error of that test.
+"""One Ray cluster of four nodes for all tests of this folder; a test that leaves anything in it fails.
 
-The nodes are processes of this machine with addresses of their own. "acc" is what a test engine's workers take; the
-head, where the tests and thus the engines run, has it too; "far" is on the other nodes alone.
+The nodes are processes of this machine with addresses of their own. The workers of a test engine take "acc"; the
+head has it too, because the tests and thus the engines run there; "far" is only on other nodes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OBJECT_STORE_BYTES = 80 << 20
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
-    """Address of the cluster. This process is a driver of it, and the engines that it starts stay with that."""
+    """Yield the address of the cluster. This process is a driver of it, and its engines reuse that connection."""
     root = Path(tempfile.mkdtemp(prefix="er-"))  # short: the path of a Unix socket has at most 107 characters
     (root / "ray").mkdir()
     with pytest.MonkeyPatch.context() as patch:
@@ -61,7 +61,7 @@ def cluster() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(cluster: str) -> Iterator[None]:
-    """No actor and no placement group outlives the test that made it; the next one finds everything free."""
+    """Check that no actor and no placement group outlives the test, so that the next one finds everything free."""
     yield
     ray_cluster.wait_until(lambda: not ray_cluster.actors_and_groups(), LEFT_SECONDS)
     left = ray_cluster.actors_and_groups()
@@ -73,7 +73,7 @@ def nothing_is_left(cluster: str) -> Iterator[None]:
 
 @pytest.fixture
 def add_node(cluster: str) -> Iterator[ray_cluster.AddNode]:
-    """Nodes for this test alone."""
+    """Return a function that adds nodes for this test only."""
     made = made_clusters[cluster]
     added: list[Any] = []
 
@@ -94,7 +94,7 @@ def add_node(cluster: str) -> Iterator[ray_cluster.AddNode]:
 
 @pytest.fixture
 def runtime_dir() -> Iterator[Path]:
-    """For sockets; empty again at the end of the test."""
+    """Yield a directory for sockets, which must be empty at the end of the test."""
     path = make_runtime_dir()
     yield path
     left = sorted(path.iterdir())
@@ -104,7 +104,7 @@ def runtime_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def make_group() -> Iterator[ray_cluster.MakeGroup]:
-    """Makes placement groups as a user does, who removes them in the end."""
+    """Return a function that creates placement groups as a user does; they are removed at the end."""
     made: list[str] = []
 
     def make(*bundles: dict[str, float], strategy: str = "PACK", name: str = "", **options: Any) -> str:

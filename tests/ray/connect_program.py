@@ -1,7 +1,7 @@
-"""A program that joins the Ray cluster of the address it is given, says which that is, and leaves it.
+"""A program that connects to the Ray cluster at the given address, prints the address, and disconnects.
 
-With the argument `run` it runs an actor there before, which must not have a secret of this program; with `hold` it
-stays until its standard input ends, and says so if it ends because the cluster is lost.
+With the argument `run` it first runs an actor there, which must not have a secret of this program; with `hold` it
+stays until its standard input ends, and prints a line if it exits because the cluster is lost.
 """
 
 from __future__ import annotations

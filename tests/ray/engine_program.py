@@ -1,6 +1,6 @@
-"""A program of its own that starts an engine's workers, and one in an actor that starts such a program.
+"""A program that starts an engine's workers, and an actor that starts such a program.
 
-Its arguments: the Ray context, as JSON, and a directory for sockets.
+Arguments of the program: the Ray context, as JSON, and a directory for sockets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Caller:
     """An actor that starts an engine as its child process, as `LLM` does."""
 
     def start_engine(self) -> str:
-        """The placement group that the program took, and how many workers it has."""
+        """Return the placement group that the program used, and the processes of its workers."""
         context = current_ray_context()
         assert context is not None
         with tempfile.TemporaryDirectory(prefix="er-") as runtime_dir:

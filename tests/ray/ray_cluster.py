@@ -1,4 +1,4 @@
-"""What the tests ask of the cluster, and how they say what they want."""
+"""Helpers for tests on the cluster: configurations, and its nodes, actors and placement groups."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from eagleray.config.sections import Config
 from eagleray.identity import EngineId, new_instance_name
 
 MakeGroup = Callable[..., str]
-"""Makes a placement group of these bundles; its id."""
+"""Creates a placement group of these bundles and returns its id."""
 
 AddNode = Callable[..., Callable[[], None]]
-"""Adds a node to the cluster; what removes it again."""
+"""Adds a node to the cluster and returns a function that removes it."""
 
 ACC = {"acc": 1.0}
 FAR = {"far": 1.0}
@@ -35,7 +35,7 @@ def new_engine() -> EngineId:
 
 
 def config(tp: int = 1, pp: int = 1, *, resources: dict[str, float] | None = None, **options: Any) -> Config:
-    """Of an engine whose workers take an "acc" each."""
+    """Return the configuration of an engine whose workers take an "acc" each."""
     return build_config(
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
@@ -54,7 +54,7 @@ def here() -> str:
 
 
 def pid_of(name: str) -> int:
-    """Process of the living actor of that name."""
+    """Return the process of the living actor with that name."""
     (pid,) = [entry["Pid"] for entry in actors().values() if entry["Name"] == name and entry["State"] == "ALIVE"]
     return int(pid)
 
@@ -64,14 +64,14 @@ def living_actors() -> list[dict[str, Any]]:
 
 
 def actors_and_groups() -> list[str]:
-    """Every actor that is not dead and every placement group that is not removed."""
+    """Return every actor that is not dead and every placement group that is not removed."""
     living = [entry["Name"] for entry in actors().values() if entry["State"] != "DEAD"]
     there = [f"group {e['name'] or i}" for i, e in placement_group_table().items() if e["state"] != "REMOVED"]
     return living + there
 
 
 def clear() -> None:
-    """Remove what a failed test has left."""
+    """Remove the actors and placement groups that a failed test has left."""
     for group_id, entry in placement_group_table().items():
         if entry["state"] != "REMOVED":
             remove(group_id)

@@ -1,4 +1,4 @@
-"""What the engine's actors of the tests are, where no model is needed. Found by PYTHONPATH."""
+"""Engines without a model, for the actors of the tests. Found by PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eagleray.messages.lifecycle import EngineSpec
 
 
 class Waits:
-    """Its address tells what it knows of itself."""
+    """An engine whose address contains facts about its process."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
@@ -35,12 +35,12 @@ class Waits:
         }
         self.address = json.dumps(facts)
 
-    def run(self, tell: Callable[[Exception], None]) -> None:
+    def run(self, report_error: Callable[[Exception], None]) -> None:
         time.sleep(600)
 
 
 class Lingers(Waits):
-    """The first one does not bind."""
+    """The first instance does not bind."""
 
     def __init__(self, spec: EngineSpec) -> None:
         try:
@@ -52,12 +52,12 @@ class Lingers(Waits):
 
 
 class Ends(Waits):
-    def run(self, tell: Callable[[Exception], None]) -> None:
+    def run(self, report_error: Callable[[Exception], None]) -> None:
         return
 
 
 class Raises(Waits):
-    def run(self, tell: Callable[[Exception], None]) -> None:
+    def run(self, report_error: Callable[[Exception], None]) -> None:
         raise CheckpointError("model.safetensors: it is broken")
 
 

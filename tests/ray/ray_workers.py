@@ -1,4 +1,4 @@
-"""What the actors of the tests run in place of a model. The functions are found by PYTHONPATH."""
+"""Functions that the actors of the tests run in place of a worker. Found by PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eagleray.transport.message_queue_peer import MessageQueuePeer
 
 
 class Facts(msgspec.Struct, kw_only=True):
-    """What a worker says of itself."""
+    """Facts about a worker's process."""
 
     rank: int
     label: str
@@ -32,12 +32,12 @@ class Facts(msgspec.Struct, kw_only=True):
 
 
 def echo(payload: bytes) -> None:
-    """Answer every call with the facts, until the engine closes the queue."""
+    """Answer every call with facts about this process, until the engine closes the queue."""
     _echo(payload)
 
 
 def echo_by_tcp(payload: bytes) -> None:
-    """As on a host of its own: the nodes of the test's cluster could share memory."""
+    """Answer like `echo`, but over TCP even where the nodes of the test's cluster could share memory."""
     _echo(payload, media=("tcp",))
 
 
@@ -61,7 +61,7 @@ def _echo(payload: bytes, **options: Any) -> None:
 
 
 def will_not_end(payload: bytes) -> None:
-    """As `echo`, but it does not end with the queue."""
+    """Answer like `echo`, but do not exit when the queue is closed."""
     echo(payload)
     time.sleep(600)
 

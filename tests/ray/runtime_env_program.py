@@ -1,7 +1,7 @@
-"""A user's program with a runtime_env: it makes an `LLM` on Ray, and prints what the workers' extension sees, as JSON.
+"""A user's program with a runtime_env: it creates an `LLM` on Ray, and prints the extension's view, as JSON.
 
 Its arguments: `driver`, `actor` or `submitted`, the cluster's address, a checkpoint, and a directory with the module
-`job_extension`. A submitted program is given its runtime_env as `ray job submit` does it, and knows nothing of Ray.
+`job_extension`. A submitted program gets its runtime_env in the way of `ray job submit`, and does not call Ray.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Equal tokens and log-probabilities on Ray: by the queue and by a compiled graph, near and far."""
+"""Equal tokens and log-probabilities on Ray: by the queue and by a compiled graph, local and remote."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from checkpoints import make_checkpoint
 from ray_cluster import ACC, FAR
 
 # (executor, family, tensor parallel, pipeline parallel, asynchronous, resource): each pair of values at least once.
-# "far" are workers on two other nodes, reached by TCP; tensors between them go by gloo.
+# FAR: workers on two other nodes, reached by TCP; tensors between them go by gloo.
 PAIRS = [
     ("ray", "qwen3_moe", 1, 2, False, FAR),
     ("ray", "qwen3", 2, 2, True, FAR),
@@ -31,7 +31,7 @@ GRID = [
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """By family: the checkpoint, and what one worker in this process says, one step at a time."""
+    """Return a function: family -> the checkpoint, and the answers of one worker in this process, step by step."""
 
     @functools.cache
     def find(family: str):
@@ -57,11 +57,13 @@ def check(expected, executor: str, family: str, tp: int, pp: int, ahead: bool, r
 
 
 @pytest.mark.parametrize(("executor", "family", "tp", "pp", "ahead", "resource"), PAIRS)
-def test_on_ray(cluster, expected, executor, family, tp, pp, ahead, resource):
+def test_ray_executors_pairs_agree_with_one_worker(cluster, expected, executor, family, tp, pp, ahead, resource):
     check(expected, executor, family, tp, pp, ahead, resource)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize(("executor", "family", "tp", "pp", "ahead", "resource"), GRID)
-def test_on_ray_in_every_combination(cluster, expected, executor, family, tp, pp, ahead, resource):
+def test_ray_executors_every_combination_agrees_with_one_worker(
+    cluster, expected, executor, family, tp, pp, ahead, resource
+):
     check(expected, executor, family, tp, pp, ahead, resource)

@@ -46,7 +46,7 @@ def environment(home: Path, **variables: str) -> dict[str, str]:
 
 
 def join(address: str, env: dict[str, str], *more: str) -> str:
-    """Return what a program that joins `address` prints: the address of its cluster, or an error."""
+    """Return the output of a program that joins `address`: the address of its cluster, or an error."""
     command = [sys.executable, str(HERE / "connect_program.py"), address, *more]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert "Traceback" not in done.stderr

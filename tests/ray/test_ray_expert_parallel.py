@@ -1,5 +1,5 @@
-"""Engines that share experts and are Ray actors, on two nodes and on one: equal tokens with one engine, and a killed
-one costs a pause."""
+"""Engines that share experts and are Ray actors, on two nodes and on one: their tokens equal those of one engine, also
+after one was killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serving import ServerProcess, serve
 
 PROMPT = [5, 6, 7]
 LONG = 300
-"""Tokens of a stream that does not end before something has been done to it."""
+"""Number of tokens of a stream that is still running when an engine is killed."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def expected(checkpoint: Path) -> list[int]:
 
 @pytest.fixture(params=["strict-spread", pytest.param("pack", marks=pytest.mark.grid)])
 def server(cluster: str, checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    """Two engines on two nodes, which have connections between them, or on one node that has memory for both."""
+    """Serve with two engines: on two connected nodes, or on one node that has memory for both."""
     ray = ("--ray-address", cluster, "--ray-worker-resources", json.dumps(ACC))
     fleet = ("--data-parallel-backend", "ray", "--data-parallel-size", "2", "--enable-expert-parallel")
     where = ("--ray-engine-placement", request.param)
@@ -46,7 +46,7 @@ def server(cluster: str, checkpoint: Path, request: pytest.FixtureRequest) -> It
     assert server.process.returncode == 0, server.log
 
 
-def test_they_answer_as_one_engine_and_one_that_is_killed_costs_a_pause(
+def test_expert_parallel_ray_engines_answer_as_one_engine_also_after_a_kill(
     server: ServerProcess, expected: list[int]
 ) -> None:
     with connect(server) as http:
@@ -64,6 +64,6 @@ def test_they_answer_as_one_engine_and_one_that_is_killed_costs_a_pause(
 
 
 def process_of(name: str) -> int:
-    """Of the actor of that label. There is one instance."""
+    """Return the process of the actor with that label."""
     (full,) = [entry["Name"] for entry in ray_cluster.living_actors() if entry["Name"].endswith(f"/{name}")]
     return ray_cluster.pid_of(full)

@@ -161,7 +161,7 @@ def test_ray_graph_group_killed_worker_is_named(cluster, runtime_dir, resources)
 
 @pytest.mark.parametrize("resources", [None, FAR])
 def test_ray_graph_group_ranks_may_be_ahead_of_the_one_that_samples(cluster, runtime_dir, resources):
-    """Between nodes Ray's receiver would block, and no message would pass the reply that is not read yet."""
+    """Ray's receiver on another node would block, and no message would pass the reply that is not read yet."""
     asked = with_test_modules(config(2, 2, resources=resources))
     group = start_ray_graph(
         new_engine(), asked, runtime_dir=runtime_dir, context=None, worker="graph_handlers:make_one_that_lags"
@@ -193,7 +193,7 @@ def test_ray_graph_group_hung_worker_is_noticed_by_missing_heartbeats(cluster, r
 
 def test_start_ray_graph_worker_that_cannot_be_created_leaves_nothing(cluster, runtime_dir):
     asked = with_test_modules(config(2))
-    with pytest.raises(WorkerLost, match="it cannot be made"):
+    with pytest.raises(WorkerFailed, match="it cannot be made"):
         start_ray_graph(new_engine(), asked, runtime_dir=runtime_dir, context=None, worker="graph_handlers:make_none")
     assert ray.is_initialized()
 

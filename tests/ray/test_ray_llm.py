@@ -1,4 +1,4 @@
-"""`LLM` on Ray, as a program uses it: in a driver, in an actor, in a placement group of the user's."""
+"""`LLM` on Ray in a driver, in an actor, and in a placement group of the user."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def num_groups() -> int:
     return sum(entry["state"] != "REMOVED" for entry in placement_group_table().values())
 
 
-def test_in_a_driver(cluster, checkpoint, expected):
+def test_llm_in_a_driver_creates_one_placement_group(cluster, checkpoint, expected):
     with LLM(checkpoint, executor="ray", tensor_parallel_size=2, ray_worker_resources=ACC, **ON_RAY) as llm:
         assert texts(llm) == expected
         assert num_groups() == 1
 
 
-def test_in_the_users_placement_group(cluster, checkpoint, expected, make_group):
+def test_llm_uses_the_users_placement_group(cluster, checkpoint, expected, make_group):
     group = placement_groups.handle(make_group({"acc": 1}, {"acc": 1}, {"acc": 1}))
     with LLM(
         checkpoint,
@@ -72,8 +72,8 @@ class Program:
             return texts(llm)
 
 
-def test_in_an_actor_of_a_placement_group(cluster, checkpoint, expected, make_group):
-    """It takes the actor's group, and makes no second one."""
+def test_llm_in_an_actor_uses_its_placement_group(cluster, checkpoint, expected, make_group):
+    """The program itself checks that no second group is created."""
     group = placement_groups.handle(make_group({"CPU": 1, "acc": 1}, {"acc": 1}))
     here = os.path.dirname(__file__)
     env_vars = {"PYTHONPATH": f"{here}:{os.path.dirname(here)}"}
@@ -123,14 +123,14 @@ def kill_a_worker() -> None:
     os.kill(ray_cluster.pid_of(name), signal.SIGKILL)
 
 
-def test_a_killed_worker_costs_a_pause(cluster, checkpoint, expected):
+def test_llm_killed_worker_is_replaced(cluster, checkpoint, expected):
     with LLM(checkpoint, executor="ray", tensor_parallel_size=2, ray_worker_resources=ACC, **ON_RAY) as llm:
         assert texts(llm) == expected
         kill_a_worker()
         assert texts(llm) == expected
 
 
-def test_a_killed_worker_is_in_the_users_error_if_its_engine_does_not_return(cluster, checkpoint):
+def test_llm_killed_worker_of_an_engine_without_restarts_is_named_in_the_error(cluster, checkpoint):
     options = {"executor": "ray", "tensor_parallel_size": 2, "ray_worker_resources": ACC, "max_engine_restarts": 0}
     with LLM(checkpoint, **options, **ON_RAY) as llm:
         texts(llm)
@@ -141,7 +141,7 @@ def test_a_killed_worker_is_in_the_users_error_if_its_engine_does_not_return(clu
                 texts(llm)
 
 
-def test_engines_that_are_actors(cluster, checkpoint, expected):
+def test_llm_engines_that_are_actors_have_a_group_each(cluster, checkpoint, expected):
     options = {"data_parallel_backend": "ray", "data_parallel_size": 2, "ray_worker_resources": ACC}
     with LLM(checkpoint, ray_address=cluster, **options, **ON_RAY) as llm:
         assert texts(llm) == expected
@@ -149,7 +149,7 @@ def test_engines_that_are_actors(cluster, checkpoint, expected):
 
 
 @pytest.mark.grid
-def test_engines_that_are_actors_share_the_users_placement_group(cluster, checkpoint, expected, make_group):
+def test_llm_engines_that_are_actors_share_the_users_placement_group(cluster, checkpoint, expected, make_group):
     group = placement_groups.handle(make_group({"acc": 1}, {"acc": 1}))
     options = {"data_parallel_backend": "ray", "data_parallel_size": 2, "ray_worker_resources": ACC}
     with LLM(checkpoint, placement_group=group, **options, **ON_RAY) as llm:
@@ -157,6 +157,6 @@ def test_engines_that_are_actors_share_the_users_placement_group(cluster, checkp
         assert num_groups() == 1
 
 
-def test_resources_that_no_node_has(cluster, checkpoint):
+def test_llm_resources_that_no_node_has_are_refused(cluster, checkpoint):
     with pytest.raises(ClusterError, match="unobtainium"):
         LLM(checkpoint, executor="ray", ray_worker_resources={"unobtainium": 1}, **ON_RAY)

@@ -1,4 +1,4 @@
-"""Workers get the runtime_env of the job that they were started from, and the module of their extension with it."""
+"""The runtime_env of a program reaches the workers, and the module of their extension with it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> str:
-    """Of the user's modules; not on the path of any process."""
+    """Create a directory of the user's modules that is on the path of no process."""
     path = tmp_path / "users"
     path.mkdir()
     (path / "job_extension.py").write_text(EXTENSION)
@@ -55,7 +55,7 @@ def test_llm_in_a_driver_with_working_dir_hands_it_to_workers(cluster: str, chec
 def test_llm_in_an_actor_hands_its_runtime_env_through_engine_actors(
     cluster: str, checkpoint: str, directory: str
 ) -> None:
-    """The engine is an actor too. What the program's own process was given of devices is not handed on."""
+    """The engine is an actor too. The devices of the program's own process are not handed on."""
     seen = seen_by_workers("actor", cluster, checkpoint, directory)
     assert len(seen) == 2
     for one in seen:

@@ -1,4 +1,4 @@
-"""`eagleray serve` whose engines are Ray actors: they are killed, and its streams go on."""
+"""`eagleray serve` whose engines are Ray actors: its streams survive kills of engines, driver and cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from serving import ServerProcess, serve, wait_until_gone
 
 PROMPT = [5, 6, 7]
 LONG = 1500
-"""Tokens of a stream that does not end before something has been done to it."""
+"""Number of tokens of a stream that is still running when a process is killed."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(params=["ray", pytest.param("in-process", marks=pytest.mark.grid)])
 def server(cluster: str, checkpoint: str, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    """Two engines on two nodes, whose workers are actors too, or part of them."""
+    """Serve with two engines on two nodes, whose workers are actors too, or part of the engines."""
     ray = ("--ray-address", cluster, "--ray-worker-resources", json.dumps(ACC))
     fleet = ("--data-parallel-backend", "ray", "--data-parallel-size", "2", "--api-server-count", "2")
     more = ("--ray-engine-placement", "strict-spread", "--executor", request.param)
@@ -39,12 +39,12 @@ def server(cluster: str, checkpoint: str, request: pytest.FixtureRequest) -> Ite
 
 
 def process_of(name: str) -> int:
-    """Of the actor of that label. There is one instance."""
+    """Return the process of the actor with that label."""
     (full,) = [entry["Name"] for entry in ray_cluster.living_actors() if entry["Name"].endswith(f"/{name}")]
     return ray_cluster.pid_of(full)
 
 
-def test_a_killed_engine_costs_its_streams_a_pause(server: ServerProcess) -> None:
+def test_serve_killed_engine_resumes_its_streams(server: ServerProcess) -> None:
     with connect(server) as http:
         wait_until_whole(http, 2)
         expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
@@ -59,8 +59,8 @@ def test_a_killed_engine_costs_its_streams_a_pause(server: ServerProcess) -> Non
         assert wait_until_whole(http, 2) == {**there, rank: incarnation + 1}
 
 
-def test_the_process_that_drives_ray_is_killed(server: ServerProcess) -> None:
-    """And with it every engine: requests wait until there are some again."""
+def test_serve_killed_ray_driver_resumes_its_streams(server: ServerProcess) -> None:
+    """Every engine exits with the driver, and requests wait for the replacements."""
     with connect(server) as http:
         there = wait_until_whole(http, 2)
         expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
@@ -83,8 +83,9 @@ def test_the_process_that_drives_ray_is_killed(server: ServerProcess) -> None:
         pytest.param("processes", "gcs_server", marks=pytest.mark.grid),
     ],
 )
-def test_serve_with_a_local_cluster_that_dies_starts_another_one(checkpoint: str, backend: str, victim: str) -> None:
-    """And its streams go on."""
+def test_serve_local_cluster_that_dies_is_replaced_and_streams_resume(
+    checkpoint: str, backend: str, victim: str
+) -> None:
     options = ("--ray-address", "local", "--data-parallel-backend", backend, "--executor", "ray")
     model = (checkpoint, "--dtype", "float32", "--max-model-len", "2048", "--num-kv-blocks", "512")
     with serve(*model, *options) as server, connect(server) as http:
@@ -109,8 +110,8 @@ def name_of(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
-def test_a_supervisor_that_is_killed_leaves_nothing(server: ServerProcess) -> None:
-    """The fixtures look for actors and placement groups."""
+def test_serve_killed_supervisor_leaves_nothing(server: ServerProcess) -> None:
+    # the fixtures check actors and placement groups
     with connect(server) as http:
         wait_until_whole(http, 2)
     actors = [entry["Pid"] for entry in ray_cluster.living_actors()]
@@ -123,7 +124,7 @@ def test_a_supervisor_that_is_killed_leaves_nothing(server: ServerProcess) -> No
 
 
 def sockets_of(pid: int) -> list[Path]:
-    """Directories of the Unix sockets that a process listens at, if they are ours."""
+    """Return the directories of our Unix sockets at which a process listens."""
     inodes = {link.readlink().name for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     paths = [Path(fields[7]) for fields in lines if len(fields) > 7 and f"socket:[{fields[6]}]" in inodes]

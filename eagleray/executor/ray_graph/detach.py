@@ -1,4 +1,4 @@
-"""Copies of what comes out of a compiled graph's channel, so that nothing refers to the channel's memory afterwards.
+"""Copies of the results of a compiled graph, so that nothing refers to the memory of its channels afterwards.
 
 Ray returns arrays that alias the shared memory of the channel, and the channel cannot be written again while anything
 refers to them: results that are kept stall the graph, after the number of steps that it buffers. A borrowed array

@@ -103,8 +103,8 @@ class Graph:
     def results(self, reference: Any, copy: Callable[[Any], Any] = detach) -> list[Frames]:
         """Return the reply of each actor, in memory of this process. Called once, in the order of `execute`.
 
-        Raises what an actor raises, as soon as one does, and `ray.exceptions.RayChannelTimeoutError` after the timeout,
-        also when an actor is dead; `RayChannelError` when the graph is closed meanwhile.
+        Raises the exception of an actor as soon as one raises, `ray.exceptions.RayChannelTimeoutError` after the
+        timeout, also when an actor is dead, and `RayChannelError` when the graph is closed meanwhile.
         """
         try:
             replies: list[Frames] = copy(ray.get(reference, timeout=self._timeout))
@@ -137,7 +137,7 @@ def wait_until_ready(actors: Sequence[Any], deadline: Deadline, check: Callable[
 def call_actors(actors: Sequence[Any], frames: Frames) -> Iterator[Frames]:
     """Call every actor beside the graph, which must be idle. Yields replies as they arrive, in memory of this process.
 
-    Raises what an actor raises, and what Ray raises when one of them dies.
+    Raises the exception of an actor, and Ray's own when one of them dies.
     """
     waiting = [actor.handle.remote(frames) for actor in actors]
     while waiting:

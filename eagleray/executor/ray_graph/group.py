@@ -41,7 +41,7 @@ from eagleray.messages.workers import RayContext
 WORKER = "eagleray.executor.ray_graph.frame_handler:open_frame_handler"
 
 SPARE_STEPS = 2
-"""Steps that the graph buffers beyond those that the engine has in flight."""
+"""Steps that the graph buffers beyond the engine's steps in flight."""
 
 STOP_TIMEOUT_SECONDS = 3.0
 """Time for workers to exit after they were told to, before they are killed."""
