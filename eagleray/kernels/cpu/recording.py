@@ -1,6 +1,6 @@
 """The recording of a forward pass: the operations and the rows they read and write, in order.
 
-Layers are called once with `Value`s in place of tensors. An addition that follows a product or a mixture of experts is
+Layers are called once with `Value`s in place of tensors. An addition that follows a product or the experts is
 merged into it, so that its result is added to the hidden state as it is written. Later values reuse the buffers of
 values that no further op reads.
 """

@@ -126,7 +126,7 @@ class Layer:
         dtype = DTYPES.index(x.dtype)
         x, result = F.pad(x, (0, size % 2)), hidden.clone()
         ids, counts = torch.empty(n, self.top_k, dtype=torch.int32), torch.zeros(num_experts, dtype=torch.int64)
-        mixture = RouterParams(top_k=self.top_k, renormalize=self.renormalize, round_weights=self.round_weights)
+        params = RouterParams(top_k=self.top_k, renormalize=self.renormalize, round_weights=self.round_weights)
         held = range(num_experts) if experts is None else experts
         gate_up, down = ((c_void_p * len(held))(*[part[e].data_ptr() for e in held]) for part in self.packed)
         packed = abi.CExperts(len(held), size, inner, ctypes.addressof(gate_up), ctypes.addressof(down))
@@ -143,7 +143,7 @@ class Layer:
         trace = abi.CExpertTrace(told[:, 1].data_ptr(), told.stride(0), int(num_experts > 256))
         routed = abi.CRoutedTokens(scores.data_ptr(), num_experts, result.data_ptr(), size, ids.data_ptr(), trace)
         self.library.er_compute_experts(
-            *(c_router_params(mixture, num_experts), packed, c_slot_map(slots, num_experts)),
+            *(c_router_params(params, num_experts), packed, c_slot_map(slots, num_experts)),
             *(x.data_ptr(), x.shape[1], n, routed, counts.data_ptr(), scratch.data_ptr(), max_tokens, dtype, threads),
         )
         assert torch.equal(told[:, 1].long(), ids.long())

@@ -23,28 +23,28 @@ def plain(top_k: int, *, renormalize: bool, rounds: bool = False) -> RouterParam
 def route(
     library: ctypes.CDLL,
     scores: Tensor,
-    mixture: RouterParams,
+    params: RouterParams,
     *,
     dtype: torch.dtype = torch.float32,
     threads: int = 1,
 ) -> tuple[Tensor, Tensor]:
     n, num_experts = scores.shape
-    ids, weights = torch.empty(n, mixture.top_k, dtype=torch.int32), torch.empty(n, mixture.top_k)
-    arguments = c_router_params(mixture, num_experts), scores.data_ptr(), scores.stride(0), n
+    ids, weights = torch.empty(n, params.top_k, dtype=torch.int32), torch.empty(n, params.top_k)
+    arguments = c_router_params(params, num_experts), scores.data_ptr(), scores.stride(0), n
     library.er_route(*arguments, ids.data_ptr(), weights.data_ptr(), DTYPES.index(dtype), threads)
     return ids.long(), weights
 
 
 def check_batch_invariance(
-    library: ctypes.CDLL, scores: Tensor, mixture: RouterParams, ids: Tensor, weights: Tensor
+    library: ctypes.CDLL, scores: Tensor, params: RouterParams, ids: Tensor, weights: Tensor
 ) -> None:
     """Check that a token gets these ids and weights for all other tokens and numbers of threads."""
     for threads in (2, 3):
-        ids_too, weights_too = route(library, scores, mixture, threads=threads)
+        ids_too, weights_too = route(library, scores, params, threads=threads)
         assert torch.equal(ids_too, ids)
         assert torch.equal(weights_too, weights)
     for row in range(len(scores)):
-        assert torch.equal(route(library, scores[row : row + 1], mixture)[1][0], weights[row])
+        assert torch.equal(route(library, scores[row : row + 1], params)[1][0], weights[row])
 
 
 # ---- softmax over all experts
@@ -66,8 +66,8 @@ def check_route(library: ctypes.CDLL, num_experts: int, top_k: int, *, renormali
     scores[31] = torch.where(torch.arange(num_experts) % 2 == 0, -0.0, 0.0)
     scores[32, 1:] = -torch.inf
     scores[33] *= 100
-    mixture = plain(top_k, renormalize=renormalize)
-    ids, weights = route(library, scores, mixture)
+    params = plain(top_k, renormalize=renormalize)
+    ids, weights = route(library, scores, params)
     expected_ids, expected_weights = exact_route(scores, top_k, renormalize)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights.double(), expected_weights, rtol=2e-6, atol=1e-30)
@@ -75,7 +75,7 @@ def check_route(library: ctypes.CDLL, num_experts: int, top_k: int, *, renormali
     rounded = route(library, scores, rounding, dtype=torch.bfloat16)[1]
     torch.testing.assert_close(rounded, weights.bfloat16().float(), rtol=0, atol=1e-37)
     assert torch.equal(route(library, scores, rounding)[1], weights)
-    check_batch_invariance(library, scores, mixture, ids, weights)
+    check_batch_invariance(library, scores, params, ids, weights)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -86,18 +86,18 @@ def test_route_softmax_equals_float64(library: ctypes.CDLL, num_experts: int, to
 
 def test_route_older_processor_equals_float64(other_library: ctypes.CDLL) -> None:
     check_route(other_library, 37, 5, renormalize=True)
-    check_like_torch(other_library, MIXTURES["DeepSeek-V3"], 64)
+    check_like_torch(other_library, ROUTERS["DeepSeek-V3"], 64)
 
 
 def test_route_nan_and_infinity_stay_in_their_token(library: ctypes.CDLL) -> None:
     scores = torch.randn(6, 20)
-    mixture = plain(4, renormalize=True)
-    expected = route(library, scores, mixture)
+    params = plain(4, renormalize=True)
+    expected = route(library, scores, params)
     scores[1, 3] = torch.nan
     scores[2, 4] = torch.inf
     scores[3] = -torch.inf
     scores[4] = torch.nan
-    ids, weights = route(library, scores, mixture)
+    ids, weights = route(library, scores, params)
     assert weights[1:5].isnan().all()
     assert torch.equal(weights[::5], expected[1][::5])
     assert torch.equal(ids[::5], expected[0][::5])
@@ -109,7 +109,7 @@ def test_route_nan_and_infinity_stay_in_their_token(library: ctypes.CDLL) -> Non
 # ---- other routers
 
 
-def mixture(**fields: Any) -> RouterParams:
+def router_params(**fields: Any) -> RouterParams:
     return RouterParams(**{"top_k": 6, "renormalize": False, "round_weights": False} | fields)
 
 
@@ -117,9 +117,9 @@ def bias(num_experts: int) -> Tensor:
     return torch.randn(num_experts, generator=torch.Generator().manual_seed(1)) * 0.2
 
 
-MIXTURES = {
-    "DeepSeek-V2": mixture(num_groups=8, top_groups=3, scale=16.0),
-    "DeepSeek-V3": mixture(
+ROUTERS = {
+    "DeepSeek-V2": router_params(num_groups=8, top_groups=3, scale=16.0),
+    "DeepSeek-V3": router_params(
         scoring="sigmoid",
         correction_bias=bias(64),
         num_groups=8,
@@ -129,37 +129,37 @@ MIXTURES = {
         renormalize_eps=1e-20,
         scale=2.5,
     ),
-    "one group": mixture(
+    "one group": router_params(
         scoring="sigmoid", correction_bias=bias(64), group_score="top2", renormalize=True, renormalize_eps=1e-20
     ),
-    "sigmoid": mixture(scoring="sigmoid", top_k=1),
-    "softmax with a bias": mixture(correction_bias=bias(64) * 0.1, renormalize=True),
-    "softmax with sums of groups": mixture(num_groups=16, top_groups=2, group_score="top2"),
-    "groups of one": mixture(scoring="sigmoid", num_groups=64, top_groups=7),
-    "all groups": mixture(num_groups=4, top_groups=4, top_k=64),
+    "sigmoid": router_params(scoring="sigmoid", top_k=1),
+    "softmax with a bias": router_params(correction_bias=bias(64) * 0.1, renormalize=True),
+    "softmax with sums of groups": router_params(num_groups=16, top_groups=2, group_score="top2"),
+    "groups of one": router_params(scoring="sigmoid", num_groups=64, top_groups=7),
+    "all groups": router_params(num_groups=4, top_groups=4, top_k=64),
 }
 
 
-def check_like_torch(library: ctypes.CDLL, mixture: RouterParams, num_experts: int) -> None:
+def check_like_torch(library: ctypes.CDLL, params: RouterParams, num_experts: int) -> None:
     torch.manual_seed(num_experts)
     scores = (torch.randn(60, num_experts + 3) * 2)[:, :num_experts]
     scores[40:] = scores[40:].round()  # equal ones
-    ids, weights = route(library, scores, mixture)
-    expected_ids, expected_weights = route_in_torch(scores, mixture)
+    ids, weights = route(library, scores, params)
+    expected_ids, expected_weights = route_in_torch(scores, params)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected_weights, rtol=3e-6, atol=1e-30)
-    check_batch_invariance(library, scores, mixture, ids, weights)
+    check_batch_invariance(library, scores, params, ids, weights)
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", ROUTERS)
 def test_route_other_routers_equal_plain_torch(library: ctypes.CDLL, name: str) -> None:
-    check_like_torch(library, MIXTURES[name], 64)
+    check_like_torch(library, ROUTERS[name], 64)
 
 
 def test_route_weights_are_rounded_last(library: ctypes.CDLL) -> None:
     scores = torch.randn(20, 64)
-    exact = route(library, scores, mixture(scale=2.7))[1]
-    rounded = route(library, scores, mixture(scale=2.7, round_weights=True), dtype=torch.bfloat16)[1]
+    exact = route(library, scores, router_params(scale=2.7))[1]
+    rounded = route(library, scores, router_params(scale=2.7, round_weights=True), dtype=torch.bfloat16)[1]
     assert torch.equal(rounded, exact.bfloat16().float())
 
 
@@ -170,7 +170,7 @@ def test_route_nan_in_groups_chooses_valid_experts(library: ctypes.CDLL) -> None
     scores[2] = torch.inf
     scores[3] = -torch.inf
     scores[4, 3] = torch.inf
-    for each in MIXTURES.values():
+    for each in ROUTERS.values():
         ids, weights = route(library, scores, each)
         assert ((ids >= 0) & (ids < 64)).all()
         assert all(len(set(row)) == len(row) for row in ids.tolist())
@@ -188,7 +188,7 @@ def test_router_params_without_a_possible_choice_are_refused() -> None:
     ]
     for fields, num_experts in refused:
         with pytest.raises(AssertionError):
-            mixture(**fields).check(num_experts)
+            router_params(**fields).check(num_experts)
 
 
 # ---- transformers
@@ -205,20 +205,20 @@ def test_route_deepseek_routers_equal_transformers(library: ctypes.CDLL, name: s
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-    mixture = MIXTURES[name]
+    params = ROUTERS[name]
     router: Any
     fields = {"hidden_size": 64, "n_routed_experts": 64, "num_experts_per_tok": 6, "n_group": 8}
-    fields |= {"topk_group": mixture.top_groups, "routed_scaling_factor": mixture.scale}
+    fields |= {"topk_group": params.top_groups, "routed_scaling_factor": params.scale}
     if name == "DeepSeek-V2":
         router = DeepseekV2TopkRouter(DeepseekV2Config(**fields, topk_method="group_limited_greedy"))
     else:
         router = DeepseekV3TopkRouter(DeepseekV3Config(**fields, norm_topk_prob=True))
-        router.e_score_correction_bias.copy_(mixture.correction_bias)
+        router.e_score_correction_bias.copy_(params.correction_bias)
     scores = torch.randn(40, 64) * 2
     with torch.no_grad():
         router.weight.copy_(torch.eye(64))
         _, weights, ids = router(scores)
-    for found in (route(library, scores, mixture), route_in_torch(scores, mixture)):
+    for found in (route(library, scores, params), route_in_torch(scores, params)):
         found_ids, found_weights = sorted_by_id(*found)
         expected_ids, expected_weights = sorted_by_id(ids, weights)
         assert torch.equal(found_ids, expected_ids)
