@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from eagleray.client.preprocess import check_seconds, check_text
 from eagleray.errors import DeadlineExceeded, EagleRayError, InvalidRequest, RequestFailed
@@ -25,44 +22,13 @@ REPORT_SECONDS = 2.0
 """An engine that gives up a call reports the ranks that it waited for; the client waits this much longer for that."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RpcCall:
+class RpcCall(NamedTuple):
     """A call in flight on one engine."""
 
-    call_id: int
     engine: EngineId
     method: str
-    _returned: asyncio.Future[list[bytes]]
-
-    async def result(self, timeout: float) -> list[Any]:
-        """Return the results of the workers, in order of rank, or raise the error that the call ended with.
-
-        Raises `DeadlineExceeded` after `timeout` seconds.
-        """
-        try:
-            async with asyncio.timeout(timeout):
-                values = await self._returned
-        except TimeoutError as error:
-            if isinstance(error, DeadlineExceeded):  # reported by the engine, with the ranks
-                raise
-            raise DeadlineExceeded(
-                f"`{self.method}` on the workers: no answer from {self.engine.label} within {timeout:g} s"
-            ) from None
-        return [unpack(value) for value in values]
-
-    def set_result(self, returned: WorkersReturned) -> None:
-        if self._returned.done():
-            return
-        if returned.failure is not None:
-            self.fail(_error(self.method, returned.failure, returned.rank, self.engine))
-        else:
-            self._returned.set_result(returned.values)
-
-    def fail(self, error: EagleRayError) -> None:
-        if not self._returned.done():
-            self._returned.set_exception(error)
-            # Only one of several failed calls is raised: retrieve the others, or asyncio would log them.
-            self._returned.exception()
+    returned: asyncio.Future[list[bytes]]
+    """The encoded results of the workers, in order of rank."""
 
 
 class RpcCalls:
@@ -97,43 +63,56 @@ class RpcCalls:
             arguments = pack_arguments(args, kwargs)
         except TypeError as error:
             raise InvalidRequest(str(error), param="args") from None
-        with ExitStack() as stack:
-            calls = [stack.enter_context(self._open(engine, method)) for engine in engines]
-            for call in calls:
+        loop = asyncio.get_running_loop()
+        calls = {next(self._ids): RpcCall(engine, method, loop.create_future()) for engine in engines}
+        self._calls |= calls
+        try:
+            for call_id, call in calls.items():
                 message = CallWorkers(
-                    client=self._client, call_id=call.call_id, method=method, arguments=arguments, timeout=seconds
+                    client=self._client, call_id=call_id, method=method, arguments=arguments, timeout=seconds
                 )
                 self._send(call.engine, message)
-            return await _results(calls, seconds + REPORT_SECONDS)
-
-    @contextmanager
-    def _open(self, engine: EngineId, method: str) -> Iterator[RpcCall]:
-        """Register a call for the duration of the block; replies that arrive after it are dropped."""
-        call = RpcCall(next(self._ids), engine, method, asyncio.get_running_loop().create_future())
-        self._calls[call.call_id] = call
-        try:
-            yield call
+            values = await _gather(list(calls.values()), seconds)
         finally:
-            del self._calls[call.call_id]
+            for call_id in calls:  # replies that arrive later are dropped
+                del self._calls[call_id]
+        return [unpack(value) for engine_values in values for value in engine_values]
 
     def deliver(self, returned: WorkersReturned) -> None:
-        if call := self._calls.get(returned.call_id):
-            call.set_result(returned)
+        call = self._calls.get(returned.call_id)
+        if call is None or call.returned.done():
+            return
+        if returned.failure is not None:
+            _fail(call, _error(call.method, returned.failure, returned.rank, call.engine))
+        else:
+            call.returned.set_result(returned.values)
 
     def fail(self, error: EagleRayError, *, engine: EngineId | None = None) -> None:
         """Fail the calls on `engine`; None: on all engines."""
         for call in self._calls.values():
             if engine is None or call.engine == engine:
-                call.fail(error)
+                _fail(call, error)
 
 
-async def _results(calls: Sequence[RpcCall], timeout: float) -> list[Any]:
-    tasks = [asyncio.create_task(call.result(timeout)) for call in calls]
+async def _gather(calls: Sequence[RpcCall], seconds: float) -> list[list[bytes]]:
+    """Wait for all calls, which the engines give up after `seconds`."""
     try:
-        return list(chain.from_iterable(await asyncio.gather(*tasks)))
-    finally:
-        for task in tasks:
-            task.cancel()
+        async with asyncio.timeout(seconds + REPORT_SECONDS):
+            return await asyncio.gather(*(call.returned for call in calls))
+    except TimeoutError as error:
+        if isinstance(error, DeadlineExceeded):  # reported by an engine, with the ranks that it waited for
+            raise
+        late = next((call for call in calls if call.returned.cancelled()), calls[0])
+        raise DeadlineExceeded(
+            f"`{late.method}` on the workers: no answer from {late.engine.label} within {seconds + REPORT_SECONDS:g} s"
+        ) from None
+
+
+def _fail(call: RpcCall, error: EagleRayError) -> None:
+    if not call.returned.done():
+        call.returned.set_exception(error)
+        # Only one of several failed calls is raised: retrieve the others, or asyncio would log them.
+        call.returned.exception()
 
 
 def _error(method: str, failure: Failure, rank: int | None, engine: EngineId) -> EagleRayError:

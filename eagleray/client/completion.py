@@ -29,10 +29,10 @@ class Completion:
 
     # Slots, because every token of every request passes through here.
     __slots__ = (
-        "_detokenizer", "_end_was_read", "_has_logprobs", "_has_stop_strings", "_include_stop", "_logprobs",
-        "_num_decoded", "_num_read_texts", "_num_read_tokens", "_num_requested_ids", "_num_sends", "_num_visible",
-        "_routed_experts", "_text_ends", "_texts", "_tokenizer", "engine_request_id", "finish_reason", "index",
-        "message", "stop_reason", "token_ids",
+        "_detokenizer", "_has_stop_strings", "_include_stop", "_logprobs", "_num_decoded", "_num_read_texts",
+        "_num_read_tokens", "_num_requested_ids", "_num_sends", "_num_visible", "_routed_experts", "_text_ends",
+        "_texts", "_tokenizer", "engine_request_id", "finish_reason", "index", "is_read", "message", "stop_reason",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -72,9 +72,11 @@ class Completion:
             )
         self._has_stop_strings = bool(params.stop_strings)
         self._include_stop = params.include_stop_str_in_output
-        self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
+        self._logprobs: OutputLogprobs | None = None
+        """None unless the request asks for log-probabilities."""
+        if params.logprobs is not None or params.logprob_token_ids:
+            self._logprobs = OutputLogprobs()
         self._num_requested_ids = len(set(params.logprob_token_ids or ()))
-        self._logprobs = OutputLogprobs()
         self._texts: list[str] = []
         """The text so far, in parts."""
         self._text_ends: list[int] = []
@@ -84,7 +86,8 @@ class Completion:
         self._num_decoded = 0
         self._num_read_tokens = 0
         self._num_read_texts = 0
-        self._end_was_read = False
+        self.is_read = False
+        """Whether the completion has finished and the reader has got all of it."""
 
     def next_message(self, *, prompt_logprobs_from: int, is_suspect: bool, announce_start: bool) -> Generate:
         """Return the message for the next engine, under an id of its own.
@@ -116,16 +119,11 @@ class Completion:
     def has_unread_tokens(self) -> bool:
         return self._num_read_tokens < len(self.token_ids)
 
-    @property
-    def is_read(self) -> bool:
-        """Whether the completion has finished and the reader has got all of it."""
-        return self._end_was_read
-
     def deliver(self, chunk: Chunk) -> None:
         """Append the output of a step. No chunk may follow the end."""
         assert self.finish_reason is None, "a chunk after the end"
         self.token_ids += chunk.token_ids
-        if chunk.logprobs:
+        if chunk.logprobs and self._logprobs is not None:
             self._logprobs.extend(chunk.logprobs)
         if self._routed_experts is not None:
             self._routed_experts.rows += chunk.routed_experts
@@ -168,7 +166,7 @@ class Completion:
         num_texts = len(self._texts) if has_all else bisect_right(self._text_ends, end)
         text = "".join(self._texts[self._num_read_texts : num_texts])
         routed = None if self._routed_experts is None else self._routed_experts.pop_new()
-        is_end = has_all and self.finish_reason is not None and not self._end_was_read
+        is_end = has_all and self.finish_reason is not None and not self.is_read
         if not (text or end > start or is_end or routed):
             return None
         delta = CompletionDelta(
@@ -182,7 +180,7 @@ class Completion:
         if routed is not None:
             delta.routed_experts_start, delta.routed_experts = routed
         self._num_read_texts, self._num_read_tokens = num_texts, end
-        self._end_was_read |= is_end
+        self.is_read |= is_end
         return delta
 
     def output(self, *, with_logprobs: bool) -> CompletionOutput:
@@ -192,7 +190,7 @@ class Completion:
             index=self.index,
             text="".join(self._texts),
             token_ids=list(self.token_ids),
-            cumulative_logprob=self._logprobs.cumulative() if self._has_logprobs else None,
+            cumulative_logprob=None if self._logprobs is None else self._logprobs.cumulative(),
             logprobs=self._positions(0, len(self.token_ids)) if with_logprobs else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
@@ -204,13 +202,14 @@ class Completion:
 
     def _positions(self, start: int, end: int) -> list[dict[int, Logprob]] | None:
         """Return the log-probabilities of the tokens `start` to `end` - 1, or None if they were not requested."""
-        if not self._has_logprobs:
+        if self._logprobs is None:
             return None
         return self._logprobs.positions(start, end, num_requested=self._num_requested_ids, tokenizer=self._tokenizer)
 
     def _truncate(self, num_tokens: int) -> None:
         """Drop everything that was generated after the first `num_tokens` tokens."""
         del self.token_ids[num_tokens:]
-        self._logprobs.truncate(num_tokens)
+        if self._logprobs is not None:
+            self._logprobs.truncate(num_tokens)
         if self._routed_experts is not None:
             self._routed_experts.truncate(num_tokens)
