@@ -65,7 +65,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Where the user's module is; importable here, and so in every process that is started from here."""
+    """Directory of the user's module, which this process and all of its children can import."""
     directory = tmp_path_factory.mktemp("extension")
     (directory / "users_probe.py").write_text(MODULE)
     with pytest.MonkeyPatch.context() as patch:
@@ -85,20 +85,20 @@ def llm(checkpoint, directory):
 
 @pytest.fixture
 def pipes(tmp_path):
-    """Two named pipes: opening one waits for who opens the other end."""
+    """Two named pipes: opening one waits until its other end is opened."""
     paths = [tmp_path / "started", tmp_path / "released"]
     for path in paths:
         os.mkfifo(path)
     return paths
 
 
-def test_methods_see_their_worker(llm):
+def test_extension_methods_see_their_worker(llm):
     (found,) = llm.collective_rpc("describe")
     assert found.pop("pid") != os.getpid()
     assert found == {"rank": 0, "place": [0, 0], "device": "cpu", "layers": 3}
 
 
-def test_arrays_go_there_and_back_and_the_object_remembers(llm):
+def test_extension_arrays_are_kept_and_returned(llm):
     array = np.arange(600_000, dtype=np.float32).reshape(2, -1)
     (first,) = llm.collective_rpc("add", (array,))
     assert (first.dtype, first.shape) == (array.dtype, array.shape)
@@ -107,7 +107,7 @@ def test_arrays_go_there_and_back_and_the_object_remembers(llm):
     assert np.array_equal(second, array * 3)
 
 
-def test_mistakes_and_exceptions_harm_nobody(llm):
+def test_extension_wrong_calls_and_exceptions_leave_the_engine_running(llm):
     (before,) = llm.generate("Hello", GREEDY, use_tqdm=False)
     with pytest.raises(RequestFailed, match="`fail_on` raised on rank 0: LookupError: no such expert"):
         llm.collective_rpc("fail_on", [0])
@@ -124,7 +124,7 @@ def test_mistakes_and_exceptions_harm_nobody(llm):
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
-def test_calls_and_requests_at_once(llm):
+def test_extension_calls_during_requests_succeed(llm):
     with ThreadPoolExecutor(5) as pool:
         texts = [pool.submit(llm.generate, "Hello", GREEDY, use_tqdm=False) for _ in range(2)]
         calls = [pool.submit(llm.collective_rpc, "describe") for _ in range(3)]
@@ -132,7 +132,7 @@ def test_calls_and_requests_at_once(llm):
         assert {len(future.result(60)[0].outputs[0].token_ids) for future in texts} == {5}
 
 
-def test_a_call_that_takes_too_long_ends_for_its_caller_alone(llm, pipes):
+def test_extension_call_that_times_out_ends_for_its_caller_alone(llm, pipes):
     started, released = pipes
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(llm.collective_rpc, "hold", [str(started), str(released)], timeout=0.5)
@@ -144,7 +144,7 @@ def test_a_call_that_takes_too_long_ends_for_its_caller_alone(llm, pipes):
     assert llm.collective_rpc("describe")[0]["rank"] == 0
 
 
-def test_a_worker_that_is_killed_fails_the_call_with_the_cause(checkpoint, directory, pipes):
+def test_extension_call_whose_worker_is_killed_fails_with_the_cause(checkpoint, directory, pipes):
     started, released = pipes
     with open_llm(checkpoint) as llm, ThreadPoolExecutor(1) as pool:
         call = pool.submit(llm.collective_rpc, "hold", [str(started), str(released)])
@@ -154,7 +154,7 @@ def test_a_worker_that_is_killed_fails_the_call_with_the_cause(checkpoint, direc
         assert llm.collective_rpc("describe")[0]["rank"] == 0  # of the engine that has taken its place
 
 
-def test_results_are_in_order_of_rank(checkpoint, directory):
+def test_extension_results_are_in_order_of_rank(checkpoint, directory):
     with open_llm(checkpoint, tensor_parallel_size=2) as llm:
         found = llm.collective_rpc("describe")
         assert [(one["rank"], one["place"]) for one in found] == [(0, [0, 0]), (1, [0, 1])]
@@ -165,7 +165,7 @@ def test_results_are_in_order_of_rank(checkpoint, directory):
         assert len(llm.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 5
 
 
-def test_without_an_extension_there_is_nothing_to_call(checkpoint):
+def test_llm_without_an_extension_refuses_calls(checkpoint):
     with (
         LLM(str(checkpoint), **OPTIONS) as llm,
         pytest.raises(InvalidRequest, match="set the option `worker_extension_cls` to `module:Class`"),
@@ -173,12 +173,12 @@ def test_without_an_extension_there_is_nothing_to_call(checkpoint):
         llm.collective_rpc("describe")
 
 
-def test_an_extension_that_cannot_be_had_is_found_at_the_start(checkpoint, directory):
+def test_missing_extension_is_refused_at_the_start(checkpoint, directory):
     with pytest.raises(ConfigError, match="module `users_probe` has no `Prober`"):
         LLM(str(checkpoint), worker_extension_cls="users_probe:Prober", **OPTIONS)
 
 
-def test_over_http(checkpoint, directory: Path, monkeypatch):
+def test_extension_call_over_http_returns_results(checkpoint, directory: Path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(directory))
     array = np.arange(6, dtype="<f4").reshape(2, 3)
     encoded = {"data": base64.b64encode(array.tobytes()).decode(), "shape": [2, 3], "dtype": "<f4"}

@@ -1,4 +1,4 @@
-"""`eagleray generate | chat | complete`, options from a file, and what each process loads."""
+"""`eagleray generate | chat | complete`, options from a file, and the modules that each process loads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def eagle(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_generate_completes_prompts_without_a_server(checkpoint):
+def test_generate_command_completes_prompts_without_a_server(checkpoint):
     arguments = ("--max-tokens", "6", "--temperature", "0", "--log-level", "warning", "--num-threads", "1")
     two = eagle("generate", checkpoint, "-p", "Hello", "-p", "def main", *arguments)
     assert (two.returncode, two.stderr) == (0, "")
@@ -41,7 +41,7 @@ def test_generate_completes_prompts_without_a_server(checkpoint):
     assert two.stdout.startswith(from_input.stdout)
 
 
-def test_chat_and_complete_talk_to_a_server(server):
+def test_chat_and_complete_commands_print_the_servers_answers(server):
     url = ("--url", server.url, "--max-tokens", "6", "--temperature", "0")
     once = eagle("chat", *url, "-q", "Hello")
     assert (once.returncode, once.stderr) == (0, "")
@@ -52,7 +52,7 @@ def test_chat_and_complete_talk_to_a_server(server):
     assert eagle("complete", *url, stdin="Hello\n").stdout.removeprefix("> ").startswith(completed.stdout)
 
 
-def test_a_server_that_refuses_or_is_not_there_is_one_sentence(server):
+def test_chat_command_refused_or_without_a_server_prints_one_sentence(server):
     refused = eagle("complete", "--url", server.url, "--model-name", "other", "-q", "x")
     assert refused.returncode == 2
     assert "the server refused (404)" in refused.stderr
@@ -62,7 +62,7 @@ def test_a_server_that_refuses_or_is_not_there_is_one_sentence(server):
     assert len(refused.stderr.splitlines()) == len(absent.stderr.splitlines()) == 1
 
 
-def test_options_come_from_a_file_and_flags_win(server):
+def test_options_of_flags_override_those_of_the_file(server):
     import httpx
 
     (model,) = httpx.get(server.url + "/models").json()["data"]
@@ -73,24 +73,24 @@ def test_options_come_from_a_file_and_flags_win(server):
 @pytest.mark.parametrize(
     ("content", "message"), [("[1, 2]", "expected a mapping"), ("a: [", "not valid YAML"), ("prot: 1", "`port`")]
 )
-def test_a_wrong_file_of_options_is_named(tmp_path, content, message):
+def test_options_of_a_wrong_file_are_refused_by_its_name(tmp_path, content, message):
     (tmp_path / "options.yaml").write_text(content)
     run = eagle("serve", "--config", str(tmp_path / "options.yaml"))
     assert run.returncode == 2
     assert message in run.stderr
 
 
-def test_a_command_that_does_not_exist():
+def test_unknown_command_is_refused():
     run = eagle("sreve")
     assert run.returncode == 2
     assert "invalid choice: 'sreve'" in run.stderr
 
 
-def test_version():
+def test_version_flag_prints_the_version():
     assert eagle("--version").stdout.strip() == eagleray.__version__
 
 
-def test_the_api_server_and_the_supervisor_hold_no_torch(server):
+def test_api_server_and_supervisor_do_not_load_torch(server):
     def libraries(pid: int) -> str:
         return Path(f"/proc/{pid}/maps").read_text()
 
@@ -99,7 +99,7 @@ def test_the_api_server_and_the_supervisor_hold_no_torch(server):
     assert "libtorch" not in libraries(server.process.pid)
 
 
-def test_help_loads_neither_torch_nor_sockets():
+def test_help_flag_loads_neither_torch_nor_sockets():
     code = (
         "import sys\nfrom eagleray.cli.main import main\n"
         "try:\n    main(['serve', '--help'])\nexcept SystemExit:\n    pass\n"

@@ -1,4 +1,4 @@
-"""What clients of vLLM's HTTP API expect, against a served model."""
+"""Requests as clients of vLLM's HTTP API send them, against a served model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def requests_of_every_kind():
 
 
 @pytest.mark.parametrize("path", requests_of_every_kind())
-def test_a_rank_that_is_not_there_is_refused_rather_than_ignored(http, path):
+def test_http_api_rank_header_of_a_missing_rank_is_refused(http, path):
     body = requests_of_every_kind()[path]
     assert http.post(path, json=body, headers={"X-data-parallel-rank": "0"}).status_code == 200
     for rank in ("1", "-1", "first", ""):
@@ -42,6 +42,6 @@ def test_a_rank_that_is_not_there_is_refused_rather_than_ignored(http, path):
         assert "rank 0" in error["message"]
 
 
-def test_no_bad_words_is_what_vllm_sends_by_default(http):
+def test_http_api_empty_bad_words_are_accepted(http):
     body = {"prompt": "The quick", "max_tokens": 2, "bad_words": [], "stop": [], "stop_token_ids": []}
     assert http.post("/v1/completions", json=body).status_code == 200

@@ -1,4 +1,4 @@
-"""A connection without a socket: bytes are parsed at once, answers are kept, the test moves the clock."""
+"""HTTP connections without sockets: bytes are parsed at once, answers are kept, and the test advances the clock."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Answer(NamedTuple):
 
 
 class FakeTransport:
-    """A transport that does everything at once."""
+    """A transport whose methods take effect at once."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -98,7 +98,7 @@ class App:
 
 
 class HttpServer:
-    """Connections to `app`, in an event loop that runs when the test says so."""
+    """Connections to `app`, in an event loop that the test runs step by step."""
 
     def __init__(self, runner: asyncio.Runner, *, open_files: int = 1024, **options: Any) -> None:
         self._runner = runner
@@ -166,7 +166,7 @@ class Connection:
         return not self.transport.is_closed and not self.transport.has_sent_eof
 
     def answers(self) -> list[Answer]:
-        """The complete answers that were written since the last call."""
+        """Return the complete answers that were written since the last call."""
         data, found = self.transport.written, []
         while data:
             head, _, data = data.partition(b"\r\n\r\n")

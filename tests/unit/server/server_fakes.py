@@ -1,5 +1,6 @@
-"""The application on the real client, whose engines are a script: what is sent to them is kept, what they say is
-decided by the test. No process, no socket."""
+"""The application with a real client and scripted engines, without processes and sockets.
+
+Messages to the engines are kept, and the test decides which messages they send."""
 
 from __future__ import annotations
 
@@ -66,23 +67,20 @@ def write_checkpoint(directory: Path) -> Path:
 
 
 class ScriptedEngine:
-    """All engines, and both ends of the client's transport. Answers each request with `speak` unless `speak` is None.
-
-    An answer is what the engine would say of the request, chunk by chunk.
-    """
+    """All engines, and both ends of the client's transport. Answers each request with the chunks of `script`."""
 
     address = "nowhere"
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
-        """But for the membership's messages."""
+        """Messages from the client, without those about membership."""
         self.receivers: list[Any] = []
-        """Whom each of them was sent to."""
-        self.speak: Callable[[Generate], Iterator[Chunk]] | None = None
+        """Receiver of each of `sent`."""
+        self.script: Callable[[Generate], Iterator[Chunk]] | None = None
         self.call_workers: Callable[[CallWorkers], WorkersReturned] | None = None
-        """Answers calls of the worker extension; None: they are not answered."""
+        """Answers calls of the worker extension. None: they are not answered."""
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
-        self._speaking: set[asyncio.Task[None]] = set()
+        self._playing: set[asyncio.Task[None]] = set()
 
     @property
     def requests(self) -> list[Generate]:
@@ -113,33 +111,33 @@ class ScriptedEngine:
             return
         self.sent.append(message)
         self.receivers.append(peer)
-        if isinstance(message, Generate) and self.speak is not None:
-            task = asyncio.create_task(self._say(self.speak(message), peer))
-            self._speaking.add(task)
-            task.add_done_callback(self._speaking.discard)
+        if isinstance(message, Generate) and self.script is not None:
+            task = asyncio.create_task(self._play(self.script(message), peer))
+            self._playing.add(task)
+            task.add_done_callback(self._playing.discard)
         if isinstance(message, CallWorkers) and self.call_workers is not None:
-            self.say(self.call_workers(message))
+            self.deliver(self.call_workers(message))
 
-    def say(self, *messages: Any, engine: EngineId = ENGINE) -> None:
-        """Put messages into the client's inbox; chunks as of one step."""
+    def deliver(self, *messages: Any, engine: EngineId = ENGINE) -> None:
+        """Put messages into the client's inbox, all chunks as those of one step."""
         chunks = [message for message in messages if isinstance(message, Chunk)]
         for message in [Chunks(engine, chunks)] if chunks else messages:
             self._inbox.put_nowait(message)
 
-    async def _say(self, chunks: Iterator[Chunk], engine: EngineId) -> None:
+    async def _play(self, chunks: Iterator[Chunk], engine: EngineId) -> None:
         for chunk in chunks:
-            self.say(chunk, engine=engine)
+            self.deliver(chunk, engine=engine)
             await settle()
 
 
 async def settle() -> None:
-    """Let everything happen that can without the world outside."""
+    """Let the event loop run until everything is done that needs no input."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
 def logprobs_of(token_id: int, k: int, asked: Sequence[int] = ()) -> TokenLogprobs:
-    """The chosen token is the second likeliest; those that were asked for are far behind."""
+    """Return log-probabilities in which the chosen token is the second likeliest, and the `asked` ones are unlikely."""
     likeliest = [token_id + 1, token_id, *range(token_id + 2, token_id + 9)][:k]
     logprobs = [-1.5, *(-1.0 - 0.5 * place for place in range(k)), *[-20.0] * len(asked)]
     return TokenLogprobs([token_id, *likeliest, *asked], logprobs, 2)
@@ -156,7 +154,7 @@ def prompt_logprobs_of(prompt: list[int], k: int) -> PromptLogprobs:
 
 
 class Api:
-    """The application as a test uses it: in an event loop of its own, by blocking calls."""
+    """The application with blocking methods, which run its event loop."""
 
     def __init__(self, config: Config, runner: asyncio.Runner, ledger: Ledger) -> None:
         self.config = config
@@ -178,7 +176,7 @@ class Api:
         if self.client.tokenizer is not None:
             self.speech = self.client.tokenizer.encode(SPEECH, add_special_tokens=False)
             self.eos = self.client.tokenizer.eos_token_ids[0]
-            self.engine.speak = self.recite
+            self.engine.script = self.recite
 
     async def _close(self) -> None:
         await self.client.close()
@@ -189,7 +187,7 @@ class Api:
         self.run(self._close())
 
     def recite(self, request: Generate) -> Iterator[Chunk]:
-        """`SPEECH`, a token for each step, then the end-of-sequence token; of a resumed request what is missing."""
+        """Yield `SPEECH`, a token for each step, then the end-of-sequence token; for a resumed request, its rest."""
         tokens = [*self.speech, self.eos]
         wanted = request.sampling.prompt_logprobs
         begin = len(request.output_token_ids)
@@ -211,14 +209,14 @@ class Api:
     def run(self, work: Any) -> Any:
         return self._runner.run(work)
 
-    def hear(self, *messages: Any) -> None:
-        """The client hears these from the engine or the supervisor."""
+    def deliver(self, *messages: Any) -> None:
+        """Deliver messages of the engine or the supervisor to the client."""
 
-        async def hear() -> None:
-            self.engine.say(*messages)
+        async def deliver() -> None:
+            self.engine.deliver(*messages)
             await settle()
 
-        self.run(hear())
+        self.run(deliver())
 
     def join(self, engine: EngineId = ENGINE, *, max_model_len: int = 64, routing: RoutingInfo | None = None) -> None:
         if engine in self.client.engines:
@@ -232,13 +230,13 @@ class Api:
             has_experts=routing is not None,
             routing=routing,
         )
-        self.hear(Joined(engine, "somewhere", info))
+        self.deliver(Joined(engine, "somewhere", info))
 
     def leave(self, cause: str, engine: EngineId = ENGINE, *, returns: bool = False) -> None:
-        self.hear(Left(engine, cause, returns))
+        self.deliver(Left(engine, cause, returns))
 
     def stop(self) -> None:
-        self.hear(Stop(5.0))
+        self.deliver(Stop(5.0))
 
     def request(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         async def request() -> httpx.Response:
@@ -255,7 +253,7 @@ class Api:
         return self.request("POST", path, json=body, **arguments)
 
     def events(self, path: str, body: dict[str, Any], **arguments: Any) -> list[Any]:
-        """The events of a stream, which must end as it should."""
+        """Return the events of a stream, which must end with `[DONE]`."""
         response = self.post(path, {"stream": True, **body}, **arguments)
         assert response.status_code == 200, response.text
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -271,7 +269,7 @@ def parse_events(text: str) -> list[Any]:
 
 
 class Call:
-    """One HTTP request to an application, message by message: for streams that are read slowly or left."""
+    """One HTTP request to an application, message by message, for slow readers and disconnects."""
 
     def __init__(self, app: Any, path: str, body: dict[str, Any], *, is_whole: bool = True) -> None:
         self.received: list[Any] = []
@@ -303,7 +301,7 @@ class Call:
 
 @contextlib.contextmanager
 def serving(checkpoint: Path, **options: Any) -> Iterator[Api]:
-    """An application with an engine. `options`: as of the command line."""
+    """Run an application with an engine. `options`: as on the command line."""
     with (
         asyncio.Runner() as runner,
         tempfile.TemporaryDirectory() as directory,

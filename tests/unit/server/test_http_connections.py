@@ -1,4 +1,4 @@
-"""The limit of connections, the reserve beyond it, and which server accepts the next one."""
+"""The limit of connections, the reserve beyond it, and the turns of servers that accept from one socket."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def make_server():
 
 
 def busy(server):
-    """A connection whose answer takes its time."""
+    """Return a connection whose answer is not complete."""
     connection = server.connect()
     connection.send(request("/stream"))
     return connection
 
 
-def test_waiting_connection_gives_way_to_a_new_one(make_server, caplog):
+def test_connections_at_the_limit_close_the_longest_waiting(make_server, caplog):
     server = make_server(max_connections=3)
     working, first, second = busy(server), server.connect(), server.connect()
     second.send(request())
@@ -46,7 +46,7 @@ def test_waiting_connection_gives_way_to_a_new_one(make_server, caplog):
     assert "3 connections are open, the most that option `max_connections` allows" in caplog.text
 
 
-def test_connection_beyond_the_limit_answers_for_the_state_alone(make_server):
+def test_connections_beyond_the_limit_show_the_state_alone(make_server):
     server = make_server(max_connections=2)
     streams = [busy(server), busy(server)]
     live, other = server.connect(), server.connect()
@@ -62,7 +62,7 @@ def test_connection_beyond_the_limit_answers_for_the_state_alone(make_server):
     assert server.connect().is_within_limit
 
 
-def test_connection_beyond_the_limit_has_less_time(make_server):
+def test_connections_beyond_the_limit_have_less_time(make_server):
     server = make_server(max_connections=1)
     busy(server)
     silent, slow = server.connect(), server.connect()
@@ -72,7 +72,7 @@ def test_connection_beyond_the_limit_has_less_time(make_server):
     assert slow.answer().status == 408
 
 
-def test_full_reserve_drops_the_oldest(make_server):
+def test_connections_when_the_reserve_is_full_drop_the_oldest(make_server):
     server = make_server(max_connections=1)
     busy(server)
     reserved = [server.connect() for _ in range(RESERVED_CONNECTIONS + 1)]
@@ -81,7 +81,7 @@ def test_full_reserve_drops_the_oldest(make_server):
     assert reserved[-1].answer().status == 200
 
 
-def test_warning_is_not_repeated_at_once(make_server, caplog):
+def test_connections_at_the_limit_warn_once(make_server, caplog):
     server = make_server(max_connections=1)
     for _ in range(100):
         server.connect()
@@ -118,7 +118,7 @@ def counts(tmp_path, clock):
         one.close()
 
 
-def test_least_of_others_are_those_that_accept(counts, clock):
+def test_least_of_others_counts_only_servers_that_accept(counts, clock):
     first, second, third = counts
     assert first.least_of_others() is None
     first.set(0)
@@ -135,7 +135,7 @@ def test_least_of_others_are_those_that_accept(counts, clock):
     assert second.least_of_others() is None
 
 
-def test_successor_begins_anew(counts, tmp_path, clock):
+def test_connection_counts_of_a_replacement_start_anew(counts, tmp_path, clock):
     counts[0].set(40)
     with closing(ConnectionCounts(tmp_path / "connections", server=0, num_servers=3, clock=lambda: clock[0])) as new:
         assert counts[1].least_of_others() is None
@@ -169,7 +169,7 @@ class Servers:
         runner.run(start())
 
     def _duplicate(self) -> socket.socket:
-        """A descriptor of the same socket: an event loop takes each but once."""
+        """Return another descriptor of the same socket, because an event loop takes each only once."""
         self._duplicates.append(self.listener.dup())
         return self._duplicates[-1]
 
@@ -230,22 +230,22 @@ def make_servers(tmp_path):
 
 
 @pytest.mark.parametrize("num_servers", [2, 4])
-def test_connections_are_spread_evenly(make_servers, num_servers):
+def test_acceptors_of_one_socket_spread_connections_evenly(make_servers, num_servers):
     servers, _ = make_servers(range(num_servers), num_servers)
     servers.connect(48)
     share = 48 // num_servers
     assert all(abs(count - share) <= 2 for count in servers.counts), servers.counts
 
 
-def test_connections_are_taken_though_a_server_with_fewer_is_stuck(make_servers):
-    """The other server has published a moment ago that it accepts, and does not."""
+def test_acceptors_when_a_server_with_fewer_is_stuck_accept(make_servers):
+    """The other server has published that it accepts, and does not."""
     servers, counts = make_servers([0], 2)
     counts[1].set(0)
     servers.connect(48)
     assert servers.counts == [48]
 
 
-def test_lack_of_files_is_logged_and_ends(make_servers, monkeypatch, caplog):
+def test_acceptor_without_open_files_warns_and_continues(make_servers, monkeypatch, caplog):
     servers, _ = make_servers([0], 1)
     accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")] * 2
 

@@ -26,7 +26,7 @@ def connection(server):
     return server.connect()
 
 
-def test_requests_one_after_another_are_answered(connection):
+def test_protocol_consecutive_requests_are_answered(connection):
     connection.send(request("/a", body=b"one", method="POST"))
     assert connection.answer().body == b"POST /a one"
     connection.send(request("/b?x=1"))
@@ -34,23 +34,23 @@ def test_requests_one_after_another_are_answered(connection):
     assert connection.is_open
 
 
-def test_request_byte_by_byte_is_answered(connection):
+def test_protocol_request_byte_by_byte_is_answered(connection):
     connection.send(*(bytes([byte]) for byte in request("/a", body=b"body", method="POST")))
     assert connection.answer().body == b"POST /a body"
 
 
-def test_chunked_body_is_put_together(connection):
+def test_protocol_chunked_body_is_joined(connection):
     connection.send(CHUNKED, b"3\r\nabc\r\n", b"2;ext=1\r\nde\r\n0\r\n\r\n")
     assert connection.answer().body == b"POST /echo abcde"
     assert connection.is_open
 
 
-def test_pipelined_requests_are_answered_in_order(connection):
+def test_protocol_pipelined_requests_are_answered_in_order(connection):
     connection.send(request("/a") + request("/b", body=b"x", method="POST") + request("/c"))
     assert [answer.body for answer in connection.answers()] == [b"GET /a ", b"POST /b x", b"GET /c "]
 
 
-def test_too_many_pipelined_requests_get_429_after_the_others(connection):
+def test_protocol_too_many_pipelined_requests_get_429_after_the_others(connection):
     connection.send(request("/a") * 100)
     *answers, last = connection.answers()
     assert {answer.status for answer in answers} == {200}
@@ -58,7 +58,7 @@ def test_too_many_pipelined_requests_get_429_after_the_others(connection):
     assert not connection.is_open
 
 
-def test_expect_is_answered_when_the_body_is_wanted(connection):
+def test_protocol_expect_is_answered_when_the_body_is_read(connection):
     head, body = request("/a", "Expect: 100-continue", body=b"body", method="POST").split(b"\r\n\r\n")
     connection.send(head + b"\r\n\r\n")
     assert connection.transport.written == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -69,7 +69,7 @@ def test_expect_is_answered_when_the_body_is_wanted(connection):
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 @pytest.mark.parametrize("is_split", [False, True])
-def test_upgrade_is_ignored_with_its_body_and_what_follows(connection, method, is_split):
+def test_protocol_upgrade_is_ignored_and_body_and_next_request_are_read(connection, method, is_split):
     headers = ["Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQ"]
     body = request("/smuggled") if method == "POST" else None
     data = request("/a", *headers, method=method, body=body) + request("/b")
@@ -78,29 +78,29 @@ def test_upgrade_is_ignored_with_its_body_and_what_follows(connection, method, i
     assert [answer.body for answer in connection.answers()] == [expected, b"GET /b "]
 
 
-def test_websocket_handshake_is_answered_as_a_request(connection):
+def test_protocol_websocket_handshake_is_answered_as_a_request(connection):
     connection.send(request("/a", "Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13"))
     assert connection.answer().body == b"GET /a "
 
 
-def test_trailers_do_not_become_headers(server, connection):
+def test_protocol_trailers_do_not_become_headers(server, connection):
     connection.send(CHUNKED + b"1\r\nx\r\n0\r\nAuthorization: Bearer stolen\r\nX-Request-Id: other\r\n\r\n")
     assert connection.answer().status == 200
     assert dict(server.app.scopes[0]["headers"]).keys() == {b"host", b"transfer-encoding"}
 
 
-def test_trailers_without_end_are_refused(connection):
+def test_protocol_endless_trailers_are_refused(connection):
     connection.send(CHUNKED + b"1\r\nx\r\n0\r\n", *[b"X-Trailer: " + b"y" * 1000 + b"\r\n"] * 100)
     assert connection.answer().status == 431
     assert not connection.is_open
 
 
-def test_chunk_extensions_without_end_are_refused(connection):
+def test_protocol_endless_chunk_extensions_are_refused(connection):
     connection.send(CHUNKED + b"1\r\nx\r\n1;", *[b"e" * 10_000] * 10)
     assert connection.answer().status == 431
 
 
-def test_many_small_chunks_are_no_overhead(connection):
+def test_protocol_many_small_chunks_are_accepted(connection):
     connection.send(*[CHUNKED, *[b"1\r\nx\r\n" * 2000] * 10, b"0\r\n\r\n"])
     assert len(connection.answer().body) == len("POST /echo ") + 20_000
 
@@ -137,7 +137,7 @@ def test_many_small_chunks_are_no_overhead(connection):
         (CHUNKED + b"-1\r\n", "chunk size"),
     ],
 )
-def test_malformed_request_gets_400_and_the_end(connection, text, message):
+def test_protocol_malformed_request_gets_400_and_is_closed(connection, text, message):
     connection.send(text)
     answer = connection.answer()
     assert answer.status == 400
@@ -150,13 +150,13 @@ def test_malformed_request_gets_400_and_the_end(connection, text, message):
     assert connection.answers() == []
 
 
-def test_http_1_0_needs_no_host(connection):
+def test_protocol_http_1_0_needs_no_host(connection):
     connection.send(b"GET /a HTTP/1.0\r\n\r\n")
     assert connection.answer().body == b"GET /a "
     assert not connection.is_open
 
 
-def test_refusal_waits_for_the_stream_before_it(server, connection):
+def test_protocol_refusal_follows_the_stream_before_it(server, connection):
     connection.send(request("/stream") + b"GET / HTTP/1.1\r\n\r\n")
     assert b"first" in connection.transport.written
     assert b"Host" not in connection.transport.written
@@ -169,7 +169,7 @@ def test_refusal_waits_for_the_stream_before_it(server, connection):
 
 
 @pytest.mark.parametrize("pieces", [1, 10, 1000])
-def test_large_headers_get_431(server, connection, pieces):
+def test_protocol_large_headers_get_431(server, connection, pieces):
     line = b"X: " + b"y" * 70_000
     head = b"GET / HTTP/1.1\r\nHost: a\r\n" + line
     size = len(head) // pieces + 1
@@ -181,7 +181,7 @@ def test_large_headers_get_431(server, connection, pieces):
     assert server.refusals == [431]
 
 
-def test_headers_of_the_limit_pass_and_one_byte_more_do_not(make_server):
+def test_protocol_headers_at_the_limit_pass_and_one_byte_more_is_refused(make_server):
     server = make_server(max_header_bytes=2000)
     most = 2000 - len(request("/", "X: "))
     for size, status in ((most, 200), (most + 1, 431)):
@@ -190,26 +190,26 @@ def test_headers_of_the_limit_pass_and_one_byte_more_do_not(make_server):
         assert connection.answer().status == status
 
 
-def test_long_target_gets_431(connection):
+def test_protocol_long_target_gets_431(connection):
     connection.send(b"GET /", *[b"a" * 10_000] * 10)
     assert connection.answer().status == 431
 
 
-def test_many_headers_get_431(connection):
+def test_protocol_many_headers_get_431(connection):
     connection.send(request("/", *[f"X-{i}: 1" for i in range(300)]))
     answer = connection.answer()
     assert answer.status == 431
     assert "`max_header_count`" in answer.error["message"]
 
 
-def test_large_headers_of_a_pipelined_request_are_refused_after_the_answer(connection):
+def test_protocol_large_pipelined_headers_are_refused_after_the_answer(connection):
     connection.send(request("/a", body=b"x" * 100_000, method="POST") + b"GET / HTTP/1.1\r\nX: ", *[b"y" * 9000] * 9)
     first, refusal = connection.answers()
     assert first.status == 200
     assert refusal.status == 431
 
 
-def test_refused_client_may_read_the_answer_before_the_end(server, connection):
+def test_protocol_refused_client_can_read_the_answer_before_the_close(server, connection):
     connection.send(b"nonsense\r\n")
     assert connection.transport.has_sent_eof
     server.pass_time(1.0)
@@ -220,7 +220,7 @@ def test_refused_client_may_read_the_answer_before_the_end(server, connection):
     assert connection.transport.is_closed
 
 
-def test_late_headers_get_408(server, connection):
+def test_protocol_late_headers_get_408(server, connection):
     server.pass_time(50.0)
     connection.send(b"GET / HTTP/1.1\r\n")
     for _ in range(28):
@@ -235,7 +235,7 @@ def test_late_headers_get_408(server, connection):
 
 
 @pytest.mark.parametrize("data", [b"", b"\r\n\r\n", request()])
-def test_idle_connection_is_closed_quietly(server, connection, data):
+def test_protocol_idle_connection_is_closed_without_an_answer(server, connection, data):
     connection.send(data)
     connection.transport.written = b""
     server.pass_time(59.0)
@@ -245,7 +245,7 @@ def test_idle_connection_is_closed_quietly(server, connection, data):
     assert connection.transport.written == b""
 
 
-def test_slow_body_is_taken(server, connection):
+def test_protocol_slow_body_is_read(server, connection):
     connection.send(request("/a", "Content-Length: 10", method="POST"))
     for _ in range(10):
         server.pass_time(29.0)
@@ -253,7 +253,7 @@ def test_slow_body_is_taken(server, connection):
     assert connection.answer().body == b"POST /a xxxxxxxxxx"
 
 
-def test_body_that_stops_gets_408(server, connection):
+def test_protocol_body_that_stops_gets_408(server, connection):
     connection.send(request("/a", "Content-Length: 10", method="POST"), b"x")
     server.pass_time(31.0)
     answer = connection.answer()
@@ -264,7 +264,7 @@ def test_body_that_stops_gets_408(server, connection):
     assert not connection.is_open
 
 
-def test_stream_without_news_is_not_idle(server, connection):
+def test_protocol_stream_without_events_is_not_idle(server, connection):
     connection.send(request("/stream"))
     server.pass_time(10_000.0)
     assert connection.is_open
@@ -273,14 +273,14 @@ def test_stream_without_news_is_not_idle(server, connection):
     assert connection.answer().body == b"first last"
 
 
-def test_rest_of_a_body_that_was_answered_is_skipped(server, connection):
+def test_protocol_rest_of_an_answered_body_is_skipped(server, connection):
     connection.send(request("/ignore", "Content-Length: 10", method="POST") + b"12345")
     assert connection.answer().body == b'"ignored"'
     connection.send(b"67890" + request("/b"))
     assert connection.answer().body == b"GET /b "
 
 
-def test_rest_of_a_body_that_does_not_come_ends_the_connection(server, connection):
+def test_protocol_missing_rest_of_an_answered_body_closes_the_connection(server, connection):
     connection.send(request("/ignore", "Content-Length: 1000", method="POST"))
     assert connection.answer().status == 200
     for _ in range(4):
@@ -289,14 +289,14 @@ def test_rest_of_a_body_that_does_not_come_ends_the_connection(server, connectio
     assert connection.transport.is_closed
 
 
-def test_rest_of_a_body_without_end_ends_the_connection(make_server):
+def test_protocol_endless_rest_of_an_answered_body_closes_the_connection(make_server):
     server = make_server(max_request_bytes=1000)
     connection = server.connect()
     connection.send(request("/ignore", "Content-Length: 1000000", method="POST"), *[b"x" * 1000] * 5)
     assert connection.transport.is_closed
 
 
-def test_large_bodies_that_arrive_together_are_limited_and_small_ones_pass(make_server):
+def test_protocol_concurrent_large_bodies_are_limited_and_small_ones_pass(make_server):
     server = make_server(max_request_bytes=100_000)
     first, second, small = (server.connect() for _ in range(3))
     first.send(request("/a", "Content-Length: 500000", method="POST"), b"x" * 390_000)
@@ -315,7 +315,7 @@ def test_large_bodies_that_arrive_together_are_limited_and_small_ones_pass(make_
     assert server.connections.unfinished_bytes == 0
 
 
-def test_large_headers_that_arrive_together_are_limited(make_server):
+def test_protocol_concurrent_large_headers_are_limited(make_server):
     server = make_server(max_request_bytes=10_000)
     first, second = server.connect(), server.connect()
     first.send(b"GET / HTTP/1.1\r\nX: " + b"y" * 30_000)
@@ -326,7 +326,7 @@ def test_large_headers_that_arrive_together_are_limited(make_server):
     assert server.connections.unfinished_bytes == 0
 
 
-def test_memory_is_given_back_after_large_requests(make_server, monkeypatch):
+def test_connections_after_large_requests_return_memory(make_server, monkeypatch):
     calls = []
     monkeypatch.setattr("eagleray.server.connections.malloc_trim", lambda: calls.append(None))
     server = make_server()

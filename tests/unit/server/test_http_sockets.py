@@ -1,4 +1,4 @@
-"""Real sockets under the event loop that API servers use, and the part of the system in the end of a connection."""
+"""Connections over real sockets, in the event loop of API servers: the limits of time that the kernel enforces."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ OPTIONS = {"header_timeout": 0.4, "body_timeout": 0.4, "keep_alive_timeout": 0.4
 
 
 class Server:
-    """Serves in a thread of its own. `/endless` writes without end, all else answers "ok"."""
+    """A server in a thread of its own. `/endless` writes without end; other paths answer "ok"."""
 
     def __init__(self, path) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.counts = ConnectionCounts(path, server=0, num_servers=1)
         self.has_ended = threading.Event()
-        """Set when an endless answer has."""
+        """Set when an endless answer has ended."""
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: uvloop.run(self._serve()))
         self._thread.start()
@@ -107,20 +107,20 @@ def test_client_that_sends_without_reading_gets_its_refusal(server):
         assert error_of(read_all(client)) == "headers_too_large"
 
 
-def test_half_a_request_is_ended_in_time(server):
+def test_half_a_request_is_refused_in_time(server):
     with server.connect() as client:
         client.sendall(b"GET / HTTP/1.1\r\n")
         assert error_of(read_all(client)) == "request_timeout"
 
 
-def test_connection_without_a_request_is_ended_in_time(server):
+def test_connection_without_a_request_is_closed_in_time(server):
     with server.connect() as client:
         began = time.monotonic()
         assert read_all(client) == b""
         assert 0.3 < time.monotonic() - began < 5.0
 
 
-def test_connection_is_kept_between_requests(server):
+def test_connection_between_requests_stays_open(server):
     with server.connect() as client:
         for _ in range(3):
             client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -132,7 +132,7 @@ def test_connection_is_kept_between_requests(server):
             assert re.match(rb"HTTP/1.1 200 .*ok", answer, re.DOTALL)
 
 
-def test_client_that_reads_nothing_is_cut(server):
+def test_client_that_reads_nothing_is_disconnected(server):
     with server.connect() as client:
         client.sendall(b"GET /endless HTTP/1.1\r\nHost: a\r\n\r\n")
         assert server.has_ended.wait(SECONDS)

@@ -1,4 +1,4 @@
-"""Requests that do not end as they should: clients that leave or read slowly, engines that fail, servers that stop."""
+"""Generating requests that end early: clients that disconnect or read slowly, engines that fail, servers that stop."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ BODIES = {
 
 @pytest.fixture
 def silent(api):
-    """Its engine says what the test says."""
-    api.engine.speak = None
+    """An application whose engine sends nothing of its own."""
+    api.engine.script = None
     return api
 
 
 def first_token(api):
-    """What the engine says of every request after its first step."""
+    """Return the engine's messages for every request after its first step."""
     return [Chunk(request_id=request.request_id, token_ids=[api.speech[0]]) for request in api.engine.requests]
 
 
@@ -34,13 +34,13 @@ def metric(api, name):
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_client_that_leaves_ends_its_requests(silent, path, stream, begun):
+def test_disconnect_aborts_the_requests(silent, path, stream, begun):
     async def leave():
         call = Call(silent.app, path, BODIES[path] | {"stream": stream})
         await settle()
         assert not call.received
         if begun:
-            silent.engine.say(*first_token(silent))
+            silent.engine.deliver(*first_token(silent))
             await settle()
             assert bool(call.received) == stream
         call.leave()
@@ -54,7 +54,7 @@ def test_a_client_that_leaves_ends_its_requests(silent, path, stream, begun):
     assert f'finished_reason="abort",model_name="tiny"}} {num}.0' in "".join(metric(silent, "request_success_total"))
 
 
-def test_a_client_that_leaves_while_it_sends_is_forgotten(api):
+def test_disconnect_while_sending_is_forgotten(api):
     async def leave():
         call = Call(api.app, "/v1/completions", {"prompt": "hello"}, is_whole=False)
         await settle()
@@ -66,15 +66,15 @@ def test_a_client_that_leaves_while_it_sends_is_forgotten(api):
     assert not api.engine.requests
 
 
-def test_a_slow_reader_gets_everything_and_nothing_piles_up(api):
+def test_stream_with_a_slow_reader_is_complete_and_joins_deltas(api):
     async def read_slowly():
-        api.engine.speak = None
+        api.engine.script = None
         call = Call(api.app, "/v1/completions", {"prompt": "hello", "stream": True, "return_token_ids": True})
         await settle()
         (request,) = api.engine.requests
         call.may_send.clear()
         for chunk in api.recite(request):
-            api.engine.say(chunk)
+            api.engine.deliver(chunk)
             await settle()
         assert not call.received
         call.may_send.set()
@@ -92,11 +92,11 @@ def failed_chunk(request_id):
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_fails_before_its_first_token_has_a_status(silent, path, stream):
+def test_failure_before_the_first_token_has_a_status(silent, path, stream):
     async def fail():
         call = Call(silent.app, path, BODIES[path] | {"stream": stream})
         await settle()
-        silent.engine.say(failed_chunk(silent.engine.requests[0].request_id))
+        silent.engine.deliver(failed_chunk(silent.engine.requests[0].request_id))
         await asyncio.wait_for(call.task, 5)
         return call
 
@@ -108,13 +108,13 @@ def test_a_request_that_fails_before_its_first_token_has_a_status(silent, path, 
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_failure_within_a_stream_is_an_event(silent, path):
+def test_failure_within_a_stream_is_an_event(silent, path):
     async def fail():
         call = Call(silent.app, path, BODIES[path] | {"stream": True})
         await settle()
-        silent.engine.say(*first_token(silent))
+        silent.engine.deliver(*first_token(silent))
         await settle()
-        silent.engine.say(failed_chunk(silent.engine.requests[0].request_id))
+        silent.engine.deliver(failed_chunk(silent.engine.requests[0].request_id))
         await asyncio.wait_for(call.task, 5)
         return call
 
@@ -136,11 +136,11 @@ def test_a_failure_within_a_stream_is_an_event(silent, path):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_end_of_an_engine_is_told_with_its_cause(silent, stream):
+def test_failure_after_an_engine_exit_names_the_cause(silent, stream):
     async def fail():
         call = Call(silent.app, "/v1/completions", {"prompt": "hello", "stream": stream})
         await settle()
-        silent.engine.say(*first_token(silent))
+        silent.engine.deliver(*first_token(silent))
         await settle()
         return call
 
@@ -155,7 +155,7 @@ def test_the_end_of_an_engine_is_told_with_its_cause(silent, stream):
     assert '"code":"engine_failed"' in call.text
 
 
-def test_a_stopping_server_finishes_what_runs_and_takes_nothing_new(silent):
+def test_stopping_server_finishes_requests_and_refuses_new_ones(silent):
     async def start():
         call = Call(silent.app, "/v1/completions", {"prompt": "hello", "max_tokens": 1})
         await settle()
@@ -163,7 +163,7 @@ def test_a_stopping_server_finishes_what_runs_and_takes_nothing_new(silent):
 
     async def finish(call):
         (request,) = silent.engine.requests
-        silent.engine.say(
+        silent.engine.deliver(
             Chunk(request_id=request.request_id, token_ids=[silent.speech[0]], finish_reason=FinishReason.LENGTH)
         )
         await asyncio.wait_for(call.task, 5)
@@ -183,7 +183,7 @@ def test_a_stopping_server_finishes_what_runs_and_takes_nothing_new(silent):
     assert '"text":"hello"' in call.text
 
 
-def test_without_an_engine_requests_are_refused_for_now(api):
+def test_request_without_an_engine_gets_503(api):
     api.leave("it was restarted")
     for path, body in BODIES.items():
         response = api.post(path, body)
@@ -198,7 +198,7 @@ def test_without_an_engine_requests_are_refused_for_now(api):
     assert api.get("/health").status_code == 200
 
 
-def test_an_unexpected_exception_is_logged_and_not_shown(api, caplog, monkeypatch):
+def test_unexpected_exception_is_logged_and_not_shown(api, caplog, monkeypatch):
     caplog.set_level(logging.ERROR, logger="eagleray")
     monkeypatch.setattr(logging.getLogger("eagleray"), "propagate", True)
 
@@ -217,16 +217,16 @@ def test_an_unexpected_exception_is_logged_and_not_shown(api, caplog, monkeypatc
     assert "mine" in caplog.text
 
 
-def test_requests_with_one_id_at_the_same_time_do_not_meet(checkpoint):
+def test_requests_with_the_same_id_are_separate(checkpoint):
     with serving(checkpoint) as api:
-        api.engine.speak = None
+        api.engine.script = None
 
         async def twice():
             calls = [Call(api.app, "/v1/completions", {"prompt": "hello", "max_tokens": 1}) for _ in range(2)]
             await settle()
             for place, request in enumerate(api.engine.requests):
                 token = api.speech[place]
-                api.engine.say(
+                api.engine.deliver(
                     Chunk(request_id=request.request_id, token_ids=[token], finish_reason=FinishReason.LENGTH)
                 )
             await asyncio.gather(*(call.task for call in calls))

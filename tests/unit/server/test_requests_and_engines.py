@@ -1,4 +1,4 @@
-"""Several engines behind the application: which one gets a request, and what users see when engines come and go."""
+"""Several engines behind the application: the engine of each request, and the answers when engines exit and restart."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def receivers(api):
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_request_goes_to_the_rank_that_its_header_names(pair, path):
+def test_rank_header_chooses_the_engine(pair, path):
     for rank in (1, 1, 0, 1):
         assert pair.post(path, BODIES[path], headers={RANK: str(rank)}).status_code == 200
     assert [engine.rank for engine in receivers(pair)] == [1, 1, 0, 1]
@@ -43,7 +43,7 @@ def test_a_request_goes_to_the_rank_that_its_header_names(pair, path):
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("rank", ["2", "-1", "+1", "1.0", "one", "", "1" * 30, "1,1", "¹"])
-def test_a_rank_that_is_not_there_is_refused_rather_than_ignored(pair, path, rank):
+def test_rank_header_of_a_missing_rank_is_refused(pair, path, rank):
     response = pair.post(path, BODIES[path], headers={RANK: rank.encode()})
     assert response.status_code == 400
     error = response.json()["error"]
@@ -52,7 +52,7 @@ def test_a_rank_that_is_not_there_is_refused_rather_than_ignored(pair, path, ran
     assert not pair.engine.requests
 
 
-def test_ranks_are_those_that_run_here(checkpoint):
+def test_rank_header_of_another_host_is_refused(checkpoint):
     engine = EngineId("test", 3)
     with serving(checkpoint, data_parallel_size=4, data_parallel_rank=3) as api:
         api.leave("it is another's", returns=False)
@@ -63,7 +63,7 @@ def test_ranks_are_those_that_run_here(checkpoint):
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_session_stays_with_its_engine(pair, path):
+def test_session_header_keeps_the_engine(pair, path):
     for session in ("a", "b", "c", "d", "e", "f", "g", "h"):
         before = len(receivers(pair))
         for _ in range(3):
@@ -73,7 +73,7 @@ def test_a_session_stays_with_its_engine(pair, path):
 
 
 @pytest.mark.parametrize("session", ["", "two words", "x" * 257, "ä"])
-def test_a_session_must_have_a_name(pair, session):
+def test_session_header_without_a_name_is_refused(pair, session):
     response = pair.post("/v1/completions", BODIES["/v1/completions"], headers={SESSION: session.encode()})
     assert (response.status_code, response.json()["error"]["param"]) == (400, SESSION)
     longest = pair.post("/v1/completions", BODIES["/v1/completions"], headers={SESSION: "x" * 256})
@@ -82,8 +82,8 @@ def test_a_session_must_have_a_name(pair, session):
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_takes_too_long_is_given_up(api, path, stream):
-    api.engine.speak = None
+def test_timeout_aborts_the_request_with_504(api, path, stream):
+    api.engine.script = None
     response = api.post(path, BODIES[path] | {"timeout": 0.05, "stream": stream})
     assert response.status_code == 504
     error = response.json()["error"]
@@ -92,8 +92,8 @@ def test_a_request_that_takes_too_long_is_given_up(api, path, stream):
     assert api.engine.aborted == [request.request_id for request in api.engine.requests]
 
 
-def test_a_stream_that_takes_too_long_ends_with_the_error(api):
-    api.engine.speak = lambda request: iter([Chunk(request_id=request.request_id, token_ids=[api.speech[0]])])
+def test_timeout_in_a_stream_is_an_event(api):
+    api.engine.script = lambda request: iter([Chunk(request_id=request.request_id, token_ids=[api.speech[0]])])
     response = api.post("/v1/completions", {"prompt": "hello", "timeout": 0.05, "stream": True})
     assert response.status_code == 200
     *_, last, done = response.text.strip().split("\n\n")
@@ -102,28 +102,28 @@ def test_a_stream_that_takes_too_long_ends_with_the_error(api):
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_how_long_a_request_may_take_if_it_does_not_say(checkpoint, path):
+def test_timeout_not_given_is_the_option(checkpoint, path):
     with serving(checkpoint, request_timeout=0.05) as api:
-        api.engine.speak = None
+        api.engine.script = None
         for body in ({}, {"timeout": None}):
             assert api.post(path, BODIES[path] | body).status_code == 504
     with serving(checkpoint, request_timeout=1000) as api:
-        api.engine.speak = None
+        api.engine.script = None
         assert api.post(path, BODIES[path] | {"timeout": 0.05}).status_code == 504
 
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("timeout", [0, -1, "5", True])
-def test_a_timeout_is_a_number_above_zero(api, path, timeout):
+def test_timeout_not_above_zero_is_refused(api, path, timeout):
     response = api.post(path, BODIES[path] | {"timeout": timeout})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "timeout")
 
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_server_with_too_much_in_flight_refuses_more_for_now(checkpoint, path, stream):
+def test_queue_when_full_refuses_with_429(checkpoint, path, stream):
     with serving(checkpoint, max_queued_requests=2) as api:
-        api.engine.speak = None
+        api.engine.script = None
 
         async def fill():
             calls = [Call(api.app, path, BODIES[path]) for _ in range(2)]
@@ -132,7 +132,7 @@ def test_a_server_with_too_much_in_flight_refuses_more_for_now(checkpoint, path,
 
         async def finish(calls):
             for request in api.engine.requests:
-                api.engine.say(
+                api.engine.deliver(
                     Chunk(request_id=request.request_id, token_ids=[api.speech[0]], finish_reason=FinishReason.LENGTH)
                 )
             await asyncio.wait_for(asyncio.gather(*(call.task for call in calls)), 5)
@@ -147,13 +147,13 @@ def test_a_server_with_too_much_in_flight_refuses_more_for_now(checkpoint, path,
         assert api.get("/ready").status_code == 200
         api.run(finish(calls))
         assert [call.received[0]["status"] for call in calls] == [200, 200]
-        api.engine.speak = api.recite
+        api.engine.script = api.recite
         assert api.post(path, BODIES[path]).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_goes_on_with_another_engine(pair, stream):
-    pair.engine.speak = None
+def test_request_whose_engine_exits_continues_on_another(pair, stream):
+    pair.engine.script = None
 
     async def begin():
         call = Call(pair.app, "/v1/completions", {"prompt": "hello", "stream": stream})
@@ -161,7 +161,7 @@ def test_an_answer_goes_on_with_another_engine(pair, stream):
         (request,) = pair.engine.requests
         chunks = list(pair.recite(request))[:2]
         for chunk in chunks:
-            pair.engine.say(chunk, engine=receivers(pair)[0])
+            pair.engine.deliver(chunk, engine=receivers(pair)[0])
         await settle()
         return call
 
@@ -170,7 +170,7 @@ def test_an_answer_goes_on_with_another_engine(pair, stream):
         assert second.output_token_ids == pair.speech[:2]
         assert len(set(receivers(pair))) == 2
         for chunk in pair.recite(second):
-            pair.engine.say(chunk, engine=receivers(pair)[1])
+            pair.engine.deliver(chunk, engine=receivers(pair)[1])
         await asyncio.wait_for(call.task, 5)
 
     call = pair.run(begin())
@@ -189,7 +189,7 @@ def test_an_answer_goes_on_with_another_engine(pair, stream):
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_while_an_engine_comes_back_requests_wait_for_it(api, path):
+def test_request_while_an_engine_restarts_waits(api, path):
     api.leave("it was killed by SIGKILL", returns=True)
     for status in ("/ready", "/health", "/ping"):
         response = api.get(status)
@@ -213,7 +213,7 @@ def test_while_an_engine_comes_back_requests_wait_for_it(api, path):
         assert api.get(status).status_code == 200
 
 
-def test_a_request_that_waited_in_vain_tells_what_for(api):
+def test_request_that_waited_in_vain_names_the_cause(api):
     api.leave("it was killed by SIGKILL", returns=True)
     response = api.post("/v1/completions", BODIES["/v1/completions"] | {"timeout": 0.05})
     assert response.status_code == 504
@@ -221,14 +221,14 @@ def test_a_request_that_waited_in_vain_tells_what_for(api):
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_without_an_engine_to_come_requests_are_refused_with_the_cause(api, path):
+def test_request_without_an_engine_to_come_is_refused_with_the_cause(api, path):
     api.leave("worker tp0-pp0 raised MemoryError", returns=False)
     for response in (api.post(path, BODIES[path]), api.get("/ready"), api.get("/health")):
         assert response.status_code == 503
         assert "raised MemoryError" in response.json()["error"]["message"]
 
 
-def test_a_server_that_waits_for_an_engine_still_stops(api):
+def test_stopping_server_whose_engine_restarts_refuses_requests(api):
     api.leave("it was killed by SIGKILL", returns=True)
     api.stop()
     response = api.post("/v1/completions", BODIES["/v1/completions"])
@@ -236,7 +236,7 @@ def test_a_server_that_waits_for_an_engine_still_stops(api):
     assert "stopping" in api.get("/ready").json()["error"]["message"]
 
 
-def test_what_the_server_tells_of_itself(checkpoint):
+def test_server_info_has_engines_and_configuration(checkpoint):
     options = {
         "data_parallel_size": 3,
         "api_key": ["secret-of-ours"],
@@ -247,7 +247,7 @@ def test_what_the_server_tells_of_itself(checkpoint):
         assert api.get("/server_info").status_code == 401
         restarted = EngineId("test", 2, 4)
         api.join(restarted, max_model_len=48)
-        api.hear(stats(restarted, num_running=3, num_kv_blocks=32, num_free_kv_blocks=30))
+        api.deliver(stats(restarted, num_running=3, num_kv_blocks=32, num_free_kv_blocks=30))
         response = api.get("/server_info", headers=headers)
         assert "secret-of" not in response.text
         info = response.json()
@@ -271,19 +271,19 @@ def test_what_the_server_tells_of_itself(checkpoint):
         assert (info["engines"], "it was killed, too" in info["cause"]) == ([], True)
 
 
-def test_every_engine_is_in_the_metrics(pair):
-    pair.hear(stats(num_running=3))
-    pair.hear(stats(OTHER, num_running=4))
+def test_metrics_have_every_engine(pair):
+    pair.deliver(stats(num_running=3))
+    pair.deliver(stats(OTHER, num_running=4))
     page = pair.get("/metrics").text
     for rank, count in [(0, 3), (1, 4)]:
         assert f'eagleray:num_requests_running{{engine="{rank}",model_name="tiny"}} {count}.0' in page
     pair.leave("it was killed", returns=True)
     pair.join(successor(ENGINE))
-    pair.hear(stats(successor(ENGINE)))
+    pair.deliver(stats(successor(ENGINE)))
     assert 'eagleray:engine_restarts_total{engine="0",model_name="tiny"} 1.0' in pair.get("/metrics").text
 
 
-def test_the_document_tells_of_the_headers(api):
+def test_openapi_has_the_routing_headers(api):
     page = api.get("/openapi.json").json()
     for path in BODIES:
         parameters = page["paths"][path]["post"]["parameters"]

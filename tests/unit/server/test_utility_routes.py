@@ -1,4 +1,4 @@
-"""The small routes, and the document that describes all of them."""
+"""The small routes, and the OpenAPI document of all routes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from server_fakes import stats
 from eagleray import __version__
 
 
-def test_status(api):
+def test_status_routes_answer(api):
     for path in ("/live", "/health", "/ready", "/ping"):
         response = api.get(path)
         assert (response.status_code, response.json()) == (200, {"status": "ok"})
@@ -19,7 +19,7 @@ def test_status(api):
     assert api.get("/load").json() == {"server_load": 0}
 
 
-def test_models(api, checkpoint):
+def test_models_route_lists_every_name(api, checkpoint):
     answer = api.get("/v1/models").json()
     assert answer["object"] == "list"
     assert [card["id"] for card in answer["data"]] == ["tiny", "alias"]
@@ -37,7 +37,7 @@ def test_models(api, checkpoint):
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_tokenize_a_text(api):
+def test_tokenize_text_returns_its_token_ids(api):
     tokens = api.client.tokenizer.encode("hello again", add_special_tokens=True)
     answer = api.post("/tokenize", {"prompt": "hello again"}).json()
     assert answer == {"count": len(tokens), "max_model_len": 64, "tokens": tokens, "token_strs": None}
@@ -46,7 +46,7 @@ def test_tokenize_a_text(api):
     assert api.post("/tokenize", {"prompt": ""}).json()["count"] == 0
 
 
-def test_tokenize_a_conversation(api):
+def test_tokenize_conversation_returns_the_templates_token_ids(api):
     messages = [{"role": "user", "content": "hello"}]
     tokens = api.post("/tokenize", {"messages": messages}).json()["tokens"]
     api.post("/v1/chat/completions", {"messages": messages})
@@ -55,7 +55,7 @@ def test_tokenize_a_conversation(api):
     assert shorter == tokens[: len(shorter)] != tokens
 
 
-def test_detokenize(api):
+def test_detokenize_returns_the_text(api):
     text = "hello <|im_end|> 😀" * 800
     tokens = api.post("/tokenize", {"prompt": text}).json()["tokens"]
     assert len(tokens) > 4096
@@ -77,13 +77,13 @@ def test_detokenize(api):
         ("/detokenize", {"tokens": [320]}, "tokens"),
     ],
 )
-def test_mistakes_in_tokenizing(api, path, body, param):
+def test_tokenize_wrong_field_is_refused_by_name(api, path, body, param):
     response = api.post(path, body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-def test_metrics(api):
-    api.hear(stats(num_running=3))
+def test_metrics_after_requests_count_them(api):
+    api.deliver(stats(num_running=3))
     api.post("/v1/completions", {"prompt": "hello", "max_tokens": 3})
     api.events("/v1/completions", {"prompt": "hello", "max_tokens": 3})
     api.get("/v1/models/alias")
@@ -118,7 +118,7 @@ def references(value):
         yield from (found for part in value for found in references(part))
 
 
-def test_the_document_lists_every_route(api):
+def test_openapi_lists_every_route(api):
     paths = document(api)["paths"]
     assert set(paths) == {
         "/v1/models",
@@ -146,7 +146,7 @@ def test_the_document_lists_every_route(api):
         assert [parameter["name"] for parameter in item.get("parameters", [])] == names
 
 
-def test_every_reference_in_the_document_resolves(api):
+def test_openapi_references_resolve(api):
     page = document(api)
     assert page["openapi"].startswith("3.1")
     assert page["info"]["version"] == __version__
@@ -161,7 +161,7 @@ def test_every_reference_in_the_document_resolves(api):
     assert len(ids) == len(set(ids))
 
 
-def test_the_document_says_what_the_requests_are_checked_against(api):
+def test_openapi_schemas_are_those_of_the_checks(api):
     schema = document(api)["components"]["schemas"]["CompletionRequest"]
     assert schema["additionalProperties"] is False
     assert schema["required"] == ["prompt"]

@@ -24,7 +24,7 @@ def complete(api, **body):
     return response.json()
 
 
-def test_a_whole_answer(api):
+def test_completions_whole_answer_has_text_and_usage(api):
     answer = api.post(PATH, {"model": "alias", "prompt": "hello there"}, headers={"X-Request-Id": "mine"}).json()
     assert answer.pop("created") > 0
     assert answer == {
@@ -42,7 +42,7 @@ def test_a_whole_answer(api):
     assert api.engine.requests[-1].prompt_token_ids == ids(api, "hello there")
 
 
-def test_the_events_of_a_stream(api):
+def test_completions_stream_events_join_to_the_answer(api):
     events = api.events(PATH, {"prompt": "hello", "max_tokens": 2}, headers={"X-Request-Id": "mine"})
     created = events[0]["created"]
     head = {"id": "cmpl-mine", "object": "text_completion", "created": created, "model": "tiny"}
@@ -53,7 +53,7 @@ def test_the_events_of_a_stream(api):
     ]
 
 
-def test_incomplete_characters_make_no_events(api):
+def test_completions_stream_incomplete_characters_make_no_events(api):
     events = api.events(PATH, {"prompt": "hello"})
     texts = [event["choices"][0]["text"] for event in events]
     assert "".join(texts) == SPEECH
@@ -62,7 +62,7 @@ def test_incomplete_characters_make_no_events(api):
     assert all(texts[:-1])
 
 
-def test_usage_at_the_end_of_a_stream(api):
+def test_completions_stream_with_usage_ends_with_it(api):
     events = api.events(PATH, {"prompt": "hello", "max_tokens": 2, "stream_options": {"include_usage": True}})
     assert [event["usage"] for event in events[:-1]] == [None, None]
     assert events[-1]["choices"] == []
@@ -75,13 +75,13 @@ def test_usage_at_the_end_of_a_stream(api):
 
 
 @pytest.mark.parametrize("include_usage", [True, False])
-def test_usage_in_every_event(api, include_usage):
+def test_completions_stream_with_continuous_usage_has_it_in_every_event(api, include_usage):
     options = {"continuous_usage_stats": True, "include_usage": include_usage}
     events = api.events(PATH, {"prompt": "hello", "max_tokens": 2, "stream_options": options})
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 2][: 2 + include_usage]
 
 
-def test_several_prompts_and_several_completions_of_each(api):
+def test_completions_several_prompts_and_n_have_ordered_indices(api):
     prompts = ["hello", "hello there", ids(api, "again")]
     body = {"prompt": prompts, "n": 2, "max_tokens": 2, "stream_options": {"include_usage": True}}
     answer = complete(api, prompt=prompts, n=2, max_tokens=2)
@@ -101,7 +101,7 @@ def test_several_prompts_and_several_completions_of_each(api):
     assert last["usage"] == answer["usage"]
 
 
-def test_logprobs(api):
+def test_completions_logprobs_have_offsets_and_alternatives(api):
     choice = complete(api, max_tokens=2, logprobs=2)["choices"][0]
     first, second = api.speech[:2]
     text_of = api.client.tokenizer.token_to_text
@@ -117,14 +117,14 @@ def test_logprobs(api):
     assert complete(api, max_tokens=1, logprobs=0)["choices"][0]["logprobs"]["top_logprobs"] == [{"hello": -1.5}]
 
 
-def test_logprobs_of_a_stream_are_those_of_the_whole(api):
+def test_completions_logprobs_of_a_stream_equal_those_of_the_whole(api):
     body = {"prompt": "hello there", "logprobs": 2, "echo": True}
     whole = api.post(PATH, body).json()["choices"][0]["logprobs"]
     pieces = [event["choices"][0]["logprobs"] for event in api.events(PATH, body)]
     assert {key: [entry for piece in pieces for entry in piece[key]] for key in whole} == whole
 
 
-def test_echo_begins_with_the_prompt(api):
+def test_completions_echo_begins_with_the_prompt(api):
     choice = complete(api, prompt="hello there", max_tokens=1, echo=True, logprobs=1)["choices"][0]
     assert choice["text"] == "hello therehello"
     logprobs = choice["logprobs"]
@@ -138,7 +138,7 @@ def test_echo_begins_with_the_prompt(api):
     assert (first["choices"][0]["text"], second["choices"][0]["text"]) == ("hellohello", " world")
 
 
-def test_echo_alone(api):
+def test_completions_echo_without_tokens_returns_the_prompt(api):
     answer = complete(api, prompt="hello there", max_tokens=0, echo=True, logprobs=1, return_token_ids=True)
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == ("hello there", "length", [])
@@ -150,7 +150,7 @@ def test_echo_alone(api):
     assert event["choices"][0]["text"] == "hello there"
 
 
-def test_token_ids_and_prompt_logprobs_are_given_on_request(api):
+def test_completions_on_request_returns_token_ids_and_prompt_logprobs(api):
     body = {"prompt": "hello there", "max_tokens": 2, "return_token_ids": True, "prompt_logprobs": 1}
     prompt = ids(api, "hello there")
     choice = complete(api, **body)["choices"][0]
@@ -177,7 +177,7 @@ def test_token_ids_and_prompt_logprobs_are_given_on_request(api):
     assert "prompt_logprobs" not in second
 
 
-def test_every_field_of_the_sampling_parameters_arrives(api):
+def test_completions_sampling_fields_reach_the_engine(api):
     given = {
         "temperature": 0.25,
         "top_p": 0.5,
@@ -214,12 +214,12 @@ def test_every_field_of_the_sampling_parameters_arrives(api):
     assert (request.priority, request.cache_salt) == (7, "salt")
 
 
-def test_the_routes_know_the_fields_of_sampling_params():
+def test_sampling_fields_are_those_of_sampling_params():
     fields = {field.name for field in msgspec.structs.fields(SamplingParams)}
     assert fields == {*SAMPLING_NAMES, "logprobs"}
 
 
-def test_defaults_are_the_models_and_then_openais(api, checkpoint):
+def test_completions_defaults_are_the_models_then_openais(api, checkpoint):
     complete(api, temperature=None, n=None)
     (request,) = api.engine.requests
     assert (request.sampling.temperature, request.sampling.top_k) == (0.5, 7)
@@ -229,7 +229,7 @@ def test_defaults_are_the_models_and_then_openais(api, checkpoint):
         assert plain.engine.requests[0].sampling.temperature == 1.0
 
 
-def test_stop_strings_end_the_text(api):
+def test_completions_stop_string_ends_the_text(api):
     choice = complete(api, stop=" world")["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("hello", "stop", " world")
     choice = complete(api, stop=["nothing", " world"], include_stop_str_in_output=True)["choices"][0]
@@ -239,18 +239,18 @@ def test_stop_strings_end_the_text(api):
     assert events[-1]["choices"][0]["stop_reason"] == " world"
 
 
-def test_special_tokens_are_shown_on_request(api):
+def test_completions_on_request_shows_special_tokens(api):
     api.speech = ids(api, "hello<|im_end|> world")
     assert complete(api)["choices"][0]["text"] == "hello world"
     assert complete(api, skip_special_tokens=False)["choices"][0]["text"] == "hello<|im_end|> world"
 
 
-def test_without_text_there_are_token_ids(api):
+def test_completions_without_detokenize_returns_token_ids(api):
     choice = complete(api, detokenize=False, return_token_ids=True)["choices"][0]
     assert (choice["text"], choice["token_ids"]) == ("", [*api.speech, api.eos])
 
 
-def test_a_long_text_is_tokenized_like_a_short_one(checkpoint):
+def test_completions_long_text_is_tokenized_like_a_short_one(checkpoint):
     with serving(checkpoint) as api:
         api.join(max_model_len=100_000)
         text = "hello there and again " * 400
@@ -298,7 +298,7 @@ def test_a_long_text_is_tokenized_like_a_short_one(checkpoint):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_mistake_is_refused_by_the_name_of_the_field(api, body, param, stream):
+def test_completions_wrong_field_is_refused_by_name(api, body, param, stream):
     response = api.post(PATH, {"stream": stream, **body})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -308,20 +308,20 @@ def test_a_mistake_is_refused_by_the_name_of_the_field(api, body, param, stream)
     assert not api.engine.requests or api.engine.aborted
 
 
-def test_values_that_ask_for_nothing_are_accepted(api):
+def test_completions_fields_without_effect_are_accepted(api):
     nothing = ["suffix", "best_of", "metadata", "logit_bias", "store", "logprobs", "echo", "stop", "stream_options"]
     complete(api, **dict.fromkeys(nothing), service_tier="auto")
     complete(api, store=False, metadata={}, user="me", safety_identifier="me", priority=0)
 
 
-def test_a_prompt_that_does_not_fit_is_told_by_a_code(api):
+def test_completions_too_long_prompt_has_an_error_code(api):
     error = api.post(PATH, {"prompt": [5] * 64}).json()["error"]
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
     assert "64" in error["message"]
 
 
-def test_one_wrong_prompt_of_several_runs_nothing(api):
-    api.engine.speak = None
+def test_completions_one_wrong_prompt_of_several_sends_none(api):
+    api.engine.script = None
     assert api.post(PATH, {"prompt": ["hello", [5] * 64]}).status_code == 400
     sent = {request.request_id for request in api.engine.requests}
     assert set(api.engine.aborted) == sent
@@ -332,16 +332,16 @@ def test_one_wrong_prompt_of_several_runs_nothing(api):
     "body",
     ["", "{", "[]", "3", '{"prompt": "x", "temperature": NaN}', '{"prompt": "\\ud800"}', '{"prompt": "x"} y'],
 )
-def test_what_is_no_json_object_is_refused(api, body):
+def test_completions_body_that_is_no_object_is_refused(api, body):
     response = api.request("POST", PATH, content=body)
     assert response.status_code == 400
     assert "body" in response.json()["error"]["message"]
 
 
-def test_text_that_is_not_utf8_is_refused(api):
+def test_completions_body_that_is_not_utf8_is_refused(api):
     assert api.request("POST", PATH, content=b'{"prompt": "\xff"}').status_code == 400
 
 
-def test_an_infinite_number_is_refused(api):
+def test_completions_infinite_number_is_refused(api):
     response = api.request("POST", PATH, content=json.dumps({"prompt": "x", "temperature": 1})[:-1] + "e999}")
     assert response.json()["error"]["param"] == "temperature"

@@ -63,7 +63,7 @@ def test_completions_logprobs_of_one_sequence_are_not_limited(checkpoint):
 
 def test_completions_sequences_with_a_token_make_room_for_others(checkpoint):
     with serving(checkpoint, max_queued_requests=2) as api:
-        api.engine.speak = None
+        api.engine.script = None
         body = {"prompt": "hello", "n": 2, "stream": True}
 
         async def scenario():
@@ -73,12 +73,12 @@ def test_completions_sequences_with_a_token_make_room_for_others(checkpoint):
             await refused.task
             assert refused.received[0]["status"] == 429
             assert "2 sequences wait for their first token, this request has 2, and at most 2" in refused.text
-            api.engine.say(Chunk(request_id=api.engine.requests[0].request_id, token_ids=[api.speech[0]]))
+            api.engine.deliver(Chunk(request_id=api.engine.requests[0].request_id, token_ids=[api.speech[0]]))
             await settle()
             second = Call(api.app, "/v1/completions", body)
             await settle()
             for request in api.engine.requests:
-                api.engine.say(Chunk(request_id=request.request_id, finish_reason=FinishReason.LENGTH))
+                api.engine.deliver(Chunk(request_id=request.request_id, finish_reason=FinishReason.LENGTH))
             await asyncio.wait_for(asyncio.gather(first.task, second.task), 5)
             return first, second
 
@@ -86,7 +86,7 @@ def test_completions_sequences_with_a_token_make_room_for_others(checkpoint):
         assert [call.received[0]["status"] for call in (first, second)] == [200, 200]
 
 
-def test_completions_refused_while_tokenizing_gives_its_reservation_back(checkpoint):
+def test_completions_refused_while_tokenizing_releases_its_reservation(checkpoint):
     with serving(checkpoint, max_queued_requests=2) as api:
         for _ in range(5):  # the second prompt is too long
             error_of(api.post("/v1/completions", {"prompt": [[1, 2], [1] * 64]}))
@@ -95,7 +95,7 @@ def test_completions_refused_while_tokenizing_gives_its_reservation_back(checkpo
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"])
 def test_generation_when_metrics_fail_aborts_what_was_sent(api, path, monkeypatch):
-    api.engine.speak = None
+    api.engine.script = None
     body = {
         "/v1/completions": {"prompt": "hello", "n": 3},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "n": 3},
@@ -132,7 +132,7 @@ def test_metrics_sum_of_max_tokens_stays_finite_and_exact(api):
     assert float(line.split()[-1]) == 3_000_000
 
 
-def test_openapi_names_the_limits_of_lists(api):
+def test_openapi_has_the_limits_of_lists(api):
     fields = api.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]
     assert {
         name: fields[name]["maxItems"] for name in ("stop", "bad_words", "stop_token_ids", "logprob_token_ids")
@@ -146,7 +146,7 @@ def test_openapi_names_the_limits_of_lists(api):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"])
-def test_n_of_a_million_is_refused_before_anything_is_allocated(api, path):
+def test_generating_routes_n_of_a_million_is_refused_before_allocation(api, path):
     body = {
         "/v1/completions": {"prompt": "hello", "n": 10**6},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "n": 10**6},

@@ -1,4 +1,4 @@
-"""What holds for every route: ids, keys, sizes, methods."""
+"""Rules of every route: request ids, API keys, sizes, methods."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_every_answer_has_a_request_id(api):
 
 
 @pytest.mark.parametrize("request_id", ["", "two words", "x" * 129])
-def test_a_request_id_must_be_one(api, request_id):
+def test_request_id_with_other_characters_is_refused(api, request_id):
     response = api.get("/live", headers={"X-Request-Id": request_id})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "X-Request-Id"
     assert len(response.headers["x-request-id"]) == 32
 
 
-def test_a_key_opens_what_is_closed(checkpoint):
+def test_api_key_opens_closed_endpoints(checkpoint):
     with serving(checkpoint, api_key=["one", "twö"]) as api:
         for path in OPEN:
             assert api.get(path).status_code == 200
@@ -48,11 +48,11 @@ def test_a_key_opens_what_is_closed(checkpoint):
         assert not api.engine.requests
 
 
-def test_without_keys_everything_is_open(api):
+def test_server_without_api_keys_is_open(api):
     assert api.get("/v1/models", headers={"Authorization": "Bearer whatever"}).status_code == 200
 
 
-def test_unknown_routes_and_wrong_methods(api):
+def test_endpoint_unknown_or_wrong_method_is_refused(api):
     response = api.get("/v2/completions")
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "unknown_url"
@@ -63,7 +63,7 @@ def test_unknown_routes_and_wrong_methods(api):
     assert api.post("/ping").status_code == 200
 
 
-def test_an_unknown_model(api):
+def test_generating_routes_unknown_model_is_refused(api):
     for path, body in [
         ("/v1/completions", {"prompt": "hello"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
@@ -87,13 +87,13 @@ def narrow(checkpoint):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize"])
-def test_a_body_that_is_announced_too_large_is_not_read(narrow, path):
+def test_body_announced_too_large_is_not_read(narrow, path):
     response = narrow.request("POST", path, content=b"x" * 101)
     assert response.status_code == 413
     assert "100" in response.json()["error"]["message"]
 
 
-def test_a_body_that_turns_out_too_large_is_not_read_to_its_end(narrow):
+def test_body_that_grows_too_large_is_not_read_to_its_end(narrow):
     sent = []
 
     async def body():
@@ -108,19 +108,19 @@ def test_a_body_that_turns_out_too_large_is_not_read_to_its_end(narrow):
     assert response.json()["error"]["code"] == "request_too_large"
 
 
-def test_a_body_of_just_the_size_is_read(narrow):
+def test_body_at_the_limit_is_read(narrow):
     body = b'{"prompt": "hello"}'
     assert narrow.request("POST", "/tokenize", content=body + b" " * (100 - len(body))).status_code == 200
 
 
-def test_a_body_that_is_nested_without_end(api):
+def test_body_nested_too_deeply_is_refused(api):
     content = b'{"chat_template_kwargs": {"x": ' + b"[" * 10_000 + b"]" * 10_000 + b"}}"
     response = api.request("POST", "/v1/chat/completions", content=content)
     assert response.status_code == 400
     assert "nested" in response.json()["error"]["message"]
 
 
-def test_every_error_of_ours_has_an_answer():
+def test_every_exception_has_an_answer():
     kinds = [
         kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.EagleRayError)
     ]
@@ -135,7 +135,7 @@ def test_every_error_of_ours_has_an_answer():
     assert {rule.status for rule in rules} == {400, 401, 404, 405, 408, 413, 429, 431, 500, 503, 504}
 
 
-def test_the_application_imports_neither_torch_nor_ray():
+def test_application_imports_neither_torch_nor_ray():
     script = (
         "import sys, eagleray.server.app\n"
         "print([name for name in ('torch', 'transformers', 'ray', 'scipy') if name in sys.modules])"

@@ -19,7 +19,7 @@ def generate(api, token_ids=(5, 6, 7), **fields):
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1}}
 
 
-def test_a_whole_answer(api):
+def test_generate_whole_answer_has_token_ids(api):
     answer = generate(api, sampling_params={"max_tokens": 2})
     choice = {"index": 0, "token_ids": api.speech[:2], "logprobs": None, "finish_reason": "length", "stop_reason": None}
     assert answer == {"request_id": "mine", "choices": [choice], "prompt_logprobs": None, "usage": USAGE}
@@ -27,7 +27,7 @@ def test_a_whole_answer(api):
     assert generate(api, request_id="other")["request_id"] == "other"
 
 
-def test_the_events_of_a_stream(api):
+def test_generate_stream_events_join_to_the_answer(api):
     body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 2}, "stream_options": {"include_usage": True}}
     events = api.events(PATH, {**body, "request_id": "mine"})
     head = {"request_id": "mine", "prompt_logprobs": None}
@@ -40,7 +40,7 @@ def test_the_events_of_a_stream(api):
     ]
 
 
-def test_logprobs_name_tokens_by_their_ids(api):
+def test_generate_logprobs_name_tokens_by_id(api):
     params = {"max_tokens": 1, "logprobs": 1, "prompt_logprobs": 1}
     answer = generate(api, sampling_params=params)
     first = api.speech[0]
@@ -53,20 +53,20 @@ def test_logprobs_name_tokens_by_their_ids(api):
     assert event["prompt_logprobs"] == answer["prompt_logprobs"]
 
 
-def test_stop_strings_work_on_the_text_behind_the_ids(api):
+def test_generate_stop_string_ends_the_token_ids(api):
     choice = generate(api, sampling_params={"stop": [" world"]})["choices"][0]
     assert (choice["token_ids"], choice["stop_reason"]) == (api.speech[:2], " world")
 
 
-def test_several_completions(api):
+def test_generate_several_completions_have_indices(api):
     answer = generate(api, sampling_params={"n": 3, "max_tokens": 1})
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     assert answer["usage"]["completion_tokens"] == 3
 
 
-def test_no_tokenizer_is_needed(checkpoint):
+def test_generate_without_a_tokenizer_works(checkpoint):
     with serving(checkpoint, skip_tokenizer_init=True) as api:
-        api.engine.speak = lambda request: iter(
+        api.engine.script = lambda request: iter(
             [EngineChunk(request_id=request.request_id, token_ids=[8, 9], finish_reason=FinishReason.LENGTH)]
         )
         assert generate(api, sampling_params={"max_tokens": 2})["choices"][0]["token_ids"] == [8, 9]
@@ -101,7 +101,7 @@ def test_no_tokenizer_is_needed(checkpoint):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_mistake_is_refused_by_the_name_of_the_field(api, fields, param, stream):
+def test_generate_wrong_field_is_refused_by_name(api, fields, param, stream):
     response = api.post(PATH, {"token_ids": [5], "sampling_params": {}, "stream": stream, **fields})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param

@@ -22,7 +22,7 @@ def prompt_of(api, *messages, **body):
     return api.client.tokenizer.decode(api.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
 
 
-def test_a_whole_answer(api):
+def test_chat_whole_answer_has_message_and_usage(api):
     answer = api.post(PATH, {"model": "tiny", "messages": [USER]}, headers={"X-Request-Id": "mine"}).json()
     num_prompt = len(api.engine.requests[-1].prompt_token_ids)
     assert answer.pop("created") > 0
@@ -48,7 +48,7 @@ def test_a_whole_answer(api):
     }
 
 
-def test_the_events_of_a_stream(api):
+def test_chat_stream_events_join_to_the_answer(api):
     body = {"messages": [USER], "max_completion_tokens": 2, "stream_options": {"include_usage": True}}
     events = api.events(PATH, body, headers={"X-Request-Id": "mine"})
     head = {
@@ -74,7 +74,7 @@ def test_the_events_of_a_stream(api):
     ]
 
 
-def test_every_choice_of_a_stream_begins_with_its_role(api):
+def test_chat_stream_first_event_of_each_choice_has_the_role(api):
     events = api.events(PATH, {"messages": [USER], "n": 2})
     texts = {0: "", 1: ""}
     roles = {0: [], 1: []}
@@ -88,12 +88,12 @@ def test_every_choice_of_a_stream_begins_with_its_role(api):
         assert not any(seen[1:])
 
 
-def test_continuous_usage(api):
+def test_chat_stream_with_continuous_usage_counts_up(api):
     body = {"messages": [USER], "max_tokens": 2, "stream_options": {"continuous_usage_stats": True}}
     assert [event["usage"]["completion_tokens"] for event in api.events(PATH, body)] == [1, 2]
 
 
-def test_logprobs_with_bytes(api):
+def test_chat_logprobs_have_bytes(api):
     api.speech = api.client.tokenizer.encode("😀", add_special_tokens=False)
     first = api.speech[0]
     content = chat(api, logprobs=True, top_logprobs=2, max_tokens=4)["choices"][0]["logprobs"]["content"]
@@ -112,21 +112,21 @@ def test_logprobs_with_bytes(api):
     assert chat(api, logprobs=False, max_tokens=1)["choices"][0]["logprobs"] is None
 
 
-def test_logprobs_of_a_stream_are_those_of_the_whole(api):
+def test_chat_logprobs_of_a_stream_equal_those_of_the_whole(api):
     body = {"logprobs": True, "top_logprobs": 1}
     whole = chat(api, **body)["choices"][0]["logprobs"]["content"]
     events = api.events(PATH, {"messages": [USER], **body})
     assert [entry for event in events for entry in event["choices"][0]["logprobs"]["content"]] == whole
 
 
-def test_logprobs_of_token_ids_that_were_asked_for(api):
+def test_chat_logprob_token_ids_are_reported(api):
     choice = chat(api, logprobs=True, top_logprobs=1, logprob_token_ids=[40], max_tokens=1)["choices"][0]
     (entry,) = choice["logprobs"]["content"]
     assert [top["logprob"] for top in entry["top_logprobs"]] == [-1.0, -20.0]
     assert chat(api, logprob_token_ids=[40], max_tokens=1)["choices"][0]["logprobs"] is not None
 
 
-def test_token_ids_and_prompt_logprobs_are_given_on_request(api):
+def test_chat_on_request_returns_token_ids_and_prompt_logprobs(api):
     body = {"return_token_ids": True, "prompt_logprobs": 0, "max_tokens": 2}
     answer = chat(api, **body)
     prompt = api.engine.requests[-1].prompt_token_ids
@@ -142,7 +142,7 @@ def test_token_ids_and_prompt_logprobs_are_given_on_request(api):
     assert not second.keys() & {"prompt_token_ids", "prompt_logprobs"}
 
 
-def test_messages_become_the_templates_prompt(api):
+def test_chat_messages_are_rendered_by_the_template(api):
     assert prompt_of(api) == PROMPT
     parts = {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}
     assert prompt_of(api, parts) == PROMPT
@@ -153,19 +153,19 @@ def test_messages_become_the_templates_prompt(api):
     assert prompt_of(api, add_generation_prompt=False) == PROMPT.removesuffix("<|im_start|>assistant\n")
 
 
-def test_the_last_message_can_be_continued(api):
+def test_chat_continue_final_message_leaves_it_open(api):
     open_end = {"role": "assistant", "content": "I am"}
     assert prompt_of(api, USER, open_end, continue_final_message=True) == PROMPT + "I am"
 
 
-def test_an_answer_can_be_sent_back(api):
+def test_chat_message_of_an_answer_is_accepted(api):
     message = chat(api)["choices"][0]["message"]
     assert SPEECH in prompt_of(api, USER, message, USER)
     more = {"tool_calls": None, "function_call": None, "audio": None, "annotations": []}
     assert SPEECH in prompt_of(api, USER, message | more, USER)
 
 
-def test_an_answer_may_be_as_long_as_the_model_allows(api):
+def test_chat_without_max_tokens_ends_at_the_models_length(api):
     chat(api)
     (request,) = api.engine.requests
     assert request.stopping.max_tokens == 64 - len(request.prompt_token_ids)
@@ -175,7 +175,7 @@ def test_an_answer_may_be_as_long_as_the_model_allows(api):
     assert [request.stopping.max_tokens for request in api.engine.requests[1:]] == [5, 5, 5]
 
 
-def test_a_long_conversation_is_tokenized_like_a_short_one(api):
+def test_chat_long_conversation_is_tokenized_like_a_short_one(api):
     api.join(max_model_len=100_000)
     text = "hello there and again " * 400
     assert text in prompt_of(api, USER | {"content": text})
@@ -216,7 +216,7 @@ def test_a_long_conversation_is_tokenized_like_a_short_one(api):
         ({"frequency_penalty": 3}, "frequency_penalty"),
     ],
 )
-def test_a_mistake_is_refused_by_the_name_of_the_field(api, body, param):
+def test_chat_wrong_field_is_refused_by_name(api, body, param):
     response = api.post(PATH, {"messages": [USER], **body})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -225,7 +225,7 @@ def test_a_mistake_is_refused_by_the_name_of_the_field(api, body, param):
     assert not api.engine.requests
 
 
-def test_what_is_not_supported_is_said_so(api):
+def test_chat_unsupported_feature_is_refused(api):
     for body in ({"tools": [{}]}, {"parallel_tool_calls": False}, {"messages": [USER | {"tool_calls": [{}]}]}):
         message = api.post(PATH, {"messages": [USER], **body}).json()["error"]["message"]
         assert "not supported" in message
@@ -233,7 +233,7 @@ def test_what_is_not_supported_is_said_so(api):
     assert "assistant, developer, system, user" in message
 
 
-def test_values_that_ask_for_nothing_are_accepted(api):
+def test_chat_fields_without_effect_are_accepted(api):
     nothing = ["tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "response_format", "stop"]
     nothing += [
         "modalities",
@@ -249,7 +249,7 @@ def test_values_that_ask_for_nothing_are_accepted(api):
     chat(api, tools=[], tool_choice="none", response_format={"type": "text"}, modalities=["text"], store=False)
 
 
-def test_a_model_without_a_template_says_so(checkpoint, tmp_path):
+def test_chat_without_a_template_is_refused(checkpoint, tmp_path):
     for file in checkpoint.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')

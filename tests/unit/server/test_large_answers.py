@@ -1,4 +1,4 @@
-"""Readers that are slow and answers that are large: others get their turn meanwhile, and nothing is lost."""
+"""Slow readers and large answers: other tasks run meanwhile, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def with_n(body, n):
 
 
 def speak_at_once(api, count):
-    """Every completion gets all of its tokens in one chunk."""
+    """An application whose engine sends all tokens of a completion in one chunk."""
     for request in api.engine.requests:
-        api.engine.say(
+        api.engine.deliver(
             Chunk(
                 request_id=request.request_id,
                 token_ids=api.speech[:1] * count,
@@ -39,7 +39,7 @@ def speak_at_once(api, count):
 
 
 async def count_turns(work):
-    """How often another task gets its turn until `work` is done."""
+    """Return the number of turns that another task gets until `work` is done."""
     turns = 0
     while not work.done():
         await asyncio.sleep(0)
@@ -51,13 +51,13 @@ async def count_turns(work):
 def wide(checkpoint):
     with serving(checkpoint) as api:
         api.join(max_model_len=1000)
-        api.engine.speak = None
+        api.engine.script = None
         yield api
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_large_answer_with_logprobs_lets_others_take_turns(wide, path, stream):
+def test_large_answer_with_logprobs_lets_other_tasks_run(wide, path, stream):
     api, count, n = wide, 900, 3
 
     async def scenario():
@@ -80,7 +80,7 @@ def test_large_answer_with_logprobs_lets_others_take_turns(wide, path, stream):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_stream_in_pieces_equals_the_whole_answer(wide, path):
+def test_large_stream_equals_the_whole_answer(wide, path):
     api = wide
 
     async def scenario(stream):
@@ -163,7 +163,7 @@ def test_large_answer_when_the_client_leaves_is_not_formatted(wide, monkeypatch)
     assert formatted < 8 * 900 * 6 / 1024  # not all of it
 
 
-def test_stream_whose_reader_stops_is_not_formatted_meanwhile(wide, monkeypatch):
+def test_stream_when_the_reader_stops_is_not_formatted(wide, monkeypatch):
     api, formatted = wide, 0
     from eagleray.server.openai import chat
 

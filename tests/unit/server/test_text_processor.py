@@ -1,4 +1,4 @@
-"""Long texts, long conversations and long bodies: refused at once where they cannot fit, and nobody waits for them."""
+"""Long texts, conversations and bodies: refused at once where they cannot fit, and no other request waits for them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_completions_when_the_client_leaves_tokenizing_ends(api, monkeypatch):
 
 def test_completions_panic_of_the_tokenizer_is_a_bad_request(api, monkeypatch):
     class PanicException(BaseException):
-        """As the tokenizer's library raises it."""
+        """A panic as the tokenizer's library raises it."""
 
     class Backend:
         def encode(self, *_, **__):

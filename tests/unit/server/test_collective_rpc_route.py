@@ -1,4 +1,4 @@
-"""/collective_rpc: there if it is enabled, and plain data there and back."""
+"""/collective_rpc: enabled by its option, with plain data in both directions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rpc(checkpoint):
 
 
 def returns(api, *values, **fields):
-    """Every call is answered like this."""
+    """Let the workers answer every call with these results."""
     packed = [pack(value) for value in values]
     api.engine.call_workers = lambda call: WorkersReturned(call_id=call.call_id, values=packed, **fields)
 
@@ -44,7 +44,7 @@ def encoded(array):
     }
 
 
-def test_without_the_option_there_is_no_such_route(api):
+def test_collective_rpc_without_the_option_does_not_exist(api):
     here, nowhere = api.post(PATH, {"method": "weigh"}), api.post("/nowhere", {})
     assert (here.status_code, here.json()["error"]["code"]) == (404, "unknown_url")
     assert here.json()["error"]["message"] == nowhere.json()["error"]["message"].replace("/nowhere", PATH)
@@ -52,13 +52,13 @@ def test_without_the_option_there_is_no_such_route(api):
     assert api.engine.sent == []
 
 
-def test_the_document_lists_the_route(rpc):
+def test_collective_rpc_is_in_the_openapi_document(rpc):
     operation = rpc.get("/openapi.json").json()["paths"][PATH]["post"]
     assert operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/CollectiveRpcRequest")
     assert {"200", "400", "413", "500", "503", "504"} == operation["responses"].keys()
 
 
-def test_arguments_arrive_and_results_come_back(rpc):
+def test_collective_rpc_passes_arguments_and_results(rpc):
     body = {"method": "weigh", "args": [1, None, [True, 2.5, "x"]], "kwargs": {"name": {"y": []}}, "timeout": 7}
     response = rpc.post(PATH, body)
     assert response.status_code == 200
@@ -71,7 +71,7 @@ def test_arguments_arrive_and_results_come_back(rpc):
 
 
 @pytest.mark.parametrize("array", [np.float32([[1, 2, 3]]), np.array(5, ">i4"), np.zeros((2, 0)), np.array(["ä"])])
-def test_arrays_have_a_form_in_both_directions(rpc, array):
+def test_collective_rpc_arrays_survive_both_directions(rpc, array):
     response = rpc.post(PATH, {"method": "weigh", "args": [[encoded(array)]], "kwargs": {"x": encoded(array)}})
     assert response.json() == {"results": [[[encoded(array)]], {"x": encoded(array)}]}
     args, _ = unpack_arguments(rpc.engine.sent[0].arguments)
@@ -80,7 +80,7 @@ def test_arrays_have_a_form_in_both_directions(rpc, array):
     assert np.array_equal(got, array)
 
 
-def test_results_that_json_does_not_know(rpc):
+def test_collective_rpc_results_beyond_json_have_a_form(rpc):
     returns(rpc, [b"\xff", float("nan"), {1: "int", None: "none", b"k": "bytes", False: "bool", 0.5: "float"}])
     (result,) = rpc.post(PATH, {"method": "weigh"}).json()["results"]
     assert result == ["/w==", None, {"1": "int", "null": "none", "aw==": "bytes", "false": "bool", "0.5": "float"}]
@@ -106,14 +106,14 @@ def test_results_that_json_does_not_know(rpc):
         ({"method": "weigh", "args": [2**64]}, "args"),
     ],
 )
-def test_mistakes_are_refused_before_anything_is_called(rpc, body, param):
+def test_collective_rpc_wrong_request_is_refused_before_the_call(rpc, body, param):
     response = rpc.post(PATH, body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert rpc.engine.sent == []
 
 
 @pytest.mark.parametrize("depth", [100, 900, 100_000])
-def test_arguments_that_are_nested_without_end(rpc, depth):
+def test_collective_rpc_deeply_nested_arguments_are_refused(rpc, depth):
     content = b'{"method": "weigh", "args": ' + b"[" * depth + b"]" * depth + b"}"
     response = rpc.request("POST", PATH, content=content)
     assert response.status_code == 400
@@ -128,7 +128,7 @@ def test_arguments_that_are_nested_without_end(rpc, depth):
         (DeadlineExceeded("no reply from rank 1"), None, 504, "deadline_exceeded"),
     ],
 )
-def test_failures_have_their_status(rpc, error, rank, status, code):
+def test_collective_rpc_failures_have_their_status(rpc, error, rank, status, code):
     returns(rpc, failure=Failure.of(error), rank=rank)
     response = rpc.post(PATH, {"method": "weigh"})
     body = response.json()["error"]
@@ -137,12 +137,12 @@ def test_failures_have_their_status(rpc, error, rank, status, code):
     assert "Traceback" not in response.text
 
 
-def test_without_an_engine_it_is_unavailable(rpc):
+def test_collective_rpc_without_an_engine_is_unavailable(rpc):
     rpc.leave("killed")
     assert rpc.post(PATH, {"method": "weigh"}).status_code == 503
 
 
-def test_it_needs_the_key_if_there_is_one(checkpoint):
+def test_collective_rpc_with_api_keys_needs_one(checkpoint):
     with serving(checkpoint, enable_collective_rpc=True, api_key=["secret"]) as api:
         returns(api, 1)
         assert api.post(PATH, {"method": "weigh"}).status_code == 401
@@ -150,7 +150,7 @@ def test_it_needs_the_key_if_there_is_one(checkpoint):
         assert answer.json() == {"results": [1]}
 
 
-def test_a_caller_that_goes_away_is_forgotten(rpc):
+def test_collective_rpc_after_a_disconnect_is_forgotten(rpc):
     rpc.engine.call_workers = None
 
     async def leave():

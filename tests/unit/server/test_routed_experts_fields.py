@@ -1,4 +1,4 @@
-"""Which experts computed each token, over HTTP: who gets them, and in which form."""
+"""Routed experts over HTTP: the requests that get them, and their forms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASKS = {"return_routed_experts": True}
 
 
 def rows(start, end):
-    """Of positions `start` to `end`: [n, 3, 2]"""
+    """Return the experts of positions `start` to `end` - 1, [end - start, 3, 2]."""
     values = [[[position + 256, layer] for layer in range(3)] for position in range(start, end)]
     return np.array(values, np.uint16).reshape(-1, 3, 2)
 
@@ -31,12 +31,12 @@ def rows(start, end):
 def api(checkpoint):
     with serving(checkpoint, enable_return_routed_experts=True) as api:
         api.join(routing=ROUTING)
-        api.engine.speak = lambda request: speak(api, request)
+        api.engine.script = lambda request: speak(api, request)
         yield api
 
 
 def speak(api, request):
-    """The prompt in two steps, then a token for each."""
+    """Yield chunks: the prompt in two steps, then a token in each."""
     name, known = request.request_id, request.routed_experts_from
     num_prompt = len(request.prompt_token_ids)
 
@@ -57,7 +57,7 @@ def speak(api, request):
 
 
 def body(path, *, top=None, **params):
-    """A request of three tokens. `top`: fields that are no sampling parameters."""
+    """Return a body that asks for three tokens. `top`: fields that are not sampling parameters."""
     params = {"max_tokens": 3, **params}
     if path == GENERATE:
         return {"token_ids": PROMPT, "sampling_params": params, **(top or {})}
@@ -84,7 +84,7 @@ def raw(fields):
 
 
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS, CHAT])
-def test_a_whole_answer(api, path):
+def test_routed_experts_of_a_whole_answer_have_every_position(api, path):
     expected = choice(api, path, **ASKS)["routed_experts"]
     array = npy(expected)
     assert array.dtype == np.uint16
@@ -97,7 +97,7 @@ def test_a_whole_answer(api, path):
     assert (fields["dtype"], fields["start"]) == ("<u2", 2)
 
 
-def test_who_gets_them_unasked(api, checkpoint):
+def test_routed_experts_unasked_are_on_generate_alone(api, checkpoint):
     assert "routed_experts" in choice(api, GENERATE)
     for path, params in [(GENERATE, {"return_routed_experts": False}), (COMPLETIONS, {}), (CHAT, {})]:
         assert "routed_experts" not in choice(api, path, **params), path
@@ -108,7 +108,7 @@ def test_who_gets_them_unasked(api, checkpoint):
 
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS, CHAT])
 @pytest.mark.parametrize("form", ["npy", "raw"])
-def test_events_bring_what_is_new(api, path, form):
+def test_routed_experts_of_events_join_to_the_whole(api, path, form):
     events = api.events(path, body(path, top={"routed_experts_format": form}, n=2, **ASKS))
     for index in range(2):
         parts = [part for event in events for part in event["choices"] if part["index"] == index]
@@ -119,7 +119,7 @@ def test_events_bring_what_is_new(api, path, form):
             assert [part["start"] for part in told] == [0, *range(num_prompt(api) - 1, num_prompt(api) + 2)]
 
 
-def test_bytes_for_those_who_take_msgpack(api):
+def test_routed_experts_as_msgpack_are_bytes(api):
     for accept in ("application/msgpack", "application/json;q=0.5, Application/MsgPack; q=1"):
         response = api.post(GENERATE, body(GENERATE, prompt_logprobs=None), headers={"Accept": accept})
         assert response.headers["content-type"] == "application/msgpack"
@@ -134,7 +134,7 @@ def test_bytes_for_those_who_take_msgpack(api):
     assert (mistake.status_code, mistake.headers["content-type"]) == (400, "application/json")
 
 
-def test_a_prompt_alone_has_its_rows(api):
+def test_routed_experts_of_a_prompt_alone_have_its_positions(api):
     answer = choice(api, COMPLETIONS, max_tokens=0, echo=True, **ASKS)
     assert np.array_equal(npy(answer["routed_experts"]), rows(0, 3))
 
@@ -159,14 +159,14 @@ def test_a_prompt_alone_has_its_rows(api):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_mistake_is_refused_by_the_name_of_the_field(api, path, fields, param, stream):
+def test_routed_experts_wrong_field_is_refused_by_name(api, path, fields, param, stream):
     response = api.post(path, body(path, **fields) | {"stream": stream})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
     assert not api.engine.requests
 
 
-def test_of_a_model_without_experts(checkpoint):
+def test_routed_experts_of_a_model_without_experts_are_refused(checkpoint):
     with serving(checkpoint) as dense:
         for path in (COMPLETIONS, CHAT):
             error = dense.post(path, body(path, **ASKS)).json()["error"]
@@ -175,7 +175,7 @@ def test_of_a_model_without_experts(checkpoint):
         assert dense.post(GENERATE, body(GENERATE)).status_code == 200
 
 
-def test_the_document_has_the_forms(api):
+def test_openapi_has_the_forms_of_routed_experts(api):
     page = api.get("/openapi.json").json()
     content = page["paths"][GENERATE]["post"]["responses"]["200"]["content"]
     assert content["application/msgpack"] == content["application/json"]
@@ -194,8 +194,8 @@ def metrics(api):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_rows_without_tokens_are_no_first_token(api, stream):
-    api.engine.speak = lambda request: itertools.islice(speak(api, request), 1)
+def test_routed_experts_without_tokens_are_no_first_token(api, stream):
+    api.engine.script = lambda request: itertools.islice(speak(api, request), 1)
 
     async def scenario():
         call = Call(api.app, GENERATE, body(GENERATE, top={"stream": stream}))
@@ -205,14 +205,14 @@ def test_rows_without_tokens_are_no_first_token(api, stream):
 
     api.run(scenario())
     assert metrics(api)["eagleray:time_to_first_token_seconds_count",] == 0
-    api.engine.speak = lambda request: speak(api, request)
+    api.engine.script = lambda request: speak(api, request)
     choice(api, GENERATE)
     assert metrics(api)["eagleray:time_to_first_token_seconds_count",] == 1
 
 
-def test_the_load_of_the_experts_is_a_metric(api):
+def test_metrics_have_the_load_of_experts(api):
     counts = np.array([[4, 0], [3, 3]])
-    api.hear(ExpertLoad(engine=ENGINE, counts=counts))
+    api.deliver(ExpertLoad(engine=ENGINE, counts=counts))
     values = metrics(api)
     assert values["eagleray:expert_tokens_total", "0", "0", "0"] == 4
     assert values["eagleray:expert_balance", "0", "0"] == 0.5
