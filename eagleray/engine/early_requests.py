@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,12 +27,12 @@ class EarlyRequests:
 
     def __init__(self) -> None:
         self._by_client: dict[ClientId, _EarlyRequest] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._by_client)
+        self.next_expiry = math.inf
+        """Time before which `expire` has nothing to drop."""
 
     def keep(self, request: Generate | CallWorkers, now: float) -> None:
         self._by_client.setdefault(request.client, _EarlyRequest(now)).requests.append(request)
+        self.next_expiry = min(self.next_expiry, now + JOIN_TIMEOUT_SECONDS)
 
     def pop(self, client: ClientId) -> list[Generate | CallWorkers]:
         """Remove and return the requests of a client that joined or left, in order of arrival."""
@@ -49,4 +50,6 @@ class EarlyRequests:
         late = [client for client, one in self._by_client.items() if now - one.since > JOIN_TIMEOUT_SECONDS]
         for client in late:
             del self._by_client[client]
+        waiting_since = (one.since for one in self._by_client.values())
+        self.next_expiry = min(waiting_since, default=math.inf) + JOIN_TIMEOUT_SECONDS
         return late

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from eagleray.engine.core import EngineCore
 from eagleray.engine.mailbox import EngineOutbox
@@ -28,35 +27,6 @@ from eagleray.messages.waves import WaveStarted
 from eagleray.scheduler.request import AddressedChunk
 
 logger = get_logger(__name__)
-
-
-class EngineStepper(Protocol):
-    """Decides when the engine of a loop steps."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a step can be taken or is in flight."""
-
-    def step(self, send_early: Callable[[list[AddressedChunk]], None]) -> list[AddressedChunk]:
-        """See `EngineCore.step`."""
-
-    def handle(self, message: OpenExperts | ExpertsFormed | WaveStarted) -> None:
-        """Handle a message about the expert group."""
-
-
-class IndependentStepper:
-    """Steps whenever the engine has work."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self._scheduler = core.scheduler
-        self.step = core.step
-
-    @property
-    def is_busy(self) -> bool:
-        return self._scheduler.has_work
-
-    def handle(self, message: OpenExperts | ExpertsFormed | WaveStarted) -> None:
-        logger.warning("dropped a %s: this engine belongs to no expert group", type(message).__name__)
 
 
 class ExpertGroupMember:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
 from eagleray.engine.core import EngineCore
 from eagleray.engine.early_requests import EarlyRequests
-from eagleray.engine.expert_group_member import EngineStepper, IndependentStepper
 from eagleray.engine.expert_load import ExpertLoadReporter
 from eagleray.engine.mailbox import EngineInbox, EngineMessage, EngineOutbox
 from eagleray.errors import EngineFailed, InvalidRequest
@@ -33,6 +34,35 @@ IDLE_SECONDS = 0.25
 
 FLUSH_SECONDS = 0.01
 """Time for zmq to send a message before a step that may crash this process."""
+
+
+class EngineStepper(Protocol):
+    """Decides when the engine of a loop steps."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step can be taken or is in flight."""
+
+    def step(self, send_early: Callable[[list[AddressedChunk]], None]) -> list[AddressedChunk]:
+        """See `EngineCore.step`."""
+
+    def handle(self, message: OpenExperts | ExpertsFormed | WaveStarted) -> None:
+        """Handle a message about the expert group."""
+
+
+class IndependentStepper:
+    """Steps whenever the engine has work."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._scheduler = core.scheduler
+        self.step = core.step
+
+    @property
+    def is_busy(self) -> bool:
+        return self._scheduler.has_work
+
+    def handle(self, message: OpenExperts | ExpertsFormed | WaveStarted) -> None:
+        logger.warning("dropped a %s: this engine belongs to no expert group", type(message).__name__)
 
 
 class EngineLoop:
@@ -90,8 +120,8 @@ class EngineLoop:
         while message is not None:
             self._handle(message)
             message = self._receive(0)
-        if self._early_requests:
-            for client in self._early_requests.expire(time.monotonic()):
+        if (now := time.monotonic()) > self._early_requests.next_expiry:
+            for client in self._early_requests.expire(now):
                 logger.warning("%s: dropped its requests, because the client has not joined", client.label)
 
     def _check_connections(self) -> None:

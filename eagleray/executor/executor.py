@@ -6,24 +6,27 @@ The class is final: backends differ only in their `WorkerGroup`. Used from one t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, final
 
-from eagleray.errors import ChannelClosed, DeadlineExceeded, WorkerFailed, WorkerLost
+import msgspec
+import numpy as np
+
+from eagleray.errors import ChannelClosed, DeadlineExceeded, ExpertGroupBroken, WorkerFailed, WorkerLost
 from eagleray.executor.failure_monitor import PEER_EXIT_SECONDS
 from eagleray.executor.group import WorkerGroup
-from eagleray.executor.merge import merge_step, reporting_ranks
+from eagleray.messages.arrays import Array
 from eagleray.messages.failure import Ended
 from eagleray.messages.steps import (
     Call,
     Reply,
+    StageRoutedExperts,
     StepBroken,
     StepPlan,
     StepResult,
     WorkerCall,
     WorkerReply,
 )
-from eagleray.messages.workers import Topology
 
 Body = TypeVar("Body", bound=WorkerReply)
 
@@ -55,17 +58,13 @@ class Executor:
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
+        self.topology = group.topology
+        """Ranks, nodes and parallel sizes of the workers."""
+        self.world_size = self.topology.world_size
+        self._sampler = [self.topology.sampler_rank]
+        self._first_of_stages = list(range(0, self.world_size, self.topology.tensor_parallel_size))
         self._last_call_id = 0
         self._replies: dict[int, dict[int, WorkerReply]] = {}  # call id -> rank -> reply, of calls not yet collected
-
-    @property
-    def topology(self) -> Topology:
-        """Ranks, nodes and parallel sizes of the workers."""
-        return self._group.topology
-
-    @property
-    def world_size(self) -> int:
-        return self._group.topology.world_size
 
     def step(self, plan: StepPlan, *, seconds: float = STEP_SECONDS) -> PendingStep:
         """Send `plan` to every worker. The result is the reply of the rank that samples, merged with the replies of
@@ -104,9 +103,11 @@ class Executor:
         self._group.close()
 
     def _result(self, call_id: int, plan: StepPlan, seconds: float) -> StepResult:
-        ranks = reporting_ranks(self._group.topology, plan)
+        # Each stage knows the routed experts of its own layers, so if a row wants them the first rank of every stage
+        # replies; otherwise the rank that samples replies alone.
+        ranks = self._first_of_stages if plan.capture_rows else self._sampler
         try:
-            return merge_step(self._collect(call_id, StepResult.__name__, ranks, seconds, _is_broken))
+            return _merge(self._collect(call_id, StepResult.__name__, ranks, seconds, _is_broken))
         except DeadlineExceeded as error:
             raise DeadlineExceeded(f"{plan.label} has not returned: {error}") from error
 
@@ -170,6 +171,27 @@ class Executor:
 
 def _is_broken(reply: WorkerReply) -> bool:
     return isinstance(reply, StepBroken)
+
+
+def _merge(replies: Mapping[int, WorkerReply]) -> StepResult:
+    """Merge the replies of the reporting ranks, in order of rank, so that the rank that samples is last.
+
+    Raises `ExpertGroupBroken` if one is `StepBroken`.
+    """
+    for reply in replies.values():
+        if isinstance(reply, StepBroken):
+            raise ExpertGroupBroken(f"step {reply.step}: {reply.cause}")
+    *others, sampled = replies.values()
+    assert isinstance(sampled, StepResult), f"the rank that samples replied with {type(sampled).__name__}"
+    if not others:
+        return sampled
+    layers = [_routed_experts(reply) for reply in replies.values()]
+    return msgspec.structs.replace(sampled, routed_experts=np.concatenate(layers, axis=1))
+
+
+def _routed_experts(reply: WorkerReply) -> Array:
+    assert isinstance(reply, StepResult | StageRoutedExperts) and reply.routed_experts is not None
+    return reply.routed_experts
 
 
 def _expect(kind: type[Body], body: Any) -> Body:

@@ -55,7 +55,7 @@ class Request:
     routed_experts_from: int | None = None
     """First position whose routed experts have not been delivered yet; None if the request does not want them."""
     is_suspect: bool = False
-    """Whether several engines exited while the request ran on them: see `quarantine`."""
+    """Whether several engines exited while the request ran on them: see `waiting.Quarantine`."""
     announce_start: bool = False
     """Whether the client receives a chunk before the first step that computes the request."""
     was_started: bool = False

@@ -20,13 +20,11 @@ from eagleray.messages.requests import Generate
 from eagleray.messages.steps import RowFailure, StepPlan, StepResult
 from eagleray.scheduler.admission import NUM_TOKEN_IDS
 from eagleray.scheduler.kv_cache_manager import KVCacheManager
-from eagleray.scheduler.quarantine import Quarantine
-from eagleray.scheduler.queues import WaitingQueue
 from eagleray.scheduler.request import AddressedChunk, Request, Run, new_request
 from eagleray.scheduler.routed_experts import RoutedExpertsStore
-from eagleray.scheduler.rows import RowTable
+from eagleray.scheduler.running import InFlightStep, RowTable, StepDraft
 from eagleray.scheduler.stats import Counters, SchedulerStats
-from eagleray.scheduler.step_draft import InFlightStep, StepDraft
+from eagleray.scheduler.waiting import Quarantine, WaitingQueue
 
 
 class Scheduler:

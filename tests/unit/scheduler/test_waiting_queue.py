@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_fakes import request
 
-from eagleray.scheduler.queues import WaitingQueue
 from eagleray.scheduler.request import new_request
+from eagleray.scheduler.waiting import WaitingQueue
 
 
 def waiting(arrival, priority=0):
