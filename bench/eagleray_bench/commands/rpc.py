@@ -28,7 +28,7 @@ from eagleray.messages.steps import Call, CallDone, LoadNullModel, NewRow, StepP
 from eagleray.transport.runtime_dir import make_runtime_dir, remove_runtime_dir
 
 if TYPE_CHECKING:
-    from eagleray.cluster.simulated import SimulatedCluster
+    from eagleray_bench.simulated_cluster import SimulatedCluster
 
 
 EXECUTORS = ("in-process", "processes", "ray", "ray-graph")
@@ -80,7 +80,7 @@ def _measure_all(arguments: argparse.Namespace) -> Iterator[RpcFigures]:
         ray = [name for name in arguments.executors if name.startswith("ray")]
         cluster = None
         if ray or arguments.baselines:
-            from eagleray.cluster.simulated import open_cluster  # imported here: other executors do not need Ray
+            from eagleray_bench.simulated_cluster import open_cluster  # imported here: other executors do not need Ray
 
             cluster = stack.enter_context(open_cluster(max(arguments.workers), remote=arguments.remote))
         for executor in arguments.executors:
