@@ -180,7 +180,7 @@ class Client:
                 try:
                     message = await self._inbox.receive()
                 except msgspec.MsgspecError as error:  # any process that may enter the directory can write to the inbox
-                    logger.warning("dropped what is no message to a client: %s", error)
+                    logger.warning("dropped an invalid message: %s", error)
                 else:
                     self._handle(message)
         except (ChannelClosed, asyncio.CancelledError):  # closing an inbox cancels a pending `receive`
@@ -373,5 +373,5 @@ class Client:
         if not self._has_lost_supervisor:
             self._has_lost_supervisor = True
             self._fail(cause)
-            logger.error("%s: this client ends", cause)
+            logger.error("this client stops: %s", cause)
             self._inbox.close()

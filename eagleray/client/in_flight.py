@@ -36,9 +36,9 @@ class RecoveryObserver(Protocol):
         """Requests were sent to another engine, which computes `num_tokens` again, of prompts and outputs together."""
 
     def on_next_token(self, seconds: float) -> None:
-        """A resumed request got a token, `seconds` after it had lost its engine."""
+        """A resumed request got a token, `seconds` after its engine had left."""
 
-    def on_given_up(self, num_requests: int) -> None:
+    def on_failed(self, num_requests: int) -> None:
         """Requests failed because engines had exited."""
 
 
@@ -77,7 +77,7 @@ class InFlightRequests:
         Raises `InvalidRequest` for a rank that does not exist, `Unavailable` for one that was given up, and whatever
         `send` raises; then the request is not in flight.
         """
-        self._place(request)
+        self._dispatch(request)
         if request.timeout is not None:
             request.timer = asyncio.get_running_loop().call_later(request.timeout, self._time_out, request)
         self._requests[request.request_id] = request
@@ -110,16 +110,15 @@ class InFlightRequests:
         num_requests = len(self._requests)
         for request in list(self._requests.values()):
             self._fail(request, EngineFailed(cause))
-        self._count_given_up(num_requests)
+        self._report_failed(num_requests)
 
     # Engines.
 
     def on_engine_joined(self, engine: EngineId, info: EngineInfo) -> None:
         """Send queued requests to an engine that has joined."""
         self._router.add_engine(engine, info)
-        num_placed = self._place_queued()
-        queued = f"; {num_placed} requests that waited for an engine go to it" if num_placed else ""
-        logger.info("%s has joined%s", engine.label, queued)
+        num_sent = self._dispatch_queued()
+        logger.info("%s has joined; requests sent from the queue: %d", engine.label, num_sent)
 
     def on_engine_left(self, engine: EngineId, *, cause: str, returns: bool) -> None:
         """Move, queue or fail the requests of an engine that exited, maybe before it had joined."""
@@ -130,38 +129,38 @@ class InFlightRequests:
         for request in [request for request in self._requests.values() if request.engine == engine]:
             for engine_request_id in request.engine_request_ids:
                 del self._completions[engine_request_id]
-            request.lost_at = now if request.lost_at is None else request.lost_at
-            if failure := request.lose_engine(message):
+            request.interrupted_at = now if request.interrupted_at is None else request.interrupted_at
+            if failure := request.on_engine_exit(message):
                 self._fail(request, failure)
         for request in self._queued():
             if not self._router.known_engines.may_serve(request.rank):
                 self._fail(request, EngineFailed(message))
-        num_given_up = num_before - len(self._requests)
-        self._count_given_up(num_given_up)
-        num_placed = self._place_queued()
+        num_failed = num_before - len(self._requests)
+        self._report_failed(num_failed)
+        num_sent = self._dispatch_queued()
         logger.log(
             logging.WARNING if num_before else logging.DEBUG,  # without requests the supervisor's log is enough
-            "%s is lost: %s; %d requests go on elsewhere, %d wait for an engine, %d are given up",
+            "%s has left: %s; requests sent to other engines: %d, queued: %d, failed: %d",
             engine.label,
             cause,
-            num_placed,
+            num_sent,
             len(self._queued()),
-            num_given_up,
+            num_failed,
         )
 
     def _queued(self) -> list[ClientRequest]:
         """Return the requests that no engine runs."""
         return [request for request in self._requests.values() if request.engine is None]
 
-    def _place_queued(self) -> int:
+    def _dispatch_queued(self) -> int:
         """Send the queued requests for which there is an engine, and return their number."""
-        placed = [request for request in self._queued() if self._place(request)]
-        resumed = [request for request in placed if request.lost_at is not None]
+        sent = [request for request in self._queued() if self._dispatch(request)]
+        resumed = [request for request in sent if request.interrupted_at is not None]
         if resumed and self.observer is not None:
             self.observer.on_resumed(len(resumed), sum(request.num_known_tokens for request in resumed))
-        return len(placed)
+        return len(sent)
 
-    def _place(self, request: ClientRequest) -> bool:
+    def _dispatch(self, request: ClientRequest) -> bool:
         """Send a request to an engine, and return whether there is one for it now."""
         decision = self._router.choose(
             request.prompt_token_ids,
@@ -225,10 +224,10 @@ class InFlightRequests:
             # Prompt log-probabilities need a computed prompt, so then the engine uses less of its cache than it has.
             is_exact = request.message.sampling.prompt_logprobs is None
             self._record_started(request, chunk.num_cached_tokens if is_exact else None)
-        if chunk.token_ids and request.lost_at is not None:
+        if chunk.token_ids and request.interrupted_at is not None:
             if self.observer is not None:
-                self.observer.on_next_token(self._clock() - request.lost_at)
-            request.lost_at = None
+                self.observer.on_next_token(self._clock() - request.interrupted_at)
+            request.interrupted_at = None
 
     def _record_started(self, request: ClientRequest, num_cached_tokens: int | None) -> None:
         if request.engine is not None and request.prefix_match is not None:
@@ -268,6 +267,6 @@ class InFlightRequests:
             request.is_queued = False
             self.num_queued_seqs -= len(request.completions)
 
-    def _count_given_up(self, count: int) -> None:
+    def _report_failed(self, count: int) -> None:
         if count and self.observer is not None:
-            self.observer.on_given_up(count)
+            self.observer.on_failed(count)

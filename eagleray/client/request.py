@@ -1,7 +1,7 @@
 """A request in the client, and the stream through which a user reads it.
 
 `ClientRequest` is the one object that holds the state of a request: its completions, the engine that runs it, and the
-engines that it has lost. `InFlightRequests` owns it, sends it and delivers its chunks; a `RequestStream` only reads.
+exits of its engines. `InFlightRequests` owns it, sends it and delivers its chunks; a `RequestStream` only reads.
 
 **Restarts.** A request that kills engines must fail, and alone; one whose engines are killed by others must not. The
 way an engine exited does not tell the two apart: SIGKILL may come from an operator, or from a kernel that ran out of
@@ -55,10 +55,10 @@ class ClientRequest:
     # Slots, because every token of every request passes through here.
     __slots__ = (
         "_announces_start", "_counts_cached_tokens", "_first_index", "_is_started", "_max_delta_tokens",
-        "_max_restarts", "_num_cached_tokens", "_num_exits", "_num_exits_without_token", "_prompt", "_prompt_logprobs",
-        "_prompt_logprobs_were_read", "awaits_token", "completions", "done", "engine", "failure", "first_token_at",
-        "has_more", "has_output", "is_queued", "lost_at", "on_output", "prefix_match", "prompt_token_ids", "rank",
-        "request_id", "session", "timeout", "timer", "unfinished",
+        "_max_restarts", "_num_cached_tokens", "_num_exits", "_num_exits_without_token", "_prompt",
+        "_prompt_logprobs", "_prompt_logprobs_were_read", "awaits_token", "completions", "done", "engine", "failure",
+        "first_token_at", "has_more", "has_output", "interrupted_at", "is_queued", "on_output", "prefix_match",
+        "prompt_token_ids", "rank", "request_id", "session", "timeout", "timer", "unfinished",
     )  # fmt: skip
 
     def __init__(
@@ -97,8 +97,8 @@ class ClientRequest:
         """Whether the engine has yet to send a token."""
         self.is_queued = True
         """Whether no engine has sent a token yet."""
-        self.lost_at: float | None = None
-        """Time at which the request lost an engine; None once another engine has sent a token."""
+        self.interrupted_at: float | None = None
+        """Time at which an engine of the request left; None once another engine has sent a token."""
         self.timer: asyncio.TimerHandle | None = None
         self.first_token_at: float | None = None
         self.on_output: Callable[[], None] | None = None
@@ -180,7 +180,7 @@ class ClientRequest:
         self._is_started = True
         self.awaits_token = not has_token
 
-    def lose_engine(self, cause: str) -> EngineFailed | None:
+    def on_engine_exit(self, cause: str) -> EngineFailed | None:
         """Unassign the request from an engine that exited. Return an error if the request may not continue."""
         self.engine = self.prefix_match = None
         # What the next engine finds in its cache is not counted if readers may have got a number already.

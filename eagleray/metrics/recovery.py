@@ -35,6 +35,6 @@ class RecoveryMetrics:
         """Record the time in seconds from the loss of an engine to a resumed request's next token."""
         self._silence.observe(seconds)
 
-    def on_given_up(self, num_requests: int) -> None:
+    def on_failed(self, num_requests: int) -> None:
         """Record requests that failed because their engines exited too often."""
         self._given_up.add(num_requests)

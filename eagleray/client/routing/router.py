@@ -3,8 +3,8 @@
 In this order: the rank that the request names; the rank that its session belongs to; the engine that probably has the
 longest part of its prompt in its prefix cache, unless that engine has far more requests than others; the least loaded
 one. The load from other clients is known only from time to time, and equally to all clients: if each filled the engine
-that it sees empty, together they would fill it several times over. So each evens out its share of the imbalance, in
-proportion to its share of all requests; where that leaves a choice, the better one of two random engines gets the
+that it sees empty, together they would fill it several times over. So each evens out a fraction of the imbalance,
+equal to its fraction of all requests; where that leaves a choice, the better one of two random engines gets the
 request (Mitzenmacher, 2001).
 """
 
@@ -34,8 +34,8 @@ OVERLOAD_REQUESTS = 4
 """An engine gets no request because of its cache if it has `OVERLOAD_FACTOR` times as many requests as the least loaded
 engine, and `OVERLOAD_REQUESTS` more."""
 
-LEAST_SHARE = 0.25
-"""Least share of the imbalance that a client evens out: one with few requests also avoids engines that have many."""
+LEAST_FRACTION = 0.25
+"""Least fraction of the imbalance that a client evens out: one with few requests also avoids engines with many."""
 
 
 class RoutingDecision(NamedTuple):
@@ -168,8 +168,8 @@ class Router:
         loads = self._loads
         num_ours = sum(load.num_ours for load in loads.values())
         num_total = sum(load.num_total for load in loads.values())
-        share = max(LEAST_SHARE, num_ours / num_total) if num_total else 1.0
-        scores = {engine: load.num_ours + share * load.num_others for engine, load in loads.items()}
+        fraction = max(LEAST_FRACTION, num_ours / num_total) if num_total else 1.0
+        scores = {engine: load.num_ours + fraction * load.num_others for engine, load in loads.items()}
         least = min(scores.values())
         return self._better_of_two([engine for engine, score in scores.items() if score < least + 1])
 

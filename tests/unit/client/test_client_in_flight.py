@@ -37,8 +37,8 @@ class Observer:
         assert 0 <= seconds < 10
         self.events.append("next token")
 
-    def on_given_up(self, num_requests):
-        self.events.append(("given up", num_requests))
+    def on_failed(self, num_requests):
+        self.events.append(("failed", num_requests))
 
 
 class Fleet:
@@ -538,7 +538,7 @@ def test_poison_request_among_others_fails_alone(num_others, poison_first):
             for stream in streams:
                 assert (await stream.result()).outputs[0].token_ids == [token_at(3, place) for place in range(16)]
             assert num_deaths == 4
-            assert [event for event in observer.events if event[0] == "given up"] == [("given up", 1)]
+            assert [event for event in observer.events if event[0] == "failed"] == [("failed", 1)]
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
@@ -758,15 +758,15 @@ def test_observer_and_log_report_every_restart(caplog):
                 ("resumed", 1, 3 + 3),
                 "next token",
                 ("resumed", 1, 3),
-                ("given up", 1),
+                ("failed", 1),
             ]
 
     caplog.set_level(logging.INFO, logger="eagleray.client.in_flight")
     asyncio.run(asyncio.wait_for(scenario(), 10))
     assert [record.getMessage() for record in caplog.records] == [
-        "engine-0 has joined",
-        "engine-1 has joined",
-        "engine-0 is lost: killed; 1 requests go on elsewhere, 1 wait for an engine, 0 are given up",
-        "engine-0.1 has joined; 1 requests that waited for an engine go to it",
-        "engine-0.1 is lost: killed again; 0 requests go on elsewhere, 0 wait for an engine, 1 are given up",
+        "engine-0 has joined; requests sent from the queue: 0",
+        "engine-1 has joined; requests sent from the queue: 0",
+        "engine-0 has left: killed; requests sent to other engines: 1, queued: 1, failed: 0",
+        "engine-0.1 has joined; requests sent from the queue: 1",
+        "engine-0.1 has left: killed again; requests sent to other engines: 0, queued: 0, failed: 1",
     ]

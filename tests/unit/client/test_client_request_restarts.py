@@ -15,7 +15,7 @@ def sent_and_lost(request, *, is_started, has_token=False):
     (message,) = request.next_messages()
     if is_started:
         request.record_started(has_token=has_token)
-    return message.is_suspect, request.lose_engine("killed")
+    return message.is_suspect, request.on_engine_exit("killed")
 
 
 @pytest.mark.parametrize(("limit", "suspects"), [(0, 0), (1, 1), (2, 1), (3, 2), (5, 4)])

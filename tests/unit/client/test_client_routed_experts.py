@@ -39,7 +39,7 @@ def state(*, routing=ROUTING, **params):
 
 def sent_again(request):
     """Return the message for the next engine."""
-    request.lose_engine("killed")
+    request.on_engine_exit("killed")
     return request.next_messages()[0]
 
 

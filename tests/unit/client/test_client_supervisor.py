@@ -84,7 +84,7 @@ def test_silent_supervisor_ends_client(caplog):
         await setup.client.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
-    assert "the supervisor was not heard of for 30 s: this client ends" in caplog.text
+    assert "this client stops: the supervisor was not heard of for 30 s" in caplog.text
 
 
 @asynchronous
