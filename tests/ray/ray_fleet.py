@@ -1,4 +1,4 @@
-"""A supervisor that does only what its engines need, and a client of theirs. The engines are actors of the cluster."""
+"""A minimal supervisor of engines that are actors of the cluster, and a client of these engines."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ CLIENT = ClientId("test", 0)
 
 
 class Engine:
-    """What is known of one that was spawned."""
+    """An engine that was spawned, and the reports about it."""
 
     def __init__(self, name: EngineId) -> None:
         self.name = name
         self.address: str | None = None
         self.failures: list[Failure] = []
-        """The exceptions that it ended with."""
+        """Exceptions that ended it."""
         self.ends: list[str] = []
         self.bound = asyncio.Event()
-        """Or ended."""
+        """Set when the engine is bound or has ended."""
         self.ended = asyncio.Event()
         self.spawned: RayEngine
 
@@ -55,7 +55,7 @@ class Engine:
         self.ended.set()
 
     async def end(self, seconds: float = SECONDS) -> str:
-        """Why it has ended, within so many seconds."""
+        """Wait at most `seconds` for its end and return the cause."""
         async with asyncio.timeout(seconds):
             await self.ended.wait()
         (reason,) = self.ends
@@ -63,7 +63,7 @@ class Engine:
 
 
 class Fleet:
-    """Lives in the event loop."""
+    """A supervisor and a client, owned by the event loop."""
 
     def __init__(self, config: Config, instance: str, runtime_dir: Path, launcher: RayLauncher) -> None:
         self.instance = instance
@@ -81,7 +81,7 @@ class Fleet:
         return engine
 
     async def attach(self, *engines: Engine) -> None:
-        """Until they have started."""
+        """Attach engines and wait until they have started."""
         expected = set()
         for engine in engines:
             async with asyncio.timeout(SECONDS):
@@ -104,7 +104,7 @@ class Fleet:
         return engines
 
     async def failing(self) -> Failure:
-        """What an engine that was attached says by the wire."""
+        """Return the next failure that an attached engine reports."""
         while True:
             match await self._report(SECONDS):
                 case Ended(_, cause):
@@ -130,7 +130,7 @@ class Fleet:
                                 return tokens
 
     async def stop(self, *engines: Engine) -> None:
-        """As the supervisor ends engines."""
+        """Stop engines like the supervisor does."""
         for engine in engines:
             self._outbox.send(engine.name, Stop(0.0))
         for engine in engines:
@@ -150,7 +150,7 @@ class Fleet:
 async def fleet(
     config: Config, instance: str, *, ray: RayContext | None = None, target: str | None = None
 ) -> AsyncIterator[Fleet]:
-    """At its end nothing is left of what it has started. `target`: what binds an engine, if not the real one."""
+    """Open a fleet and clean up everything that it has started. `target`: function that binds an engine."""
     runtime_dir = make_runtime_dir()
     options = {} if target is None else {"engine_target": target}
     try:
