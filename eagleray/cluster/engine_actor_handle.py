@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,9 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 from eagleray.cluster.actor_monitor import exit_reason
 from eagleray.cluster.actor_process import EngineActor
 from eagleray.cluster.bundles import Bundle, Resources
-from eagleray.cluster.context import inherited_variables
 from eagleray.cluster.deadline import Deadline
-from eagleray.cluster.environment import worker_environment
 from eagleray.cluster.ray_errors import summarize
 from eagleray.cluster.spawn import ActorHandles, spawn
 from eagleray.cluster.timeouts import WAIT_SECONDS
@@ -57,26 +54,17 @@ def open_engine_actor(
     `target`: see `EngineActor.bind`. Raises `ClusterError`, `ClusterLost`, `WorkerLost`, or what binding raises,
     and leaves nothing behind then.
     """
-    label, instance, options = spec.engine.label, spec.engine.instance, spec.config.ray
-    environment = worker_environment(
-        os.environ,
-        runtime_env=options.ray_runtime_env,
-        inherited=inherited_variables(),
-        exclude=options.ray_env_exclude,
-        include=options.ray_env_include,
-        sees_all_devices=not takes,  # an engine without resources computes nothing, and its workers inherit this
-    )
+    label = spec.engine.label
     with ExitStack() as undo:
         actors = spawn(
+            spec.engine.instance,
+            [label],
+            spec.config,
             group_id=group_id,
             bundles=[bundle],
             takes=takes,
-            namespace=instance,
-            labels=[label],
-            environment=environment,
-            log_level=spec.config.execution.log_level,
+            sees_all_devices=not takes,  # an engine without resources computes nothing, and its workers inherit this
             kind=EngineActor,
-            max_concurrency=1,
         )
         undo.callback(actors.kill)
         infos = actors.get_info(deadline)

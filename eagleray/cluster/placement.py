@@ -38,7 +38,7 @@ from eagleray.config.resolve import local_ranks
 from eagleray.config.sections import Config
 from eagleray.errors import ClusterError, ClusterLost, ConfigError
 from eagleray.identity import EngineId, cluster_name
-from eagleray.messages.workers import RayCaller
+from eagleray.messages.workers import RayCaller, RayContext
 
 
 @dataclass(frozen=True)
@@ -61,24 +61,24 @@ def place_workers(
     config: Config,
     *,
     engine_node: str,
-    current_group: str | None,
-    current_bundles: Sequence[int] = (),
-    caller: RayCaller | None = None,
+    context: RayContext | None,
 ) -> EnginePlacement:
     """Wait for room for the workers of a running engine and assign it.
 
-    `current_group`: placement group that the program runs in; `current_bundles`: the engine's bundles of it by rank, if
-    they were chosen already; `caller`: the actor or task of that group that asks for the engine.
+    `context`: the program that asks for the engine, if it is in this cluster. Its placement group is used unless the
+    user gives another one, and of it the bundles that were already chosen for this engine, if any.
 
     Raises `ConfigError` or `ClusterError` at once where waiting would not help, otherwise after
-    `ray_placement_timeout`; `ClusterLost` if `current_bundles` were lost with their node.
+    `ray_placement_timeout`; `ClusterLost` if bundles that were already chosen were lost with their node.
     """
     deadline = Deadline(config.ray.ray_placement_timeout, "ray_placement_timeout")
-    given = config.ray.placement_group or current_group
+    current = None if context is None else context.placement_group
+    given = config.ray.placement_group or current
     if given is not None:
         group_id = placement_groups.find(given)
-        caller = caller if group_id == current_group else None
-        return _place_in_group(group_id, config, engine_node, current_bundles, caller, deadline)
+        caller = context.caller if context is not None and group_id == current else None
+        chosen = () if context is None else context.bundles
+        return _place_in_group(group_id, config, engine_node, chosen, caller, deadline)
     if config.ray.bundle_indices:
         raise ConfigError("option `bundle_indices` names bundles of a placement group: give one by `placement_group`")
     groups = DedicatedGroups(config, preferred_node=engine_node, are_for_workers=True)

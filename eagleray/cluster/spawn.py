@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,10 +16,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from eagleray.cluster import placement_groups
 from eagleray.cluster.actor_process import ActorInfo, ActorProcess
 from eagleray.cluster.bundles import Bundle, Resources
+from eagleray.cluster.context import inherited_variables
 from eagleray.cluster.deadline import Deadline
-from eagleray.cluster.environment import WorkerEnvironment
+from eagleray.cluster.environment import worker_environment
 from eagleray.cluster.ray_errors import summarize
 from eagleray.cluster.timeouts import KILL_SECONDS, WAIT_SECONDS
+from eagleray.config.sections import Config
 from eagleray.errors import ClusterError, ClusterLost, EagleRayError, WorkerLost
 from eagleray.identity import cluster_name
 from eagleray.log import get_logger
@@ -99,28 +102,38 @@ class ActorHandles:
 
 
 def spawn(
+    instance: str,
+    labels: Sequence[str],
+    config: Config,
     *,
     group_id: str,
     bundles: Sequence[Bundle],
     takes: Resources,
-    namespace: str,
-    labels: Sequence[str],
-    environment: WorkerEnvironment,
-    log_level: str,
-    kind: type[ActorProcess],
-    max_concurrency: int,
+    sees_all_devices: bool,
+    kind: type[ActorProcess] = ActorProcess,
+    max_concurrency: int = 1,
 ) -> ActorHandles:
-    """Ask Ray for one actor per rank. Each `takes` these resources of its bundle of the placement group.
+    """Ask Ray for one actor per label. Each `takes` these resources of its bundle of the placement group.
 
-    The actors are named `<name of the instance>/<label>`, in the instance's own namespace.
+    The actors are named `<name of the instance>/<label>`, in the instance's own namespace. `sees_all_devices`: see
+    `worker_environment`; `kind`: the actors' class; `max_concurrency`: number of threads that run their methods (1: the
+    process's main thread).
     """
+    environment = worker_environment(
+        os.environ,
+        runtime_env=config.ray.ray_runtime_env,
+        inherited=inherited_variables(),
+        exclude=config.ray.ray_env_exclude,
+        include=config.ray.ray_env_include,
+        sees_all_devices=sees_all_devices,
+    )
     resources = dict(takes)
     options = {
         "num_cpus": resources.pop("CPU", 0),
         "num_gpus": resources.pop("GPU", 0),
         "memory": resources.pop("memory", None),
         "resources": resources,
-        "namespace": namespace,
+        "namespace": instance,
         "max_concurrency": max_concurrency,
         "max_restarts": 0,
         "runtime_env": environment.runtime_env or None,
@@ -136,9 +149,11 @@ def spawn(
     handles: list[Any] = []
     for label, bundle in zip(labels, bundles, strict=True):
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle.index)
-        name = cluster_name(namespace, label)
+        name = cluster_name(instance, label)
         try:
-            handle = actor_class.options(name=name, scheduling_strategy=strategy, **options).remote(label, log_level)
+            handle = actor_class.options(name=name, scheduling_strategy=strategy, **options).remote(
+                label, config.execution.log_level
+            )
         except Exception as error:
             ActorHandles(labels[: len(handles)], handles, {}, group_id=group_id, bundles=bundles).kill()
             raise ClusterError(f"Ray does not take the actor of {label}: {summarize(str(error))}") from error

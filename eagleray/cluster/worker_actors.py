@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from eagleray.cluster.actor_process import ActorInfo, ActorProcess, own_versions
 from eagleray.cluster.connect import connect
-from eagleray.cluster.context import inherited_variables
 from eagleray.cluster.deadline import Deadline
-from eagleray.cluster.environment import worker_environment
 from eagleray.cluster.local_cluster import OnLost
 from eagleray.cluster.nodes import list_nodes
 from eagleray.cluster.placement import EnginePlacement, place_workers
@@ -67,8 +64,8 @@ def open_worker_actors(
 ) -> WorkerActors:
     """Create the actors of an engine's workers.
 
-    `context`: the cluster and placement group of the program that asks; `kind`: the actors' class; `max_concurrency`:
-    number of threads that run their methods (1: the process's main thread); `on_lost`: see `connect`.
+    `context`: the cluster and placement group of the program that asks; `kind`, `max_concurrency`: see `spawn`;
+    `on_lost`: see `connect`.
     Raises `ClusterError`, `ConfigError` or `WorkerLost`, and leaves nothing behind then.
     """
     with ExitStack() as stack:
@@ -84,16 +81,22 @@ def open_worker_actors(
         stack.callback(connection.close)
         is_same_cluster = context is not None and (is_actor or context.address == connection.address)
         placement = place_workers(
-            engine,
-            config,
-            engine_node=connection.node_id,
-            current_group=context.placement_group if context is not None and is_same_cluster else None,
-            current_bundles=context.bundles if context is not None and is_same_cluster else (),
-            caller=context.caller if context is not None else None,
+            engine, config, engine_node=connection.node_id, context=context if is_same_cluster else None
         )
         stack.callback(placement.close)
         labels = _labels(engine, config)
-        actors = _spawn(engine, config, placement, labels, kind, max_concurrency)
+        actors = spawn(
+            engine.instance,
+            labels,
+            config,
+            group_id=placement.group_id,
+            bundles=placement.bundles,
+            takes=placement.size.bundle,
+            # a resource of the user's own may stand for a GPU
+            sees_all_devices=not placement.size.bundle.keys() <= {"CPU", "memory"},
+            kind=kind,
+            max_concurrency=max_concurrency,
+        )
         stack.callback(actors.kill)
         stack.callback(placement.close)  # before the kill, as in `WorkerActors.kill`
         infos = actors.get_info(deadline)
@@ -174,36 +177,6 @@ def warn_of_network(label: str, config: Config, topology: Topology) -> None:
 def _labels(engine: EngineId, config: Config) -> list[str]:
     tensor = config.parallel.tensor_parallel_size
     return [WorkerId(engine, tp=rank % tensor, pp=rank // tensor).label for rank in range(config.parallel.world_size)]
-
-
-def _spawn(
-    engine: EngineId,
-    config: Config,
-    placement: EnginePlacement,
-    labels: Sequence[str],
-    kind: type[ActorProcess],
-    max_concurrency: int,
-) -> ActorHandles:
-    environment = worker_environment(
-        os.environ,
-        runtime_env=config.ray.ray_runtime_env,
-        inherited=inherited_variables(),
-        exclude=config.ray.ray_env_exclude,
-        include=config.ray.ray_env_include,
-        # a resource of the user's own may stand for a GPU
-        sees_all_devices=not placement.size.bundle.keys() <= {"CPU", "memory"},
-    )
-    return spawn(
-        group_id=placement.group_id,
-        bundles=placement.bundles,
-        takes=placement.size.bundle,
-        namespace=engine.instance,
-        labels=labels,
-        environment=environment,
-        log_level=config.execution.log_level,
-        kind=kind,
-        max_concurrency=max_concurrency,
-    )
 
 
 def check_versions(labels: Sequence[str], infos: Sequence[ActorInfo]) -> None:

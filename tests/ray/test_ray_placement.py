@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from threading import Timer
+from typing import Any
 
 import pytest
 import ray_cluster
@@ -16,8 +17,14 @@ from eagleray.cluster import deadline
 from eagleray.cluster.placement import EnginePlacement, place_workers
 from eagleray.config.sections import Config
 from eagleray.errors import ClusterError, ConfigError
+from eagleray.messages.workers import RayContext
 
 ON_HEAD = {"acc": 1.0, "node:__internal_head__": 0.001}
+
+
+def inside(group_id: str | None, **options: Any) -> RayContext:
+    """Return the context of a program in this placement group."""
+    return RayContext(address="", placement_group=group_id, **options)
 
 
 class Placed:
@@ -27,7 +34,7 @@ class Placed:
         self._stack = stack
 
     def __call__(self, config: Config, current_group: str | None = None) -> EnginePlacement:
-        placement = place_workers(new_engine(), config, engine_node=ray_cluster.here(), current_group=current_group)
+        placement = place_workers(new_engine(), config, engine_node=ray_cluster.here(), context=inside(current_group))
         self._stack.callback(placement.close)
         return placement
 
@@ -93,8 +100,7 @@ def test_place_workers_uses_current_bundles_as_they_were_chosen(make_group: Make
         new_engine(),
         config(tp=2),
         engine_node=ray_cluster.here(),
-        current_group=group_id,
-        current_bundles=[0, 0],
+        context=inside(group_id, bundles=[0, 0]),
     )
     assert indices(placement) == [0, 0]
 
@@ -107,7 +113,7 @@ def test_place_workers_uses_gpus_where_the_cluster_has_them(placed: Placed) -> N
 
 def test_place_workers_own_group_is_named_after_the_engine_and_removed() -> None:
     engine = new_engine()
-    placement = place_workers(engine, config(), engine_node=ray_cluster.here(), current_group=None)
+    placement = place_workers(engine, config(), engine_node=ray_cluster.here(), context=None)
     entry = placement_group_table()[placement.group_id]
     assert entry["name"] == f"{engine.instance}/engine-0"
     placement.close()
