@@ -1,16 +1,16 @@
-"""The user's worker extension: an object of a class of theirs in every worker, whose methods the user calls by name.
+"""The user's worker extension: an object of the user's class in every worker, whose methods the user calls by name.
 
-Owned and driven by the worker. What a method raises is an answer, not a failure of the worker.
+Owned and driven by the worker. An exception of a method is returned to the user; it is not a failure of the worker.
 
-The class is made with the worker as its only argument, once the model is loaded. The worker offers
+The class is instantiated with the worker as its only argument, once the model is loaded. The worker offers
 
     worker.rank      its number in its engine, from 0
     worker.model     `models.base.Model`: this rank's part of the weights
     worker.device    the torch device that it computes on
-    worker.mesh      `parallel.Mesh`: its place among the ranks of the engine
+    worker.mesh      `parallel.Mesh`: its coordinates among the ranks of the engine
 
-and anything else that it has may change without notice. A method runs between two steps, so nothing else runs on the
-worker meanwhile; what it changes in the model is there in the next step. Arguments and results: see `messages.plain`.
+and all its other attributes may change without notice. A method runs between two steps, so nothing else runs on the
+worker meanwhile, and the next step sees its changes to the model. Arguments and results: see `messages.plain`.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from eagleray.messages.steps import ExtensionReturned
 
 
 class Extension:
-    """Make one with `load`. Every public method of `instance`'s class can be called."""
+    """Calls the public methods of `instance`'s class. Made by `load`."""
 
     def __init__(self, instance: Any) -> None:
         self._instance = instance
 
     @classmethod
     def load(cls, path: str, worker: Any) -> Extension:
-        """`path`: `module:Class`. Raises `ConfigError` if that cannot be imported or made."""
+        """Import the class at `path`, `module:Class`, and instantiate it. Raises `ConfigError` if this fails."""
         kind = _find_class(path)
         try:
             return cls(kind(worker))
-        except Exception as error:  # the class is foreign code
+        except Exception as error:  # the class is the user's code
             raise _mistake(path, f"making it with the worker raised {type(error).__name__}: {error}") from error
 
     def call(self, method: str, arguments: bytes) -> ExtensionReturned:
-        """Call it with `arguments` (of `pack_arguments`). Whatever goes wrong is in the answer; nothing is raised."""
+        """Call the method with `arguments` (of `pack_arguments`). Every failure is in the reply; nothing is raised."""
         if method.startswith("_") or not callable(getattr(type(self._instance), method, None)):
             return ExtensionReturned(failure=Failure.of(self._unknown(method)))
         try:
             args, kwargs = unpack_arguments(arguments)
             result = getattr(self._instance, method)(*args, **kwargs)
             return ExtensionReturned(value=pack(result, name=f"the result of `{method}`"))
-        except Exception as error:  # the method is foreign code, and so is the meaning of its exceptions
+        except Exception as error:  # the method is the user's code, and the meaning of its exceptions is the user's too
             return ExtensionReturned(failure=msgspec.structs.replace(Failure.of(error), is_user_error=False))
 
     def _unknown(self, method: str) -> InvalidRequest:
@@ -72,7 +72,7 @@ def _find_class(path: str) -> type:
         raise _mistake(
             path, f"no module `{error.name}` can be imported; add its directory to PYTHONPATH, or install it"
         ) from None
-    except Exception as error:  # the module is foreign code
+    except Exception as error:  # the module is the user's code
         raise _mistake(path, f"importing `{module_name}` raised {type(error).__name__}: {error}") from error
     kind = getattr(module, class_name, None)
     if not isinstance(kind, type):

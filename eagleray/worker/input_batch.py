@@ -1,55 +1,118 @@
-"""The table of running requests: known tokens, cache blocks and progress of each row.
+"""The table of running requests, and the arrays of a forward pass that a plan makes of it.
 
-Owned by the runner. The scheduler decides which request has which row; here a row is just an index.
+Owned by the runner. The scheduler decides which request has which row; here a row is only an index.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from eagleray.messages.steps import NewRow
+from eagleray.kernels.forward_batch import ForwardBatch
+from eagleray.messages.steps import NewRow, StepPlan
 
 IntArray = npt.NDArray[np.integer[Any]]
 
 
 class InputBatch:
-    """Persistent arrays, indexed by row."""
+    """Known tokens, cache blocks and progress of each request, in persistent arrays indexed by row."""
 
     def __init__(self, *, num_rows: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
-        # calloc'd: memory is taken only by what rows really use
+        # np.zeros uses calloc, so only the rows that are used take memory.
         self.token_ids = np.zeros((num_rows, max_model_len + 1), dtype=np.int32)
         self.block_table = np.zeros((num_rows, -(-max_model_len // block_size) + 1), dtype=np.int32)
         self.num_tokens = np.zeros(num_rows, dtype=np.int64)
-        """Known tokens: the prompt and what was sampled."""
+        """Number of known tokens: the prompt and the sampled ones."""
         self.num_computed = np.zeros(num_rows, dtype=np.int64)
-        """The first this many of them are in the cache."""
+        """Number of the first tokens that are in the cache."""
         self.num_prompt = np.zeros(num_rows, dtype=np.int64)
         self.generation = np.zeros(num_rows, dtype=np.int64)
-        """How many requests have had the row: news for an earlier one must not reach the present one."""
+        """Number of requests that have had the row, so that a late token of an earlier one is recognized."""
+        self.num_used_blocks = 0
+        """Highest block id that a row has had, plus 1."""
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
 
-    def start(self, start: NewRow) -> None:
-        """A request takes the row; whatever was in it is overwritten."""
-        row, count = start.row, len(start.token_ids)
+    def add_row(self, new: NewRow) -> None:
+        """Put a request into its row and overwrite the row's former content."""
+        row, count = new.row, len(new.token_ids)
         self.generation[row] += 1
-        self.token_ids[row, :count] = start.token_ids
+        self.token_ids[row, :count] = new.token_ids
         self.num_tokens[row] = count
-        self.num_computed[row] = start.num_computed_tokens
-        self.num_prompt[row] = start.num_prompt_tokens
+        self.num_computed[row] = new.num_computed_tokens
+        self.num_prompt[row] = new.num_prompt_tokens
         self._num_blocks[row] = 0
-        self.grow(row, start.block_ids)
+        self.append_blocks(row, new.block_ids)
 
-    def grow(self, row: int, block_ids: list[int]) -> None:
+    def append_blocks(self, row: int, block_ids: list[int]) -> None:
         """Append blocks to the row's block table."""
         have = self._num_blocks[row]
         self.block_table[row, have : have + len(block_ids)] = block_ids
         self._num_blocks[row] = have + len(block_ids)
+        self.num_used_blocks = max(self.num_used_blocks, 1 + max(block_ids, default=-1))
 
-    def append(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Each of `rows` knows one more token. Shapes [n], rows without duplicates."""
+    def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
+        """Append one known token to each of `rows`. Shapes [n], rows without duplicates."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Batch of a step, and the positions of its rows in the batch. Rows that compute one token come first."""
+
+    batch: ForwardBatch
+    rows: IntArray
+    """[num_rows] Rows in the order of the batch."""
+    num_tokens: IntArray
+    """[num_rows] Number of tokens that each row computes."""
+    query_end_loc: IntArray
+    """[num_rows] Index behind the row's last token in the batch."""
+    sampling_indices: IntArray
+    """Indices into `rows` of the rows whose last known token is computed in this step."""
+
+
+def build_inputs(plan: StepPlan, rows: InputBatch) -> StepInputs:
+    """Return the inputs of `plan`, which may have no rows. Reads `rows` without changing it."""
+    row_ids = np.array(plan.rows, dtype=np.int64)
+    counts = np.array(plan.num_tokens, dtype=np.int64)
+    num_decodes = int(np.count_nonzero(counts == 1))
+    if num_decodes != len(row_ids):
+        order = np.argsort(counts != 1, kind="stable")
+        row_ids, counts = row_ids[order], counts[order]
+    first = rows.num_computed[row_ids]
+    seq_lens = first + counts
+    query_end_loc = np.cumsum(counts)
+    token_rows, positions = row_ids, first
+    if num_decodes != len(row_ids):
+        token_rows = np.repeat(row_ids, counts)
+        positions = np.arange(query_end_loc[-1]) + np.repeat(seq_lens - query_end_loc, counts)
+
+    block, offset = np.divmod(positions, rows.block_size)
+    max_blocks = -(-int(seq_lens.max(initial=0)) // rows.block_size)
+    query_start_loc = np.zeros(len(row_ids) + 1, dtype=np.int32)
+    query_start_loc[1:] = query_end_loc
+    batch = ForwardBatch(
+        token_ids=rows.token_ids[token_rows, positions],
+        positions=positions.astype(np.int32),
+        slot_mapping=(rows.block_table[token_rows, block] * rows.block_size + offset).astype(np.int32),
+        block_table=rows.block_table[row_ids, :max_blocks],
+        seq_lens=seq_lens.astype(np.int32),
+        query_start_loc=query_start_loc,
+        num_decodes=num_decodes,
+    )
+    sampling_indices = np.flatnonzero(seq_lens == rows.num_tokens[row_ids])
+    return StepInputs(batch, row_ids, counts, query_end_loc, sampling_indices)
+
+
+def token_indices_of(rows: Sequence[int], inputs: StepInputs) -> IntArray:
+    """Return the indices of these rows' tokens in the batch, in the order of `rows`."""
+    order = np.argsort(inputs.rows)
+    indices = order[np.searchsorted(inputs.rows, np.array(rows, dtype=np.int64), sorter=order)]
+    counts = inputs.num_tokens[indices]
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1]) + np.repeat(inputs.query_end_loc[indices] - ends, counts)

@@ -13,13 +13,14 @@ from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 from eagleray.worker.token_table import Entries, IntArray
 
 CHUNK_ELEMENTS = 2**20
-"""Logits worked on at once, to bound the memory."""
+"""Logits processed at once, which bounds the memory."""
 
 
 def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, k: int, start: int, ranking: Ranking) -> PromptLogprobs:
-    """The log-probabilities of prompt positions `start`, `start + 1`, … and of the `k` likeliest tokens there.
+    """Return the log-probabilities of the prompt's tokens at positions `start`, `start + 1`, … and of the `k` likeliest
+    tokens there.
 
-    logits: float32 [n, vocab_size], of the positions before them; next_token_ids: int64 [n], the prompt's own tokens.
+    logits: float32 [n, vocab_size], of the positions before them; next_token_ids: int64 [n], the prompt's tokens.
     """
     token_ids, logprobs, ranks = _score(logits, next_token_ids[:, None], k, ranking)
     return PromptLogprobs(
@@ -31,19 +32,19 @@ def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, k: int, start: int, 
 
 
 def sample_logprobs(
-    logits: Tensor, chosen: Tensor, num_top: Sequence[int], asked: Entries, ranking: Ranking
+    logits: Tensor, chosen: Tensor, num_top: Sequence[int], requested: Entries, ranking: Ranking
 ) -> list[TokenLogprobs]:
-    """What to report for each line of the raw logits [n, vocab_size].
+    """Return the report for each of the raw logits [n, vocab_size].
 
-    chosen: int64 [n], the sampled tokens; num_top: [n], how many of the likeliest to report; asked: the token ids that
-    were asked for by name, owned by lines.
+    chosen: int64 [n], the sampled tokens; num_top: [n], how many of the likeliest to report; requested: the token ids
+    that were requested by name, owned by logit indices.
     """
-    num_asked = np.bincount(asked.owners, minlength=len(chosen))
+    num_requested = np.bincount(requested.owners, minlength=len(chosen))
     k = min(max(num_top), logits.shape[1])
-    token_ids, logprobs, ranks = _score(logits, _given(chosen, asked, num_asked), k, ranking)
+    token_ids, logprobs, ranks = _score(logits, _given(chosen, requested, num_requested), k, ranking)
     columns = [
         (slice(1 + min(top, k)), slice(1 + k, 1 + k + extra))
-        for top, extra in zip(num_top, num_asked.tolist(), strict=True)
+        for top, extra in zip(num_top, num_requested.tolist(), strict=True)
     ]
     return [
         TokenLogprobs(ids[front] + ids[back], values[front] + values[back], rank)
@@ -53,29 +54,29 @@ def sample_logprobs(
     ]
 
 
-def _given(chosen: Tensor, asked: Entries, num_asked: IntArray) -> Tensor:
-    """[n, 1 + most asked] the chosen token, then the asked ones; the chosen one again where others asked for more."""
-    given = chosen[:, None].repeat(1, 1 + int(num_asked.max()))
-    order = np.argsort(asked.owners, kind="stable")
-    owners = asked.owners[order]
-    places = np.arange(len(owners)) - (np.cumsum(num_asked) - num_asked)[owners]
-    lines, columns, token_ids = map(torch.from_numpy, (owners, 1 + places, asked.token_ids[order]))
-    given[lines.to(given.device), columns.to(given.device)] = token_ids.to(given.device)
+def _given(chosen: Tensor, requested: Entries, num_requested: IntArray) -> Tensor:
+    """Return the chosen token, then the requested ones, padded with the chosen one: [n, 1 + most requested]."""
+    given = chosen[:, None].repeat(1, 1 + int(num_requested.max()))
+    order = np.argsort(requested.owners, kind="stable")
+    owners = requested.owners[order]
+    columns = 1 + np.arange(len(owners)) - (np.cumsum(num_requested) - num_requested)[owners]
+    at, column, token_ids = map(torch.from_numpy, (owners, columns, requested.token_ids[order]))
+    given[at.to(given.device), column.to(given.device)] = token_ids.to(given.device)
     return given
 
 
 def _score(logits: Tensor, given: Tensor, k: int, ranking: Ranking) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids [n, k + g] and their log-probabilities, and the ranks [n] of the first given ones, for ids [n, g].
+    """Return token ids [n, k + g], their log-probabilities, and the ranks [n] of the first given ids, for ids [n, g].
 
     Columns: the first given token, the k likeliest, the other given ones.
     """
     size = max(1, CHUNK_ELEMENTS // logits.shape[1])
-    parts = [_score_part(*part, k, ranking) for part in zip(logits.split(size), given.split(size), strict=True)]
-    token_ids, logprobs, ranks = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    chunks = [_score_chunk(*chunk, k, ranking) for chunk in zip(logits.split(size), given.split(size), strict=True)]
+    token_ids, logprobs, ranks = (torch.cat(tensors) for tensors in zip(*chunks, strict=True))
     return token_ids, logprobs, ranks
 
 
-def _score_part(logits: Tensor, given: Tensor, k: int, ranking: Ranking) -> tuple[Tensor, Tensor, Tensor]:
+def _score_chunk(logits: Tensor, given: Tensor, k: int, ranking: Ranking) -> tuple[Tensor, Tensor, Tensor]:
     token_ids = torch.cat([given[:, :1], ranking.top(logits, k), given[:, 1:]], dim=1)
     logprobs = torch.log_softmax(logits, dim=-1).gather(1, token_ids)
     ranks = 1 + (logits > logits.gather(1, given[:, :1])).sum(dim=1)

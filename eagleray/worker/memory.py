@@ -1,4 +1,4 @@
-"""How much memory there is for the cache."""
+"""The memory that the cache may take."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from eagleray.models.sharding import num_kv_heads
 from eagleray.models.spec import ModelSpec
 from eagleray.parallel.mesh import Mesh
 
-CPU_SHARE = 0.5
-"""Part of the host's free memory that the cache may take: other programs live there too."""
+CPU_FRACTION = 0.5
+"""Fraction of the host's free memory that the cache may take, because other programs use the host too."""
 
 WHOLE_MODEL = Mesh()
 
 
 def available_bytes(device: torch.device, *, gpu_memory_utilization: float, step_bytes: int) -> int:
-    """Bytes that the cache may take now that the weights are loaded.
+    """Return the bytes that the cache may take, once the weights are loaded.
 
-    On a GPU: the part of its memory that the engine may use, less what is in use and less `step_bytes`, what the
-    largest step takes for itself. On the host: half of what is free, under the container's limit if there is one.
+    On a GPU: the part of its memory that the engine may use, less the memory in use and less `step_bytes`, the need of
+    the largest step. On the host: half of the free memory, under the container's limit if there is one.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -34,11 +34,12 @@ def available_bytes(device: torch.device, *, gpu_memory_utilization: float, step
                 f"`gpu_memory_utilization` (now {gpu_memory_utilization}) or lower `max_num_batched_tokens`"
             )
         return available
-    return int((_host_free() - step_bytes) * CPU_SHARE)
+    return int((_host_free() - step_bytes) * CPU_FRACTION)
 
 
 def total_bytes(device: torch.device) -> int:
-    """Bytes of memory that the device has, used or not: of the host with its swap, under the container's limit."""
+    """Return the memory of the device in bytes, used or not: for the host with its swap, under the container's
+    limit."""
     if device.type == "cuda":
         total: int = torch.cuda.mem_get_info(device)[1]
         return total
@@ -54,17 +55,18 @@ def step_bytes(
     mesh: Mesh = WHOLE_MODEL,
     num_exchanging: int = 0,
 ) -> int:
-    """Upper estimate of what a step takes beside weights and cache, on the worker at this place of the mesh.
+    """Return an upper estimate of the bytes that a step takes beside weights and cache, on the worker at `mesh`.
 
     For each token, a few copies of its hidden state and of the widest activation of a layer, of which the worker has
-    its share; in a pipeline, hidden states that the next stage has not fetched yet. For each row that samples, a few
-    copies of its float32 logits, where they come together. `num_exchanging`: engines that send each other rows for
-    their experts, this one included; the rows of all may come to one worker, and the outputs of each row's experts.
+    its shard; in a pipeline, hidden states that the next stage has not received yet. For each row that samples, a few
+    copies of its float32 logits, where they are gathered. `num_exchanging` is the number of engines that send each
+    other tokens for their experts, this one included; the tokens of all may reach one worker, and the outputs of each
+    token's experts.
     """
     tp = mesh.tp_size
-    if (latent := spec.mla) is not None:
-        heads = latent.query_dim + latent.qk_nope_head_dim + latent.v_head_dim
-        attention = spec.num_heads // tp * heads + latent.cached_size
+    if (mla := spec.mla) is not None:
+        heads = mla.query_dim + mla.qk_nope_head_dim + mla.v_head_dim
+        attention = spec.num_heads // tp * heads + mla.cached_size
     else:
         attention = (spec.num_heads // tp + 2 * num_kv_heads(spec.num_kv_heads, tp)) * spec.head_dim
     experts = spec.moe.top_k * spec.moe.intermediate_size if spec.moe else 0
@@ -72,25 +74,26 @@ def step_bytes(
     hidden_states = 4 if mesh.is_last_stage else 5 + mesh.pp_size
     per_token = (hidden_states * spec.hidden_size + 3 * widest) * dtype.itemsize
     if spec.moe is not None:
-        per_row = 2 * dtype.itemsize + (2 + spec.moe.top_k) * 4
-        per_token += num_exchanging * spec.hidden_size * per_row
+        per_exchanged = 2 * dtype.itemsize + (2 + spec.moe.top_k) * 4
+        per_token += num_exchanging * spec.hidden_size * per_exchanged
     vocab_size = spec.vocab_size if mesh.is_sampler else spec.vocab_size // tp if mesh.is_last_stage else 0
     return num_tokens * per_token + num_logits * vocab_size * 4 * 4
 
 
 def _host_free() -> int:
-    """Bytes that this process could still take, in the smaller of host and cgroup."""
+    """Return the bytes that this process could still take, in the smaller of host and cgroup."""
     return max(0, min([_meminfo("MemAvailable"), *(limit - used for limit, used in _cgroup_limits())]))
 
 
 def _meminfo(name: str) -> int:
-    """Bytes that /proc/meminfo says of the whole host."""
+    """Return an entry of /proc/meminfo, which describes the whole host, in bytes."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def _cgroup_limits() -> Iterator[tuple[int, int]]:
-    """Bytes that the container may use and does use, by cgroups of version 2 and 1; nothing where there is no limit."""
+    """Yield the bytes that the container may use and does use, by cgroups of version 2 and 1, where there is a
+    limit."""
     for limit_file, used_file in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),

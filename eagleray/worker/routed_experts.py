@@ -1,8 +1,8 @@
-"""Which experts computed the tokens that a step reports: from the model's trace to an array of the host.
+"""The experts that computed the tokens of a step, from the model's trace to an array of the host.
 
-Owned by the runner, which begins to read after the layers have run and ends when it makes the step's result; what is
-between, above all the choice of tokens, does not wait for the copy. Every tensor-parallel rank that has all rows of the
-batch knows the same, so the first one reports; where ranks have shares of the rows, it gathers what each one knows.
+Owned by the runner, which begins to read after the layers have run and finishes when it makes the step's result; the
+work between, above all the choice of tokens, does not wait for the copy. Tensor-parallel ranks that compute all tokens
+of the batch have the same trace, so the first one reports; if each computes a shard of the tokens, it gathers theirs.
 """
 
 from __future__ import annotations
@@ -21,45 +21,47 @@ from eagleray.parallel.group import TensorParallelGroup
 from eagleray.parallel.token_shards import token_counts
 
 Reading = Callable[[], Array]
-"""Waits for what is being read: [num_lines, num_layers, top_k] in memory of its own."""
+"""Waits for the copy and returns it: [num_tokens, num_layers, top_k] in memory of its own."""
 
 IntArray = npt.NDArray[np.integer[Any]]
 
 
 class ExpertsReader:
-    """`has_row_shares`: the trace has this rank's share of the rows alone."""
+    """Reads the trace. `has_sequence_shards` says whether the trace has only this rank's shard of the tokens."""
 
     def __init__(self, trace: ExpertTrace, tp: TensorParallelGroup, *, has_sequence_shards: bool) -> None:
         self._trace = trace
         self._tp = tp
-        self._has_row_shares = has_sequence_shards and tp.size > 1 and trace.num_layers > 0
+        self._has_sequence_shards = has_sequence_shards and tp.size > 1 and trace.num_layers > 0
         self._pinned = _PinnedCopy()
 
-    def begin(self, lines: IntArray | None, num_tokens: int) -> Reading | None:
-        """Read the experts of these tokens of the last pass, which had `num_tokens`, or of all, by the layers of this
-        stage. To be called on every rank of the tensor-parallel group; None on those that have nothing to report."""
-        if self._has_row_shares:
-            ids = self._gather(np.arange(num_tokens) if lines is None else lines, num_tokens)
+    def begin(self, indices: IntArray | None, num_tokens: int) -> Reading | None:
+        """Begin to read the experts of the tokens at `indices` of the last pass, which had `num_tokens`, or of all
+        tokens, in the layers of this stage. Every rank of the tensor-parallel group must call this; it returns None on
+        ranks that report nothing."""
+        if self._has_sequence_shards:
+            ids = self._gather(np.arange(num_tokens) if indices is None else indices, num_tokens)
         elif self._tp.rank != 0:
             return None
-        elif (rows := self._trace.host_ids(lines, num_tokens)) is not None:
+        elif (rows := self._trace.host_ids(indices, num_tokens)) is not None:
             return lambda: rows
         else:
-            ids = self._trace.ids(lines, num_tokens)
+            ids = self._trace.ids(indices, num_tokens)
         if ids is None:
             return None
         return self._pinned.begin(ids) if ids.is_cuda else lambda: ids.numpy()
 
-    def _gather(self, lines: IntArray, num_tokens: int) -> Tensor | None:
-        """Shares follow each other in the batch: each rank brings what is in its own, in the batch's order."""
-        order = np.argsort(lines, kind="stable")
-        shares = token_counts(num_tokens, self._tp.size)
-        bounds = np.cumsum([0, *shares])
-        cuts = np.searchsorted(lines[order], bounds)
+    def _gather(self, indices: IntArray, num_tokens: int) -> Tensor | None:
+        """Gather the tokens of all shards on rank 0. Shards are consecutive parts of the batch, so each rank sends the
+        tokens of its own shard in the order of the batch, and rank 0 restores the order of `indices`."""
+        order = np.argsort(indices, kind="stable")
+        counts = token_counts(num_tokens, self._tp.size)
+        bounds = np.cumsum([0, *counts])
+        cuts = np.searchsorted(indices[order], bounds)
         rank = self._tp.rank
-        own = lines[order][cuts[rank] : cuts[rank + 1]] - bounds[rank]
-        ids = self._trace.ids(own, shares[rank])
-        # int32: collectives do not know uint16
+        own = indices[order][cuts[rank] : cuts[rank + 1]] - bounds[rank]
+        ids = self._trace.ids(own, counts[rank])
+        # int32, because collectives have no uint16
         gathered = self._tp.all_gather(ids.to(torch.int32).flatten(1), np.diff(cuts).tolist())
         if rank != 0:
             return None
@@ -68,9 +70,9 @@ class ExpertsReader:
 
 
 class _PinnedCopy:
-    """From a GPU to the host beside what the GPU computes, into memory that it can write by itself.
+    """Copies arrays from a GPU into pinned memory of the host, while the GPU computes.
 
-    A worker has one step at a time, and what leaves it is copied once more: no two steps ever share the memory.
+    A worker runs one step at a time, and a result is copied once more, so no two steps ever share the memory.
     """
 
     def __init__(self) -> None:
@@ -83,15 +85,15 @@ class _PinnedCopy:
         num_bytes = ids.numel() * ids.element_size()
         if num_bytes > len(self._memory):
             self._memory = torch.empty(2 * num_bytes, dtype=torch.uint8, pin_memory=True)
-        here = self._memory[:num_bytes].view(ids.dtype).view(ids.shape)
+        target = self._memory[:num_bytes].view(ids.dtype).view(ids.shape)
         self._stream.wait_stream(torch.cuda.current_stream(ids.device))
         with torch.cuda.stream(self._stream):
-            here.copy_(ids, non_blocking=True)
+            target.copy_(ids, non_blocking=True)
             copied = self._stream.record_event()
-        ids.record_stream(self._stream)  # its memory is not given to others before it is read
+        ids.record_stream(self._stream)  # keeps its memory from reuse until it is read
 
         def finish() -> Array:
             copied.synchronize()
-            return here.numpy().copy()
+            return target.numpy().copy()
 
         return finish

@@ -1,7 +1,4 @@
-"""Lists of token ids that rows bring along, laid end to end.
-
-One index operation then serves all rows of a step, however many ids each has.
-"""
+"""Token ids of all rows in one flat array, so that one index operation serves all rows of a step."""
 
 from __future__ import annotations
 
@@ -16,16 +13,16 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class Entries(NamedTuple):
-    """Flat, [num_entries] each; those of one owner in the order in which they were given."""
+    """Arrays [num_entries]. The entries of one owner are in the order in which they were given."""
 
     owners: IntArray
-    """Rows of the table; lines of the logits in what `select` returns."""
+    """Rows in the table; logit indices in the result of `select`."""
     token_ids: IntArray
     values: FloatArray
 
 
 class TokenTable:
-    """Token ids of rows, each with a value where there is one to it. The flat form is made anew only after a change."""
+    """Token ids of rows, each with a value (0 if none was given). The flat form is remade only after a change."""
 
     def __init__(self) -> None:
         self._lists: dict[int, tuple[IntArray, FloatArray]] = {}
@@ -40,16 +37,16 @@ class TokenTable:
         if self._lists.pop(row, None) is not None:
             self._flat = None
 
-    def select(self, line_of: IntArray) -> Entries:
-        """The entries of the rows that take part in a step, as (line, token id, value).
+    def select(self, logit_index_of_row: IntArray) -> Entries:
+        """Return the entries of the rows that take part in a step, as (logit index, token id, value).
 
-        `line_of`: [num_rows] the line of each row, -1 for a row that does not take part.
+        `logit_index_of_row`: [num_rows] the index of each row's logits, -1 for a row that does not take part.
         """
         if self._flat is None:
             self._flat = self._flatten()
-        lines = line_of[self._flat.owners]
-        here = lines >= 0
-        return Entries(lines[here], self._flat.token_ids[here], self._flat.values[here])
+        indices = logit_index_of_row[self._flat.owners]
+        selected = indices >= 0
+        return Entries(indices[selected], self._flat.token_ids[selected], self._flat.values[selected])
 
     def _flatten(self) -> Entries:
         owners = [np.full(len(token_ids), row, dtype=np.int64) for row, (token_ids, _) in self._lists.items()]

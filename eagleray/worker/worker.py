@@ -134,21 +134,20 @@ class ServingWorker:
         cache = KVCache.allocate(
             model.cache_shape(block_size), num_blocks=num_blocks, dtype=model.dtype, device=model.device
         )
-        self._prefaulter = CachePrefaulter(cache)
         self._runner = Runner(
             model,
             cache,
             InputBatch(num_rows=num_rows, max_model_len=loaded.max_model_len, block_size=block_size),
             SamplingState(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device),
         )
+        self._prefaulter = CachePrefaulter(cache, self._runner)
 
     def step(self, plan: StepPlan) -> StepResult | StageRoutedExperts | StepBroken | None:
         """Take the step. The exit of another engine of the expert group breaks the step and leaves this worker
         intact."""
         if self._broken is None:
             try:
-                with self._prefaulter.step(plan):
-                    return self._runner.step(plan)
+                return self._runner.step(plan)
             except ExpertGroupBroken as error:
                 self._broken = str(error)
                 logger.warning("%s was not completed: %s", plan.label, error)

@@ -17,7 +17,7 @@ def sample(logits: torch.Tensor, samplings: list[Sampling], generated: tuple[int
     rows = SamplingState(num_rows=len(samplings), vocab_size=logits.shape[1], device=torch.device("cpu"))
     order = list(range(len(samplings)))
     for row in reversed(order):
-        rows.start(row, samplings[row], [0, *generated], 1)
+        rows.add_row(row, samplings[row], [0, *generated], 1)
     return Sampler(rows, Ranking()).sample(logits.clone(), order, [1 + len(generated)] * len(order))
 
 

@@ -24,14 +24,14 @@ class Bench:
 
     def start(self, row: int, request: Request) -> None:
         self.requests[row] = Request(request.sampling, request.prompt, list(request.generated))
-        self.rows.start(row, request.sampling, request.known, len(request.prompt))
+        self.rows.add_row(row, request.sampling, request.known, len(request.prompt))
 
     def sample(self, logits: torch.Tensor, rows: list[int]) -> Sampled:
         return self.sampler.sample(logits.clone(), rows, [len(self.requests[row].known) for row in rows])
 
     def step(self, logits: torch.Tensor, rows: list[int]) -> Sampled:
         sampled = self.sample(logits, rows)
-        self.rows.append(sampled.rows, sampled.token_ids)
+        self.rows.append_tokens(sampled.rows, sampled.token_ids)
         for row, token in zip(sampled.rows, sampled.token_ids, strict=True):
             self.requests[row].generated.append(token)
         return sampled
@@ -316,8 +316,8 @@ def test_penalised_rows_hold_memory_only_while_they_run() -> None:
     for round_ in range(20):
         for row in range(3):
             bench.start(row, Request(Sampling(seed=round_, presence_penalty=1.0), [1], [2]))
-        bench.rows.end(round_ % 3)
-    assert bench.rows.penalties.num_slots <= 4
+        bench.rows.free_row(round_ % 3)
+    assert bench.rows.penalties.num_entries <= 4
 
 
 def test_an_ended_row_leaves_no_trace() -> None:
@@ -341,7 +341,7 @@ def test_an_ended_row_leaves_no_trace() -> None:
     bench.start(1, Request(everything, [3, 3], [2, 3]))
     bench.step(logits, [1])
     for row in (0, 1):
-        bench.rows.end(1)
+        bench.rows.free_row(1)
         bench.start(row, Request(plain, [3], [2]))
         sampled = bench.sample(logits, [row])
         assert (sampled.token_ids, sampled.logprobs, sampled.failures) == ([3], {}, [])

@@ -46,7 +46,7 @@ class FakeGroups:
 
 
 def start(rows: InputBatch, row: int, token_ids: list[int]) -> None:
-    rows.start(
+    rows.add_row(
         NewRow(
             row=row,
             request_id=str(row),

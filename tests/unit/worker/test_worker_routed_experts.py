@@ -19,8 +19,7 @@ from eagleray.parallel.group import SingleRankGroup
 from eagleray.parallel.groups import Groups
 from eagleray.parallel.mesh import Mesh
 from eagleray.parallel.token_shards import token_shard
-from eagleray.worker.input_batch import InputBatch
-from eagleray.worker.inputs import build_inputs, token_indices_of
+from eagleray.worker.input_batch import InputBatch, build_inputs, token_indices_of
 from eagleray.worker.routed_experts import ExpertsReader
 from eagleray.worker.runner import Runner
 from eagleray.worker.sampling_state import SamplingState
@@ -117,7 +116,7 @@ def plan(step, rows, *, new_rows=(), capture_rows=(), is_idle=False):
 def test_lines_are_in_the_order_that_was_asked_for():
     rows = make_rows()
     for row, count in {3: 4, 1: 1, 5: 2, 0: 1}.items():
-        rows.start(start(row, [1] * count))
+        rows.add_row(start(row, [1] * count))
     inputs = build_inputs(plan(0, {3: 4, 1: 1, 5: 2, 0: 1}), rows)
     assert inputs.rows.tolist() == [1, 0, 3, 5], "rows of one token come first"
     assert token_indices_of([3, 0], inputs).tolist() == [2, 3, 4, 5, 1]
@@ -128,7 +127,7 @@ def test_lines_are_in_the_order_that_was_asked_for():
 def test_inputs_of_a_step_without_rows():
     inputs = build_inputs(plan(0, {}), make_rows())
     assert inputs.batch.num_tokens == 0 and inputs.batch.query_start_loc.tolist() == [0]
-    assert len(inputs.samples) == len(inputs.rows) == 0
+    assert len(inputs.sampling_indices) == len(inputs.rows) == 0
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(256, np.uint8), (512, np.uint16)])

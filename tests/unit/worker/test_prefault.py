@@ -6,12 +6,12 @@ import ctypes
 import mmap
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from eagleray.kernels.kv_cache import HUGE_PAGE_BYTES, CacheShape, KVCache
-from eagleray.messages.steps import StepPlan
 from eagleray.worker.prefault import CachePrefaulter, _populate
 
 BLOCK_BYTES = HUGE_PAGE_BYTES // 4
@@ -24,8 +24,22 @@ def cache(num_blocks, num_layers=2):
     return KVCache.allocate(shape, num_blocks=num_blocks, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def plan(*block_ids):
-    return StepPlan(step=0, freed_rows=[], new_rows=[], new_blocks=[(0, list(block_ids))], rows=[0], num_tokens=[1])
+class FakeRunner:
+    """The attributes of a runner that describe its activity."""
+
+    def __init__(self):
+        self.num_steps = 0
+        self.is_stepping = False
+        self.num_used_blocks = 0
+
+    @contextmanager
+    def step(self, *block_ids):
+        """Run a step that uses these blocks."""
+        self.num_used_blocks = max(self.num_used_blocks, 1 + max(block_ids))
+        self.num_steps += 1
+        self.is_stepping = True
+        yield
+        self.is_stepping = False
 
 
 class Asked:
@@ -55,22 +69,23 @@ def opened():
     made = []
 
     def open_pages(of, **options):
-        made.append(CachePrefaulter(of, quiet_seconds=QUIET, **options))
-        return made[-1]
+        runner = FakeRunner()
+        made.append(CachePrefaulter(of, runner, quiet_seconds=QUIET, **options))
+        return runner
 
     yield open_pages
     for pages in made:
         pages.close()
         pages.close()
-    assert not any(thread.name == "fresh-pages" for thread in threading.enumerate())
+    assert not any(thread.name == "prefault" for thread in threading.enumerate())
 
 
 def test_so_far_ahead_layer_by_layer(opened):
     of = cache(40)
     asked = Asked(of)
-    pages = opened(of, ahead_bytes=2 * 8 * BLOCK_BYTES, populate=asked)
+    runner = opened(of, ahead_bytes=2 * 8 * BLOCK_BYTES, populate=asked)
     assert asked.until(4) == [(0, 0, 4), (1, 0, 4), (0, 4, 4), (1, 4, 4)]
-    with pages.step(plan(3, 9)):
+    with runner.step(3, 9):
         pass
     assert asked.until(8)[4:] == [(0, 8, 4), (1, 8, 4), (0, 12, 4), (1, 12, 4), (0, 16, 4), (1, 16, 4)]
 
@@ -78,8 +93,8 @@ def test_so_far_ahead_layer_by_layer(opened):
 def test_what_was_used_meanwhile_is_passed_over_and_the_end_is_the_end(opened):
     of = cache(22, num_layers=1)
     asked = Asked(of)
-    pages = opened(of, populate=asked)
-    with pages.step(plan(14)):
+    runner = opened(of, populate=asked)
+    with runner.step(14):
         pass
     assert asked.until(3) == [(0, 12, 4), (0, 16, 4), (0, 20, 2)]
 
@@ -87,8 +102,8 @@ def test_what_was_used_meanwhile_is_passed_over_and_the_end_is_the_end(opened):
 def test_nothing_while_a_step_runs(opened):
     of = cache(8)
     asked = Asked(of)
-    pages = opened(of, populate=asked)
-    with pages.step(plan(0)):
+    runner = opened(of, populate=asked)
+    with runner.step(0):
         time.sleep(10 * QUIET)
         assert asked.pieces == []
     assert len(asked.until(4)) == 4
@@ -103,9 +118,9 @@ def test_a_step_that_begins_ends_it(opened):
         began.set()
         assert let_go.wait(SECONDS)
 
-    pages = opened(of, populate=populate)
+    runner = opened(of, populate=populate)
     assert began.wait(SECONDS)
-    with pages.step(plan(0)):
+    with runner.step(0):
         let_go.set()
         time.sleep(5 * QUIET)
         assert len(asked.pieces) == 1
@@ -124,7 +139,7 @@ def test_a_system_that_does_not_do_it_is_left_alone(opened):
     assert len(calls) == 1
 
 
-def test_the_pages_are_there_and_hold_what_they_held(opened):
+def test_the_pages_are_there_and_hold_what_they_held():
     num_blocks = 20
     memory = mmap.mmap(-1, num_blocks * BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     layer = torch.frombuffer(memory, dtype=torch.float32).view(num_blocks, BLOCK_BYTES // 4)
@@ -134,7 +149,7 @@ def test_the_pages_are_there_and_hold_what_they_held(opened):
         pytest.skip(f"the system does not hand out memory in advance: {error}")
     layer[0].fill_(3.0)
     assert _resident_share(layer) < 0.5
-    opened(KVCache([layer], block_size=16))._thread.join(SECONDS)
+    CachePrefaulter(KVCache([layer], block_size=16), FakeRunner(), quiet_seconds=QUIET)._thread.join(SECONDS)
     assert _resident_share(layer) == 1.0
     assert bool((layer[0] == 3.0).all()) and not layer[1:].any()
 

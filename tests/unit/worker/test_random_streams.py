@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 from sampling_oracle import splitmix_uniform
 
-from eagleray.worker.uniform import stream_of, uniform
+from eagleray.worker.random_sampler import stream_of, uniform
 
 
 def test_known_outputs_of_splitmix64() -> None:

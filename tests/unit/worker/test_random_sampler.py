@@ -22,7 +22,7 @@ def draw(logits: torch.Tensor, uniforms: list[float], *, top_k: int | None = Non
         top_p=np.full(n, top_p),
     )
     drawn = torch.full((n,), -1)
-    drawer = RandomSampler(max_lines=n, vocab_size=vocab_size, device=torch.device("cpu"), ranking=Ranking())
+    drawer = RandomSampler(max_rows=n, vocab_size=vocab_size, device=torch.device("cpu"), ranking=Ranking())
     drawer.draw(logits.repeat(n, 1), logits.max().repeat(n), np.arange(n), settings, out=drawn)
     return drawn.tolist()
 
@@ -50,7 +50,7 @@ def test_lines_that_are_not_drawn_for_are_left_alone() -> None:
     settings = DrawSettings(np.array([0.5]), np.ones(1, dtype=np.float32), np.zeros(1), np.array([5]), np.array([1.0]))
     drawn = torch.tensor([7, 8, 9])
     logits = torch.eye(5)[[4, 3, 2]] * 100
-    RandomSampler(max_lines=3, vocab_size=5, device=torch.device("cpu"), ranking=Ranking()).draw(
+    RandomSampler(max_rows=3, vocab_size=5, device=torch.device("cpu"), ranking=Ranking()).draw(
         logits, logits.amax(1), np.array([1]), settings, out=drawn
     )
     assert drawn.tolist() == [7, 3, 9]
