@@ -128,7 +128,9 @@ class ServingWorker:
         num_rows, block_size = config.scheduling.max_num_seqs, config.cache.block_size
         self._model = model
         self._groups = loaded.groups
-        self._mesh = loaded.mesh
+        self._tp_ranks = loaded.mesh.tp_ranks
+        # Ranks that compute the same tokens count the same, so only the first of them reports.
+        self._reports_load = model.trace is not None and (loaded.mesh.tp_rank == 0 or model.has_sequence_shards)
         self._extension = loaded.extension
         self._broken: str | None = None  # cause why no step can be taken, until an expert group is joined
         cache = KVCache.allocate(
@@ -160,7 +162,7 @@ class ServingWorker:
     def join_expert_group(self, epoch: int, members: list[EngineOpened]) -> None:
         """Join the group of the opened epoch. If a member has exited by now, the next step reports it."""
         stage = [
-            msgspec.structs.replace(member, opened=[member.opened[rank] for rank in self._mesh.tp_ranks])
+            msgspec.structs.replace(member, opened=[member.opened[rank] for rank in self._tp_ranks])
             for member in members
         ]
         self._groups.experts.join(epoch, stage, timeout=JOIN_TIMEOUT_SECONDS)
@@ -171,12 +173,10 @@ class ServingWorker:
             self._broken = str(error)
 
     def read_expert_load(self) -> WorkerExpertLoad:
-        """Return the tokens that each expert has had. Ranks that compute the same tokens count the same, so only the
-        first of them reports counts."""
-        trace = self._model.trace
-        if trace is None or (self._mesh.tp_rank > 0 and not self._model.has_sequence_shards):
-            return WorkerExpertLoad(np.zeros((0, 0), dtype=np.int64))
-        return WorkerExpertLoad(trace.counts.cpu().numpy().copy())
+        """Return the tokens that each expert has had, or an empty array if this rank reports none."""
+        trace = self._model.trace if self._reports_load else None
+        counts = np.zeros((0, 0), dtype=np.int64) if trace is None else trace.counts.cpu().numpy().copy()
+        return WorkerExpertLoad(counts)
 
     def call_extension(self, method: str, arguments: bytes) -> ExtensionReturned:
         if self._extension is None:
