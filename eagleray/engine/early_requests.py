@@ -6,11 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from eagleray.engine.timeouts import JOIN_TIMEOUT_SECONDS
 from eagleray.identity import ClientId
 from eagleray.messages.requests import CallWorkers, Generate
-
-JOIN_TIMEOUT_SECONDS = 30.0
-"""Time for which the requests of a client that has not joined are kept."""
 
 
 @dataclass

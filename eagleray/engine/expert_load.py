@@ -8,13 +8,11 @@ import time
 import numpy as np
 
 from eagleray.engine.core import EngineCore
+from eagleray.engine.timeouts import EXPERT_LOAD_INTERVAL_SECONDS
 from eagleray.identity import EngineId
 from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import ExpertLoad
 from eagleray.messages.steps import WorkerExpertLoad
-
-REPORT_INTERVAL_SECONDS = 5.0
-"""Interval of the reports. Reading the load waits for the steps in flight, so the workers are idle for a moment."""
 
 
 class ExpertLoadReporter:
@@ -33,10 +31,10 @@ class ExpertLoadReporter:
         """Return the load, or None if no report is due or nothing was computed since the last one."""
         now = time.monotonic()
         if self._due == math.inf and not is_idle:  # work has begun
-            self._due = now + REPORT_INTERVAL_SECONDS
+            self._due = now + EXPERT_LOAD_INTERVAL_SECONDS
         if now < self._due and not (is_idle and self._due < math.inf):
             return None
-        self._due = math.inf if is_idle else now + REPORT_INTERVAL_SECONDS
+        self._due = math.inf if is_idle else now + EXPERT_LOAD_INTERVAL_SECONDS
         tp_size = self._core.executor.topology.tensor_parallel_size
         counts = join_loads(self._core.read_expert_load(), tp_size=tp_size)
         return ExpertLoad(engine=self._engine, counts=counts)

@@ -14,6 +14,7 @@ from eagleray.engine.core import EngineCore
 from eagleray.engine.early_requests import EarlyRequests
 from eagleray.engine.expert_load import ExpertLoadReporter
 from eagleray.engine.mailbox import EngineInbox, EngineMessage, EngineOutbox
+from eagleray.engine.timeouts import FLUSH_SECONDS, IDLE_POLL_SECONDS, STATS_INTERVAL_SECONDS
 from eagleray.errors import EngineFailed, InvalidRequest
 from eagleray.identity import SUPERVISOR, ClientId, EngineId, SupervisorId
 from eagleray.log import get_logger
@@ -25,15 +26,6 @@ from eagleray.messages.waves import WaveStarted
 from eagleray.scheduler.request import AddressedChunk
 
 logger = get_logger(__name__)
-
-STATS_SECONDS = 0.5
-"""Interval at which a working engine reports its load; it also reports when it becomes idle."""
-
-IDLE_SECONDS = 0.25
-"""Interval at which an idle engine checks its workers and connections."""
-
-FLUSH_SECONDS = 0.01
-"""Time for zmq to send a message before a step that may crash this process."""
 
 
 class EngineStepper(Protocol):
@@ -113,7 +105,7 @@ class EngineLoop:
     def _handle_messages(self) -> None:
         """Handle every message that has arrived. An idle engine waits for one and checks its workers meanwhile."""
         is_idle = not self._stepper.is_busy
-        message = self._receive(IDLE_SECONDS if is_idle else 0)
+        message = self._receive(IDLE_POLL_SECONDS if is_idle else 0)
         if is_idle:
             self._core.executor.check()
             self._check_connections()
@@ -195,7 +187,7 @@ class EngineLoop:
         if now < self._stats_due and is_idle == self._has_reported_idle:
             return
         self._check_connections()
-        self._stats_due = math.inf if is_idle else now + STATS_SECONDS
+        self._stats_due = math.inf if is_idle else now + STATS_INTERVAL_SECONDS
         self._has_reported_idle = is_idle
         stats = EngineStats(engine=self._engine, **msgspec.structs.asdict(scheduler.stats()))
         for client in self._clients:

@@ -13,17 +13,13 @@ from collections.abc import Callable
 from time import monotonic
 
 from eagleray.engine.pipeline import AwaitedStep
+from eagleray.engine.timeouts import (
+    WATCHDOG_LATE_SECONDS,
+    WATCHDOG_MARGIN_SECONDS,
+    WATCHDOG_STOP_SECONDS,
+    WATCHDOG_TICK_SECONDS,
+)
 from eagleray.errors import DeadlineExceeded
-
-GRACE_SECONDS = 5.0
-"""Margin beyond a step's time limit, at which the executor fails the step by itself."""
-
-TICK_SECONDS = 1.0
-
-LATE_SECONDS = 1.0
-"""Delay of a check from which on the process is assumed to have been stopped."""
-
-CLOSE_SECONDS = 5.0
 
 
 class StepTimer:
@@ -42,7 +38,7 @@ class StepTimer:
 
     def check(self, awaited: AwaitedStep | None, now: float) -> float | None:
         """Return the seconds that `awaited` has taken if they exceed its limit. Called every `tick` seconds."""
-        is_late = now - self._checked_at > self._tick + LATE_SECONDS
+        is_late = now - self._checked_at > self._tick + WATCHDOG_LATE_SECONDS
         self._checked_at = now
         if awaited is not self._awaited or is_late:
             self._awaited, self._since = awaited, now
@@ -59,8 +55,8 @@ class Watchdog:
         awaited: Callable[[], AwaitedStep | None],
         *,
         on_hang: Callable[[DeadlineExceeded], None],
-        grace: float = GRACE_SECONDS,
-        tick: float = TICK_SECONDS,
+        grace: float = WATCHDOG_MARGIN_SECONDS,
+        tick: float = WATCHDOG_TICK_SECONDS,
     ) -> None:
         self._awaited = awaited
         self._on_hang = on_hang
@@ -73,7 +69,7 @@ class Watchdog:
     def close(self) -> None:
         """Stop the thread; `on_hang` is not called afterwards."""
         self._is_closed.set()
-        self._thread.join(CLOSE_SECONDS)
+        self._thread.join(WATCHDOG_STOP_SECONDS)
 
     def _watch(self) -> None:
         while not self._is_closed.wait(self._tick):

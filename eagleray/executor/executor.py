@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from eagleray.errors import ChannelClosed, DeadlineExceeded, ExpertGroupBroken, WorkerFailed, WorkerLost
-from eagleray.executor.failure_monitor import PEER_EXIT_SECONDS
 from eagleray.executor.group import WorkerGroup
+from eagleray.executor.timeouts import PEER_EXIT_SECONDS, ROOT_CAUSE_SECONDS, STEP_TIMEOUT_SECONDS
 from eagleray.messages.arrays import Array
 from eagleray.messages.failure import Ended
 from eagleray.messages.steps import (
@@ -29,12 +29,6 @@ from eagleray.messages.steps import (
 )
 
 Body = TypeVar("Body", bound=WorkerReply)
-
-STEP_SECONDS = 600.0
-"""Time limit of a step whose sender sets none."""
-
-ROOT_CAUSE_SECONDS = 0.3
-"""Time to wait for the report of a worker's exit: its peers fail too, and their failures may arrive first."""
 
 
 class PendingStep:
@@ -66,7 +60,7 @@ class Executor:
         self._last_call_id = 0
         self._replies: dict[int, dict[int, WorkerReply]] = {}  # call id -> rank -> reply, of calls not yet collected
 
-    def step(self, plan: StepPlan, *, seconds: float = STEP_SECONDS) -> PendingStep:
+    def step(self, plan: StepPlan, *, seconds: float = STEP_TIMEOUT_SECONDS) -> PendingStep:
         """Send `plan` to every worker. The result is the reply of the rank that samples, merged with the replies of
         other stages that report something.
 

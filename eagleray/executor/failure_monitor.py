@@ -8,10 +8,6 @@ from collections.abc import Callable
 from eagleray.errors import ChannelClosed, WorkerFailed, WorkerLost
 from eagleray.messages.failure import Failure
 
-PEER_EXIT_SECONDS = 3.0
-"""Time to wait for the report of a worker's exit after one of its peers lost the connection. Ray takes 2 s to notice
-that a whole host is lost."""
-
 
 class FailureMonitor:
     """Keeps the first report. `wake` is called then, so that a thread that waits for replies checks again."""

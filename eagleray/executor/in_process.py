@@ -9,15 +9,13 @@ from collections import deque
 from eagleray.config.resolve import first_device
 from eagleray.config.sections import Config
 from eagleray.errors import DeadlineExceeded
+from eagleray.executor.timeouts import THREAD_STOP_SECONDS
 from eagleray.identity import EngineId, WorkerId
 from eagleray.messages.steps import Call, Reply
 from eagleray.messages.workers import Topology
 from eagleray.worker.worker import Worker
 
 SINGLE_WORKER = Topology(tensor_parallel_size=1, pipeline_parallel_size=1, nodes=["here"], addresses=["127.0.0.1"])
-
-STOP_TIMEOUT_SECONDS = 10.0
-"""Time for the worker's thread to finish its current call."""
 
 
 def _worker(engine: EngineId, config: Config) -> Worker:
@@ -78,10 +76,10 @@ class ThreadGroup:
         if not self._thread.is_alive():
             return
         self._calls.put(None)
-        self._thread.join(STOP_TIMEOUT_SECONDS)
+        self._thread.join(THREAD_STOP_SECONDS)
         if self._thread.is_alive():
             raise DeadlineExceeded(
-                f"the worker's thread still runs {STOP_TIMEOUT_SECONDS:.0f} s after it was asked to stop"
+                f"the worker's thread still runs {THREAD_STOP_SECONDS:.0f} s after it was asked to stop"
             )
 
     def _run(self) -> None:

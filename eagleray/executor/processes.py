@@ -11,6 +11,7 @@ from eagleray.config.resolve import first_device
 from eagleray.config.sections import Config
 from eagleray.executor.failure_monitor import FailureMonitor
 from eagleray.executor.queue_group import QueueGroup
+from eagleray.executor.timeouts import PROCESS_STOP_SECONDS
 from eagleray.executor.worker_specs import encode_worker_specs, open_heartbeat_monitor, worker_labels
 from eagleray.identity import EngineId, WorkerId
 from eagleray.log import get_logger
@@ -21,9 +22,6 @@ from eagleray.process.spawn import Child
 from eagleray.transport.message_queue_hub import MessageQueueHub
 
 logger = get_logger(__name__)
-
-STOP_TIMEOUT_SECONDS = 3.0
-"""Time for workers to exit after the queue was closed, and again after SIGTERM."""
 
 
 def start_processes(engine: EngineId, config: Config, *, runtime_dir: Path) -> QueueGroup:
@@ -93,10 +91,10 @@ def _stop(children: list[Child], close_queue: Callable[[], None], failures: Fail
         for child in children:
             child.kill()
     for stronger in (Child.terminate, Child.kill):
-        deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
+        deadline = time.monotonic() + PROCESS_STOP_SECONDS
         late = [child for child in children if not child.wait(max(0.0, deadline - time.monotonic()))]
         for child in late:
-            logger.warning("%s has not exited within %.0f s: %s", child.label, STOP_TIMEOUT_SECONDS, stronger.__name__)
+            logger.warning("%s has not exited within %.0f s: %s", child.label, PROCESS_STOP_SECONDS, stronger.__name__)
             stronger(child)
     for child in children:
-        child.wait(STOP_TIMEOUT_SECONDS)
+        child.wait(PROCESS_STOP_SECONDS)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from eagleray.errors import ChannelClosed, WorkerLost
-from eagleray.executor.failure_monitor import PEER_EXIT_SECONDS, FailureMonitor
+from eagleray.executor.failure_monitor import FailureMonitor
+from eagleray.executor.timeouts import PEER_EXIT_SECONDS, SEND_TIMEOUT_SECONDS
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Ended
 from eagleray.messages.steps import Call, Reply
 from eagleray.messages.workers import Topology
 from eagleray.transport.message_queue_hub import MessageQueueHub
-
-SEND_TIMEOUT_SECONDS = 60.0
-"""Time for a worker to make room in its queue; a live worker that does not is hung."""
 
 
 class QueueGroup:

@@ -25,12 +25,7 @@ from typing import Any
 import zmq
 
 from eagleray.errors import ChannelClosed
-
-SPIN_SECONDS = 100e-6
-"""Time to poll before sleeping: a reply often arrives at once, and waking up takes 30 us."""
-
-SLEEP_SECONDS = 0.5
-"""Longest sleep without a check."""
+from eagleray.transport.timeouts import DOORBELL_SLEEP_SECONDS, DOORBELL_SPIN_SECONDS
 
 sched_yield = getattr(os, "sched_yield", lambda: None)
 
@@ -96,7 +91,7 @@ class Doorbell:
 
         `flags` belong to the bells that ring for the awaited change. Raises `ChannelClosed` once stopped.
         """
-        spin_until = min(deadline, monotonic() + SPIN_SECONDS)
+        spin_until = min(deadline, monotonic() + DOORBELL_SPIN_SECONDS)
         while monotonic() < spin_until:
             if ready():
                 return
@@ -105,7 +100,7 @@ class Doorbell:
             flag[0] = 1
         with self._fence:
             pass
-        if not ready() and (left := min(deadline - monotonic(), SLEEP_SECONDS)) > 0:
+        if not ready() and (left := min(deadline - monotonic(), DOORBELL_SLEEP_SECONDS)) > 0:
             self._poller.poll(math.ceil(left * 1000))
             with contextlib.suppress(BlockingIOError):
                 os.read(self.read_end, 4096)

@@ -32,16 +32,12 @@ from eagleray.transport.router_dealer import (
     close_router,
     connect_dealer,
 )
-
-BEAT_SECONDS = 1.0
-
-LATE_SECONDS = 1.0
-"""Delay of the loop from which on the process is assumed to have been stopped."""
-
-FIRST_SECONDS = 3.0
-"""Least time for the first reply, because a starting process is busy."""
-
-CLOSE_SECONDS = 5.0
+from eagleray.transport.timeouts import (
+    FIRST_HEARTBEAT_SECONDS,
+    HEARTBEAT_INTERVAL_SECONDS,
+    HEARTBEAT_LATE_SECONDS,
+    HEARTBEAT_STOP_SECONDS,
+)
 
 BEAT = b""
 
@@ -79,7 +75,7 @@ class LivenessClock(Generic[Who]):
     def silent(self, now: float) -> list[tuple[Who, float]]:
         """Return the peers without a heartbeat for their limit, once each, and for how many seconds. Called every
         `tick` seconds."""
-        if now - self._ran > self._tick + LATE_SECONDS:
+        if now - self._ran > self._tick + HEARTBEAT_LATE_SECONDS:
             self._last = dict.fromkeys(self._last, now)
         self._ran = now
         silent = [
@@ -231,7 +227,7 @@ class HeartbeatSender:
         handle = msgspec.msgpack.decode(encoded, type=HeartbeatHandle)
         socket, _ = connect_dealer(handle.contact)
         sender = cls(socket=socket, secret=handle.secret, limit=handle.limit, on_silent=on_silent)
-        timeout = max(handle.limit, FIRST_SECONDS)
+        timeout = max(handle.limit, FIRST_HEARTBEAT_SECONDS)
         if not sender._is_answered.wait(timeout):
             sender.close()
             raise ChannelClosed(f"no answer to the first heartbeat within {timeout:g} s")
@@ -279,7 +275,7 @@ class _Thread:
         """Stop the thread. May be called from any thread, including this one. Idempotent."""
         self._bell.stop()
         if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_SECONDS)
+            self._thread.join(HEARTBEAT_STOP_SECONDS)
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -298,4 +294,4 @@ class _Thread:
 
 
 def _tick(limit: float) -> float:
-    return min(BEAT_SECONDS, limit / 4)
+    return min(HEARTBEAT_INTERVAL_SECONDS, limit / 4)

@@ -26,14 +26,13 @@ from eagleray.transport.message_queue_handle import MessageQueueHandle
 from eagleray.transport.ring import Frame
 from eagleray.transport.router_dealer import SECRET_BYTES
 from eagleray.transport.shared_rings import SharedRingsHub, supports_shared_memory
+from eagleray.transport.timeouts import CHECK_INTERVAL_SECONDS
 
 CAPACITY = 4 << 20
 """Size of a ring in shared memory, in bytes."""
 
 WINDOW = 16 << 20
 """Bytes in flight on a connection, in each direction."""
-
-CHECK_SECONDS = 0.1
 
 
 class MessageQueueHub:
@@ -109,7 +108,7 @@ class MessageQueueHub:
                     break
                 if monotonic() >= deadline:
                     raise DeadlineExceeded(f"{_name(missing)} did not attach to the queue within {timeout:g} s")
-                self._bell.wait(_never, min(deadline, monotonic() + CHECK_SECONDS), self._flags)
+                self._bell.wait(_never, min(deadline, monotonic() + CHECK_INTERVAL_SECONDS), self._flags)
             self._keep_what_is_used()
             return media
 

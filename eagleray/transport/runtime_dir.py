@@ -28,6 +28,7 @@ from typing import Any
 import zmq
 
 from eagleray.errors import ConfigError
+from eagleray.transport.timeouts import EMPTY_DIR_SECONDS, UNLOCKED_DIR_SECONDS
 
 PREFIX = "eagleray-"
 SUFFIX = ".run"
@@ -38,11 +39,6 @@ UNLOCKED_NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")
 MAX_DIR_LENGTH = 70
 """Limit that leaves room for the names of identities: a Unix socket's path has at most 107 bytes."""
 
-BIRTH_SECONDS = 5.0
-"""Age of a directory up to which it may be unlocked because it has just been made."""
-
-EMPTY_SECONDS = 60.0
-"""Age up to which an empty directory of a version that did not lock is kept."""
 
 _locks: dict[Path, int] = {}
 """Directories of this process, and the descriptors that hold their locks."""
@@ -86,7 +82,7 @@ def remove_dead_sockets(path: Path) -> None:
         with contextlib.suppress(OSError):  # removed meanwhile
             state = socket.stat()
             # A new socket exists for a moment before its owner listens.
-            is_new = time.time() - state.st_mtime < BIRTH_SECONDS
+            is_new = time.time() - state.st_mtime < UNLOCKED_DIR_SECONDS
             if stat.S_ISSOCK(state.st_mode) and not is_new and not is_listening(socket):
                 socket.unlink()
 
@@ -182,8 +178,8 @@ def _remove_if_abandoned(entry: os.DirEntry[str]) -> None:
     if state.st_uid != os.geteuid() or not entry.is_dir(follow_symlinks=False):
         return
     age = time.time() - state.st_mtime
-    if UNLOCKED_NAME.fullmatch(entry.name) and age > EMPTY_SECONDS:
+    if UNLOCKED_NAME.fullmatch(entry.name) and age > EMPTY_DIR_SECONDS:
         os.rmdir(entry.path)  # fails unless it is empty
-    elif LOCKED_NAME.fullmatch(entry.name) and age > BIRTH_SECONDS and (lock := _lock(entry.path)) is not None:
+    elif LOCKED_NAME.fullmatch(entry.name) and age > UNLOCKED_DIR_SECONDS and (lock := _lock(entry.path)) is not None:
         shutil.rmtree(entry.path, ignore_errors=True)
         os.close(lock)

@@ -20,7 +20,7 @@ from eagleray.cluster.local_cluster import OnLost
 from eagleray.cluster.worker_actors import WorkerActors, open_worker_actors
 from eagleray.config.sections import Config
 from eagleray.errors import FailedCall
-from eagleray.executor.failure_monitor import PEER_EXIT_SECONDS, FailureMonitor
+from eagleray.executor.failure_monitor import FailureMonitor
 from eagleray.executor.ray_graph.graph import (
     Frames,
     Graph,
@@ -31,6 +31,7 @@ from eagleray.executor.ray_graph.graph import (
     to_ray_frames,
     wait_until_ready,
 )
+from eagleray.executor.timeouts import PEER_EXIT_SECONDS
 from eagleray.executor.worker_specs import encode_worker_specs, open_heartbeat_monitor
 from eagleray.identity import EngineId
 from eagleray.messages.codec import Codec

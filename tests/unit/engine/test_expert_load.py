@@ -50,7 +50,7 @@ def test_expert_load_reporter_idle_reports_once(reporter):
 
 
 def test_expert_load_reporter_busy_reports_at_intervals(reporter, monkeypatch):
-    monkeypatch.setattr(expert_load, "REPORT_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(expert_load, "EXPERT_LOAD_INTERVAL_SECONDS", 0.0)
     assert all(reporter.report(is_idle=False) is not None for _ in range(2))
 
 

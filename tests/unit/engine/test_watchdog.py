@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from eagleray.engine.pipeline import AwaitedStep
-from eagleray.engine.watchdog import LATE_SECONDS, StepTimer, Watchdog
+from eagleray.engine.watchdog import WATCHDOG_LATE_SECONDS, StepTimer, Watchdog
 from eagleray.messages.steps import StepPlan
 
 TICK = 1.0
@@ -60,7 +60,7 @@ def test_step_timer_slightly_late_check_keeps_the_clock():
     timer = make_timer()
     step = awaited()
     assert checks(timer, step, 0, 65) == []
-    assert timer.check(step, 65.0 + TICK + LATE_SECONDS) == 67.0
+    assert timer.check(step, 65.0 + TICK + WATCHDOG_LATE_SECONDS) == 67.0
 
 
 def test_watchdog_hung_step_is_reported_once():
