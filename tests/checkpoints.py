@@ -50,7 +50,7 @@ LATENT: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "first_k_dense_replace": 1,
 }
-"""Of the DeepSeek families."""
+"""Fields of the DeepSeek families."""
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 64},
@@ -105,10 +105,11 @@ def make_checkpoint(
     max_shard_size: str = "1GB",
     **config_overrides: Any,
 ) -> Path:
-    """A checkpoint of random weights in `directory`, which is returned. The same arguments give the same one.
+    """Write a checkpoint of random weights into `directory`, and return the directory. Equal arguments give equal
+    checkpoints.
 
-    `config_overrides` are fields of transformers' configuration. Token ids 0 to 2 are special, 2 ends a turn (with
-    `tokenizer=False` nothing ends anything).
+    `config_overrides` are fields of transformers' configuration. Token ids 0 to 2 are special, and 2 ends a turn; with
+    `tokenizer=False` no token ends a turn.
     """
     end = {"eos_token_id": SPECIAL_TOKENS.index("<|im_end|>")} if tokenizer else {}
     config_class, model_class = CLASSES[family]
@@ -124,7 +125,7 @@ def make_checkpoint(
 
 
 def edit_config(directory: Path, *remove: str, **fields: Any) -> None:
-    """Change a checkpoint's config.json by hand: what transformers would not write."""
+    """Change a checkpoint's config.json, also in ways that transformers would not write."""
     path = directory / "config.json"
     config = json.loads(path.read_text())
     for name in remove:
@@ -133,7 +134,7 @@ def edit_config(directory: Path, *remove: str, **fields: Any) -> None:
 
 
 def write_tokenizer(directory: Path, *, vocab_size: int) -> None:
-    """A byte-level BPE tokenizer with a chat template, trained on a few sentences."""
+    """Write a byte-level BPE tokenizer with a chat template, trained on a few sentences."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -155,7 +156,7 @@ def write_tokenizer(directory: Path, *, vocab_size: int) -> None:
 
 
 def _vary(model: torch.nn.Module) -> None:
-    """transformers starts norms at 1 and biases at 0, which would hide a norm or a bias that is left out."""
+    """Add noise to norms and biases: transformers' 1 and 0 would hide a norm or a bias that is left out."""
     router_biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     with torch.no_grad():
         biases = [weight for name, weight in model.named_parameters() if weight.dim() == 1 or name.endswith("_bias")]
@@ -172,7 +173,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the progress bars and messages of transformers."""
+    """Suppress the progress bars and messages of transformers."""
     logging = transformers.utils.logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""transformers as the truth about what a checkpoint computes."""
+"""transformers as the reference for the logits of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ class Oracle:
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """[num_tokens, vocab_size]: row i predicts token i + 1."""
+        """Return logits [num_tokens, vocab_size], of which row i predicts token i + 1."""
         return self.model(torch.tensor([list(token_ids)])).logits[0].float()
 
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
         return torch.log_softmax(self.logits(token_ids), dim=-1)
 
     def assert_greedy(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Every token of `output` is the likeliest after what precedes it, or as good as that.
+        """Assert that every token of `output` is the likeliest one after its prefix, within `MARGIN`.
 
-        One pass over prompt and output: by induction the same as comparing with `generate`, token by token.
+        This takes one pass over prompt and output. By induction it is the same as comparing with `generate` token by
+        token.
         """
         logits = self.logits([*prompt, *output])[len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]

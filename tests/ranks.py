@@ -1,4 +1,4 @@
-"""Several ranks of an engine, each in a thread of the test's process."""
+"""Several ranks of an engine. Each is a thread of the test's process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ DEADLINE = 60.0
 
 
 def topology(*, tp: int = 1, pp: int = 1, nodes: Sequence[str] | None = None) -> Topology:
-    """By default on one node."""
+    """Return the topology of ranks, by default on one node."""
     nodes = list(nodes or ["node"] * (tp * pp))
     addresses = ["127.0.0.1"] * len(nodes)
     return Topology(tensor_parallel_size=tp, pipeline_parallel_size=pp, nodes=nodes, addresses=addresses)
 
 
 def together(functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What each returns, all at the same time. The first exception is raised at once; its peers may wait for ever."""
+    """Run the functions at the same time, and return their results. The first exception is raised at once; the other
+    functions may wait forever."""
     done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
 
     def run(number: int) -> None:
@@ -53,10 +54,10 @@ def open_all(where: Topology) -> list[OpenedGroups]:
 
 
 def run_ranks(function: Callable[[Groups], Any], where: Topology) -> list[Any]:
-    """What `function` returns on each rank, given the groups of that rank."""
+    """Return the result of `function` on each rank, given the groups of that rank."""
     opened = open_all(where)
-    said: list[GroupOpened] = [one.opened for one in opened]
-    groups = together([lambda one=one: one.join(said, timeout=DEADLINE) for one in opened])
+    handles: list[GroupOpened] = [one.opened for one in opened]
+    groups = together([lambda one=one: one.join(handles, timeout=DEADLINE) for one in opened])
     results = together([lambda one=one: function(one) for one in groups])
     for holder in [*groups, *opened]:  # not if a rank has failed: others may still be in an operation
         holder.close()

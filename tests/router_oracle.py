@@ -1,4 +1,4 @@
-"""transformers as the truth about which experts compute a token."""
+"""transformers as the reference for the experts that compute a token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from oracle import MARGIN, oracle
 
 
 class RouterOracle:
-    """What the routers of a checkpoint choose."""
+    """The choices of a checkpoint's routers."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._oracle = oracle(checkpoint)
@@ -22,8 +22,8 @@ class RouterOracle:
         assert self._routers, "the model has no routers"
 
     def choices(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Experts [num_tokens, num_layers, top_k], the best first, and what they are ranked by [num_tokens, num_layers,
-        num_experts]."""
+        """Return experts [num_tokens, num_layers, top_k], the best first, and the scores by which they are ranked
+        [num_tokens, num_layers, num_experts]."""
         outputs: list[Any] = []
         hooks = [router.register_forward_hook(lambda *call: outputs.append(call[-1])) for router in self._routers]
         try:
@@ -39,7 +39,7 @@ class RouterOracle:
 
 
 def _ranked_by(router: Any, logits: torch.Tensor) -> torch.Tensor:
-    """DeepSeek-V3 has a bias for the choice alone."""
+    """Return the scores by which a router ranks experts. DeepSeek-V3 has a bias that is used only for the choice."""
     bias = getattr(router, "e_score_correction_bias", None)
     return logits if bias is None else logits.sigmoid() + bias
 
@@ -50,13 +50,15 @@ def router_oracle(checkpoint: Path) -> RouterOracle:
 
 
 def assert_rows(checkpoint: Path, token_ids: Sequence[int], rows: np.ndarray, *, start: int = 0) -> None:
-    """`rows` are those of a whole sequence from `start` on: of all its tokens but the last one."""
+    """Assert that `rows` are the routed experts of a whole sequence from `start` on, for all tokens but the last
+    one."""
     assert_some_rows(checkpoint, token_ids, rows, start=start)
     assert start + len(rows) == len(token_ids) - 1
 
 
 def assert_some_rows(checkpoint: Path, token_ids: Sequence[int], rows: np.ndarray, *, start: int = 0) -> None:
-    """`rows` are those of consecutive tokens. Experts that are as good as equal may change places."""
+    """Assert that `rows` are the routed experts of consecutive tokens. Experts with almost equal scores may be
+    swapped."""
     experts, ranks = (array[start : start + len(rows)] for array in router_oracle(checkpoint).choices(token_ids))
     assert rows.shape == experts.shape
     assert rows.dtype == (np.uint8 if ranks.shape[-1] <= 256 else np.uint16)

@@ -1,4 +1,4 @@
-"""What the process of `test_expert_group_processes.py` does: the one worker of an engine that shares the experts."""
+"""The child process of `test_expert_group_processes.py`: the only worker of an engine that shares the experts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def open_group(group: ExpertGroup, epoch: int, node: str, address: str) -> Engin
 
 
 def exchange(group: ExpertGroup) -> None:
-    """Many operations of sizes that only the seed knows, below and above a slot, each checked."""
+    """Run and check many operations of random sizes below and above a buffer."""
     sizes = random.Random(0)
     for number in range(400):
         most = 400 if number % 50 == 0 else 3
@@ -43,13 +43,13 @@ def exchange(group: ExpertGroup) -> None:
         assert (received == torch.tensor(expected, dtype=torch.int64)[:, None]).all()
 
 
-def member(epoch: int, node: str, address: str, told: Connection) -> None:
-    """Open, join with what we are told, then take steps until the end."""
+def member(epoch: int, node: str, address: str, pipe: Connection) -> None:
+    """Open, join with the received members, then take steps until the process is killed."""
     torch.set_num_threads(1)
     group = make_group(1, address)
     own = open_group(group, epoch, node, address)
-    told.send(own)
-    group.join(epoch, [told.recv(), own], timeout=DEADLINE)
+    pipe.send(own)
+    group.join(epoch, [pipe.recv(), own], timeout=DEADLINE)
     if epoch == 1:
         exchange(group)
     while True:

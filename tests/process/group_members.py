@@ -1,4 +1,4 @@
-"""What the processes of `test_groups.py` do: each is a rank, told what to do over a pipe."""
+"""The child processes of `test_groups_processes.py`: each is a rank that is controlled over a pipe."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from eagleray.parallel.mesh import Mesh
 DEADLINE = 60.0
 
 
-def member(rank: int, where: Topology, told: Connection) -> None:
-    """Open, join with what we are told, then do what `told` names until it ends."""
+def member(rank: int, where: Topology, pipe: Connection) -> None:
+    """Open, join with the received handles, then do the named work until None is received."""
     torch.set_num_threads(1)
     mesh = Mesh(rank=rank, tp_size=where.tensor_parallel_size, pp_size=where.pipeline_parallel_size)
     opened = OpenedGroups.open(mesh=mesh, topology=where, device=torch.device("cpu"))
-    told.send(opened.opened)
+    pipe.send(opened.opened)
     try:
-        groups = opened.join(told.recv(), timeout=DEADLINE)
-        told.send("joined")
-        while (work := told.recv()) is not None:
-            told.send(WORK[work](groups))
+        groups = opened.join(pipe.recv(), timeout=DEADLINE)
+        pipe.send("joined")
+        while (work := pipe.recv()) is not None:
+            pipe.send(WORK[work](groups))
         groups.close()
     except Exception as error:
-        told.send(error)
+        pipe.send(error)
 
 
 def sums(groups: Groups) -> list[float]:
-    """Many, of sizes below and above a slot, each checked."""
+    """Run and check many operations of sizes below and above a buffer."""
     expected = sum(rank + 1 for rank in range(groups.tp.size))
     for size in [1, 5, 1024, 700_000] + [64] * 300:
         x = torch.full((size,), groups.tp.rank + 1.0)
@@ -42,7 +42,7 @@ def sums(groups: Groups) -> list[float]:
 
 
 def relay(groups: Groups) -> list[int]:
-    """Hidden states go to the last stage, tokens come back to the first rank."""
+    """Send hidden states to the last stage, and tokens back to the first rank."""
     mesh, stages = groups.mesh, groups.stages
     hidden = torch.full((3, 8), float(mesh.tp_rank))
     if not mesh.is_first_stage:

@@ -1,4 +1,4 @@
-"""A member of the expert group is killed: those that wait for it know it at once, and go on with its successor."""
+"""A member of the expert group is killed: ranks that wait for it notice it at once, and continue with its successor."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ ELSEWHERE = ("elsewhere", "127.0.0.2")
 
 
 class Member:
-    """The engine of rank 1."""
-
     def __init__(self, epoch: int, where: tuple[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
@@ -33,33 +31,33 @@ class Member:
 
 
 @pytest.mark.parametrize("where", [HERE, ELSEWHERE], ids=["one node", "two nodes"])
-def test_a_killed_member_is_noticed_and_replaced(where):
+def test_expert_group_killed_member_is_noticed_and_replaced(where):
     own_node, own_address = ("here", where[1])
     group = make_group(0, own_address)
     for epoch in (1, 2):
-        said = Member(epoch, where)
+        other = Member(epoch, where)
         own = open_group(group, epoch, own_node, own_address)
-        said.pipe.send(own)
-        group.join(epoch, [own, said.opened], timeout=DEADLINE)
+        other.pipe.send(own)
+        group.join(epoch, [own, other.opened], timeout=DEADLINE)
         if epoch == 1:
             exchange(group)
         for _ in range(3):
             assert group.agree(False, 7) == (True, [7, epoch])
-        said.kill()
+        other.kill()
         with pytest.raises(ExpertGroupBroken, match=f"the group of epoch {epoch} is broken"):
-            for _ in range(3):  # it may have said something more before its end
+            for _ in range(3):  # it may have published something more before it was killed
                 group.agree(False, 7)
         with pytest.raises(ExpertGroupBroken):
             group.all_reduce(torch.zeros(1))
     group.leave()
 
 
-def test_a_member_that_is_killed_before_it_joins():
+def test_join_member_killed_before_joining_breaks_the_group():
     group = make_group(0, HERE[1])
-    said = Member(1, HERE)
+    other = Member(1, HERE)
     own = open_group(group, 1, *HERE)
-    said.kill()
-    group.join(1, [own, said.opened], timeout=DEADLINE)
+    other.kill()
+    group.join(1, [own, other.opened], timeout=DEADLINE)
     with pytest.raises(ExpertGroupBroken, match=r"expert rank 1 of 2 is gone: process \d+ has ended"):
         group.agree(False, 1)
     group.leave()

@@ -157,7 +157,7 @@ def test_process_group_worker_that_never_attaches_is_named(monkeypatch):
     assert children() == before
 
 
-def test_workers_end_with_an_engine_that_is_killed(tmp_path):
+def test_workers_exit_when_their_engine_is_killed(tmp_path):
     program = (
         "import time; from pathlib import Path; from eagleray.config.build import build_config\n"
         "from eagleray.executor.choose import open_executor; from eagleray.identity import EngineId\n"

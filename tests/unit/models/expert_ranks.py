@@ -1,4 +1,4 @@
-"""Engines that share experts, each rank of each in a thread of the test's process."""
+"""Engines that share experts. Every rank of every engine is a thread of the test's process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = {name: ExpertOptions(dispatch=name) for name in ("all-reduce", "all-ga
 
 
 def open_engines(num_engines: int, *, tp: int = 1) -> list[list[Groups]]:
-    """The groups of every rank of every engine; those that share experts are still to be joined."""
+    """Return the groups of every rank of every engine, with the expert groups not yet joined."""
     engines = []
     for engine in range(num_engines):
         opened = [
@@ -31,8 +31,8 @@ def open_engines(num_engines: int, *, tp: int = 1) -> list[list[Groups]]:
             )
             for rank in range(tp)
         ]
-        said = [one.opened for one in opened]
-        engines.append(together([partial(one.join, said, timeout=DEADLINE) for one in opened]))
+        handles = [one.opened for one in opened]
+        engines.append(together([partial(one.join, handles, timeout=DEADLINE) for one in opened]))
     return engines
 
 
@@ -47,7 +47,7 @@ def join_experts(engines: list[list[Groups]], *, epoch: int = 1) -> None:
 
 
 def run_engines(function: Callable[[Groups, int], Any], *, num_engines: int, tp: int = 1) -> list[list[Any]]:
-    """What `function(groups, engine)` returns on each rank of each engine."""
+    """Return the result of `function(groups, engine)` on each rank of each engine."""
     engines = open_engines(num_engines, tp=tp)
     join_experts(engines)
     everyone = [(groups, engine) for engine, ranks in enumerate(engines) for groups in ranks]

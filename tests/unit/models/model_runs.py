@@ -1,4 +1,4 @@
-"""Drives a model over a paged cache the way a worker does, in small."""
+"""A small driver that runs a model over a paged cache as a worker does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load(directory: Path, **options: Any) -> Model:
 
 
 class PagedRun:
-    """Sequences that share a cache. Their blocks are neither in order nor next to each other."""
+    """Sequences that share a cache. Their blocks are neither in order nor adjacent."""
 
     def __init__(self, model: Model, *, block_size: int = 8, num_blocks: int = 400) -> None:
         self.model = model
@@ -41,8 +41,8 @@ class PagedRun:
         self._blocks[name] = [self._free.pop() for _ in range(-(-len(tokens) // self.block_size))]
 
     def step(self, counts: dict[str, int]) -> dict[str, Tensor]:
-        """Compute the next `counts[name]` tokens of each; logits [count, vocab_size] by name, or nothing on a rank that
-        has none. No counts: a step for the sake of other engines, if one of them works."""
+        """Compute the next `counts[name]` tokens of each sequence. Return logits [count, vocab_size] by name, or
+        nothing on a rank that has no logits. Without counts, the step serves other engines that are busy, if any."""
         names = sorted(counts, key=lambda name: counts[name] != 1)
         if not self.model.begin_step(not counts, sum(counts.values())):
             return {}
@@ -59,7 +59,8 @@ class PagedRun:
         return dict(zip(names, logits.split([counts[name] for name in names]), strict=True))
 
     def run(self, name: str, chunk: int) -> Tensor:
-        """The rest of one sequence, `chunk` tokens at a time; logits [tokens, vocab_size] (see `step`)."""
+        """Compute the rest of one sequence, `chunk` tokens at a time, and return logits [tokens, vocab_size] (see
+        `step`)."""
         pieces = []
         while (left := len(self._tokens[name]) - self._computed[name]) > 0:
             pieces += self.step({name: min(chunk, left)}).values()
@@ -87,7 +88,7 @@ class PagedRun:
 
 
 def logits_in_chunks(model: Model, tokens: Sequence[int], chunk: int, **options: Any) -> Tensor:
-    """[tokens, vocab_size]"""
+    """Return logits [tokens, vocab_size]."""
     run = PagedRun(model, **options)
     run.add("only", tokens)
     return run.run("only", chunk)

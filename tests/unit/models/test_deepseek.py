@@ -1,5 +1,5 @@
-"""DeepSeek models give transformers' logits in every variant, however the prompt is cut and whatever shares the batch,
-divided among ranks or whole; and their cache holds latents."""
+"""DeepSeek models have transformers' logits in every variant, for any chunks of the prompt and any batch, divided among
+ranks or whole; their cache holds latents."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from eagleray.models.moe.layout import ExpertOptions
 from eagleray.parallel.groups import Groups
 
 EXACT = 5e-5
-"""Logits are about 8 at most; they are computed in float32 in another order."""
+"""Tolerance for logits of at most about 8 that are computed in float32 in another order."""
 ROUNDING = 1e-4
-"""Sums over ranks are computed in another order still."""
+"""Tolerance for sums over ranks, which are computed in yet another order."""
 
 YARN = {
     "rope_type": "yarn",
@@ -61,14 +61,14 @@ def checkpoint(request, tmp_path_factory):
 
 @pytest.fixture(params=["chosen", "plain"])
 def kernels(request, monkeypatch):
-    """With what is chosen here, and in plain torch."""
+    """Run with the backend that is chosen on this machine, and with plain torch."""
     if request.param == "plain":
         monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: OneDnnBackend())
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Small work, and in some tests several ranks that compute at the same time."""
+    """Use one thread: the work is small, and in some tests several ranks compute at the same time."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -79,15 +79,15 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return random_prompt(seed, length, 384)
 
 
-def test_a_prompt_whole_in_chunks_and_token_by_token(checkpoint, kernels):
+def test_forward_prompt_in_chunks_equals_transformers(checkpoint, kernels):
     model, expected = load(checkpoint), Oracle(checkpoint).logits(prompt(90))
     for chunk in (90, 16, 1):
         torch.testing.assert_close(logits_in_chunks(model, prompt(90), chunk), expected, atol=EXACT, rtol=0)
 
 
 @pytest.mark.parametrize("room", [1 << 30, 1], ids=["all heads at once", "head by head"])
-def test_long_prompts(room, tmp_path, monkeypatch):
-    """Long enough that attention takes the queries in pieces."""
+def test_forward_long_prompt_equals_transformers(room, tmp_path, monkeypatch):
+    """The prompt is so long that attention computes the queries in pieces."""
     monkeypatch.setattr(mla, "EXPANDED_BYTES", room)
     checkpoint = make_checkpoint(tmp_path, "deepseek_v3", tokenizer=False)
     model, expected = load(checkpoint), Oracle(checkpoint).logits(prompt(620))
@@ -96,8 +96,8 @@ def test_long_prompts(room, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-def test_a_mixed_batch_is_each_row_alone(family, tmp_path):
-    """Decodes of very different lengths, a prompt that starts, one that goes on: no row sees another."""
+def test_forward_mixed_batch_equals_rows_alone(family, tmp_path):
+    """Decodes of very different lengths, a prompt that starts and one that continues do not affect each other."""
     model = load(make_checkpoint(tmp_path, family, tokenizer=False))
     lengths = {"short": 3, "long": 400, "middle": 120, "first token": 1, "starts": 70, "goes on": 150}
     computed = {"short": 2, "long": 399, "middle": 119, "goes on": 60}
@@ -122,7 +122,7 @@ def test_a_mixed_batch_is_each_row_alone(family, tmp_path):
         ("deepseek_v3", {}, 2, 2),
     ],
 )
-def test_divided_among_ranks(family, overrides, tp, pp, tmp_path):
+def test_forward_divided_among_ranks_equals_whole_model(family, overrides, tp, pp, tmp_path):
     checkpoint = make_checkpoint(tmp_path, family, tokenizer=False, **overrides)
     expected = logits_in_chunks(load(checkpoint), prompt(50), 50)
 
@@ -135,8 +135,8 @@ def test_divided_among_ranks(family, overrides, tp, pp, tmp_path):
 
 
 @pytest.mark.parametrize("dispatch", ["all-reduce", "all-gather", "all-to-all"])
-def test_with_experts_divided_among_ranks(dispatch, tmp_path):
-    """And with a few tokens that leave a rank none."""
+def test_forward_experts_divided_among_ranks_equals_whole_model(dispatch, tmp_path):
+    """Some steps have so few tokens that a rank has none."""
     checkpoint = make_checkpoint(tmp_path, "deepseek_v2", tokenizer=False, mlp_bias=True)
     expected = logits_in_chunks(load(checkpoint), prompt(25), 25)
 
@@ -149,7 +149,7 @@ def test_with_experts_divided_among_ranks(dispatch, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "overrides"), [("deepseek_v2", {}), ("deepseek_v2", GROUPED), ("deepseek_v3", {})])
-def test_the_experts_are_those_of_transformers(family, overrides, tmp_path, kernels):
+def test_trace_experts_equal_transformers(family, overrides, tmp_path, kernels):
     checkpoint = make_checkpoint(tmp_path, family, tokenizer=False, **overrides)
     model, oracle, chosen = load(checkpoint, experts=ExpertOptions(keeps_ids=True)), Oracle(checkpoint), []
     for layer in oracle.model.model.layers[1:]:
@@ -163,7 +163,7 @@ def test_the_experts_are_those_of_transformers(family, overrides, tmp_path, kern
     assert torch.equal(model.trace.counts.sum(dim=1), torch.tensor([180, 180]))
 
 
-def test_the_cache_holds_latents_whole_on_every_rank(tmp_path):
+def test_cache_shape_holds_whole_latents_on_every_rank(tmp_path):
     checkpoint = make_checkpoint(tmp_path, "deepseek_v3", tokenizer=False)
 
     def bytes_per_block(groups: Groups) -> int:
@@ -174,8 +174,8 @@ def test_the_cache_holds_latents_whole_on_every_rank(tmp_path):
     assert run_ranks(bytes_per_block, topology(tp=2)) == [3 * 16 * (32 + 8) * 2] * 2
 
 
-def test_layers_that_guess_further_tokens_are_left_out(tmp_path):
-    """The checkpoints of DeepSeek-V3 have one behind the last layer."""
+def test_load_model_draft_layers_are_left_out(tmp_path):
+    """The checkpoints of DeepSeek-V3 have a draft layer behind the last layer."""
     checkpoint = make_checkpoint(tmp_path, "deepseek_v3", tokenizer=False)
     expected = logits_in_chunks(load(checkpoint), prompt(10), 10)
     file = checkpoint / "model.safetensors"
@@ -187,13 +187,13 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path):
         load(checkpoint)
 
 
-def test_numbers_that_never_depend_on_company_are_not_promised(tmp_path):
+def test_load_model_deterministic_is_refused(tmp_path):
     checkpoint = make_checkpoint(tmp_path, "deepseek_v2", tokenizer=False)
     with pytest.raises(ConfigError, match="computes the attention of DeepseekV2ForCausalLM cannot promise it"):
         load(checkpoint, deterministic=True)
 
 
-def test_a_batch_of_no_tokens(tmp_path):
+def test_forward_batch_of_no_tokens_returns_nothing(tmp_path):
     run = PagedRun(load(make_checkpoint(tmp_path, "deepseek_v3", tokenizer=False)))
     none = np.zeros(0, np.int32)
     nothing = ForwardBatch(none, none, none, np.zeros((0, 0), np.int32), none, np.zeros(1, np.int32), 0)

@@ -1,4 +1,4 @@
-"""config.json of DeepSeek models: what it means, what may be left out, and what is refused."""
+"""The config.json of DeepSeek models: meanings, defaults and refusals."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PATH = Path("/somewhere/config.json")
 
 
 def read(version: int, **fields) -> ModelSpec:
-    """V2 does not say by itself how many experts compute a token."""
+    """Read the spec. `num_experts_per_tok` has no default in V2."""
     needed = {"num_experts_per_tok": 6} if version == 2 else {}
     return FAMILIES[f"DeepseekV{version}ForCausalLM"].read_spec(ConfigFile(PATH, needed | fields))
 
 
-def test_fields_that_are_left_out_have_the_defaults_of_transformers():
+def test_read_spec_absent_fields_have_transformers_defaults():
     v2, v3 = read(2), read(3)
     assert (v2.num_layers, v2.num_heads, v2.vocab_size, v2.max_model_len) == (32, 32, 102_400, 2048)
     assert (v3.num_layers, v3.num_heads, v3.vocab_size, v3.max_model_len) == (61, 128, 129_280, 4096)
@@ -50,23 +50,23 @@ def test_fields_that_are_left_out_have_the_defaults_of_transformers():
     assert v3.moe.layers == (False,) * 3 + (True,) * 58
 
 
-def test_queries_of_their_own_size():
+def test_read_spec_null_q_lora_rank_is_none():
     assert read(2, q_lora_rank=None).mla.q_lora_rank is None
 
 
-def test_groups_count_only_where_the_method_has_them():
+def test_read_spec_groups_count_only_for_grouped_methods():
     groups = {"n_group": 8, "topk_group": 3}
     greedy, grouped = read(2, **groups), read(2, **groups, topk_method="group_limited_greedy")
     assert (greedy.moe.num_groups, greedy.moe.top_groups) == (1, 1)
     assert (grouped.moe.num_groups, grouped.moe.top_groups, grouped.moe.group_score) == (8, 3, "max")
 
 
-def test_no_shared_experts():
+def test_read_spec_null_shared_experts_is_zero():
     assert read(3, n_shared_experts=None).moe.shared_intermediate_size == 0
 
 
-def test_scaled_positions_scale_the_attention():
-    """The files of DeepSeek-V2-Lite and of DeepSeek-V3."""
+def test_read_spec_yarn_scales_the_softmax():
+    """The values are those of DeepSeek-V2-Lite and of DeepSeek-V3."""
     yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
     for scale in (0.707, 1.0):
         spec = read(3, rope_scaling=yarn | {"mscale": scale, "mscale_all_dim": scale})
@@ -102,7 +102,7 @@ def test_scaled_positions_scale_the_attention():
         (3, {"hidden_act": "gelu"}, "`hidden_act` 'gelu' is not supported; supported is silu"),
     ],
 )
-def test_what_is_refused(version, fields, expected):
+def test_read_spec_unsupported_field_is_refused(version, fields, expected):
     with pytest.raises(CheckpointError) as error:
         read(version, **fields)
     assert str(error.value).startswith(f"{PATH}: ")

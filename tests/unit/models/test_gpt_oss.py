@@ -1,4 +1,4 @@
-"""gpt-oss: what its config.json means, four-bit weights, and half precision."""
+"""gpt-oss: its config.json, four-bit weights, and half precision."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def pack(directory: Path, name: str = "model.safetensors") -> None:
-    """Make four-bit weights of a checkpoint's experts: any bits will do."""
+    """Replace the experts of a checkpoint by four-bit weights of random bits."""
     tensors = load_file(directory / name)
     generator = torch.Generator().manual_seed(0)
     for key in [key for key in tensors if key.endswith(PROJECTIONS)]:
@@ -51,7 +51,7 @@ def pack(directory: Path, name: str = "model.safetensors") -> None:
 
 
 def unpack(directory: Path, out: Path) -> Path:
-    """The same checkpoint with weights as transformers decodes them."""
+    """Write the same checkpoint with weights as transformers decodes them."""
     tensors = load_file(directory / "model.safetensors")
     for key in [key.removesuffix("_blocks") for key in tensors if key.endswith("_blocks")]:
         blocks, scales = (tensors.pop(f"{key}_{part}") for part in ("blocks", "scales"))
@@ -73,7 +73,7 @@ def packed(tmp_path_factory):
 # ---- config.json
 
 
-def test_fields_that_are_left_out():
+def test_read_spec_absent_fields_have_defaults():
     spec = read()
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (36, 64, 8, 64)
     assert spec.windows == (128, None) * 18
@@ -84,8 +84,8 @@ def test_fields_that_are_left_out():
     assert spec.moe.renormalize and all(spec.moe.layers) and not spec.moe.is_mxfp4
 
 
-def test_what_the_checkpoints_say():
-    """As the fields of the published ones."""
+def test_read_spec_published_fields_are_read():
+    """The fields are those of the published checkpoints."""
     spec = read(
         num_hidden_layers=4,
         num_local_experts=32,
@@ -113,7 +113,7 @@ def test_what_the_checkpoints_say():
         ({"num_experts_per_tok": 200}, "`num_experts_per_tok`"),
     ],
 )
-def test_what_makes_no_sense(fields, problem):
+def test_read_spec_invalid_field_is_refused(fields, problem):
     with pytest.raises(CheckpointError, match=problem):
         read(**fields)
 
@@ -122,8 +122,8 @@ def test_what_makes_no_sense(fields, problem):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_number_and_scale(dtype):
-    """Of all bytes, with the scales of models; against transformers, which returns the transposed."""
+def test_decode_all_bytes_equal_transformers(dtype):
+    """All bytes, with the scales of real models, equal transformers' result, which is transposed."""
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 2, 8, 16).expand(5, -1, -1, -1).contiguous()
     scales = torch.randint(100, 150, (5, 2, 8), dtype=torch.uint8)
     expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)  # [5, 256, 2]
@@ -131,7 +131,7 @@ def test_every_number_and_scale(dtype):
         assert torch.equal(mxfp4.decode(block, scale, dtype), matrix.t())
 
 
-def test_a_packed_checkpoint_is_as_the_one_that_it_stands_for(packed, tmp_path):
+def test_load_model_mxfp4_equals_decoded_checkpoint(packed, tmp_path):
     plain = unpack(packed, tmp_path / "plain")
     expected = logits_in_chunks(load(plain), prompt(60), 60)
     assert torch.equal(logits_in_chunks(load(packed), prompt(60), 60), expected)
@@ -139,7 +139,7 @@ def test_a_packed_checkpoint_is_as_the_one_that_it_stands_for(packed, tmp_path):
 
 
 @pytest.mark.parametrize("dispatch", [None, "all-reduce", "all-to-all"])
-def test_packed_experts_are_divided(packed, dispatch):
+def test_load_model_mxfp4_experts_are_divided(packed, dispatch):
     expected = logits_in_chunks(load(packed), prompt(40), 40)
 
     def work(groups: Groups) -> torch.Tensor:
@@ -149,24 +149,24 @@ def test_packed_experts_are_divided(packed, dispatch):
     torch.testing.assert_close(run_ranks(work, topology(tp=2))[0], expected, atol=ROUNDING, rtol=1e-5)
 
 
-def test_progress_of_experts_that_are_taken_one_by_one(packed):
+def test_load_model_mxfp4_reports_progress(packed):
     size = (packed / "model.safetensors").stat().st_size
 
     def work(groups: Groups) -> list[tuple[int, int]]:
-        told: list[tuple[int, int]] = []
+        reported: list[tuple[int, int]] = []
         options = ExpertOptions(dispatch="all-gather")
-        load(packed, groups=groups, experts=options, on_progress=lambda *now: told.append(now))
-        return told
+        load(packed, groups=groups, experts=options, on_progress=lambda *now: reported.append(now))
+        return reported
 
-    for told in run_ranks(work, topology(tp=2)):
-        assert told == sorted(told)
-        ((total),) = {total for _, total in told}
+    for reported in run_ranks(work, topology(tp=2)):
+        assert reported == sorted(reported)
+        ((total),) = {total for _, total in reported}
         assert 0.4 * size < total < 0.7 * size
-        assert 0.8 * total < told[-2][0] <= total
-        assert told[-1] == (total, total)
+        assert 0.8 * total < reported[-2][0] <= total
+        assert reported[-1] == (total, total)
 
 
-def test_dummy_weights_in_four_bits(packed):
+def test_load_model_mxfp4_dummy_weights_depend_on_seed(packed):
     first, again, other = (
         logits_in_chunks(load(packed, load_format="dummy", seed=seed), prompt(20), 20) for seed in (1, 1, 2)
     )
@@ -174,12 +174,12 @@ def test_dummy_weights_in_four_bits(packed):
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
-def test_parameters_are_counted_as_what_they_stand_for(packed, tmp_path):
+def test_num_parameters_mxfp4_equals_decoded_checkpoint(packed, tmp_path):
     expected = load(unpack(packed, tmp_path / "plain")).num_parameters
     assert load(packed).num_parameters == load(packed, load_format="dummy").num_parameters == expected
 
 
-def test_a_packed_tensor_of_another_kind(packed, tmp_path):
+def test_load_model_mxfp4_tensor_of_another_dtype_is_refused(packed, tmp_path):
     tensors = load_file(packed / "model.safetensors")
     name = "model.layers.1.mlp.experts.down_proj_scales"
     tensors[name] = tensors[name].float()
@@ -189,11 +189,10 @@ def test_a_packed_tensor_of_another_kind(packed, tmp_path):
         load(tmp_path)
 
 
-# ---- numbers; others are in test_model_equals_transformers.py
+# ---- half precision; float32 is in test_model_equals_transformers.py
 
 
-def test_half_precision(tmp_path):
-    """As near to float32 as transformers is in the same dtype."""
+def test_forward_bfloat16_is_as_close_to_float32_as_transformers(tmp_path):
     checkpoint = make_checkpoint(tmp_path, "gpt_oss", tokenizer=False)
     exact = logits_in_chunks(load(checkpoint), prompt(100), 100)
     theirs = Oracle(checkpoint).model.to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Every family and variant gives transformers' logits, however the prompt is cut and whatever shares the batch."""
+"""Every family and variant has transformers' logits, for any chunks of the prompt and any batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eagleray.kernels.torch.onednn import OneDnnBackend
 from eagleray.models import registry
 
 EXACT = 5e-5
-"""Logits are about 8 at most; they are computed in float32 in another order."""
+"""Tolerance for logits of at most about 8 that are computed in float32 in another order."""
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -77,7 +77,7 @@ def checkpoint(request, tmp_path_factory):
 
 @pytest.fixture(params=["native", "plain"], autouse=True)
 def kernels(request, monkeypatch):
-    """With our own kernels, and without."""
+    """Run with our own kernels, and without."""
     choose = registry.choose_backend
 
     def made(*arguments, **options):
@@ -92,15 +92,15 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return random_prompt(seed, length, 384)
 
 
-def test_a_prompt_whole_in_chunks_and_token_by_token(checkpoint):
+def test_forward_prompt_in_chunks_equals_transformers(checkpoint):
     model, expected = load(checkpoint), Oracle(checkpoint).logits(prompt(90))
     for chunk in (90, 16, 1):
         torch.testing.assert_close(logits_in_chunks(model, prompt(90), chunk), expected, atol=EXACT, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
-def test_long_prompts(family, tmp_path):
-    """Long enough that attention takes the queries in pieces; Mistral with a window of 64."""
+def test_forward_long_prompt_equals_transformers(family, tmp_path):
+    """The prompt is so long that attention computes the queries in pieces; Mistral has a window of 64."""
     checkpoint = make_checkpoint(tmp_path, family, tokenizer=False)
     model, expected = load(checkpoint), Oracle(checkpoint).logits(prompt(620))
     for chunk in (620, 300):
@@ -108,8 +108,8 @@ def test_long_prompts(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3", "qwen3_moe", "mixtral", "gpt_oss"])
-def test_a_mixed_batch_is_each_row_alone(family, tmp_path):
-    """Decodes of very different lengths, a prompt that starts, one that goes on: no row sees another."""
+def test_forward_mixed_batch_equals_rows_alone(family, tmp_path):
+    """Decodes of very different lengths, a prompt that starts and one that continues do not affect each other."""
     model = load(make_checkpoint(tmp_path, family, tokenizer=False))
     lengths = {"long": 400, "middle": 120, "short": 3, "first token": 1, "starts": 70, "goes on": 150}
     computed = {"long": 399, "middle": 119, "short": 2, "goes on": 60}
@@ -123,8 +123,9 @@ def test_a_mixed_batch_is_each_row_alone(family, tmp_path):
         torch.testing.assert_close(together[name], alone, atol=EXACT, rtol=0)
 
 
-def test_dynamic_rope_grows_with_the_sequence(tmp_path):
-    """transformers' way of generating: a prompt within the original length, then token by token far beyond it."""
+def test_forward_dynamic_rope_grows_with_the_sequence(tmp_path):
+    """The reference is transformers' generation: a prompt within the original length, then single tokens far beyond
+    it."""
     rope = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10_000.0}
     checkpoint = make_checkpoint(tmp_path, "llama", tokenizer=False, max_position_embeddings=40, rope_parameters=rope)
     tokens, oracle = prompt(100), Oracle(checkpoint).model
@@ -136,11 +137,11 @@ def test_dynamic_rope_grows_with_the_sequence(tmp_path):
             expected.append(out.logits[0])
     model = load(checkpoint)
     assert model.spec.max_model_len == 120
-    for chunk in (100, 16, 1):  # the same however it is cut; transformers rounds these frequencies to float32 earlier
+    for chunk in (100, 16, 1):  # transformers rounds these frequencies to float32 earlier
         torch.testing.assert_close(logits_in_chunks(model, tokens, chunk), torch.cat(expected), atol=1e-4, rtol=0)
 
 
-def test_a_checkpoint_in_shards(tmp_path):
+def test_load_model_sharded_checkpoint_equals_transformers(tmp_path):
     checkpoint = make_checkpoint(tmp_path, "qwen3_moe", tokenizer=False, max_shard_size="200KB")
     assert len(list(checkpoint.glob("model-*.safetensors"))) > 3
     expected = Oracle(checkpoint).logits(prompt(20))

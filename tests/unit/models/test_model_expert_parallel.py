@@ -1,4 +1,4 @@
-"""Experts that are divided among ranks, of one engine or of several, give the logits of a model that has them all."""
+"""A model whose experts are divided among the ranks of one or several engines has the logits of the whole model."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from eagleray.models.moe.layout import ExpertOptions
 from eagleray.parallel.groups import Groups
 
 ROUNDING = 1e-4
-"""Sums are computed in another order."""
+"""Tolerance for sums that are computed in another order."""
 
 PROMPT = random_prompt(0, 50, 384)
 CHUNKS = (21, 1)
-"""With 21 rows two ranks have 11 and 10; with 1, one of them has none."""
+"""Of 21 tokens, two ranks have 11 and 10; of 1 token, one rank has none."""
 
 FAMILIES = {
     "qwen3_moe": ("qwen3_moe", {}),
@@ -40,7 +40,7 @@ FAMILIES = {
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Several ranks compute at the same time here."""
+    """Use one thread, because several ranks compute at the same time."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -66,7 +66,7 @@ def plain_kernels(monkeypatch):
 
 
 def logits_of_ranks(checkpoint, where, **options) -> list[list[torch.Tensor]]:
-    """By rank, and then by chunk."""
+    """Return the logits by rank, then by chunk."""
 
     def work(groups: Groups) -> list[torch.Tensor]:
         model = load(checkpoint, groups=groups, **options)
@@ -77,8 +77,7 @@ def logits_of_ranks(checkpoint, where, **options) -> list[list[torch.Tensor]]:
 
 @pytest.mark.parametrize("dispatch", OPTIONS)
 @pytest.mark.parametrize("case", FAMILIES)
-def test_over_the_ranks_of_an_engine(checkpoints, case, dispatch):
-    """They are transformers' logits."""
+def test_forward_over_ranks_equals_transformers(checkpoints, case, dispatch):
     checkpoint = checkpoints(case)
     expected = Oracle(checkpoint).logits(PROMPT)
     for logits in logits_of_ranks(checkpoint, topology(tp=2), experts=OPTIONS[dispatch])[0]:
@@ -86,7 +85,7 @@ def test_over_the_ranks_of_an_engine(checkpoints, case, dispatch):
 
 
 @pytest.mark.parametrize("dispatch", OPTIONS)
-def test_in_plain_torch(checkpoints, dispatch, plain_kernels):
+def test_forward_over_ranks_in_plain_torch_equals_whole_model(checkpoints, dispatch, plain_kernels):
     checkpoint = checkpoints("qwen3_moe")
     expected = logits_in_chunks(load(checkpoint), PROMPT, 50)
     for logits in logits_of_ranks(checkpoint, topology(tp=2), experts=OPTIONS[dispatch])[0]:
@@ -94,7 +93,7 @@ def test_in_plain_torch(checkpoints, dispatch, plain_kernels):
 
 
 @pytest.mark.parametrize("dispatch", OPTIONS)
-def test_in_stages_too(checkpoints, dispatch):
+def test_forward_over_ranks_and_stages_equals_whole_model(checkpoints, dispatch):
     checkpoint = checkpoints("qwen3_moe, a dense layer")
     expected = logits_in_chunks(load(checkpoint), PROMPT, 50)
     for logits in logits_of_ranks(checkpoint, topology(tp=2, pp=2), experts=OPTIONS[dispatch])[2]:
@@ -102,8 +101,8 @@ def test_in_stages_too(checkpoints, dispatch):
 
 
 @pytest.mark.parametrize("dispatch", OPTIONS)
-def test_over_four_ranks_with_copies(checkpoints, dispatch):
-    """Eight experts and four copies: three slots each."""
+def test_forward_over_ranks_with_redundant_experts_equals_whole_model(checkpoints, dispatch):
+    """Eight experts and four copies give each rank three expert slots."""
     checkpoint = checkpoints("qwen3_moe")
     expected = logits_in_chunks(load(checkpoint), PROMPT, 50)
     options = ExpertOptions(dispatch=dispatch, num_redundant=4)
@@ -113,7 +112,7 @@ def test_over_four_ranks_with_copies(checkpoints, dispatch):
 
 @pytest.mark.parametrize("dispatch", OPTIONS)
 @pytest.mark.parametrize("kernels", ["native", "plain"])
-def test_half_precision_is_as_near_to_float32_as_the_whole_model(checkpoints, dispatch, kernels, request):
+def test_forward_bfloat16_is_as_close_to_float32_as_whole_model(checkpoints, dispatch, kernels, request):
     if kernels == "plain":
         request.getfixturevalue("plain_kernels")
     checkpoint = checkpoints("qwen3_moe")
@@ -127,7 +126,7 @@ def test_half_precision_is_as_near_to_float32_as_the_whole_model(checkpoints, di
         assert error(logits) < 1.5 * whole
 
 
-def test_dummy_experts_are_the_same_wherever_they_are(checkpoints):
+def test_load_model_dummy_experts_equal_whole_model(checkpoints):
     checkpoint = checkpoints("qwen3_moe")
     expected = logits_in_chunks(load(checkpoint, load_format="dummy", seed=3), PROMPT, 50)
     options = {"load_format": "dummy", "seed": 3, "experts": OPTIONS["all-to-all"]}
@@ -136,14 +135,14 @@ def test_dummy_experts_are_the_same_wherever_they_are(checkpoints):
 
 
 LENGTHS = ({"long": 45, "short": 9}, {"late": 30}, {})
-"""Of the sequences of each engine."""
+"""Lengths of the sequences of each engine."""
 
 SCHEDULES = (
     [{"long": 17}, {"long": 1, "short": 8}, {"long": 20, "short": 1}, {"long": 7}, {}, {}],
     [{}, {}, {"late": 5}, {"late": 24}, {"late": 1}, {}],
     [{}, {}, {}, {}, {}, {}],
 )
-"""What each engine computes in each step, all together; the last step is nobody's."""
+"""Tokens that each engine computes in each common step. No engine is busy in the last step."""
 
 
 def run_schedule(model, engine: int) -> dict[str, torch.Tensor]:
@@ -164,8 +163,8 @@ def run_alone(checkpoint, engine: int, **options) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dispatch", ["all-gather", "all-to-all"])
 @pytest.mark.parametrize(("num_engines", "tp"), [(2, 1), (2, 2)])
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
-def test_engines_with_different_numbers_of_tokens(checkpoints, case, num_engines, tp, dispatch):
-    """One of them begins later, ends later, or has nothing."""
+def test_forward_engines_with_different_token_counts_equal_whole_model(checkpoints, case, num_engines, tp, dispatch):
+    """An engine begins later, finishes later, or has no tokens."""
     checkpoint = checkpoints(case)
     found = run_engines(
         lambda groups, engine: run_schedule(load(checkpoint, groups=groups, experts=OPTIONS[dispatch]), engine),
@@ -180,7 +179,7 @@ def test_engines_with_different_numbers_of_tokens(checkpoints, case, num_engines
 
 
 @pytest.mark.parametrize("dispatch", ["all-gather", "all-to-all"])
-def test_engines_in_plain_torch(checkpoints, dispatch, plain_kernels):
+def test_forward_engines_in_plain_torch_equal_whole_model(checkpoints, dispatch, plain_kernels):
     checkpoint = checkpoints("deepseek_v3")
     found = run_engines(
         lambda groups, engine: run_schedule(load(checkpoint, groups=groups, experts=OPTIONS[dispatch]), engine),
@@ -195,7 +194,7 @@ def test_engines_in_plain_torch(checkpoints, dispatch, plain_kernels):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", ["qwen3_moe", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("num_engines", [2, 4])
-def test_all_to_all_gives_the_bits_of_the_whole_model(checkpoints, case, dtype, num_engines, monkeypatch):
+def test_forward_all_to_all_has_the_bits_of_whole_model(checkpoints, case, dtype, num_engines, monkeypatch):
     checkpoint = checkpoints(case)
     monkeypatch.setitem(globals(), "LENGTHS", (*LENGTHS, {"other": 20}))
     monkeypatch.setitem(globals(), "SCHEDULES", (*SCHEDULES, [{"other": 1}] * 6))
@@ -211,7 +210,7 @@ def test_all_to_all_gives_the_bits_of_the_whole_model(checkpoints, case, dtype, 
 
 
 @pytest.mark.parametrize("dispatch", OPTIONS)
-def test_bytes_go_the_way_that_was_asked_for(checkpoints, dispatch):
+def test_forward_sends_bytes_by_the_chosen_dispatch(checkpoints, dispatch):
     checkpoint = checkpoints("qwen3_moe")
 
     def work(groups: Groups) -> dict[str, int]:
@@ -220,7 +219,7 @@ def test_bytes_go_the_way_that_was_asked_for(checkpoints, dispatch):
 
     for sent in run_ranks(work, topology(tp=2)):
         if dispatch == "all-to-all":
-            assert sent["all_to_all"] > 50 / 2 * 64 * 4  # each rank's rows of some layers, at least
+            assert sent["all_to_all"] > 50 / 2 * 64 * 4  # at least each rank's tokens in some layers
         else:
             assert "all_to_all" not in sent
         assert ("reduce_scatter" in sent) == (dispatch != "all-reduce")
@@ -228,8 +227,8 @@ def test_bytes_go_the_way_that_was_asked_for(checkpoints, dispatch):
             assert sent["all_reduce"] > 0
 
 
-def test_a_row_is_sent_once_to_a_rank_with_several_of_its_experts(checkpoints):
-    """Two ranks: at most one copy of each row leaves, whatever its experts are."""
+def test_forward_all_to_all_sends_a_token_once_per_rank(checkpoints):
+    """With two ranks, at most one copy of each token is sent, whatever its experts are."""
     checkpoint = checkpoints("qwen3_moe")
 
     def work(groups: Groups, engine: int) -> int:
@@ -241,14 +240,15 @@ def test_a_row_is_sent_once_to_a_rank_with_several_of_its_experts(checkpoints):
         return groups.experts.bytes_sent["all_to_all"]
 
     sent = run_engines(work, num_engines=2)[0][0]
-    row, layers = 64 * 4 + 3 * 4, 3  # hidden state and three slots
+    row, layers = 64 * 4 + 3 * 4, 3  # hidden state and three expert slots
     assert 0 < sent <= layers * 50 * row
 
 
 @pytest.mark.parametrize("dispatch", OPTIONS)
 @pytest.mark.parametrize("kernels", ["native", "plain"])
-def test_what_was_routed_is_known_by_the_models_own_numbers(checkpoints, dispatch, kernels, request):
-    """Ids of all rows, of the rank's share under sequence parallelism; every pair is counted."""
+def test_trace_holds_the_models_own_expert_numbers(checkpoints, dispatch, kernels, request):
+    """The trace has the ids of all tokens, or of the rank's tokens under sequence parallelism; every pair is
+    counted."""
     if kernels == "plain":
         request.getfixturevalue("plain_kernels")
     checkpoint = checkpoints("qwen3_moe, a dense layer")
@@ -270,9 +270,9 @@ def test_what_was_routed_is_known_by_the_models_own_numbers(checkpoints, dispatc
     whole = trace_of(load(checkpoint, experts=ExpertOptions(keeps_ids=True)))
     expected = whole.ids(range(21), 21)
     assert expected.shape == (21, 2, 3)
-    (first, first_counts, shares), (second, second_counts, _) = run_ranks(work, topology(tp=2))
-    assert shares == (dispatch != "all-reduce")
-    if shares:
+    (first, first_counts, is_sharded), (second, second_counts, _) = run_ranks(work, topology(tp=2))
+    assert is_sharded == (dispatch != "all-reduce")
+    if is_sharded:
         assert torch.equal(torch.cat([first, second]), expected)
         assert torch.equal(first_counts + second_counts, whole.counts)
     else:
@@ -281,7 +281,7 @@ def test_what_was_routed_is_known_by_the_models_own_numbers(checkpoints, dispatc
     assert whole.counts.sum() == 21 * 2 * 3
 
 
-def test_a_batch_of_no_tokens_computes_nothing_where_nobody_works(checkpoints):
+def test_forward_no_tokens_on_idle_engines_computes_nothing(checkpoints):
     model = load(checkpoints("qwen3_moe"))
     run = PagedRun(model)
     assert run.step({}) == {}
@@ -291,8 +291,8 @@ def test_a_batch_of_no_tokens_computes_nothing_where_nobody_works(checkpoints):
     assert torch.equal(run.run("only", 50), logits_in_chunks(model, PROMPT, 50))
 
 
-def test_only_the_experts_of_a_rank_are_read(checkpoints, tmp_path):
-    """A checkpoint without the others' is as good, one without an own expert is not."""
+def test_load_model_reads_only_the_ranks_experts(checkpoints, tmp_path):
+    """A rank loads a checkpoint without the experts of other ranks, but not one without its own."""
     whole = checkpoints("qwen3_moe")
     tensors = load_file(whole / "model.safetensors")
     others = [name for name in tensors if any(f".experts.{expert}." in name for expert in range(4, 8))]
@@ -312,31 +312,31 @@ def test_only_the_experts_of_a_rank_are_read(checkpoints, tmp_path):
 
 
 @pytest.mark.parametrize("dispatch", OPTIONS)
-def test_progress_is_that_of_the_ranks_share(checkpoints, dispatch):
+def test_load_model_reports_progress_of_the_ranks_experts(checkpoints, dispatch):
     checkpoint = checkpoints("deepseek_v3")
     size = (checkpoint / "model.safetensors").stat().st_size
 
     def work(groups: Groups) -> list[tuple[int, int]]:
-        told: list[tuple[int, int]] = []
-        load(checkpoint, groups=groups, experts=OPTIONS[dispatch], on_progress=lambda *now: told.append(now))
-        return told
+        reported: list[tuple[int, int]] = []
+        load(checkpoint, groups=groups, experts=OPTIONS[dispatch], on_progress=lambda *now: reported.append(now))
+        return reported
 
-    for told in run_ranks(work, topology(tp=2)):
-        assert told == sorted(told)
-        ((total),) = {total for _, total in told}
+    for reported in run_ranks(work, topology(tp=2)):
+        assert reported == sorted(reported)
+        ((total),) = {total for _, total in reported}
         assert 0.3 * size < total < 0.8 * size
-        assert 0.8 * total < told[-2][0] <= total
-        assert told[-1] == (total, total)
+        assert 0.8 * total < reported[-2][0] <= total
+        assert reported[-1] == (total, total)
 
 
-def test_more_experts_than_can_be_reported(checkpoints, tmp_path, monkeypatch):
+def test_load_model_too_many_experts_to_trace_is_refused(checkpoints, tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "MAX_TRACED_EXPERTS", 7)
     with pytest.raises(ConfigError, match="`enable_return_routed_experts`: the model has 8 experts, more than the 7"):
         load(checkpoints("qwen3_moe"), experts=ExpertOptions(keeps_ids=True))
     load(checkpoints("qwen3_moe"))
 
 
-def test_kernels_that_cannot_move_experts(checkpoints, monkeypatch):
+def test_load_model_eplb_on_immovable_weights_is_refused(checkpoints, monkeypatch):
     monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: OneDnnBackend())
     options = ExpertOptions(dispatch="all-reduce", balance_interval=5)
 
@@ -353,8 +353,8 @@ def test_kernels_that_cannot_move_experts(checkpoints, monkeypatch):
     assert all(run_ranks(lambda groups: load(checkpoints("qwen3_moe"), groups=groups, experts=options), topology(tp=2)))
 
 
-def test_one_rank_has_all_experts(checkpoints):
-    """Nothing to divide: as without the option."""
+def test_load_model_single_rank_divides_no_experts(checkpoints):
+    """With a single rank the option has no effect."""
     model = load(checkpoints("qwen3_moe"), experts=OPTIONS["all-to-all"])
     assert model.rebalancer is None and not model.exchanges_tokens
     assert torch.equal(
@@ -362,7 +362,7 @@ def test_one_rank_has_all_experts(checkpoints):
     )
 
 
-def test_schedules_are_as_long_as_each_other():
+def test_schedules_have_the_same_length():
     assert {len(schedule) for schedule in SCHEDULES} == {6}
     for lengths, schedule in zip(LENGTHS, SCHEDULES, strict=True):
         computed = {name: sum(counts.get(name, 0) for counts in schedule) for name in itertools.chain(*schedule)}

@@ -1,4 +1,4 @@
-"""The same on a GPU: plain torch kernels, every family, the same logits."""
+"""Models on a GPU, in plain torch: every family has transformers' logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT = random_prompt(0, 90, 384)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_transformers(family, tmp_path):
+def test_forward_prompt_in_chunks_on_gpu_equals_transformers(family, tmp_path):
     checkpoint = make_checkpoint(tmp_path, family, tokenizer=False)
     model, expected = load(checkpoint, device=CUDA), Oracle(checkpoint).logits(PROMPT)
     for chunk in (90, 16, 1):
@@ -25,7 +25,7 @@ def test_logits_equal_transformers(family, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_half_precision_in_a_mixed_batch(family, dtype, tmp_path):
+def test_forward_half_precision_on_gpu_is_finite(family, dtype, tmp_path):
     model = load(make_checkpoint(tmp_path, family, tokenizer=False), device=CUDA, dtype=dtype)
     run = PagedRun(model)
     run.add("decode", PROMPT)
@@ -34,7 +34,7 @@ def test_half_precision_in_a_mixed_batch(family, dtype, tmp_path):
     assert all(logits.isfinite().all() for logits in run.step({"decode": 1, "prompt": 50}).values())
 
 
-def test_dummy_weights(tmp_path):
+def test_load_model_dummy_weights_on_gpu_equal_cpu(tmp_path):
     checkpoint = make_checkpoint(tmp_path, "qwen3_moe", tokenizer=False)
     on_gpu, on_cpu = (load(checkpoint, device=device, load_format="dummy") for device in (CUDA, torch.device("cpu")))
     expected = logits_in_chunks(on_cpu, PROMPT, 90)

@@ -1,4 +1,4 @@
-"""A model that is divided among ranks gives the logits of the whole one."""
+"""A model that is divided among ranks has the logits of the whole model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ranks import run_ranks, topology
 from eagleray.parallel.groups import Groups
 
 ROUNDING = 1e-4
-"""Sums are computed in another order."""
+"""Tolerance for sums that are computed in another order."""
 
 PROMPT = random_prompt(0, 50, 384)
 
@@ -54,7 +54,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Several ranks compute at the same time here."""
+    """Use one thread, because several ranks compute at the same time."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -62,7 +62,7 @@ def one_thread():
 
 
 def logits_of_ranks(checkpoint, where, chunks=(20, 1), **options) -> list[list[torch.Tensor]]:
-    """By rank, and then by chunk."""
+    """Return the logits by rank, then by chunk."""
 
     def work(groups: Groups) -> list[torch.Tensor]:
         model = load(checkpoint, groups=groups, **options)
@@ -72,7 +72,7 @@ def logits_of_ranks(checkpoint, where, chunks=(20, 1), **options) -> list[list[t
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_in_chunks_and_token_by_token(case, tmp_path):
+def test_forward_divided_model_equals_whole_model(case, tmp_path):
     family, overrides, tp, pp = CASES[case]
     checkpoint = make_checkpoint(tmp_path, family, tokenizer=False, **overrides)
     expected = logits_in_chunks(load(checkpoint), PROMPT, 50)
@@ -85,15 +85,15 @@ def test_in_chunks_and_token_by_token(case, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
-def test_dummy_weights_are_the_same_however_they_are_cut(family, tmp_path):
+def test_load_model_divided_dummy_weights_equal_whole_model(family, tmp_path):
     checkpoint = make_checkpoint(tmp_path, family, tokenizer=False)
     expected = logits_in_chunks(load(checkpoint, load_format="dummy", seed=3), PROMPT, 50)
     results = logits_of_ranks(checkpoint, topology(tp=2, pp=2), chunks=(50,), load_format="dummy", seed=3)
     torch.testing.assert_close(results[2][0], expected, atol=ROUNDING, rtol=0)
 
 
-def test_ranks_of_a_group_on_two_nodes(tmp_path):
-    """Connected, not by shared memory."""
+def test_forward_ranks_on_two_nodes_equal_whole_model(tmp_path):
+    """The ranks use connections, not shared memory."""
     checkpoint = make_checkpoint(tmp_path, "qwen3_moe", tokenizer=False)
     expected = logits_in_chunks(load(checkpoint), PROMPT, 50)
     for logits in logits_of_ranks(checkpoint, topology(tp=2, nodes="ab"))[0]:
@@ -101,7 +101,7 @@ def test_ranks_of_a_group_on_two_nodes(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_as_near_to_float32_as_the_whole_model(dtype, tmp_path):
+def test_forward_divided_half_precision_is_as_close_to_float32_as_whole_model(dtype, tmp_path):
     checkpoint = make_checkpoint(tmp_path, "llama", tokenizer=False)
 
     def error(logits: torch.Tensor) -> float:
@@ -113,7 +113,7 @@ def test_half_precision_is_as_near_to_float32_as_the_whole_model(dtype, tmp_path
         assert error(logits) < 1.5 * whole
 
 
-def test_stages_work_on_different_steps_at_the_same_time(tmp_path):
+def test_forward_stages_overlap_steps(tmp_path):
     """The first stage computes three steps before the last one begins."""
     checkpoint = make_checkpoint(tmp_path, "llama", tokenizer=False)
     expected = logits_in_chunks(load(checkpoint), PROMPT, 50)

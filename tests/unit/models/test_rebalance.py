@@ -1,4 +1,4 @@
-"""Experts are really moved to where they balance the load, and no number depends on where they are."""
+"""Rebalancing moves experts and balances the load, and no number depends on the placement."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ def one_thread():
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss"])
 def skewed(request, tmp_path_factory):
-    """Of three experts of a token, two are among the first four, all on the first rank."""
+    """Return a checkpoint in which two of the three experts of each token are among the first four, which are on the
+    first rank."""
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("skewed"), request.param, tokenizer=False)
     tensors = load_file(checkpoint / "model.safetensors")
     for layer in range(NUM_LAYERS):
         router = tensors[f"model.layers.{layer}.mlp.{'gate' if request.param == 'qwen3_moe' else 'router'}.weight"]
         router[1], router[3] = -router[0], -router[2]
         router[4:] *= 0.02
-        if request.param == "gpt_oss":  # whose experts have biases, which move with them
+        if request.param == "gpt_oss":  # its experts have biases, which move with them
             tensors[f"model.layers.{layer}.mlp.router.bias"].zero_()
     save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
     return checkpoint
@@ -56,13 +57,13 @@ def options(dispatch: str, *, redundant: int = 0, interval: int | None = INTERVA
 
 
 def own_experts(model: Model) -> list[list[int]]:
-    """By layer."""
+    """Return the experts in this rank's slots, by layer."""
     assert model.rebalancer is not None
     return [slots.local_experts for _, slots in model.rebalancer._layers]
 
 
 def logits_before_and_after(model: Model, engine: int = 0) -> list[torch.Tensor]:
-    """The same prompt again and again, with experts moved in between."""
+    """Compute the same prompt repeatedly, with experts moved in between."""
     found: list[torch.Tensor] = []
     for _ in range(2 * INTERVAL):
         run = PagedRun(model)
@@ -75,7 +76,7 @@ def logits_before_and_after(model: Model, engine: int = 0) -> list[torch.Tensor]
 @pytest.mark.parametrize("redundant", [0, 4])
 @pytest.mark.parametrize("dispatch", ["all-reduce", "all-gather", "all-to-all"])
 @pytest.mark.parametrize("kernels", ["native", "plain"])
-def test_experts_move_and_outputs_stay(skewed, dispatch, redundant, kernels, monkeypatch):
+def test_rebalance_moves_experts_and_keeps_outputs(skewed, dispatch, redundant, kernels, monkeypatch):
     if kernels == "plain":
         monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: TorchBackend())
     expected = PagedRun(load(skewed))
@@ -106,7 +107,7 @@ def test_experts_move_and_outputs_stay(skewed, dispatch, redundant, kernels, mon
 
 @pytest.mark.parametrize("redundant", [0, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_over_engines_the_bits_are_those_of_the_whole_model(skewed, dtype, redundant):
+def test_rebalance_over_engines_has_the_bits_of_whole_model(skewed, dtype, redundant):
     whole = PagedRun(load(skewed, dtype=dtype))
     whole.add("only", PROMPT)
     expected = whole.run("only", 40)
@@ -121,11 +122,11 @@ def test_over_engines_the_bits_are_those_of_the_whole_model(skewed, dtype, redun
     (first,), (second,) = run_engines(work, num_engines=2)
     assert len(first[0]) == 2 * INTERVAL and not second[0]
     assert all(torch.equal(logits, expected) for logits in first[0])
-    assert redundant or first[1] + second[1] > 0  # with copies from the start there may be little to gain
+    assert redundant or first[1] + second[1] > 0  # with redundant experts there may be little to gain
     assert first[2] > 0 and second[2] > 0
 
 
-def test_balanced_experts_stay(tmp_path):
+def test_rebalance_balanced_experts_stay(tmp_path):
     checkpoint = make_checkpoint(tmp_path, "qwen3_moe", tokenizer=False)
 
     def work(groups: Groups) -> int:
@@ -140,8 +141,8 @@ def test_balanced_experts_stay(tmp_path):
     assert run_ranks(work, topology(tp=2)) == [0, 0]
 
 
-def test_an_engine_is_replaced_after_experts_were_moved(skewed):
-    """Its successor has the experts that it was born with; what nobody has any more is read again."""
+def test_on_group_formed_replaced_engine_restores_lost_experts(skewed):
+    """The successor has the initial experts; experts that no rank has are read again."""
     whole = PagedRun(load(skewed))
     whole.add("only", PROMPT)
     expected = whole.run("only", 40)
@@ -165,7 +166,7 @@ def test_an_engine_is_replaced_after_experts_were_moved(skewed):
     moved = own_experts(models[0])
     assert moved != [[0, 1, 2, 3]] * NUM_LAYERS
 
-    engines[1][0].close()  # and its successor
+    engines[1][0].close()  # and start its successor
     engines[1] = open_engines(2)[1]
     models[1] = load(skewed, groups=engines[1][0], experts=options("all-to-all"))
     join_experts(engines, epoch=2)
@@ -180,7 +181,7 @@ def test_an_engine_is_replaced_after_experts_were_moved(skewed):
 
 
 @given(st.data())
-def test_what_is_missing_takes_the_place_of_copies(data):
+def test_restore_missing_replaces_copies(data):
     num_experts = data.draw(st.integers(1, 12))
     num_slots = num_experts + data.draw(st.integers(0, 12))
     slots = np.array(data.draw(st.lists(st.integers(0, num_experts - 1), min_size=num_slots, max_size=num_slots)))

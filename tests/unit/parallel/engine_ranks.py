@@ -1,4 +1,4 @@
-"""All workers of several engines that share the experts, each in a thread of the test's process."""
+"""The workers of several engines that share the experts. Each worker is a thread of the test's process."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ class EngineRanks:
 
 
 def place(tp: int, node: str | None) -> Topology:
-    """An engine on this node, which the others reach; by default it is the one where all are."""
+    """Return the topology of an engine on this node, which others reach by an address; by default all are on one
+    node."""
     where = topology(tp=tp, nodes=[node or "node"] * tp)
     return where if node is None else msgspec.structs.replace(where, addresses=["127.0.0.2"] * tp)
 
 
 def make_engines(num_engines: int, tp: int, *, nodes: Sequence[str] | None = None) -> list[EngineRanks]:
-    """`nodes`: of each engine; by default all are on one."""
+    """Make engines on `nodes`, one for each engine; by default all are on one node."""
     engines = []
     for rank in range(num_engines):
         where = place(tp, nodes[rank] if nodes else None)
@@ -58,8 +59,8 @@ def make_engines(num_engines: int, tp: int, *, nodes: Sequence[str] | None = Non
             )
             for worker in range(tp)
         ]
-        said = [one.opened for one in opened]
-        groups = together([lambda one=one, said=said: one.join(said, timeout=DEADLINE) for one in opened])
+        handles = [one.opened for one in opened]
+        groups = together([lambda one=one, handles=handles: one.join(handles, timeout=DEADLINE) for one in opened])
         engines.append(EngineRanks(rank, where, groups))
     return engines
 
@@ -69,7 +70,7 @@ def open_epoch(engines: Sequence[EngineRanks], epoch: int) -> list[EngineOpened]
 
 
 def join_all(engines: Sequence[EngineRanks], epoch: int) -> list[ExpertGroup]:
-    """Opened and joined by all -> the groups of all ranks, in order."""
+    """Open and join an epoch on all ranks, and return their groups in order."""
     members = open_epoch(engines, epoch)
     groups = [group for engine in engines for group in engine.experts]
     joins: list[Callable[[], Any]] = [

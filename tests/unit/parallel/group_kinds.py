@@ -1,4 +1,4 @@
-"""Groups of every kind that spans ranks, each rank for a thread of the test's process."""
+"""Groups of every kind that spans ranks. Each rank is a thread of the test's process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eagleray.parallel.shared_memory import Segment
 KINDS = ["shared memory", "gloo"]
 
 BUFFER_BYTES = 4096
-"""Small, so that tensors go in pieces."""
+"""A small size, so that tensors go in pieces."""
 
 
 def make_groups(kind: str, size: int, timeout: float = 20.0) -> list:

@@ -1,4 +1,4 @@
-"""The group that divides the experts: formed for an epoch, broken when a member goes, formed again for the next."""
+"""The expert group: it is formed for an epoch, breaks when a member is gone, and is formed again for the next epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eagleray.parallel.groups import Groups
 from eagleray.parallel.shared_memory import Segment, SegmentHandle, SharedMemoryGroup
 
 NO_PROCESS = 2**22 + 1
-"""More than the system gives."""
+"""A process id beyond the system's maximum."""
 
 ONE_NODE, TWO_NODES = None, ["a", "b"]
 PLACES = pytest.mark.parametrize("nodes", [ONE_NODE, TWO_NODES], ids=["one node", "two nodes"])
@@ -34,7 +34,7 @@ def close(engines: list[EngineRanks]) -> None:
 
 @PLACES
 @SIZES
-def test_ranks_of_all_engines_work_together(nodes, tp):
+def test_expert_group_operations_span_engines(nodes, tp):
     engines = make_engines(2, tp, nodes=nodes)
     groups = join_all(engines, 1)
     size = 2 * tp
@@ -57,16 +57,16 @@ def test_ranks_of_all_engines_work_together(nodes, tp):
 
 
 @PLACES
-def test_they_agree_whether_any_has_work_and_on_how_many_rows(nodes):
+def test_agree_returns_any_busy_and_token_counts(nodes):
     engines = make_engines(2, 2, nodes=nodes)
     groups = join_all(engines, 1)
     for idle in ([True] * 4, [True, True, False, False], [False] * 4):
-        said = together([partial(group.agree, idle[group.rank], 10 * group.rank) for group in groups])
-        assert said == [(not all(idle), [0, 10, 20, 30])] * 4
+        agreed = together([partial(group.agree, idle[group.rank], 10 * group.rank) for group in groups])
+        assert agreed == [(not all(idle), [0, 10, 20, 30])] * 4
     close(engines)
 
 
-def test_one_engine_needs_no_epoch():
+def test_expert_group_single_engine_needs_no_epoch():
     (engine,) = make_engines(1, 2)
     groups = engine.experts
     assert not any(group.spans_engines for group in groups)
@@ -77,10 +77,10 @@ def test_one_engine_needs_no_epoch():
     close([engine])
     with pytest.raises(ChannelClosed, match="closed") as caught:
         groups[0].all_reduce(torch.zeros(1))
-    assert not isinstance(caught.value, ExpertGroupBroken), "the engine itself is at its end"
+    assert not isinstance(caught.value, ExpertGroupBroken), "the engine itself exits"
 
 
-def test_a_worker_that_has_the_whole_model():
+def test_expert_group_single_worker_never_leaves():
     experts = Groups.single().experts
     assert (experts.rank, experts.size, experts.agree(False, 5)) == (0, 1, (True, [5]))
     experts.leave()
@@ -89,8 +89,8 @@ def test_a_worker_that_has_the_whole_model():
 
 @PLACES
 @SIZES
-def test_an_epoch_after_a_member_has_left(nodes, tp):
-    """The engine of rank 1 is gone in the middle of a step; a successor of it joins."""
+def test_join_after_a_member_left_forms_the_next_epoch(nodes, tp):
+    """The engine of rank 1 leaves in the middle of a step, and its successor joins."""
     engines = make_engines(2, tp, nodes=nodes)
     groups = join_all(engines, 1)
     stays, goes = groups[:tp], groups[tp:]
@@ -132,9 +132,9 @@ OPERATIONS = {
     rows=st.lists(st.integers(0, 3), min_size=4, max_size=4),
     data=st.data(),
 )
-def test_ranks_of_an_engine_stay_in_step_when_another_engine_goes(nodes, names, rows, data):
-    """A member leaves before any operation of a step. The tensor-parallel ranks of the other engine do a sum of their
-    own before each of these operations: if one of them gave up earlier than the other, it would wait for ever."""
+def test_expert_group_broken_in_the_same_operation_on_all_ranks_of_an_engine(nodes, names, rows, data):
+    """A member leaves before any one operation of a step. The tensor-parallel ranks of the other engine compute a sum
+    of their own before each operation: if one of them gave up earlier than the other, it would wait forever."""
     leaves = data.draw(st.integers(0, len(names)))
     engines = make_engines(2, 2, nodes=nodes)
     join_all(engines, 1)
@@ -159,12 +159,12 @@ def test_ranks_of_an_engine_stay_in_step_when_another_engine_goes(nodes, names, 
     first, second, *_ = together([*steps, *ends])
     assert first == second
     if nodes is None:
-        assert first >= leaves, "what a member has said before it left counts"
+        assert first >= leaves, "what a member has published before it left counts"
     assert together([lambda group=g.tp: group.all_reduce(torch.ones(1)).item() for g in engines[0].groups]) == [2, 2]
     close(engines)
 
 
-def test_a_member_that_does_not_join():
+def test_join_missing_member_times_out():
     engines = make_engines(2, 1)
     members = open_epoch(engines, 1)
     with pytest.raises(DeadlineExceeded, match=r"expert ranks 1 of 2 have not joined within 0\.2 s"):
@@ -172,8 +172,8 @@ def test_a_member_that_does_not_join():
     close(engines)
 
 
-def test_a_member_that_leaves_while_others_join():
-    """It has found the memory, and is gone before it has come to the first round."""
+def test_join_member_that_left_breaks_the_group():
+    """The member attaches the memory and leaves before it reaches the first round."""
     engines = make_engines(2, 1)
     members = open_epoch(engines, 1)
     first = engines[0].experts[0]
@@ -184,7 +184,7 @@ def test_a_member_that_leaves_while_others_join():
     close(engines)
 
 
-def test_memory_of_a_member_that_is_gone():
+def test_join_memory_of_exited_member_breaks_the_group():
     engines = make_engines(2, 1)
     members = open_epoch(engines, 1)
     opened = members[0].opened[0]
@@ -198,14 +198,14 @@ def test_memory_of_a_member_that_is_gone():
     close(engines)
 
 
-def test_before_it_is_joined():
+def test_agree_before_join_is_broken():
     engines = make_engines(2, 1)
     with pytest.raises(ExpertGroupBroken, match="no group of engines that share the experts was joined yet"):
         engines[0].experts[0].agree(False, 1)
     close(engines)
 
 
-def test_bytes_are_counted_over_epochs():
+def test_bytes_sent_adds_up_over_epochs():
     engines = make_engines(2, 1)
     for epoch in (1, 2):
         groups = join_all(engines, epoch)

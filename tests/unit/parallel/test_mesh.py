@@ -1,5 +1,3 @@
-"""Every rank has a place, and every layer a stage."""
-
 from __future__ import annotations
 
 from hypothesis import given
@@ -15,7 +13,7 @@ def meshes(tp: int, pp: int) -> list[Mesh]:
 
 
 @given(**SIZES)
-def test_places_are_all_different(tp, pp):
+def test_mesh_coordinates_are_unique(tp, pp):
     all_ranks = meshes(tp, pp)
     assert {(mesh.pp_rank, mesh.tp_rank) for mesh in all_ranks} == {(p, t) for p in range(pp) for t in range(tp)}
     for mesh in all_ranks:
@@ -24,14 +22,14 @@ def test_places_are_all_different(tp, pp):
 
 
 @given(**SIZES)
-def test_one_rank_samples_in_the_last_stage(tp, pp):
+def test_is_sampler_is_one_rank_of_the_last_stage(tp, pp):
     (sampler,) = [mesh for mesh in meshes(tp, pp) if mesh.is_sampler]
     assert sampler.is_last_stage
     assert sampler.tp_rank == 0
 
 
 @given(**SIZES, extra=st.integers(0, 20))
-def test_stages_have_all_layers_in_order_and_early_ones_have_at_most_one_more(tp, pp, extra):
+def test_layers_stages_have_all_in_order_and_early_ones_one_more(tp, pp, extra):
     stages = [mesh.layers(pp + extra) for mesh in meshes(tp, pp) if mesh.tp_rank == 0]
     assert [layer for stage in stages for layer in stage] == list(range(pp + extra))
     sizes = [len(stage) for stage in stages]

@@ -1,4 +1,5 @@
-"""Where experts go: every expert somewhere, load balanced, copies apart, and nothing moved without need."""
+"""The placement of experts: every expert has a slot, the load is balanced, copies are apart, and experts move only when
+needed."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ LOAD = st.integers(0, 5) | st.integers(0, 10**6)
 
 @st.composite
 def layers(draw):
-    """(load of each expert, number of slots, number of ranks)"""
+    """Draw (load of each expert, number of slots, number of ranks)."""
     num_ranks = draw(st.integers(1, 6))
     loads = draw(st.lists(LOAD, min_size=1, max_size=24))
     fewest = -(-len(loads) // num_ranks)
@@ -35,7 +36,7 @@ def check(slots: np.ndarray, num_experts: int, num_slots: int, num_ranks: int) -
 
 
 @given(num_experts=st.integers(1, 300), more=st.integers(0, 300))
-def test_at_first_experts_are_in_order(num_experts, more):
+def test_initial_slots_experts_are_in_order(num_experts, more):
     slots = initial_slots(num_experts, num_experts + more)
     assert slots[:num_experts].tolist() == list(range(num_experts))
     copies = Counter(slots.tolist())
@@ -44,7 +45,7 @@ def test_at_first_experts_are_in_order(num_experts, more):
 
 
 @given(layer=layers(), seed=st.integers(0, 2**32 - 1))
-def test_balanced_from_anywhere(layer, seed):
+def test_balance_any_placement_lowers_the_maximum_load(layer, seed):
     load, num_slots, num_ranks = layer
     previous = np.random.default_rng(seed).permutation(initial_slots(len(load), num_slots))
     slots = balance(load, num_slots, num_ranks, previous)
@@ -64,13 +65,13 @@ def test_balanced_from_anywhere(layer, seed):
 
 
 @given(layer=layers())
-def test_the_same_load_moves_nothing_again(layer):
+def test_balance_same_load_again_moves_nothing(layer):
     load, num_slots, num_ranks = layer
     once = balance(load, num_slots, num_ranks, initial_slots(len(load), num_slots))
     assert np.array_equal(balance(load, num_slots, num_ranks, once), once)
 
 
-def test_hot_experts_are_parted_and_copied():
+def test_balance_hot_experts_are_separated_and_copied():
     load = np.array([90, 90, 1, 1, 1, 1, 1, 1])
     slots = balance(load, 8, 2, initial_slots(8, 8))
     assert sorted(rank_loads(load, slots, 2).tolist()) == [93, 93]
@@ -79,13 +80,13 @@ def test_hot_experts_are_parted_and_copied():
     assert sorted(rank_loads([100, 1, 1, 1], slots, 2).tolist()) in ([51, 52], [51.5, 51.5])
 
 
-def test_without_load_and_on_one_rank_nothing_moves():
+def test_balance_no_load_or_one_rank_moves_nothing():
     for load, num_ranks in (([0] * 6, 3), ([5, 900, 1, 1, 2, 3], 1)):
         before = initial_slots(6, 6)
         assert np.array_equal(balance(np.array(load), 6, num_ranks, before), before)
 
 
-def test_large_layers():
+def test_balance_large_layer_halves_the_maximum_load():
     load = np.random.default_rng(0).zipf(1.5, 256).clip(max=10**6)
     previous = initial_slots(256, 320)
     slots = balance(load, 320, 32, previous)
@@ -94,7 +95,7 @@ def test_large_layers():
 
 
 @given(layer=layers(), seed=st.integers(0, 2**32 - 1))
-def test_moves_make_the_new_placement(layer, seed):
+def test_find_moves_turn_old_into_new_slots(layer, seed):
     load, num_slots, _ = layer
     random = np.random.default_rng(seed)
     old, new = (random.permutation(initial_slots(len(load), num_slots)) for _ in range(2))
@@ -107,6 +108,6 @@ def test_moves_make_the_new_placement(layer, seed):
     assert find_moves(new, new) == []
 
 
-def test_copies_take_turns_as_sources():
+def test_find_moves_copies_take_turns_as_sources():
     old, new = np.array([0, 1, 0, 2, 3, 4]), np.array([0, 1, 0, 0, 0, 4])
     assert [(move.source, move.target) for move in find_moves(old, new)] == [(0, 3), (2, 4)]

@@ -1,4 +1,4 @@
-"""What ranks that have different rows do together: the operations over rows, whatever the counts, none included."""
+"""The operations of ranks that have different rows, for any counts, also 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from eagleray.parallel.group import SingleRankGroup
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
 
 COUNT = st.integers(0, 4) | st.integers(0, 40)
-"""Rows of a rank; with the features below they need up to 80 slots."""
+"""The rows of a rank. With the features below they need up to 80 buffers."""
 
 FEATURES = st.sampled_from([(), (1,), (3,), (7, 2), (64,), (2500,), (0,)])
 
@@ -37,7 +37,8 @@ def numbers(count: int, features: tuple[int, ...], dtype: torch.dtype, seed: int
 
 @st.composite
 def operations(draw, size: int):
-    """(name, [size, size] counts: of one row of it or, from each rank to each, all of it; features; dtype)"""
+    """Draw (name, counts [size, size], features, dtype). all_to_all uses the counts from each rank to each, the others
+    the first row of them."""
     name = draw(st.sampled_from(["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "gather", "broadcast"]))
     counts = draw(st.lists(st.lists(COUNT, min_size=size, max_size=size), min_size=size, max_size=size))
     return name, counts, draw(FEATURES), draw(st.sampled_from(DTYPES))
@@ -74,7 +75,7 @@ def expected(size: int, rank: int, operation) -> torch.Tensor | None:
 
 @settings(max_examples=30)
 @given(data=st.data())
-def test_any_operations_in_any_order(groups, data):
+def test_group_any_row_operations_in_any_order(groups, data):
     size = len(groups)
     planned = data.draw(st.lists(operations(size), min_size=1, max_size=8))
     results = together([lambda group=group: [run(group, operation) for operation in planned] for group in groups])
@@ -92,7 +93,7 @@ def test_any_operations_in_any_order(groups, data):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_scattered_sum_has_the_bits_of_the_whole_one(dtype):
+def test_reduce_scatter_has_the_bits_of_all_reduce(dtype):
     groups = make_groups("shared memory", 3)
     counts = [5, 0, 37]
 
@@ -107,7 +108,7 @@ def test_a_scattered_sum_has_the_bits_of_the_whole_one(dtype):
         group.close()
 
 
-def test_inputs_that_are_not_contiguous(groups):
+def test_group_strided_rows_give_the_same_results(groups):
     size = len(groups)
     wide = [numbers(60, (size * 2,), torch.float32, rank) for rank in range(size)]
 
@@ -131,13 +132,13 @@ def in_inference_mode(group):
     return group.all_to_all(gathered, each, each) + group.all_gather(group.reduce_scatter(ones, each), each)
 
 
-def test_inside_of_inference_mode(groups):
+def test_group_row_operations_inside_of_inference_mode(groups):
     size = len(groups)
     for rank, result in enumerate(together([partial(in_inference_mode, group) for group in groups])):
         assert (result == rank + size).all()
 
 
-def test_what_is_said_to_others_is_counted(groups):
+def test_bytes_sent_counts_the_bytes_for_others(groups):
     size = len(groups)
 
     def work(group):
@@ -156,7 +157,7 @@ def test_what_is_said_to_others_is_counted(groups):
 
 @pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "all_to_all"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_never_comes(kind, operation):
+def test_group_row_operation_missing_rank_times_out(kind, operation):
     first, second = make_groups(kind, 2, timeout=0.3)
     counts = [[1, 1]] if operation != "all_to_all" else [[1, 1], [1, 1]]
     rows = 1 if operation == "all_gather" else 2
@@ -167,7 +168,7 @@ def test_a_rank_that_never_comes(kind, operation):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_group_that_was_closed(kind):
+def test_group_closed_refuses_row_operations(kind):
     for group in make_groups(kind, 2):
         group.close()
         for work in (
@@ -180,7 +181,7 @@ def test_a_group_that_was_closed(kind):
 
 
 @given(counts=st.lists(COUNT, min_size=2, max_size=6))
-def test_a_group_of_one(counts):
+def test_single_rank_group_returns_its_rows(counts):
     x = torch.ones(counts[0], 2)
     group, one = SingleRankGroup(), [counts[0]]
     assert group.all_gather(x, one) is group.reduce_scatter(x, one) is group.all_to_all(x, one, one) is x

@@ -1,4 +1,4 @@
-"""Both kinds of tensor-parallel groups: what comes out of the operations, whatever their order and sizes."""
+"""The results of both kinds of tensor-parallel groups, for operations in any order and of any size."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ OPERATION = st.tuples(
 
 @settings(max_examples=25)
 @given(operations=st.lists(OPERATION, min_size=1, max_size=12))
-def test_any_operations_in_any_order(groups, operations):
-    """Shapes are smaller and larger than a slot. Ranks do not wait for each other in between."""
+def test_group_any_operations_in_any_order(groups, operations):
+    """Shapes are smaller and larger than a buffer. Ranks do not wait for each other between operations."""
 
     def work(group):
         results = []
@@ -79,8 +79,8 @@ def test_any_operations_in_any_order(groups, operations):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sums_in_half_precision_are_rounded_once(groups, dtype):
-    """256 + many small numbers: none of them alone would change it."""
+def test_all_reduce_half_precision_is_rounded_once(groups, dtype):
+    """The sum is 256 plus small numbers, none of which alone would change it."""
     parts = [256.0 if dtype == torch.bfloat16 else 2048.0] + [0.75] * (len(groups) - 1)
     results = together(
         [lambda group=group: group.all_reduce(torch.full((5,), parts[group.rank]).to(dtype)) for group in groups]
@@ -88,7 +88,7 @@ def test_sums_in_half_precision_are_rounded_once(groups, dtype):
     assert torch.equal(results[0], torch.full((5,), sum(parts)).to(dtype))
 
 
-def test_inputs_that_are_not_contiguous(groups):
+def test_group_strided_inputs_give_the_same_results(groups):
     inputs = [make_input((30, 50), torch.float32, rank).T[3:] for rank in range(len(groups))]
     sums = together([lambda group=group: group.all_reduce(inputs[group.rank].clone().T.T) for group in groups])
     gathered = together([lambda group=group: group.gather(inputs[group.rank]) for group in groups])
@@ -98,7 +98,7 @@ def test_inputs_that_are_not_contiguous(groups):
     assert torch.equal(shared[1], inputs[0])
 
 
-def test_inside_and_outside_of_inference_mode(groups):
+def test_all_reduce_inside_and_outside_of_inference_mode(groups):
     @torch.inference_mode()
     def inside(group):
         return group.all_reduce(torch.ones(9)).tolist()
@@ -112,7 +112,7 @@ def test_inside_and_outside_of_inference_mode(groups):
 
 @pytest.mark.parametrize("operation", ["all_reduce", "gather", "broadcast"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_never_comes(kind, operation):
+def test_group_missing_rank_times_out(kind, operation):
     first, second = make_groups(kind, 2, timeout=0.3)
     waits = second if operation == "broadcast" else first
     with pytest.raises(DeadlineExceeded, match=rf"{operation}: tensor-parallel rank {waits.rank} of 2 .*0.3 s"):
@@ -122,7 +122,7 @@ def test_a_rank_that_never_comes(kind, operation):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_group_that_was_closed(kind):
+def test_group_closed_refuses_operations(kind):
     for group in make_groups(kind, 2):
         group.close()
         group.close()
@@ -131,33 +131,33 @@ def test_a_group_that_was_closed(kind):
                 operation(torch.zeros(4))
 
 
-def test_a_peer_that_left():
+def test_torch_group_peer_left_is_noticed():
     first, second = make_groups("gloo", 2)
     second.close()
     with pytest.raises(ChannelClosed, match="all_reduce: tensor-parallel rank 0 of 2 with rank 1"):
         first.all_reduce(torch.zeros(4))
 
 
-def test_a_peer_that_never_connects():
+def test_torch_process_groups_missing_peer_times_out():
     store, _ = bind_store("127.0.0.1")
     options = {"host": "127.0.0.1", "device": torch.device("cpu"), "timeout": 0.3}
     with pytest.raises(DeadlineExceeded, match=r"the 2 ranks of some group were not connected within 0\.3 s"):
         TorchProcessGroups(store, "some group", rank=0, size=2, **options)
 
 
-def test_a_store_that_is_not_there():
+def test_reach_store_missing_store_times_out():
     store, address = bind_store("127.0.0.1")
     del store
     with pytest.raises(DeadlineExceeded, match=f"rank 0 of the engine was not reached at {address} within 0.5 s"):
         reach_store(address, timeout=0.5)
 
 
-def test_an_address_of_another_machine():
+def test_bind_store_address_of_another_machine_is_refused():
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
         bind_store("192.0.2.1")
 
 
-def test_memory_of_somebody_else():
+def test_attach_memory_of_another_process_is_refused():
     segment = Segment.create(2, buffer_bytes=BUFFER_BYTES)
     pid, descriptor = os.getpid(), os.memfd_create("other")
     for wrong in (
@@ -175,6 +175,6 @@ def test_memory_of_somebody_else():
     segment.close()
 
 
-def test_a_group_of_one():
+def test_single_rank_group_returns_its_input():
     x, group = torch.ones(3), SingleRankGroup()
     assert group.all_reduce(x) is group.gather(x) is group.broadcast(x) is x

@@ -1,4 +1,4 @@
-"""Rows and experts on different ranks: what comes out is what one rank with all experts computes."""
+"""Tokens and experts on different ranks give the result of one rank with all experts."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def groups(request):
 
 @dataclass
 class Experts:
-    """Products of one row at a time: their bits cannot depend on other rows."""
+    """Products of one token at a time, so that their bits cannot depend on other tokens."""
 
     slots: list[int]
-    """The expert in each of this rank's slots."""
+    """The expert in each of this rank's expert slots."""
     dtype: torch.dtype
 
     def pairs(self, x, slots):
@@ -81,14 +81,14 @@ def make_placement(experts: list[int], num_ranks: int) -> LayerExpertSlots:
 
 @st.composite
 def placements(draw, num_ranks: int):
-    """The expert in each slot, in any order, some more than once."""
+    """Draw the expert in each expert slot, in any order, some more than once."""
     num_slots = -(-EXPERTS // num_ranks) * num_ranks + num_ranks * draw(st.integers(0, 2))
     more = draw(st.lists(st.integers(0, EXPERTS - 1), min_size=num_slots - EXPERTS, max_size=num_slots - EXPERTS))
     return draw(st.permutations([*range(EXPERTS), *more]))
 
 
 def make_rows(count: int, dtype: torch.dtype, seed: int):
-    """(x, ids, weights) of a rank"""
+    """Return (x, ids, weights) of a rank."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, HIDDEN, generator=generator).to(dtype)
     chosen = torch.rand(count, EXPERTS, generator=generator).topk(TOP_K)
@@ -115,7 +115,7 @@ def expected(rank, counts, dtype, seed):
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=15)
 @given(data=st.data(), seed=st.integers(0, 1000))
-def test_bits_do_not_depend_on_places_or_ranks_with_all_to_all(groups, dtype, data, seed):
+def test_all_to_all_any_placement_has_the_bits_of_one_rank(groups, dtype, data, seed):
     counts = data.draw(st.lists(st.integers(0, 5), min_size=len(groups), max_size=len(groups)))
     experts = data.draw(placements(len(groups)))
     for rank, result in enumerate(run(groups, AllToAllTokenDispatcher, experts, counts, dtype, seed)):
@@ -126,7 +126,7 @@ def test_bits_do_not_depend_on_places_or_ranks_with_all_to_all(groups, dtype, da
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=15)
 @given(data=st.data(), seed=st.integers(0, 1000))
-def test_all_gather_adds_up_the_same_numbers(groups, dtype, data, seed):
+def test_all_gather_any_placement_equals_one_rank(groups, dtype, data, seed):
     counts = data.draw(st.lists(st.integers(0, 5), min_size=len(groups), max_size=len(groups)))
     experts = data.draw(placements(len(groups)))
     for rank, result in enumerate(run(groups, AllGatherTokenDispatcher, experts, counts, dtype, seed)):
@@ -134,8 +134,8 @@ def test_all_gather_adds_up_the_same_numbers(groups, dtype, data, seed):
         torch.testing.assert_close(result, expected(rank, counts, dtype, seed), atol=1e-5, rtol=1e-5)
 
 
-def test_rows_go_only_where_their_experts_are():
-    """Bytes of all-to-all: a row once for each other rank that has an expert of it, and an output for each pair."""
+def test_all_to_all_sends_tokens_only_to_their_experts():
+    """All-to-all sends a token once to each other rank that has one of its experts, and an output for each pair."""
     segment = Segment.create(2)
     groups = [segment.join(timeout=20), Segment.attach(segment.handle, rank=1, num_ranks=2, timeout=20)]
     placement = make_placement([0, 1, 2, 3, 4, 5, 6, 0], 2)
@@ -155,7 +155,7 @@ def test_rows_go_only_where_their_experts_are():
 
 
 @given(data=st.data(), num_ranks=st.integers(1, 4), first=st.integers(0, 9), count=st.integers(0, 6))
-def test_copies_take_turns_over_the_rows_of_all_ranks(data, num_ranks, first, count):
+def test_find_slots_copies_take_turns_over_all_tokens(data, num_ranks, first, count):
     experts = data.draw(placements(num_ranks))
     placement = make_placement(experts, num_ranks)
     ids = make_rows(count, torch.float32, first)[1]
@@ -175,7 +175,7 @@ def test_copies_take_turns_over_the_rows_of_all_ranks(data, num_ranks, first, co
 
 
 @given(ranks=st.lists(st.lists(st.integers(0, 3), min_size=TOP_K, max_size=TOP_K), max_size=8))
-def test_routes_name_every_row_once_for_each_rank_and_every_pair_once(ranks):
+def test_plan_routes_lists_tokens_once_per_rank_and_pairs_once(ranks):
     routes = plan_routes(torch.tensor(ranks, dtype=torch.int32).reshape(-1, TOP_K), 4)
     rows = [[row for row, to in enumerate(ranks) if rank in to] for rank in range(4)]
     pairs = [
@@ -190,7 +190,7 @@ def test_routes_name_every_row_once_for_each_rank_and_every_pair_once(ranks):
 
 
 @given(count=st.integers(0, 4), odd=st.integers(1, 5))
-def test_rows_travel_together_as_bytes(count, odd):
+def test_pack_rows_unpack_rows_restores_tensors(count, odd):
     parts = (
         torch.randn(count, odd).bfloat16(),
         torch.randint(0, 9, (count, 3), dtype=torch.int32),

@@ -1,4 +1,4 @@
-"""Opened, told to each other, joined: which groups workers get from where they are, and what stages send."""
+"""The groups of workers: their kinds by topology, and the links between stages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def kinds(groups: Groups) -> tuple[type, type]:
     return type(groups.tp), type(groups.stages)
 
 
-def test_groups_of_one_worker_open_nothing():
+def test_open_single_worker_opens_nothing():
     (opened,) = open_all(topology())
     assert (opened.opened.store, opened.opened.segment) == (None, None)
     assert kinds(opened.join([opened.opened], timeout=1)) == kinds(Groups.single()) == (SingleRankGroup, NoneType)
@@ -49,18 +49,18 @@ def test_groups_of_one_worker_open_nothing():
     ],
     ids=["tp", "pp", "both", "tp over nodes", "a stage on each node", "one stage over nodes"],
 )
-def test_shared_memory_within_a_node_and_connections_elsewhere(where, expected, stores, segments):
+def test_join_uses_shared_memory_within_a_node_and_connections_elsewhere(where, expected, stores, segments):
     opened = open_all(where)
-    said = [one.opened for one in opened]
-    assert [rank for rank, one in enumerate(said) if one.store is not None] == stores
-    assert [rank for rank, one in enumerate(said) if one.segment is not None] == segments
-    joined = together([lambda one=one: one.join(said, timeout=20) for one in opened])
+    handles = [one.opened for one in opened]
+    assert [rank for rank, one in enumerate(handles) if one.store is not None] == stores
+    assert [rank for rank, one in enumerate(handles) if one.segment is not None] == segments
+    joined = together([lambda one=one: one.join(handles, timeout=20) for one in opened])
     assert [kinds(groups) for groups in joined] == expected
     for holder in [*joined, *opened, *joined, *opened]:
         holder.close()
 
 
-def test_a_gpu_needs_connections():
+def test_open_gpu_binds_a_store():
     opened = OpenedGroups.open(
         mesh=Mesh(rank=0, tp_size=2), topology=topology(tp=2), device=torch.device("cuda", 0)
     ).opened
@@ -68,14 +68,14 @@ def test_a_gpu_needs_connections():
     assert opened.segment is None
 
 
-def test_all_ranks_sum_within_their_stage():
+def test_all_reduce_sums_within_a_stage():
     def work(groups: Groups) -> list[float]:
         return groups.tp.all_reduce(torch.tensor([float(groups.mesh.rank)])).tolist()
 
     assert run_ranks(work, topology(tp=2, pp=2)) == [[1.0], [1.0], [5.0], [5.0]]
 
 
-def test_hidden_states_go_from_stage_to_stage_in_order():
+def test_stage_links_keep_the_order_of_hidden_states():
     def work(groups: Groups) -> list[float]:
         mesh, stages, seen = groups.mesh, groups.stages, []
         for step in range(20):
@@ -95,11 +95,11 @@ def test_hidden_states_go_from_stage_to_stage_in_order():
         assert results[4 + tp_rank] == (numbers + 2).to(torch.bfloat16).tolist()
 
 
-def test_nobody_waits_for_a_receiver():
-    """In one thread: everything is sent before anything is received, in both directions."""
+def test_stage_links_sends_do_not_wait():
+    """One thread sends everything before it receives anything, in both directions."""
     opened = open_all(topology(pp=2))
-    said = [one.opened for one in opened]
-    first, last = together([lambda one=one: one.join(said, timeout=20) for one in opened])
+    handles = [one.opened for one in opened]
+    first, last = together([lambda one=one: one.join(handles, timeout=20) for one in opened])
     for step in range(3):
         first.stages.send_hidden(torch.full((512, 256), float(step)))
         last.stages.send_tokens(torch.arange(step + 1))
@@ -117,10 +117,10 @@ def test_nobody_waits_for_a_receiver():
 
 
 @pytest.mark.parametrize("what", ["hidden", "tokens"])
-def test_a_stage_that_sends_nothing(what):
+def test_stage_links_silent_stage_times_out(what):
     opened = open_all(topology(pp=2))
-    said = [one.opened for one in opened]
-    first, last = together([lambda one=one: one.join(said, timeout=20) for one in opened])
+    handles = [one.opened for one in opened]
+    first, last = together([lambda one=one: one.join(handles, timeout=20) for one in opened])
     first, last = (
         StageLinks(groups.mesh, groups.stages._connections, groups.stages._store, timeout=0.3)
         for groups in (first, last)
@@ -134,30 +134,30 @@ def test_a_stage_that_sends_nothing(what):
         holder.close()
 
 
-def test_a_worker_that_does_not_join():
+def test_join_missing_worker_times_out():
     opened = open_all(topology(pp=2))
-    said = [one.opened for one in opened]
+    handles = [one.opened for one in opened]
     with pytest.raises(DeadlineExceeded, match=r"the 2 ranks of pipeline of .* were not connected within 0\.3 s"):
-        opened[0].join(said, timeout=0.3)
+        opened[0].join(handles, timeout=0.3)
     for one in opened:
         one.close()
 
 
-def test_on_one_node_nothing_listens_to_other_machines():
+def test_join_on_one_node_listens_on_loopback_only():
     before = listening()
     opened = open_all(topology(tp=2, pp=2))
-    said = [one.opened for one in opened]
-    joined = together([lambda one=one: one.join(said, timeout=20) for one in opened])
+    handles = [one.opened for one in opened]
+    joined = together([lambda one=one: one.join(handles, timeout=20) for one in opened])
     assert {address for address, _ in listening() - before} == {"0100007F"}  # 127.0.0.1
     for holder in [*joined, *opened]:
         holder.close()
 
 
 def listening() -> set[tuple[str, str]]:
-    """(address, number) of the sockets on which this process listens."""
+    """Return (address, number) of the sockets on which this process listens."""
     own = set()
     for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one of listdir itself
+        with contextlib.suppress(OSError):  # the descriptor of listdir itself
             own.add(os.readlink(f"/proc/self/fd/{entry}"))
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
     state, number = 3, 9
@@ -168,7 +168,7 @@ def listening() -> set[tuple[str, str]]:
     }
 
 
-def test_nothing_has_a_name_in_shared_memory():
+def test_join_leaves_no_names_in_shared_memory():
     def mapped() -> set[str]:
         lines = Path("/proc/self/maps").read_text().splitlines()
         return {line.split()[5] for line in lines if "/dev/shm/" in line}

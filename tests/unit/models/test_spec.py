@@ -1,4 +1,4 @@
-"""config.json: both styles, fields left out, and what is refused."""
+"""The fields of config.json: both styles, defaults and refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refusal(architecture: str = "LlamaForCausalLM", **fields) -> str:
     return str(error.value)
 
 
-def test_fields_that_are_left_out_have_the_defaults_of_transformers():
+def test_read_spec_absent_fields_have_transformers_defaults():
     names = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
     llama, mistral, mixtral = map(read, names)
     assert (llama.num_layers, llama.num_kv_heads, llama.head_dim, llama.max_model_len) == (32, 32, 128, 2048)
@@ -48,16 +48,16 @@ def test_fields_that_are_left_out_have_the_defaults_of_transformers():
     assert (qwen2.qkv_bias, qwen2.output_bias) == (True, False)
 
 
-def test_null_key_heads_are_as_many_as_heads():
+def test_read_spec_null_kv_heads_equal_heads():
     assert read("MistralForCausalLM", num_key_value_heads=None).num_kv_heads == 32
 
 
-def test_both_names_of_the_number_of_experts():
+def test_read_spec_both_names_of_num_experts_are_read():
     assert read("Qwen3MoeForCausalLM", num_experts=16).moe.num_experts == 16
     assert read("Qwen3MoeForCausalLM", num_local_experts=16).moe.num_experts == 16
 
 
-def test_both_names_of_the_dtype():
+def test_read_spec_both_names_of_dtype_are_read():
     assert read(dtype="bfloat16").dtype == read(torch_dtype="bfloat16").dtype == "bfloat16"
     assert read(torch_dtype="torch.float16").dtype == "float16"
 
@@ -67,7 +67,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 
 @pytest.mark.parametrize("kind_field", ["type", "rope_type"])
-def test_both_styles_of_rope_scaling(kind_field):
+def test_read_spec_both_styles_of_rope_are_read(kind_field):
     for kind, fields in (("linear", {"factor": 2.0}), ("dynamic", {"factor": 2.0}), ("llama3", LLAMA3), ("yarn", YARN)):
         old = read(rope_theta=5e5, rope_scaling={kind_field: kind} | fields)
         new = read(rope_parameters={"rope_theta": 5e5, "rope_type": kind} | fields)
@@ -77,7 +77,7 @@ def test_both_styles_of_rope_scaling(kind_field):
     assert read(rope_theta=5e5, rope_scaling={kind_field: "default"}).rope == DefaultRope(5e5)
 
 
-def test_the_length_that_a_model_was_made_for():
+def test_read_spec_max_model_len_includes_rope_scaling():
     positions = {"max_position_embeddings": 40960}
     assert read(**positions).max_model_len == 40960
     for kind in ("linear", "dynamic"):
@@ -87,13 +87,13 @@ def test_the_length_that_a_model_was_made_for():
     assert read(**positions, rope_scaling={"rope_type": "yarn", "factor": 2.0}).max_model_len == 81_920
 
 
-def test_what_rope_types_are_read_as():
+def test_read_spec_rope_type_gives_its_rope():
     assert read(rope_scaling={"type": "linear", "factor": 2}).rope == LinearRope(1e4, 2.0)
     assert read(rope_scaling={"type": "dynamic", "factor": 2}).rope == DynamicRope(1e4, 2.0, 2048)
     assert read(rope_scaling={"type": "llama3"} | LLAMA3).rope == Llama3Rope(1e4, 8.0, 1.0, 4.0, 8192)
     yarn = read(rope_scaling={"type": "yarn", "attention_factor": 1.5, "truncate": False} | YARN).rope
     assert yarn == YarnRope(1e4, 4.0, 32768, 1.5, 32.0, 1.0, False)
-    # the field outside of the rope's own object has priority, and can stand for the factor
+    # the field outside of the rope's own object has priority, and can replace the factor
     outside = read(
         max_position_embeddings=4096, original_max_position_embeddings=1024, rope_scaling={"type": "yarn"} | YARN
     )
@@ -102,7 +102,7 @@ def test_what_rope_types_are_read_as():
     assert alone.rope.factor == 4.0
 
 
-def test_windows():
+def test_read_spec_windows_by_layer():
     assert read("MistralForCausalLM", num_hidden_layers=2, sliding_window=None).windows == (None, None)
     assert read("MixtralForCausalLM", num_hidden_layers=2, sliding_window=7).windows == (7, 7)
     sliding = {"num_hidden_layers": 3, "sliding_window": 7, "use_sliding_window": True}
@@ -114,7 +114,7 @@ def test_windows():
     assert read("Qwen3MoeForCausalLM", **sliding).windows == (7, 7, 7)
 
 
-def test_which_layers_have_experts():
+def test_read_spec_moe_layers_by_step_and_exceptions():
     layers = read("Qwen3MoeForCausalLM", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]).moe.layers
     assert layers == (False, True, False, False, False, True)
 
@@ -146,11 +146,11 @@ def test_which_layers_have_experts():
         ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5"),
     ],
 )
-def test_what_is_refused(fields, expected):
+def test_read_spec_unsupported_field_is_refused(fields, expected):
     assert expected in refusal(**fields)
 
 
-def test_layer_types_that_are_refused():
+def test_read_spec_invalid_layer_types_are_refused():
     name = "Qwen3ForCausalLM"
     assert "`layer_types` must be a list of 2" in refusal(name, num_hidden_layers=2, layer_types=["full_attention"])
     assert "the layer type 'linear_attention' is not supported" in refusal(
@@ -159,13 +159,13 @@ def test_layer_types_that_are_refused():
     assert "`use_sliding_window` is not set" in refusal(name, num_hidden_layers=1, layer_types=["sliding_attention"])
 
 
-def test_more_experts_for_a_token_than_there_are():
+def test_read_spec_more_experts_per_token_than_experts_is_refused():
     expected = "`num_experts_per_tok` must be at most 4, but it is 5"
     assert expected in refusal("MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=5)
     assert expected in refusal("Qwen3MoeForCausalLM", num_experts=4, num_experts_per_tok=5)
 
 
-# What no model has.
+# Values that no model has.
 
 ABSURD = [
     ("LlamaForCausalLM", {"hidden_size": 2**40}, "`hidden_size` must be at most 16777216, but it is 1099511627776"),
@@ -195,7 +195,7 @@ ABSURD = [
 
 
 @pytest.mark.parametrize(("architecture", "fields", "expected"), ABSURD)
-def test_absurd_numbers_are_refused_in_a_short_sentence(architecture, fields, expected):
+def test_read_spec_absurd_number_is_refused_briefly(architecture, fields, expected):
     message = refusal(architecture, **fields)
     assert expected in message
     assert len(message) < 400
@@ -213,7 +213,7 @@ def test_absurd_numbers_are_refused_in_a_short_sentence(architecture, fields, ex
         '{"a": "' + "x" * 2**25,
     ],
 )
-def test_a_config_file_of_nonsense_is_refused_in_a_short_sentence(tmp_path, text):
+def test_read_config_nonsense_is_refused_briefly(tmp_path, text):
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError) as caught:
         ConfigFile.read(tmp_path)
@@ -311,7 +311,7 @@ ROPES = st.dictionaries(
     fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4),
     rope=st.one_of(st.none(), ROPES),
 )
-def test_any_config_is_a_model_or_a_refusal(architecture, fields, rope):
+def test_read_spec_any_config_is_a_model_or_refused(architecture, fields, rope):
     fields = fields if rope is None else fields | {"rope_scaling": rope}
     try:
         spec = FAMILIES[architecture].read_spec(ConfigFile(PATH, fields))

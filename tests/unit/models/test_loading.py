@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said with the file, the tensor, what was found and what is expected."""
+"""Loading of checkpoints. Errors name the file, the tensor, the found and the expected value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from model_runs import load
 from safetensors.torch import load_file, save_file
 
 from eagleray.errors import CheckpointError, ConfigError
+from eagleray.models.loading import CheckpointWeights
+from eagleray.models.weights import Cut
 
+CPU = torch.device("cpu")
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -49,8 +52,8 @@ def refusal(checkpoint, **options) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_dtype_of_the_weights_where_config_json_has_none(tmp_path, dtype):
-    """As that of the published gpt-oss."""
+def test_load_model_dtype_absent_in_config_is_that_of_the_weights(tmp_path, dtype):
+    """The published gpt-oss has no dtype in config.json."""
     checkpoint = make_checkpoint(tmp_path, "llama", tokenizer=False, dtype=dtype)
     edit_config(checkpoint, "dtype")
     assert load(checkpoint, dtype="auto").dtype == getattr(torch, dtype)
@@ -58,18 +61,18 @@ def test_the_dtype_of_the_weights_where_config_json_has_none(tmp_path, dtype):
     assert load(checkpoint, dtype="float32").dtype == torch.float32
 
 
-def test_progress_reaches_the_size_of_the_files(checkpoint):
-    told = []
-    load(checkpoint, on_progress=lambda done, total: told.append((done, total)))
-    assert len(told) > 20
-    assert told == sorted(told)
+def test_load_model_progress_reaches_the_size_of_the_files(checkpoint):
+    reported = []
+    load(checkpoint, on_progress=lambda done, total: reported.append((done, total)))
+    assert len(reported) > 20
+    assert reported == sorted(reported)
     size = (checkpoint / "model.safetensors").stat().st_size
-    assert {total for _, total in told} == {size}
-    assert told[-1] == (size, size)
-    assert told[-2][0] > 0.9 * size
+    assert {total for _, total in reported} == {size}
+    assert reported[-1] == (size, size)
+    assert reported[-2][0] > 0.9 * size
 
 
-def test_the_files_are_not_needed_after_loading(checkpoint):
+def test_load_model_files_are_not_needed_afterwards(checkpoint):
     model = load(checkpoint)
     before = model.logits(torch.ones(1, 64))
     path = checkpoint / "model.safetensors"
@@ -77,46 +80,46 @@ def test_the_files_are_not_needed_after_loading(checkpoint):
     assert torch.equal(model.logits(torch.ones(1, 64)), before)
 
 
-def test_no_config(checkpoint):
+def test_load_model_missing_config_is_refused(checkpoint):
     (checkpoint / "config.json").unlink()
     assert "config.json: not found" in refusal(checkpoint)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\xff\xfe"])
-def test_a_damaged_config(checkpoint, text):
+def test_load_model_damaged_config_is_refused(checkpoint, text):
     (checkpoint / "config.json").write_text(text, encoding="latin-1")
     message = refusal(checkpoint)
     assert str(checkpoint / "config.json") in message
     assert "JSON" in message
 
 
-def test_no_weights(checkpoint):
+def test_load_model_missing_weights_are_refused(checkpoint):
     (checkpoint / "model.safetensors").unlink()
     message = refusal(checkpoint)
     assert "neither model.safetensors nor model.safetensors.index.json" in message
     assert str(checkpoint) in message
 
 
-def test_a_missing_tensor(checkpoint):
+def test_load_model_missing_tensor_is_refused(checkpoint):
     edit_weights(checkpoint, lambda tensors: tensors.pop(Q_PROJ))
     message = refusal(checkpoint)
     assert f"tensor '{Q_PROJ}' of shape [64, 64] is missing" in message
     assert str(checkpoint / "model.safetensors") in message
 
 
-def test_a_tensor_of_another_shape(checkpoint):
+def test_load_model_tensor_of_another_shape_is_refused(checkpoint):
     edit_weights(checkpoint, lambda tensors: tensors.update({Q_PROJ: torch.zeros(64, 32)}))
     message = refusal(checkpoint)
     assert message.startswith(str(checkpoint / "model.safetensors"))
     assert f"tensor '{Q_PROJ}' has the shape [64, 32], but config.json implies [64, 64]" in message
 
 
-def test_a_tensor_of_another_kind(checkpoint):
+def test_load_model_tensor_of_another_dtype_is_refused(checkpoint):
     edit_weights(checkpoint, lambda tensors: tensors.update({Q_PROJ: torch.zeros(64, 64, dtype=torch.int8)}))
     assert f"tensor '{Q_PROJ}' is stored as I8; supported are F32, F16, BF16" in refusal(checkpoint)
 
 
-def test_tensors_that_nobody_takes(checkpoint):
+def test_load_model_unknown_tensors_are_refused(checkpoint):
     extra = {f"model.layers.{layer}.mlp.router": torch.zeros(1) for layer in range(5)}
     edit_weights(checkpoint, lambda tensors: tensors.update(extra))
     message = refusal(checkpoint)
@@ -125,12 +128,12 @@ def test_tensors_that_nobody_takes(checkpoint):
     assert "and 2 more" in message
 
 
-def test_fewer_layers_than_the_weights_have(checkpoint):
+def test_load_model_fewer_layers_than_stored_is_refused(checkpoint):
     edit_config(checkpoint, num_hidden_layers=2)
     assert "no place for model.layers.2." in refusal(checkpoint)
 
 
-def test_tables_of_old_checkpoints_and_a_tied_head_are_ignored(checkpoint):
+def test_load_model_old_tables_and_tied_head_are_ignored(checkpoint):
     edit_config(checkpoint, tie_word_embeddings=True)
     edit_weights(
         checkpoint, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
@@ -139,33 +142,33 @@ def test_tables_of_old_checkpoints_and_a_tied_head_are_ignored(checkpoint):
 
 
 @pytest.mark.parametrize("keep", [0, 5, 1000, 100_000])
-def test_a_truncated_file(checkpoint, keep):
+def test_load_model_truncated_file_is_refused(checkpoint, keep):
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     message = refusal(checkpoint)
     assert message.startswith(f"{path}: is not a complete safetensors file")
 
 
-def test_a_damaged_header(checkpoint):
+def test_load_model_damaged_header_is_refused(checkpoint):
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:8] + b"x" * 1000 + path.read_bytes()[1008:])
     assert refusal(checkpoint).startswith(f"{path}: is not a complete safetensors file")
 
 
-def test_a_missing_shard(sharded):
+def test_load_model_missing_shard_is_refused(sharded):
     shard = sorted(sharded.glob("model-*.safetensors"))[1]
     shard.unlink()
     assert f"{shard}: not found, but {sharded / 'model.safetensors.index.json'} names it" in refusal(sharded)
 
 
-def test_a_truncated_shard(sharded):
+def test_load_model_truncated_shard_is_refused(sharded):
     shard = sorted(sharded.glob("model-*.safetensors"))[-1]
     shard.write_bytes(shard.read_bytes()[:-10])
     assert refusal(sharded).startswith(f"{shard}: is not a complete safetensors file")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "problem"),
     [
         ("{", "cannot be read as JSON"),
         ("[" * 100_000, "cannot be read as JSON: it is nested too deeply"),
@@ -176,40 +179,40 @@ def test_a_truncated_shard(sharded):
         ('{"weight_map": {}}', "its `weight_map` names no file"),
     ],
 )
-def test_a_damaged_index(sharded, text, said):
+def test_load_model_damaged_index_is_refused(sharded, text, problem):
     (sharded / "model.safetensors.index.json").write_text(text)
-    assert refusal(sharded).startswith(f"{sharded / 'model.safetensors.index.json'}: {said}")
+    assert refusal(sharded).startswith(f"{sharded / 'model.safetensors.index.json'}: {problem}")
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\u0000b", ".", "/dev/null"])
-def test_an_index_that_names_what_is_no_file(sharded, name):
+def test_load_model_index_of_invalid_file_name_is_refused(sharded, name):
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {Q_PROJ: name}}))
     assert "not found, but" in refusal(sharded)
 
 
 @pytest.mark.parametrize("header", [b"[" * 100_000, b"{" * 100, b"\xff" * 100, b'{"a":' * 50_000, b"{}"])
-def test_a_header_of_nonsense(checkpoint, header):
+def test_load_model_nonsense_header_is_refused_briefly(checkpoint, header):
     (checkpoint / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     assert len(refusal(checkpoint)) < 1000
 
 
-def test_more_layers_than_the_files_hold_are_told_before_a_weight_is_read(checkpoint):
+def test_load_model_more_layers_than_stored_is_refused_before_reading(checkpoint):
     edit_config(checkpoint, num_hidden_layers=8000)
-    told = []
-    message = refusal(checkpoint, on_progress=lambda done, total: told.append(done))
+    reported = []
+    message = refusal(checkpoint, on_progress=lambda done, total: reported.append(done))
     assert "`num_hidden_layers` is 8000, but the weight files beside it have no tensor of layer 7999" in message
-    assert told == []
+    assert reported == []
 
 
 @pytest.mark.parametrize(
     "fields", [{"hidden_size": 2**20}, {"intermediate_size": 2**24}, {"vocab_size": 2**23}, {"head_dim": 2**20}]
 )
-def test_more_weights_than_the_files_hold_are_told_before_one_is_read(checkpoint, fields):
+def test_load_model_more_parameters_than_stored_is_refused_before_reading(checkpoint, fields):
     edit_config(checkpoint, **fields)
     assert "parameters, but the weight files beside it hold 1" in refusal(checkpoint)
 
 
-def test_a_tensor_is_not_allocated_before_its_shape_is_known_to_fit(checkpoint, monkeypatch):
+def test_load_model_wrong_shape_is_refused_before_allocation(checkpoint, monkeypatch):
     edit_config(checkpoint, intermediate_size=97)
     allocated = []
     empty = torch.empty
@@ -220,20 +223,20 @@ def test_a_tensor_is_not_allocated_before_its_shape_is_known_to_fit(checkpoint, 
     assert not [shape for shape in allocated if 97 in shape or 194 in shape]
 
 
-def test_weights_that_can_never_fit_into_the_memory_are_refused(checkpoint):
+def test_load_model_weights_beyond_memory_are_refused(checkpoint):
     with pytest.raises(ConfigError, match=r"take .* GiB of a worker as float32, but there are 0\.0 GiB in all"):
         load(checkpoint, total_memory=100_000)
     load(checkpoint, total_memory=2**30)
 
 
 @pytest.mark.parametrize("fields", [{"hidden_size": 2**20}, {"num_hidden_layers": 8000, "intermediate_size": 2**20}])
-def test_dummy_weights_that_can_never_fit_into_the_memory_are_refused(checkpoint, fields):
+def test_load_model_dummy_weights_beyond_memory_are_refused(checkpoint, fields):
     edit_config(checkpoint, **fields)
     with pytest.raises(ConfigError, match="`tensor_parallel_size`"):
         load(checkpoint, load_format="dummy", total_memory=2**33)
 
 
-def test_a_tensor_missing_from_every_shard(sharded):
+def test_load_model_tensor_missing_in_all_shards_is_refused(sharded):
     index = json.loads((sharded / "model.safetensors.index.json").read_text())
     shard = sharded / index["weight_map"][Q_PROJ]
     tensors = load_file(shard)
@@ -242,3 +245,21 @@ def test_a_tensor_missing_from_every_shard(sharded):
     message = refusal(sharded)
     assert f"tensor '{Q_PROJ}' of shape [64, 64] is missing" in message
     assert str(shard) in message
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_checkpoint_weights_cut_equals_part_of_whole(kind, tmp_path):
+    whole, other = torch.randn(6, 8).to(kind), torch.randn(4, 8).to(kind)
+    save_file({"a": whole, "b": other}, tmp_path / "model.safetensors")
+    with CheckpointWeights(tmp_path, dtype=torch.float32, device=CPU, on_progress=None) as weights:
+        shapes = [(6, 8), (4, 8)]
+        assert torch.equal(weights.load("a", (6, 8), Cut(0, range(2, 5))), whole[2:5].float())
+        assert torch.equal(weights.load("a", (6, 8), Cut(1, range(2, 5))), whole[:, 2:5].float())
+        assert weights.load("a", (6, 8), Cut(0, range(6, 6))).shape == (0, 8)
+        rows = weights.load_concatenated(["a", "b"], shapes, [Cut(0, range(2)), Cut(0, range(3, 4))])
+        assert torch.equal(rows, torch.cat([whole[:2], other[3:]]).float())
+        columns = weights.load_concatenated(["a", "b"], shapes, [Cut(1, range(4, 8))] * 2)
+        assert torch.equal(columns, torch.cat([whole, other])[:, 4:].float())
+        assert weights.num_parameters == 24 + 18 + 0 + 24 + 40
+        with pytest.raises(CheckpointError, match=r"tensor 'a' has the shape \[6, 8\], but .* implies \[6, 4\]"):
+            weights.load("a", (6, 4), Cut(1, range(2)))

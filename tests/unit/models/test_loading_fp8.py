@@ -1,5 +1,5 @@
-"""Weights in FP8 with a scale for each block, as DeepSeek-V3 and others are published: they are the numbers that they
-stand for, however they are cut."""
+"""FP8 weights with a scale for each block, as DeepSeek-V3 and others are published: they equal their dequantized
+numbers, however they are cut."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from eagleray.models.weights import Cut
 from eagleray.parallel.groups import Groups
 
 BLOCK = (24, 40)
-"""No sizes of the model are multiples of it."""
+"""A block size of which no size of the model is a multiple."""
 PLAIN = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
 PROMPT = random_prompt(0, 40, 384)
 
@@ -34,7 +34,7 @@ def of_blocks(weight: Tensor, block: tuple[int, int]) -> list[tuple[slice, slice
 
 
 def quantize(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """In FP8, its scales, and what the two stand for."""
+    """Return the weight in FP8, its scales, and the dequantized weight."""
     scales = torch.empty([-(-size // step) for size, step in zip(weight.shape, block, strict=True)])
     small, large = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
     for number, place in enumerate(of_blocks(weight, block)):
@@ -46,7 +46,7 @@ def quantize(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Te
 
 
 def quantized(directory: Path, family: str, out: Path) -> tuple[Path, Path]:
-    """A checkpoint in FP8, and the one that it stands for."""
+    """Write a checkpoint in FP8 and its dequantized twin."""
     plain = make_checkpoint(directory, family, tokenizer=False)
     tensors = load_file(plain / "model.safetensors")
     small = dict(tensors)
@@ -62,14 +62,14 @@ def quantized(directory: Path, family: str, out: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
-def test_a_checkpoint_is_the_one_that_it_stands_for(family, tmp_path):
+def test_load_model_fp8_equals_dequantized_checkpoint(family, tmp_path):
     small, plain = quantized(tmp_path / "plain", family, tmp_path / "small")
-    told: list[tuple[int, int]] = []
-    model, whole = load(small, on_progress=lambda *now: told.append(now)), load(plain)
+    reported: list[tuple[int, int]] = []
+    model, whole = load(small, on_progress=lambda *now: reported.append(now)), load(plain)
     expected = logits_in_chunks(whole, PROMPT, 40)
     assert torch.equal(logits_in_chunks(model, PROMPT, 40), expected)
     assert model.num_parameters == whole.num_parameters
-    assert 0.9 * told[-1][1] < told[-2][0] <= told[-1][1]
+    assert 0.9 * reported[-1][1] < reported[-2][0] <= reported[-1][1]
 
     def work(groups: Groups) -> list[Tensor]:
         options = ExpertOptions(dispatch=None if family == "llama" else "all-to-all")
@@ -86,7 +86,7 @@ NO_EXPERT_PARALLELISM = ExpertOptions()
 
 
 @given(data=st.data(), shape=st.tuples(st.integers(1, 40), st.integers(1, 40)))
-def test_parts_of_a_weight(data, shape, tmp_path_factory):
+def test_load_part_of_fp8_weight_equals_dequantized_part(data, shape, tmp_path_factory):
     block = data.draw(st.tuples(st.integers(1, 50), st.integers(1, 50)))
     small, scales, expected = quantize(torch.randn(shape) + 3, block)
     directory = tmp_path_factory.mktemp("weight")
@@ -101,7 +101,7 @@ def test_parts_of_a_weight(data, shape, tmp_path_factory):
         assert torch.equal(part, expected[span.start : span.stop] if dim == 0 else expected[:, span.start : span.stop])
 
 
-def test_what_is_wrong_with_a_checkpoint(tmp_path):
+def test_load_model_wrong_scales_are_refused(tmp_path):
     small, _ = quantized(tmp_path / "plain", "llama", tmp_path / "small")
     tensors = load_file(small / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight_scale_inv"
@@ -132,7 +132,7 @@ def test_what_is_wrong_with_a_checkpoint(tmp_path):
         ("gptq", "says 'gptq'; .* not supported, but for fp8"),
     ],
 )
-def test_what_is_refused(fields, problem, tmp_path):
+def test_load_model_unsupported_quantization_is_refused(fields, problem, tmp_path):
     plain = make_checkpoint(tmp_path, "llama", tokenizer=False)
     edit_config(plain, quantization_config=fields)
     with pytest.raises(CheckpointError, match=problem):

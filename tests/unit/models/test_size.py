@@ -1,4 +1,4 @@
-"""How many weights a model has, by its configuration: published models, and what transformers makes."""
+"""The number of parameters of published models and of transformers' small ones."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("architecture", "fields", "expected"), PUBLISHED)
-def test_published_models_are_read_and_have_their_size(architecture, fields, expected):
+def test_num_parameters_published_model_has_published_size(architecture, fields, expected):
     spec = FAMILIES[architecture].read_spec(ConfigFile(Path("config.json"), fields))
     assert spec.num_layers > 0
     if expected is not None:
@@ -101,7 +101,7 @@ def test_published_models_are_read_and_have_their_size(architecture, fields, exp
 
 
 @pytest.mark.parametrize("family", SMALL)
-def test_small_models_have_a_little_more_than_what_is_counted(family, tmp_path):
+def test_num_parameters_is_slightly_below_stored_parameters(family, tmp_path):
     checkpoint = make_checkpoint(tmp_path, family, tokenizer=False)
     config = ConfigFile.read(checkpoint)
     spec = FAMILIES[config.get("architectures")[0]].read_spec(config)
@@ -111,12 +111,12 @@ def test_small_models_have_a_little_more_than_what_is_counted(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "deepseek_v3"])
-def test_workers_have_the_whole_model_between_them(family, tmp_path):
+def test_weight_bytes_of_all_workers_add_up_to_the_model(family, tmp_path):
     config = ConfigFile.read(make_checkpoint(tmp_path, family, tokenizer=False))
     spec = FAMILIES[config.get("architectures")[0]].read_spec(config)
     alone = weight_bytes(spec, itemsize=2, mesh=Mesh(), num_expert_ranks=1)
     assert alone == 2 * num_parameters(spec)
     meshes = [Mesh(rank=rank, tp_size=2, pp_size=3) for rank in range(6)]
-    shares = [weight_bytes(spec, itemsize=2, mesh=mesh, num_expert_ranks=2) for mesh in meshes]
+    parts = [weight_bytes(spec, itemsize=2, mesh=mesh, num_expert_ranks=2) for mesh in meshes]
     twice = 2 * spec.tie_embeddings * spec.vocab_size * spec.hidden_size  # first and last stage each have it
-    assert sum(shares) == alone + twice
+    assert sum(parts) == alone + twice

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from checkpoints import FAMILIES, make_checkpoint
+from harness import random_prompt
+from model_runs import load, logits_in_chunks
+
+from eagleray.models.dummy import BLOCK, DummyWeights
+from eagleray.models.weights import Cut
+
+CPU = torch.device("cpu")
+PROMPT = random_prompt(0, 60, 384)
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (8,), (BLOCK // 100, 400)])
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
+def test_dummy_weights_cut_equals_part_of_whole(shape, name):
+    weights = DummyWeights(dtype=torch.float32, device=CPU, seed=1)
+    whole = weights.load(name, shape)
+    assert torch.equal(weights.load(name, shape, Cut(0, range(3, 5))), whole[3:5])
+    if len(shape) == 2:
+        assert torch.equal(weights.load(name, shape, Cut(1, range(2, 7))), whole[:, 2:7])
+        both = weights.load_concatenated([name, name], [shape, shape], [Cut(0, range(1)), None])
+        assert torch.equal(both, torch.cat([whole[:1], whole]))
+    assert not torch.equal(weights.load("another", shape), whole)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_load_model_dummy_needs_no_files_and_depends_on_seed(family, tmp_path):
+    checkpoint = make_checkpoint(tmp_path, family, tokenizer=False)
+    num_parameters = load(checkpoint).num_parameters
+    (checkpoint / "model.safetensors").unlink()
+    model = load(checkpoint, load_format="dummy")
+    assert model.num_parameters == num_parameters
+    logits = logits_in_chunks(model, PROMPT, 60)
+    assert logits.isfinite().all()
+    assert logits.std() > 0.01
+    assert torch.equal(logits, logits_in_chunks(load(checkpoint, load_format="dummy", seed=0), PROMPT, 60))
+    assert not torch.equal(logits, logits_in_chunks(load(checkpoint, load_format="dummy", seed=1), PROMPT, 60))
+
+
+def test_load_model_large_dummy_tensors_are_filled(tmp_path):
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 20_000, "hidden_size": 64, "num_hidden_layers": 1,
+              "intermediate_size": 64, "num_attention_heads": 2}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    logits = logits_in_chunks(load(tmp_path, load_format="dummy"), [1, 2, 3], 3)
+    assert logits.shape == (3, 20_000)
+    assert (logits.abs() > 0).float().mean() > 0.99
