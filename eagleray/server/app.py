@@ -19,10 +19,11 @@ from eagleray.metrics.ledger import Ledger
 from eagleray.server.collective_rpc import CollectiveRpcRoute
 from eagleray.server.endpoint import Endpoint, Operation, RequestMiddleware
 from eagleray.server.error_responses import UNKNOWN_ROUTE, RefusedRequest
-from eagleray.server.generate import GenerateRoute
+from eagleray.server.generate import ParsedGenerate
+from eagleray.server.generation_route import GenerationRoute
 from eagleray.server.http_responses import json_response
-from eagleray.server.openai.chat import ChatRoute
-from eagleray.server.openai.completions import CompletionRoute
+from eagleray.server.openai.chat import ParsedChat
+from eagleray.server.openai.completions import ParsedCompletion
 from eagleray.server.openai.models import ModelRoutes
 from eagleray.server.openapi import describe
 from eagleray.server.server_info import ServerInfoRoute
@@ -41,9 +42,9 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
         *StatusRoutes(service).endpoints(),
         *ServerInfoRoute(service, config).endpoints(),
         *ModelRoutes(service).endpoints(),
-        *CompletionRoute(service).endpoints(),
-        *ChatRoute(service).endpoints(),
-        *GenerateRoute(service).endpoints(),
+        *GenerationRoute(service, ParsedCompletion).endpoints(),
+        *GenerationRoute(service, ParsedChat).endpoints(),
+        *GenerationRoute(service, ParsedGenerate).endpoints(),
         *TokenRoutes(service).endpoints(),
     ]
     if config.serving.enable_collective_rpc:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import AsyncIterator
 from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
-from starlette.requests import Request
 
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
-from eagleray.server.body import field_names
+from eagleray.messages.sampling import SamplingParams
 from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions, Timeout
-from eagleray.server.generation import Generation, GenerationGroup, GenerationTask, Usage
-from eagleray.server.generation_route import GenerationRoute, ParsedRequest
+from eagleray.server.generation import Generation, GenerationGroup, Usage
+from eagleray.server.generation_route import ParsedRequest
 from eagleray.server.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs
 from eagleray.server.routed_experts import RoutedExpertsField, RoutedExpertsFormat, routed_experts
-from eagleray.server.service import Service
 
 
 class GenerateSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -63,85 +60,62 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
 
 
 FIELD_NAMES = {name: f"sampling_params.{name}" for name in (*SAMPLING_NAMES, "logprobs")} | {"prompt": "token_ids"}
-"""This route's names of fields that the client calls by others."""
-
-Parsed = ParsedRequest[GenerateRequest]
 
 
-class GenerateRoute(GenerationRoute[GenerateRequest, GenerateResponse]):
-    def __init__(self, service: Service) -> None:
-        super().__init__(
-            service,
-            "/inference/v1/generate",
-            "Continue token ids.",
-            request_body=GenerateRequest,
-            response=GenerateResponse,
-            stream_event=GenerateResponse,
-            logprobs=ChatLogprobs,
-            gives_msgpack=True,
-        )
+class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
+    path = "/inference/v1/generate"
+    summary = "Continue token ids."
+    body_type = GenerateRequest
+    response_type = GenerateResponse
+    chunk_type = GenerateResponse
+    logprobs_type = ChatLogprobs
+    gives_msgpack = True
+    field_names = FIELD_NAMES
 
-    def _make_task(self, body: GenerateRequest, request: Request) -> GenerationTask:
-        fields = body.sampling_params
+    def _sampling_params(self) -> SamplingParams:
+        fields = self.body.sampling_params
         decided: dict[str, int | bool | None] = {"logprobs": fields.logprobs}
         if fields.detokenize is None:
             decided["detokenize"] = bool(fields.stop)
         if fields.return_routed_experts is None:
-            decided["return_routed_experts"] = self._service.keeps_routed_experts
-        with field_names(FIELD_NAMES):
-            return self._task(
-                body,
-                request,
-                make_prompts=functools.partial(_prompts, body.token_ids),
-                params=self._sampling_params(fields, **decided),
-                field_names=FIELD_NAMES,
-            )
+            decided["return_routed_experts"] = self.service.keeps_routed_experts
+        return self._merge_sampling(fields, **decided)
 
-    def _logprobs(self, parsed: Parsed, generation: Generation, delta: CompletionDelta) -> ChatLogprobs:
-        return chat_logprobs(delta, parsed.task.params.logprobs or 0, None)
+    async def _make_prompts(self) -> list[Prompt]:
+        return [Prompt(token_ids=self.body.token_ids)]
+
+    def _logprobs(self, generation: Generation, delta: CompletionDelta) -> ChatLogprobs:
+        return chat_logprobs(delta, self.task.params.logprobs or 0, None)
 
     async def _choice(
-        self,
-        parsed: Parsed,
-        generation: Generation,
-        output: CompletionOutput,
-        logprobs: ChatLogprobs | None,
+        self, generation: Generation, output: CompletionOutput, logprobs: ChatLogprobs | None
     ) -> GenerateChoice:
-        return self._make_choice(parsed, output, logprobs)
+        return self._make_choice(output, logprobs)
 
-    async def _response(
-        self, parsed: Parsed, group: GenerationGroup, choices: list[GenerateChoice]
-    ) -> GenerateResponse:
-        response = self._make_chunk(parsed, choices)
-        await self._show_prompt(parsed, group.generations[0], response)
+    async def _response(self, group: GenerationGroup, choices: list[GenerateChoice]) -> GenerateResponse:
+        response = self._make_chunk(choices)
+        await self._show_prompt(group.generations[0], response)
         response.usage = group.usage
         return response
 
-    def _chunk(self, parsed: Parsed, generation: Generation, delta: CompletionDelta) -> GenerateResponse:
-        logprobs = None if delta.logprobs is None else self._logprobs(parsed, generation, delta)
-        return self._make_chunk(parsed, [self._make_choice(parsed, delta, logprobs)])
+    def _chunk(self, generation: Generation, delta: CompletionDelta) -> GenerateResponse:
+        logprobs = None if delta.logprobs is None else self._logprobs(generation, delta)
+        return self._make_chunk([self._make_choice(delta, logprobs)])
 
-    async def _first_chunks(
-        self, parsed: Parsed, generation: Generation, delta: CompletionDelta
-    ) -> AsyncIterator[GenerateResponse]:
-        chunk = self._chunk(parsed, generation, delta)
+    async def _first_chunks(self, generation: Generation, delta: CompletionDelta) -> AsyncIterator[GenerateResponse]:
+        chunk = self._chunk(generation, delta)
         if len(generation.text_offsets) == 1:  # the first event of all
-            await self._show_prompt(parsed, generation, chunk)
+            await self._show_prompt(generation, chunk)
         yield chunk
 
-    def _make_chunk(self, parsed: Parsed, choices: list[GenerateChoice]) -> GenerateResponse:
-        return GenerateResponse(request_id=parsed.body.request_id or parsed.task.request_id, choices=choices)
+    def _make_chunk(self, choices: list[GenerateChoice]) -> GenerateResponse:
+        return GenerateResponse(request_id=self.body.request_id or self.task.request_id, choices=choices)
 
-    async def _show_prompt(self, parsed: Parsed, generation: Generation, response: GenerateResponse) -> None:
-        logprobs = await self._prompt_logprobs(parsed, generation, parsed.task.params.prompt_logprobs)
+    async def _show_prompt(self, generation: Generation, response: GenerateResponse) -> None:
+        logprobs = await self._prompt_logprobs(generation, self.task.params.prompt_logprobs)
         response.prompt_logprobs = None if logprobs is UNSET else logprobs
 
-    def _make_choice(
-        self,
-        parsed: Parsed,
-        part: CompletionDelta | CompletionOutput,
-        logprobs: ChatLogprobs | None,
-    ) -> GenerateChoice:
+    def _make_choice(self, part: CompletionDelta | CompletionOutput, logprobs: ChatLogprobs | None) -> GenerateChoice:
         choice = GenerateChoice(
             index=part.index,
             token_ids=part.token_ids,
@@ -150,9 +124,5 @@ class GenerateRoute(GenerationRoute[GenerateRequest, GenerateResponse]):
             stop_reason=part.stop_reason,
         )
         if part.routed_experts is not None:
-            choice.routed_experts = routed_experts(part, parsed.body.routed_experts_format)
+            choice.routed_experts = routed_experts(part, self.body.routed_experts_format)
         return choice
-
-
-async def _prompts(token_ids: list[int]) -> list[Prompt]:
-    return [Prompt(token_ids=token_ids)]

@@ -10,8 +10,8 @@ import functools
 import re
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -23,7 +23,7 @@ from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
-from eagleray.server.body import BodyDecoder
+from eagleray.server.body import BodyDecoder, field_names
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions
 from eagleray.server.generation import Generation, GenerationGroup, GenerationTask, Usage
@@ -72,88 +72,73 @@ Body = TypeVar("Body", bound=GenerationFields)
 Chunk = TypeVar("Chunk", bound=StreamEvent)
 
 
-class ParsedRequest(NamedTuple, Generic[Body]):
-    """A request that was understood."""
+class GenerationRoute(Generic[Body, Chunk]):
+    """The handler of one route, whose requests are parsed and answered by `parsed_type`."""
 
-    body: Body
-    task: GenerationTask
-    options: StreamOptions
-    created: int
-    """Unix time of the request, which answers show."""
-    is_msgpack: bool
-    """Whether the answer is encoded as msgpack, otherwise as JSON. Events are always JSON."""
-
-
-class GenerationRoute(abc.ABC, Generic[Body, Chunk]):
-    """The handler of a route whose requests are a `Body` and whose streams consist of `Chunk`s."""
-
-    def __init__(
-        self,
-        service: Service,
-        path: str,
-        summary: str,
-        *,
-        request_body: type[Body],
-        response: type[msgspec.Struct],
-        stream_event: type[Chunk],
-        logprobs: type[msgspec.Struct],
-        gives_msgpack: bool = False,
-    ) -> None:
+    def __init__(self, service: Service, parsed_type: type[ParsedRequest[Body, Chunk]]) -> None:
         self._service = service
-        self._model_name = service.model_name
-        self._body = BodyDecoder(request_body, service.body_limits)
-        self._logprobs_type = logprobs
-        self._path = path
-        self._operation = Operation(
+        self._parsed_type = parsed_type
+        self._body = BodyDecoder(parsed_type.body_type, service.body_limits)
+
+    def endpoints(self) -> list[Endpoint]:
+        create = Operation(
             self.create,
-            summary,
-            request_body=request_body,
-            response=response,
-            gives_msgpack=gives_msgpack,
-            stream_event=stream_event,
+            self._parsed_type.summary,
+            request_body=self._parsed_type.body_type,
+            response=self._parsed_type.response_type,
+            gives_msgpack=self._parsed_type.gives_msgpack,
+            stream_event=self._parsed_type.chunk_type,
             headers=ROUTING_HEADERS,
             error_statuses=(400, 404, 413, 429, 500, 503, 504),
         )
-
-    def endpoints(self) -> list[Endpoint]:
-        return [Endpoint(self._path, post=self._operation)]
+        return [Endpoint(self._parsed_type.path, post=create)]
 
     async def create(self, request: Request) -> ASGIApp:
-        parsed = await self._parse(request)
-        if parsed.body.stream:
-            return EventStream(functools.partial(self._stream, parsed), parsed.task.request_id)
-        answer = await unless_disconnected(request.receive, self._whole(parsed))
-        return msgpack_response(answer) if parsed.is_msgpack else json_response(answer)
-
-    async def _parse(self, request: Request) -> ParsedRequest[Body]:
         body = await self._body.read(request)
         self._service.check_model(body.model)
         self._service.check_open()
+        parsed = self._parsed_type(self._service, body, request)
+        if body.stream:
+            return EventStream(parsed.stream, parsed.task.request_id)
+        answer = await unless_disconnected(request.receive, parsed.respond())
+        return msgpack_response(answer) if parsed.is_msgpack else json_response(answer)
+
+
+class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
+    """A request that was understood: its task, and the form of its answer. Each API has a subclass."""
+
+    path: str
+    summary: str
+    body_type: type[Body]
+    response_type: type[Any]
+    chunk_type: type[Chunk]
+    """Struct of the events of a stream."""
+    logprobs_type: type[msgspec.Struct]
+    """Struct of the log-probabilities of a completion."""
+    gives_msgpack = False
+    """Whether a whole answer is msgpack if the request accepts that. Events are always JSON."""
+    field_names: Mapping[str, str] = {}
+    """This API's names of fields that the client calls by others."""
+    num_prompts = 1
+    only_prompt = False
+    """Whether the user wants no token."""
+
+    def __init__(self, service: Service, body: Body, request: Request) -> None:
+        """Raise `InvalidRequest` for wrong parameters or headers, and for fields that could have no effect."""
+        self.service = service
+        self.body = body
+        self.created = int(time.time())
+        self.model_name = service.model_name
+        # Answers to bodies without this field always show token ids.
+        self.shows_token_ids = bool(getattr(body, "return_token_ids", True))
+        self.is_msgpack = self.gives_msgpack and not body.stream and accepts(request.headers, MSGPACK)
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("`stream_options` is only for requests with `stream` true", param="stream_options")
-        return ParsedRequest(
-            body=body,
-            task=self._make_task(body, request),
-            options=body.stream_options or StreamOptions(),
-            created=int(time.time()),
-            is_msgpack=self._operation.gives_msgpack and not body.stream and accepts(request.headers, MSGPACK),
-        )
+        with field_names(self.field_names):
+            self.task = self._make_task(request)
 
-    def _task(
-        self,
-        body: Body,
-        request: Request,
-        *,
-        num_prompts: int = 1,
-        make_prompts: Callable[[], Awaitable[Sequence[Prompt]]],
-        params: SamplingParams,
-        only_prompt: bool = False,
-        field_names: Mapping[str, str] = {},
-    ) -> GenerationTask:
-        """Return the task of these prompts and parameters.
-
-        Raises `InvalidRequest` for a wrong header, and for a priority or a format that could have no effect.
-        """
+    def _make_task(self, request: Request) -> GenerationTask:
+        body, params = self.body, self._sampling_params()
         if body.routed_experts_format is not None and not params.return_routed_experts:
             raise InvalidRequest(
                 "`routed_experts_format` is for requests that ask for routed experts: add `return_routed_experts`, or "
@@ -164,128 +149,122 @@ class GenerationRoute(abc.ABC, Generic[Body, Chunk]):
         return GenerationTask(
             request_id=state["request_id"],
             arrival=state["arrival"],
-            num_prompts=num_prompts,
-            make_prompts=make_prompts,
+            num_prompts=self.num_prompts,
+            make_prompts=self._make_prompts,
             params=params,
-            priority=self._service.check_priority(body.priority),
+            priority=self.service.check_priority(body.priority),
             cache_salt=body.cache_salt or "",
             timeout=body.timeout,
-            rank=_requested_rank(request.headers, self._service.ranks),
+            rank=_requested_rank(request.headers, self.service.ranks),
             session=_session_name(request.headers),
-            only_prompt=only_prompt,
-            field_names=field_names,
+            only_prompt=self.only_prompt,
+            field_names=self.field_names,
         )
 
-    def _sampling_params(self, fields: SamplingFields, **decided: Any) -> SamplingParams:
+    def _merge_sampling(self, fields: SamplingFields, **decided: Any) -> SamplingParams:
         """Return the values that the route `decided`, else those of `fields`, else the model's or OpenAI's defaults."""
         given = {name: value for name in SAMPLING_NAMES if (value := getattr(fields, name)) is not None}
-        return SamplingParams(**(self._service.default_sampling | given | decided))
+        return SamplingParams(**(self.service.default_sampling | given | decided))
 
-    async def _whole(self, parsed: ParsedRequest[Body]) -> msgspec.Struct:
+    async def respond(self) -> Any:
+        """Generate, and return the whole answer."""
         choices: list[Any] = []
-        async with GenerationGroup(self._service, parsed.task) as group:
+        async with GenerationGroup(self.service, self.task) as group:
             await group.wait_until_ended()
             for generation in group.generations:
-                choices += await self._choices(parsed, generation)
-            return await self._response(parsed, group, choices)
+                choices += await self._choices(generation)
+            return await self._response(group, choices)
 
-    async def _choices(self, parsed: ParsedRequest[Body], generation: Generation) -> list[Any]:
-        make_collector = functools.partial(LogprobsCollector, self._logprobs_type, is_msgpack=parsed.is_msgpack)
+    async def _choices(self, generation: Generation) -> list[Any]:
+        make_collector = functools.partial(LogprobsCollector, self.logprobs_type, is_msgpack=self.is_msgpack)
         collectors: defaultdict[int, LogprobsCollector] = defaultdict(make_collector)
 
         async def collect(delta: CompletionDelta) -> None:
-            await self._collect_logprobs(parsed, generation, delta, collectors[delta.index])
+            await self._collect_logprobs(generation, delta, collectors[delta.index])
 
         output = await generation.result(collect)
-        has_logprobs = parsed.task.has_logprobs
+        has_logprobs = self.task.has_logprobs
         return [
-            await self._choice(parsed, generation, part, collectors[part.index].result() if has_logprobs else None)
+            await self._choice(generation, part, collectors[part.index].result() if has_logprobs else None)
             for part in output.outputs
         ]
 
     async def _collect_logprobs(
-        self, parsed: ParsedRequest[Body], generation: Generation, delta: CompletionDelta, collector: LogprobsCollector
+        self, generation: Generation, delta: CompletionDelta, collector: LogprobsCollector
     ) -> None:
         if delta.logprobs is not None:
-            collector.add(self._logprobs(parsed, generation, delta))
+            collector.add(self._logprobs(generation, delta))
 
-    async def _stream(self, parsed: ParsedRequest[Body], emit: Emit) -> None:
-        options = parsed.options
-        async with GenerationGroup(self._service, parsed.task) as group:
+    async def stream(self, emit: Emit) -> None:
+        """Generate, and emit the deltas as events while they come."""
+        options = self.body.stream_options or StreamOptions()
+        async with GenerationGroup(self.service, self.task) as group:
             # As in OpenAI's API: null in the events before the one that shows the usage.
             usage = group.usage if options.continuous_usage_stats else None if options.include_usage else UNSET
             async for generation, deltas in group.deltas():
                 for delta in deltas:
-                    if delta.index in generation.text_offsets:
-                        chunk = self._chunk(parsed, generation, delta)
-                        if chunk is not None:
+                    if delta.index not in generation.text_offsets:
+                        generation.text_offsets[delta.index] = 0
+                        async for chunk in self._first_chunks(generation, delta):
                             chunk.usage = usage
                             await emit(chunk)
-                        continue
-                    generation.text_offsets[delta.index] = 0
-                    async for chunk in self._first_chunks(parsed, generation, delta):
+                    elif not self._is_empty(delta):
+                        chunk = self._chunk(generation, delta)
                         chunk.usage = usage
                         await emit(chunk)
         if options.include_usage:
-            chunk = self._make_chunk(parsed, [])
+            chunk = self._make_chunk([])
             chunk.usage = group.usage
             await emit(chunk)
 
-    async def _prompt_logprobs(
-        self, parsed: ParsedRequest[Body], generation: Generation, k: int | None
-    ) -> PromptLogprobList | UnsetType:
+    async def _prompt_logprobs(self, generation: Generation, k: int | None) -> PromptLogprobList | UnsetType:
         """Return the log-probabilities of the prompt for an answer; UNSET if `k`, the number asked for, is None."""
         if k is None or generation.prompt_logprobs is None:
             return UNSET
-        return await encoded_prompt_logprobs(generation.prompt_logprobs, k, is_msgpack=parsed.is_msgpack)
+        return await encoded_prompt_logprobs(generation.prompt_logprobs, k, is_msgpack=self.is_msgpack)
+
+    def _is_empty(self, delta: CompletionDelta) -> bool:
+        """Whether a delta after the first needs no event.
+
+        Tokens may have no text yet, because a character is incomplete or a stop string may have begun.
+        """
+        return not (
+            delta.text
+            or delta.finish_reason is not None
+            or delta.logprobs is not None
+            or delta.routed_experts is not None
+            or (self.shows_token_ids and delta.token_ids)
+        )
 
     @abc.abstractmethod
-    def _make_task(self, body: Body, request: Request) -> GenerationTask:
-        """Return the task of a request. Raises `InvalidRequest`."""
+    def _sampling_params(self) -> SamplingParams: ...
 
     @abc.abstractmethod
-    def _logprobs(self, parsed: ParsedRequest[Body], generation: Generation, delta: CompletionDelta) -> Any:
-        """Return the log-probabilities of a delta that has some, in the form of this API."""
+    async def _make_prompts(self) -> list[Prompt]:
+        """Tokenize the prompts. Called when the request has been admitted."""
 
     @abc.abstractmethod
-    async def _choice(
-        self, parsed: ParsedRequest[Body], generation: Generation, output: CompletionOutput, logprobs: Any
-    ) -> Any:
+    def _logprobs(self, generation: Generation, delta: CompletionDelta) -> Any:
+        """Return the log-probabilities of a delta that has some, as a `logprobs_type`."""
+
+    @abc.abstractmethod
+    async def _choice(self, generation: Generation, output: CompletionOutput, logprobs: Any) -> Any:
         """Return a completion of a whole answer. `logprobs`: the collected ones, or None."""
 
     @abc.abstractmethod
-    async def _response(
-        self, parsed: ParsedRequest[Body], group: GenerationGroup, choices: list[Any]
-    ) -> msgspec.Struct:
-        """Return a whole answer."""
+    async def _response(self, group: GenerationGroup, choices: list[Any]) -> Any: ...
 
     @abc.abstractmethod
-    def _chunk(self, parsed: ParsedRequest[Body], generation: Generation, delta: CompletionDelta) -> Chunk | None:
-        """Return the event for a delta; None if there is nothing to show."""
+    def _chunk(self, generation: Generation, delta: CompletionDelta) -> Chunk:
+        """Return the event for a delta."""
 
     @abc.abstractmethod
-    def _first_chunks(
-        self, parsed: ParsedRequest[Body], generation: Generation, delta: CompletionDelta
-    ) -> AsyncIterator[Chunk]:
+    def _first_chunks(self, generation: Generation, delta: CompletionDelta) -> AsyncIterator[Chunk]:
         """Yield the events for the first delta of a completion, which also show the prompt if the user asks for it."""
 
     @abc.abstractmethod
-    def _make_chunk(self, parsed: ParsedRequest[Body], choices: list[Any]) -> Chunk:
+    def _make_chunk(self, choices: list[Any]) -> Chunk:
         """Return an event with these choices; without any, the last one, which shows the usage."""
-
-
-def has_content(delta: CompletionDelta, *, shows_token_ids: bool | None) -> bool:
-    """Whether a delta after the first is worth an event.
-
-    Tokens may have no text yet, because a character is incomplete or a stop string may have begun.
-    """
-    return bool(
-        delta.text
-        or delta.finish_reason is not None
-        or delta.logprobs is not None
-        or delta.routed_experts is not None
-        or (shows_token_ids and delta.token_ids)
-    )
 
 
 def _requested_rank(headers: Headers, ranks: range) -> int | None:
