@@ -148,10 +148,10 @@ def test_metrics_http_requests_are_counted_by_route(make):
 def test_recovery_metrics_resumed_and_failed_requests_are_counted(make):
     metrics = make()
     assert samples(metrics)["eagleray:requests_resumed_total",] == 0
-    metrics.recovery.resumed(3, 120)
-    metrics.recovery.resumed(1, 5)
-    metrics.recovery.next_token(0.3)
-    metrics.recovery.given_up(2)
+    metrics.recovery.on_resumed(3, 120)
+    metrics.recovery.on_resumed(1, 5)
+    metrics.recovery.on_next_token(0.3)
+    metrics.recovery.on_failed(2)
     values = samples(metrics)
     assert values["eagleray:requests_resumed_total",] == 4
     assert values["eagleray:tokens_recomputed_total",] == 125
