@@ -1,7 +1,7 @@
-"""Who is who: identities, and every name that is derived from them.
+"""Identities, and every name that is derived from them.
 
-A name of a process, a peer or a log line is a pure function of an identity, so two of a kind can never claim the same
-one, whichever path created them. An identity carries its incarnation: a restarted engine is the same engine, later.
+The name of a process, a socket or a log prefix is a pure function of an identity, so two processes of a kind never
+claim the same name. An identity contains its incarnation: a restarted engine has the same rank and the next number.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import ClassVar, TypeVar
 import msgspec
 
 SEPARATOR = "@"
-"""Not in a name that is given."""
+"""Separates a given instance name, which must not contain it, from the random part."""
 
 Member = TypeVar("Member", bound="EngineId | ClientId")
 
 
 class EngineId(msgspec.Struct, frozen=True, tag="engine"):
-    """One data-parallel rank of one instance; `rank` is always the global rank."""
+    """An engine of one instance; `rank` is its data-parallel rank over the whole deployment."""
 
     instance: str
     rank: int
@@ -26,12 +26,12 @@ class EngineId(msgspec.Struct, frozen=True, tag="engine"):
 
     @property
     def label(self) -> str:
-        """The short name for people: log prefixes and process titles."""
+        """Short name for log prefixes and process titles."""
         return f"engine-{self.rank}" + (f".{self.incarnation}" if self.incarnation else "")
 
 
 class ClientId(msgspec.Struct, frozen=True, tag="client"):
-    """One user of the engines: an API server, or the `LLM` object of a program."""
+    """A sender of requests to engines: an API server, the `LLM` object of a program, or an external program."""
 
     instance: str
     index: int
@@ -43,7 +43,7 @@ class ClientId(msgspec.Struct, frozen=True, tag="client"):
 
 
 class WorkerId(msgspec.Struct, frozen=True, tag="worker"):
-    """One worker of an engine: its place in the tensor-parallel and pipeline-parallel groups."""
+    """A worker of an engine, by its tensor-parallel and pipeline-parallel ranks."""
 
     engine: EngineId
     tp: int = 0
@@ -55,7 +55,7 @@ class WorkerId(msgspec.Struct, frozen=True, tag="worker"):
 
 
 class DriverId(msgspec.Struct, frozen=True, tag="driver"):
-    """The process that drives Ray for one instance."""
+    """A process that drives Ray for one instance. All incarnations have the same label."""
 
     instance: str
     incarnation: int = 0
@@ -63,7 +63,7 @@ class DriverId(msgspec.Struct, frozen=True, tag="driver"):
 
 
 class SupervisorId(msgspec.Struct, frozen=True, tag="supervisor"):
-    """The supervisor of the instance that a member belongs to, as the other end of the member's connection to it."""
+    """The supervisor, as a peer of a member: each member has one, so the identity has no fields."""
 
     label: ClassVar[str] = "supervisor"
 
@@ -73,28 +73,28 @@ SUPERVISOR = SupervisorId()
 MemberId = EngineId | ClientId
 
 ProcessId = EngineId | ClientId | WorkerId | DriverId
-"""Whatever is spawned as a process or created as an actor."""
+"""Identity of anything that is spawned as a process or created as an actor."""
 
 
 def successor(member: Member) -> Member:
-    """The next incarnation of `member`."""
+    """Return the next incarnation of `member`."""
     return msgspec.structs.replace(member, incarnation=member.incarnation + 1)
 
 
 def new_instance_name(given: str | None = None) -> str:
-    """The name of an instance that is starting: no other has it, now or later. It begins with the one that is `given`.
+    """Return a unique name for an instance that is starting; it begins with the name that the user has `given`.
 
-    What an earlier instance of the same given name has left on its way is thus not taken for this one's.
+    The random part keeps messages and actors of an earlier instance of the same given name apart from this one's.
     """
     unique = secrets.token_hex(4)
     return unique if given is None else f"{given}{SEPARATOR}{unique}"
 
 
 def display_name(instance: str) -> str:
-    """Return the name of an instance for people: the one that was given, or else its unique name."""
+    """Return the given name of an instance, or its unique name if none was given."""
     return instance.partition(SEPARATOR)[0]
 
 
 def cluster_name(instance: str, label: str) -> str:
-    """The name of an actor or a placement group in the instance's namespace of a Ray cluster."""
+    """Return the name of an actor or a placement group in the instance's namespace of a Ray cluster."""
     return f"{display_name(instance)}/{label}"

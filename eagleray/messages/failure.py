@@ -1,4 +1,4 @@
-"""Why something ended, as a value that crosses processes."""
+"""Causes of ends, as values that cross process boundaries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """An exception that a process raised, or an exit that others noticed, with a text that names the cause."""
 
     kind: str
-    """Name of the exception's class; empty if the process raised none: it was killed, fell silent or just returned."""
+    """Name of the exception's class; empty if the process raised none: it was killed, fell silent or returned."""
     message: str
     traceback: str = ""
     is_user_error: bool = False
@@ -36,7 +36,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def noticed(cls, reason: str) -> Failure:
-        """Make the failure of a process that was found gone or silent, and reported no exception."""
+        """Make the failure of a process that was found exited or silent and reported no exception."""
         return cls(kind="", message=reason)
 
     @property

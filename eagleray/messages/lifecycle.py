@@ -1,13 +1,13 @@
-"""How a process comes to life and ends.
+"""Messages by which processes start, join the fleet and stop.
 
-A spawned process binds its inbox and says `Bound` to whoever gave birth to it (over the pipe it was born with; of a Ray
-actor it is the result of a call); the supervisor connects and sends `Attach` into that inbox; the process does its
-start-up work and answers `Started`. Nobody is told an address before it is bound. A process that cannot go on says
-`Failed` the same way. A front-end that was not spawned knocks (`Register`) and is attached then, see docs/wire.md.
+A spawned process binds its inbox and reports `Bound` to its parent: over the socket pair that it inherits, or, if it is
+a Ray actor, as the result of a call. The supervisor connects and sends `Attach` into that inbox; the process starts up
+and replies with `EngineStarted` or `ClientStarted`. No address is published before it is bound. A process that fails
+sends `Ended` to its parent. A client that was not spawned sends `Register` and is attached then, see docs/wire.md.
 
-Engines that share experts have started when their group is formed: each is told to open for it (`OpenExperts`), says
-what others need to reach it (`ExpertsOpened`), and joins when all have (`ExpertsFormed`). When one is lost the rest do
-the same again with its successor, for the next epoch.
+Engines that share experts have started when their expert group is formed: each is told to open for it (`OpenExperts`),
+replies with the addresses that the others need (`ExpertsOpened`), and joins when all have opened (`ExpertsFormed`).
+When one exits, the others repeat this with its replacement, for the next epoch.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from eagleray.messages.workers import RayContext
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
-    """What an engine is told at its birth."""
+    """Payload of a process or actor that becomes an engine."""
 
     engine: EngineId
     config: Config
     runtime_dir: str
-    """Directory for the sockets of this instance on the engine's host; empty: the engine makes one of its own."""
+    """Directory for the instance's sockets on the engine's host; empty if the engine is to create its own."""
     host: str | None = None
-    """Address to listen on for members of other hosts; None: this host alone."""
+    """Address at which members on other hosts reach the engine; None if all members are on this host."""
     ray: RayContext | None = None
-    """Where the program is that asked for the engine, if it runs inside a Ray cluster."""
+    """Ray context of the program that asked for the engine; None if it is outside of Ray."""
 
 
 class ApiServerSpec(msgspec.Struct, frozen=True):
-    """What a spawned API server process is told at its birth."""
+    """Payload of a process that becomes an API server."""
 
     client: ClientId
     config: Config
     runtime_dir: str
     listener_fd: int
-    """The listening socket, held by the supervisor and inherited."""
+    """Descriptor of the listening socket, which the supervisor holds and the process inherits."""
     host: str | None = None
-    """Address to listen on for engines of other hosts; None: this host alone."""
+    """Address at which engines on other hosts reach the server; None if all engines are on this host."""
 
 
 class Bound(msgspec.Struct, frozen=True, tag=True):
@@ -58,34 +58,36 @@ ChildToParent = Bound | Ended
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """You belong to this fleet: its supervisor, and everybody who is in it now."""
+    """First message to a member: its identity, the supervisor's address and all present members."""
 
     member: MemberId
-    """Who you are."""
+    """Identity of the receiver."""
     supervisor: str
     """Address of the supervisor's inbox."""
     members: list[Joined]
     heartbeat: bytes = msgspec.field(name="pulse", default=b"")
-    """Ticket for `transport.Pulse`: be heard by it from now on, or count as lost. Empty for one that the supervisor
-    sees anyway (a client in its own process), and for registered ones, which send `Alive`."""
+    """Handle for `HeartbeatSender`, which the member starts at once, or counts as silent.
+
+    Empty for a client in the supervisor's own process, and for registered clients, which send `Alive` instead.
+    """
     missing: list[Left] = []
-    """Engines that have left and have no successor yet."""
+    """Engines that have left and have no replacement yet."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End. API servers finish the requests that run, for at most `grace` seconds."""
+    """Request to exit. API servers first finish running requests, for at most `grace` seconds."""
 
     grace: float
     cause: str = ""
-    """Why the instance fails; empty if it is stopped on purpose."""
+    """Cause of the instance's failure; empty if it is stopped on purpose."""
 
 
 SupervisorToMember = Attach | Joined | Left | Stop
 
 
 class OpenExperts(msgspec.Struct, frozen=True, tag=True):
-    """The engines that share experts form the group of this epoch: leave an earlier one and open for it, unless you
-    have. Said again whenever there is news of those that are missing."""
+    """Request to form the expert group of this epoch: the engine leaves an earlier one and opens for this one, unless it
+    has. Sent again whenever `missing` changes."""
 
     epoch: int
     missing: list[int]
@@ -93,13 +95,13 @@ class OpenExperts(msgspec.Struct, frozen=True, tag=True):
 
 
 class ExpertsFormed(msgspec.Struct, frozen=True, tag=True):
-    """All engines have opened for this epoch: join them."""
+    """All engines have opened for this epoch; the receiver joins them."""
 
     epoch: int
     engines: list[Joined]
-    """Who they are and where they listen, in order of rank."""
+    """Identities and addresses of the engines, in order of rank."""
     members: list[EngineOpened]
-    """What their workers have opened, in the same order."""
+    """Addresses that the engines' workers have opened, in the same order."""
 
 
 SupervisorToEngine = SupervisorToMember | OpenExperts | ExpertsFormed
@@ -119,39 +121,45 @@ class ClientStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Knows(msgspec.Struct, frozen=True, tag=True):
-    """The client has heard of the engine: requests can go there from now on. Clients of the instance's own say so,
-    since it counts as ready only then."""
+    """The client has received the engine's `Joined` and can send it requests.
+
+    The instance's own clients must send it, because the instance is ready only then.
+    """
 
     client: ClientId
     engine: EngineId
 
 
 class Unreachable(msgspec.Struct, frozen=True, tag=True):
-    """The connection from `sender` to `receiver` has broken: what was on its way may be lost, and nothing arrives any
-    more. One of them must go, so that the other is told what is lost."""
+    """The connection from `sender` to `receiver` broke: messages in transit may be lost, and no further one arrives.
+
+    One of the two has to leave, so that the other receives its `Left`.
+    """
 
     sender: MemberId
     receiver: MemberId
 
 
 class Register(msgspec.Struct, frozen=True, tag=True):
-    """A client that was not spawned wants to belong to the fleet. Answered by `Attach` into its inbox."""
+    """Request of a client that was not spawned to join the fleet; the reply is `Attach` into its inbox."""
 
     address: str
-    """Of its inbox, which is bound."""
+    """Address of its inbox, which is bound."""
     lease: float
-    """Seconds after the last `Alive` for which it counts as there."""
+    """Seconds after the last `Alive` for which the client counts as present."""
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """A registered client is still there. To be sent a few times in a lease."""
+    """A registered client is still present. Sent a few times in each lease."""
 
     member: MemberId
 
 
 class ExpertsOpened(msgspec.Struct, frozen=True, tag=True):
-    """An engine has opened for the group of this epoch. It may be one that nobody was told of: then the engine has
-    found the group of the epoch before broken."""
+    """An engine has opened for the expert group of this epoch.
+
+    An epoch that the supervisor has not announced means that the engine found the group of the epoch before broken.
+    """
 
     engine: EngineId
     epoch: int
@@ -167,11 +175,11 @@ class DriverSpec(msgspec.Struct, frozen=True, kw_only=True):
     driver: DriverId
     config: Config
     runtime_dir: str
-    """Directory in which it binds its inbox."""
+    """Directory in which the driver binds its inbox."""
     launcher: str
-    """Address of the inbox that it reports to."""
+    """Address of the launcher's inbox."""
     ray: RayContext | None
-    """Where the program is that asked for the engines; of a later incarnation, the cluster that the first joined."""
+    """Ray context of the program that asked for the engines; for a later incarnation, the cluster of the first."""
     engine_target: str
     """`module:function` that binds an engine, see `cluster/engine_actor.py`."""
     heartbeat: bytes
@@ -179,11 +187,11 @@ class DriverSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DriverReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The driver is connected to Ray; engines can be asked for."""
+    """The driver is connected to Ray and can create engines."""
 
     driver: DriverId
     address: str
-    """Address of its inbox."""
+    """Address of the driver's inbox."""
     host: str
     """Address at which the cluster's other nodes reach this one."""
     cluster: str
@@ -207,4 +215,4 @@ class KillEngine(msgspec.Struct, frozen=True, tag=True):
 LauncherToDriver = SpawnEngine | KillEngine
 
 DriverToLauncher = DriverReady | Bound | Ended
-"""`Bound` and `Ended` of engines. `Ended` is the last message about an engine: its actor is gone."""
+"""`Bound` and `Ended` are about engines. `Ended` is the last message about one: its actor is gone."""

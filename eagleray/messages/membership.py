@@ -1,4 +1,4 @@
-"""Who is in the fleet. Published by the supervisor, believed by everybody."""
+"""Members of the fleet, as the supervisor publishes them to all members."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from eagleray.messages.arrays import Array
 
 
 class RoutingInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Of an engine that can say which experts computed a token."""
+    """Shape of the routed experts that an engine reports."""
 
     num_layers: int
-    """That have experts."""
+    """Number of layers that have experts."""
     num_experts: int
     top_k: int
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of experts' numbers: the smallest that holds them all."""
+        """Smallest type that holds every expert's number."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
     @property
     def row_bytes(self) -> int:
-        """What the experts of one token take."""
+        """Bytes that the experts of one token take."""
         return self.num_layers * self.top_k * self.dtype.itemsize
 
     def rows(self, experts: bytes | bytearray) -> Array:
-        """[num_tokens, num_layers, top_k], read-only if `experts` is; it shares their memory."""
+        """Return a view of `experts`, [num_tokens, num_layers, top_k], which is read-only if `experts` is."""
         return np.frombuffer(experts, self.dtype).reshape(-1, self.num_layers, self.top_k)
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What clients must know of an engine."""
+    """Properties of an engine that clients need."""
 
     architecture: str
     vocab_size: int
@@ -46,11 +46,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int
     has_experts: bool = False
     routing: RoutingInfo | None = None
-    """None: requests cannot ask for routed experts."""
+    """None if requests cannot ask for routed experts."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """This member can be reached here. `engine` is set for engines only."""
+    """A member is present and can be reached at `address`. `engine` is set for engines only."""
 
     member: MemberId
     address: str
@@ -58,11 +58,11 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
-    """This member is gone, and why."""
+    """A member is no longer present, because of `cause`."""
 
     member: MemberId
     cause: str
     returns: bool = True
-    """A successor of it is on its way. False: it was given up, or the instance ends."""
+    """Whether a replacement follows; False if the member was given up or the instance ends."""
     engine: EngineInfo | None = None
-    """What is served by such an engine, told to those who come while it is missing: they never met it."""
+    """Properties of the missing engine, in `Attach.missing` only, for members that join while it is missing."""

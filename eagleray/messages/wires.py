@@ -1,6 +1,7 @@
-"""Every wire of the system: who speaks, who listens, in which messages, over what.
+"""Every wire of the system: its sender, its receiver, its messages and its medium.
 
-Each process has one inbox, bound by itself; whoever wants to speak to it connects.
+Each process binds one inbox, and every sender connects to it. The supervisor has a second inbox for the driver of Ray,
+and each heartbeat monitor has a socket of its own (`transport/heartbeat.py`).
 """
 
 from __future__ import annotations
@@ -30,25 +31,31 @@ class Wire(NamedTuple):
 
 
 WIRES = (
-    Wire("spawn", "engine, API server", "supervisor", ChildToParent, "the socket pair a child is born with"),
+    Wire("spawn", "engine, API server", "supervisor", ChildToParent, "the socket pair that a child inherits"),
     Wire("launch", "supervisor", "driver of Ray", LauncherToDriver, "zmq into the driver's inbox"),
-    Wire("launched", "driver of Ray", "supervisor", DriverToLauncher, "zmq into an inbox of the supervisor's own"),
+    Wire("launched", "driver of Ray", "supervisor", DriverToLauncher, "zmq into a second inbox of the supervisor"),
     Wire("attach", "supervisor", "client", SupervisorToMember, "zmq into the client's inbox"),
     Wire("attach engine", "supervisor", "engine", SupervisorToEngine, "zmq into the engine's inbox"),
     Wire("report", "engine, client", "supervisor", MemberToSupervisor, "zmq into the supervisor's inbox"),
     Wire("requests", "client", "engine", ClientToEngine, "zmq into the engine's inbox"),
     Wire("outputs", "engine", "client", EngineToClient, "zmq into the client's inbox"),
     Wire("waves", "engine", "engine", EngineToEngine, "zmq into the other engine's inbox"),
-    Wire("calls", "engine", "worker", Call, "by executor: a call; the queue; a Ray compiled graph and actor calls"),
-    Wire("replies", "worker", "engine", Reply, "the way back of the same"),
+    Wire(
+        "calls",
+        "engine",
+        "worker",
+        Call,
+        "by executor: calls, the queue, or a Ray graph and actor calls",
+    ),
+    Wire("replies", "worker", "engine", Reply, "the same, in the other direction"),
 )
 
-# One inbox takes several wires: what may arrive in it is the union of theirs.
+# An inbox receives from several wires, so it decodes the union of their messages.
 ENGINE_INBOX = SupervisorToEngine | ClientToEngine | EngineToEngine
 CLIENT_INBOX = SupervisorToMember | EngineToClient
 SUPERVISOR_INBOX = MemberToSupervisor
 
-# And one outbox sends into several inboxes.
+# An outbox sends on several wires.
 ENGINE_OUTBOX = EngineToClient | MemberToSupervisor | EngineToEngine
 CLIENT_OUTBOX = ClientToEngine | MemberToSupervisor
 SUPERVISOR_OUTBOX = SupervisorToEngine
