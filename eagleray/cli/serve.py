@@ -15,7 +15,8 @@ from eagleray.config.api_keys import with_api_keys
 from eagleray.config.resolve import checkpoint_dir, served_names
 from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
-from eagleray.fleet.supervisor import FLUSH_SECONDS, Supervisor
+from eagleray.fleet.supervisor import Supervisor
+from eagleray.fleet.timeouts import FLUSH_SECONDS
 from eagleray.log import get_logger, setup_logging
 from eagleray.process.open_files import raise_open_files_limit
 from eagleray.server.http_limits import SPARE_FILES, connection_limit

@@ -1,4 +1,4 @@
-"""The file that tells front-ends of the user's own where to attach; docs/wire.md says what they do then."""
+"""The file by which external clients find the supervisor, see docs/wire.md."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from eagleray.errors import ConfigError
 
 @contextlib.contextmanager
 def attach_file(path: Path, *, instance: str, supervisor: str, model: str) -> Iterator[None]:
-    """The file is there, whole and readable by this user alone, within the block.
+    """Within the block, the file exists, complete and readable by this user only.
 
-    `supervisor`: address of its inbox. Raises `ConfigError` if the file cannot be written.
+    `supervisor` is the address of the supervisor's inbox. Raises `ConfigError` if the file cannot be written.
     """
     version = importlib.metadata.version("eagleray")
-    said = {"instance": instance, "supervisor": supervisor, "model": model, "version": version}
-    content = json.dumps(said) + "\n"
+    fields = {"instance": instance, "supervisor": supervisor, "model": model, "version": version}
+    content = json.dumps(fields) + "\n"
     try:
         _write(path, content)
     except OSError as error:
@@ -29,13 +29,13 @@ def attach_file(path: Path, *, instance: str, supervisor: str, model: str) -> It
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # removed by the user, or the directory is gone
-            if path.read_text() == content:  # not another instance's by now
+        with contextlib.suppress(OSError):  # the user removed it or the directory
+            if path.read_text() == content:  # another instance may have replaced it
                 path.unlink()
 
 
 def _write(path: Path, content: str) -> None:
-    """In one moment. The mode of a temporary file is 0600."""
+    """Write the file atomically. The mode of a temporary file is 0600."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with open(descriptor, "w") as file:

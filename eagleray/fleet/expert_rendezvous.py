@@ -1,7 +1,7 @@
-"""The engines that share experts, on their way to a group: who has opened for which epoch. Pure.
+"""The rendezvous at which engines that share experts form their group: which engine has opened for which epoch. Pure.
 
-An epoch is formed when every rank has opened for it. It is over when one of those that have is lost, or finds it
-broken; then the next one begins, for which all have to open. Owned by the supervisor.
+The group of an epoch is formed when every rank has opened for it. When one of those engines exits, or finds the group
+broken, the next epoch begins, and all ranks have to open for it. Owned by the supervisor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from eagleray.messages.steps import EngineOpened
 
 
 class ExpertRendezvous:
-    """`ranks`: of the engines that it takes."""
+    """`ranks` are the data-parallel ranks of all engines of the group."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._ranks = sorted(ranks)
@@ -23,26 +23,26 @@ class ExpertRendezvous:
 
     @property
     def is_complete(self) -> bool:
-        """All have opened for this epoch."""
+        """Whether all ranks have opened for this epoch."""
         return len(self._opened) == len(self._ranks)
 
     @property
     def engines(self) -> list[EngineId]:
-        """Those that have opened, in order of rank."""
+        """Engines that have opened, in order of rank."""
         return [self._opened[rank][0] for rank in sorted(self._opened)]
 
     @property
     def members(self) -> list[EngineOpened]:
-        """What they have opened, in the same order."""
+        """Addresses that those engines have opened, in the same order."""
         return [self._opened[rank][1] for rank in sorted(self._opened)]
 
     @property
-    def call(self) -> OpenExperts:
-        """What the engines are to do, while it is not complete."""
+    def open_message(self) -> OpenExperts:
+        """Message to the engines while the group is not complete."""
         return OpenExperts(self.epoch, [rank for rank in self._ranks if rank not in self._opened])
 
     def open(self, engine: EngineId, epoch: int, opened: EngineOpened) -> bool:
-        """`engine` has opened. False: for an epoch that is over, of which it does not know yet."""
+        """Record that `engine` has opened. False for an earlier epoch, which the engine does not know to be over."""
         if epoch < self.epoch:
             return False
         if epoch > self.epoch:
@@ -50,8 +50,8 @@ class ExpertRendezvous:
         self._opened[engine.rank] = (engine, opened)
         return True
 
-    def lose(self, engine: EngineId) -> None:
-        """It is gone. If it had not opened, the others wait for its successor as they have waited for it."""
+    def remove(self, engine: EngineId) -> None:
+        """Record that `engine` exited. If it had not opened, the others simply wait for its replacement."""
         if engine in self.engines:
             self._begin(self.epoch + 1)
 

@@ -1,13 +1,18 @@
-"""Clients of the user's own making, which were not spawned: they register, are attached, and leave when their lease is
-over. docs/wire.md is for them."""
+"""External clients: they were not spawned, register themselves, and leave when their lease expires (docs/wire.md).
+
+Owned by the supervisor, in its event loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from eagleray.fleet.leases import Leases
-from eagleray.fleet.membership_publisher import MembershipPublisher
+from eagleray.fleet import timeouts
+from eagleray.fleet.membership import MembershipPublisher
 from eagleray.identity import ClientId
 from eagleray.log import get_logger
 from eagleray.messages.lifecycle import Register, Stop
@@ -15,55 +20,130 @@ from eagleray.messages.membership import Left
 
 logger = get_logger(__name__)
 
+FIRST_INDEX = 1_000_000
+"""Index of the first external client; API servers have smaller ones."""
 
-class ExternalClients:
-    def __init__(self, instance: str, board: MembershipPublisher) -> None:
-        self._board = board
-        self._leases = Leases(instance, self._lapsed)
 
-    def register(self, asked: Register) -> None:
-        """Attach it, as somebody new: one that was known at that address is gone."""
-        address, lease = asked.address, asked.lease
-        if not 0 < lease < float("inf"):
-            logger.warning("a client at %s asks for a lease of %s s: it is not attached", address, lease)
-            return
-        if former := self._leases.at(address):
-            self._leases.end(former)
-            self._board.leave(Left(former, "it has registered again"))
-        client = self._leases.open(address, lease)
-        try:
-            self._board.attach(client, address, has_pulse=False)
-        except Exception as error:  # the address is a stranger's: the mistake is, too
-            logger.warning("a client asks to be reached at %s: it is not attached: %s", address, error)
-            self._leases.end(client)
+@dataclass
+class _Lease:
+    address: str
+    seconds: float
+    due: float
+    timer: asyncio.TimerHandle
+
+
+class Leases:
+    """Identities and leases of external clients.
+
+    `on_expire(client, seconds)` is called, after the client was removed, when no `renew` came for `seconds`. Must be
+    made in a running event loop.
+    """
+
+    def __init__(self, instance: str, on_expire: Callable[[ClientId, float], None]) -> None:
+        self._on_expire = on_expire
+        self._ids = (ClientId(instance, index) for index in itertools.count(FIRST_INDEX))
+        self._loop = asyncio.get_running_loop()
+        self._leases: dict[ClientId, _Lease] = {}
+        self.empty = asyncio.Event()
+        """Set while no client has a lease."""
+        self.empty.set()
+
+    def __contains__(self, client: object) -> bool:
+        return client in self._leases
+
+    def __iter__(self) -> Iterator[ClientId]:
+        return iter(list(self._leases))
+
+    def find(self, address: str) -> ClientId | None:
+        """Return the client that has registered `address`."""
+        return next((client for client, lease in self._leases.items() if lease.address == address), None)
+
+    def open(self, address: str, seconds: float) -> ClientId:
+        """Begin a lease. Returns the client's new identity."""
+        client = next(self._ids)
+        due = self._loop.time() + seconds
+        timer = self._loop.call_at(due, self._check, client)
+        self._leases[client] = _Lease(address, seconds, due, timer)
+        self.empty.clear()
+        return client
 
     def renew(self, client: ClientId) -> None:
-        """It is still there."""
-        self._leases.renew(client)
+        """Extend the client's lease. Unknown clients are ignored: they have been sent `Left`."""
+        if lease := self._leases.get(client):
+            lease.due = self._loop.time() + lease.seconds
+
+    def remove(self, client: ClientId) -> None:
+        self._leases.pop(client).timer.cancel()
+        if not self._leases:
+            self.empty.set()
+
+    def close(self) -> None:
+        """Remove all clients."""
+        for client in self:
+            self.remove(client)
+
+    def _check(self, client: ClientId) -> None:
+        lease, now = self._leases[client], self._loop.time()
+        if now - lease.timer.when() > timeouts.LATE_TIMER_SECONDS:
+            lease.due = now + lease.seconds  # this process did not run and could receive nothing
+        if now < lease.due:
+            lease.timer = self._loop.call_at(lease.due, self._check, client)
+        else:
+            self.remove(client)
+            self._on_expire(client, lease.seconds)
+
+
+class ExternalClients:
+    """Attaches, renews and evicts external clients."""
+
+    def __init__(self, instance: str, publisher: MembershipPublisher) -> None:
+        self._publisher = publisher
+        self._leases = Leases(instance, self._on_expired)
 
     def __contains__(self, client: ClientId) -> bool:
         return client in self._leases
 
-    def expel(self, client: ClientId, cause: str) -> None:
-        """It cannot stay: it is told so, and may register again."""
-        self._leases.end(client)
-        self._leave(client, cause)
+    def register(self, request: Register) -> None:
+        """Attach the client under a new identity. An earlier client at the same address leaves."""
+        address, lease = request.address, request.lease
+        if not 0 < lease < float("inf"):
+            logger.warning("a client at %s asks for a lease of %s s: it is not attached", address, lease)
+            return
+        if former := self._leases.find(address):
+            self._leases.remove(former)
+            self._publisher.leave(Left(former, "it has registered again"))
+        client = self._leases.open(address, lease)
+        try:
+            self._publisher.attach(client, address, has_heartbeat=False)
+        except Exception as error:  # the address comes from outside, so it may be anything
+            logger.warning("a client at %s cannot be reached and is not attached: %s", address, error)
+            self._leases.remove(client)
+
+    def renew(self, client: ClientId) -> None:
+        """Extend the client's lease."""
+        self._leases.renew(client)
+
+    def evict(self, client: ClientId, cause: str) -> None:
+        """Remove a client and send it `Left`; it may register again."""
+        self._leases.remove(client)
+        self._publish_left(client, cause)
 
     async def stop(self, stop: Stop) -> None:
-        """Wait until all have left, for the grace at most. Who has finished says no more that it is there."""
-        self._board.send_stop(self._leases, stop)
+        """Send `stop` and wait until all clients have left, for at most its grace. A client that has finished lets its
+        lease expire."""
+        self._publisher.send_stop(self._leases, stop)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(stop.grace):
-                await self._leases.none_left.wait()
+                await self._leases.empty.wait()
         self.close()
 
     def close(self) -> None:
-        """Wait for nobody any more."""
+        """Remove all clients without a message."""
         self._leases.close()
 
-    def _lapsed(self, client: ClientId, seconds: float) -> None:
-        self._leave(client, f"it has not said for {seconds:g} s that it is there")
+    def _on_expired(self, client: ClientId, seconds: float) -> None:
+        self._publish_left(client, f"it sent no `Alive` for {seconds:g} s")
 
-    def _leave(self, client: ClientId, cause: str) -> None:
-        logger.info("%s is gone: %s", client.label, cause)
-        self._board.expel(Left(client, cause, returns=False))
+    def _publish_left(self, client: ClientId, cause: str) -> None:
+        logger.info("%s is gone: %s; it may register again", client.label, cause)
+        self._publisher.evict(Left(client, cause, returns=False))

@@ -1,4 +1,4 @@
-"""What the supervisor knows of something that it has spawned, and who spawns it: processes of this host, here."""
+"""Launchers spawn engines and API servers; here as processes of this host, in `ray_launcher` as Ray actors."""
 
 from __future__ import annotations
 
@@ -20,36 +20,32 @@ OnMessage = Callable[[ChildToParent], None]
 """Called with each message, in order, from any thread."""
 
 OnExit = Callable[[Failure], None]
-"""Called exactly once, after the last message, from any thread, with the reason of the exit."""
+"""Called exactly once, after the last message, from any thread, with the cause of the exit."""
 
 
 class Spawned(Protocol):
-    """A process, or an actor. `process.Child` is one."""
-
-    label: str
+    """A process or an actor. `process.spawn.Child` is one."""
 
     def terminate(self) -> None:
-        """Ask it to end. Harmless when it has ended."""
+        """Ask it to exit. Harmless after the exit."""
 
     def kill(self) -> None:
-        """End it, even if it is stopped. Harmless when it has ended."""
+        """Kill it, even if it is stopped. Harmless after the exit."""
 
 
 class Launcher(Protocol[Spec]):
-    """Spawns engines, or API servers."""
-
     @property
     def host(self) -> str | None:
-        """Address of this host for what is spawned elsewhere; None if everything is on this host."""
+        """Address at which what it spawns elsewhere reaches this host; None if it spawns on this host only."""
 
     def spawn(self, spec: Spec, *, on_message: OnMessage, on_exit: OnExit) -> Spawned:
-        """Does not wait. Raises `OSError` or `EagleRayError`; then neither is called."""
+        """Spawn without waiting. Raises `OSError` or `EagleRayError`, and then calls neither callback."""
 
     async def close(self) -> None:
-        """When everything that it has spawned has ended."""
+        """Close the launcher, after everything that it spawned has exited."""
 
     def kill(self) -> None:
-        """End everything at once."""
+        """Kill everything that it spawned, where that is faster than one by one."""
 
 
 class ProcessLauncher:
@@ -83,7 +79,7 @@ class ProcessLauncher:
         return child
 
     async def close(self) -> None:
-        """Nothing is left of processes that have ended."""
+        """Do nothing: processes that have exited leave nothing behind."""
 
     def kill(self) -> None:
-        """Its processes are killed one by one."""
+        """Do nothing: the supervisor kills processes one by one."""

@@ -1,60 +1,189 @@
-"""Who is in the fleet, and who must be told. Pure.
+"""The members of the fleet, and the messages that tell them about each other.
 
-Members are known by their identity with its incarnation: a successor is somebody else, who takes the same place.
+A member is known by its identity with the incarnation: a replacement is another member with the same replica key.
+`Membership` is pure; `MembershipPublisher` owns the supervisor's outbox and the heartbeats of the members. Both are
+driven by the supervisor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+
 import msgspec
 
-from eagleray.identity import EngineId, MemberId
+from eagleray.fleet import timeouts
+from eagleray.identity import ClientId, EngineId, MemberId
+from eagleray.messages.codec import Codec
+from eagleray.messages.lifecycle import Attach, ExpertsFormed, OpenExperts, Stop, SupervisorToEngine
 from eagleray.messages.membership import EngineInfo, Joined, Left
+from eagleray.messages.wires import SUPERVISOR_OUTBOX
+from eagleray.transport.heartbeat import HeartbeatMonitor
+from eagleray.transport.inbox import Outbox
 
 
 def replica_key(member: MemberId) -> MemberId:
-    """The same for all incarnations."""
+    """Return the key of the member's replica, which is the same for all incarnations."""
     return msgspec.structs.replace(member, incarnation=0)
 
 
 class Membership:
-    """Who is expected, who listens, who can be reached. Owned by the supervisor."""
+    """Records which members are expected, attached and joined."""
 
     def __init__(self) -> None:
         self._expected: set[MemberId] = set()
-        """They were started, or listen, and have not left."""
+        """Members that were spawned or attached, and have not left."""
         self._attached: set[MemberId] = set()
         self._joined: dict[MemberId, Joined] = {}
         self._info: EngineInfo | None = None
-        """Of the engines; None before the first has joined."""
-        self._absent: dict[MemberId, Left] = {}
-        """By place: engines that have left and have no successor yet."""
+        """Properties of the engines; None before the first one has joined."""
+        self._missing: dict[MemberId, Left] = {}
+        """Engines that have left and have no replacement yet, by replica key."""
 
     def expect(self, member: MemberId) -> None:
-        """`member` was started: its end is news, even if it comes before it listens."""
+        """Record that `member` was spawned: its exit is published even if it comes before `attach`."""
         self._expected.add(member)
 
     def attach(self, member: MemberId) -> tuple[list[Joined], list[Left]]:
-        """`member` listens from now on and hears of every change; what it must know to begin with: who is there, and
-        which engines are missing."""
+        """Record that `member` receives every change from now on.
+
+        Returns the joined members and the missing engines, which it has to know to begin with.
+        """
         self._expected.add(member)
         self._attached.add(member)
-        missing = [msgspec.structs.replace(left, engine=self._info) for left in self._absent.values()]
+        missing = [msgspec.structs.replace(left, engine=self._info) for left in self._missing.values()]
         return list(self._joined.values()), missing
 
     def join(self, joined: Joined) -> list[MemberId]:
-        """Who must hear of it."""
+        """Record that a member has started. Returns the members to send `joined` to."""
         self._joined[joined.member] = joined
         self._info = joined.engine or self._info
-        self._absent.pop(replica_key(joined.member), None)
-        return [peer for peer in self._attached if peer != joined.member]
+        self._missing.pop(replica_key(joined.member), None)
+        return [member for member in self._attached if member != joined.member]
 
     def leave(self, left: Left) -> list[MemberId]:
-        """Who must hear of it: nobody, if it has left before or was never known."""
+        """Record that a member has left. Returns the members to send `left` to: none if it was not expected."""
         if left.member not in self._expected:
             return []
         self._expected.discard(left.member)
         self._attached.discard(left.member)
         self._joined.pop(left.member, None)
         if isinstance(left.member, EngineId):
-            self._absent[replica_key(left.member)] = left
+            self._missing[replica_key(left.member)] = left
         return list(self._attached)
+
+
+class MembershipPublisher:
+    """Sends the changes of the membership to the attached members, and monitors their heartbeats.
+
+    `supervisor` is the address of the supervisor's inbox. `on_silent(member, seconds)` is called, by a thread of the
+    monitor, for a member that sent no heartbeat for `heartbeat_timeout` seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        supervisor: str,
+        runtime_dir: Path,
+        host: str | None,
+        heartbeat_timeout: float,
+        on_silent: Callable[[MemberId, float], None],
+    ) -> None:
+        self._supervisor = supervisor
+        self._membership = Membership()
+        self._addresses: dict[MemberId, str] = {}
+        self._heartbeat_numbers: dict[MemberId, int] = {}
+        self._members: dict[int, MemberId] = {}
+        """Members by the number that the heartbeat monitor knows them by."""
+        self._on_silent = on_silent
+        with ExitStack() as stack:
+            self._outbox: Outbox[MemberId, SupervisorToEngine] = Outbox(
+                Codec[SupervisorToEngine](SUPERVISOR_OUTBOX).encode
+            )
+            stack.callback(self._outbox.close)
+            self._heartbeats = HeartbeatMonitor.open(
+                runtime_dir=runtime_dir, host=host, limit=heartbeat_timeout, on_silent=self._on_heartbeat_lost
+            )
+            stack.callback(self._heartbeats.close)
+            self._exit_stack = stack.pop_all()
+
+    def __contains__(self, member: MemberId) -> bool:
+        """Whether the member is attached and has not left."""
+        return member in self._addresses
+
+    @property
+    def clients(self) -> list[ClientId]:
+        """Attached clients."""
+        return [member for member in self._addresses if isinstance(member, ClientId)]
+
+    def expect(self, member: MemberId) -> None:
+        """Record that `member` was spawned: its exit is published from now on."""
+        self._membership.expect(member)
+
+    def attach(self, member: MemberId, address: str, *, has_heartbeat: bool) -> None:
+        """Send `Attach` to a member whose inbox is bound at `address`.
+
+        With `has_heartbeat` the member has to send heartbeats, or counts as silent.
+        """
+        self._outbox.connect(member, address)
+        self._addresses[member] = address
+        handle = b""
+        if has_heartbeat:
+            number, handle = self._heartbeats.invite(within=timeouts.FIRST_HEARTBEAT_SECONDS)
+            self._heartbeat_numbers[member], self._members[number] = number, member
+        joined, missing = self._membership.attach(member)
+        self._outbox.send(member, Attach(member, self._supervisor, joined, handle, missing))
+
+    def join(self, member: MemberId, info: EngineInfo | None) -> None:
+        """Publish that an attached member has started. `info` is set for engines."""
+        joined = Joined(member, self._addresses[member], info)
+        self._publish(self._membership.join(joined), joined)
+
+    def leave(self, left: Left) -> None:
+        """Publish that a member has left, and forget it."""
+        self._publish(self._membership.leave(left), left)
+        self._forget(left.member)
+        self._outbox.disconnect(left.member, linger_ms=0)
+
+    def evict(self, left: Left) -> None:
+        """Publish that a client has left, also to the client itself, which may still run and can register again."""
+        self._publish([*self._membership.leave(left), left.member], left)
+        self._forget(left.member)
+        self._outbox.disconnect(left.member)
+
+    def send_stop(self, members: Iterable[MemberId], stop: Stop) -> None:
+        for member in members:
+            self._outbox.send(member, stop)
+
+    def send_to_engines(self, message: OpenExperts | ExpertsFormed) -> None:
+        """Send `message` to all attached engines, whether they have started or not."""
+        for member in self._addresses:
+            if isinstance(member, EngineId):
+                self._outbox.send(member, message)
+
+    def joined_message(self, member: MemberId) -> Joined:
+        """Return the address of an attached member as a message to other members."""
+        return Joined(member, self._addresses[member])
+
+    def pop_unreachable(self) -> list[MemberId]:
+        """Return the attached members to whom the supervisor's connection broke since the last call."""
+        return self._outbox.pop_broken()
+
+    def close(self) -> None:
+        """Close the outbox and the monitor. Queued messages are still sent, for at most a second."""
+        self._exit_stack.close()
+
+    def _forget(self, member: MemberId) -> None:
+        self._addresses.pop(member, None)
+        if (number := self._heartbeat_numbers.pop(member, None)) is not None:
+            self._heartbeats.forget(number)
+            del self._members[number]
+
+    def _publish(self, members: Iterable[MemberId], message: Joined | Left) -> None:
+        for member in members:
+            self._outbox.send(member, message)
+
+    def _on_heartbeat_lost(self, number: int, seconds: float) -> None:
+        if (member := self._members.get(number)) is not None:
+            self._on_silent(member, seconds)

@@ -1,4 +1,4 @@
-"""Somebody does not work any more: who, why, what follows, and what that means to others."""
+"""The exit of a member: its cause, the decision that follows, and what both mean to callers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from eagleray.messages.failure import Failure
 class ProcessExit:
     member: MemberId
     cause: Failure
-    verdict: RestartDecision | None
-    """None: it was to end."""
+    decision: RestartDecision | None
+    """None: the member was told to stop."""
 
     @property
-    def returns(self) -> bool:
-        """A successor is on its way."""
-        return isinstance(self.verdict, Restart)
+    def is_replaced(self) -> bool:
+        """Whether a replacement follows."""
+        return isinstance(self.decision, Restart)
 
     @property
-    def what_follows(self) -> str:
-        match self.verdict:
+    def next_step(self) -> str:
+        """Description of the decision for the log."""
+        match self.decision:
             case Restart(delay, failed_starts):
                 when = f" in {delay:g} s" if delay else ""
                 why = f" ({failed_starts} starts in a row have failed)" if failed_starts > 1 else ""
@@ -35,7 +36,7 @@ class ProcessExit:
                 return "it is given up"
 
     def as_exception(self) -> EagleRayError:
-        """For whoever waits for this instance, which ends because of it."""
+        """Return the exception for callers that wait for an instance which ends because of this exit."""
         return as_exception(self.member.label, self.cause)
 
 

@@ -1,7 +1,7 @@
-"""One place in the fleet, and those that take it one after another: the incarnations of an engine or an API server.
+"""One replica of the fleet: the incarnations of an engine or an API server, one after another.
 
-Every incarnation takes the same path, the first and the tenth: it is spawned, says where it listens, works, ends; its
-successor follows when nothing of it is left. Driven by the supervisor, in its event loop.
+Every incarnation takes the same path, the first as the tenth: it is spawned, reports its address, works, exits; its
+replacement starts when nothing of it is left. Driven by the supervisor, in its event loop.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import contextlib
 import enum
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from eagleray.errors import EagleRayError
+from eagleray.fleet import timeouts
 from eagleray.fleet.launcher import OnExit, OnMessage, Spawned
 from eagleray.fleet.process_exit import ProcessExit
 from eagleray.fleet.restart_policy import Restart, RestartDecision, RestartHistory
@@ -24,10 +24,6 @@ from eagleray.messages.lifecycle import Bound, ChildToParent
 
 logger = get_logger(__name__)
 
-END_SECONDS = 15.0
-"""How long a process may take to end after it was told or has failed, before the next stronger means. An engine has
-workers to end first."""
-
 Spawn = Callable[[MemberId, OnMessage, OnExit], Spawned]
 Decide = Callable[[RestartHistory, float | None, Failure], tuple[RestartHistory, RestartDecision]]
 
@@ -35,25 +31,18 @@ Decide = Callable[[RestartHistory, float | None, Failure], tuple[RestartHistory,
 class ReplicaPhase(enum.Enum):
     STARTING = enum.auto()
     UP = enum.auto()
-    ENDING = enum.auto()
-    """Lost, but not gone: it may still hold what its successor needs."""
-    WAITING = enum.auto()
-    """Gone; its successor comes after a delay."""
+    STOPPING = enum.auto()
+    """The incarnation has failed and still runs: it may hold what its replacement needs."""
+    BACKOFF = enum.auto()
+    """The incarnation has exited; its replacement starts after a delay."""
     VACANT = enum.auto()
-    """Nobody is here, and nobody comes."""
-
-
-class ReplicaObserver(Protocol):
-    """Hears what becomes of an incarnation, in the event loop."""
-
-    def bound(self, member: MemberId, address: str) -> None: ...
-
-    def lost(self, loss: ProcessExit) -> None:
-        """At once; what is left of it may take a while to end."""
+    """There is no process, and none will start."""
 
 
 class Replica:
-    """`spawn` starts an incarnation. `post(function, *args)` calls a function in the event loop, from any thread."""
+    """`spawn` starts an incarnation, `decide` follows its exit. `post(function, *args)` calls a function in the event
+    loop, from any thread. `on_bound(member, address)` is called in the event loop, and so is `on_failed(exit)`: at once
+    when an incarnation fails, which may be long before its process has exited."""
 
     def __init__(
         self,
@@ -61,40 +50,42 @@ class Replica:
         *,
         spawn: Spawn,
         decide: Decide,
-        watcher: ReplicaObserver,
+        on_bound: Callable[[MemberId, str], None],
+        on_failed: Callable[[ProcessExit], None],
         post: Callable[..., None],
         start_seconds: float,
     ) -> None:
         self.member = first
         """The newest incarnation."""
         self.phase = ReplicaPhase.VACANT
-        self._ended = asyncio.Event()
+        self._exited = asyncio.Event()
         """Set while there is no process."""
-        self._ended.set()
+        self._exited.set()
         self._spawn = spawn
         self._decide = decide
-        self._watcher = watcher
+        self._on_bound = on_bound
+        self._on_failed = on_failed
         self._post = post
         self._start_seconds = start_seconds
         self._loop = asyncio.get_running_loop()
         self._history = RestartHistory()
-        self._verdict: RestartDecision | None = None
+        self._decision: RestartDecision | None = None
         self._spawned: Spawned | None = None
         self._timer: asyncio.TimerHandle | None = None
-        """Of the phase: the start's deadline, the patience with an end, or the delay."""
+        """Timer of the phase: the deadline of the start or of the exit, or the delay."""
         self._working_since: float | None = None
-        self._lost_at: float | None = None
+        self._failed_at: float | None = None
         self._is_closed = False
 
     @property
     def expected(self) -> MemberId | None:
-        """Who is here, or comes next; None: nobody."""
+        """The present or next incarnation; None if there will be none."""
         match self.phase:
             case ReplicaPhase.STARTING | ReplicaPhase.UP:
                 return self.member
-            case ReplicaPhase.ENDING if not isinstance(self._verdict, Restart):
+            case ReplicaPhase.STOPPING if not isinstance(self._decision, Restart):
                 return None
-            case ReplicaPhase.ENDING | ReplicaPhase.WAITING:
+            case ReplicaPhase.STOPPING | ReplicaPhase.BACKOFF:
                 return successor(self.member)
             case ReplicaPhase.VACANT:
                 return None
@@ -104,111 +95,133 @@ class Replica:
         member = self.member
         self.phase = ReplicaPhase.STARTING
         self._working_since = None
-        self._ended.clear()
-        self._set_timer(self._start_seconds, self._start_is_late)
+        self._exited.clear()
+        self._set_timer(self._start_seconds, self._on_start_timeout)
         try:
             self._spawned = self._spawn(
-                member, partial(self._post, self._heard, member), partial(self._post, self._exited, member)
+                member, partial(self._post, self._on_message, member), partial(self._post, self._on_exit, member)
             )
         except (OSError, EagleRayError) as error:
-            self._exited(member, Failure.noticed(f"it could not be started: {error}"))
+            self._on_exit(member, Failure.noticed(f"it could not be started: {error}"))
 
-    def started(self) -> float | None:
-        """It works. Seconds since an earlier incarnation was lost; None for the first."""
+    def set_up(self) -> float | None:
+        """Enter UP. Returns the seconds since an earlier incarnation failed; None for the first."""
         assert self.phase is ReplicaPhase.STARTING
         self._set_timer(None)
         self.phase = ReplicaPhase.UP
         now = self._loop.time()
         self._working_since = self._working_since or now
-        lost_at, self._lost_at = self._lost_at, None
-        return None if lost_at is None else now - lost_at
+        failed_at, self._failed_at = self._failed_at, None
+        return None if failed_at is None else now - failed_at
 
     def wait_for_others(self) -> None:
-        """It is ready, and starts when others are: their time is not held against it."""
+        """Drop the deadline of the start: the incarnation is ready, and only waits for other engines."""
         if self.phase is ReplicaPhase.STARTING:
             self._set_timer(None)
             self._working_since = self._working_since or self._loop.time()
 
-    def lose(self, cause: Failure, *, at_once: bool = False) -> None:
-        """It does not work any more. It is killed: if it has not ended by itself after a while, or at once."""
+    def fail(self, cause: Failure, *, kill_now: bool = False) -> None:
+        """Enter STOPPING. The process is killed now, or if it has not exited after `STOP_TIMEOUT_SECONDS`."""
         if self.phase not in (ReplicaPhase.STARTING, ReplicaPhase.UP):
             return
         now = self._loop.time()
         worked = None if self._working_since is None else now - self._working_since
-        self._verdict = None
+        self._decision = None
         if not self._is_closed:
-            self._history, self._verdict = self._decide(self._history, worked, cause)
-        self.phase = ReplicaPhase.ENDING
-        self._lost_at = now if self._lost_at is None else self._lost_at
-        if at_once:
+            self._history, self._decision = self._decide(self._history, worked, cause)
+        self.phase = ReplicaPhase.STOPPING
+        self._failed_at = now if self._failed_at is None else self._failed_at
+        if kill_now:
             self._kill_and_wait()
         else:
-            self._set_timer(END_SECONDS, self._insist)
-        self._watcher.lost(ProcessExit(self.member, cause, self._verdict))
-
-    def terminate(self) -> None:
-        """Ask the process to end, if there is one."""
-        if self._spawned is not None:
-            self._spawned.terminate()
+            self._set_timer(timeouts.STOP_TIMEOUT_SECONDS, self._escalate)
+        self._on_failed(ProcessExit(self.member, cause, self._decision))
 
     def kill(self) -> None:
-        """End the process, if there is one."""
+        """Kill the process, if there is one."""
         if self._spawned is not None:
             self._spawned.kill()
 
-    async def has_ended_within(self, seconds: float) -> bool:
-        """Whether there is no process, now or within so many seconds."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._ended.wait()
-        return self._ended.is_set()
-
     def close(self) -> None:
-        """Nobody comes any more. Who is here is to end, and has no successor."""
+        """Start no further incarnation. The present one is expected to exit from now on."""
         self._is_closed = True
-        if self.phase in (ReplicaPhase.STARTING, ReplicaPhase.WAITING):
+        if self.phase in (ReplicaPhase.STARTING, ReplicaPhase.BACKOFF):
             self._set_timer(None)
-        if self.phase is ReplicaPhase.WAITING:
+        if self.phase is ReplicaPhase.BACKOFF:
             self.phase = ReplicaPhase.VACANT
 
-    def _heard(self, member: MemberId, message: ChildToParent) -> None:
+    async def stop(self, send_stop: Callable[[], None], grace: float) -> None:
+        """Send `Stop`, then SIGTERM, then SIGKILL, each when the means before has not helped in time. Returns when the
+        process has exited, or was killed and still has not."""
+        timeout = timeouts.STOP_TIMEOUT_SECONDS
+        means = [(timeout, self.kill)]
+        if self.phase is ReplicaPhase.UP:
+            send_stop()
+            means.insert(0, (grace + timeout, self._terminate))
+        elif self.phase is ReplicaPhase.STARTING:  # it may not read its inbox yet
+            self._terminate()
+        for seconds, stronger in means:
+            if await self._wait_for_exit(seconds):
+                return
+            name = stronger.__name__.strip("_")
+            logger.warning("%s did not end within %.0f s: %s", self.member.label, seconds, name)
+            stronger()
+        await self._wait_for_exit(timeout)
+
+    def _terminate(self) -> None:
+        if self._spawned is not None:
+            self._spawned.terminate()
+
+    async def _wait_for_exit(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._exited.wait()
+        return self._exited.is_set()
+
+    def _on_message(self, member: MemberId, message: ChildToParent) -> None:
         if member != self.member or self.phase not in (ReplicaPhase.STARTING, ReplicaPhase.UP):
             return
         match message:
             case Bound(_, address):
-                self._watcher.bound(member, address)
+                self._on_bound(member, address)
             case Ended(_, cause):
-                self.lose(cause)
+                self.fail(cause)
 
-    def _exited(self, member: MemberId, cause: Failure) -> None:
+    def _on_exit(self, member: MemberId, cause: Failure) -> None:
         self._spawned = None
-        self.lose(cause)
+        self.fail(cause)
         self._set_timer(None)
-        self._ended.set()
-        if isinstance(self._verdict, Restart) and not self._is_closed:
-            self.phase = ReplicaPhase.WAITING
-            self._set_timer(self._verdict.delay, self._follow)
+        self._exited.set()
+        if isinstance(self._decision, Restart) and not self._is_closed:
+            self.phase = ReplicaPhase.BACKOFF
+            self._set_timer(self._decision.delay, self._start_replacement)
         else:
             self.phase = ReplicaPhase.VACANT
 
-    def _follow(self) -> None:
+    def _start_replacement(self) -> None:
         self.member = successor(self.member)
         self.start()
 
-    def _start_is_late(self) -> None:
-        late = f"it had not started after {self._start_seconds:.0f} s (option `startup_timeout`)"
-        self.lose(Failure.noticed(late), at_once=True)
+    def _on_start_timeout(self) -> None:
+        reason = f"it had not started after {self._start_seconds:.0f} s (option `startup_timeout`)"
+        self.fail(Failure.noticed(reason), kill_now=True)
 
-    def _insist(self) -> None:
-        logger.warning("%s has not ended within %.0f s: it is killed", self.member.label, END_SECONDS)
+    def _escalate(self) -> None:
+        seconds = timeouts.STOP_TIMEOUT_SECONDS
+        logger.warning("%s has not exited within %.0f s of its failure: it is killed", self.member.label, seconds)
         self._kill_and_wait()
 
     def _kill_and_wait(self) -> None:
         self.kill()
-        self._set_timer(END_SECONDS, self._complain)
+        self._set_timer(timeouts.STOP_TIMEOUT_SECONDS, self._warn_still_running)
 
-    def _complain(self) -> None:
-        logger.warning("%s was killed and does not end: its successor has to wait for that", self.member.label)
+    def _warn_still_running(self) -> None:
+        seconds = timeouts.STOP_TIMEOUT_SECONDS
+        logger.warning(
+            "%s still runs %.0f s after it was killed; its replacement starts when it has exited",
+            self.member.label,
+            seconds,
+        )
         self._kill_and_wait()
 
     def _set_timer(self, seconds: float | None, function: Callable[[], None] | None = None) -> None:

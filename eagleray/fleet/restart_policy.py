@@ -1,11 +1,11 @@
-"""Decides what follows when an engine or an API server has ended. Pure: callers hand in what happened.
+"""The decision that follows the exit of an engine or an API server. Pure: the supervisor passes in the cause.
 
-An end is one of three kinds:
+An exit is of one of three kinds:
 
-- It came from outside: a signal, a lost node, silence, a lost driver or cluster of Ray, a dead worker. A successor is
-  started for as long as it takes.
-- The process failed by an exception of its own. Such ends are counted against a budget.
-- Its start raised what the start before it had raised. Another try would end in the same way.
+- Its cause is outside of the process: a signal, a lost node, silence, a lost driver or cluster of Ray, a worker that
+  exited. The process is restarted for as long as it takes.
+- The process raised an exception of its own. Such exits are counted against a budget.
+- The process raised in its start what the start before had raised. A further start would end in the same way.
 """
 
 from __future__ import annotations
@@ -14,17 +14,11 @@ import re
 from dataclasses import dataclass, replace
 
 from eagleray.errors import ClusterError, ClusterLost, DeadlineExceeded, EngineFailed, ProcessCrashed, WorkerLost
+from eagleray.fleet import timeouts
 from eagleray.messages.failure import Failure
 
-WORKED_SECONDS = 10.0
-"""A process that has worked for this long has earned the whole budget of restarts again."""
-
-FIRST_DELAY = 0.5
-"""Seconds before the second restart in a row; the first one is at once. The delay doubles with each start that fails.
-A process that ended soon after its start has no longer delay than this: it can start, and requests wait for it."""
-
-LOST = frozenset({WorkerLost.__name__, EngineFailed.__name__, ClusterLost.__name__})
-"""Kinds of failures by which a process reports the end of another, of a node or of a cluster."""
+EXITS_OF_OTHERS = frozenset({WorkerLost.__name__, EngineFailed.__name__, ClusterLost.__name__})
+"""Kinds of failures by which a process reports the exit of another, of a node or of a cluster."""
 
 VARYING = re.compile(r"0x[0-9a-f]+|\d[\d.]*")
 """Parts of a message that differ from start to start: incarnations, ports, addresses, sizes."""
@@ -32,36 +26,36 @@ VARYING = re.compile(r"0x[0-9a-f]+|\d[\d.]*")
 
 @dataclass(frozen=True)
 class RestartHistory:
-    """The recent ends of the incarnations of one engine or API server."""
+    """Recent exits of the incarnations of one engine or API server."""
 
     spent: int = 0
-    """Ends in a row by failures of its own."""
+    """Exits in a row by exceptions of its own."""
     is_unsteady: bool = False
-    """It was restarted, and has not worked for `WORKED_SECONDS` since."""
+    """Whether it was restarted and has not worked for `STEADY_SECONDS` since."""
     failed_starts: int = 0
-    """Ends in a row before the start was done."""
+    """Exits in a row before the start was complete."""
     has_served: bool = False
     start_failure: str | None = None
-    """Exception that the last start raised; None: the last end was a different one."""
+    """Exception that the last start raised; None if the last exit had another cause."""
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Start a successor after `delay` seconds."""
+    """Start a replacement after `delay` seconds."""
 
     delay: float
     failed_starts: int = 0
-    """Starts in a row that ended before they were done."""
+    """Starts in a row that ended before they were complete."""
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """It does not come back; the others go on, if there are others."""
+    """Start no replacement; other members of the kind, if any are left, continue."""
 
 
 @dataclass(frozen=True)
 class EndInstance:
-    """To try again would end in the same way: the user has to mend something."""
+    """End the instance: a further start would end in the same way, until the user corrects something."""
 
 
 RestartDecision = Restart | GiveUp | EndInstance
@@ -76,10 +70,11 @@ def decide_restart(
     max_delay: float,
     instance_has_served: bool,
 ) -> tuple[RestartHistory, RestartDecision]:
-    """Return what follows from an end, and the history to hand in at the next one.
+    """Return the history to pass in at the next exit, and the decision that follows this one.
 
-    `worked`: seconds from its start to its end, None if it never started;
-    `max_restarts`: budget of failures of its own, None for no limit; with 0 nothing is ever started again.
+    `worked` is the time in seconds from the complete start to the exit, None if the start was not complete.
+    `max_restarts` is the budget of exits by exceptions of its own, None for no limit; 0 means that nothing is ever
+    restarted.
     """
     if cause.is_user_error and not instance_has_served:
         return history, EndInstance()
@@ -88,7 +83,7 @@ def decide_restart(
     history = _after_start(history, worked)
     is_own = not _is_from_outside(cause, history)
     if cause.kind == ProcessCrashed.__name__:
-        # At work it may be a request's fault, which has a budget of its own.
+        # At work a request may be the reason, and requests have a budget of their own.
         is_own = worked is None and not instance_has_served
     start_failure = None
     if is_own and worked is None and cause.kind != DeadlineExceeded.__name__:
@@ -98,7 +93,8 @@ def decide_restart(
     if is_own and max_restarts is not None and history.spent >= max_restarts:
         return history, GiveUp()
     doublings = min(max(0, history.failed_starts - 1), 10)
-    delay = min(max_delay, FIRST_DELAY * 2**doublings) if history.is_unsteady else 0.0
+    first_delay = timeouts.FIRST_RESTART_DELAY_SECONDS
+    delay = min(max_delay, first_delay * 2**doublings) if history.is_unsteady else 0.0
     history = replace(
         history,
         spent=history.spent + is_own,
@@ -110,15 +106,15 @@ def decide_restart(
 
 
 def _after_start(history: RestartHistory, worked: float | None) -> RestartHistory:
-    """Forget what a start that succeeded disproves."""
+    """Forget what a complete start disproves."""
     if worked is None:
         return history
-    if worked >= WORKED_SECONDS:
+    if worked >= timeouts.STEADY_SECONDS:
         return RestartHistory(has_served=True)
     return replace(history, failed_starts=0, has_served=True, start_failure=None)
 
 
 def _is_from_outside(cause: Failure, history: RestartHistory) -> bool:
-    """Whether the process raised nothing, or reports an exit of others."""
+    """Whether the process raised nothing, or reports the exit of others."""
     is_lost_cluster = cause.kind == ClusterError.__name__ and history.has_served
-    return not cause.kind or cause.kind in LOST or cause.library == "ray" or is_lost_cluster
+    return not cause.kind or cause.kind in EXITS_OF_OTHERS or cause.library == "ray" or is_lost_cluster

@@ -66,7 +66,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     """Address of the supervisor's inbox."""
     members: list[Joined]
     heartbeat: bytes = msgspec.field(name="pulse", default=b"")
-    """Handle for `HeartbeatSender`, which the member starts at once, or counts as silent.
+    """Handle for `HeartbeatSender`, which the member starts. Its silence counts as an exit from then on.
 
     Empty for a client in the supervisor's own process, and for registered clients, which send `Alive` instead.
     """
@@ -86,8 +86,8 @@ SupervisorToMember = Attach | Joined | Left | Stop
 
 
 class OpenExperts(msgspec.Struct, frozen=True, tag=True):
-    """Request to form the expert group of this epoch: the engine leaves an earlier one and opens for this one, unless it
-    has. Sent again whenever `missing` changes."""
+    """Request to form the expert group of this epoch: the engine leaves an earlier group and opens for this one, unless
+    it has. Sent again whenever `missing` changes."""
 
     epoch: int
     missing: list[int]

@@ -99,7 +99,7 @@ class Fleet:
 
     def pid(self, place: int) -> int:
         """Of the process in the n-th seat: engines first."""
-        return list(self.supervisor._seats.values())[place]._spawned.pid
+        return list(self.supervisor._replicas.values())[place]._spawned.pid
 
     async def until(self, condition) -> None:
         async with asyncio.timeout(SECONDS):
@@ -220,7 +220,7 @@ def test_every_process_may_go_and_is_replaced(how):
                 pid = fleet.pid(place)
                 os.kill(pid, how)
                 assert await asyncio.gather(*asked) == [expected(400)] * 6
-                seats = list(fleet.supervisor._seats.values())
+                seats = list(fleet.supervisor._replicas.values())
                 # a stopped one is missed a second later: the others may have answered everything before that
                 await fleet.until(lambda: seats[place].member.incarnation == 1)  # noqa: B023
                 await fleet.until(lambda: all(seat.phase.name == "UP" for seat in seats))  # noqa: B023
@@ -246,7 +246,7 @@ def test_all_engines_killed_at_once_and_again():
                 await asyncio.sleep(0.2)
                 for place in range(2):
                     os.kill(fleet.pid(place), signal.SIGKILL)
-                seats = list(fleet.supervisor._seats.values())[:2]
+                seats = list(fleet.supervisor._replicas.values())[:2]
                 await fleet.until(
                     lambda: all((s.member.incarnation, s.phase.name) == (incarnation, "UP") for s in seats)  # noqa: B023
                 )

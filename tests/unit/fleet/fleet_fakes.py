@@ -183,7 +183,7 @@ class Fleet:
         """Take a process all the way."""
         member = await self.bind(process)
         member.start()
-        await self.until(lambda: self.supervisor._seat_of(process.id).phase.name == "UP")
+        await self.until(lambda: self.supervisor._replica_of(process.id).phase.name == "UP")
         return member
 
     async def bind(self, process: FakeProcess) -> FakeMember:
@@ -211,10 +211,10 @@ async def fleet(**options: Any) -> AsyncIterator[Fleet]:
         config,
         instance="i",
         runtime_dir=runtime_dir,
-        engines=launcher,
-        api_servers=launcher,
+        engine_launcher=launcher,
+        api_server_launcher=launcher,
         ray=None,
-        ends=ends,
+        exit_stack=ends,
     )
     with members:
         try:

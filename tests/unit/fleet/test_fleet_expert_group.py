@@ -25,11 +25,11 @@ def complete(group: ExpertRendezvous, *engines: EngineId) -> None:
 
 def test_it_is_complete_when_all_have_opened():
     group = ExpertRendezvous(range(3))
-    assert group.call == OpenExperts(1, [0, 1, 2])
+    assert group.open_message == OpenExperts(1, [0, 1, 2])
     for engine in (ENGINES[2], ENGINES[0]):
         assert group.open(engine, 1, opened(engine))
     assert not group.is_complete
-    assert group.call == OpenExperts(1, [1])
+    assert group.open_message == OpenExperts(1, [1])
     assert group.open(ENGINES[1], 1, opened(ENGINES[1]))
     assert group.is_complete
     assert group.engines == ENGINES
@@ -39,8 +39,8 @@ def test_it_is_complete_when_all_have_opened():
 def test_the_loss_of_one_that_has_opened_begins_the_next_epoch():
     group = ExpertRendezvous(range(2))
     complete(group, *ENGINES[:2])
-    group.lose(ENGINES[1])
-    assert group.call == OpenExperts(2, [0, 1])
+    group.remove(ENGINES[1])
+    assert group.open_message == OpenExperts(2, [0, 1])
     complete(group, ENGINES[0], successor(ENGINES[1]))
     assert group.engines == [ENGINES[0], successor(ENGINES[1])]
 
@@ -48,10 +48,10 @@ def test_the_loss_of_one_that_has_opened_begins_the_next_epoch():
 def test_the_loss_of_one_that_has_not_opened_changes_nothing():
     group = ExpertRendezvous(range(2))
     group.open(ENGINES[0], 1, opened(ENGINES[0]))
-    group.lose(ENGINES[1])
-    assert group.call == OpenExperts(1, [1])
+    group.remove(ENGINES[1])
+    assert group.open_message == OpenExperts(1, [1])
     complete(group, successor(ENGINES[1]))
-    group.lose(ENGINES[1])  # it was lost before
+    group.remove(ENGINES[1])  # it was lost before
     assert group.is_complete
 
 
@@ -59,9 +59,9 @@ def test_who_finds_the_group_broken_begins_the_next_epoch_too():
     group = ExpertRendezvous(range(2))
     complete(group, *ENGINES[:2])
     assert group.open(ENGINES[0], 2, opened(ENGINES[0]))
-    assert group.call == OpenExperts(2, [1])
-    group.lose(ENGINES[1])  # of which it was the first to know
-    assert group.call == OpenExperts(2, [1])
+    assert group.open_message == OpenExperts(2, [1])
+    group.remove(ENGINES[1])  # of which it was the first to know
+    assert group.open_message == OpenExperts(2, [1])
     assert not group.open(successor(ENGINES[1]), 1, opened(successor(ENGINES[1])))
     complete(group, successor(ENGINES[1]))
 
@@ -76,11 +76,11 @@ def test_a_group_never_has_somebody_who_is_gone_or_who_has_left_it(events):
     for kind, rank in events:
         engine = there[rank]
         if kind == "lose":
-            group.lose(engine)
+            group.remove(engine)
             there[rank], epochs[rank] = successor(engine), 0
         else:
             epochs[rank] = max(epochs[rank], group.epoch) + (kind == "break" and epochs[rank] == group.epoch)
             group.open(engine, epochs[rank], opened(engine))
         assert set(group.engines) <= set(there)
         assert all(epochs[one.rank] == group.epoch for one in group.engines)
-        assert group.is_complete == (group.call.missing == [])
+        assert group.is_complete == (group.open_message.missing == [])

@@ -5,7 +5,7 @@ import time
 
 from fleet_fakes import SECONDS, in_loop
 
-from eagleray.fleet.leases import FIRST_INDEX, Leases
+from eagleray.fleet.external_clients import FIRST_INDEX, Leases
 
 
 def opened() -> tuple[Leases, asyncio.Queue]:
@@ -18,14 +18,14 @@ async def test_each_is_somebody_and_lapses_alone():
     leases, lapsed = opened()
     first, second = leases.open("a", 0.05), leases.open("b", 3600.0)
     assert [first.index, second.index] == [FIRST_INDEX, FIRST_INDEX + 1]
-    assert (leases.at("a"), leases.at("c")) == (first, None)
+    assert (leases.find("a"), leases.find("c")) == (first, None)
     async with asyncio.timeout(SECONDS):
         assert await lapsed.get() == first
     assert first not in leases
     assert list(leases) == [second]
-    assert not leases.none_left.is_set()
+    assert not leases.empty.is_set()
     leases.close()
-    assert leases.none_left.is_set()
+    assert leases.empty.is_set()
     assert lapsed.empty()
 
 
@@ -46,7 +46,7 @@ async def test_who_was_heard_stays():
 
 @in_loop
 async def test_time_in_which_nobody_could_be_heard_does_not_count(monkeypatch):
-    monkeypatch.setattr("eagleray.fleet.leases.LATE_SECONDS", 0.1)
+    monkeypatch.setattr("eagleray.fleet.timeouts.LATE_TIMER_SECONDS", 0.1)
     leases, lapsed = opened()
     client = leases.open("a", 0.1)
     time.sleep(0.4)  # this process was stopped

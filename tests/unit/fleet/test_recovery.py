@@ -14,7 +14,8 @@ from eagleray.errors import (
     ProcessCrashed,
     WorkerLost,
 )
-from eagleray.fleet.restart_policy import WORKED_SECONDS, EndInstance, GiveUp, Restart, RestartHistory, decide_restart
+from eagleray.fleet.restart_policy import EndInstance, GiveUp, Restart, RestartHistory, decide_restart
+from eagleray.fleet.timeouts import STEADY_SECONDS
 from eagleray.messages.failure import Failure
 
 BUG = Failure.of(ZeroDivisionError("there is a bug"))
@@ -152,7 +153,7 @@ def test_decide_start_that_takes_too_long_is_tried_as_often_as_the_budget_says()
 
 ENDS = st.lists(
     st.tuples(
-        st.sampled_from([None, 0.1, 3.0, WORKED_SECONDS, 3600.0]), st.sampled_from([*OUTSIDE, BUG, LOST_CLUSTER])
+        st.sampled_from([None, 0.1, 3.0, STEADY_SECONDS, 3600.0]), st.sampled_from([*OUTSIDE, BUG, LOST_CLUSTER])
     ),
     max_size=40,
 )
@@ -172,7 +173,7 @@ def test_decide_any_story_has_an_end_only_by_its_own_failures(story, max_restart
             max_delay=max_delay,
             instance_has_served=True,
         )
-        if worked is not None and worked >= WORKED_SECONDS:
+        if worked is not None and worked >= STEADY_SECONDS:
             own_in_row = 0
         is_same_start = is_own and worked is None and previous == (None, cause)
         own_in_row += is_own

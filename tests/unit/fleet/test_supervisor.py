@@ -6,7 +6,7 @@ import pytest
 from fleet_fakes import INFO, KILLED, FakeMember, fleet, in_loop, joined, left
 
 from eagleray.errors import ConfigError, EngineFailed
-from eagleray.fleet import connection_monitor, restart_policy
+from eagleray.fleet import timeouts
 from eagleray.identity import ClientId, EngineId, successor
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.lifecycle import (
@@ -31,7 +31,7 @@ BUG = Failure.of(ZeroDivisionError("there is a bug"))
 
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch):
-    monkeypatch.setattr(restart_policy, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(timeouts, "FIRST_RESTART_DELAY_SECONDS", 0.01)
 
 
 @in_loop
@@ -43,7 +43,7 @@ async def test_all_take_one_path_and_hear_of_each_other():
         assert client.attach == Attach(API_SERVER, it.address, [], client.attach.heartbeat)
         assert client.attach.heartbeat
         client.start()
-        await it.until(lambda: it.supervisor._seat_of(API_SERVER).phase.name == "UP")
+        await it.until(lambda: it.supervisor._replica_of(API_SERVER).phase.name == "UP")
         first = await it.bring_up(processes[ENGINES[0]])
         assert await client.receive() == Joined(ENGINES[0], first.inbox.address, INFO)
         assert not it.supervisor.serving.is_set()
@@ -140,7 +140,7 @@ async def test_what_falls_silent_is_killed_and_then_replaced():
 
 @in_loop
 async def test_a_start_that_takes_too_long_is_ended_and_tried_again(monkeypatch):
-    monkeypatch.setattr("eagleray.fleet.supervisor.START_MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(timeouts, "START_MARGIN_SECONDS", 0.0)
     async with fleet(startup_timeout=0.1) as it:
         process = await it.launcher.next()
         await it.until(lambda: process.signals == ["kill"])
@@ -150,7 +150,7 @@ async def test_a_start_that_takes_too_long_is_ended_and_tried_again(monkeypatch)
 
 @in_loop
 async def test_what_does_not_end_after_it_failed_is_killed(monkeypatch):
-    monkeypatch.setattr("eagleray.fleet.replica.END_SECONDS", 0.05)
+    monkeypatch.setattr(timeouts, "STOP_TIMEOUT_SECONDS", 0.05)
     async with fleet() as it:
         process = await it.launcher.next()
         process.fail(BUG)
@@ -192,7 +192,7 @@ async def test_a_mistake_that_is_made_later_is_tried_again():
 
 @in_loop
 async def test_what_is_killed_again_and_again_is_started_for_as_long_as_it_takes(monkeypatch):
-    monkeypatch.setattr("eagleray.fleet.supervisor.MAX_ENGINE_DELAY", 0.02)
+    monkeypatch.setattr(timeouts, "MAX_ENGINE_DELAY_SECONDS", 0.02)
     async with fleet(data_parallel_size=2, api_server_count=1, max_engine_restarts=1) as it:
         processes = {process.id: process for process in [await it.launcher.next() for _ in range(3)]}
         for process in processes.values():
@@ -324,7 +324,7 @@ async def test_a_system_that_has_no_process_left_is_tried_again():
 async def test_what_the_supervisor_did_not_foresee_ends_the_instance(monkeypatch):
     async with fleet() as it:
         process = await it.launcher.next()
-        monkeypatch.setattr(it.supervisor._board, "attach", lambda *args, **kwargs: 1 / 0)
+        monkeypatch.setattr(it.supervisor._publisher, "attach", lambda *args, **kwargs: 1 / 0)
         process.say(Bound(process.id, "ipc:///nowhere"))
         with pytest.raises(EngineFailed, match="the supervisor failed: ZeroDivisionError"):
             await it.supervisor.failed
@@ -390,8 +390,8 @@ async def test_who_registers_again_is_somebody_else():
 
 @pytest.fixture
 def quick_news(monkeypatch):
-    monkeypatch.setattr(connection_monitor, "NEWS_SECONDS", 0.1)
-    monkeypatch.setattr(connection_monitor, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(timeouts, "DISCONNECT_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(timeouts, "CONNECTION_POLL_SECONDS", 0.02)
 
 
 @pytest.mark.parametrize("is_engines_side", [True, False])
@@ -447,7 +447,7 @@ async def test_a_member_that_the_supervisor_cannot_reach_is_replaced(quick_news,
         process = await it.launcher.next()
         await it.bring_up(process)
         broken = [[process.id]]
-        monkeypatch.setattr(it.supervisor._board, "take_unreachable", lambda: broken.pop() if broken else [])
+        monkeypatch.setattr(it.supervisor._publisher, "pop_unreachable", lambda: broken.pop() if broken else [])
         await it.until(lambda: process.signals == ["kill"])
         process.end()
         assert (await it.launcher.next()).id == successor(process.id)

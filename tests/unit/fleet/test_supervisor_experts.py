@@ -7,7 +7,7 @@ from typing import TypeVar
 import pytest
 from fleet_fakes import KILLED, FakeMember, FakeProcess, Fleet, fleet, in_loop
 
-from eagleray.fleet import restart_policy
+from eagleray.fleet import timeouts
 from eagleray.identity import EngineId, successor
 from eagleray.messages.lifecycle import ExpertsFormed, ExpertsOpened, OpenExperts
 from eagleray.messages.membership import Joined, Left
@@ -23,7 +23,7 @@ Message = TypeVar("Message")
 
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch):
-    monkeypatch.setattr(restart_policy, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(timeouts, "FIRST_RESTART_DELAY_SECONDS", 0.01)
 
 
 async def hear(member: FakeMember, kind: type[Message]) -> Message:
@@ -93,7 +93,7 @@ async def test_who_lives_on_waits_for_the_successor_and_joins_it():
             formed = await hear(member, ExpertsFormed)
             assert (formed.epoch, [one.member for one in formed.engines]) == (2, [ENGINES[0], successor(ENGINES[1])])
         replacement.start()
-        await it.until(lambda: it.supervisor._seat_of(successor(ENGINES[1])).phase.name == "UP")
+        await it.until(lambda: it.supervisor._replica_of(successor(ENGINES[1])).phase.name == "UP")
         assert processes[0].signals == []
 
 
@@ -109,7 +109,7 @@ async def test_a_group_that_is_found_broken_is_formed_anew():
 
 @in_loop
 async def test_who_waits_for_others_is_not_late(monkeypatch):
-    monkeypatch.setattr("eagleray.fleet.supervisor.START_MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(timeouts, "START_MARGIN_SECONDS", 0.0)
     async with fleet(startup_timeout=1.0, **TOGETHER) as it:
         processes = {process.id: process for process in [await it.launcher.next() for _ in range(2)]}
         first = await it.bind(processes[ENGINES[0]])

@@ -1,0 +1,83 @@
+"""Durations of the fleet, in seconds, each with its reason.
+
+Inequalities with durations of other packages are asserted in `tests/unit/fleet/test_timeouts.py`; docs/liveness.md
+says which of them bounds which failure.
+"""
+
+from __future__ import annotations
+
+# Start
+
+START_MARGIN_SECONDS = 15.0
+"""Time beyond `startup_timeout` after which a starting process is killed. The process gives up at `startup_timeout`
+itself and reports what it waited for, so this is reached only by one that hangs."""
+
+FIRST_HEARTBEAT_SECONDS = 120.0
+"""Time from `Attach` to a member's first heartbeat: before it a member may load libraries from a slow disk."""
+
+# Restart
+
+FIRST_RESTART_DELAY_SECONDS = 0.5
+"""Delay of the second restart in a row; the first has none. Each start that fails doubles it. A process that exited
+soon after its start is never delayed longer than this, because it can start, and requests wait for it."""
+
+MAX_ENGINE_DELAY_SECONDS = 30.0
+"""Longest delay of an engine's restart, which loads a model each time."""
+
+MAX_API_SERVER_DELAY_SECONDS = 1.0
+"""Longest delay of an API server's restart, which is cheap, and without which no client is served."""
+
+STEADY_SECONDS = 10.0
+"""A process that has worked for this long gets its whole budget of restarts back."""
+
+# Stop
+
+STOP_TIMEOUT_SECONDS = 15.0
+"""Time for a process to exit after it was told to or has failed, before the next stronger means (`Stop`, SIGTERM,
+SIGKILL), and between two warnings that a killed one still runs. An engine stops its workers first."""
+
+FLUSH_SECONDS = 2.0
+"""Time for API servers to tell their clients the cause when the instance fails."""
+
+# Connections and leases
+
+CONNECTION_POLL_SECONDS = 1.0
+"""Interval between two looks for broken connections."""
+
+DISCONNECT_GRACE_SECONDS = 3.0
+"""Time between the report of a broken connection and the eviction of one of its ends. A connection also breaks because
+a process exits, and that is reported within this time."""
+
+LATE_TIMER_SECONDS = 1.0
+"""A lease's timer that fires later than this shows that this process itself did not run and received nothing."""
+
+# The driver of Ray
+
+DRIVER_CONNECT_TIMEOUT_SECONDS = 120.0
+"""Time for a driver to connect to Ray. Ray itself gives up earlier."""
+
+DRIVER_RETRY_DELAYS_SECONDS = (0.0, 1.0, 2.0)
+"""Delays of the further attempts to get the first driver connected."""
+
+DRIVER_STOP_TIMEOUT_SECONDS = 15.0
+"""Time for the driver to exit after SIGTERM, before it is killed."""
+
+ACTORS_STOP_TIMEOUT_SECONDS = 12.0
+"""Time for a driver that stops to kill its engines' actors and remove their placement groups."""
+
+DRIVER_POLL_INTERVAL_SECONDS = 1.0
+"""Longest wait of the driver's main thread for a message. A signal wakes that thread at once, unless another thread
+received the signal."""
+
+SPAWN_BATCH_SECONDS = 0.02
+"""Time to wait after one message for those that were sent with it: engines that are spawned together are placed
+together."""
+
+ACTOR_POLL_INTERVAL_SECONDS = 0.2
+"""Interval at which the thread of a running actor checks whether it is to kill the actor. The actor's exit wakes the
+thread at once."""
+
+assert ACTORS_STOP_TIMEOUT_SECONDS < DRIVER_STOP_TIMEOUT_SECONDS, "a driver names the actors that are late itself"
+assert CONNECTION_POLL_SECONDS < DISCONNECT_GRACE_SECONDS, "both ends of a broken connection report it before one goes"
+assert FIRST_RESTART_DELAY_SECONDS < MAX_API_SERVER_DELAY_SECONDS < MAX_ENGINE_DELAY_SECONDS
+assert FLUSH_SECONDS < STOP_TIMEOUT_SECONDS, "API servers tell the cause before they are terminated"
