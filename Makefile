@@ -38,7 +38,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python scripts/house.py --check cycles exports
+	$(BIN)/python scripts/house.py --check cycles exports names chain
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

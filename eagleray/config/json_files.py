@@ -49,3 +49,8 @@ def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold a JSON object, but holds a {type(value).__name__}")
     return value
+
+
+def read_optional_json_object(path: Path) -> dict[str, Any]:
+    """Read the JSON object in a file, or return an empty one without the file. Raises as `read_json_object` does."""
+    return read_json_object(path) if path.is_file() else {}

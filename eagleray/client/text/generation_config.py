@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from eagleray.client.text.tokenizer_files import read_json
-from eagleray.config.json_files import shown
+from eagleray.config.json_files import read_optional_json_object, shown
 from eagleray.config.resolve import checkpoint_dir
 from eagleray.config.sections import ModelConfig
 from eagleray.errors import CheckpointError, InvalidRequest
@@ -37,7 +36,7 @@ def default_sampling(model: ModelConfig) -> dict[str, Any]:
     if model.generation_config == "none":
         return {}
     path = checkpoint_dir(model) / "generation_config.json"
-    found = read_json(path)
+    found = read_optional_json_object(path)
     defaults = {ours: found[name] for name, ours in SAMPLING_FIELDS.items() if found.get(name) is not None}
     try:
         SamplingParams(**defaults)
@@ -50,7 +49,7 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
     """Return the end-of-sequence ids of generation_config.json, or else of config.json; none if neither has any."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
-        match read_json(path).get("eos_token_id"):
+        match read_optional_json_object(path).get("eos_token_id"):
             case None:
                 pass
             case list(token_ids) if len(token_ids) <= MAX_EOS_TOKENS and all(map(_is_token_id, token_ids)):

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from eagleray.config.json_files import read_bounded, read_json_object, shown
+from eagleray.config.json_files import read_bounded, read_optional_json_object, shown
 from eagleray.errors import CheckpointError
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -24,16 +24,11 @@ MAX_TOKENIZER_BYTES = 128 * 2**20
 EXTRA_TOKENS = ("extra_special_tokens", "additional_special_tokens")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, empty without the file. Raises `CheckpointError` if it is no JSON object."""
-    return read_json_object(path) if path.is_file() else {}
-
-
 def read_tokenizer_config(directory: Path) -> dict[str, Any]:
     """Return tokenizer_config.json, merged with special_tokens_map.json if it is of the kind that needs that file."""
-    config = read_json(directory / "tokenizer_config.json")
+    config = read_optional_json_object(directory / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
-        config |= read_json(directory / "special_tokens_map.json")
+        config |= read_optional_json_object(directory / "special_tokens_map.json")
     return config
 
 
@@ -114,7 +109,7 @@ def _all_added_tokens(directory: Path, config: Mapping[str, Any]) -> Iterator[Ad
     special = set(named_tokens(config).values())
     by_id = {_id(index): _added_token(value) for index, value in config.get("added_tokens_decoder", {}).items()}
     if not by_id:
-        for content, index in read_json(directory / "added_tokens.json").items():
+        for content, index in read_optional_json_object(directory / "added_tokens.json").items():
             is_special = content in special
             by_id[_id(index)] = AddedToken(content, normalized=not is_special, special=is_special)
     for _, token in sorted(by_id.items(), key=lambda entry: entry[0]):
