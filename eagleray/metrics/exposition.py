@@ -41,16 +41,6 @@ class Metrics:
         self._experts = ExpertText(model_name, expert_load)
         self.requests = RequestMetrics(families)
         self.recovery = RecoveryMetrics(families)
-        self._http = families.counter(
-            "http_requests",
-            "HTTP requests answered, by route, method and status (499: the client had gone).",
-            ["route", "method", "status"],
-            is_of_model=False,
-        )
-
-    def http_answered(self, route: str, method: str, status: int) -> None:
-        """Count one HTTP request. `route` is the pattern of a route, because the number of paths has no bound."""
-        self._http.at(route, method, str(status)).add()
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

@@ -32,7 +32,7 @@ def one_two_five(most: int) -> tuple[int, ...]:
 
 
 class RequestMetrics:
-    """Metric families about requests."""
+    """Metric families about generating requests, and about HTTP requests of every route."""
 
     def __init__(self, families: Families) -> None:
         histogram = families.histogram
@@ -59,6 +59,16 @@ class RequestMetrics:
         )
         success = families.counter("request_success", "Completions that ended, by the reason.", ["finished_reason"])
         self.finished = {reason: success.at(reason.value) for reason in FinishReason}
+        self._http = families.counter(
+            "http_requests",
+            "HTTP requests answered, by route, method and status (499: the client had gone).",
+            ["route", "method", "status"],
+            is_of_model=False,
+        )
+
+    def http_answered(self, route: str, method: str, status: int) -> None:
+        """Count one HTTP request. `route` is the pattern of a route, because the number of paths has no bound."""
+        self._http.at(route, method, str(status)).add()
 
     def begin(self, *, arrival: float, num_prompt_tokens: int, n: int, max_tokens: int | None) -> RequestTimer:
         """Record a request that was sent to an engine and return its timer. `arrival` is a time of

@@ -53,7 +53,7 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
     # `methods=None`: an endpoint refuses other methods itself, so that the refusal looks like every other error.
     routes = [Route(endpoint.pattern, endpoint, methods=None) for endpoint in endpoints]
     router = Router(routes, redirect_slashes=False, default=_unknown_route)
-    return RequestMiddleware(router, endpoints, config.serving.api_key, service.metrics)
+    return RequestMiddleware(router, endpoints, config.serving.api_key, service.metrics.requests)
 
 
 def _openapi_endpoint(endpoints: list[Endpoint], service: Service, *, needs_key: bool) -> Endpoint:

@@ -144,9 +144,9 @@ class HttpConnections:
             self._warned_at = now
             logger.warning("%s", text)
 
-    def has_room_for(self, unfinished_bytes: int) -> bool:
-        """Whether a request of which `unfinished_bytes` have arrived may continue."""
-        return unfinished_bytes <= SMALL_REQUEST_BYTES or self.unfinished_bytes <= self.limits.max_unfinished_bytes
+    def has_room_for_large(self) -> bool:
+        """Whether a request may continue of which more than `SMALL_REQUEST_BYTES` have arrived."""
+        return self.unfinished_bytes <= self.limits.max_unfinished_bytes
 
     async def watch(self, on_tick: Callable[[], None]) -> None:
         """Close connections that take too long, until cancelled. `on_tick` is called once a second or more often."""

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagleray.errors import InvalidRequest
 from eagleray.log import get_logger
-from eagleray.metrics.exposition import Metrics
+from eagleray.metrics.requests import RequestMetrics
 from eagleray.server.error_responses import WRONG_API_KEY, WRONG_METHOD, RefusedRequest, error_response
 from eagleray.server.http_responses import json_response
 
@@ -79,7 +79,9 @@ class Endpoint:
 class RequestMiddleware:
     """ASGI middleware around the router of `endpoints`. Handlers find `request_id` and `arrival` in the state."""
 
-    def __init__(self, router: ASGIApp, endpoints: list[Endpoint], api_keys: list[str], metrics: Metrics) -> None:
+    def __init__(
+        self, router: ASGIApp, endpoints: list[Endpoint], api_keys: list[str], metrics: RequestMetrics
+    ) -> None:
         self._router = router
         self.open_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_open)
         """Paths that need no API key, because they show nothing but the server's state."""

@@ -20,7 +20,7 @@ from uvicorn._types import ASGIReceiveEvent
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from eagleray.errors import EagleRayError, Overloaded, Unavailable
-from eagleray.server.connections import HttpConnections
+from eagleray.server.connections import SMALL_REQUEST_BYTES, HttpConnections
 from eagleray.server.error_responses import HEADERS_TOO_LARGE, REQUEST_TIMED_OUT, RefusedRequest, error_response
 from eagleray.server.timeouts import BUSY_RETRY_SECONDS, LINGER_SECONDS, RESERVED_SECONDS
 
@@ -151,7 +151,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._overhead_bytes = -1
         if not self.cycle.response_complete:
             self._set_unfinished(self._unfinished_bytes + len(body))
-            if not self._shared.has_room_for(self._unfinished_bytes):
+            if self._unfinished_bytes > SMALL_REQUEST_BYTES and not self._shared.has_room_for_large():
                 self._set_unfinished(0)
                 self._fail_body(_too_many_bytes(self._limits.max_unfinished_bytes))
         else:
@@ -226,7 +226,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._set_unfinished(self._header_bytes)
             if self._header_bytes > limit:
                 self._refuse(_large_headers(limit))
-            elif not self._shared.has_room_for(self._header_bytes):
+            elif self._header_bytes > SMALL_REQUEST_BYTES and not self._shared.has_room_for_large():
                 self._refuse(_too_many_bytes(self._limits.max_unfinished_bytes))
         elif self._phase is ReadPhase.BODY:
             # -1: some of them were bytes of the body.

@@ -104,6 +104,8 @@ def test_ledger_all_metrics_fit(tmp_path):
         for place in range(40):
             for method in ("GET", "POST", "other"):
                 for status in (200, 400, 401, 404, 405, 413, 429, 499, 500, 503, 504):
-                    metrics.http_answered(f"/inference/v1/a_rather_long_route/{{number}}/{place}", method, status)
+                    metrics.requests.http_answered(
+                        f"/inference/v1/a_rather_long_route/{{number}}/{place}", method, status
+                    )
         answered = [value for key, value in samples(metrics).items() if key[0] == "eagleray:http_requests_total"]
     assert answered == [1] * (40 * 3 * 11)

@@ -137,9 +137,9 @@ def test_histogram_bound_is_inclusive(make):
 
 def test_metrics_http_requests_are_counted_by_route(make):
     metrics = make()
-    metrics.http_answered("/live", "GET", 200)
-    metrics.http_answered("/live", "GET", 200)
-    metrics.http_answered("/live", "GET", 503)
+    metrics.requests.http_answered("/live", "GET", 200)
+    metrics.requests.http_answered("/live", "GET", 200)
+    metrics.requests.http_answered("/live", "GET", 503)
     values = samples(metrics)
     assert values["eagleray:http_requests_total", "GET", "/live", "200"] == 2
     assert values["eagleray:http_requests_total", "GET", "/live", "503"] == 1
@@ -180,9 +180,9 @@ def test_histogram_buckets_equal_vllms(make, name, bounds):
 
 def test_metrics_any_server_reports_totals_of_all(make):
     one, two = make([STATS]), make([STATS], server=1)
-    one.http_answered("/live", "GET", 200)
-    two.http_answered("/live", "GET", 200)
-    two.http_answered("/load", "GET", 200)
+    one.requests.http_answered("/live", "GET", 200)
+    two.requests.http_answered("/live", "GET", 200)
+    two.requests.http_answered("/load", "GET", 200)
     for server in (one, two):
         begin(server).first_token(time.perf_counter())
     for server in (one, two):
