@@ -66,6 +66,14 @@ class Client:
         """Set when the supervisor has sent the list of engines that have joined, or are coming back."""
         self.grace = 0.0
         """Seconds for which running requests may continue once `stopping` is set."""
+        self.tokenizer = builder.tokenizer
+        """The model's tokenizer, or None under `skip_tokenizer_init`."""
+        self.engines: Mapping[EngineId, EngineInfo] = router.known_engines.engines
+        """The engines that have joined."""
+        self.stats: Mapping[EngineId, EngineStats] = router.known_engines.stats
+        """The latest statistics of each engine that has joined and sent some."""
+        self.expert_load: Mapping[EngineId, ExpertLoad] = router.known_engines.expert_load
+        """The latest load of the experts of each engine that has joined and sent one."""
         self._client_id = client_id
         self._inbox = inbox
         self._outbox = outbox
@@ -119,26 +127,6 @@ class Client:
             rng=random.Random(), match_prefixes=config.cache.enable_prefix_caching, ranks=local_ranks(config)
         )
         return cls(client_id, inbox=inbox, outbox=outbox, builder=builder, router=router)
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, or None under `skip_tokenizer_init`."""
-        return self._builder.tokenizer
-
-    @property
-    def engines(self) -> Mapping[EngineId, EngineInfo]:
-        """The engines that have joined."""
-        return self._known_engines.engines
-
-    @property
-    def stats(self) -> Mapping[EngineId, EngineStats]:
-        """The latest statistics of each engine that has joined and sent some."""
-        return self._known_engines.stats
-
-    @property
-    def expert_load(self) -> Mapping[EngineId, ExpertLoad]:
-        """The latest load of the experts of each engine that has joined and sent one."""
-        return self._known_engines.expert_load
 
     @property
     def engine_info(self) -> EngineInfo | None:

@@ -6,33 +6,10 @@ Pure; owned by the router.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Generic, TypeVar
 
 from eagleray.identity import EngineId
 from eagleray.messages.membership import EngineInfo
 from eagleray.messages.outputs import EngineStats, ExpertLoad
-
-Report = TypeVar("Report", EngineStats, ExpertLoad)
-
-
-class LatestReports(Generic[Report]):
-    """The latest report of one kind from each engine that has joined."""
-
-    def __init__(self) -> None:
-        self.by_engine: dict[EngineId, Report] = {}
-        self._early: dict[int, Report] = {}
-        """Reports that arrived before the `Joined` of their engine, by rank. An idle engine sends no other."""
-
-    def record(self, report: Report, *, has_joined: bool) -> None:
-        if has_joined:
-            self.by_engine[report.engine] = report
-        else:
-            self._early[report.engine.rank] = report
-
-    def add_engine(self, engine: EngineId) -> None:
-        early = self._early.pop(engine.rank, None)
-        if early is not None and early.engine == engine:
-            self.by_engine[engine] = early
 
 
 class KnownEngines:
@@ -41,10 +18,12 @@ class KnownEngines:
     def __init__(self, ranks: Iterable[int] = ()) -> None:
         self.engines: dict[EngineId, EngineInfo] = {}
         """The engines that have joined, in that order."""
-        self._stats = LatestReports[EngineStats]()
-        self._expert_load = LatestReports[ExpertLoad]()
-        self.stats = self._stats.by_engine
-        self.expert_load = self._expert_load.by_engine
+        self.stats: dict[EngineId, EngineStats] = {}
+        """The latest statistics of each engine that has joined and sent some."""
+        self.expert_load: dict[EngineId, ExpertLoad] = {}
+        """The latest load of the experts of each engine that has joined and sent one."""
+        self._early: dict[tuple[type, int], EngineStats | ExpertLoad] = {}
+        """Reports that arrived before the `Joined` of their engine, by kind and rank."""
         self._cause: str | None = None
         self._starting = set(ranks)
         """Ranks whose engines are starting, for the first time or again."""
@@ -91,8 +70,10 @@ class KnownEngines:
         self.engines[engine] = self._last_info = info
         self._starting.discard(engine.rank)
         self._given_up.pop(engine.rank, None)
-        self._stats.add_engine(engine)
-        self._expert_load.add_engine(engine)
+        for kind in (EngineStats, ExpertLoad):
+            early = self._early.pop((kind, engine.rank), None)
+            if early is not None and early.engine == engine:
+                self.record_report(early)
 
     def set_absent_info(self, info: EngineInfo) -> None:
         """Record the model that is served by engines that are starting again."""
@@ -123,9 +104,9 @@ class KnownEngines:
 
     def record_report(self, report: EngineStats | ExpertLoad) -> None:
         """Record a report of an engine; it counts from the engine's `Joined` to its `Left`."""
-        has_joined = report.engine in self.engines
-        match report:
-            case EngineStats():
-                self._stats.record(report, has_joined=has_joined)
-            case ExpertLoad():
-                self._expert_load.record(report, has_joined=has_joined)
+        if report.engine not in self.engines:
+            self._early[type(report), report.engine.rank] = report  # an idle engine sends no other
+        elif isinstance(report, EngineStats):
+            self.stats[report.engine] = report
+        else:
+            self.expert_load[report.engine] = report
