@@ -54,8 +54,6 @@ class GenerationTask(NamedTuple):
     arrival: float
     """Time at which the HTTP request came, by `time.perf_counter`."""
     num_prompts: int
-    make_prompts: Callable[[], Awaitable[Sequence[Prompt]]]
-    """Tokenizes the prompts. Called when the request has been admitted."""
     params: SamplingParams
     priority: int
     cache_salt: str
@@ -184,11 +182,17 @@ class Generation:
 
 
 class GenerationGroup:
-    """The generations of one task in an `async with` block, at the end of which unfinished ones are aborted."""
+    """The generations of one task in an `async with` block, at the end of which unfinished ones are aborted.
 
-    def __init__(self, service: Service, task: GenerationTask) -> None:
+    `make_prompts` tokenizes the prompts. It is called when the request has been admitted.
+    """
+
+    def __init__(
+        self, service: Service, task: GenerationTask, make_prompts: Callable[[], Awaitable[Sequence[Prompt]]]
+    ) -> None:
         self._service = service
         self._task = task
+        self._make_prompts = make_prompts
         num_logprobs = (task.params.logprobs or 0) + len(task.params.logprob_token_ids or ())
         self._entries_per_token = 1 + num_logprobs
         self.generations: list[Generation] = []
@@ -204,7 +208,7 @@ class GenerationGroup:
         with field_names(task.field_names):
             reservation = self._service.admission.reserve(task.num_prompts, task.params.n)
             try:
-                for index, prompt in enumerate(await self._make_prompts()):
+                for index, prompt in enumerate(await self._tokenize()):
                     self.generations.append(self._send(index, prompt))
                     reservation.use(task.params.n)
                     if (index + 1) % PROMPTS_AT_ONCE == 0:
@@ -266,8 +270,8 @@ class GenerationGroup:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _make_prompts(self) -> Sequence[Prompt]:
-        prompts = await self._task.make_prompts()
+    async def _tokenize(self) -> Sequence[Prompt]:
+        prompts = await self._make_prompts()
         token_ids = [prompt.token_ids or [] for prompt in prompts]
         self._service.admission.check_size(token_ids, self._task.params, self._service.max_model_len)
         return prompts

@@ -150,7 +150,6 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
             request_id=state["request_id"],
             arrival=state["arrival"],
             num_prompts=self.num_prompts,
-            make_prompts=self._make_prompts,
             params=params,
             priority=self.service.check_priority(body.priority),
             cache_salt=body.cache_salt or "",
@@ -169,7 +168,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
     async def respond(self) -> Any:
         """Generate, and return the whole answer."""
         choices: list[Any] = []
-        async with GenerationGroup(self.service, self.task) as group:
+        async with GenerationGroup(self.service, self.task, self._make_prompts) as group:
             await group.wait_until_ended()
             for generation in group.generations:
                 choices += await self._choices(generation)
@@ -198,7 +197,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
     async def stream(self, emit: Emit) -> None:
         """Generate, and emit the deltas as events while they come."""
         options = self.body.stream_options or StreamOptions()
-        async with GenerationGroup(self.service, self.task) as group:
+        async with GenerationGroup(self.service, self.task, self._make_prompts) as group:
             # As in OpenAI's API: null in the events before the one that shows the usage.
             usage = group.usage if options.continuous_usage_stats else None if options.include_usage else UNSET
             async for generation, deltas in group.deltas():

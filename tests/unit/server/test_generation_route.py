@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 
 import pytest
 from server_fakes import Call, Chunk, FinishReason, parse_events, serving, settle
+
+from eagleray.server.generation import Generation, GenerationGroup
+from eagleray.server.generation_route import ParsedRequest
 
 BODIES = {
     "/v1/completions": {"prompt": ["hello", "again"], "n": 2, "temperature": 1},
@@ -235,3 +239,17 @@ def test_requests_with_the_same_id_are_separate(checkpoint):
         texts = [call.text for call in api.run(twice())]
     assert all('"id":"cmpl-mine"' in text for text in texts)
     assert ['"text":"hello"' in text for text in texts] == [True, False]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_request_that_has_ended_leaves_no_reference_cycle(api, path, stream):
+    """A body may take megabytes, and Python's collector seldom runs."""
+    gc.collect()
+    gc.disable()
+    try:
+        assert api.post(path, BODIES[path] | {"stream": stream}).status_code == 200
+        kinds = (ParsedRequest, GenerationGroup, Generation)
+        assert [item for item in gc.get_objects() if isinstance(item, kinds)] == []
+    finally:
+        gc.enable()
