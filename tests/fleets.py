@@ -1,4 +1,4 @@
-"""What tests see of a running fleet, through its HTTP API and the system."""
+"""The state of a running fleet, through its HTTP API and the system."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ POLL_SECONDS = 0.02
 
 
 def connect(server: Any) -> httpx.Client:
-    """A client that makes a connection for each request: whichever API server takes it, answers."""
+    """Return a client that makes a connection for each request, so that any API server may answer."""
     limits = httpx.Limits(max_keepalive_connections=0)
     return httpx.Client(base_url=server.url.removesuffix("/v1"), timeout=SECONDS, limits=limits, trust_env=False)
 
 
 def tokens(http: httpx.Client, prompt: list[int], headers: dict[str, str] | None = None, **params: Any) -> list[int]:
-    """What /inference/v1/generate answers."""
+    """Return the tokens that /inference/v1/generate answers."""
     body = {"token_ids": prompt, "sampling_params": {"ignore_eos": True, **params}}
     response = http.post("/inference/v1/generate", json=body, headers=headers)
     assert response.status_code == 200, response.text
@@ -33,7 +33,7 @@ def tokens(http: httpx.Client, prompt: list[int], headers: dict[str, str] | None
 def stream_tokens(
     http: httpx.Client, prompt: list[int], headers: dict[str, str] | None = None, **params: Any
 ) -> Generator[list[int], None, None]:
-    """The tokens of each event of a stream of /inference/v1/generate."""
+    """Yield the tokens of each event of a stream of /inference/v1/generate."""
     body = {"token_ids": prompt, "stream": True, "sampling_params": {"ignore_eos": True, **params}}
     with http.stream("POST", "/inference/v1/generate", json=body, headers=headers) as response:
         assert response.status_code == 200, response.read()
@@ -49,18 +49,18 @@ def stream_tokens(
 
 
 def engines(http: httpx.Client) -> list[dict[str, Any]]:
-    """Those that are there, as /server_info tells."""
+    """Return the engines that are present, from /server_info."""
     found: list[dict[str, Any]] = http.get("/server_info").json()["engines"]
     return found
 
 
 def incarnations(http: httpx.Client) -> dict[int, int]:
-    """By rank, of the engines that are there."""
+    """Return the incarnations of the engines that are present, by rank."""
     return {engine["rank"]: engine["incarnation"] for engine in engines(http)}
 
 
 def wait_until_whole(http: httpx.Client, count: int) -> dict[int, int]:
-    """All engines are there, and compute nothing. Their incarnations."""
+    """Wait until all engines are present and idle. Returns their incarnations."""
     deadline = time.monotonic() + SECONDS
     while True:
         there = engines(http)
@@ -72,7 +72,7 @@ def wait_until_whole(http: httpx.Client, count: int) -> dict[int, int]:
 
 
 def wait_until_running(http: httpx.Client) -> tuple[int, int]:
-    """Rank and incarnation of an engine that computes."""
+    """Wait for an engine that computes. Returns its rank and incarnation."""
     deadline = time.monotonic() + SECONDS
     while True:
         for engine in engines(http):
@@ -83,24 +83,24 @@ def wait_until_running(http: httpx.Client) -> tuple[int, int]:
 
 
 def label(rank: int, incarnation: int) -> str:
-    """Of an engine."""
+    """Return the label of an engine."""
     return f"engine-{rank}" + (f".{incarnation}" if incarnation else "")
 
 
 def metrics(http: httpx.Client) -> dict[str, float]:
-    """Every line of /metrics."""
+    """Return every sample of /metrics."""
     lines = [line for line in http.get("/metrics").text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
 def generated(http: httpx.Client) -> dict[int, float]:
-    """Tokens that each engine has generated, by rank."""
+    """Return the number of tokens that each engine has generated, by rank."""
     pattern = re.compile(r'eagleray:generation_tokens_total\{engine="(\d+)",.*\}')
     return {int(match[1]): value for name, value in metrics(http).items() if (match := pattern.fullmatch(name))}
 
 
 def server_of(response: httpx.Response) -> int:
-    """Process id of the API server at the other end of a response's connection, which must still be open."""
+    """Return the process id of the API server of a response, whose connection must still be open."""
     host, port = response.extensions["network_stream"].get_extra_info("client_addr")[:2]
     inode = _inode_of_peer(port)
     for link in Path("/proc").glob("[0-9]*/fd/*"):
@@ -109,11 +109,11 @@ def server_of(response: httpx.Response) -> int:
                 return int(link.parts[2])
         except OSError:  # it was closed meanwhile
             continue
-    raise AssertionError(f"nobody has the connection from {host}:{port}")
+    raise AssertionError(f"no process has the connection from {host}:{port}")
 
 
 def _inode_of_peer(port: int) -> str:
-    """Of the socket of this host that is connected to our `port`."""
+    """Return the inode of the socket that is connected to `port` of this process."""
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
         if int(fields[2].rpartition(":")[2], 16) == port:

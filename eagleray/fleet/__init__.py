@@ -1,1 +1,1 @@
-"""Which processes exist: started, watched, replaced and ended by the supervisor, which tells everybody who is there."""
+"""The processes of an instance: the supervisor starts, watches, replaces and stops them, and publishes the members."""

@@ -36,7 +36,7 @@ class Spawned(Protocol):
 class Launcher(Protocol[Spec]):
     @property
     def host(self) -> str | None:
-        """Address at which what it spawns elsewhere reaches this host; None if it spawns on this host only."""
+        """Address of this host for processes on other hosts; None if it spawns on this host only."""
 
     def spawn(self, spec: Spec, *, on_message: OnMessage, on_exit: OnExit) -> Spawned:
         """Spawn without waiting. Raises `OSError` or `EagleRayError`, and then calls neither callback."""

@@ -81,7 +81,7 @@ def _ignore_silence(seconds: float) -> None:
 
 
 def _receive_batch(inbox: Inbox[LauncherToDriver]) -> list[LauncherToDriver]:
-    """Receive a message and those that arrive together with it; none after a while without one."""
+    """Receive a message and all that arrive together with it, or none after a while without one."""
     messages = []
     message = inbox.receive(timeouts.DRIVER_POLL_INTERVAL_SECONDS)
     while message is not None:
@@ -164,7 +164,7 @@ class Cancelled(Exception):
 
 
 class RayEngineLifecycle:
-    """One engine that is a Ray actor: it is placed, created, bound, run and monitored; then everything that belongs to
+    """An engine that is a Ray actor: it is placed, created, bound, run and monitored; then everything that belongs to
     it is removed.
 
     Runs in a thread of its own, with an outbox of its own. `driver` is the spec of this process, `cluster` the address

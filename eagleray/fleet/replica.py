@@ -1,4 +1,4 @@
-"""One replica of the fleet: the incarnations of an engine or an API server, one after another.
+"""A replica of the fleet: the incarnations of an engine or an API server, one after another.
 
 Every incarnation takes the same path, the first as the tenth: it is spawned, reports its address, works, exits; its
 replacement starts when nothing of it is left. Driven by the supervisor, in its event loop.

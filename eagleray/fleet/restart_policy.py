@@ -5,7 +5,7 @@ An exit is of one of three kinds:
 - Its cause is outside of the process: a signal, a lost node, silence, a lost driver or cluster of Ray, a worker that
   exited. The process is restarted for as long as it takes.
 - The process raised an exception of its own. Such exits are counted against a budget.
-- The process raised in its start what the start before had raised. A further start would end in the same way.
+- The process raised the same exception in two starts in a row. A further start would end in the same way.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def decide_restart(
 
 
 def _after_start(history: RestartHistory, worked: float | None) -> RestartHistory:
-    """Forget what a complete start disproves."""
+    """Clear the part of the history that a complete start disproves."""
     if worked is None:
         return history
     if worked >= timeouts.STEADY_SECONDS:

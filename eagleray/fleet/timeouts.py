@@ -70,8 +70,7 @@ DRIVER_POLL_INTERVAL_SECONDS = 1.0
 received the signal."""
 
 SPAWN_BATCH_SECONDS = 0.02
-"""Time to wait after one message for those that were sent with it: engines that are spawned together are placed
-together."""
+"""Time to wait after one message for further ones, so that engines that are spawned together are placed together."""
 
 ACTOR_POLL_INTERVAL_SECONDS = 0.2
 """Interval at which the thread of a running actor checks whether it is to kill the actor. The actor's exit wakes the

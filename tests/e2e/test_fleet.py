@@ -1,4 +1,4 @@
-"""Several engines and several API servers behind one address: who gets what, and what is noticed when one dies."""
+"""Several engines and several API servers behind one address: routing, metrics, and exits of processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from eagleray import LLM, SamplingParams
 
 PROMPT = [5, 6, 7]
 LONG = 3000
-"""Tokens of a stream that does not end before something has been done to it."""
+"""Tokens of a stream that is long enough to be disturbed."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def http(server):
 
 @contextlib.contextmanager
 def stream(http: httpx.Client, count: int = LONG, *, rank: int | None = None) -> Iterator[Iterator[list[int]]]:
-    """The tokens of each event of a greedy stream, which ends with the block."""
+    """Yield the tokens of each event of a greedy stream, which ends with the block."""
     headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
     with contextlib.closing(stream_tokens(http, PROMPT, headers, max_tokens=count, temperature=0)) as events:
         yield events
@@ -71,7 +71,7 @@ def flat(events: Iterator[list[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_request_goes_to_the_rank_that_it_names(http, rank):
+def test_routing_request_names_rank_runs_there(http, rank):
     before = generated(http)
     for _ in range(3):
         tokens(http, PROMPT, {"X-data-parallel-rank": str(rank)}, max_tokens=5)
@@ -82,14 +82,14 @@ def test_a_request_goes_to_the_rank_that_it_names(http, rank):
 
 
 @pytest.mark.parametrize("rank", ["2", "-1", "first", ""])
-def test_a_rank_that_is_not_there_is_refused(http, rank):
+def test_routing_request_names_unknown_rank_is_400(http, rank):
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
     response = http.post("/inference/v1/generate", json=body, headers={"X-data-parallel-rank": rank})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "X-data-parallel-rank"
 
 
-def test_a_session_stays_with_its_engine_whichever_server_takes_it(http):
+def test_routing_session_is_sent_to_one_engine(http):
     for session in ("mine", "yours", "theirs"):
         before = generated(http)
         for i in range(6):
@@ -99,7 +99,7 @@ def test_a_session_stays_with_its_engine_whichever_server_takes_it(http):
         assert sorted(grown.values()) == [0, 24], session
 
 
-def test_requests_are_spread_over_the_engines(http):
+def test_routing_many_requests_use_both_engines(http):
     before = generated(http)
     threads = [threading.Thread(target=tokens, args=(http, [20 + i] * 3), kwargs={"max_tokens": 50}) for i in range(24)]
     for thread in threads:
@@ -112,7 +112,7 @@ def test_requests_are_spread_over_the_engines(http):
     assert min(grown.values()) >= 6 * 50
 
 
-def test_every_server_tells_the_totals_of_all(http):
+def test_metrics_of_each_api_server_are_equal(http):
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}}
     answered: set[int] = set()
     for _ in until_deadline("both API servers have answered"):
@@ -136,7 +136,7 @@ def test_every_server_tells_the_totals_of_all(http):
 
 
 COUNTED = ("eagleray:request_success_total", "eagleray:request_generation_tokens", "eagleray:generation_tokens_total")
-"""What does not change by asking."""
+"""Metrics that a request for metrics does not change."""
 
 
 def until_deadline(what: str) -> Iterator[None]:
@@ -146,7 +146,7 @@ def until_deadline(what: str) -> Iterator[None]:
     raise AssertionError(f"not within {SECONDS:.0f} s: {what}")
 
 
-def test_a_killed_engine_costs_its_streams_a_pause_and_others_nothing(server, http):
+def test_fleet_engine_killed_streams_have_all_tokens(server, http):
     expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
     wait_until_whole(http, 2)
     with stream(http) as hit:
@@ -157,7 +157,9 @@ def test_a_killed_engine_costs_its_streams_a_pause_and_others_nothing(server, ht
             os.kill(server.child(label(rank, incarnation)), signal.SIGKILL)
             for _ in range(50):
                 got_other += next(other)
-            assert incarnations(http).get(rank) != incarnation + 1, "these came while its successor was not there yet"
+            assert incarnations(http).get(rank) != incarnation + 1, (
+                "these tokens came while the replacement was still starting"
+            )
             got_hit += flat(hit)
             got_other += flat(other)
     assert got_other == expected
@@ -165,14 +167,14 @@ def test_a_killed_engine_costs_its_streams_a_pause_and_others_nothing(server, ht
     assert wait_until_whole(http, 2)[rank] == incarnation + 1
 
 
-def test_both_engines_killed_at_once_cost_a_pause(server, http):
+def test_fleet_both_engines_killed_streams_have_all_tokens(server, http):
     there = wait_until_whole(http, 2)
     expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
     with stream(http) as one, stream(http) as two:
         got = [next(one), next(two)]
         for rank, incarnation in there.items():
             os.kill(server.child(label(rank, incarnation)), signal.SIGKILL)
-        # A new request waits with the old ones.
+        # A new request waits together with the streams.
         assert tokens(http, PROMPT, max_tokens=10, temperature=0) == expected[:10]
         assert got[0] + flat(one) == expected
         assert got[1] + flat(two) == expected
@@ -180,7 +182,7 @@ def test_both_engines_killed_at_once_cost_a_pause(server, http):
 
 
 @pytest.mark.grid  # test_streams_survive.py stops an engine of two too
-def test_a_stopped_engine_is_replaced(checkpoint):
+def test_fleet_engine_stopped_is_replaced(checkpoint):
     options = (*OPTIONS, "--data-parallel-size", "2", "--heartbeat-timeout", "2")
     with serve(checkpoint, *options) as server, connect(server) as http:
         wait_until_whole(http, 2)
@@ -192,7 +194,7 @@ def test_a_stopped_engine_is_replaced(checkpoint):
         assert wait_until_whole(http, 2) == {0: 1, 1: 0}
 
 
-def test_a_killed_api_server_is_replaced_and_the_others_go_on(server, http):
+def test_fleet_api_server_killed_is_replaced_and_others_continue(server, http):
     expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
     pids = {name: server.child(name) for name in ("client-0", "client-1")}
     with stream(http) as lines:
@@ -209,7 +211,7 @@ def test_a_killed_api_server_is_replaced_and_the_others_go_on(server, http):
 
 
 def _server_with_a_request(http: httpx.Client) -> int:
-    """As it says itself."""
+    """Return the process id of the API server that has a request in flight, from /load."""
     for _ in until_deadline("a server has something in flight"):
         with http.stream("GET", "/load") as response:
             pid = server_of(response)
@@ -218,7 +220,7 @@ def _server_with_a_request(http: httpx.Client) -> int:
     raise AssertionError
 
 
-def test_with_one_engine_a_stream_goes_on_after_the_restart(checkpoint):
+def test_fleet_only_engine_killed_stream_resumes_after_restart(checkpoint):
     with serve(checkpoint, *OPTIONS) as server, connect(server) as http:
         expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)
         with stream(http) as lines:
@@ -228,7 +230,7 @@ def test_with_one_engine_a_stream_goes_on_after_the_restart(checkpoint):
         assert wait_until_whole(http, 1) == {0: 1}
 
 
-def test_requests_wait_for_an_engine_and_an_api_server_that_both_come_back(checkpoint):
+def test_fleet_engine_and_api_server_killed_requests_wait(checkpoint):
     with serve(checkpoint, *OPTIONS) as server, connect(server) as http:
         expected = tokens(http, PROMPT, max_tokens=10, temperature=0)
         os.kill(server.child("engine-0"), signal.SIGKILL)
@@ -239,7 +241,7 @@ def test_requests_wait_for_an_engine_and_an_api_server_that_both_come_back(check
         assert wait_until_whole(http, 1) == {0: 1}
 
 
-def test_an_offline_batch_loses_no_prompt(checkpoint):
+def test_llm_engine_killed_batch_is_complete(checkpoint):
     prompts = [[3 + i, 4, 5] for i in range(40)]
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=200, ignore_eos=True)
     with LLM(checkpoint, data_parallel_size=2, num_threads=1, dtype="float32", max_model_len=400) as llm:
@@ -254,7 +256,7 @@ def test_an_offline_batch_loses_no_prompt(checkpoint):
 
 
 def kill_at_work(pid: int, before: float) -> None:
-    """When it has computed for a while since then."""
+    """Kill the process once it has computed for 0.1 s since `before`, its CPU time in seconds."""
     while cpu_seconds(pid) < before + 0.1:
         pass
     os.kill(pid, signal.SIGKILL)
@@ -266,7 +268,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def child_of_ours(name: str) -> int:
-    """Process id of the child of this process that has this label."""
+    """Return the process id of the child of this process that has this label."""
     for task in Path("/proc/self/task").iterdir():
         for pid in (task / "children").read_text().split():
             if Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")[-1] == name.encode():

@@ -1,4 +1,4 @@
-"""Several API servers on one listening socket: the end of one takes nothing from the others."""
+"""Several API servers on one listening socket: the exit of one does not affect the others."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ SECONDS = 30.0
 
 
 class Server:
-    """An API server of the demo model. There is no engine."""
+    """An API server of the demo model, without an engine."""
 
     def __init__(self, runtime_dir, listener, client: ClientId) -> None:
         self.client = client
         spec = ApiServerSpec(client, build_config(api_server_count=2), str(runtime_dir), listener.fileno())
-        self.said: queue.Queue = queue.Queue()
+        self.reports: queue.Queue = queue.Queue()
         self.process = Child(
             target="eagleray.server.entry:run",
             member=client,
             payload=msgspec.msgpack.encode(spec),
             log_level="warning",
             runtime_dir="/nonexistent",
-            on_message=self.said.put,
-            on_exit=lambda cause: self.said.put(cause.message),
+            on_message=self.reports.put,
+            on_exit=lambda cause: self.reports.put(cause.message),
             pass_fds=[listener.fileno()],
         )
 
     def attach(self) -> str:
-        """Its address. It serves from now on."""
-        bound = self.said.get(timeout=SECONDS)
+        """Attach the server, which serves from then on. Returns its address."""
+        bound = self.reports.get(timeout=SECONDS)
         assert isinstance(bound, Bound), bound
         outbox: Outbox = Outbox(Codec[SupervisorToMember](SUPERVISOR_OUTBOX).encode)
         outbox.connect(self.client, bound.address)
@@ -79,40 +79,42 @@ def get(listener):
 
 
 def answered(get, route):
-    """How many requests the servers have answered, as one of them tells it."""
+    """Return the number of requests that all servers have answered, from the metrics of one."""
     pattern = rf'^eagleray:http_requests_total{{method="GET",route="{route}",status="200"}} (\S+)$'
     found = re.search(pattern, get("/metrics").text, re.MULTILINE)
     return 0 if found is None else float(found[1])
 
 
-def test_a_server_that_is_killed_takes_neither_the_port_nor_its_counts_with_it(start, get):
+def test_api_server_killed_others_keep_port_and_counts(start, get):
     first, second = start(0), start(1)
     first.attach()
     second.attach()
     assert {get("/live").status_code for _ in range(20)} == {200}
     assert answered(get, "/live") == 20
     first.process.kill()
-    assert "SIGKILL" in first.said.get(timeout=SECONDS)
+    assert "SIGKILL" in first.reports.get(timeout=SECONDS)
     assert {get("/live").status_code for _ in range(20)} == {200}
     assert answered(get, "/live") == 40
     start(0, incarnation=1).attach()
     second.process.kill()
-    assert "SIGKILL" in second.said.get(timeout=SECONDS)
+    assert "SIGKILL" in second.reports.get(timeout=SECONDS)
     assert {get("/live").status_code for _ in range(20)} == {200}
     assert answered(get, "/live") == 60
 
 
-def test_a_server_that_is_stopped_leaves_the_port_to_the_others(start, get):
+def test_api_server_stopped_others_keep_port(start, get):
     first, second = start(0), start(1)
     addresses = [first.attach(), second.attach()]
     outbox: Outbox = Outbox(Codec[SupervisorToMember](SUPERVISOR_OUTBOX).encode)
     try:
         outbox.connect("first", addresses[0])
         outbox.send("first", Stop(0.0))
-        assert first.said.get(timeout=SECONDS) == "it ended with exit code 0"
+        assert first.reports.get(timeout=SECONDS) == "it ended with exit code 0"
     finally:
         outbox.close()
     assert {get("/live").status_code for _ in range(20)} == {200}
     assert get("/ready").status_code == 503
     page = get("/metrics").text
-    assert re.findall(r'^process_open_fds{server="(\d)"}', page, re.MULTILINE) == ["1"], "a process that has ended"
+    assert re.findall(r'^process_open_fds{server="(\d)"}', page, re.MULTILINE) == ["1"], (
+        "metrics of a process that has exited"
+    )

@@ -1,4 +1,4 @@
-"""Fleets of engines without a model and real API servers: started, asked, stopped, many times, several at once."""
+"""Fleets of null engines and real API servers: started, asked, stopped, many times, several at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AT_ONCE = 3
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch, tmp_path_factory):
-    """No process, no thread's descriptor, no directory."""
+    """Check that no process and no directory is left."""
     before = children()
     tmp_path_factory.getbasetemp()  # else pytest would make it in our directory
     with tempfile.TemporaryDirectory(prefix="er-") as directory:
@@ -79,7 +79,7 @@ class Fleet:
         self._listener.close()
 
     async def first(self, work):
-        """Its result, unless the instance fails first."""
+        """Return the result of `work`, or raise the failure of the instance if that comes first."""
         task = asyncio.ensure_future(work)
         async with asyncio.timeout(SECONDS):
             await asyncio.wait([task, self.supervisor.failed], return_when=asyncio.FIRST_COMPLETED)
@@ -97,9 +97,9 @@ class Fleet:
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]["token_ids"]
 
-    def pid(self, place: int) -> int:
-        """Of the process in the n-th seat: engines first."""
-        return list(self.supervisor._replicas.values())[place]._spawned.pid
+    def pid(self, index: int) -> int:
+        """Return the process id of a replica; engines come first."""
+        return list(self.supervisor._replicas.values())[index]._spawned.pid
 
     async def until(self, condition) -> None:
         async with asyncio.timeout(SECONDS):
@@ -123,11 +123,11 @@ def rounds(count: int) -> None:
     async def several() -> None:
         await asyncio.gather(*(start_ask_and_stop(2, 2) for _ in range(AT_ONCE)))
 
-    asyncio.run(several())  # what a process opens once
+    asyncio.run(several())  # the first run opens what a process opens once
     before = num_descriptors()
     for _ in range(count // AT_ONCE):
         asyncio.run(several())
-    deadline = time.monotonic() + SETTLE_SECONDS  # a thread of zmq's closes what sockets leave
+    deadline = time.monotonic() + SETTLE_SECONDS  # a thread of zmq closes descriptors of closed sockets
     while num_descriptors() > before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert num_descriptors() <= before
@@ -150,7 +150,7 @@ while True:
     if random.random() < 0.1:
         __import__("time").sleep(0.001)
 """
-"""Takes ports, those that the system offers and any others, and gives them back soon."""
+"""Program that binds ports, those that the system offers and any others, and releases them soon."""
 
 
 @pytest.fixture
@@ -161,19 +161,19 @@ def port_grabber():
         process.kill()
 
 
-def test_start_and_stop_again_and_again():
+def test_supervisor_start_and_stop_repeatedly_leaves_nothing():
     rounds(6)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_start_and_stop_five_hundred_times(port_grabber):
+def test_supervisor_start_and_stop_500_times_leaves_nothing(port_grabber):
     rounds(500)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_start_and_stop_twenty_times_with_a_model(tmp_path, port_grabber):
+def test_supervisor_start_and_stop_20_times_with_model_gives_equal_tokens(tmp_path, port_grabber):
     checkpoint = make_checkpoint(tmp_path, "qwen3")
 
     async def start_ask_and_stop() -> list[int]:
@@ -189,11 +189,11 @@ def test_start_and_stop_twenty_times_with_a_model(tmp_path, port_grabber):
     asyncio.run(scenario())
 
 
-def test_sixteen_engines():
+def test_supervisor_sixteen_engines_serve():
     asyncio.run(start_ask_and_stop(16, 1))
 
 
-def test_stopped_while_it_starts():
+def test_supervisor_stop_during_start_leaves_nothing():
     async def scenario():
         for seconds in (0.0, 0.1, 0.3):
             supervisor = await Supervisor.open(
@@ -209,21 +209,21 @@ def test_stopped_while_it_starts():
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.grid)])
-def test_every_process_may_go_and_is_replaced(how):
-    """One after another, while requests run. Those that are at an API server go with it, and are asked again."""
+def test_supervisor_each_process_killed_or_stopped_is_replaced(how):
+    """One process after another, while requests run. Requests of an API server fail with it, and are sent again."""
 
     async def scenario():
         async with Fleet(2, 2, heartbeat_timeout=1.0) as fleet:
-            for place in range(4):
+            for index in range(4):
                 asked = [asyncio.create_task(ask_again(fleet, 400)) for _ in range(6)]
                 await asyncio.sleep(0.1)
-                pid = fleet.pid(place)
+                pid = fleet.pid(index)
                 os.kill(pid, how)
                 assert await asyncio.gather(*asked) == [expected(400)] * 6
-                seats = list(fleet.supervisor._replicas.values())
-                # a stopped one is missed a second later: the others may have answered everything before that
-                await fleet.until(lambda: seats[place].member.incarnation == 1)  # noqa: B023
-                await fleet.until(lambda: all(seat.phase.name == "UP" for seat in seats))  # noqa: B023
+                replicas = list(fleet.supervisor._replicas.values())
+                # a stopped process is noticed a second later, perhaps after the others have answered everything
+                await fleet.until(lambda: replicas[index].member.incarnation == 1)  # noqa: B023
+                await fleet.until(lambda: all(replica.phase.name == "UP" for replica in replicas))  # noqa: B023
                 assert await fleet.tokens(5) == expected(5)
 
     asyncio.run(scenario())
@@ -234,21 +234,21 @@ async def ask_again(fleet: Fleet, count: int) -> list[int]:
         try:
             return await fleet.tokens(count)
         except (httpx.RemoteProtocolError, httpx.ReadError):
-            pass  # the API server has gone
+            pass  # the API server was killed
 
 
 @pytest.mark.grid
-def test_all_engines_killed_at_once_and_again():
+def test_supervisor_all_engines_killed_twice_requests_finish():
     async def scenario():
         async with Fleet(2, 1) as fleet:
             asked = [asyncio.create_task(fleet.tokens(2000)) for _ in range(4)]
             for incarnation in (1, 2):
                 await asyncio.sleep(0.2)
-                for place in range(2):
-                    os.kill(fleet.pid(place), signal.SIGKILL)
-                seats = list(fleet.supervisor._replicas.values())[:2]
+                for index in range(2):
+                    os.kill(fleet.pid(index), signal.SIGKILL)
+                replicas = list(fleet.supervisor._replicas.values())[:2]
                 await fleet.until(
-                    lambda: all((s.member.incarnation, s.phase.name) == (incarnation, "UP") for s in seats)  # noqa: B023
+                    lambda: all((s.member.incarnation, s.phase.name) == (incarnation, "UP") for s in replicas)  # noqa: B023
                 )
             assert await asyncio.gather(*asked) == [expected(2000)] * 4
 

@@ -1,4 +1,4 @@
-"""Engines that are Ray actors: where they are born, how they end, and what is left of them."""
+"""Engines that are Ray actors: their placement, their exits, and the clean-up."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def stand_in(name: str) -> dict[str, str]:
 
 
 async def facts(*engines: Engine) -> list[dict[str, Any]]:
-    """What the stand-ins say of themselves, once they are bound."""
+    """Return the facts that the stand-ins report as their addresses, once they are bound."""
     for engine in engines:
         async with asyncio.timeout(SECONDS):
             await engine.bound.wait()
@@ -101,8 +101,10 @@ def is_gone(pid: int) -> bool:
 
 
 @in_loop
-async def test_two_engines_answer_as_one_does(cluster: str, checkpoint: str, expected: list[int]) -> None:
-    """Also after one of them was replaced; no name is taken twice."""
+async def test_ray_launcher_two_engines_generate_same_tokens_after_replacement(
+    cluster: str, checkpoint: str, expected: list[int]
+) -> None:
+    """The same holds after one of them was replaced; no actor name is used twice."""
     name = instance()
     options = config(cluster, model=checkpoint, ray_engine_placement="strict-spread", **MODEL)
     async with fleet(options, name) as made:
@@ -132,7 +134,9 @@ async def test_two_engines_answer_as_one_does(cluster: str, checkpoint: str, exp
 
 @pytest.mark.parametrize(("executor", "tp"), [("in-process", 1), ("processes", 2)])
 @in_loop
-async def test_an_engine_whose_workers_are_no_actors_takes_what_they_need(cluster, checkpoint, expected, executor, tp):
+async def test_ray_launcher_workers_not_actors_engine_takes_their_resources(
+    cluster, checkpoint, expected, executor, tp
+):
     options = config(cluster, 1, model=checkpoint, executor=executor, tp=tp, **MODEL)
     name = instance()
     async with fleet(options, name) as made:
@@ -150,7 +154,7 @@ async def test_an_engine_whose_workers_are_no_actors_takes_what_they_need(cluste
 
 @pytest.mark.grid
 @in_loop
-async def test_an_engine_may_call_its_workers_by_a_graph(cluster, checkpoint, expected):
+async def test_ray_launcher_ray_graph_executor_generates(cluster, checkpoint, expected):
     options = config(cluster, 1, model=checkpoint, executor="ray-graph", tp=2, **MODEL)
     async with fleet(options, instance()) as made:
         (engine,) = await made.start(0)
@@ -159,7 +163,7 @@ async def test_an_engine_may_call_its_workers_by_a_graph(cluster, checkpoint, ex
 
 
 @in_loop
-async def test_an_engine_has_the_programs_environment_and_a_directory_of_its_own(cluster, monkeypatch):
+async def test_ray_launcher_engine_has_programs_environment_and_own_directory(cluster, monkeypatch):
     monkeypatch.setenv("SOME_SETTING", "$HOME")
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -180,7 +184,7 @@ async def test_an_engine_has_the_programs_environment_and_a_directory_of_its_own
 
 
 @in_loop
-async def test_how_an_engine_is_ended(cluster):
+async def test_ray_engine_terminate_and_kill_remove_everything(cluster):
     async with fleet(config(cluster), instance(), **stand_in("Waits")) as made:
         engines = [made.spawn(0), made.spawn(1)]
         said = await facts(*engines)
@@ -196,7 +200,7 @@ async def test_how_an_engine_is_ended(cluster):
 
 
 @in_loop
-async def test_the_end_of_the_fleet_is_the_end_of_its_engines(cluster):
+async def test_ray_launcher_close_kills_engines(cluster):
     async with fleet(config(cluster), instance(), **stand_in("Waits")) as made:
         engines = [made.spawn(0), made.spawn(1)]
         said = await facts(*engines)
@@ -206,7 +210,7 @@ async def test_the_end_of_the_fleet_is_the_end_of_its_engines(cluster):
 
 
 @in_loop
-async def test_engines_end_with_the_process_that_drives_ray_and_the_next_gets_another(cluster):
+async def test_ray_launcher_driver_killed_ends_engines_and_next_spawn_starts_driver(cluster):
     async with fleet(config(cluster), instance(), **stand_in("Waits")) as made:
         engines = [made.spawn(0), made.spawn(1)]
         said = await facts(*engines)
@@ -229,7 +233,7 @@ async def test_engines_end_with_the_process_that_drives_ray_and_the_next_gets_an
     ],
 )
 @in_loop
-async def test_what_an_engine_raises_is_told(cluster, what, kind, message, is_the_users):
+async def test_ray_engine_raises_is_reported(cluster, what, kind, message, is_the_users):
     async with fleet(config(cluster, 1), instance(), **stand_in(what)) as made:
         engine = made.spawn(0)
         reason = await engine.end()
@@ -239,14 +243,14 @@ async def test_what_an_engine_raises_is_told(cluster, what, kind, message, is_th
 
 
 @in_loop
-async def test_an_engine_that_returns_has_ended(cluster):
+async def test_ray_engine_returns_is_reported(cluster):
     async with fleet(config(cluster, 1), instance(), **stand_in("Ends")) as made:
         assert await made.spawn(0).end() == "it has ended"
 
 
 @in_loop
-async def test_a_wrong_checkpoint_is_told_twice(cluster, tmp_path):
-    """Of an engine that is attached: by its own word, and by its actor's end."""
+async def test_ray_engine_wrong_checkpoint_is_reported(cluster, tmp_path):
+    """An attached engine reports it itself, and its actor's exit is reported too."""
     options = config(cluster, 1, model=str(tmp_path), executor="in-process", **MODEL)
     async with fleet(options, instance()) as made:
         engine = made.spawn(0)
@@ -259,7 +263,7 @@ async def test_a_wrong_checkpoint_is_told_twice(cluster, tmp_path):
 
 
 @in_loop
-async def test_what_does_not_fit_is_refused_at_once_with_what_would(cluster):
+async def test_ray_launcher_engines_do_not_fit_error_names_what_fits(cluster):
     options = config(cluster, 4, tp=2, ray_placement_timeout=1000.0, ray_placement_strategy="STRICT_PACK")
     async with fleet(options, instance(), **stand_in("Waits")) as made:
         engines = [made.spawn(rank) for rank in range(4)]
@@ -271,7 +275,7 @@ async def test_what_does_not_fit_is_refused_at_once_with_what_would(cluster):
 
 
 @in_loop
-async def test_what_others_hold_is_waited_for(cluster, make_group: MakeGroup):
+async def test_ray_launcher_resources_held_by_others_waits(cluster, make_group: MakeGroup):
     group = make_group(*[ACC] * 7)
     async with fleet(config(cluster), instance(), **stand_in("Waits")) as made:
         waits, is_ended = made.spawn(0), made.spawn(1)
@@ -296,7 +300,7 @@ async def test_what_others_hold_is_waited_for(cluster, make_group: MakeGroup):
     ],
 )
 @in_loop
-async def test_engines_are_on_the_nodes_that_the_policy_says(cluster, policy, nodes):
+async def test_ray_launcher_placement_policy_chooses_nodes(cluster, policy, nodes):
     options = config(cluster, len(nodes), ray_engine_placement=policy)
     async with fleet(options, instance(), **stand_in("Waits")) as made:
         found = ips(await facts(*[made.spawn(rank) for rank in range(len(nodes))]))
@@ -309,7 +313,7 @@ async def test_engines_are_on_the_nodes_that_the_policy_says(cluster, policy, no
 
 
 @in_loop
-async def test_only_the_nodes_that_were_named_are_used(cluster):
+async def test_ray_launcher_ray_nodes_restricts_placement(cluster):
     id_of = {ip: node for node, ip in ray_cluster.node_ips().items()}
     names = [id_of["127.0.0.3"][:8], "127.0.0.4"]
     options = config(cluster, 3, ray_nodes=names)
@@ -322,7 +326,7 @@ async def test_only_the_nodes_that_were_named_are_used(cluster):
 
 
 @in_loop
-async def test_the_asking_programs_group_is_divided_among_the_engines(cluster, make_group: MakeGroup):
+async def test_ray_launcher_programs_group_is_divided_among_engines(cluster, make_group: MakeGroup):
     group = make_group(*[ACC] * 4)
     context = RayContext(address=cluster, placement_group=group)
     async with fleet(config(cluster, tp=2), instance(), ray=context, **stand_in("Waits")) as made:
@@ -334,7 +338,7 @@ async def test_the_asking_programs_group_is_divided_among_the_engines(cluster, m
 
 
 @in_loop
-async def test_a_group_that_was_named_is_used(cluster, make_group: MakeGroup):
+async def test_ray_launcher_named_group_is_used(cluster, make_group: MakeGroup):
     group = make_group({"acc": 2.0}, name="mine")
     options = config(cluster, placement_group="mine")
     async with fleet(options, instance(), **stand_in("Waits")) as made:
@@ -346,7 +350,9 @@ async def test_a_group_that_was_named_is_used(cluster, make_group: MakeGroup):
 
 @pytest.mark.grid
 @in_loop
-async def test_workers_find_their_share_of_a_given_group(cluster, checkpoint, expected, make_group: MakeGroup):
+async def test_ray_launcher_user_group_workers_use_engines_bundles(
+    cluster, checkpoint, expected, make_group: MakeGroup
+):
     group = make_group(*[ACC] * 4)
     options = config(cluster, model=checkpoint, tp=2, placement_group=group, **MODEL)
     async with fleet(options, instance()) as made:
@@ -358,7 +364,7 @@ async def test_workers_find_their_share_of_a_given_group(cluster, checkpoint, ex
 
 @pytest.mark.grid
 @in_loop
-async def test_two_instances_share_a_cluster(cluster):
+async def test_ray_launcher_two_instances_share_cluster(cluster):
     async with (
         fleet(config(cluster), instance(), **stand_in("Waits")) as one,
         fleet(config(cluster), instance(), **stand_in("Waits")) as other,
@@ -368,7 +374,7 @@ async def test_two_instances_share_a_cluster(cluster):
 
 
 @in_loop
-async def test_the_loss_of_a_node_is_the_cause(cluster, add_node: AddNode):
+async def test_ray_launcher_node_removed_is_cluster_lost(cluster, add_node: AddNode):
     remove = add_node(resources={"short": 1}, node_ip_address="127.0.0.9")
     options = config(cluster, 1, resources={"short": 1.0})
     async with fleet(options, instance(), **stand_in("Waits")) as made:
@@ -379,13 +385,13 @@ async def test_the_loss_of_a_node_is_the_cause(cluster, add_node: AddNode):
         again = made.spawn(0, incarnation=1)
         assert "the cluster cannot hold an engine of {short: 1}" in await again.end()
         assert [failure.kind for failure in again.failures] == ["ClusterLost"], (
-            "it could once: no mistake of the user's"
+            "it fitted once, so the user made no mistake"
         )
 
 
 @in_loop
-async def test_the_loss_of_a_node_while_an_engine_binds_is_no_mistake_of_the_users(cluster, add_node, tmp_path):
-    """Its successor takes the node that is left."""
+async def test_ray_launcher_node_removed_during_bind_is_worker_lost(cluster, add_node, tmp_path):
+    """The replacement is placed on the node that is left."""
     remove = add_node(resources={"short": 1}, node_ip_address="127.0.0.9")
     env_vars = {"PYTHONPATH": f"{HERE}:{Path(HERE).parent}", "LINGERS": str(tmp_path / "lingers")}
     options = config(cluster, 1, resources={"short": 1.0}, ray_runtime_env={"env_vars": env_vars})
@@ -404,7 +410,7 @@ async def test_the_loss_of_a_node_while_an_engine_binds_is_no_mistake_of_the_use
 
 
 @in_loop
-async def test_two_instances_of_one_name_are_refused_while_both_live(cluster):
+async def test_ray_launcher_instance_name_in_use_raises_cluster_error(cluster):
     options = config(cluster, 1)
     async with fleet(options, "prod@1", **stand_in("Waits")) as made:
         await facts(made.spawn(0))
@@ -415,7 +421,7 @@ async def test_two_instances_of_one_name_are_refused_while_both_live(cluster):
 
 
 @in_loop
-async def test_a_cluster_that_cannot_be_reached(cluster):
+async def test_ray_launcher_unreachable_cluster_raises_cluster_error(cluster):
     with pytest.raises(ClusterError, match=r"127\.0\.0\.1:1: cannot be reached"):
         async with fleet(config("127.0.0.1:1"), instance()):
             pass
@@ -423,7 +429,7 @@ async def test_a_cluster_that_cannot_be_reached(cluster):
 
 @pytest.fixture
 def own_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
-    """Address of a cluster that may be harmed, and the process of its control store."""
+    """Yield the address of a cluster that the test may damage, and the process id of its control store."""
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "2")
     command = [sys.executable, str(Path(HERE) / "cluster_program.py")]
     with tempfile.TemporaryDirectory(prefix="er-") as home, contextlib.ExitStack() as ends:
@@ -438,8 +444,8 @@ def own_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
 
 
 @in_loop
-async def test_a_cluster_that_is_lost(cluster, own_cluster):
-    """The supervisor lives on; engines that are asked for then say why there are none."""
+async def test_ray_launcher_control_store_killed_later_engines_report_cluster_lost(cluster, own_cluster):
+    """The supervisor's process survives, and later engines report why they cannot start."""
     address, store = own_cluster
     options = config(address, resources={"CPU": 1.0})
     async with fleet(options, instance(), **stand_in("Waits")) as made:

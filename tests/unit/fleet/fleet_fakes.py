@@ -1,4 +1,4 @@
-"""A supervisor whose processes are the test's: it says what they say, and when they end. The sockets are real."""
+"""A supervisor whose processes are fakes: the test sends their messages and their exits. The sockets are real."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 class FakeProcess:
-    """Something that was spawned. `signals`: what it was sent; it takes no notice."""
+    """A spawned process. It records the `signals` that it is sent, and ignores them."""
 
     def __init__(self, spec, on_message, on_exit):
         self.id: MemberId = spec.engine if isinstance(spec, EngineSpec) else spec.client
         self.label = self.id.label
         self.spec: EngineSpec | ApiServerSpec = spec
-        self.say = on_message
+        self.report = on_message
         self._on_exit = on_exit
         self.signals: list[str] = []
         self.has_ended = False
@@ -61,7 +61,7 @@ class FakeProcess:
 
     def fail(self, cause: Failure):
         """Report an exception, as a process does before it exits."""
-        self.say(Ended(self.id, cause))
+        self.report(Ended(self.id, cause))
 
     def end(self, reason: str = KILLED):
         assert not self.has_ended
@@ -75,7 +75,7 @@ class FakeLauncher:
     def __init__(self):
         self.all: list[FakeProcess] = []
         self.failures: list[Exception] = []
-        """What the next calls of `spawn` raise."""
+        """Exceptions that the next calls of `spawn` raise."""
         self.is_closed = False
         self._new: asyncio.Queue[FakeProcess] = asyncio.Queue()
 
@@ -88,7 +88,7 @@ class FakeLauncher:
         return process
 
     async def next(self) -> FakeProcess:
-        """The next one that is spawned."""
+        """Return the next process that is spawned."""
         async with asyncio.timeout(SECONDS):
             return await self._new.get()
 
@@ -104,15 +104,15 @@ class FakeLauncher:
 
 
 class FakeMember:
-    """Has an inbox, and says what the test wants; by itself only which engines it knows, if it is a client."""
+    """A member with a real inbox. The test sends its messages, but a client sends `Knows` by itself."""
 
     def __init__(self, fleet: Fleet, name: str):
         self.inbox = AsyncInbox(fleet.supervisor.runtime_dir, name, Codec(CLIENT_INBOX | SUPERVISOR_OUTBOX).decode)
         self.outbox = Outbox(Codec(ENGINE_OUTBOX | CLIENT_OUTBOX).encode)
         self.outbox.connect(SUPERVISOR, fleet.address)
         self.attach: Attach | None = None
-        self.pulse: HeartbeatSender | None = None
-        self.tells_whom_it_knows = True
+        self.heartbeats: HeartbeatSender | None = None
+        self.sends_knows = True
         self._received: asyncio.Queue[Any] = asyncio.Queue()
         self._reading = asyncio.create_task(self._read())
         fleet.ends.callback(self.close)
@@ -130,10 +130,10 @@ class FakeMember:
         return attach
 
     def start(self):
-        """Report that it works, and have a pulse if it shall."""
+        """Report that the member has started, and send heartbeats if it has to."""
         assert self.attach is not None
         if self.attach.heartbeat:
-            self.pulse = HeartbeatSender.start(self.attach.heartbeat, on_silent=lambda seconds: None)
+            self.heartbeats = HeartbeatSender.start(self.attach.heartbeat, on_silent=lambda seconds: None)
         member = self.attach.member
         self.send(EngineStarted(member, INFO) if isinstance(member, EngineId) else ClientStarted(member))
 
@@ -142,20 +142,20 @@ class FakeMember:
             message = await self.inbox.receive()
             if isinstance(message, Attach):
                 self.attach = message
-            if self.tells_whom_it_knows:
+            if self.sends_knows:
                 for one in message.members if isinstance(message, Attach) else [message]:
-                    self._tell_that_it_knows(one)
+                    self._send_knows(one)
             self._received.put_nowait(message)
 
-    def _tell_that_it_knows(self, message):
+    def _send_knows(self, message):
         match self.attach.member, message:
             case ClientId() as client, Joined(EngineId() as engine):
                 self.send(Knows(client, engine))
 
     def close(self):
         self._reading.cancel()
-        if self.pulse is not None:
-            self.pulse.close()
+        if self.heartbeats is not None:
+            self.heartbeats.close()
         self.inbox.close()
         self.outbox.close()
 
@@ -171,7 +171,7 @@ class Fleet:
         return f"ipc://{self.supervisor.runtime_dir}/supervisor"
 
     async def adopt(self) -> FakeMember:
-        """A client of this process, to whom all news comes."""
+        """Adopt a client, which receives every change of the membership."""
         client = ClientId(self.supervisor.instance, 900)
         member = FakeMember(self, "observer")
         self.supervisor.adopt(client, member.inbox.address)
@@ -180,7 +180,7 @@ class Fleet:
         return member
 
     async def bring_up(self, process: FakeProcess) -> FakeMember:
-        """Take a process all the way."""
+        """Attach the process and wait until it is up."""
         member = await self.bind(process)
         member.start()
         await self.until(lambda: self.supervisor._replica_of(process.id).phase.name == "UP")
@@ -188,12 +188,12 @@ class Fleet:
 
     async def bind(self, process: FakeProcess) -> FakeMember:
         member = FakeMember(self, process.label)
-        process.say(Bound(process.id, member.inbox.address))
+        process.report(Bound(process.id, member.inbox.address))
         assert (await member.attached()).member == process.id
         return member
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for what nobody tells."""
+        """Poll until the condition holds."""
         async with asyncio.timeout(SECONDS):
             while not condition():
                 await asyncio.sleep(0.005)
@@ -201,7 +201,7 @@ class Fleet:
 
 @contextlib.asynccontextmanager
 async def fleet(**options: Any) -> AsyncIterator[Fleet]:
-    """A supervisor that has started what `options` say; API servers only if `api_server_count` is among them."""
+    """Open a supervisor and start the engines, and the API servers if `api_server_count` is given."""
     config = build_config(**{"heartbeat_timeout": 1.0, **options})
     ends, members = AsyncExitStack(), contextlib.ExitStack()
     runtime_dir = make_runtime_dir()
@@ -223,7 +223,7 @@ async def fleet(**options: Any) -> AsyncIterator[Fleet]:
                 supervisor.start_api_servers(0)
             yield Fleet(supervisor, launcher, members)
         finally:
-            supervisor.kill()  # nobody is started any more
+            supervisor.kill()  # nothing is started from now on
             for process in launcher.all:
                 if not process.has_ended:
                     process.end()

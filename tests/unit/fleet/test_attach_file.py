@@ -15,7 +15,7 @@ from eagleray.fleet.supervisor import Supervisor
 CONTENT = {"instance": "i", "supervisor": "ipc:///s", "model": "m"}
 
 
-def test_it_is_there_within_the_block_for_this_user_alone(tmp_path):
+def test_attach_file_within_block_exists_with_mode_0600(tmp_path):
     path = tmp_path / "attach.json"
     with attach_file(path, **CONTENT):
         assert json.loads(path.read_text()) == CONTENT | {"version": eagleray.__version__}
@@ -24,7 +24,7 @@ def test_it_is_there_within_the_block_for_this_user_alone(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_instances_file_is_left_alone(tmp_path):
+def test_attach_file_replaced_by_another_instance_is_kept(tmp_path):
     path = tmp_path / "attach.json"
     with attach_file(path, **CONTENT), attach_file(path, **CONTENT | {"instance": "other"}):
         assert json.loads(path.read_text())["instance"] == "other"
@@ -34,13 +34,13 @@ def test_another_instances_file_is_left_alone(tmp_path):
     assert path.read_text() == "other"
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path):
+def test_attach_file_missing_directory_raises_config_error(tmp_path):
     path = tmp_path / "missing" / "attach.json"
     with pytest.raises(ConfigError, match=f"cannot write {path}: No such file"), attach_file(path, **CONTENT):
         pass
 
 
-def test_a_supervisor_writes_it_when_it_listens(tmp_path):
+def test_supervisor_open_writes_attach_file(tmp_path):
     path = tmp_path / "attach.json"
 
     async def scenario():

@@ -7,7 +7,7 @@ from eagleray.messages.membership import EngineInfo, Joined, Left
 ENGINE, CLIENT, OTHER = EngineId("i", 0), ClientId("i", 0), ClientId("i", 1)
 
 
-def test_who_is_attached_hears_of_everybody_else():
+def test_membership_join_is_sent_to_other_attached_members():
     membership = Membership()
     assert membership.attach(ENGINE) == ([], [])
     assert membership.attach(CLIENT) == ([], [])
@@ -15,14 +15,14 @@ def test_who_is_attached_hears_of_everybody_else():
     assert membership.join(Joined(CLIENT, "c")) == [ENGINE]
 
 
-def test_who_is_attached_late_is_told_who_is_there():
+def test_membership_attach_returns_joined_members():
     membership = Membership()
     membership.attach(ENGINE)
     membership.join(Joined(ENGINE, "e"))
     assert membership.attach(OTHER) == ([Joined(ENGINE, "e")], [])
 
 
-def test_who_left_is_told_nothing_and_is_named_to_the_rest_once():
+def test_membership_leave_is_sent_to_the_others_once():
     membership = Membership()
     membership.attach(ENGINE)
     membership.attach(CLIENT)
@@ -32,7 +32,7 @@ def test_who_left_is_told_nothing_and_is_named_to_the_rest_once():
     assert membership.attach(OTHER)[0] == []
 
 
-def test_the_end_of_one_that_was_only_started_is_news_too():
+def test_membership_leave_of_expected_member_is_sent():
     membership = Membership()
     membership.attach(CLIENT)
     assert membership.leave(Left(ENGINE, "who?")) == []
@@ -40,7 +40,7 @@ def test_the_end_of_one_that_was_only_started_is_news_too():
     assert membership.leave(Left(ENGINE, "killed")) == [CLIENT]
 
 
-def test_who_is_attached_late_is_told_which_engine_is_missing_until_its_successor_is_there():
+def test_membership_attach_returns_missing_engine_until_replacement_joins():
     membership = Membership()
     membership.attach(ENGINE)
     membership.join(Joined(ENGINE, "e"))
@@ -57,7 +57,7 @@ def test_who_is_attached_late_is_told_which_engine_is_missing_until_its_successo
     assert membership.attach(ClientId("i", 2)) == ([third], [])
 
 
-def test_incarnations_share_a_place_and_nothing_else():
+def test_replica_key_is_equal_for_all_incarnations():
     membership = Membership()
     membership.attach(ENGINE)
     membership.join(Joined(ENGINE, "e"))
@@ -67,7 +67,7 @@ def test_incarnations_share_a_place_and_nothing_else():
     assert replica_key(EngineId("i", 1)) != ENGINE
 
 
-def test_who_comes_while_all_engines_are_missing_is_told_what_they_serve():
+def test_membership_attach_missing_engine_has_info():
     info = EngineInfo(architecture="A", vocab_size=10, max_model_len=20, block_size=4, num_kv_blocks=5)
     membership = Membership()
     membership.attach(ENGINE)

@@ -35,7 +35,7 @@ def short_delays(monkeypatch):
 
 
 @in_loop
-async def test_all_take_one_path_and_hear_of_each_other():
+async def test_supervisor_start_members_receive_each_others_joined():
     async with fleet(data_parallel_size=2, api_server_count=1) as it:
         processes = {process.id: process for process in [await it.launcher.next() for _ in range(3)]}
         assert set(processes) == {*ENGINES[:2], API_SERVER}
@@ -57,12 +57,12 @@ async def test_all_take_one_path_and_hear_of_each_other():
 
 
 @in_loop
-async def test_it_serves_when_its_api_servers_have_heard_of_its_engines():
-    """Who is told that it serves may ask at once."""
+async def test_supervisor_api_server_knows_engines_serving_is_set():
+    """A caller that waits for `serving` may send a request at once."""
     async with fleet(api_server_count=1) as it:
         engine, api_server = [await it.launcher.next() for _ in range(2)]
         client = await it.bind(api_server)
-        client.tells_whom_it_knows = False
+        client.sends_knows = False
         client.start()
         await it.bring_up(engine)
         assert joined(engine.id)(await client.receive())
@@ -73,7 +73,7 @@ async def test_it_serves_when_its_api_servers_have_heard_of_its_engines():
 
 
 @in_loop
-async def test_a_killed_engine_is_replaced_by_its_successor():
+async def test_supervisor_engine_killed_starts_next_incarnation():
     async with fleet() as it:
         observer, process = await it.adopt(), await it.launcher.next()
         await it.bring_up(process)
@@ -90,7 +90,7 @@ async def test_a_killed_engine_is_replaced_by_its_successor():
 
 
 @in_loop
-async def test_what_failed_is_told_at_once_and_replaced_only_when_it_is_gone():
+async def test_supervisor_engine_reports_failure_left_now_replacement_after_exit():
     async with fleet() as it:
         observer, process = await it.adopt(), await it.launcher.next()
         await it.bring_up(process)
@@ -104,7 +104,7 @@ async def test_what_failed_is_told_at_once_and_replaced_only_when_it_is_gone():
 
 
 @in_loop
-async def test_a_failure_may_come_by_wire():
+async def test_supervisor_ended_over_the_report_wire_replaces_current_incarnation_only():
     async with fleet() as it:
         observer, process = await it.adopt(), await it.launcher.next()
         engine = await it.bring_up(process)
@@ -114,23 +114,23 @@ async def test_a_failure_may_come_by_wire():
         process.end()
         replacement = await it.launcher.next()
         second = await it.bring_up(replacement)
-        engine.send(Ended(ENGINES[0], BUG))  # of an incarnation of the past
+        engine.send(Ended(ENGINES[0], BUG))  # of a past incarnation
         assert joined(replacement.id)(await observer.receive())
         second.send(Ended(replacement.id, BUG))
         assert left(replacement.id)(await observer.receive())
 
 
 @in_loop
-async def test_what_falls_silent_is_killed_and_then_replaced():
+async def test_supervisor_engine_silent_is_killed_and_replaced():
     async with fleet(data_parallel_size=2) as it:
         observer = await it.adopt()
         processes = [await it.launcher.next(), await it.launcher.next()]
         engines = [await it.bring_up(process) for process in processes]
         assert {(await observer.receive()).member for _ in range(2)} == set(ENGINES[:2])
-        engines[0].pulse.close()  # as if it were stopped
-        news = await observer.receive()
-        assert left(ENGINES[0])(news)
-        assert "it was silent for" in news.cause
+        engines[0].heartbeats.close()  # as if it were stopped
+        message = await observer.receive()
+        assert left(ENGINES[0])(message)
+        assert "it was silent for" in message.cause
         assert processes[0].signals == ["kill"]
         assert not it.launcher.has_new
         processes[0].end()
@@ -139,7 +139,7 @@ async def test_what_falls_silent_is_killed_and_then_replaced():
 
 
 @in_loop
-async def test_a_start_that_takes_too_long_is_ended_and_tried_again(monkeypatch):
+async def test_replica_start_timeout_is_killed_and_restarted(monkeypatch):
     monkeypatch.setattr(timeouts, "START_MARGIN_SECONDS", 0.0)
     async with fleet(startup_timeout=0.1) as it:
         process = await it.launcher.next()
@@ -149,7 +149,7 @@ async def test_a_start_that_takes_too_long_is_ended_and_tried_again(monkeypatch)
 
 
 @in_loop
-async def test_what_does_not_end_after_it_failed_is_killed(monkeypatch):
+async def test_replica_failed_but_running_is_killed_again_and_not_replaced(monkeypatch):
     monkeypatch.setattr(timeouts, "STOP_TIMEOUT_SECONDS", 0.05)
     async with fleet() as it:
         process = await it.launcher.next()
@@ -160,7 +160,7 @@ async def test_what_does_not_end_after_it_failed_is_killed(monkeypatch):
 
 
 @in_loop
-async def test_a_users_mistake_at_the_start_ends_the_instance_at_once():
+async def test_supervisor_user_error_at_first_start_ends_instance():
     async with fleet(data_parallel_size=2, api_server_count=1) as it:
         processes = {process.id: process for process in [await it.launcher.next() for _ in range(3)]}
         client = await it.bring_up(processes[API_SERVER])
@@ -178,7 +178,7 @@ async def test_a_users_mistake_at_the_start_ends_the_instance_at_once():
 
 
 @in_loop
-async def test_a_mistake_that_is_made_later_is_tried_again():
+async def test_supervisor_user_error_after_serving_is_restarted():
     async with fleet() as it:
         process = await it.launcher.next()
         await it.bring_up(process)
@@ -191,7 +191,7 @@ async def test_a_mistake_that_is_made_later_is_tried_again():
 
 
 @in_loop
-async def test_what_is_killed_again_and_again_is_started_for_as_long_as_it_takes(monkeypatch):
+async def test_supervisor_killed_thirty_times_is_restarted_each_time(monkeypatch):
     monkeypatch.setattr(timeouts, "MAX_ENGINE_DELAY_SECONDS", 0.02)
     async with fleet(data_parallel_size=2, api_server_count=1, max_engine_restarts=1) as it:
         processes = {process.id: process for process in [await it.launcher.next() for _ in range(3)]}
@@ -210,7 +210,7 @@ async def test_what_is_killed_again_and_again_is_started_for_as_long_as_it_takes
 
 
 @in_loop
-async def test_a_start_that_fails_twice_for_one_cause_ends_an_instance_that_never_served():
+async def test_supervisor_same_start_failure_twice_before_serving_ends_instance():
     async with fleet(data_parallel_size=2) as it:
         first = [await it.launcher.next() for _ in range(2)]
         failing = next(process for process in first if process.id == ENGINES[0])
@@ -224,7 +224,7 @@ async def test_a_start_that_fails_twice_for_one_cause_ends_an_instance_that_neve
 
 
 @in_loop
-async def test_a_start_that_fails_twice_for_one_cause_later_is_given_up_and_the_others_serve_on():
+async def test_supervisor_same_start_failure_twice_after_serving_gives_up_engine():
     async with fleet(data_parallel_size=2) as it:
         processes = [await it.launcher.next() for _ in range(2)]
         for process in processes:
@@ -246,7 +246,7 @@ async def test_a_start_that_fails_twice_for_one_cause_later_is_given_up_and_the_
 
 
 @in_loop
-async def test_who_fails_again_and_again_is_given_up_and_the_last_one_ends_the_instance():
+async def test_supervisor_budget_spent_gives_up_engine_and_last_one_ends_instance():
     async with fleet(data_parallel_size=2, max_engine_restarts=1) as it:
         observer = await it.adopt()
         for returns in (True, False):
@@ -274,7 +274,7 @@ async def test_who_fails_again_and_again_is_given_up_and_the_last_one_ends_the_i
 
 
 @in_loop
-async def test_an_api_server_is_replaced_and_told_which_engine_is_missing():
+async def test_supervisor_api_server_replaced_attach_lists_missing_engine():
     async with fleet(data_parallel_size=2, api_server_count=1) as it:
         processes = {process.id: process for process in [await it.launcher.next() for _ in range(3)]}
         for process in processes.values():
@@ -294,7 +294,7 @@ async def test_an_api_server_is_replaced_and_told_which_engine_is_missing():
 
 
 @in_loop
-async def test_the_start_of_one_whose_end_was_heard_is_no_news():
+async def test_supervisor_started_message_of_exited_engine_is_ignored():
     async with fleet() as it:
         observer, process = await it.adopt(), await it.launcher.next()
         engine = await it.bind(process)
@@ -307,111 +307,111 @@ async def test_the_start_of_one_whose_end_was_heard_is_no_news():
 
 
 @in_loop
-async def test_a_system_that_has_no_process_left_is_tried_again():
+async def test_supervisor_spawn_raises_is_retried():
     async with fleet(data_parallel_size=1) as it:
         observer, process = await it.adopt(), await it.launcher.next()
         it.launcher.failures = [BlockingIOError(11, "Resource temporarily unavailable")] * 2
         process.end()
         assert (await observer.receive()).member == ENGINES[0]
         for member in (successor(ENGINES[0]), successor(successor(ENGINES[0]))):
-            news = await observer.receive()
-            assert left(member)(news)
-            assert "Resource temporarily unavailable" in news.cause
+            message = await observer.receive()
+            assert left(member)(message)
+            assert "Resource temporarily unavailable" in message.cause
         assert (await it.launcher.next()).id.incarnation == 3
 
 
 @in_loop
-async def test_what_the_supervisor_did_not_foresee_ends_the_instance(monkeypatch):
+async def test_supervisor_unexpected_exception_ends_instance(monkeypatch):
     async with fleet() as it:
         process = await it.launcher.next()
         monkeypatch.setattr(it.supervisor._publisher, "attach", lambda *args, **kwargs: 1 / 0)
-        process.say(Bound(process.id, "ipc:///nowhere"))
+        process.report(Bound(process.id, "ipc:///nowhere"))
         with pytest.raises(EngineFailed, match="the supervisor failed: ZeroDivisionError"):
             await it.supervisor.failed
 
 
-# Clients that were not spawned
+# External clients
 
 
 async def register(it, lease: float = 30.0) -> FakeMember:
-    guest = FakeMember(it, "guest")
-    guest.send(Register(guest.inbox.address, lease))
-    await guest.attached()
-    return guest
+    external = FakeMember(it, "external")
+    external.send(Register(external.inbox.address, lease))
+    await external.attached()
+    return external
 
 
 @in_loop
-async def test_a_client_registers_and_belongs_to_the_fleet():
+async def test_external_clients_register_attaches_and_publishes():
     async with fleet() as it:
         process = await it.launcher.next()
         engine = await it.bring_up(process)
-        guest = await register(it)
-        assert guest.attach.member.index >= 1_000_000
-        assert guest.attach.heartbeat == b""
-        assert guest.attach.members == [Joined(ENGINES[0], engine.inbox.address, INFO)]
-        guest.start()
-        assert await engine.receive() == Joined(guest.attach.member, guest.inbox.address)
+        external = await register(it)
+        assert external.attach.member.index >= 1_000_000
+        assert external.attach.heartbeat == b""
+        assert external.attach.members == [Joined(ENGINES[0], engine.inbox.address, INFO)]
+        external.start()
+        assert await engine.receive() == Joined(external.attach.member, external.inbox.address)
         process.end()
-        assert left(ENGINES[0])(await guest.receive())
+        assert left(ENGINES[0])(await external.receive())
 
 
 @in_loop
-async def test_a_client_that_says_nothing_any_more_has_left_and_may_come_again():
+async def test_external_clients_lease_expired_leaves_and_may_register_again():
     async with fleet() as it:
         engine = await it.bring_up(await it.launcher.next())
-        guest = await register(it, lease=0.3)
-        guest.start()
-        assert joined(guest.attach.member)(await engine.receive())
+        external = await register(it, lease=0.3)
+        external.start()
+        assert joined(external.attach.member)(await engine.receive())
         for _ in range(10):
-            guest.send(Alive(guest.attach.member))
+            external.send(Alive(external.attach.member))
             await asyncio.sleep(0.05)
-        for member in (engine, guest):  # it is told itself
-            news = await member.receive()
-            assert left(guest.attach.member)(news)
-            assert "0.3 s" in news.cause
-        guest.send(Alive(guest.attach.member))  # too late
-        former = guest.attach.member
-        guest.send(Register(guest.inbox.address, 30.0))
-        assert (await guest.attached()).member not in (former, ENGINES[0])
+        for member in (engine, external):  # the client itself receives it too
+            message = await member.receive()
+            assert left(external.attach.member)(message)
+            assert "0.3 s" in message.cause
+        external.send(Alive(external.attach.member))  # too late
+        former = external.attach.member
+        external.send(Register(external.inbox.address, 30.0))
+        assert (await external.attached()).member not in (former, ENGINES[0])
 
 
 @in_loop
-async def test_who_registers_again_is_somebody_else():
+async def test_external_clients_register_twice_gets_new_identity():
     async with fleet() as it:
         engine = await it.bring_up(await it.launcher.next())
-        guest = await register(it)
-        guest.start()
-        first = guest.attach.member
+        external = await register(it)
+        external.start()
+        first = external.attach.member
         assert joined(first)(await engine.receive())
-        guest.send(Register(guest.inbox.address, 30.0))
-        assert (await guest.attached()).member != first
+        external.send(Register(external.inbox.address, 30.0))
+        assert (await external.attached()).member != first
         assert left(first)(await engine.receive())
 
 
 @pytest.fixture
-def quick_news(monkeypatch):
+def short_grace(monkeypatch):
     monkeypatch.setattr(timeouts, "DISCONNECT_GRACE_SECONDS", 0.1)
     monkeypatch.setattr(timeouts, "CONNECTION_POLL_SECONDS", 0.02)
 
 
 @pytest.mark.parametrize("is_engines_side", [True, False])
 @in_loop
-async def test_an_engine_that_a_client_and_it_cannot_reach_is_replaced(quick_news, is_engines_side):
+async def test_connection_monitor_broken_between_engine_and_api_server_replaces_engine(short_grace, is_engines_side):
     async with fleet(api_server_count=1) as it:
         processes = [await it.launcher.next() for _ in range(2)]
         engine, client = [await it.bring_up(process) for process in processes]
         pair = (ENGINES[0], API_SERVER) if is_engines_side else (API_SERVER, ENGINES[0])
         (engine if is_engines_side else client).send(Unreachable(*pair))
-        news = await client.receive()
-        assert left(ENGINES[0])(news)
-        assert news.cause == f"the connection from {pair[0].label} to {pair[1].label} broke"
+        message = await client.receive()
+        assert left(ENGINES[0])(message)
+        assert message.cause == f"the connection from {pair[0].label} to {pair[1].label} broke"
         assert processes[0].signals == ["kill"]
         processes[0].end()
         assert (await it.launcher.next()).id == successor(ENGINES[0])
 
 
 @in_loop
-async def test_a_connection_that_broke_because_somebody_left_is_no_news(quick_news):
+async def test_connection_monitor_broken_by_exit_replaces_nothing_else(short_grace):
     async with fleet(data_parallel_size=2) as it:
         observer, processes = await it.adopt(), [await it.launcher.next() for _ in range(2)]
         for process in processes:
@@ -427,22 +427,22 @@ async def test_a_connection_that_broke_because_somebody_left_is_no_news(quick_ne
 
 @pytest.mark.parametrize("is_engines_side", [True, False])
 @in_loop
-async def test_a_guest_that_cannot_be_reached_leaves(quick_news, is_engines_side):
+async def test_connection_monitor_broken_to_external_client_evicts_it(short_grace, is_engines_side):
     async with fleet() as it:
         process = await it.launcher.next()
-        engine, guest = await it.bring_up(process), await register(it)
-        guest.start()
-        me = guest.attach.member
+        engine, external = await it.bring_up(process), await register(it)
+        external.start()
+        me = external.attach.member
         assert joined(me)(await engine.receive())
         pair = (ENGINES[0], me) if is_engines_side else (me, ENGINES[0])
-        (engine if is_engines_side else guest).send(Unreachable(*pair))
-        for member in (engine, guest):
+        (engine if is_engines_side else external).send(Unreachable(*pair))
+        for member in (engine, external):
             assert left(me)(await member.receive())
         assert not process.signals
 
 
 @in_loop
-async def test_a_member_that_the_supervisor_cannot_reach_is_replaced(quick_news, monkeypatch):
+async def test_connection_monitor_broken_from_supervisor_replaces_member(short_grace, monkeypatch):
     async with fleet() as it:
         process = await it.launcher.next()
         await it.bring_up(process)
@@ -454,7 +454,7 @@ async def test_a_member_that_the_supervisor_cannot_reach_is_replaced(quick_news,
 
 
 @in_loop
-async def test_nonsense_from_strangers_disturbs_nobody():
+async def test_supervisor_malformed_messages_are_dropped():
     async with fleet() as it:
         stranger = Outbox(lambda message: [message])
         stranger.connect("supervisor", it.address)
@@ -466,7 +466,7 @@ async def test_nonsense_from_strangers_disturbs_nobody():
         confused.send(Alive(ClientId("i", 5)))
         confused.send(Unreachable(ClientId("i", 5), EngineId("i", 77)))
         confused.send(EngineStarted(EngineId("i", 77), INFO))
-        guest = await register(it)
-        assert guest.attach.members == []
+        external = await register(it)
+        assert external.attach.members == []
         assert not it.supervisor.failed.done()
         stranger.close()

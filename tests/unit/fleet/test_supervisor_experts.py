@@ -1,4 +1,4 @@
-"""Engines that share experts: the supervisor brings them together, again and again."""
+"""Engines that share experts, and the rendezvous at which the supervisor forms their group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eagleray.messages.workers import Topology
 
 ENGINES = [EngineId("i", rank) for rank in range(2)]
 TOGETHER = {"data_parallel_size": 2, "enable_expert_parallel": True}
-ALONE = Topology(tensor_parallel_size=1, pipeline_parallel_size=1, nodes=["here"], addresses=["127.0.0.1"])
+SINGLE_WORKER = Topology(tensor_parallel_size=1, pipeline_parallel_size=1, nodes=["here"], addresses=["127.0.0.1"])
 
 Message = TypeVar("Message")
 
@@ -26,20 +26,20 @@ def short_delays(monkeypatch):
     monkeypatch.setattr(timeouts, "FIRST_RESTART_DELAY_SECONDS", 0.01)
 
 
-async def hear(member: FakeMember, kind: type[Message]) -> Message:
-    """The next message of that kind."""
+async def receive_kind(member: FakeMember, kind: type[Message]) -> Message:
+    """Return the next message of that kind."""
     while not isinstance(message := await member.receive(), kind):
         pass
     return message
 
 
-async def hear_call(member: FakeMember, epoch: int, missing: list[int]) -> None:
-    while (await hear(member, OpenExperts)) != OpenExperts(epoch, missing):
+async def receive_open(member: FakeMember, epoch: int, missing: list[int]) -> None:
+    while (await receive_kind(member, OpenExperts)) != OpenExperts(epoch, missing):
         pass
 
 
 def opened(engine: EngineId, epoch: int) -> EngineOpened:
-    return EngineOpened(rank=engine.rank, topology=ALONE, opened=[GroupOpened(store=f"{engine.label}:{epoch}")])
+    return EngineOpened(rank=engine.rank, topology=SINGLE_WORKER, opened=[GroupOpened(store=f"{engine.label}:{epoch}")])
 
 
 def open_for(member: FakeMember, epoch: int) -> None:
@@ -50,13 +50,13 @@ def open_for(member: FakeMember, epoch: int) -> None:
 
 
 async def bring_up(it: Fleet) -> tuple[list[FakeProcess], list[FakeMember]]:
-    """Two engines that have joined each other."""
+    """Bring up two engines that have joined one group."""
     processes = sorted([await it.launcher.next(), await it.launcher.next()], key=lambda process: process.id.rank)
     members = [await it.bind(process) for process in processes]
     for member in members:
         open_for(member, 1)
     for member in members:
-        formed = await hear(member, ExpertsFormed)
+        formed = await receive_kind(member, ExpertsFormed)
         assert formed.engines == [Joined(e, m.inbox.address) for e, m in zip(ENGINES, members, strict=True)]
         assert formed.members == [opened(engine, 1) for engine in ENGINES]
         member.start()
@@ -65,32 +65,32 @@ async def bring_up(it: Fleet) -> tuple[list[FakeProcess], list[FakeMember]]:
 
 
 @in_loop
-async def test_engines_open_and_join_when_all_have():
+async def test_rendezvous_all_engines_opened_sends_formed():
     async with fleet(**TOGETHER) as it:
         processes = {process.id: process for process in [await it.launcher.next() for _ in range(2)]}
         first = await it.bind(processes[ENGINES[0]])
-        await hear_call(first, 1, [0, 1])
+        await receive_open(first, 1, [0, 1])
         open_for(first, 1)
-        await hear_call(first, 1, [1])
+        await receive_open(first, 1, [1])
         second = await it.bind(processes[ENGINES[1]])
-        await hear_call(second, 1, [1])
+        await receive_open(second, 1, [1])
         open_for(second, 1)
-        assert (await hear(first, ExpertsFormed)) == (await hear(second, ExpertsFormed))
+        assert (await receive_kind(first, ExpertsFormed)) == (await receive_kind(second, ExpertsFormed))
 
 
 @in_loop
-async def test_who_lives_on_waits_for_the_successor_and_joins_it():
+async def test_rendezvous_engine_killed_forms_next_epoch_with_replacement():
     async with fleet(**TOGETHER) as it:
         processes, (first, _) = await bring_up(it)
         processes[1].end()
-        assert (await hear(first, Left)).member == ENGINES[1]
-        await hear_call(first, 2, [0, 1])
+        assert (await receive_kind(first, Left)).member == ENGINES[1]
+        await receive_open(first, 2, [0, 1])
         open_for(first, 2)
         replacement = await it.bind(await it.launcher.next())
-        await hear_call(replacement, 2, [1])
+        await receive_open(replacement, 2, [1])
         open_for(replacement, 2)
         for member in (first, replacement):
-            formed = await hear(member, ExpertsFormed)
+            formed = await receive_kind(member, ExpertsFormed)
             assert (formed.epoch, [one.member for one in formed.engines]) == (2, [ENGINES[0], successor(ENGINES[1])])
         replacement.start()
         await it.until(lambda: it.supervisor._replica_of(successor(ENGINES[1])).phase.name == "UP")
@@ -98,17 +98,17 @@ async def test_who_lives_on_waits_for_the_successor_and_joins_it():
 
 
 @in_loop
-async def test_a_group_that_is_found_broken_is_formed_anew():
+async def test_rendezvous_group_found_broken_forms_next_epoch():
     async with fleet(**TOGETHER) as it:
         _, (first, second) = await bring_up(it)
         open_for(first, 2)
-        await hear_call(second, 2, [1])
+        await receive_open(second, 2, [1])
         open_for(second, 2)
-        assert (await hear(first, ExpertsFormed)).epoch == 2
+        assert (await receive_kind(first, ExpertsFormed)).epoch == 2
 
 
 @in_loop
-async def test_who_waits_for_others_is_not_late(monkeypatch):
+async def test_rendezvous_waiting_engine_has_no_start_timeout(monkeypatch):
     monkeypatch.setattr(timeouts, "START_MARGIN_SECONDS", 0.0)
     async with fleet(startup_timeout=1.0, **TOGETHER) as it:
         processes = {process.id: process for process in [await it.launcher.next() for _ in range(2)]}
@@ -121,7 +121,7 @@ async def test_who_waits_for_others_is_not_late(monkeypatch):
 
 
 @in_loop
-async def test_without_one_of_them_none_can_serve():
+async def test_rendezvous_engine_given_up_ends_instance():
     async with fleet(max_engine_restarts=0, **TOGETHER) as it:
         processes, _ = await bring_up(it)
         processes[0].end()

@@ -9,12 +9,12 @@ from eagleray.messages.lifecycle import OpenExperts
 from eagleray.messages.steps import EngineOpened, GroupOpened
 from eagleray.messages.workers import Topology
 
-ALONE = Topology(tensor_parallel_size=1, pipeline_parallel_size=1, nodes=["here"], addresses=["127.0.0.1"])
+SINGLE_WORKER = Topology(tensor_parallel_size=1, pipeline_parallel_size=1, nodes=["here"], addresses=["127.0.0.1"])
 ENGINES = [EngineId("i", rank) for rank in range(3)]
 
 
 def opened(engine: EngineId) -> EngineOpened:
-    return EngineOpened(rank=engine.rank, topology=ALONE, opened=[GroupOpened(store=engine.label)])
+    return EngineOpened(rank=engine.rank, topology=SINGLE_WORKER, opened=[GroupOpened(store=engine.label)])
 
 
 def complete(group: ExpertRendezvous, *engines: EngineId) -> None:
@@ -23,7 +23,7 @@ def complete(group: ExpertRendezvous, *engines: EngineId) -> None:
     assert group.is_complete
 
 
-def test_it_is_complete_when_all_have_opened():
+def test_rendezvous_open_by_all_is_complete():
     group = ExpertRendezvous(range(3))
     assert group.open_message == OpenExperts(1, [0, 1, 2])
     for engine in (ENGINES[2], ENGINES[0]):
@@ -36,7 +36,7 @@ def test_it_is_complete_when_all_have_opened():
     assert group.members == [opened(engine) for engine in ENGINES]
 
 
-def test_the_loss_of_one_that_has_opened_begins_the_next_epoch():
+def test_rendezvous_remove_opened_engine_begins_next_epoch():
     group = ExpertRendezvous(range(2))
     complete(group, *ENGINES[:2])
     group.remove(ENGINES[1])
@@ -45,22 +45,22 @@ def test_the_loss_of_one_that_has_opened_begins_the_next_epoch():
     assert group.engines == [ENGINES[0], successor(ENGINES[1])]
 
 
-def test_the_loss_of_one_that_has_not_opened_changes_nothing():
+def test_rendezvous_remove_unopened_engine_changes_nothing():
     group = ExpertRendezvous(range(2))
     group.open(ENGINES[0], 1, opened(ENGINES[0]))
     group.remove(ENGINES[1])
     assert group.open_message == OpenExperts(1, [1])
     complete(group, successor(ENGINES[1]))
-    group.remove(ENGINES[1])  # it was lost before
+    group.remove(ENGINES[1])  # an earlier incarnation
     assert group.is_complete
 
 
-def test_who_finds_the_group_broken_begins_the_next_epoch_too():
+def test_rendezvous_open_for_later_epoch_begins_it():
     group = ExpertRendezvous(range(2))
     complete(group, *ENGINES[:2])
     assert group.open(ENGINES[0], 2, opened(ENGINES[0]))
     assert group.open_message == OpenExperts(2, [1])
-    group.remove(ENGINES[1])  # of which it was the first to know
+    group.remove(ENGINES[1])  # engine 0 noticed it first
     assert group.open_message == OpenExperts(2, [1])
     assert not group.open(successor(ENGINES[1]), 1, opened(successor(ENGINES[1])))
     complete(group, successor(ENGINES[1]))
@@ -70,9 +70,9 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["open", "break", "lose"]), st.integ
 
 
 @given(EVENTS)
-def test_a_group_never_has_somebody_who_is_gone_or_who_has_left_it(events):
+def test_rendezvous_any_events_contains_present_engines_only(events):
     group, there = ExpertRendezvous(range(3)), list(ENGINES)
-    epochs = [0, 0, 0]  # that each has opened for last
+    epochs = [0, 0, 0]  # the last epoch that each engine opened for
     for kind, rank in events:
         engine = there[rank]
         if kind == "lose":

@@ -14,7 +14,7 @@ def opened() -> tuple[Leases, asyncio.Queue]:
 
 
 @in_loop
-async def test_each_is_somebody_and_lapses_alone():
+async def test_leases_open_two_expire_separately():
     leases, lapsed = opened()
     first, second = leases.open("a", 0.05), leases.open("b", 3600.0)
     assert [first.index, second.index] == [FIRST_INDEX, FIRST_INDEX + 1]
@@ -30,7 +30,7 @@ async def test_each_is_somebody_and_lapses_alone():
 
 
 @in_loop
-async def test_who_was_heard_stays():
+async def test_leases_renew_extends():
     leases, lapsed = opened()
     client = leases.open("a", 0.2)
     leases.renew(client)
@@ -45,7 +45,7 @@ async def test_who_was_heard_stays():
 
 
 @in_loop
-async def test_time_in_which_nobody_could_be_heard_does_not_count(monkeypatch):
+async def test_leases_process_was_stopped_begin_anew(monkeypatch):
     monkeypatch.setattr("eagleray.fleet.timeouts.LATE_TIMER_SECONDS", 0.1)
     leases, lapsed = opened()
     client = leases.open("a", 0.1)
