@@ -195,7 +195,7 @@ def _segments(recording: Recording) -> list[_Segment]:
 
 def _address(array: Int32Array) -> int:
     assert array.flags.c_contiguous and array.dtype == np.int32
-    return array.ctypes.data
+    return torch.from_numpy(array).data_ptr()  # takes two thirds of the time of `array.ctypes.data`
 
 
 def aligned(memory: Tensor) -> int:
