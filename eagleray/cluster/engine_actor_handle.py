@@ -1,4 +1,4 @@
-"""Handle of an engine that is a Ray actor: created in a bundle, bound, run, killed."""
+"""Handle of an engine that is a Ray actor: created in a bundle, bound, monitored, killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eagleray.cluster.actor_process import EngineActor
 from eagleray.cluster.bundles import Bundle, Resources
 from eagleray.cluster.deadline import Deadline
 from eagleray.cluster.ray_errors import summarize
-from eagleray.cluster.spawn import ActorHandles, spawn
+from eagleray.cluster.spawn import ActorHandles, Sentinel, spawn
 from eagleray.cluster.timeouts import WAIT_SECONDS
 from eagleray.cluster.worker_actors import check_versions
 from eagleray.errors import WorkerLost
@@ -24,20 +24,16 @@ from eagleray.messages.lifecycle import EngineSpec
 
 
 class EngineActorHandle:
-    """An actor whose inbox is bound. The owner kills it."""
+    """An actor whose inbox is bound and whose engine waits to be attached. The owner kills it."""
 
     def __init__(self, actors: ActorHandles, address: str, node_id: str) -> None:
         self.address = address
         self._actors = actors
         self._node_id = node_id
-        self._sentinel: Any = None
-
-    def run(self) -> None:
-        """Let the actor run its engine."""
-        self._sentinel = self._actors.handles[0].serve.remote()
+        self._sentinel: Sentinel = actors.handles[0].serve.remote()
 
     def exit_reason(self, seconds: float) -> Failure | None:
-        """Return why the actor has exited; None if it still runs after `seconds`. Called after `run`."""
+        """Return why the actor has exited; None if it still runs after `seconds`."""
         ready, _ = ray.wait([self._sentinel], timeout=seconds)
         return exit_reason(self._sentinel, self._node_id) if ready else None
 
@@ -70,8 +66,9 @@ def open_engine_actor(
         infos = actors.get_info(deadline)
         check_versions([label], infos)
         address = _bind(actors.handles[0], label, target, spec, deadline)
+        handle = EngineActorHandle(actors, address, infos[0].node_id)
         undo.pop_all()
-        return EngineActorHandle(actors, address, infos[0].node_id)
+        return handle
 
 
 def _bind(handle: Any, label: str, target: str, spec: EngineSpec, deadline: Deadline) -> str:

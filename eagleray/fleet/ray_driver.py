@@ -213,7 +213,6 @@ class RayEngineLifecycle:
         try:
             actor = self._create_actor()
             outbox.send(LAUNCHER, Bound(engine, actor.address))
-            actor.run()
             while (cause := actor.exit_reason(timeouts.ACTOR_POLL_INTERVAL_SECONDS)) is None:
                 self._check_cancelled()
             return cause
