@@ -17,7 +17,6 @@ from eagleray.kernels.forward_batch import ForwardBatch
 from eagleray.kernels.kv_cache import CacheShape, KVCache
 from eagleray.kernels.rope import Rope
 from eagleray.models.layers.decoder import DecoderLayer
-from eagleray.models.layers.embedding import Head
 from eagleray.models.moe.layout import ExpertLayout
 from eagleray.models.moe.rebalance import Rebalancer
 from eagleray.models.sharding import kv_heads
@@ -44,7 +43,7 @@ class Model:
         embedding: Operation | None,
         layers: Sequence[DecoderLayer],
         norm: Operation | None,
-        head: Head | None,
+        head: Operation | None,
         rope: Rope,
         num_parameters: int,
         experts: ExpertLayout | None = None,
@@ -122,7 +121,7 @@ class Model:
         rank only computes its experts for other engines that are busy.
         """
         num_tokens = batch.num_tokens
-        if self._experts is not None:
+        if self._experts is not None and self.exchanges_tokens:
             self._experts.set_num_tokens(num_tokens)
         if num_tokens == 0 and not self._any_engine_busy:
             return torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
@@ -137,7 +136,9 @@ class Model:
         """Return float32 [n, vocab_size] of hidden states [n, hidden_size] on the first rank of the last stage, and
         None on its other ranks, which must make the call too. The next call may overwrite the result."""
         assert self._head is not None, "only the last stage has logits"
-        return self._head(hidden)
+        part: Tensor = self._head(hidden)
+        logits = self.groups.tp.gather(part) if self.groups.tp.size > 1 else part
+        return None if logits is None else logits[:, : self.spec.vocab_size].float().contiguous()
 
     def _compute(self, x: HiddenStates, caches: Sequence[Tensor], context: Context) -> HiddenStates:
         """Map token ids, or the hidden states of the previous stage, to those for the next stage or the head."""

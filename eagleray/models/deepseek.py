@@ -45,7 +45,7 @@ def read_deepseek_v2(config: ConfigFile) -> ModelSpec:
     if config.boolean("norm_topk_prob", False):
         config.fail(
             "`norm_topk_prob` is true, which is not supported for DeepseekV2ForCausalLM: implementations disagree on "
-            "what it does there"
+            "its meaning there"
         )
     method = config.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
@@ -193,7 +193,7 @@ def _num_shared(config: ConfigFile, default: int) -> int:
 
 
 def _check_expert_counts(config: ConfigFile, moe: MoeSpec) -> None:
-    """Fail if a token cannot choose as many experts as the file says."""
+    """Fail if the number of experts per token exceeds the number that a token can choose from."""
     experts, groups = moe.num_experts, moe.num_groups
     if experts % groups != 0:
         config.fail(f"`n_routed_experts` {experts} must be a multiple of `n_group` {groups}")
@@ -202,4 +202,4 @@ def _check_expert_counts(config: ConfigFile, moe: MoeSpec) -> None:
     if moe.group_score == "top2" and experts // groups < 2:
         config.fail(f"`n_group` {groups} leaves a group of one expert; a group's score takes two")
     if moe.top_k > (candidates := experts // groups * moe.top_groups):
-        config.fail(f"`num_experts_per_tok` must be at most {candidates}, what `topk_group` leaves, not {moe.top_k}")
+        config.fail(f"`num_experts_per_tok` must be at most {candidates}, which `topk_group` leaves, not {moe.top_k}")

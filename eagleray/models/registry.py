@@ -24,7 +24,7 @@ from eagleray.models.dummy import DummyWeights
 from eagleray.models.gpt_oss import load_layer as load_gpt_oss_layer
 from eagleray.models.gpt_oss import read_gpt_oss
 from eagleray.models.layers.decoder import DecoderLayer, load_dense_layer
-from eagleray.models.layers.embedding import Head, load_embedding_and_head
+from eagleray.models.layers.embedding import load_embedding_and_head
 from eagleray.models.llama import read_llama, read_mistral
 from eagleray.models.loading import CheckpointWeights, read_headers, stored_dtype
 from eagleray.models.mixtral import load_layer as load_mixtral_layer
@@ -247,7 +247,7 @@ def _load_parts(
     layout: ExpertLayout | None,
     *,
     num_threads: int,
-) -> tuple[Operation | None, list[DecoderLayer], Head | None]:
+) -> tuple[Operation | None, list[DecoderLayer], Operation | None]:
     """Load the embedding, the layers and the head of this stage, as `Model` takes them."""
     mesh = groups.mesh
 

@@ -49,10 +49,10 @@ def check_fits(spec: ModelSpec, mesh: Mesh, *, has_whole_experts: bool = False) 
             f"option `pipeline_parallel_size`: {pp} stages are more than the model's {spec.num_layers} layers; at most "
             f"{spec.num_layers} fit"
         )
-    for what in _misfits(spec, tp, has_whole_experts):
+    for misfit in _misfits(spec, tp, has_whole_experts):
         sizes = range(1, spec.num_heads + 1)
         fits = ", ".join(str(size) for size in sizes if not _misfits(spec, size, has_whole_experts))
-        raise ConfigError(f"option `tensor_parallel_size`: {tp} does not fit the model's {what}; what fits is {fits}")
+        raise ConfigError(f"option `tensor_parallel_size`: {tp} does not fit the model's {misfit}; what fits is {fits}")
 
 
 def check_experts(spec: ModelSpec, *, num_ranks: int, num_redundant: int) -> None:

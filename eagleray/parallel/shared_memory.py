@@ -180,12 +180,12 @@ class SharedMemoryGroup:
         out = x.new_empty((sum(receive_counts), *x.shape[1:]))
         sent, received, row_bytes = _as_bytes(x), _as_bytes(out), _row_bytes(x)
         sizes = [count * row_bytes for count in send_counts]
-        places = list(accumulate((count * row_bytes for count in receive_counts), initial=0))
+        offsets = list(accumulate((count * row_bytes for count in receive_counts), initial=0))
         assert len(sent) == sum(sizes), "x has the rows that are sent"
 
         start = sum(sizes[: self.rank])
         before, own, after = sent.split([start, sizes[self.rank], len(sent) - start - sizes[self.rank]])
-        received[places[self.rank] : places[self.rank + 1]].copy_(own)  # it is not sent
+        received[offsets[self.rank] : offsets[self.rank + 1]].copy_(own)  # it is not sent
         sizes[self.rank] = 0
         self.bytes_sent["all_to_all"] += sum(sizes)
 
@@ -199,8 +199,8 @@ class SharedMemoryGroup:
             table = [buffer[: len(line)].view(torch.int64).tolist() for buffer in buffers]
             longest = max(sum(row) for row in table)
             for other in self._others:
-                assert table[other][self.rank] == places[other + 1] - places[other], "the counts of two ranks differ"
-                part, start = received[places[other] : places[other + 1]], sum(table[other][: self.rank])
+                assert table[other][self.rank] == offsets[other + 1] - offsets[other], "the counts of two ranks differ"
+                part, start = received[offsets[other] : offsets[other + 1]], sum(table[other][: self.rank])
                 _copy_from_window(buffers[other][head:], first, into=part, start=start)
             first += self._buffer_bytes - head
         return out
@@ -280,12 +280,12 @@ def _row_bytes(x: Tensor) -> int:
 
 def _fill_window(parts: Sequence[Tensor], first: int, *, into: Tensor) -> None:
     """Copy bytes of the concatenated parts, from the byte `first` on, to `into`, until it is full."""
-    place = -first
+    offset = -first
     for part in parts:
-        low, high = max(place, 0), min(place + len(part), len(into))
+        low, high = max(offset, 0), min(offset + len(part), len(into))
         if low < high:
-            into[low:high].copy_(part[low - place : high - place])
-        place += len(part)
+            into[low:high].copy_(part[low - offset : high - offset])
+        offset += len(part)
 
 
 def _copy_from_window(window: Tensor, first: int, *, into: Tensor, start: int) -> None:

@@ -94,7 +94,7 @@ class Program:
         self._set_batch(batch)
         run, kind = self._library.er_run, int(self._dtype == torch.bfloat16)
         threads = threads_for(self._num_weights, self._dtype, num_tokens, self._num_threads)
-        num_own = len(token_shard(num_tokens, self._tp))
+        num_own = len(token_shard(num_tokens, self._tp)) if self._tp.size > 1 else num_tokens
         for segment in self._segments:
             if segment.host is not None:
                 segment.host.apply(*[self._view(value, num_tokens, num_own) for value in segment.host.rows])

@@ -5,8 +5,6 @@ A tensor-parallel rank has the weight's rows of some tokens of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,38 +19,24 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 
-Head = Callable[[Tensor], Tensor | None]
-"""hidden states [n, hidden_size] -> logits, float32 [n, vocab_size] on rank 0 and None on the others"""
-
-
 def load_embedding_and_head(
     spec: ModelSpec, weights: Weights, kernels: KernelBackend, mesh: Mesh, tp: TensorParallelGroup
-) -> tuple[Operation | None, Head | None]:
-    """Return the embedding if this is the first stage (token ids to hidden states), and the head if it is the last."""
+) -> tuple[Operation | None, Operation | None]:
+    """Return the embedding if this is the first stage, and the head if it is the last.
+
+    The embedding maps token ids to hidden states. The head maps hidden states to the logits of this rank's tokens.
+    These are equally many on every rank, so the last ones may be padding beyond the vocabulary.
+    """
     own = padded_shard(spec.vocab_size, tp)
     embedding: Operation | None = None
-    product: Operation | None = None
+    head: Operation | None = None
     if spec.tie_embeddings and mesh.is_first_stage and mesh.is_last_stage:
-        embedding, product = kernels.tied_embedding(_load_rows(EMBEDDING, spec, weights, own), own.start)
+        embedding, head = kernels.tied_embedding(_load_rows(EMBEDDING, spec, weights, own), own.start)
     elif mesh.is_first_stage:
         embedding = kernels.embedding(_load_rows(EMBEDDING, spec, weights, own), own.start)
-    if mesh.is_last_stage and product is None:
-        product = kernels.linear(_load_rows(EMBEDDING if spec.tie_embeddings else HEAD, spec, weights, own), None)
-    return (
-        None if embedding is None else lambda token_ids: kernels.all_reduce(embedding(token_ids), tp),
-        None if product is None else _make_head(product, spec.vocab_size, tp),
-    )
-
-
-def _make_head(product: Operation, vocab_size: int, tp: TensorParallelGroup) -> Head:
-    """`product` maps hidden states to the logits of this rank's tokens. These are equally many on every rank, so the
-    last ones may be padding beyond the vocabulary."""
-
-    def head(hidden: Tensor) -> Tensor | None:
-        logits = tp.gather(product(hidden))
-        return None if logits is None else logits[:, :vocab_size].float().contiguous()
-
-    return head
+    if mesh.is_last_stage and head is None:
+        head = kernels.linear(_load_rows(EMBEDDING if spec.tie_embeddings else HEAD, spec, weights, own), None)
+    return None if embedding is None else lambda token_ids: kernels.all_reduce(embedding(token_ids), tp), head
 
 
 def _load_rows(name: str, spec: ModelSpec, weights: Weights, own: range) -> Tensor:
