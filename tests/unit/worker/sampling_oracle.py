@@ -1,4 +1,4 @@
-"""What the sampler must do, said naively: one request at a time, in plain Python and float64."""
+"""Naive definition of the sampler: one request at a time, in plain Python and float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from eagleray.messages.sampling import Sampling
 
 MARGIN = 1e-6
-"""Closer than this to a boundary float32 may decide either way."""
+"""Distance to a boundary below which float32 may decide either way."""
 
 
 @dataclass
@@ -27,12 +27,12 @@ class Request:
 @dataclass
 class Choice:
     token: int | None
-    """None: no token is allowed."""
+    """None if no token is allowed."""
     is_certain: bool = True
 
 
 def choose(logits: np.ndarray, request: Request) -> Choice:
-    """The next token, given its raw logits [vocab_size]."""
+    """Return the next token, given its raw logits [vocab_size]."""
     sampling = request.sampling
     adjusted = adjust(logits.astype(np.float32), request)
     if not np.isfinite(adjusted).any():
@@ -75,7 +75,7 @@ def adjust(logits: np.ndarray, request: Request) -> np.ndarray:
 
 
 def restrict(logits: np.ndarray, order: list[int], sampling: Sampling) -> tuple[dict[int, float], bool]:
-    """What is left to draw from, with its unnormalised probabilities; and whether float32 leaves the same."""
+    """Return the kept tokens with their unnormalised probabilities, and whether float32 certainly keeps the same."""
     highest = float(logits[order[0]])
     weight = {token: math.exp((float(logits[token]) - highest) / sampling.temperature) for token in order}
     is_certain = all(abs(value - sampling.min_p) > MARGIN for value in weight.values()) or sampling.min_p in (0, 1)
@@ -97,7 +97,7 @@ def splitmix_uniform(seed: int, position: int) -> float:
 
 
 def splitmix(state: int, index: int) -> int:
-    """Output number `index` of SplitMix64, from an initial state."""
+    """Return output number `index` of SplitMix64, from an initial state."""
     bits = (state + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64

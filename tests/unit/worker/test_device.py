@@ -1,4 +1,4 @@
-"""Which cores a worker keeps to."""
+"""Threads and cores of a worker."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def make_cpus(path, places):
     return path
 
 
-def test_both_threads_of_a_core_go_to_one_worker(tmp_path):
+def test_cores_of_both_threads_of_a_core_go_to_one_worker(tmp_path):
     cpus = make_cpus(tmp_path, [(0, 0), (0, 1), (0, 0), (0, 1)])
     assert cores_of(range(4), num_workers=2, index=0, cpus=cpus) == [0, 2]
     assert cores_of(range(4), num_workers=2, index=1, cpus=cpus) == [1, 3]
 
 
-def test_a_worker_stays_on_one_socket(tmp_path):
+def test_cores_of_worker_stays_on_one_socket(tmp_path):
     cpus = make_cpus(tmp_path, [(0, 0), (1, 0), (0, 1), (1, 1)])
     assert cores_of(range(4), num_workers=2, index=0, cpus=cpus) == [0, 2]
     assert cores_of(range(4), num_workers=2, index=1, cpus=cpus) == [1, 3]
 
 
-def test_only_what_the_process_may_use_is_shared_out(tmp_path):
-    """And what does not divide is left to nobody."""
+def test_cores_of_divides_only_usable_cores(tmp_path):
+    """Cores that do not divide evenly stay unused."""
     shares = [cores_of([3, 5, 6, 7, 9], num_workers=2, index=index, cpus=tmp_path) for index in (0, 1)]
     assert shares == [[3, 5], [6, 7]]
 
 
-def test_threads_of_workers_that_share_out_all_cores_are_bound():
+def test_set_threads_workers_that_divide_all_cores_are_bound():
     usable, threads = os.sched_getaffinity(0), torch.get_num_threads()
     try:
         share = len(usable) // 2
@@ -49,7 +49,7 @@ def test_threads_of_workers_that_share_out_all_cores_are_bound():
         torch.set_num_threads(threads)
 
 
-def test_who_says_how_many_threads_or_is_alone_is_not_bound():
+def test_set_threads_given_number_or_single_worker_is_not_bound():
     usable, threads = os.sched_getaffinity(0), torch.get_num_threads()
     try:
         assert set_threads(1, num_workers=2, index=0) == 1

@@ -1,4 +1,4 @@
-"""The worker extension: found and made, and called without harm to the worker."""
+"""The worker extension: it is found and made, and calls do not harm the worker."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def failure_of(extension, method, *args):
     return returned.failure
 
 
-def test_methods_get_plain_arguments_and_return_plain_results(extension):
+def test_extension_call_passes_plain_arguments_and_results(extension):
     assert call(extension, "show", 1, [2.5], x={"y": b"z"}) == {"args": [1, [2.5]], "kwargs": {"x": {"y": b"z"}}}
     assert call(extension, "rank") == 3
     assert call(extension, "still") == "still"
@@ -90,7 +90,7 @@ def test_methods_get_plain_arguments_and_return_plain_results(extension):
     assert (array.tolist(), total) == ([0, 2, 4, 6], 12)
 
 
-def test_what_a_method_raises_is_an_answer(extension):
+def test_extension_call_method_raises_returns_failure(extension):
     failure = failure_of(extension, "fail")
     assert str(failure) == "KeyError: 'no weights'"
     assert "in fail" in failure.traceback
@@ -99,14 +99,14 @@ def test_what_a_method_raises_is_an_answer(extension):
     assert call(extension, "rank") == 3
 
 
-def test_a_result_that_is_not_plain_is_an_answer_that_says_where(extension):
+def test_extension_call_result_not_plain_returns_failure_with_place(extension):
     failure = failure_of(extension, "strange")
     assert failure.kind == "TypeError"
     assert "the result of `strange`[0]: a value of type builtins.set" in failure.message
 
 
 @pytest.mark.parametrize("method", ["missing", "_private", "__init__", "__class__", "number", "worker", "helper", ""])
-def test_only_public_methods_of_the_class_can_be_called(extension, method):
+def test_extension_call_not_a_public_method_is_refused(extension, method):
     failure = failure_of(extension, method)
     assert (failure.kind, failure.is_user_error) == (InvalidRequest.__name__, True)
     assert failure.message == (
@@ -128,6 +128,6 @@ def test_only_public_methods_of_the_class_can_be_called(extension, method):
         ("users_module:Demanding", "making it with the worker raised TypeError: .*'more'"),
     ],
 )
-def test_an_extension_that_cannot_be_had_is_a_mistake_in_the_option(module, path, message):
+def test_extension_load_invalid_option_raises_config_error(module, path, message):
     with pytest.raises(ConfigError, match=f"option `worker_extension_cls` = '{path}': {message}"):
         Extension.load(path, SimpleNamespace(rank=0))

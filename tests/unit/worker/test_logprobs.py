@@ -14,26 +14,26 @@ from eagleray.worker.sampling_state import SamplingState
 
 
 def sample(logits: torch.Tensor, samplings: list[Sampling], generated: tuple[int, ...] = ()) -> Sampled:
-    rows = SamplingState(num_rows=len(samplings), vocab_size=logits.shape[1], device=torch.device("cpu"))
+    state = SamplingState(num_rows=len(samplings), vocab_size=logits.shape[1], device=torch.device("cpu"))
     order = list(range(len(samplings)))
     for row in reversed(order):
-        rows.add_row(row, samplings[row], [0, *generated], 1)
-    return Sampler(rows, Ranking()).sample(logits.clone(), order, [1 + len(generated)] * len(order))
+        state.add_row(row, samplings[row], [0, *generated], 1)
+    return Sampler(state, Ranking()).sample(logits.clone(), order, [1 + len(generated)] * len(order))
 
 
 def ranked(logits: torch.Tensor) -> list[int]:
     return sorted(range(len(logits)), key=lambda token: (-logits[token].item(), token))
 
 
-def check(report: TokenLogprobs, logits: torch.Tensor, chosen: int, top: int, asked: tuple[int, ...] = ()) -> None:
+def check(report: TokenLogprobs, logits: torch.Tensor, chosen: int, top: int, requested: tuple[int, ...] = ()) -> None:
     expected = torch.log_softmax(logits.double(), -1)
-    assert report.token_ids == [chosen, *ranked(logits)[:top], *asked]
+    assert report.token_ids == [chosen, *ranked(logits)[:top], *requested]
     assert report.logprobs == pytest.approx(expected[report.token_ids].tolist(), abs=1e-5)
     assert report.rank == 1 + int((logits > logits[chosen]).sum())
 
 
 @pytest.mark.parametrize("vocab_size", [5, 200])
-def test_reports_what_each_row_asked_for(vocab_size: int) -> None:
+def test_sample_logprobs_reports_each_rows_request(vocab_size: int) -> None:
     torch.manual_seed(0)
     logits = torch.randn(6, vocab_size) * 3
     samplings = [
@@ -51,7 +51,7 @@ def test_reports_what_each_row_asked_for(vocab_size: int) -> None:
         check(report, logits[row], sampled.token_ids[row], own.logprobs or 0, own.logprob_token_ids)
 
 
-def test_they_are_the_models_own_whatever_changes_the_choice() -> None:
+def test_sample_logprobs_are_raw_whatever_adjusts_the_choice() -> None:
     torch.manual_seed(1)
     logits = torch.randn(2, 30)
     changed = Sampling(
@@ -73,7 +73,7 @@ def test_they_are_the_models_own_whatever_changes_the_choice() -> None:
     check(sampled.logprobs[0], logits[0], 11, 4)
 
 
-def test_equal_logits_share_a_rank_and_come_in_order_of_their_ids() -> None:
+def test_sample_logprobs_equal_logits_share_rank_in_order_of_ids() -> None:
     logits = torch.tensor([[1.0, 2.0, 0.0, 2.0, 2.0, 1.0]])
     for top in range(6):
         report = sample(logits, [Sampling(seed=0, allowed_token_ids=(4,), logprobs=top)]).logprobs[0]
@@ -81,13 +81,15 @@ def test_equal_logits_share_a_rank_and_come_in_order_of_their_ids() -> None:
         assert report.rank == 1
 
 
-def test_a_small_vocabulary_has_fewer_than_asked_for() -> None:
-    samplings = [Sampling(seed=0, temperature=0.0, logprobs=20, logprob_token_ids=asked) for asked in ((2,), ())]
+def test_sample_logprobs_small_vocabulary_reports_fewer() -> None:
+    samplings = [
+        Sampling(seed=0, temperature=0.0, logprobs=20, logprob_token_ids=requested) for requested in ((2,), ())
+    ]
     reports = sample(torch.tensor([[0.0, 2.0, 1.0]] * 2), samplings).logprobs
     assert [reports[row].token_ids for row in (0, 1)] == [[1, 1, 2, 0, 2], [1, 1, 2, 0]]
 
 
-def test_they_are_the_same_alone_and_in_any_batch() -> None:
+def test_sample_logprobs_are_equal_alone_and_in_a_batch() -> None:
     torch.manual_seed(2)
     logits = torch.randn(9, 4001) * 4
     samplings = [Sampling(seed=row, logprobs=row % 4, logprob_token_ids=tuple(range(row % 3))) for row in range(9)]
@@ -117,7 +119,7 @@ def test_prompt_logprobs_equal_log_softmax(k: int, monkeypatch: pytest.MonkeyPat
     ]
 
 
-def test_prompt_logprobs_of_a_broken_model_are_nan_and_no_exception() -> None:
+def test_prompt_logprobs_nan_logits_give_nan() -> None:
     scored = prompt_logprobs(torch.full((2, 10), torch.nan), torch.tensor([1, 2]), 3, start=1, ranking=Ranking())
     assert scored.token_ids.tolist() == [[1, 0, 1, 2], [2, 0, 1, 2]]
     assert np.isnan(scored.logprobs).all()

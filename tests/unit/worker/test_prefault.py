@@ -1,4 +1,4 @@
-"""Pages of the cache that come next are there before a step needs them, and nobody asks for any while one runs."""
+"""Cache pages are resident before a step needs them, and none are requested while a step runs."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class FakeRunner:
         self.is_stepping = False
 
 
-class Asked:
-    """What the system was asked for: (layer, first block, blocks)."""
+class RequestedPages:
+    """Records the requested pages: (layer, first block, number of blocks)."""
 
     def __init__(self, of):
         self._of = of
@@ -80,41 +80,41 @@ def opened():
     assert not any(thread.name == "prefault" for thread in threading.enumerate())
 
 
-def test_so_far_ahead_layer_by_layer(opened):
+def test_prefaulter_quiet_requests_limited_pages_layer_by_layer(opened):
     of = cache(40)
-    asked = Asked(of)
-    runner = opened(of, ahead_bytes=2 * 8 * BLOCK_BYTES, populate=asked)
-    assert asked.until(4) == [(0, 0, 4), (1, 0, 4), (0, 4, 4), (1, 4, 4)]
+    requested = RequestedPages(of)
+    runner = opened(of, ahead_bytes=2 * 8 * BLOCK_BYTES, populate=requested)
+    assert requested.until(4) == [(0, 0, 4), (1, 0, 4), (0, 4, 4), (1, 4, 4)]
     with runner.step(3, 9):
         pass
-    assert asked.until(8)[4:] == [(0, 8, 4), (1, 8, 4), (0, 12, 4), (1, 12, 4), (0, 16, 4), (1, 16, 4)]
+    assert requested.until(8)[4:] == [(0, 8, 4), (1, 8, 4), (0, 12, 4), (1, 12, 4), (0, 16, 4), (1, 16, 4)]
 
 
-def test_what_was_used_meanwhile_is_passed_over_and_the_end_is_the_end(opened):
+def test_prefaulter_used_blocks_are_skipped_and_cache_end_stops(opened):
     of = cache(22, num_layers=1)
-    asked = Asked(of)
-    runner = opened(of, populate=asked)
+    requested = RequestedPages(of)
+    runner = opened(of, populate=requested)
     with runner.step(14):
         pass
-    assert asked.until(3) == [(0, 12, 4), (0, 16, 4), (0, 20, 2)]
+    assert requested.until(3) == [(0, 12, 4), (0, 16, 4), (0, 20, 2)]
 
 
-def test_nothing_while_a_step_runs(opened):
+def test_prefaulter_running_step_requests_nothing(opened):
     of = cache(8)
-    asked = Asked(of)
-    runner = opened(of, populate=asked)
+    requested = RequestedPages(of)
+    runner = opened(of, populate=requested)
     with runner.step(0):
         time.sleep(10 * QUIET)
-        assert asked.pieces == []
-    assert len(asked.until(4)) == 4
+        assert requested.pieces == []
+    assert len(requested.until(4)) == 4
 
 
-def test_a_step_that_begins_ends_it(opened):
+def test_prefaulter_new_step_interrupts_requests(opened):
     of, began, let_go = cache(40), threading.Event(), threading.Event()
-    asked = Asked(of)
+    requested = RequestedPages(of)
 
     def populate(address, size):
-        asked(address, size)
+        requested(address, size)
         began.set()
         assert let_go.wait(SECONDS)
 
@@ -123,11 +123,11 @@ def test_a_step_that_begins_ends_it(opened):
     with runner.step(0):
         let_go.set()
         time.sleep(5 * QUIET)
-        assert len(asked.pieces) == 1
-    assert len(asked.until(20)) == 21  # the first piece is asked for again
+        assert len(requested.pieces) == 1
+    assert len(requested.until(20)) == 21  # the first piece is requested for again
 
 
-def test_a_system_that_does_not_do_it_is_left_alone(opened):
+def test_prefaulter_system_refuses_stops(opened):
     calls = []
 
     def refuse(address, size):
@@ -139,7 +139,7 @@ def test_a_system_that_does_not_do_it_is_left_alone(opened):
     assert len(calls) == 1
 
 
-def test_the_pages_are_there_and_hold_what_they_held():
+def test_prefaulter_pages_are_resident_and_keep_content():
     num_blocks = 20
     memory = mmap.mmap(-1, num_blocks * BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     layer = torch.frombuffer(memory, dtype=torch.float32).view(num_blocks, BLOCK_BYTES // 4)

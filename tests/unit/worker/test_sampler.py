@@ -15,23 +15,23 @@ CPU = torch.device("cpu")
 
 
 class Bench:
-    """A sampler with its rows, and what each row's request has generated."""
+    """A sampler with its state, and the tokens that each row's request has generated."""
 
     def __init__(self, vocab_size: int, num_rows: int = 16) -> None:
-        self.rows = SamplingState(num_rows=num_rows, vocab_size=vocab_size, device=CPU)
-        self.sampler = Sampler(self.rows, Ranking())
+        self.state = SamplingState(num_rows=num_rows, vocab_size=vocab_size, device=CPU)
+        self.sampler = Sampler(self.state, Ranking())
         self.requests: dict[int, Request] = {}
 
     def start(self, row: int, request: Request) -> None:
         self.requests[row] = Request(request.sampling, request.prompt, list(request.generated))
-        self.rows.add_row(row, request.sampling, request.known, len(request.prompt))
+        self.state.add_row(row, request.sampling, request.known, len(request.prompt))
 
     def sample(self, logits: torch.Tensor, rows: list[int]) -> Sampled:
         return self.sampler.sample(logits.clone(), rows, [len(self.requests[row].known) for row in rows])
 
     def step(self, logits: torch.Tensor, rows: list[int]) -> Sampled:
         sampled = self.sample(logits, rows)
-        self.rows.append_tokens(sampled.rows, sampled.token_ids)
+        self.state.append_tokens(sampled.rows, sampled.token_ids)
         for row, token in zip(sampled.rows, sampled.token_ids, strict=True):
             self.requests[row].generated.append(token)
         return sampled
@@ -49,7 +49,7 @@ def token_of(logits: torch.Tensor, sampling: Sampling, prompt: tuple[int, ...] =
 
 
 def random_sampling(rng: np.random.Generator, vocab_size: int) -> Sampling:
-    """Each feature in about a third of the requests."""
+    """Return parameters that use each feature in about a third of the requests."""
 
     def some(value: object, otherwise: object) -> object:
         return value if rng.random() < 0.35 else otherwise
@@ -88,7 +88,7 @@ def random_logits(rng: np.random.Generator, num_lines: int, vocab_size: int) -> 
 
 
 @pytest.mark.parametrize("vocab_size", [3, 11, 60, 600])
-def test_equals_the_naive_definition(vocab_size: int) -> None:
+def test_sampler_equals_the_oracle(vocab_size: int) -> None:
     rng = np.random.default_rng(vocab_size)
     num_compared = 0
     for _ in range(15):
@@ -113,13 +113,13 @@ def test_equals_the_naive_definition(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [1999, 5003])
-def test_a_rows_token_is_the_same_alone_and_in_any_batch(vocab_size: int) -> None:
+def test_sampler_token_is_equal_alone_and_in_a_batch(vocab_size: int) -> None:
     rng = np.random.default_rng(1)
     logits = torch.cat([random_logits(rng, 1, vocab_size) for _ in range(12)])
     requests = [random_request(rng, vocab_size) for _ in range(12)]
 
     def tokens_of(members: list[int]) -> dict[int, object]:
-        """By request; rows are handed out in this order."""
+        """Return tokens by request; requests get rows in the order of `members`."""
         bench = Bench(vocab_size)
         for row, member in enumerate(members):
             bench.start(row, requests[member])
@@ -143,7 +143,7 @@ def test_a_rows_token_is_the_same_alone_and_in_any_batch(vocab_size: int) -> Non
         Sampling(seed=0, temperature=3.0, top_k=700),
     ],
 )
-def test_neither_chunks_nor_the_way_to_restrict_change_a_token(
+def test_sampler_chunks_and_draw_method_do_not_change_tokens(
     sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocab_size, rows = 3001, list(range(16))
@@ -168,7 +168,7 @@ def as_dict(sampling: Sampling) -> dict[str, object]:
     return {name: getattr(sampling, name) for name in sampling.__struct_fields__}
 
 
-def test_draws_follow_the_probabilities() -> None:
+def test_sampler_draws_of_many_seeds_follow_probabilities() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, -torch.inf, 2.0, -3.0])
     num_draws = 8000
     bench = Bench(8, num_rows=num_draws)
@@ -182,7 +182,7 @@ def test_draws_follow_the_probabilities() -> None:
     assert ((counts - expected)[present] ** 2 / expected[present]).sum() < 25  # 6 degrees of freedom: 1 in 3,000
 
 
-def test_draws_of_one_request_follow_the_probabilities_over_positions() -> None:
+def test_sampler_draws_of_many_positions_follow_probabilities() -> None:
     logits, num_draws = torch.tensor([[0.3, 0.0, -0.4, 1.0]]), 3000
     bench = Bench(4, num_rows=1)
     bench.start(0, Request(Sampling(seed=77), [0], []))
@@ -191,21 +191,21 @@ def test_draws_of_one_request_follow_the_probabilities_over_positions() -> None:
     assert ((np.bincount(drawn, minlength=4) - expected) ** 2 / expected).sum() < 20  # 3 degrees of freedom
 
 
-def test_the_same_seed_and_position_give_the_same_token_and_others_do_not() -> None:
+def test_sampler_seed_and_position_decide_the_token() -> None:
     logits = torch.zeros(1000)
     tokens = [token_of(logits, Sampling(seed=seed), prompt) for seed in (1, 1, 2) for prompt in ((5,), (5, 6))]
     assert tokens[:2] == tokens[2:4]
     assert len(set(tokens)) == 4
 
 
-def test_greedy_takes_the_lowest_id_of_equal_logits_and_so_does_top_k_of_one() -> None:
+def test_sampler_greedy_takes_lowest_id_of_equal_logits() -> None:
     logits = torch.tensor([0.0, 3.0, 1.0, 3.0, 3.0])
     for sampling in (Sampling(seed=3, temperature=0.0), Sampling(seed=3, top_k=1), Sampling(seed=3, temperature=1e-9)):
         assert token_of(logits, sampling) == 1
 
 
 @pytest.mark.parametrize("few", [0, 256])
-def test_top_k_keeps_exactly_k_of_equal_logits(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampler_top_k_keeps_exactly_k_of_equal_logits(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_sampler, "FEW", few)
     logits = torch.tensor([1.0, 2.0, 2.0, 0.0, 2.0, 2.0])
     drawn = {token_of(logits, Sampling(seed=seed, top_k=3)) for seed in range(60)}
@@ -213,17 +213,17 @@ def test_top_k_keeps_exactly_k_of_equal_logits(few: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("top_p, kept", [(0.3, {0}), (0.7, {0, 1}), (0.85, {0, 1, 2}), (1.0, {0, 1, 2, 3})])
-def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, kept: set[int]) -> None:
+def test_sampler_top_p_keeps_smallest_set_that_reaches_it(top_p: float, kept: set[int]) -> None:
     logits = torch.tensor([0.4, 0.35, 0.15, 0.1]).log()
     assert {token_of(logits, Sampling(seed=seed, top_p=top_p)) for seed in range(100)} == kept
 
 
-def test_top_p_counts_what_top_k_has_left() -> None:
+def test_sampler_top_p_applies_after_top_k() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()  # of the first two, the first has 57 %
     assert {token_of(logits, Sampling(seed=seed, top_k=2, top_p=0.5)) for seed in range(50)} == {0}
 
 
-def test_min_p_is_relative_to_the_likeliest_token() -> None:
+def test_sampler_min_p_is_relative_to_likeliest_token() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     assert {token_of(logits, Sampling(seed=seed, min_p=0.25)) for seed in range(100)} == {0, 1, 2}
     assert {token_of(logits, Sampling(seed=seed, min_p=1.0)) for seed in range(20)} == {0}
@@ -231,7 +231,7 @@ def test_min_p_is_relative_to_the_likeliest_token() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e4, 1e38])
 @pytest.mark.parametrize("restriction", [{}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.5}])
-def test_extreme_temperatures(temperature: float, restriction: dict[str, float]) -> None:
+def test_sampler_extreme_temperatures_are_greedy_or_flat(temperature: float, restriction: dict[str, float]) -> None:
     logits = torch.tensor([[1.0, 5.0, -torch.inf, 4.0, 3.0, 2.0, 4.5, 0.0]])
     drawn = {token_of(logits, Sampling(seed=seed, temperature=temperature, **restriction)) for seed in range(80)}
     if temperature < 1:
@@ -240,12 +240,12 @@ def test_extreme_temperatures(temperature: float, restriction: dict[str, float])
         assert drawn == {"top_p": {1, 6, 3, 4}, "top_k": {1, 6, 3}}.get(next(iter(restriction), ""), {*range(8)} - {2})
 
 
-def test_equal_logits_over_a_large_vocabulary() -> None:
+def test_sampler_equal_logits_of_large_vocabulary_respect_top_p() -> None:
     drawn = [token_of(torch.zeros(20_000), Sampling(seed=seed, top_p=0.25)) for seed in range(20)]
     assert max(drawn) < 5000 and len(set(drawn)) == 20
 
 
-def test_min_tokens_forbids_the_ending_ids_until_so_many_were_generated() -> None:
+def test_sampler_min_tokens_suppresses_ids_until_reached() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, 9.0])
     sampling = Sampling(seed=0, temperature=0.0, min_tokens=2, suppressed_token_ids=(3,))
     prompt = (1, 1, 1, 1)
@@ -254,7 +254,7 @@ def test_min_tokens_forbids_the_ending_ids_until_so_many_were_generated() -> Non
     assert token_of(logits, sampling, prompt, 1, 1) == 3
 
 
-def test_bad_words_count_generated_tokens_only() -> None:
+def test_sampler_bad_words_match_generated_tokens_only() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, 9.0])
     sampling = Sampling(seed=0, temperature=0.0, bad_words=((1, 2, 3), (0, 3)))
     assert token_of(logits, sampling, (1, 2)) == 3
@@ -265,7 +265,7 @@ def test_bad_words_count_generated_tokens_only() -> None:
     assert token_of(logits, sampling, (1,), 0, 1) == 3
 
 
-def test_bad_words_follow_what_is_appended_also_when_longer_ones_come_later() -> None:
+def test_sampler_bad_words_longer_sequence_added_later_matches() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 9.0]] * 2)
     bench = Bench(4, num_rows=2)
     bench.start(0, Request(Sampling(seed=0, temperature=0.0, bad_words=((3, 3),)), [1], []))
@@ -276,7 +276,7 @@ def test_bad_words_follow_what_is_appended_also_when_longer_ones_come_later() ->
     assert bench.step(logits, [1, 0]).token_ids == [1, 2]
 
 
-def test_a_bias_comes_before_penalties_and_does_not_lift_a_ban() -> None:
+def test_sampler_bias_applies_before_penalties_and_lifts_no_ban() -> None:
     banned = Sampling(seed=0, temperature=0.0, allowed_token_ids=(0, 1), logit_bias={2: 100.0, 0: 1.5})
     assert token_of(torch.tensor([0.0, 1.0, 5.0]), banned) == 0
     penalised = Sampling(seed=0, temperature=0.0, repetition_penalty=2.0, logit_bias={0: 3.0})
@@ -284,7 +284,7 @@ def test_a_bias_comes_before_penalties_and_does_not_lift_a_ban() -> None:
     assert token_of(torch.tensor([1.0, 2.1]), penalised, (0,)) == 1
 
 
-def test_penalties_of_many_rows_that_come_and_go() -> None:
+def test_sampler_penalties_of_changing_rows_equal_the_oracle() -> None:
     rng, vocab_size = np.random.default_rng(5), 90
     bench = Bench(vocab_size)
     for wave in range(4):
@@ -301,7 +301,7 @@ def test_penalties_of_many_rows_that_come_and_go() -> None:
             assert bench.step(logits, rows).token_ids == expected
 
 
-def test_a_long_text_beside_a_short_one_penalises_nothing_in_the_short_one() -> None:
+def test_sampler_penalties_long_row_does_not_affect_short_row() -> None:
     sampling = Sampling(seed=0, temperature=0.0, repetition_penalty=2.0)
     bench = Bench(300)
     bench.start(0, Request(sampling, [5], []))
@@ -311,16 +311,16 @@ def test_a_long_text_beside_a_short_one_penalises_nothing_in_the_short_one() -> 
     assert bench.sample(logits, [0, 1]).token_ids == [0, 299]
 
 
-def test_penalised_rows_hold_memory_only_while_they_run() -> None:
+def test_sampler_penalties_entries_are_reused() -> None:
     bench = Bench(10)
     for round_ in range(20):
         for row in range(3):
             bench.start(row, Request(Sampling(seed=round_, presence_penalty=1.0), [1], [2]))
-        bench.rows.free_row(round_ % 3)
-    assert bench.rows.penalties.num_entries <= 4
+        bench.state.free_row(round_ % 3)
+    assert bench.state.penalties.num_entries <= 4
 
 
-def test_an_ended_row_leaves_no_trace() -> None:
+def test_sampler_freed_row_leaves_no_state() -> None:
     everything = Sampling(
         seed=1,
         temperature=2.0,
@@ -341,13 +341,13 @@ def test_an_ended_row_leaves_no_trace() -> None:
     bench.start(1, Request(everything, [3, 3], [2, 3]))
     bench.step(logits, [1])
     for row in (0, 1):
-        bench.rows.free_row(1)
+        bench.state.free_row(1)
         bench.start(row, Request(plain, [3], [2]))
         sampled = bench.sample(logits, [row])
         assert (sampled.token_ids, sampled.logprobs, sampled.failures) == ([3], {}, [])
 
 
-def test_a_row_that_starts_again_goes_on_as_if_it_had_never_stopped() -> None:
+def test_sampler_preempted_row_continues_with_equal_tokens() -> None:
     rng = np.random.default_rng(8)
     bench, fresh = Bench(40), Bench(40)
     for row in range(12):
@@ -366,7 +366,7 @@ def test_a_row_that_starts_again_goes_on_as_if_it_had_never_stopped() -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("sampling", [Sampling(seed=4, temperature=0.0), Sampling(seed=4, top_p=0.9, logprobs=2)])
-def test_a_row_without_finite_logits_fails_alone(bad: float, sampling: Sampling) -> None:
+def test_sampler_row_without_finite_logits_fails_alone(bad: float, sampling: Sampling) -> None:
     rng = np.random.default_rng(3)
     logits = random_logits(rng, 4, 50)
     bench = Bench(50)
@@ -385,13 +385,13 @@ def test_a_row_without_finite_logits_fails_alone(bad: float, sampling: Sampling)
     assert row == 2 and "no finite logits" in message
 
 
-def test_a_nan_is_found_even_where_no_token_is_allowed() -> None:
+def test_sampler_nan_at_forbidden_token_fails() -> None:
     sampling = Sampling(seed=0, temperature=0.0, allowed_token_ids=(1,))
     (failure,) = sample_one(torch.tensor([torch.nan, 1.0, 0.0]), sampling).failures
     assert "no finite logits" in failure.message and not failure.is_user_error
 
 
-def test_a_row_in_which_nothing_is_allowed_fails_alone() -> None:
+def test_sampler_row_without_allowed_token_fails_alone() -> None:
     bench = Bench(4)
     bench.start(5, Request(Sampling(seed=0, allowed_token_ids=(1, 2), bad_words=((1,), (2,)), logprobs=1), [0], []))
     bench.start(2, Request(Sampling(seed=0, temperature=0.0, allowed_token_ids=(1, 2), bad_words=((1,),)), [0], []))
@@ -401,7 +401,7 @@ def test_a_row_in_which_nothing_is_allowed_fails_alone() -> None:
     assert failure.row == 5 and "no token is left" in failure.message and failure.is_user_error
 
 
-def test_minus_infinity_is_never_drawn() -> None:
+def test_sampler_minus_infinity_is_never_drawn() -> None:
     logits = torch.full((300,), -torch.inf)
     logits[7] = -3.0
     for restriction in ({}, {"top_p": 0.9}, {"top_k": 50}, {"top_k": 280}):

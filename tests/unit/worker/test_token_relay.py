@@ -1,4 +1,4 @@
-"""Tokens reach the rows of the request that they belong to, however late they come."""
+"""Sampled tokens reach the rows of the request that they belong to, however late they arrive."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from eagleray.worker.token_relay import TokenRelay
 
 
 class FakeTP:
-    """Rank 0 of a group, or a rank that hears what the test says."""
+    """Rank 0 of a group, or a rank that receives the tokens that the test has set."""
 
     def __init__(self) -> None:
-        self.said: deque[list[int]] = deque()
+        self.received: deque[list[int]] = deque()
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tensor(self.said.popleft()) if self.said else x
+        return torch.tensor(self.received.popleft()) if self.received else x
 
 
 class FakeStages:
@@ -75,23 +75,23 @@ def array(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
-def test_with_one_stage_every_rank_knows_at_once(rows):
+def test_token_relay_one_stage_broadcasts_at_once(rows):
     groups = FakeGroups(rank=1, tp_size=2)
-    groups.tp.said.append([7, 8])
+    groups.tp.received.append([7, 8])
     relay = TokenRelay(groups, rows)
     relay.share(array(2, 0), None)
     assert (known(rows, 2), known(rows, 0)) == ([20, 21, 7], [0, 1, 8])
     relay.catch_up(array(0, 2))
 
 
-def test_the_sampler_of_the_last_stage_sends_and_knows(rows):
+def test_token_relay_sampler_of_last_stage_sends_and_appends(rows):
     groups = FakeGroups(rank=1, pp_size=2)
     TokenRelay(groups, rows).share(array(1), array(5))
     assert known(rows, 1) == [10, 11, 5]
     assert list(groups.stages.sent) == [[5]]
 
 
-def test_the_first_stage_waits_for_what_it_needs_and_no_more(rows):
+def test_token_relay_first_stage_waits_only_for_needed_tokens(rows):
     groups = FakeGroups(rank=0, pp_size=2)
     relay = TokenRelay(groups, rows)
     relay.share(array(0, 1), None)
@@ -106,27 +106,27 @@ def test_the_first_stage_waits_for_what_it_needs_and_no_more(rows):
     relay.catch_up(array(0, 1, 2))
 
 
-def test_a_token_for_an_ended_request_does_not_reach_the_next_one_in_its_row(rows):
+def test_token_relay_late_token_does_not_reach_next_request_of_row(rows):
     groups = FakeGroups(rank=0, pp_size=2)
     relay = TokenRelay(groups, rows)
     relay.share(array(0, 1), None)
     start(rows, 0, [90, 91, 92])
-    relay.catch_up(array(0))  # what is on the way is not for this request: no need to wait
+    relay.catch_up(array(0))  # the token in flight is not for this request, so there is nothing to wait for
     groups.stages.sent.append([5, 6])
     relay.catch_up(array(0, 1))
     assert (known(rows, 0), known(rows, 1)) == ([90, 91, 92], [10, 11, 6])
 
 
-def test_the_other_ranks_of_the_first_stage_hear_it_from_its_first(rows):
+def test_token_relay_other_ranks_of_first_stage_receive_broadcast(rows):
     groups = FakeGroups(rank=1, tp_size=2, pp_size=2)
     relay = TokenRelay(groups, rows)
     relay.share(array(0), None)
-    groups.tp.said.append([9])
+    groups.tp.received.append([9])
     relay.catch_up(array(0))
     assert known(rows, 0) == [0, 1, 9]
 
 
-def test_tokens_that_nobody_asks_for_do_not_pile_up(rows):
+def test_token_relay_unneeded_tokens_are_received_in_bounded_number(rows):
     groups = FakeGroups(rank=0, pp_size=2)
     relay = TokenRelay(groups, rows)
     for step in range(20):
@@ -136,7 +136,7 @@ def test_tokens_that_nobody_asks_for_do_not_pile_up(rows):
     assert len(groups.stages.sent) <= 4
 
 
-def test_a_middle_stage_only_counts(rows):
+def test_token_relay_middle_stage_only_counts(rows):
     groups = FakeGroups(rank=1, pp_size=3)
     relay = TokenRelay(groups, rows)
     relay.share(array(0), None)

@@ -1,4 +1,4 @@
-"""Workers of two engines that share experts: they step together, and one outlives the other's end."""
+"""Workers of two engines that share experts: they step together, and one survives the exit of the other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from eagleray.worker.worker import Worker
 
 PROMPT = random_prompt(0, 20, 384)
 NUM_TOKENS = 6
-"""That are generated."""
+"""Number of generated tokens."""
 NUM_ROWS, BLOCK_SIZE = 4, 16
 WHERE = topology()
 
@@ -55,14 +55,14 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(checkpoint):
-    """What an engine says that has all experts."""
+    """Return the tokens of an engine that has all experts."""
     with LocalEngine(checkpoint, block_size=BLOCK_SIZE, num_kv_blocks=64) as engine:
         engine.add("only", PROMPT, max_tokens=NUM_TOKENS)
         return engine.run()["only"].token_ids
 
 
 class Engine:
-    """One worker."""
+    """An engine with one worker."""
 
     def __init__(self, checkpoint, rank: int, incarnation: int = 0, **options) -> None:
         parallel = {"data_parallel_size": 2, "enable_expert_parallel": True, "expert_dispatch": "all-to-all"}
@@ -72,7 +72,7 @@ class Engine:
         self.rank = rank
         self.worker = Worker(WorkerId(EngineId("test", rank, incarnation)), 0, config, WHERE)
         self._num_calls = self._num_steps = 0
-        self._taken: list[int] = []  # rows
+        self._used_rows: list[int] = []
 
     def call(self, body):
         self._num_calls += 1
@@ -105,7 +105,7 @@ class Engine:
         return self.call(StepPlan(step=self._num_steps, **defaults | fields))
 
     def generate(self, num_tokens: int) -> list[int]:
-        """The first tokens behind the prompt, one for each step."""
+        """Return the first tokens behind the prompt, one for each step."""
         sampling = Sampling(seed=0, temperature=0.0)
         start = NewRow(
             row=0,
@@ -120,8 +120,8 @@ class Engine:
         for number in range(num_tokens):
             begin = {"num_tokens": [1]}
             if number == 0:
-                begin = {"freed_rows": self._taken, "new_rows": [start], "num_tokens": [len(PROMPT)]}
-                self._taken = [0]
+                begin = {"freed_rows": self._used_rows, "new_rows": [start], "num_tokens": [len(PROMPT)]}
+                self._used_rows = [0]
             result = self.step(rows=[0], **begin)
             assert isinstance(result, StepResult) and result.any_engine_busy
             tokens += result.token_ids
@@ -146,7 +146,7 @@ def start_both(checkpoint, **options) -> list[Engine]:
     return engines
 
 
-def test_one_helps_the_other_and_idle_steps_compute_nothing(checkpoint, expected):
+def test_expert_workers_idle_engine_helps_busy_one(checkpoint, expected):
     first, second = start_both(checkpoint)
     tokens, _ = together([partial(first.generate, NUM_TOKENS), partial(second.help, NUM_TOKENS)])
     assert tokens == expected
@@ -162,8 +162,8 @@ def test_one_helps_the_other_and_idle_steps_compute_nothing(checkpoint, expected
         engine.worker.close()
 
 
-def test_a_worker_outlives_a_broken_step(checkpoint, expected):
-    """Steps are answered, not computed, until a group of the next epoch is joined."""
+def test_expert_worker_broken_step_leaves_worker_intact(checkpoint, expected):
+    """A worker replies to steps without computing them until it has joined a group of the next epoch."""
     first, second = start_both(checkpoint, enable_eplb=True, eplb_step_interval=2)
     tokens, _ = together([partial(first.generate, 4), partial(second.help, 4)])
     assert tokens == expected[:4]

@@ -1,4 +1,4 @@
-"""From a plan to the rows of its `capture`: whatever the order of the batch, on one rank, on several, in stages."""
+"""Routed experts of a plan's `capture_rows`, in any order of the batch, on one rank, on several, and in stages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def experts(token_ids, positions, num_experts):
-    """[num_tokens, num_layers, top_k]: what every layer chooses."""
+    """Return the choice of every layer: [num_tokens, num_layers, top_k]."""
     ids = 31 * np.asarray(token_ids)[:, None, None] + 7 * np.asarray(positions)[:, None, None]
     return (ids + 100 * np.arange(NUM_LAYERS)[:, None] + np.arange(TOP_K)) % num_experts
 
@@ -38,13 +38,13 @@ def new_trace(num_experts=300, num_layers=NUM_LAYERS):
     return ExpertTrace(num_layers=num_layers, num_experts=num_experts, top_k=TOP_K, device=CPU, keeps_ids=True)
 
 
-def note(trace, chosen):
+def record(trace, chosen):
     for layer in range(NUM_LAYERS):
         trace.record(layer, torch.from_numpy(chosen[:, layer]))
 
 
 class RoutingModel:
-    """It samples token 0 always. `others_work`: another engine of the group does."""
+    """A model that always samples token 0. `others_work` says whether another engine of the group is busy."""
 
     def __init__(self, groups=None, *, num_experts=300, others_work=False):
         self.groups = groups or Groups.single()
@@ -61,7 +61,7 @@ class RoutingModel:
 
     def forward(self, batch, cache):
         self.num_passes += 1
-        note(self.trace, experts(batch.token_ids, batch.positions, self.num_experts))
+        record(self.trace, experts(batch.token_ids, batch.positions, self.num_experts))
         return torch.zeros(batch.num_tokens, 4)
 
     def logits(self, hidden):
@@ -113,7 +113,7 @@ def plan(step, rows, *, new_rows=(), capture_rows=(), is_idle=False):
     )
 
 
-def test_lines_are_in_the_order_that_was_asked_for():
+def test_token_indices_of_are_in_requested_order():
     rows = make_rows()
     for row, count in {3: 4, 1: 1, 5: 2, 0: 1}.items():
         rows.add_row(start(row, [1] * count))
@@ -124,14 +124,14 @@ def test_lines_are_in_the_order_that_was_asked_for():
     assert token_indices_of([1, 0], inputs).tolist() == [0, 1]
 
 
-def test_inputs_of_a_step_without_rows():
+def test_build_inputs_without_rows_is_empty():
     inputs = build_inputs(plan(0, {}), make_rows())
     assert inputs.batch.num_tokens == 0 and inputs.batch.query_start_loc.tolist() == [0]
     assert len(inputs.sampling_indices) == len(inputs.rows) == 0
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(256, np.uint8), (512, np.uint16)])
-def test_a_step_reports_the_rows_of_its_capture(num_experts, dtype):
+def test_runner_capture_rows_report_their_experts_and_slots(num_experts, dtype):
     model = RoutingModel(num_experts=num_experts)
     runner = make_runner(model)
     prompts = {4: [5, 6, 7], 2: [1], 0: [2, 3], 1: [4]}
@@ -143,18 +143,18 @@ def test_a_step_reports_the_rows_of_its_capture(num_experts, dtype):
     assert np.array_equal(first.routed_experts, experts([5, 6, 7, 2, 4], [0, 1, 2, 0, 0], num_experts))
     assert np.array_equal(second.routed_experts, experts([0, 0], [3, 1], num_experts))
     assert np.array_equal(third.routed_experts, experts([0, 0], [2, 4], num_experts))
-    places = [[(4, 0), (4, 1), (4, 2), (0, 0), (1, 0)], [(4, 3), (2, 1)], [(2, 2), (4, 4)]]
-    for result, expected in zip((first, second, third), places, strict=True):
+    expected_tokens = [[(4, 0), (4, 1), (4, 2), (0, 0), (1, 0)], [(4, 3), (2, 1)], [(2, 2), (4, 4)]]
+    for result, expected in zip((first, second, third), expected_tokens, strict=True):
         assert result.routed_slots.tolist() == [row * 16 * 4 + position for row, position in expected]
     assert first.any_engine_busy and model.num_balanced == 3
 
 
-def test_a_step_without_capture_reports_nothing():
+def test_runner_without_capture_rows_reports_no_experts():
     result = make_runner(RoutingModel()).step(plan(0, {0: 2}, new_rows=[start(0, [1, 2])]))
     assert result.routed_experts is None and result.routed_slots is None
 
 
-def test_a_stage_that_does_not_sample_reports_its_layers():
+def test_runner_first_stage_reports_its_layers():
     runner = make_runner(RoutingModel(FirstStage()))
     reply = runner.step(plan(7, {0: 2, 3: 1}, new_rows=[start(0, [1, 2]), start(3, [4])], capture_rows=[0, 3]))
     assert isinstance(reply, StageRoutedExperts) and reply.step == 7
@@ -163,61 +163,61 @@ def test_a_stage_that_does_not_sample_reports_its_layers():
 
 
 @pytest.mark.parametrize("others_work", [False, True])
-def test_an_idle_step_runs_the_layers_only_if_others_work(others_work):
+def test_runner_idle_step_runs_layers_only_if_others_work(others_work):
     model = RoutingModel(others_work=others_work)
     result = make_runner(model).step(plan(0, {}, is_idle=True))
     assert result == StepResult(step=0, rows=[], token_ids=[], any_engine_busy=others_work)
     assert model.num_passes == model.num_balanced == int(others_work)
 
 
-def test_what_was_read_stays_when_the_next_pass_overwrites_the_trace():
+def test_experts_reader_result_survives_next_pass():
     trace = new_trace()
     reader = ExpertsReader(trace, SingleRankGroup(), has_sequence_shards=False)
-    note(trace, experts([1, 2], [0, 1], 300))
+    record(trace, experts([1, 2], [0, 1], 300))
     reading = reader.begin(np.array([1]), 2)
-    note(trace, experts([6, 6], [8, 9], 300))
+    record(trace, experts([6, 6], [8, 9], 300))
     assert np.array_equal(reading(), experts([2], [1], 300))
 
 
-def test_a_stage_whose_layers_have_no_experts_reports_none():
+def test_experts_reader_stage_without_moe_layers_is_empty():
     reader = ExpertsReader(new_trace(num_layers=0), SingleRankGroup(), has_sequence_shards=False)
     assert reader.begin(np.array([0, 1, 2]), 5)().shape == (3, 0, TOP_K)
 
 
-def read_shares(steps, groups):
-    """What this rank reports of steps (num_tokens, lines) of which it routes its share of the rows."""
+def read_shards(steps, groups):
+    """Return the reports of this rank for steps (num_tokens, indices) of which it routes its shard of the tokens."""
     trace = new_trace()
     reader = ExpertsReader(trace, groups.tp, has_sequence_shards=True)
     reports = []
-    for num_tokens, lines in steps:
+    for num_tokens, indices in steps:
         own = token_shard(num_tokens, groups.tp)
-        note(trace, experts(list(own), [0] * len(own), 300))
-        reading = reader.begin(np.array(lines, dtype=np.int64), num_tokens)
+        record(trace, experts(list(own), [0] * len(own), 300))
+        reading = reader.begin(np.array(indices, dtype=np.int64), num_tokens)
         reports.append(None if reading is None else reading())
     return reports
 
 
 @st.composite
-def shared_steps(draw):
+def sharded_steps(draw):
     num_tokens = draw(st.integers(1, 20))
-    lines = draw(st.lists(st.integers(0, num_tokens - 1), unique=True, min_size=1))
-    return num_tokens, lines
+    indices = draw(st.lists(st.integers(0, num_tokens - 1), unique=True, min_size=1))
+    return num_tokens, indices
 
 
 @settings(max_examples=15, deadline=None)
-@given(steps=st.lists(shared_steps(), min_size=1, max_size=20), size=st.integers(2, 3))
-def test_shares_are_gathered_in_the_order_that_was_asked_for(steps, size):
-    first, *others = run_ranks(partial(read_shares, steps), topology(tp=size))
+@given(steps=st.lists(sharded_steps(), min_size=1, max_size=20), size=st.integers(2, 3))
+def test_experts_reader_shards_are_gathered_in_requested_order(steps, size):
+    first, *others = run_ranks(partial(read_shards, steps), topology(tp=size))
     assert all(reports == [None] * len(steps) for reports in others)
-    for (_, lines), report in zip(steps, first, strict=True):
+    for (_, indices), report in zip(steps, first, strict=True):
         assert report.dtype == np.uint16
-        assert np.array_equal(report, experts(lines, [0] * len(lines), 300))
+        assert np.array_equal(report, experts(indices, [0] * len(indices), 300))
 
 
-def test_ranks_that_have_all_rows_report_once():
+def test_experts_reader_replicated_trace_is_reported_once():
     def read(groups):
         trace = new_trace()
-        note(trace, experts([1, 2], [0, 1], 300))
+        record(trace, experts([1, 2], [0, 1], 300))
         reading = ExpertsReader(trace, groups.tp, has_sequence_shards=False).begin(np.array([1]), 2)
         return None if reading is None else reading().tolist()
 
@@ -226,7 +226,7 @@ def test_ranks_that_have_all_rows_report_once():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_s_rows_come_by_pinned_memory():
+def test_experts_reader_gpu_copies_to_pinned_memory():
     device = torch.device("cuda")
     trace = ExpertTrace(num_layers=NUM_LAYERS, num_experts=300, top_k=TOP_K, device=device, keeps_ids=True)
     reader = ExpertsReader(trace, SingleRankGroup(), has_sequence_shards=False)
