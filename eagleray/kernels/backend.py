@@ -48,13 +48,9 @@ Compute = Callable[[HiddenStates, Sequence[Tensor], Context], HiddenStates]
 """The part of the model that a rank has: (token ids or hidden states, the cache of each layer, context) -> hidden
 states"""
 
-
-class Forward(Protocol):
-    """The compiled form of a `Compute`."""
-
-    def __call__(self, x: Int32Array | Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Run one pass. `x`: token ids [num_tokens], or the hidden states sent by the previous pipeline stage."""
-        ...
+Forward = Callable[[Int32Array | Tensor, ForwardBatch, KVCache], Tensor]
+"""The compiled form of a `Compute`: (token ids [num_tokens], or the hidden states sent by the previous pipeline stage;
+batch; cache) -> hidden states"""
 
 
 class ExpertProducts(Protocol):

@@ -27,7 +27,6 @@ from eagleray.kernels.cpu.abi import CStruct, abi
 from eagleray.kernels.cpu.experts import (
     ExpertScratch,
     NativeProducts,
-    PackedExperts,
     c_router_params,
     c_slot_map,
     native_route,
@@ -152,7 +151,7 @@ class CpuBackend(KernelBackend):
         trace: ExpertTrace | None = None,
         layer: int = 0,
     ) -> ComputeExperts:
-        packed = PackedExperts(gate_up, down)
+        products = self._products(gate_up, down)
 
         def apply(x: Value, scores: Value) -> Value:
             recording = x.recording
@@ -161,7 +160,7 @@ class CpuBackend(KernelBackend):
             recording.clear(out)
             args = abi.CComputeExperts(
                 router=c_router_params(router, scores.size),
-                experts=packed.c_experts,
+                experts=products.c_experts,
                 slot_map=c_slot_map(slots, scores.size),
                 counts=None if trace is None else trace.counts[layer].data_ptr(),
             )
@@ -173,8 +172,10 @@ class CpuBackend(KernelBackend):
         return apply
 
     def expert_products(self, gate_up: Sequence[Operation], down: Sequence[Operation]) -> ExpertProducts:
-        packed = PackedExperts(gate_up, down)
-        return NativeProducts(self.library, packed, self._scratch, num_threads=self.num_threads)
+        return self._products(gate_up, down)
+
+    def _products(self, gate_up: Sequence[Operation], down: Sequence[Operation]) -> NativeProducts:
+        return NativeProducts(self.library, gate_up, down, self._scratch, num_threads=self.num_threads)
 
     def route(self, scores: Tensor, router: RouterParams) -> tuple[Tensor, Tensor]:
         return native_route(self.library, scores, router, self.dtype, self.num_threads)
@@ -226,7 +227,7 @@ class CpuBackend(KernelBackend):
 
 
 class _NativeForward:
-    """See `Forward`. The pass is recorded at the first call, and again for another cache, because its ops hold the
+    """A `Forward`. The pass is recorded at the first call, and again for another cache, because its ops hold the
     cache's addresses."""
 
     def __init__(

@@ -75,31 +75,6 @@ def native_route(
     return ids, weights
 
 
-class PackedExperts:
-    """The packed weights of the experts in a rank's slots."""
-
-    def __init__(self, gate_up: Sequence[Operation], down: Sequence[Operation]) -> None:
-        self.gate_up, self.down = _linears(gate_up), _linears(down)
-        assert len(self.gate_up) == len(self.down) > 0
-        parts = self.gate_up, self.down
-        weights = [_pointers([one.packed for one in part]) for part in parts]
-        biases = [_pointers([one.bias for one in part if one.bias is not None]) for part in parts]
-        assert all(len(bias) in (0, len(self.down)) for bias in biases), "all experts have a bias, or none"
-        self._pointers = weights, biases
-        # points into this object
-        self.c_experts = abi.CExperts(
-            num_slots=len(self.down),
-            hidden=self.down[0].n,
-            inner=self.down[0].k,
-            gate_up=ctypes.addressof(weights[0]),
-            down=ctypes.addressof(weights[1]),
-            gate_up_bias=ctypes.addressof(biases[0]) if len(biases[0]) else None,
-            down_bias=ctypes.addressof(biases[1]) if len(biases[1]) else None,
-            epilogue=self.gate_up[0].epilogue,
-            swiglu=self.gate_up[0].swiglu,
-        )
-
-
 class ExpertScratch:
     """Working memory that the layers share, because one thread computes them one after another."""
 
@@ -120,15 +95,38 @@ class NativeProducts(ExpertProducts):
     is_movable = True
 
     def __init__(
-        self, library: ctypes.CDLL, packed: PackedExperts, scratch: ExpertScratch, *, num_threads: int
+        self,
+        library: ctypes.CDLL,
+        gate_up: Sequence[Operation],
+        down: Sequence[Operation],
+        scratch: ExpertScratch,
+        *,
+        num_threads: int,
     ) -> None:
-        self.num_slots = len(packed.down)
+        self._gate_up, self._down = _linears(gate_up), _linears(down)
+        self.num_slots = len(self._down)
+        assert len(self._gate_up) == self.num_slots > 0
+        parts = self._gate_up, self._down
+        weights = [_pointers([one.packed for one in part]) for part in parts]
+        biases = [_pointers([one.bias for one in part if one.bias is not None]) for part in parts]
+        assert all(len(bias) in (0, self.num_slots) for bias in biases), "all experts have a bias, or none"
+        self._pointers = weights, biases
+        self.c_experts = abi.CExperts(
+            num_slots=self.num_slots,
+            hidden=self._down[0].n,
+            inner=self._down[0].k,
+            gate_up=ctypes.addressof(weights[0]),
+            down=ctypes.addressof(weights[1]),
+            gate_up_bias=ctypes.addressof(biases[0]) if len(biases[0]) else None,
+            down_bias=ctypes.addressof(biases[1]) if len(biases[1]) else None,
+            epilogue=self._gate_up[0].epilogue,
+            swiglu=self._gate_up[0].swiglu,
+        )
+        """The experts as a C struct, which points into this object."""
         self._library = library
-        self._packed = packed
-        self._experts = packed.c_experts
         self._scratch = scratch
         self._num_threads = num_threads
-        self._dtype = packed.down[0].packed.dtype
+        self._dtype = self._down[0].packed.dtype
         self._kind = int(self._dtype == torch.bfloat16)
 
     def pairs(self, x: Tensor, slots: Tensor) -> Tensor:
@@ -137,7 +135,7 @@ class NativeProducts(ExpertProducts):
         outputs = torch.empty((n, k, x.shape[1]), dtype=torch.float32)
         if n * k > 0:
             rows = x.data_ptr(), x.shape[1], n, slots.data_ptr(), k
-            self._library.er_compute_pairs(self._experts, *rows, outputs.data_ptr(), *self._arguments(n, k))
+            self._library.er_compute_pairs(self.c_experts, *rows, outputs.data_ptr(), *self._arguments(n, k))
         return outputs
 
     def sums(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
@@ -149,7 +147,7 @@ class NativeProducts(ExpertProducts):
         if n * k > 0:
             rows = x.data_ptr(), x.shape[1], n, slots.data_ptr(), k
             self._library.er_sum_pairs(
-                self._experts, *rows, weights.data_ptr(), total.data_ptr(), *self._arguments(n, k)
+                self.c_experts, *rows, weights.data_ptr(), total.data_ptr(), *self._arguments(n, k)
             )
         return total
 
@@ -167,20 +165,20 @@ class NativeProducts(ExpertProducts):
         return total
 
     def storage(self, slot: int) -> list[Tensor]:
-        products = self._packed.gate_up[slot], self._packed.down[slot]
+        products = self._gate_up[slot], self._down[slot]
         memory = [part for product in products for part in (product.packed, product.bias) if part is not None]
         return [part.view(torch.uint8).view(-1) for part in memory]
 
     def _check(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return both in the layout of C."""
-        assert x.dtype == self._dtype and x.shape[1] == self._experts.hidden and len(x) == len(slots)
+        assert x.dtype == self._dtype and x.shape[1] == self.c_experts.hidden and len(x) == len(slots)
         return x.contiguous(), slots.to(torch.int32).contiguous()
 
     def _arguments(self, n: int, k: int) -> tuple[int, int, int, int]:
         """Return the scratch memory, the number of rows that it serves, the number format, and the threads."""
         tokens = min(EXPERT_TOKENS, 1 << (n - 1).bit_length())
-        size = self._library.er_experts_scratch_size(self._experts, k, tokens, self._kind)
-        num_weights = 3 * k * self._experts.hidden * self._experts.inner
+        size = self._library.er_experts_scratch_size(self.c_experts, k, tokens, self._kind)
+        num_weights = 3 * k * self.c_experts.hidden * self.c_experts.inner
         threads = threads_for(num_weights, self._dtype, n, self._num_threads)
         return self._scratch.reserve(size), tokens, self._kind, threads
 
