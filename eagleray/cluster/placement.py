@@ -56,13 +56,7 @@ class EnginePlacement:
         self._exit_stack.close()
 
 
-def place_workers(
-    engine: EngineId,
-    config: Config,
-    *,
-    engine_node: str,
-    context: RayContext | None,
-) -> EnginePlacement:
+def place_workers(engine: EngineId, config: Config, *, engine_node: str, context: RayContext | None) -> EnginePlacement:
     """Wait for room for the workers of a running engine and assign it.
 
     `context`: the program that asks for the engine, if it is in this cluster. Its placement group is used unless the
@@ -83,10 +77,14 @@ def place_workers(
         raise ConfigError("option `bundle_indices` names bundles of a placement group: give one by `placement_group`")
     groups = DedicatedGroups(config, preferred_node=engine_node, are_for_workers=True)
     groups.expect(engine)
-    placement = groups.find(engine, deadline)
-    # The group is new, so all of it is free, though the control store may not show that yet.
-    bundles = [replace(bundle, free=bundle.total) for bundle in placement.bundles]
-    return replace(placement, bundles=_choice(config, placement.size, engine_node)(bundles))
+    with ExitStack() as undo:
+        placement = groups.find(engine, deadline)
+        undo.callback(placement.close)
+        # The group is new, so all of it is free, though the control store may not show that yet.
+        bundles = [replace(bundle, free=bundle.total) for bundle in placement.bundles]
+        by_rank = _choice(config, placement.size, engine_node)(bundles)
+        undo.pop_all()
+        return replace(placement, bundles=by_rank)
 
 
 def _place_in_group(
