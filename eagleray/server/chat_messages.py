@@ -39,14 +39,14 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     annotations: Empty = None
 
     def for_template(self) -> dict[str, str]:
-        """Return the message for a chat template, which knows the role `system`, and texts instead of parts."""
+        """Return the message for a chat template, which expects the role `system`, and texts instead of parts."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         message = {"role": "system" if self.role == "developer" else self.role, "content": text}
         return message if self.name is None else message | {"name": self.name}
 
 
 class TemplateFields(Protocol):
-    """The fields of a request that say how messages become a prompt."""
+    """The fields of a request that determine how messages become a prompt."""
 
     add_generation_prompt: bool | None
     continue_final_message: bool | None

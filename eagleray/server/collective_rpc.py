@@ -75,7 +75,7 @@ def _arguments(body: CollectiveRpcRequest) -> tuple[list[Any], dict[str, Any]]:
 
 
 def to_json(value: Any) -> Any:
-    """Return plain data as values for a JSON encoder that knows bytes."""
+    """Return plain data as values for a JSON encoder that encodes bytes."""
     match value:
         case list():
             return [to_json(item) for item in value]

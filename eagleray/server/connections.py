@@ -91,7 +91,7 @@ class HttpConnections:
             return True
         self.warn(
             f"{self.limits.max_connections} connections are open, the most that option `max_connections` allows: "
-            "those that wait for a request are closed for new ones; if there are none, new ones get 503, but for "
+            "new ones replace connections that wait for a request, or else get 503, except on "
             + ", ".join(sorted(self.open_paths))
         )
         if self._drop_waiting():

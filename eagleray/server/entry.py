@@ -127,7 +127,7 @@ async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: Co
 
 
 async def _accept(server: _Server, listener: socket.socket, client: Client) -> None:
-    """Serve once the client knows the engines. Before, requests would be refused; in the backlog they just wait."""
+    """Serve as soon as the client is attached. Before, requests would be refused; in the backlog they only wait."""
     await client.attached.wait()
     await server.serve(sockets=[listener])
 

@@ -95,7 +95,6 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
     async def _response(self, group: GenerationGroup, choices: list[GenerateChoice]) -> GenerateResponse:
         response = self._make_chunk(choices)
         await self._show_prompt(group.generations[0], response)
-        response.usage = group.usage
         return response
 
     def _chunk(self, generation: Generation, delta: CompletionDelta) -> GenerateResponse:
@@ -109,7 +108,8 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
         yield chunk
 
     def _make_chunk(self, choices: list[GenerateChoice]) -> GenerateResponse:
-        return GenerateResponse(request_id=self.body.request_id or self.task.request_id, choices=choices)
+        request_id = self.body.request_id or self.task.request_id
+        return GenerateResponse(request_id=request_id, choices=choices, usage=self.usage)
 
     async def _show_prompt(self, generation: Generation, response: GenerateResponse) -> None:
         logprobs = await self._prompt_logprobs(generation, self.task.params.prompt_logprobs)

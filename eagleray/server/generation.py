@@ -64,7 +64,7 @@ class GenerationTask(NamedTuple):
     session: str | None
     """Name of a session, whose requests go to one engine."""
     only_prompt: bool
-    """Whether the user wants no token. Computing a prompt yields one, which is neither shown nor counted."""
+    """Whether the request asks for no token. Computing a prompt yields one, which is neither shown nor counted."""
     field_names: Mapping[str, str]
     """This API's names of the fields that the client calls `prompt`, `logprobs` and so on, where they differ."""
 

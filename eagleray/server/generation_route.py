@@ -1,6 +1,7 @@
 """The route under chat, completions and generate: parse a body, run its task, respond as a whole or in events.
 
-A subclass says how its API names parameters and shows tokens. Holds no state of any request.
+A `GenerationRoute` reads bodies; a `ParsedRequest`, which lives as long as its request, does the rest. Each API has a
+subclass of `ParsedRequest` with its names of parameters and its forms of tokens.
 """
 
 from __future__ import annotations
@@ -62,14 +63,8 @@ class GenerationFields(Protocol):
     routed_experts_format: RoutedExpertsFormat | None
 
 
-class StreamEvent(Protocol):
-    """The field that the events of all generating routes have."""
-
-    usage: Usage | UnsetType | None
-
-
 Body = TypeVar("Body", bound=GenerationFields)
-Chunk = TypeVar("Chunk", bound=StreamEvent)
+Chunk = TypeVar("Chunk")
 
 
 class GenerationRoute(Generic[Body, Chunk]):
@@ -105,7 +100,7 @@ class GenerationRoute(Generic[Body, Chunk]):
 
 
 class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
-    """A request that was understood: its task, and the form of its answer. Each API has a subclass."""
+    """A request that was understood: its task, and the form of its answer."""
 
     path: str
     summary: str
@@ -121,7 +116,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
     """This API's names of fields that the client calls by others."""
     num_prompts = 1
     only_prompt = False
-    """Whether the user wants no token."""
+    """Whether the request asks for no token."""
 
     def __init__(self, service: Service, body: Body, request: Request) -> None:
         """Raise `InvalidRequest` for wrong parameters or headers, and for fields that could have no effect."""
@@ -129,6 +124,8 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         self.body = body
         self.created = int(time.time())
         self.model_name = service.model_name
+        self.usage: Usage | UnsetType | None = UNSET
+        """Value of the answer's or the next event's field `usage`."""
         # Answers to bodies without this field always show token ids.
         self.shows_token_ids = bool(getattr(body, "return_token_ids", True))
         self.is_msgpack = self.gives_msgpack and not body.stream and accepts(request.headers, MSGPACK)
@@ -172,6 +169,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
             await group.wait_until_ended()
             for generation in group.generations:
                 choices += await self._choices(generation)
+            self.usage = group.usage
             return await self._response(group, choices)
 
     async def _choices(self, generation: Generation) -> list[Any]:
@@ -199,22 +197,18 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         options = self.body.stream_options or StreamOptions()
         async with GenerationGroup(self.service, self.task, self._make_prompts) as group:
             # As in OpenAI's API: null in the events before the one that shows the usage.
-            usage = group.usage if options.continuous_usage_stats else None if options.include_usage else UNSET
+            self.usage = group.usage if options.continuous_usage_stats else None if options.include_usage else UNSET
             async for generation, deltas in group.deltas():
                 for delta in deltas:
                     if delta.index not in generation.text_offsets:
                         generation.text_offsets[delta.index] = 0
                         async for chunk in self._first_chunks(generation, delta):
-                            chunk.usage = usage
                             await emit(chunk)
                     elif not self._is_empty(delta):
-                        chunk = self._chunk(generation, delta)
-                        chunk.usage = usage
-                        await emit(chunk)
+                        await emit(self._chunk(generation, delta))
         if options.include_usage:
-            chunk = self._make_chunk([])
-            chunk.usage = group.usage
-            await emit(chunk)
+            self.usage = group.usage
+            await emit(self._make_chunk([]))
 
     async def _prompt_logprobs(self, generation: Generation, k: int | None) -> PromptLogprobList | UnsetType:
         """Return the log-probabilities of the prompt for an answer; UNSET if `k`, the number asked for, is None."""
@@ -250,8 +244,9 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
     async def _choice(self, generation: Generation, output: CompletionOutput, logprobs: Any) -> Any:
         """Return a completion of a whole answer. `logprobs`: the collected ones, or None."""
 
-    @abc.abstractmethod
-    async def _response(self, group: GenerationGroup, choices: list[Any]) -> Any: ...
+    async def _response(self, group: GenerationGroup, choices: list[Any]) -> Any:
+        """Return the whole answer."""
+        return self._make_chunk(choices)
 
     @abc.abstractmethod
     def _chunk(self, generation: Generation, delta: CompletionDelta) -> Chunk:

@@ -19,9 +19,9 @@ REASONS = {
     401: "No API key, or an unknown one.",
     404: "The model is not served here.",
     413: "The request's body is too large.",
-    429: "Too many requests are in flight; try again after the seconds that the header Retry-After says.",
+    429: "Too many requests are in flight; try again after the seconds of the header Retry-After.",
     500: "The request failed.",
-    503: "Not at present; try again after the seconds that the header Retry-After says.",
+    503: "Not at present; try again after the seconds of the header Retry-After.",
     504: "It was not done within its timeout.",
 }
 

@@ -22,7 +22,7 @@ TICK_SECONDS = 1.0
 """Longest interval at which connections are checked for their limits of time, and their number is published."""
 
 STUCK_SERVER_SECONDS = 2.5
-"""Age of a published number beyond which the others do not wait for its server: it is stuck, stopped or dead."""
+"""Age of a published number beyond which others do not wait for its server, because it is stuck or has exited."""
 
 assert STUCK_SERVER_SECONDS > 2 * TICK_SECONDS, "a server that misses one tick is not stuck"
 

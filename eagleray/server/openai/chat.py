@@ -41,7 +41,7 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
     def _sampling_params(self) -> SamplingParams:
         self.service.check_store(self.body.store)
         max_tokens = self._max_tokens()
-        if max_tokens is None:  # as the model's defaults say, or else as long as the model's length allows
+        if max_tokens is None:  # the model's default, or else as many as the model's length allows
             max_tokens = self.service.default_sampling.get("max_tokens")
         with field_names({"max_tokens": "max_completion_tokens"} if self.body.max_tokens is None else {}):
             return self._merge_sampling(self.body, logprobs=self._num_logprobs(), max_tokens=max_tokens)
@@ -126,5 +126,9 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
 
     def _make_chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
         return ChatChunk(
-            id=f"chatcmpl-{self.task.request_id}", created=self.created, model=self.model_name, choices=choices
+            id=f"chatcmpl-{self.task.request_id}",
+            created=self.created,
+            model=self.model_name,
+            choices=choices,
+            usage=self.usage,
         )

@@ -9,7 +9,7 @@ from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
-from eagleray.server.generation import Generation, GenerationGroup
+from eagleray.server.generation import Generation
 from eagleray.server.generation_route import ParsedRequest
 from eagleray.server.logprobs import CompletionLogprobs, LogprobsCollector, Position, completion_logprobs, slices
 from eagleray.server.openai.requests import CompletionRequest
@@ -80,11 +80,6 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
         choice.logprobs = logprobs
         return choice
 
-    async def _response(self, group: GenerationGroup, choices: list[CompletionChoice]) -> CompletionResponse:
-        response = self._make_chunk(choices)
-        response.usage = group.usage
-        return response
-
     def _chunk(self, generation: Generation, delta: CompletionDelta) -> CompletionResponse:
         choice = self._make_choice(generation, delta)
         if delta.logprobs is not None:
@@ -109,7 +104,11 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
 
     def _make_chunk(self, choices: list[CompletionChoice]) -> CompletionResponse:
         return CompletionResponse(
-            id=f"cmpl-{self.task.request_id}", created=self.created, model=self.model_name, choices=choices
+            id=f"cmpl-{self.task.request_id}",
+            created=self.created,
+            model=self.model_name,
+            choices=choices,
+            usage=self.usage,
         )
 
     def _make_choice(self, generation: Generation, part: CompletionDelta | CompletionOutput) -> CompletionChoice:
