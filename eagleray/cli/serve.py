@@ -19,7 +19,7 @@ from eagleray.fleet.supervisor import Supervisor
 from eagleray.fleet.timeouts import FLUSH_SECONDS
 from eagleray.log import get_logger, setup_logging
 from eagleray.process.open_files import raise_open_files_limit
-from eagleray.server.http_limits import SPARE_FILES, connection_limit
+from eagleray.server.connection_limit import SPARE_FILES, connection_limit
 from eagleray.transport.runtime_dir import check_room
 
 logger = get_logger(__name__)

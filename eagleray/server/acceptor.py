@@ -122,7 +122,7 @@ class Acceptor:
 
     def start(self) -> None:
         self._listener.setblocking(False)
-        _configure(self._listener, self._connections.limits.send_timeout)
+        _configure(self._listener, self._connections.options.send_timeout)
         self._connections.on_closed = self.report
         self.report()
         self._watch()

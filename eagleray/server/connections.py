@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from uvicorn.server import ServerState
 
+from eagleray.config.sections import ServingConfig
 from eagleray.errors import Unavailable
 from eagleray.log import get_logger
 from eagleray.process.malloc import malloc_trim
-from eagleray.server.http_limits import HttpLimits
+from eagleray.server.connection_limit import connection_limit
 from eagleray.server.timeouts import (
     FULL_RETRY_SECONDS,
     NEW_CONNECTION_SECONDS,
@@ -32,6 +33,9 @@ logger = get_logger(__name__)
 RESERVED_CONNECTIONS = 64
 """Number of connections beyond the limit, for routes that show the server's state."""
 
+BODIES_IN_MEMORY = 4
+"""Number of largest bodies (`max_request_bytes`) that all unfinished requests may hold together."""
+
 SMALL_REQUEST_BYTES = 8192
 """Size of requests that are received even while larger ones have used up the memory for unfinished requests."""
 
@@ -47,13 +51,17 @@ class HttpConnections:
 
     def __init__(
         self,
-        limits: HttpLimits,
+        options: ServingConfig,
         state: ServerState,
         *,
+        open_files: int,
         open_paths: Collection[str],
         count_refusal: Callable[[int], None],
     ) -> None:
-        self.limits = limits
+        self.options = options
+        self.max_connections = connection_limit(options.max_connections, open_files=open_files)
+        self.max_unfinished_bytes = BODIES_IN_MEMORY * options.max_request_bytes
+        """Limit of the bytes of requests that have not arrived completely, over all connections."""
         self.state = state
         self.open_paths = open_paths
         self.count_refusal = count_refusal
@@ -73,7 +81,7 @@ class HttpConnections:
         """Number of connections within the limit that were accepted and have no transport yet."""
         self.on_closed: Callable[[], None] | None = None
         """Called when a connection has been closed."""
-        shortest = min(limits.header_timeout, limits.body_timeout, limits.keep_alive_timeout)
+        shortest = min(options.header_timeout, options.body_timeout, options.keep_alive_timeout)
         self._tick_seconds = min(TICK_SECONDS, shortest / 4)
         self._warned_at = -WARNING_INTERVAL_SECONDS
 
@@ -86,11 +94,11 @@ class HttpConnections:
         A connection within the limit counts in `arriving` until its protocol has a transport; a caller that closes it
         before must subtract it.
         """
-        if len(self) - len(self.reserved) < self.limits.max_connections:
+        if len(self) - len(self.reserved) < self.max_connections:
             self.arriving += 1
             return True
         self.warn(
-            f"{self.limits.max_connections} connections are open, the most that option `max_connections` allows: "
+            f"{self.max_connections} connections are open, the most that option `max_connections` allows: "
             "new ones replace connections that wait for a request, or else get 503, except on "
             + ", ".join(sorted(self.open_paths))
         )
@@ -123,7 +131,7 @@ class HttpConnections:
     def full_error(self) -> Unavailable:
         """Return the error for a request on a connection of the reserve."""
         return Unavailable(
-            f"all {self.limits.max_connections} connections that this server keeps (its option `max_connections`) are "
+            f"all {self.max_connections} connections that this server keeps (its option `max_connections`) are "
             "in use; try again in a moment",
             retry_after=FULL_RETRY_SECONDS,
         )
@@ -146,7 +154,7 @@ class HttpConnections:
 
     def has_room_for_large(self) -> bool:
         """Whether a request may continue of which more than `SMALL_REQUEST_BYTES` have arrived."""
-        return self.unfinished_bytes <= self.limits.max_unfinished_bytes
+        return self.unfinished_bytes <= self.max_unfinished_bytes
 
     async def watch(self, on_tick: Callable[[], None]) -> None:
         """Close connections that take too long, until cancelled. `on_tick` is called once a second or more often."""

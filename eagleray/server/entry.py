@@ -18,6 +18,7 @@ import uvicorn
 import uvloop
 
 from eagleray.client.client import Client
+from eagleray.config.sections import ServingConfig
 from eagleray.messages.lifecycle import ApiServerSpec
 from eagleray.metrics.ledger import Ledger
 from eagleray.process.gc_freeze import freeze_gc
@@ -27,7 +28,6 @@ from eagleray.server.acceptor import Acceptor, ConnectionCounts
 from eagleray.server.app import create_app
 from eagleray.server.connections import HttpConnections
 from eagleray.server.endpoint import RequestMiddleware
-from eagleray.server.http_limits import HttpLimits
 from eagleray.server.http_protocol import HttpProtocol
 from eagleray.server.timeouts import DRAIN_POLL_SECONDS, FLUSH_SECONDS
 from eagleray.transport.runtime_dir import no_room
@@ -39,7 +39,7 @@ class _Server(uvicorn.Server):
     It handles no signals, because the supervisor decides when it stops, and how long requests may take then.
     """
 
-    def __init__(self, app: RequestMiddleware, limits: HttpLimits, counts: ConnectionCounts) -> None:
+    def __init__(self, app: RequestMiddleware, options: ServingConfig, counts: ConnectionCounts) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -54,7 +54,11 @@ class _Server(uvicorn.Server):
         self.servers = []  # uvicorn's own listeners
         self._counts = counts
         self._connections = HttpConnections(
-            limits, self.server_state, open_paths=app.open_paths, count_refusal=app.count_refusal
+            options,
+            self.server_state,
+            open_files=open_files_limit(),
+            open_paths=app.open_paths,
+            count_refusal=app.count_refusal,
         )
         self._acceptor: Acceptor | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -106,8 +110,7 @@ async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: Co
         Path(spec.runtime_dir),
         host=spec.host,
     )
-    limits = HttpLimits.of(spec.config, open_files=open_files_limit())
-    server = _Server(create_app(client, spec.config, ledger), limits, counts)
+    server = _Server(create_app(client, spec.config, ledger), spec.config.serving, counts)
     freeze_gc()
     parent.report_bound(client.address)
     with socket.socket(fileno=spec.listener_fd) as listener:

@@ -64,11 +64,11 @@ class HttpProtocol(HttpToolsProtocol):
     def __init__(self, config: Config, connections: HttpConnections, *, is_reserved: bool) -> None:
         super().__init__(config, connections.state, app_state={})
         self._shared = connections
-        self._limits = limits = connections.limits
+        self._options = options = connections.options
         self._is_reserved = is_reserved
         longest = RESERVED_SECONDS if is_reserved else float("inf")
-        self._header_timeout = min(limits.header_timeout, longest)
-        self._idle_timeout = min(limits.keep_alive_timeout, longest)
+        self._header_timeout = min(options.header_timeout, longest)
+        self._idle_timeout = min(options.keep_alive_timeout, longest)
         self._phase = ReadPhase.BETWEEN
         self._since = connections.now
         """Time at which the present phase began, or the last byte of a body arrived."""
@@ -127,9 +127,9 @@ class HttpProtocol(HttpToolsProtocol):
         if self._phase is ReadPhase.BODY:
             return  # a trailer: a proxy that checks headers has not seen it
         super().on_header(name, value)
-        if len(self.headers) > self._limits.max_header_count:
+        if len(self.headers) > self._options.max_header_count:
             raise RefusedRequest(
-                f"the request has more than {self._limits.max_header_count} headers, the most that this server "
+                f"the request has more than {self._options.max_header_count} headers, the most that this server "
                 "accepts (its option `max_header_count`); send fewer",
                 HEADERS_TOO_LARGE,
             )
@@ -153,10 +153,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._set_unfinished(self._unfinished_bytes + len(body))
             if self._unfinished_bytes > SMALL_REQUEST_BYTES and not self._shared.has_room_for_large():
                 self._set_unfinished(0)
-                self._fail_body(_too_many_bytes(self._limits.max_unfinished_bytes))
+                self._fail_body(_too_many_bytes(self._shared.max_unfinished_bytes))
         else:
             self._ignored_bytes += len(body)
-            if self._ignored_bytes > self._limits.max_unfinished_bytes:
+            if self._ignored_bytes > self._shared.max_unfinished_bytes:
                 self.transport.close()  # reading on until the next request could take forever
         super().on_body(body)
 
@@ -197,8 +197,8 @@ class HttpProtocol(HttpToolsProtocol):
             if passed > self._header_timeout:
                 self._refuse(_late_headers(self._header_timeout))
         elif self._phase is ReadPhase.BODY:
-            if passed > self._limits.body_timeout:
-                self._refuse(_late_body(self._limits.body_timeout))
+            if passed > self._options.body_timeout:
+                self._refuse(_late_body(self._options.body_timeout))
         elif self._is_answered and passed > self._idle_timeout:
             self.transport.close()
 
@@ -206,7 +206,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Parse the beginning of `data`. Return the rest."""
         before, num_messages = self._phase, self._num_messages
         # Never more than headers may have, so that the limit is noticed before the memory is taken.
-        piece = data if before is ReadPhase.BODY else data[: self._limits.max_header_bytes + 1]
+        piece = data if before is ReadPhase.BODY else data[: self._options.max_header_bytes + 1]
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as upgrade:
@@ -220,14 +220,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _count(self, size: int) -> None:
         """Count bytes that all belong to the present request."""
-        limit = self._limits.max_header_bytes
+        limit = self._options.max_header_bytes
         if self._phase is ReadPhase.HEADERS:
             self._header_bytes += size
             self._set_unfinished(self._header_bytes)
             if self._header_bytes > limit:
                 self._refuse(_large_headers(limit))
             elif self._header_bytes > SMALL_REQUEST_BYTES and not self._shared.has_room_for_large():
-                self._refuse(_too_many_bytes(self._limits.max_unfinished_bytes))
+                self._refuse(_too_many_bytes(self._shared.max_unfinished_bytes))
         elif self._phase is ReadPhase.BODY:
             # -1: some of them were bytes of the body.
             self._overhead_bytes = 0 if self._overhead_bytes < 0 else self._overhead_bytes + size
@@ -236,7 +236,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _check_headers(self) -> None:
         """Raise the error for a request line or headers that are refused."""
-        limit = self._limits.max_header_bytes
+        limit = self._options.max_header_bytes
         request_line = len(self.parser.get_method()) + len(self.url) + len("  HTTP/1.1\r\n")
         if request_line + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers) + 2 > limit:
             raise _large_headers(limit)

@@ -15,7 +15,6 @@ from eagleray.config.build import build_config
 from eagleray.errors import EagleRayError
 from eagleray.server.connections import HttpConnections
 from eagleray.server.error_responses import error_response
-from eagleray.server.http_limits import HttpLimits
 from eagleray.server.http_protocol import HttpProtocol
 from eagleray.server.http_responses import json_response
 
@@ -102,10 +101,13 @@ class HttpServer:
 
     def __init__(self, runner: asyncio.Runner, *, open_files: int = 1024, **options: Any) -> None:
         self._runner = runner
-        limits = HttpLimits.of(build_config(**options), open_files=open_files)
         self.refusals: list[int] = []
         self.connections = HttpConnections(
-            limits, ServerState(), open_paths=["/live"], count_refusal=self.refusals.append
+            build_config(**options).serving,
+            ServerState(),
+            open_files=open_files,
+            open_paths=["/live"],
+            count_refusal=self.refusals.append,
         )
         self.run(self._open())
 

@@ -13,8 +13,8 @@ from http_fakes import HttpServer, request
 from eagleray.config.build import build_config
 from eagleray.errors import ConfigError
 from eagleray.server.acceptor import Acceptor, ConnectionCounts
+from eagleray.server.connection_limit import connection_limit
 from eagleray.server.connections import RESERVED_CONNECTIONS
-from eagleray.server.http_limits import HttpLimits
 
 
 @pytest.fixture
@@ -92,13 +92,14 @@ def test_connections_at_the_limit_warn_once(make_server, caplog):
     ("wanted", "open_files", "limit"), [(None, 65536, 8192), (None, 1024, 512), (None, 64, 32), (500, 1024, 500)]
 )
 def test_connection_limit_leaves_files_for_others(wanted, open_files, limit):
-    limits = HttpLimits.of(build_config(max_connections=wanted), open_files=open_files)
-    assert limits.max_connections == limit
+    assert (
+        connection_limit(build_config(max_connections=wanted).serving.max_connections, open_files=open_files) == limit
+    )
 
 
 def test_connection_limit_beyond_the_open_files_is_refused():
     with pytest.raises(ConfigError, match=r"`max_connections`: 1000 were asked for, .* 1024 open files, .* keep 512"):
-        HttpLimits.of(build_config(max_connections=1000), open_files=1024)
+        connection_limit(build_config(max_connections=1000).serving.max_connections, open_files=1024)
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from uvicorn.server import ServerState
 from eagleray.config.build import build_config
 from eagleray.server.acceptor import Acceptor, ConnectionCounts
 from eagleray.server.connections import HttpConnections
-from eagleray.server.http_limits import HttpLimits
 from eagleray.server.http_protocol import HttpProtocol
 
 SECONDS = 20.0
@@ -43,8 +42,10 @@ class Server:
             self._app, interface="asgi3", lifespan="off", ws="none", log_config=None, access_log=False
         )
         config.load()
-        limits = HttpLimits.of(build_config(**OPTIONS), open_files=1024)
-        connections = HttpConnections(limits, ServerState(), open_paths=[], count_refusal=lambda status: None)
+        options = build_config(**OPTIONS).serving
+        connections = HttpConnections(
+            options, ServerState(), open_files=1024, open_paths=[], count_refusal=lambda status: None
+        )
         acceptor = Acceptor(
             self.listener,
             make_protocol=lambda is_reserved: HttpProtocol(config, connections, is_reserved=is_reserved),
