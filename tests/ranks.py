@@ -48,7 +48,7 @@ def together(functions: Sequence[Callable[[], Any]]) -> list[Any]:
 def open_all(where: Topology) -> list[OpenedGroups]:
     sizes = {"tp_size": where.tensor_parallel_size, "pp_size": where.pipeline_parallel_size}
     return [
-        OpenedGroups.open(mesh=Mesh(rank=rank, **sizes), topology=where, device=torch.device("cpu"))
+        OpenedGroups(mesh=Mesh(rank=rank, **sizes), topology=where, device=torch.device("cpu"))
         for rank in range(where.world_size)
     ]
 

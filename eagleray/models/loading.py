@@ -74,10 +74,11 @@ class CheckpointWeights:
             self._is_whole = is_whole
             whole = [name for name in self._left_over if is_whole(name)]
             others = self._owners.keys() - set(whole)
-            elsewhere = sum(self._num_bytes(name) for name in others if name not in self._left_over)
-            shared = sum(path.stat().st_size for path in self._paths) - elsewhere - sum(map(self._num_bytes, whole))
-            alone = sum(self._num_bytes(name) * parts_wanted(name) for name in whole)
-            self._total_bytes = shared // tp_size + int(alone)
+            all_bytes = sum(path.stat().st_size for path in self._paths)
+            elsewhere_bytes = sum(self._num_bytes(name) for name in others if name not in self._left_over)
+            divided_bytes = all_bytes - elsewhere_bytes - sum(map(self._num_bytes, whole))
+            whole_bytes = sum(self._num_bytes(name) * parts_wanted(name) for name in whole)
+            self._total_bytes = divided_bytes // tp_size + int(whole_bytes)
             self._close = stack.pop_all().close
 
     def __enter__(self) -> CheckpointWeights:

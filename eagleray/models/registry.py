@@ -139,9 +139,7 @@ def load_model(
         )
 
     with open_weights(on_progress) as weights:
-        embedding, layers, head = _load_parts(
-            family, spec, weights, kernels, groups, layout, num_threads=_num_threads(device)
-        )
+        embedding, layers, head = _load_parts(family, spec, weights, kernels, groups, layout, device)
         norm = None
         if groups.mesh.is_last_stage:
             norm = kernels.norm(weights.load("model.norm.weight", (spec.hidden_size,)), spec.norm_eps)
@@ -245,8 +243,7 @@ def _load_parts(
     kernels: KernelBackend,
     groups: Groups,
     layout: ExpertLayout | None,
-    *,
-    num_threads: int,
+    device: torch.device,
 ) -> tuple[Operation | None, list[DecoderLayer], Operation | None]:
     """Load the embedding, the layers and the head of this stage, as `Model` takes them."""
     mesh = groups.mesh
@@ -256,7 +253,8 @@ def _load_parts(
         malloc_trim()
         return layer
 
-    pool = ThreadPoolExecutor(num_threads, "load")
+    # on a CPU, every core reads and packs weights
+    pool = ThreadPoolExecutor(torch.get_num_threads() if device.type == "cpu" else 1, "load")
     try:
         embedding_and_head = pool.submit(load_embedding_and_head, spec, weights, kernels, mesh, groups.tp)
         layers = list(pool.map(load_layer, mesh.layers(spec.num_layers)))
@@ -285,8 +283,3 @@ def _rebalancer(
     return Rebalancer(
         blocks=blocks, layout=layout, interval=options.balance_interval, kernels=kernels, open_weights=open_weights
     )
-
-
-def _num_threads(device: torch.device) -> int:
-    """Return the number of threads that read and pack weights: one for each core."""
-    return torch.get_num_threads() if device.type == "cpu" else 1

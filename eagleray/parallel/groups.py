@@ -62,47 +62,23 @@ class OpenedGroups:
     """The resources that a rank has opened for its groups, before it knows those of the others."""
 
     def __init__(
-        self,
-        *,
-        mesh: Mesh,
-        topology: Topology,
-        device: torch.device,
-        store: TCPStore | None,
-        segment: Segment | None,
-        opened: GroupOpened,
-        engines: EnginePosition,
+        self, *, mesh: Mesh, topology: Topology, device: torch.device, engines: EnginePosition = SINGLE_ENGINE
     ) -> None:
-        self._mesh, self._topology, self._device, self._engines = mesh, topology, device, engines
-        self._store = store
-        self._segment = segment
-        self.opened = opened
-        """The handles that the other ranks need to join."""
-
-    @classmethod
-    def open(
-        cls, *, mesh: Mesh, topology: Topology, device: torch.device, engines: EnginePosition = SINGLE_ENGINE
-    ) -> OpenedGroups:
         """Open this rank's resources. `engines` is the engine's position among the engines that divide the experts.
         Raises `ConfigError` for an address that is not this machine's, and for too little shared memory."""
-        uses_memory = _can_share_memory(mesh.tp_ranks, topology, device)
+        self._mesh, self._topology, self._device, self._engines = mesh, topology, device, engines
+        self._segment: Segment | None = None
+        self._store: TCPStore | None = None
+        address = None
         with ExitStack() as stack:
-            segment = None
-            if uses_memory and mesh.tp_rank == 0:
-                segment = Segment.create(mesh.tp_size)
-                stack.callback(segment.close)
-            store, address = None, None
+            if mesh.tp_rank == 0 and _can_share_memory(mesh.tp_ranks, topology, device):
+                self._segment = Segment.create(mesh.tp_size)
+                stack.callback(self._segment.close)
             if mesh.rank == 0 and _needs_store(mesh, topology, device):
-                store, address = bind_store(_listen_address(mesh.rank, topology))
+                self._store, address = bind_store(_listen_address(mesh.rank, topology))
             stack.pop_all()
-        return cls(
-            mesh=mesh,
-            topology=topology,
-            device=device,
-            store=store,
-            segment=segment,
-            opened=GroupOpened(store=address, segment=None if segment is None else segment.handle),
-            engines=engines,
-        )
+        self.opened = GroupOpened(store=address, segment=None if self._segment is None else self._segment.handle)
+        """The handles that the other ranks need to join."""
 
     def join(self, opened: Sequence[GroupOpened], *, timeout: float) -> Groups:
         """Join the groups, given the handles of every rank, by rank. All ranks must call this; it returns when this

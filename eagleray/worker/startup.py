@@ -72,7 +72,7 @@ class OpenedWorker:
         engines = EnginePosition()
         if parallel.enable_expert_parallel:
             engines = EnginePosition(rank=setup.worker.engine.rank, size=parallel.data_parallel_size)
-        self._groups = OpenedGroups.open(mesh=setup.mesh, topology=setup.topology, device=self.device, engines=engines)
+        self._groups = OpenedGroups(mesh=setup.mesh, topology=setup.topology, device=self.device, engines=engines)
 
     @property
     def opened(self) -> GroupOpened:

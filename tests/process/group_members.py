@@ -17,7 +17,7 @@ def member(rank: int, where: Topology, pipe: Connection) -> None:
     """Open, join with the received handles, then do the named work until None is received."""
     torch.set_num_threads(1)
     mesh = Mesh(rank=rank, tp_size=where.tensor_parallel_size, pp_size=where.pipeline_parallel_size)
-    opened = OpenedGroups.open(mesh=mesh, topology=where, device=torch.device("cpu"))
+    opened = OpenedGroups(mesh=mesh, topology=where, device=torch.device("cpu"))
     pipe.send(opened.opened)
     try:
         groups = opened.join(pipe.recv(), timeout=DEADLINE)

@@ -23,7 +23,7 @@ def open_engines(num_engines: int, *, tp: int = 1) -> list[list[Groups]]:
     engines = []
     for engine in range(num_engines):
         opened = [
-            OpenedGroups.open(
+            OpenedGroups(
                 mesh=Mesh(rank=rank, tp_size=tp),
                 topology=topology(tp=tp),
                 device=torch.device("cpu"),

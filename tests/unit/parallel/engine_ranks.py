@@ -54,9 +54,7 @@ def make_engines(num_engines: int, tp: int, *, nodes: Sequence[str] | None = Non
         where = place(tp, nodes[rank] if nodes else None)
         size = EnginePosition(rank=rank, size=num_engines) if num_engines > 1 else SINGLE_ENGINE
         opened = [
-            OpenedGroups.open(
-                mesh=Mesh(rank=worker, tp_size=tp), topology=where, device=torch.device("cpu"), engines=size
-            )
+            OpenedGroups(mesh=Mesh(rank=worker, tp_size=tp), topology=where, device=torch.device("cpu"), engines=size)
             for worker in range(tp)
         ]
         handles = [one.opened for one in opened]

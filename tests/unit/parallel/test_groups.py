@@ -61,9 +61,7 @@ def test_join_uses_shared_memory_within_a_node_and_connections_elsewhere(where, 
 
 
 def test_open_gpu_binds_a_store():
-    opened = OpenedGroups.open(
-        mesh=Mesh(rank=0, tp_size=2), topology=topology(tp=2), device=torch.device("cuda", 0)
-    ).opened
+    opened = OpenedGroups(mesh=Mesh(rank=0, tp_size=2), topology=topology(tp=2), device=torch.device("cuda", 0)).opened
     assert opened.store is not None
     assert opened.segment is None
 
