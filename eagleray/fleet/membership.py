@@ -130,7 +130,7 @@ class MembershipPublisher:
         self._addresses[member] = address
         handle = b""
         if has_heartbeat:
-            number, handle = self._heartbeats.invite(within=timeouts.FIRST_HEARTBEAT_SECONDS)
+            number, handle = self._heartbeats.invite(within=timeouts.FIRST_HEARTBEAT_TIMEOUT_SECONDS)
             self._heartbeat_numbers[member], self._members[number] = number, member
         joined, missing = self._membership.attach(member)
         self._outbox.send(member, Attach(member, self._supervisor, joined, handle, missing))

@@ -12,7 +12,7 @@ START_MARGIN_SECONDS = 15.0
 """Time beyond `startup_timeout` after which a starting process is killed. The process gives up at `startup_timeout`
 itself and reports what it waited for, so this is reached only by one that hangs."""
 
-FIRST_HEARTBEAT_SECONDS = 120.0
+FIRST_HEARTBEAT_TIMEOUT_SECONDS = 120.0
 """Time from `Attach` to a member's first heartbeat: before it a member may load libraries from a slow disk."""
 
 # Restart

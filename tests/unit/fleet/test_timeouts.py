@@ -40,7 +40,7 @@ def test_restart_margin_of_an_expert_group_covers_the_longest_delay():
 
 
 def test_first_heartbeat_limit_is_longer_than_the_senders():
-    assert FIRST_HEARTBEAT_SECONDS < timeouts.FIRST_HEARTBEAT_SECONDS
+    assert FIRST_HEARTBEAT_SECONDS < timeouts.FIRST_HEARTBEAT_TIMEOUT_SECONDS
 
 
 def test_heartbeat_timeout_default_is_several_heartbeats():
