@@ -76,8 +76,8 @@ ProcessId = EngineId | ClientId | WorkerId | DriverId
 """Identity of anything that is spawned as a process or created as an actor."""
 
 
-def successor(member: Member) -> Member:
-    """Return the next incarnation of `member`."""
+def next_incarnation(member: Member) -> Member:
+    """Return the identity of the member that replaces `member`."""
     return msgspec.structs.replace(member, incarnation=member.incarnation + 1)
 
 

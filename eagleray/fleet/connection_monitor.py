@@ -1,8 +1,8 @@
 """Connections between members on different hosts that break while both ends run on.
 
 Messages in transit may be lost and none arrives later, so a member that waits for one would wait forever. One of the
-two ends therefore has to leave, and the other one is told by `Left` that messages are lost. Every sender polls its own
-connections: members report theirs, and those of the supervisor are polled here.
+two ends therefore has to leave, and the other one receives its `Left`. Every sender polls its own connections: members
+report theirs, and those of the supervisor are polled here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The members of the fleet, and the messages that tell them about each other.
+"""The members of the fleet, and the messages by which they learn of each other.
 
 A member is known by its identity with the incarnation: a replacement is another member with the same replica key.
 `Membership` is pure; `MembershipPublisher` owns the supervisor's outbox and the heartbeats of the members. Both are
@@ -167,7 +167,7 @@ class MembershipPublisher:
         return Joined(member, self._addresses[member])
 
     def pop_unreachable(self) -> list[MemberId]:
-        """Return the attached members to whom the supervisor's connection broke since the last call."""
+        """Return the attached members whose connection from the supervisor broke since the last call."""
         return self._outbox.pop_broken()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from eagleray.errors import EagleRayError, EngineFailed
 from eagleray.fleet.restart_policy import EndInstance, Restart, RestartDecision
-from eagleray.identity import MemberId, successor
+from eagleray.identity import MemberId, next_incarnation
 from eagleray.messages.failure import Failure
 
 
@@ -29,7 +29,7 @@ class ProcessExit:
             case Restart(delay, failed_starts):
                 when = f" in {delay:g} s" if delay else ""
                 why = f" ({failed_starts} starts in a row have failed)" if failed_starts > 1 else ""
-                return f"starting {successor(self.member).label}{when}{why}"
+                return f"starting {next_incarnation(self.member).label}{when}{why}"
             case EndInstance():
                 return "the instance ends"
             case _:

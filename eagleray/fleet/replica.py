@@ -17,7 +17,7 @@ from eagleray.fleet import timeouts
 from eagleray.fleet.launcher import OnExit, OnMessage, Spawned
 from eagleray.fleet.process_exit import ProcessExit
 from eagleray.fleet.restart_policy import Restart, RestartDecision, RestartHistory
-from eagleray.identity import MemberId, successor
+from eagleray.identity import MemberId, next_incarnation
 from eagleray.log import get_logger
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.lifecycle import Bound, ChildToParent
@@ -86,7 +86,7 @@ class Replica:
             case ReplicaPhase.STOPPING if not isinstance(self._decision, Restart):
                 return None
             case ReplicaPhase.STOPPING | ReplicaPhase.BACKOFF:
-                return successor(self.member)
+                return next_incarnation(self.member)
             case ReplicaPhase.VACANT:
                 return None
 
@@ -199,7 +199,7 @@ class Replica:
             self.phase = ReplicaPhase.VACANT
 
     def _start_replacement(self) -> None:
-        self.member = successor(self.member)
+        self.member = next_incarnation(self.member)
         self.start()
 
     def _on_start_timeout(self) -> None:

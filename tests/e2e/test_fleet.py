@@ -122,15 +122,15 @@ def test_metrics_of_each_api_server_are_equal(http):
         if len(answered) == 2:
             break
     wait_until_whole(http, 2)
-    told: dict[int, list[str]] = {}
-    for _ in until_deadline("both API servers have told their metrics"):
+    samples: dict[int, list[str]] = {}
+    for _ in until_deadline("both API servers have sent their metrics"):
         with http.stream("GET", "/metrics") as response:
             server = server_of(response)
-            told[server] = [line for line in response.iter_lines() if line.startswith(COUNTED)]
-        if len(told) == 2:
+            samples[server] = [line for line in response.iter_lines() if line.startswith(COUNTED)]
+        if len(samples) == 2:
             break
-    assert told.keys() == answered
-    one, other = told.values()
+    assert samples.keys() == answered
+    one, other = samples.values()
     assert one == other
     assert len(one) > len(COUNTED)
 

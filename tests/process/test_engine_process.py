@@ -130,7 +130,7 @@ def test_cut_off_from_its_supervisor_it_ends_and_says_why(open_fleet, capfd):
     fleet = open_fleet()
     fleet.pulse.close()
     assert fleet.said.get(timeout=SECONDS) == "it ended with exit code 1"
-    assert "the supervisor was silent for" in capfd.readouterr().err
+    assert "no heartbeat from the supervisor for" in capfd.readouterr().err
 
 
 def test_engine_process_hung_step_reports_and_exits(open_fleet):
@@ -139,7 +139,7 @@ def test_engine_process_hung_step_reports_and_exits(open_fleet):
     failed = fleet.said.get(timeout=SECONDS)
     assert isinstance(failed, Ended)
     assert failed.cause.kind == "DeadlineExceeded"
-    assert failed.cause.message.startswith("step 0 (3 tokens in 1 rows) hangs for ")
+    assert failed.cause.message.startswith("step 0 (3 tokens in 1 rows) has been hanging for ")
     assert fleet.said.get(timeout=SECONDS) == "it ended with exit code 1"
 
 

@@ -84,8 +84,8 @@ async def facts(*engines: Engine) -> list[dict[str, Any]]:
     return [json.loads(engine.address or "") for engine in engines]
 
 
-def ips(said: list[dict[str, Any]]) -> list[str]:
-    return [ray_cluster.node_ips()[one["node"]] for one in said]
+def ips(reported: list[dict[str, Any]]) -> list[str]:
+    return [ray_cluster.node_ips()[one["node"]] for one in reported]
 
 
 def groups() -> set[str]:
@@ -119,17 +119,17 @@ async def test_ray_launcher_two_engines_generate_same_tokens_after_replacement(
         os.kill(ray_cluster.pid_of(f"{name}/engine-1"), signal.SIGKILL)
         assert "its process died" in await second.end(NOTICE_SECONDS)
         assert not second.failures
-        successor = made.spawn(1, incarnation=1)
-        await made.attach(successor)
+        replacement = made.spawn(1, incarnation=1)
+        await made.attach(replacement)
         assert f"{name}/engine-1.1/tp0-pp0" in actors()
-        assert await made.generate(successor, PROMPT) == expected
+        assert await made.generate(replacement, PROMPT) == expected
 
         os.kill(ray_cluster.pid_of(f"{name}/engine-0/tp0-pp0"), signal.SIGKILL)
         assert "worker engine-0/tp0-pp0: its process died" in (await made.failing()).message
         assert "worker engine-0/tp0-pp0: its process died" in await first.end()
         assert [failure.kind for failure in first.failures] == ["WorkerLost"]
-        await made.stop(successor)
-        assert successor.ends == ["it has ended"]
+        await made.stop(replacement)
+        assert replacement.ends == ["it has ended"]
 
 
 @pytest.mark.parametrize(("executor", "tp"), [("in-process", 1), ("processes", 2)])
@@ -169,17 +169,17 @@ async def test_ray_launcher_engine_has_programs_environment_and_own_directory(cl
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     async with fleet(config(cluster, 1, tp=2), instance(), **stand_in("Waits")) as made:
         engine = made.spawn(0)
-        (said,) = await facts(engine)
-        assert said["setting"] == "$HOME"
-        assert said["secret"] is None and said["omp"] is None
+        (reported,) = await facts(engine)
+        assert reported["setting"] == "$HOME"
+        assert reported["secret"] is None and reported["omp"] is None
         if os.geteuid() == 0:
-            assert said["niceness"] == 0
-        assert said["host"] == ray_cluster.node_ips()[said["node"]]
-        assert said["bundles"] == [0, 1]
-        assert Path(said["directory"]).is_dir()
-        os.kill(said["pid"], signal.SIGKILL)
+            assert reported["niceness"] == 0
+        assert reported["host"] == ray_cluster.node_ips()[reported["node"]]
+        assert reported["bundles"] == [0, 1]
+        assert Path(reported["directory"]).is_dir()
+        os.kill(reported["pid"], signal.SIGKILL)
         assert "on node " in await engine.end(NOTICE_SECONDS)
-        assert wait_until(lambda: not Path(said["directory"]).exists(), NOTICE_SECONDS)
+        assert wait_until(lambda: not Path(reported["directory"]).exists(), NOTICE_SECONDS)
         assert wait_until(lambda: not groups(), NOTICE_SECONDS)
 
 
@@ -187,11 +187,11 @@ async def test_ray_launcher_engine_has_programs_environment_and_own_directory(cl
 async def test_ray_engine_terminate_and_kill_remove_everything(cluster):
     async with fleet(config(cluster), instance(), **stand_in("Waits")) as made:
         engines = [made.spawn(0), made.spawn(1)]
-        said = await facts(*engines)
-        os.kill(said[1]["pid"], signal.SIGSTOP)
+        reported = await facts(*engines)
+        os.kill(reported[1]["pid"], signal.SIGSTOP)
         engines[0].spawned.terminate()
         engines[1].spawned.kill()
-        for engine, one in zip(engines, said, strict=True):
+        for engine, one in zip(engines, reported, strict=True):
             assert await engine.end() == "it was told to end"
             assert wait_until(lambda pid=one["pid"]: is_gone(pid), NOTICE_SECONDS)
             assert wait_until(lambda path=one["directory"]: not Path(path).exists(), NOTICE_SECONDS)
@@ -203,9 +203,9 @@ async def test_ray_engine_terminate_and_kill_remove_everything(cluster):
 async def test_ray_launcher_close_kills_engines(cluster):
     async with fleet(config(cluster), instance(), **stand_in("Waits")) as made:
         engines = [made.spawn(0), made.spawn(1)]
-        said = await facts(*engines)
-    assert all(is_gone(one["pid"]) or wait_until(lambda p=one["pid"]: is_gone(p), NOTICE_SECONDS) for one in said)
-    assert not any(Path(one["directory"]).exists() for one in said)
+        reported = await facts(*engines)
+    assert all(is_gone(one["pid"]) or wait_until(lambda p=one["pid"]: is_gone(p), NOTICE_SECONDS) for one in reported)
+    assert not any(Path(one["directory"]).exists() for one in reported)
     assert all(len(engine.ends) == 1 for engine in engines)
 
 
@@ -213,11 +213,11 @@ async def test_ray_launcher_close_kills_engines(cluster):
 async def test_ray_launcher_driver_killed_ends_engines_and_next_spawn_starts_driver(cluster):
     async with fleet(config(cluster), instance(), **stand_in("Waits")) as made:
         engines = [made.spawn(0), made.spawn(1)]
-        said = await facts(*engines)
+        reported = await facts(*engines)
         made.launcher.kill()
         for engine in engines:
             assert (await engine.end(NOTICE_SECONDS)).startswith("the process that drives Ray ended: it was killed by")
-        for one in said:
+        for one in reported:
             assert wait_until(lambda pid=one["pid"]: is_gone(pid), NOTICE_SECONDS)
             assert wait_until(lambda path=one["directory"]: not Path(path).exists(), NOTICE_SECONDS)
         assert wait_until(lambda: not ray_cluster.actors_and_groups(), NOTICE_SECONDS)
@@ -330,9 +330,9 @@ async def test_ray_launcher_programs_group_is_divided_among_engines(cluster, mak
     group = make_group(*[ACC] * 4)
     context = RayContext(address=cluster, placement_group=group)
     async with fleet(config(cluster, tp=2), instance(), ray=context, **stand_in("Waits")) as made:
-        said = await facts(made.spawn(0), made.spawn(1))
-        assert {one["group"] for one in said} == {group}
-        assert sorted(said[0]["bundles"] + said[1]["bundles"]) == [0, 1, 2, 3]
+        reported = await facts(made.spawn(0), made.spawn(1))
+        assert {one["group"] for one in reported} == {group}
+        assert sorted(reported[0]["bundles"] + reported[1]["bundles"]) == [0, 1, 2, 3]
         assert len(groups()) == 1
     assert placement_group_table()[group]["state"] == "CREATED"
 
@@ -342,8 +342,8 @@ async def test_ray_launcher_named_group_is_used(cluster, make_group: MakeGroup):
     group = make_group({"acc": 2.0}, name="mine")
     options = config(cluster, placement_group="mine")
     async with fleet(options, instance(), **stand_in("Waits")) as made:
-        said = await facts(made.spawn(0), made.spawn(1))
-        assert [(one["group"], one["bundles"]) for one in said] == [(group, [0])] * 2
+        reported = await facts(made.spawn(0), made.spawn(1))
+        assert [(one["group"], one["bundles"]) for one in reported] == [(group, [0])] * 2
     async with fleet(config(cluster, 3, placement_group="mine"), instance(), **stand_in("Waits")) as made:
         assert "it has room for 2 of 3 engines" in await made.spawn(0).end()
 
@@ -405,8 +405,8 @@ async def test_ray_launcher_node_removed_during_bind_is_worker_lost(cluster, add
         (failure,) = engine.failures
         assert failure.kind == "WorkerLost" and not failure.is_user_error
         add_node(resources={"short": 1}, node_ip_address="127.0.0.10")
-        (said,) = await facts(made.spawn(0, incarnation=1))
-        assert ips([said]) == ["127.0.0.10"]
+        (reported,) = await facts(made.spawn(0, incarnation=1))
+        assert ips([reported]) == ["127.0.0.10"]
 
 
 @in_loop

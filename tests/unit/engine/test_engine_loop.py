@@ -15,7 +15,7 @@ from eagleray.engine.loop import EngineLoop
 from eagleray.engine.startup import start_engine
 from eagleray.errors import EngineFailed, WorkerFailed, WorkerLost
 from eagleray.executor.executor import Executor
-from eagleray.identity import SUPERVISOR, ClientId, EngineId, successor
+from eagleray.identity import SUPERVISOR, ClientId, EngineId, next_incarnation
 from eagleray.messages.lifecycle import Stop, Unreachable
 from eagleray.messages.membership import Joined, Left
 from eagleray.messages.outputs import Chunks, EngineStats, ExpertLoad
@@ -191,11 +191,11 @@ def test_loop_next_incarnation_of_a_client_is_another_client():
         Joined(CLIENT, "c"),
         generate("a"),
         Left(CLIENT, "killed"),
-        Joined(successor(CLIENT), "d"),
-        generate("a", client=successor(CLIENT), num_prompt=7),
+        Joined(next_incarnation(CLIENT), "d"),
+        generate("a", client=next_incarnation(CLIENT), num_prompt=7),
     )
     assert tokens(outbox) == {}
-    assert tokens(outbox, successor(CLIENT)) == {"a": [7, 8, 9]}
+    assert tokens(outbox, next_incarnation(CLIENT)) == {"a": [7, 8, 9]}
 
 
 def test_loop_malformed_message_is_dropped(log):

@@ -14,7 +14,7 @@ from eagleray.engine.loop import EngineLoop
 from eagleray.engine.startup import start_engine
 from eagleray.errors import DeadlineExceeded
 from eagleray.executor.executor import Executor
-from eagleray.identity import SUPERVISOR, ClientId, EngineId, successor
+from eagleray.identity import SUPERVISOR, ClientId, EngineId, next_incarnation
 from eagleray.messages.lifecycle import EngineStarted, ExpertsFormed, ExpertsOpened, OpenExperts, Stop
 from eagleray.messages.membership import Joined
 from eagleray.messages.outputs import Chunks
@@ -136,13 +136,13 @@ def test_group_member_request_during_wave_is_computed():
 def test_group_member_broken_step_keeps_all_requests():
     group = CountingGroup(top_k=2)
     group.breaks_at_step = 1
-    again = [None, OpenExperts(2, [1]), None, formed(2, successor(OTHER))]
+    again = [None, OpenExperts(2, [1]), None, formed(2, next_incarnation(OTHER))]
     outbox = run(*FORMED, generate("a"), generate("b"), later=again, group=group)
     assert tokens(outbox) == {"a": [5, 6, 7], "b": [5, 6, 7]}
     assert [one.epoch for one in said(outbox, SUPERVISOR) if isinstance(one, ExpertsOpened)] == [1, 2]
     assert sum(isinstance(one, EngineStarted) for one in said(outbox, SUPERVISOR)) == 1
     assert said(outbox, OTHER) == [WaveStarted(HERE, 1, 1)]
-    assert said(outbox, successor(OTHER)) == [WaveStarted(HERE, 2, 1)]
+    assert said(outbox, next_incarnation(OTHER)) == [WaveStarted(HERE, 2, 1)]
     assert OTHER not in outbox.peers
 
 
@@ -163,7 +163,7 @@ def test_group_member_message_of_earlier_epoch_is_ignored():
 def test_group_member_exit_during_join_waits_for_next_epoch():
     group = CountingGroup(top_k=2)
     group.broken_epochs = [1]
-    outbox = run(*FORMED, generate("a"), later=[None, formed(2, successor(OTHER))], group=group)
+    outbox = run(*FORMED, generate("a"), later=[None, formed(2, next_incarnation(OTHER))], group=group)
     assert tokens(outbox) == {"a": [5, 6, 7]}
     assert [one.epoch for one in said(outbox, SUPERVISOR) if isinstance(one, ExpertsOpened)] == [1, 2]
 

@@ -45,9 +45,9 @@ def test_supervisor_open_writes_attach_file(tmp_path):
 
     async def scenario():
         supervisor = await Supervisor.open(build_config(attach_file=str(path), served_model_name=["mine"]))
-        said = json.loads(path.read_text())
-        assert (said["instance"], said["model"]) == (supervisor.instance, "mine")
-        assert said["supervisor"] == f"ipc://{supervisor.runtime_dir}/supervisor"
+        content = json.loads(path.read_text())
+        assert (content["instance"], content["model"]) == (supervisor.instance, "mine")
+        assert content["supervisor"] == f"ipc://{supervisor.runtime_dir}/supervisor"
         await supervisor.stop(0.0)
         assert not path.exists()
         assert not supervisor.runtime_dir.exists()

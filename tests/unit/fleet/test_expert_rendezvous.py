@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagleray.fleet.expert_rendezvous import ExpertRendezvous
-from eagleray.identity import EngineId, successor
+from eagleray.identity import EngineId, next_incarnation
 from eagleray.messages.lifecycle import OpenExperts
 from eagleray.messages.steps import EngineOpened, GroupOpened
 from eagleray.messages.workers import Topology
@@ -41,8 +41,8 @@ def test_rendezvous_remove_opened_engine_begins_next_epoch():
     complete(group, *ENGINES[:2])
     group.remove(ENGINES[1])
     assert group.open_message == OpenExperts(2, [0, 1])
-    complete(group, ENGINES[0], successor(ENGINES[1]))
-    assert group.engines == [ENGINES[0], successor(ENGINES[1])]
+    complete(group, ENGINES[0], next_incarnation(ENGINES[1]))
+    assert group.engines == [ENGINES[0], next_incarnation(ENGINES[1])]
 
 
 def test_rendezvous_remove_unopened_engine_changes_nothing():
@@ -50,7 +50,7 @@ def test_rendezvous_remove_unopened_engine_changes_nothing():
     group.open(ENGINES[0], 1, opened(ENGINES[0]))
     group.remove(ENGINES[1])
     assert group.open_message == OpenExperts(1, [1])
-    complete(group, successor(ENGINES[1]))
+    complete(group, next_incarnation(ENGINES[1]))
     group.remove(ENGINES[1])  # an earlier incarnation
     assert group.is_complete
 
@@ -62,8 +62,8 @@ def test_rendezvous_open_for_later_epoch_begins_it():
     assert group.open_message == OpenExperts(2, [1])
     group.remove(ENGINES[1])  # engine 0 noticed it first
     assert group.open_message == OpenExperts(2, [1])
-    assert not group.open(successor(ENGINES[1]), 1, opened(successor(ENGINES[1])))
-    complete(group, successor(ENGINES[1]))
+    assert not group.open(next_incarnation(ENGINES[1]), 1, opened(next_incarnation(ENGINES[1])))
+    complete(group, next_incarnation(ENGINES[1]))
 
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["open", "break", "lose"]), st.integers(0, 2)), max_size=40)
@@ -77,7 +77,7 @@ def test_rendezvous_any_events_contains_present_engines_only(events):
         engine = there[rank]
         if kind == "lose":
             group.remove(engine)
-            there[rank], epochs[rank] = successor(engine), 0
+            there[rank], epochs[rank] = next_incarnation(engine), 0
         else:
             epochs[rank] = max(epochs[rank], group.epoch) + (kind == "break" and epochs[rank] == group.epoch)
             group.open(engine, epochs[rank], opened(engine))

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from eagleray.fleet.membership import Membership, replica_key
-from eagleray.identity import ClientId, EngineId, successor
+from eagleray.identity import ClientId, EngineId, next_incarnation
 from eagleray.messages.membership import EngineInfo, Joined, Left
 
 ENGINE, CLIENT, OTHER = EngineId("i", 0), ClientId("i", 0), ClientId("i", 1)
@@ -44,13 +44,13 @@ def test_membership_attach_returns_missing_engine_until_replacement_joins():
     membership = Membership()
     membership.attach(ENGINE)
     membership.join(Joined(ENGINE, "e"))
-    first, second = Left(ENGINE, "killed"), Left(successor(ENGINE), "killed again")
+    first, second = Left(ENGINE, "killed"), Left(next_incarnation(ENGINE), "killed again")
     membership.leave(first)
     assert membership.attach(CLIENT) == ([], [first])
-    membership.expect(successor(ENGINE))
+    membership.expect(next_incarnation(ENGINE))
     membership.leave(second)
     assert membership.attach(OTHER) == ([], [second])
-    third = Joined(successor(successor(ENGINE)), "e")
+    third = Joined(next_incarnation(next_incarnation(ENGINE)), "e")
     membership.attach(third.member)
     membership.join(third)
     membership.leave(Left(CLIENT, "killed"))
@@ -61,9 +61,9 @@ def test_replica_key_is_equal_for_all_incarnations():
     membership = Membership()
     membership.attach(ENGINE)
     membership.join(Joined(ENGINE, "e"))
-    membership.attach(successor(ENGINE))
-    assert membership.leave(Left(ENGINE, "killed")) == [successor(ENGINE)]
-    assert replica_key(successor(ENGINE)) == replica_key(ENGINE) == ENGINE
+    membership.attach(next_incarnation(ENGINE))
+    assert membership.leave(Left(ENGINE, "killed")) == [next_incarnation(ENGINE)]
+    assert replica_key(next_incarnation(ENGINE)) == replica_key(ENGINE) == ENGINE
     assert replica_key(EngineId("i", 1)) != ENGINE
 
 

@@ -7,7 +7,7 @@ from fleet_fakes import INFO, KILLED, FakeMember, fleet, in_loop, joined, left
 
 from eagleray.errors import ConfigError, EngineFailed
 from eagleray.fleet import timeouts
-from eagleray.identity import ClientId, EngineId, successor
+from eagleray.identity import ClientId, EngineId, next_incarnation
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.lifecycle import (
     Alive,
@@ -82,10 +82,10 @@ async def test_supervisor_engine_killed_starts_next_incarnation():
         process.end()
         assert await observer.receive() == Left(ENGINES[0], KILLED, returns=True)
         replacement = await it.launcher.next()
-        assert replacement.id == successor(ENGINES[0])
+        assert replacement.id == next_incarnation(ENGINES[0])
         assert replacement.label == "engine-0.1"
         await it.bring_up(replacement)
-        assert joined(successor(ENGINES[0]))(await observer.receive())
+        assert joined(next_incarnation(ENGINES[0]))(await observer.receive())
         assert not it.supervisor.failed.done()
 
 
@@ -97,10 +97,10 @@ async def test_supervisor_engine_reports_failure_left_now_replacement_after_exit
         assert joined(ENGINES[0])(await observer.receive())
         process.fail(BUG)
         assert await observer.receive() == Left(ENGINES[0], str(BUG), returns=True)
-        assert it.supervisor.engines == {successor(ENGINES[0])}
+        assert it.supervisor.engines == {next_incarnation(ENGINES[0])}
         assert not it.launcher.has_new
         process.end("it ended with exit code 1")
-        assert (await it.launcher.next()).id == successor(ENGINES[0])
+        assert (await it.launcher.next()).id == next_incarnation(ENGINES[0])
 
 
 @in_loop
@@ -134,7 +134,7 @@ async def test_supervisor_engine_silent_is_killed_and_replaced():
         assert processes[0].signals == ["kill"]
         assert not it.launcher.has_new
         processes[0].end()
-        assert (await it.launcher.next()).id == successor(ENGINES[0])
+        assert (await it.launcher.next()).id == next_incarnation(ENGINES[0])
         assert processes[1].signals == []
 
 
@@ -145,7 +145,7 @@ async def test_replica_start_timeout_is_killed_and_restarted(monkeypatch):
         process = await it.launcher.next()
         await it.until(lambda: process.signals == ["kill"])
         process.end()
-        assert (await it.launcher.next()).id == successor(ENGINES[0])
+        assert (await it.launcher.next()).id == next_incarnation(ENGINES[0])
 
 
 @in_loop
@@ -187,7 +187,7 @@ async def test_supervisor_user_error_after_serving_is_restarted():
         process = await it.launcher.next()
         process.fail(MISTAKE)
         process.end()
-        assert (await it.launcher.next()).id == successor(successor(ENGINES[0]))
+        assert (await it.launcher.next()).id == next_incarnation(next_incarnation(ENGINES[0]))
 
 
 @in_loop
@@ -200,10 +200,10 @@ async def test_supervisor_killed_thirty_times_is_restarted_each_time(monkeypatch
         for blow in range(30):
             for process in processes.values():
                 process.end(["it was killed by SIGKILL", "it was killed by SIGSEGV"][blow % 2])
-            successors = [await it.launcher.next() for _ in processes]
-            processes = {process.id: process for process in successors}
+            replacements = [await it.launcher.next() for _ in processes]
+            processes = {process.id: process for process in replacements}
             if blow % 10 == 9:
-                for process in successors:
+                for process in replacements:
                     await it.bring_up(process)
         assert {process.id.incarnation for process in processes.values()} == {30}
         assert not it.supervisor.failed.done()
@@ -216,9 +216,9 @@ async def test_supervisor_same_start_failure_twice_before_serving_ends_instance(
         failing = next(process for process in first if process.id == ENGINES[0])
         failing.fail(BUG)
         failing.end("it ended with exit code 1")
-        successor_of_it = await it.launcher.next()
+        second_start = await it.launcher.next()
         assert not it.supervisor.failed.done()
-        successor_of_it.fail(BUG)
+        second_start.fail(BUG)
         with pytest.raises(EngineFailed, match="there is a bug"):
             await it.supervisor.failed
 
@@ -283,14 +283,14 @@ async def test_supervisor_api_server_replaced_attach_lists_missing_engine():
         processes[ENGINES[1]].fail(BUG)
         processes[API_SERVER].end()
         process = await it.launcher.next()
-        assert process.id == successor(API_SERVER)
+        assert process.id == next_incarnation(API_SERVER)
         client = await it.bind(process)
         assert [member.member for member in client.attach.members] == [ENGINES[0]]
         assert client.attach.missing == [Left(ENGINES[1], str(BUG), returns=True, engine=INFO)]
         client.start()
         processes[ENGINES[1]].end()
         await it.bring_up(await it.launcher.next())
-        assert joined(successor(ENGINES[1]))(await client.receive())
+        assert joined(next_incarnation(ENGINES[1]))(await client.receive())
 
 
 @in_loop
@@ -313,7 +313,7 @@ async def test_supervisor_spawn_raises_is_retried():
         it.launcher.failures = [BlockingIOError(11, "Resource temporarily unavailable")] * 2
         process.end()
         assert (await observer.receive()).member == ENGINES[0]
-        for member in (successor(ENGINES[0]), successor(successor(ENGINES[0]))):
+        for member in (next_incarnation(ENGINES[0]), next_incarnation(next_incarnation(ENGINES[0]))):
             message = await observer.receive()
             assert left(member)(message)
             assert "Resource temporarily unavailable" in message.cause
@@ -407,7 +407,7 @@ async def test_connection_monitor_broken_between_engine_and_api_server_replaces_
         assert message.cause == f"the connection from {pair[0].label} to {pair[1].label} broke"
         assert processes[0].signals == ["kill"]
         processes[0].end()
-        assert (await it.launcher.next()).id == successor(ENGINES[0])
+        assert (await it.launcher.next()).id == next_incarnation(ENGINES[0])
 
 
 @in_loop
@@ -420,7 +420,7 @@ async def test_connection_monitor_broken_by_exit_replaces_nothing_else(short_gra
         observer.send(Unreachable(observer.attach.member, processes[0].id))
         processes[0].end()
         assert await observer.receive() == Left(processes[0].id, KILLED, returns=True)
-        assert (await it.launcher.next()).id == successor(processes[0].id)
+        assert (await it.launcher.next()).id == next_incarnation(processes[0].id)
         await asyncio.sleep(0.3)
         assert not it.launcher.has_new and not processes[1].signals
 
@@ -450,16 +450,16 @@ async def test_connection_monitor_broken_from_supervisor_replaces_member(short_g
         monkeypatch.setattr(it.supervisor._publisher, "pop_unreachable", lambda: broken.pop() if broken else [])
         await it.until(lambda: process.signals == ["kill"])
         process.end()
-        assert (await it.launcher.next()).id == successor(process.id)
+        assert (await it.launcher.next()).id == next_incarnation(process.id)
 
 
 @in_loop
 async def test_supervisor_malformed_messages_are_dropped():
     async with fleet() as it:
-        stranger = Outbox(lambda message: [message])
-        stranger.connect("supervisor", it.address)
+        foreign = Outbox(lambda message: [message])
+        foreign.connect("supervisor", it.address)
         for nonsense in (b"", b"hello", b"\x80", b"\xc1" * 100):
-            stranger.send("supervisor", nonsense)
+            foreign.send("supervisor", nonsense)
         confused = FakeMember(it, "confused")
         for address, lease in (("nowhere", 10.0), ("ipc://" + "x" * 1000, 10.0), (confused.inbox.address, -1.0)):
             confused.send(Register(address, lease))
@@ -469,4 +469,4 @@ async def test_supervisor_malformed_messages_are_dropped():
         external = await register(it)
         assert external.attach.members == []
         assert not it.supervisor.failed.done()
-        stranger.close()
+        foreign.close()

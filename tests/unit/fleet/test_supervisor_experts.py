@@ -8,7 +8,7 @@ import pytest
 from fleet_fakes import KILLED, FakeMember, FakeProcess, Fleet, fleet, in_loop
 
 from eagleray.fleet import timeouts
-from eagleray.identity import EngineId, successor
+from eagleray.identity import EngineId, next_incarnation
 from eagleray.messages.lifecycle import ExpertsFormed, ExpertsOpened, OpenExperts
 from eagleray.messages.membership import Joined, Left
 from eagleray.messages.steps import EngineOpened, GroupOpened
@@ -91,9 +91,12 @@ async def test_rendezvous_engine_killed_forms_next_epoch_with_replacement():
         open_for(replacement, 2)
         for member in (first, replacement):
             formed = await receive_kind(member, ExpertsFormed)
-            assert (formed.epoch, [one.member for one in formed.engines]) == (2, [ENGINES[0], successor(ENGINES[1])])
+            assert (formed.epoch, [one.member for one in formed.engines]) == (
+                2,
+                [ENGINES[0], next_incarnation(ENGINES[1])],
+            )
         replacement.start()
-        await it.until(lambda: it.supervisor._replica_of(successor(ENGINES[1])).phase.name == "UP")
+        await it.until(lambda: it.supervisor._replica_of(next_incarnation(ENGINES[1])).phase.name == "UP")
         assert processes[0].signals == []
 
 
@@ -116,7 +119,7 @@ async def test_rendezvous_waiting_engine_has_no_start_timeout(monkeypatch):
         open_for(first, 1)
         await it.until(lambda: processes[ENGINES[1]].signals == ["kill"])
         processes[ENGINES[1]].end()
-        assert (await it.launcher.next()).id == successor(ENGINES[1])
+        assert (await it.launcher.next()).id == next_incarnation(ENGINES[1])
         assert processes[ENGINES[0]].signals == []
 
 

@@ -8,7 +8,7 @@ import json
 import pytest
 from server_fakes import ENGINE, SPEECH, Call, Chunk, FinishReason, serving, settle, stats
 
-from eagleray.identity import EngineId, successor
+from eagleray.identity import EngineId, next_incarnation
 from eagleray.messages.requests import Generate
 
 BODIES = {
@@ -205,10 +205,10 @@ def test_request_while_an_engine_restarts_waits(api, path):
         return call
 
     waiting = api.run(call())
-    api.join(successor(ENGINE))
+    api.join(next_incarnation(ENGINE))
     api.run(asyncio.wait_for(waiting.task, 5))
     assert waiting.received[0]["status"] == 200
-    assert receivers(api) == [successor(ENGINE)]
+    assert receivers(api) == [next_incarnation(ENGINE)]
     for status in ("/ready", "/health"):
         assert api.get(status).status_code == 200
 
@@ -278,8 +278,8 @@ def test_metrics_have_every_engine(pair):
     for rank, count in [(0, 3), (1, 4)]:
         assert f'eagleray:num_requests_running{{engine="{rank}",model_name="tiny"}} {count}.0' in page
     pair.leave("it was killed", returns=True)
-    pair.join(successor(ENGINE))
-    pair.deliver(stats(successor(ENGINE)))
+    pair.join(next_incarnation(ENGINE))
+    pair.deliver(stats(next_incarnation(ENGINE)))
     assert 'eagleray:engine_restarts_total{engine="0",model_name="tiny"} 1.0' in pair.get("/metrics").text
 
 
