@@ -25,8 +25,8 @@ from eagleray.parallel.groups import Groups
 
 
 class Model:
-    """A model is immutable after it is made, except for the experts in its slots; its only state of a sequence is in
-    the cache.
+    """A model is immutable after it is made, except for the experts in its expert slots; its only state of a sequence
+    is in the cache.
 
     The first stage has the `embedding`, the last one the `norm` and the `head`; `layers` are those of this stage. A
     model with experts has `experts`; if the ranks divide them, it has a `rebalancer`.

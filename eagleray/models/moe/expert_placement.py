@@ -42,7 +42,7 @@ def rank_loads(load: npt.ArrayLike, slots: Slots, num_ranks: int) -> npt.NDArray
 
 
 def balance(load: npt.ArrayLike, num_slots: int, num_ranks: int, previous: Slots) -> Slots:
-    """Return new slots for experts that had `load` [num_experts] tokens each and are in the slots `previous`.
+    """Return new expert slots for experts that had `load` [num_experts] tokens each and are in the slots `previous`.
 
     First, copies are made of the experts whose copies have the most load each. Then the heaviest copy is put onto the
     rank with the least load, again and again (the greedy rule of Graham, "Bounds on multiprocessing timing anomalies",
@@ -79,8 +79,8 @@ def _load_per_copy(load: npt.NDArray[np.float64], copies: npt.NDArray[np.int64])
 
 
 def _copies(load: npt.NDArray[np.float64], num_slots: int, num_ranks: int) -> npt.NDArray[np.int64]:
-    """Return the number of slots for each expert: the next slot goes to the expert with the most load per copy. More
-    copies than ranks do not help, so they come last."""
+    """Return the number of expert slots for each expert: the next slot goes to the expert with the most load per copy.
+    More copies than ranks do not help, so they come last."""
     copies = np.ones(len(load), np.int64)
     for _ in range(num_slots - len(load)):
         can_gain = copies < num_ranks
@@ -128,8 +128,8 @@ def _make_room(
 
 
 def _keep_in_place(wanted: list[list[int]], previous: Slots) -> Slots:
-    """Return slots [num_ranks, slots_per_rank] with the same sets of experts, on ranks and in slots such that much of
-    `previous` stays. Ranks are alike, so it does not matter which of them has which set."""
+    """Return expert slots [num_ranks, slots_per_rank] with the same sets of experts, on ranks and in slots such that
+    much of `previous` stays. Ranks are alike, so it does not matter which of them has which set."""
     size = len(previous)
     kept = [[_num_common(experts, old) for old in previous.tolist()] for experts in wanted]
     slots = np.full_like(previous, -1)

@@ -104,7 +104,7 @@ class Rebalancer:
             )
 
     def _exchange(self, block: MoeBlock, needed: Sequence[Move], per_rank: int) -> None:
-        """Copy the weights to their new slots. All are read before any is written."""
+        """Copy the weights to their new expert slots. All are read before any is written."""
         rank, size = self._group.rank, self._group.size
         away = [move for move in needed if move.source // per_rank != move.target // per_rank]
         sent = [move for move in away if move.source // per_rank == rank]
@@ -124,7 +124,7 @@ class Rebalancer:
         self.bytes_moved += arrived.numel()
 
     def _restore(self, lost: Sequence[tuple[MoeBlock, int, int]]) -> None:
-        """Read the weights of experts (layer, own slot, expert) from the checkpoint."""
+        """Read the weights of experts (layer, own expert slot, expert) from the checkpoint."""
         if not lost:
             return
         logger.info("reading %d experts again that were lost with another rank", len(lost))
@@ -136,7 +136,7 @@ class Rebalancer:
 
 
 def restore_missing(slots: Slots, num_experts: int) -> Slots:
-    """Return slots that hold every expert at least once: experts that are missing in `slots` replace copies of
+    """Return expert slots that hold every expert at least once: experts that are missing in `slots` replace copies of
     others."""
     restored = slots.copy()
     copies = np.bincount(slots, minlength=num_experts)
@@ -145,12 +145,12 @@ def restore_missing(slots: Slots, num_experts: int) -> Slots:
         if missing and copies[slots[slot]] > 1:
             copies[slots[slot]] -= 1
             restored[slot] = missing.pop()
-    assert not missing, "there are at least as many slots as experts"
+    assert not missing, "there are no fewer slots than experts"
     return restored
 
 
 def _read(block: MoeBlock, slot: int) -> Tensor:
-    """Return a copy of the weights in this rank's slot, uint8 [bytes]."""
+    """Return a copy of the weights in this rank's expert slot, uint8 [bytes]."""
     return torch.cat(block.products.storage(slot))
 
 

@@ -1,5 +1,5 @@
-"""The placement of experts: every expert has a slot, the load is balanced, copies are apart, and experts move only when
-needed."""
+"""The placement of experts: every expert has an expert slot, the load is balanced, copies are apart, and experts move
+only when needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOAD = st.integers(0, 5) | st.integers(0, 10**6)
 
 @st.composite
 def layers(draw):
-    """Draw (load of each expert, number of slots, number of ranks)."""
+    """Draw (load of each expert, number of expert slots, number of ranks)."""
     num_ranks = draw(st.integers(1, 6))
     loads = draw(st.lists(LOAD, min_size=1, max_size=24))
     fewest = -(-len(loads) // num_ranks)
@@ -30,7 +30,7 @@ def by_rank(slots: np.ndarray, num_ranks: int) -> list[Counter]:
 
 def check(slots: np.ndarray, num_experts: int, num_slots: int, num_ranks: int) -> None:
     assert slots.shape == (num_slots,)
-    assert set(slots.tolist()) == set(range(num_experts)), "every expert is somewhere"
+    assert set(slots.tolist()) == set(range(num_experts)), "every expert has an expert slot"
     if num_slots <= num_experts * num_ranks:
         assert all(max(experts.values()) == 1 for experts in by_rank(slots, num_ranks)), "no two copies on a rank"
 
@@ -61,7 +61,9 @@ def test_balance_any_placement_lowers_the_maximum_load(layer, seed):
         by_rank(slots, num_ranks),
         strict=True,
     ):
-        assert (old == new).sum() == (old_experts & new_experts).total(), "what stays on a rank stays in its slot"
+        assert (old == new).sum() == (old_experts & new_experts).total(), (
+            "an expert that stays on a rank stays in its expert slot"
+        )
 
 
 @given(layer=layers())

@@ -27,7 +27,7 @@ ROUNDING = 1e-4
 
 PROMPT = random_prompt(0, 50, 384)
 CHUNKS = (21, 1)
-"""Of 21 tokens, two ranks have 11 and 10; of 1 token, one rank has none."""
+"""Chunk sizes. Two ranks have 11 and 10 of 21 tokens; one rank has none of 1 token."""
 
 FAMILIES = {
     "qwen3_moe": ("qwen3_moe", {}),
@@ -228,7 +228,7 @@ def test_forward_sends_bytes_by_the_chosen_dispatch(checkpoints, dispatch):
 
 
 def test_forward_all_to_all_sends_a_token_once_per_rank(checkpoints):
-    """With two ranks, at most one copy of each token is sent, whatever its experts are."""
+    """Two ranks send at most one copy of each token, whatever its experts are."""
     checkpoint = checkpoints("qwen3_moe")
 
     def work(groups: Groups, engine: int) -> int:
@@ -354,7 +354,7 @@ def test_load_model_eplb_on_immovable_weights_is_refused(checkpoints, monkeypatc
 
 
 def test_load_model_single_rank_divides_no_experts(checkpoints):
-    """With a single rank the option has no effect."""
+    """The option has no effect with a single rank."""
     model = load(checkpoints("qwen3_moe"), experts=OPTIONS["all-to-all"])
     assert model.rebalancer is None and not model.exchanges_tokens
     assert torch.equal(

@@ -57,7 +57,7 @@ def options(dispatch: str, *, redundant: int = 0, interval: int | None = INTERVA
 
 
 def own_experts(model: Model) -> list[list[int]]:
-    """Return the experts in this rank's slots, by layer."""
+    """Return the experts in this rank's expert slots, by layer."""
     assert model.rebalancer is not None
     return [slots.local_experts for _, slots in model.rebalancer._layers]
 

@@ -94,7 +94,7 @@ def test_stage_links_keep_the_order_of_hidden_states():
 
 
 def test_stage_links_sends_do_not_wait():
-    """One thread sends everything before it receives anything, in both directions."""
+    """A single thread sends everything before it receives anything, in both directions."""
     opened = open_all(topology(pp=2))
     handles = [one.opened for one in opened]
     first, last = together([lambda one=one: one.join(handles, timeout=20) for one in opened])
