@@ -32,7 +32,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     row: int
     request_id: str
     token_ids: list[int]
-    """The prompt, then what was generated before a preemption."""
+    """Tokens of the prompt, then those that were generated before a preemption."""
     num_prompt_tokens: int
     num_computed_tokens: int
     """Number of the first tokens of `token_ids` that are in the cache already."""
@@ -134,7 +134,8 @@ class OpenGroup(msgspec.Struct, frozen=True, tag=True):
 
 
 class GroupOpened(msgspec.Struct, frozen=True, tag=True):
-    """Handles by which other workers reach the resources that this worker has opened; None for what it did not open."""
+    """Handles of the resources that this worker has opened, for the other workers; None for resources it did not
+    open."""
 
     store: str | None = None
     """`host:port` of the rendezvous store of torch.distributed, bound by the first rank of the group."""
@@ -163,11 +164,12 @@ class JoinGroup(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadExpertLoad(msgspec.Struct, frozen=True, tag=True):
-    """How many tokens each expert has had."""
+    """Ask for the number of tokens that each expert has had."""
 
 
 class WorkerExpertLoad(msgspec.Struct, frozen=True, tag=True):
-    """Since the model was loaded, of the layers of this stage. Empty on ranks whose tokens others count."""
+    """Numbers of tokens since the model was loaded, in the layers of this stage. Empty on ranks whose tokens another
+    rank counts."""
 
     counts: Array
     """int64 [num_moe_layers, num_experts]"""
@@ -182,29 +184,29 @@ class ModelLoaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_parameters: int
     vocab_size: int
     max_model_len: int
-    """What the user set, or else what the model was made for, in tokens."""
+    """Maximum length in tokens: the user's option, or else the length that the model was made for."""
     bytes_per_block: int
     """Memory of one cache block over all layers of this worker."""
     device: str
     """`cpu` or `cuda`."""
     kernels: str
-    """The name of the kernels that compute, the same on all workers."""
+    """Name of the kernels that compute, the same on all workers."""
     num_moe_layers: int = 0
-    """Of this stage."""
+    """Number of layers of this stage that have experts."""
     num_experts: int = 0
     top_k: int = 0
-    """Experts of a token; 0 for a model without experts."""
+    """Number of experts of a token; 0 for a model without experts."""
 
 
 class MeasureMemory(msgspec.Struct, frozen=True, tag=True):
-    """Find out how much memory the cache may take, beside steps of this many tokens."""
+    """Measure the memory that the cache may take, beside steps of up to this many tokens."""
 
     max_num_batched_tokens: int
 
 
 class MemoryMeasured(msgspec.Struct, frozen=True, tag=True):
     available_bytes: int
-    """For the cache, after weights and the largest step."""
+    """Memory for the cache, without the weights and the largest step."""
 
 
 class AllocateCache(msgspec.Struct, frozen=True, tag=True):
@@ -212,18 +214,18 @@ class AllocateCache(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadNullModel(msgspec.Struct, frozen=True, tag=True):
-    """Compute nothing: every row that could sample answers token 0. What is left is the cost of the step's way."""
+    """Compute nothing from now on: every row that could sample gets token 0. A step then costs only its transport."""
 
 
 class CallExtension(msgspec.Struct, frozen=True, tag=True):
-    """Call a method of the user's worker extension. `arguments`: see `messages.plain`."""
+    """Call a method of the user's worker extension. For `arguments` see `messages.plain`."""
 
     method: str
     arguments: bytes
 
 
 class ExtensionReturned(msgspec.Struct, frozen=True, tag=True):
-    """What the method returned or raised; an exception of the user's method is not a failure of the worker."""
+    """Result or exception of the method. An exception of the user's method is not a failure of the worker."""
 
     value: bytes | None = None
     failure: Failure | None = None
@@ -252,7 +254,7 @@ WorkerReply = (
     | WorkerExpertLoad
     | Ended
 )
-"""`Ended`: the call raised, and the worker's state is unknown from here on, so its engine ends."""
+"""`Ended` means that the call raised. The worker's state is unknown then, so its engine ends."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -263,10 +265,10 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """One worker's answer to the call of that number."""
+    """Reply of one worker to the call with the same number."""
 
     call_id: int
-    """0: an answer to no call, but news of a failure."""
+    """Number of the call; 0 for a report of a failure that replies to no call."""
     rank: int
     """Rank of the worker in its engine."""
     body: WorkerReply

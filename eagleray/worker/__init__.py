@@ -1,1 +1,1 @@
-"""One device, one process: computes what the engine plans. The first layer that imports torch beside `models`."""
+"""One device: computes the steps that the engine plans. The first layer that imports torch, beside `models`."""

@@ -33,7 +33,8 @@ class ExpertsReader:
         self._trace = trace
         self._tp = tp
         self._has_sequence_shards = has_sequence_shards and tp.size > 1 and trace.num_layers > 0
-        self._pinned = _PinnedCopy()
+        self._stream: torch.cuda.Stream | None = None
+        self._pinned = torch.empty(0, dtype=torch.uint8)
 
     def begin(self, indices: IntArray | None, num_tokens: int) -> Reading | None:
         """Begin to read the experts of the tokens at `indices` of the last pass, which had `num_tokens`, or of all
@@ -49,7 +50,7 @@ class ExpertsReader:
             ids = self._trace.ids(indices, num_tokens)
         if ids is None:
             return None
-        return self._pinned.begin(ids) if ids.is_cuda else lambda: ids.numpy()
+        return self._copy_to_pinned(ids) if ids.is_cuda else lambda: ids.numpy()
 
     def _gather(self, indices: IntArray, num_tokens: int) -> Tensor | None:
         """Gather the tokens of all shards on rank 0. Shards are consecutive parts of the batch, so each rank sends the
@@ -68,24 +69,15 @@ class ExpertsReader:
         in_order = gathered[torch.from_numpy(np.argsort(order)).to(gathered.device)]
         return in_order.unflatten(1, ids.shape[1:]).to(ids.dtype)
 
-
-class _PinnedCopy:
-    """Copies arrays from a GPU into pinned memory of the host, while the GPU computes.
-
-    A worker runs one step at a time, and a result is copied once more, so no two steps ever share the memory.
-    """
-
-    def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def begin(self, ids: Tensor) -> Reading:
+    def _copy_to_pinned(self, ids: Tensor) -> Reading:
+        """Begin to copy `ids` from a GPU into pinned memory of the host, while the GPU computes. A worker runs one step
+        at a time, and the result is copied once more, so no two steps ever share the memory."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(ids.device)
         num_bytes = ids.numel() * ids.element_size()
-        if num_bytes > len(self._memory):
-            self._memory = torch.empty(2 * num_bytes, dtype=torch.uint8, pin_memory=True)
-        target = self._memory[:num_bytes].view(ids.dtype).view(ids.shape)
+        if num_bytes > len(self._pinned):
+            self._pinned = torch.empty(2 * num_bytes, dtype=torch.uint8, pin_memory=True)
+        target = self._pinned[:num_bytes].view(ids.dtype).view(ids.shape)
         self._stream.wait_stream(torch.cuda.current_stream(ids.device))
         with torch.cuda.stream(self._stream):
             target.copy_(ids, non_blocking=True)

@@ -57,8 +57,8 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult | StageRoutedExperts | None:
-        """Run the step and return what this rank reports. Raises `ExpertGroupBroken` if an engine that steps together
-        with this one has exited: rows are invalid then until plans start them anew."""
+        """Run the step and return this rank's report. Raises `ExpertGroupBroken` if an engine that steps together with
+        this one has exited: rows are invalid then until later plans add them again."""
         self.num_steps += 1
         self.is_stepping = True
         try:

@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """First state: the worker knows its place and options and holds no resources."""
+    """First state: the worker has its coordinates and options and holds no resources."""
 
     worker: WorkerId
     rank: int

@@ -1,4 +1,4 @@
-"""One device of an engine: handles the engine's calls, each in the state that it fits.
+"""A worker: one device of an engine, which handles the engine's calls, each in the state that it fits.
 
 Driven by an executor's worker group. An exception leaves `handle` as an `Ended` reply, never as an exception.
 """
