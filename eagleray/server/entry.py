@@ -104,12 +104,7 @@ def run(payload: bytes, parent: Parent) -> None:
 
 
 async def _serve(spec: ApiServerSpec, parent: Parent, ledger: Ledger, counts: ConnectionCounts) -> None:
-    client = Client.open(
-        spec.client,
-        spec.config,
-        Path(spec.runtime_dir),
-        host=spec.host,
-    )
+    client = Client.open(spec.client, spec.config, Path(spec.runtime_dir), host=spec.host)
     server = _Server(create_app(client, spec.config, ledger), spec.config.serving, counts)
     freeze_gc()
     parent.report_bound(client.address)

@@ -108,8 +108,7 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
         yield chunk
 
     def _make_chunk(self, choices: list[GenerateChoice]) -> GenerateResponse:
-        request_id = self.body.request_id or self.task.request_id
-        return GenerateResponse(request_id=request_id, choices=choices, usage=self.usage)
+        return GenerateResponse(request_id=self.body.request_id or self.id, choices=choices, usage=self.usage)
 
     async def _show_prompt(self, generation: Generation, response: GenerateResponse) -> None:
         logprobs = await self._prompt_logprobs(generation, self.task.params.prompt_logprobs)

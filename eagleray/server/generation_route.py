@@ -114,6 +114,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
     """Whether a whole answer is msgpack if the request accepts that. Events are always JSON."""
     field_names: Mapping[str, str] = {}
     """This API's names of fields that the client calls by others."""
+    id_prefix = ""
     num_prompts = 1
     only_prompt = False
     """Whether the request asks for no token."""
@@ -133,6 +134,8 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
             raise InvalidRequest("`stream_options` is only for requests with `stream` true", param="stream_options")
         with field_names(self.field_names):
             self.task = self._make_task(request)
+        self.id = self.id_prefix + self.task.request_id
+        """Id that answers show."""
 
     def _make_task(self, request: Request) -> GenerationTask:
         body, params = self.body, self._sampling_params()

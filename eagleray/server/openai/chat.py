@@ -37,6 +37,7 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
     chunk_type = ChatChunk
     logprobs_type = ChatLogprobs
     field_names = FIELD_NAMES
+    id_prefix = "chatcmpl-"
 
     def _sampling_params(self) -> SamplingParams:
         self.service.check_store(self.body.store)
@@ -91,7 +92,7 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
     async def _response(self, group: GenerationGroup, choices: list[ChatChoice]) -> ChatResponse:
         (generation,) = group.generations
         return ChatResponse(
-            id=f"chatcmpl-{self.task.request_id}",
+            id=self.id,
             created=self.created,
             model=self.model_name,
             choices=choices,
@@ -125,10 +126,4 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
         yield chunk
 
     def _make_chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        return ChatChunk(
-            id=f"chatcmpl-{self.task.request_id}",
-            created=self.created,
-            model=self.model_name,
-            choices=choices,
-            usage=self.usage,
-        )
+        return ChatChunk(id=self.id, created=self.created, model=self.model_name, choices=choices, usage=self.usage)

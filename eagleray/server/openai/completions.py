@@ -29,6 +29,7 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
     response_type = CompletionResponse
     chunk_type = CompletionResponse
     logprobs_type = CompletionLogprobs
+    id_prefix = "cmpl-"
 
     def _sampling_params(self) -> SamplingParams:
         body = self.body
@@ -104,11 +105,7 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
 
     def _make_chunk(self, choices: list[CompletionChoice]) -> CompletionResponse:
         return CompletionResponse(
-            id=f"cmpl-{self.task.request_id}",
-            created=self.created,
-            model=self.model_name,
-            choices=choices,
-            usage=self.usage,
+            id=self.id, created=self.created, model=self.model_name, choices=choices, usage=self.usage
         )
 
     def _make_choice(self, generation: Generation, part: CompletionDelta | CompletionOutput) -> CompletionChoice:
