@@ -38,7 +38,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python scripts/house.py --check cycles exports names chain
+	$(BIN)/python scripts/house.py --check cycles exports names chain docstrings
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
