@@ -154,17 +154,16 @@ class Replica:
         """Send `Stop`, then SIGTERM, then SIGKILL, each when the means before has not helped in time. Returns when the
         process has exited, or was killed and still has not."""
         timeout = timeouts.STOP_TIMEOUT_SECONDS
-        means = [(timeout, self.kill)]
+        means = [(timeout, "killed", self.kill)]
         if self.phase is ReplicaPhase.UP:
             send_stop()
-            means.insert(0, (grace + timeout, self._terminate))
+            means.insert(0, (grace + timeout, "terminated", self._terminate))
         elif self.phase is ReplicaPhase.STARTING:  # it may not read its inbox yet
             self._terminate()
-        for seconds, stronger in means:
+        for seconds, name, stronger in means:
             if await self._wait_for_exit(seconds):
                 return
-            name = stronger.__name__.strip("_")
-            logger.warning("%s did not end within %.0f s: %s", self.member.label, seconds, name)
+            logger.warning("%s did not exit within %.0f s of being told to: it is %s", self.member.label, seconds, name)
             stronger()
         await self._wait_for_exit(timeout)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 # Start
 
 START_MARGIN_SECONDS = 15.0
-"""Time beyond `startup_timeout` after which a starting process is killed. The process gives up at `startup_timeout`
-itself and reports what it waited for, so this is reached only by one that hangs."""
+"""Time beyond `startup_timeout` after which a starting process is killed. The process itself gives up at
+`startup_timeout` and reports the cause, so only a process that hangs is killed."""
 
 FIRST_HEARTBEAT_TIMEOUT_SECONDS = 120.0
 """Time from `Attach` to a member's first heartbeat: before it a member may load libraries from a slow disk."""

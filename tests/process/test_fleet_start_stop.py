@@ -150,7 +150,7 @@ while True:
     if random.random() < 0.1:
         __import__("time").sleep(0.001)
 """
-"""Program that binds ports, those that the system offers and any others, and releases them soon."""
+"""Program that binds ports, both free ones that the system offers and random ones, and releases them soon."""
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_supervisor_stop_during_start_leaves_nothing():
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.grid)])
 def test_supervisor_each_process_killed_or_stopped_is_replaced(how):
-    """One process after another, while requests run. Requests of an API server fail with it, and are sent again."""
+    """Processes fail one after another while requests run. Requests of a failed API server are sent again."""
 
     async def scenario():
         async with Fleet(2, 2, heartbeat_timeout=1.0) as fleet:
