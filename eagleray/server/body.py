@@ -10,12 +10,13 @@ import functools
 import gc
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 
+from eagleray.config.sections import ServingConfig
 from eagleray.errors import InvalidRequest
 from eagleray.server.error_responses import BODY_TOO_LARGE, RefusedRequest
 
@@ -45,62 +46,33 @@ CONTAINER_WEIGHT = 4
 """Weight of a list or an object, in numbers or texts: it takes more memory, and Python's collector visits it."""
 
 
-def _do_nothing() -> None: ...
-
-
-class BodyLimits(NamedTuple):
-    """Limits of one body. The protocol bounds the bytes of all bodies that are still arriving."""
-
-    max_bytes: int
-    max_values: int
-    """Limit of the number of JSON values."""
-    on_large: Callable[[], None] = _do_nothing
-    """Called when a large body has arrived."""
-
-    def check_length(self, num_bytes: int) -> None:
-        """Raise `BodyTooLarge` if a body may not have this many bytes."""
-        if num_bytes > self.max_bytes:
-            raise RefusedRequest(
-                f"the request's body is larger than {self.max_bytes} bytes, the most that this server accepts "
-                "(its option `max_request_bytes`); send less",
-                BODY_TOO_LARGE,
-            )
-
-    def check_values(self, body: bytearray) -> None:
-        """Raise `InvalidRequest` for a body whose values would take many times its size once decoded."""
-        counts = {
-            "commas": (body.count(b","), self.max_values),
-            "brackets and braces": (body.count(b"[") + body.count(b"{"), self.max_values // CONTAINER_WEIGHT),
-        }
-        for name, (count, limit) in counts.items():
-            if count > limit:
-                raise InvalidRequest(
-                    f"the body has {count} {name}, but this server decodes at most {limit} (its option "
-                    f"`max_request_tokens` is {self.max_values}); send less"
-                )
-
-
 class BodyDecoder(Generic[T]):
-    """Reads the bodies of one route, JSON objects in the form of the struct `kind`."""
+    """Reads the bodies of one route, JSON objects in the form of the struct `kind`.
 
-    def __init__(self, kind: type[T], limits: BodyLimits) -> None:
+    Bounds each body by `options`; the protocol bounds the bytes of all bodies that are still arriving. `on_large` is
+    called when a large body has arrived.
+    """
+
+    def __init__(self, kind: type[T], options: ServingConfig, on_large: Callable[[], None]) -> None:
         self._kind = kind
         self._decoder = msgspec.json.Decoder(kind)
-        self._limits = limits
+        self._max_bytes = options.max_request_bytes
+        self._max_values = options.max_request_tokens
+        self._on_large = on_large
 
     async def read(self, request: Request) -> T:
         """Return the request's body. Raises `InvalidRequest`, and `RefusedRequest` as soon as it is known too large."""
         announced = request.headers.get("content-length", "")
         if announced.isascii() and announced.isdigit():
-            self._limits.check_length(int(announced[:MAX_LENGTH_DIGITS]))
+            self._check_length(int(announced[:MAX_LENGTH_DIGITS]))
         body = bytearray()
         async for chunk in request.stream():
-            self._limits.check_length(len(body) + len(chunk))
+            self._check_length(len(body) + len(chunk))
             body += chunk
         if len(body) < LARGE_BODY_BYTES:
             return self.decode(body)
-        self._limits.on_large()
-        self._limits.check_values(body)
+        self._on_large()
+        self._check_values(body)
         with _without_gc():
             return self.decode(body)
 
@@ -114,6 +86,28 @@ class BodyDecoder(Generic[T]):
             raise InvalidRequest(f"the body is not valid JSON: {error}") from None
         except RecursionError:
             raise InvalidRequest("the body is nested too deeply") from None
+
+    def _check_length(self, num_bytes: int) -> None:
+        """Raise `BodyTooLarge` if a body may not have this many bytes."""
+        if num_bytes > self._max_bytes:
+            raise RefusedRequest(
+                f"the request's body is larger than {self._max_bytes} bytes, the most that this server accepts "
+                "(its option `max_request_bytes`); send less",
+                BODY_TOO_LARGE,
+            )
+
+    def _check_values(self, body: bytearray) -> None:
+        """Raise `InvalidRequest` for a body whose values would take many times its size once decoded."""
+        counts = {
+            "commas": (body.count(b","), self._max_values),
+            "brackets and braces": (body.count(b"[") + body.count(b"{"), self._max_values // CONTAINER_WEIGHT),
+        }
+        for name, (count, limit) in counts.items():
+            if count > limit:
+                raise InvalidRequest(
+                    f"the body has {count} {name}, but this server decodes at most {limit} (its option "
+                    f"`max_request_tokens` is {self._max_values}); send less"
+                )
 
     def _explain(self, message: str) -> InvalidRequest:
         """Return the error in the user's terms for msgspec's "Expected `int`, got `str` - at `$.max_tokens`"."""

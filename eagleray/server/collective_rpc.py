@@ -20,7 +20,6 @@ from starlette.responses import Response
 
 from eagleray.errors import InvalidRequest
 from eagleray.messages.arrays import Array
-from eagleray.server.body import BodyDecoder
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.http_responses import json_response, unless_disconnected
 from eagleray.server.service import Service
@@ -44,7 +43,7 @@ class CollectiveRpcResponse(msgspec.Struct, frozen=True):
 class CollectiveRpcRoute:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._body = BodyDecoder(CollectiveRpcRequest, service.body_limits)
+        self._body = service.body_decoder(CollectiveRpcRequest)
 
     def endpoints(self) -> list[Endpoint]:
         call = Operation(

@@ -24,7 +24,7 @@ from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
-from eagleray.server.body import BodyDecoder, field_names
+from eagleray.server.body import field_names
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions
 from eagleray.server.generation import Generation, GenerationGroup, GenerationTask, Usage
@@ -73,7 +73,7 @@ class GenerationRoute(Generic[Body, Chunk]):
     def __init__(self, service: Service, parsed_type: type[ParsedRequest[Body, Chunk]]) -> None:
         self._service = service
         self._parsed_type = parsed_type
-        self._body = BodyDecoder(parsed_type.body_type, service.body_limits)
+        self._body = service.body_decoder(parsed_type.body_type)
 
     def endpoints(self) -> list[Endpoint]:
         create = Operation(

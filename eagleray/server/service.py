@@ -9,7 +9,7 @@ import functools
 import importlib.metadata
 import itertools
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 from eagleray.client.client import Client
 from eagleray.client.text.generation_config import default_sampling
@@ -20,9 +20,11 @@ from eagleray.errors import InvalidRequest, Unavailable, UnknownModel
 from eagleray.metrics.exposition import Metrics
 from eagleray.metrics.ledger import Ledger
 from eagleray.server.admission import Admission
-from eagleray.server.body import BodyLimits
+from eagleray.server.body import BodyDecoder
 from eagleray.server.memory_return import MemoryReturn
 from eagleray.server.text_processor import TextProcessor
+
+T = TypeVar("T")
 
 
 class Service:
@@ -33,13 +35,8 @@ class Service:
         self.model_names = served_names(config.model)
         self.model_root = str(checkpoint_dir(config.model))
         self.memory_return = MemoryReturn()
-        self.body_limits = BodyLimits(
-            max_bytes=config.serving.max_request_bytes,
-            max_values=config.serving.max_request_tokens,
-            on_large=self.memory_return.schedule,
-        )
         self.admission = Admission(client, config.serving)
-        self._template_seconds = config.serving.chat_template_timeout
+        self._options = config.serving
         self.max_logprobs = config.model.max_logprobs
         self.keeps_routed_experts = config.model.enable_return_routed_experts
         self.has_priorities = config.scheduling.scheduling_policy == "priority"
@@ -81,13 +78,17 @@ class Service:
                 "/inference/v1/generate"
             )
 
+    def body_decoder(self, kind: type[T]) -> BodyDecoder[T]:
+        """Return a decoder of bodies in the form of the struct `kind`."""
+        return BodyDecoder(kind, self._options, self.memory_return.schedule)
+
     @functools.cached_property
     def text(self) -> TextProcessor:
         """Processor for texts and token ids. Raises `InvalidRequest` if this server has no tokenizer."""
         return TextProcessor(
             self.tokenizer,
             max_model_len=lambda: self.client.engine_info.max_model_len if self.client.engine_info else None,
-            template_seconds=self._template_seconds,
+            template_seconds=self._options.chat_template_timeout,
         )
 
     @property

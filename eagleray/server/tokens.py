@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from eagleray.errors import InvalidRequest
-from eagleray.server.body import BodyDecoder
 from eagleray.server.chat_messages import Message, render_chat
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.http_responses import json_response, unless_disconnected
@@ -55,8 +54,8 @@ CONVERSATION_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_
 class TokenRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._tokenize_body = BodyDecoder(TokenizeRequest, service.body_limits)
-        self._detokenize_body = BodyDecoder(DetokenizeRequest, service.body_limits)
+        self._tokenize_body = service.body_decoder(TokenizeRequest)
+        self._detokenize_body = service.body_decoder(DetokenizeRequest)
 
     def endpoints(self) -> list[Endpoint]:
         tokenize = Operation(

@@ -269,7 +269,7 @@ def parse_events(text: str) -> list[Any]:
 
 
 class Call:
-    """One HTTP request to an application, message by message, for slow readers and disconnects."""
+    """An HTTP request to an application, message by message, for slow readers and disconnects."""
 
     def __init__(self, app: Any, path: str, body: dict[str, Any], *, is_whole: bool = True) -> None:
         self.received: list[Any] = []
