@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from eagleray.config.json_files import shown
 from eagleray.kernels.backend import KernelBackend, Operation
+from eagleray.kernels.params import RouterParams
 from eagleray.models.config_file import MAX_EXPERTS, MAX_LAYERS, ConfigFile
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
 from eagleray.models.layers.mla import MLAAttention
@@ -53,13 +54,16 @@ def read_deepseek_v2(config: ConfigFile) -> ModelSpec:
     is_grouped = method == "group_limited_greedy"
     moe = MoeSpec(
         num_experts=config.integer("n_routed_experts", 64, maximum=MAX_EXPERTS),
-        top_k=config.integer("num_experts_per_tok", None),
+        router=RouterParams(
+            top_k=config.integer("num_experts_per_tok", None),
+            renormalize=False,
+            round_weights=False,
+            num_groups=config.integer("n_group", None) if is_grouped else 1,
+            top_groups=config.integer("topk_group", None) if is_grouped else 1,
+            scale=config.number("routed_scaling_factor", 1.0),
+        ),
         intermediate_size=(size := config.integer("moe_intermediate_size", 1407)),
-        renormalize=False,
         layers=(),
-        num_groups=config.integer("n_group", None) if is_grouped else 1,
-        top_groups=config.integer("topk_group", None) if is_grouped else 1,
-        scale=config.number("routed_scaling_factor", 1.0),
         shared_intermediate_size=size * _num_shared(config, 2),
     )
     spec = _read(config, "DeepseekV2ForCausalLM", DEEPSEEK_V2, moe, is_interleaved=True, first_moe_layer=0)
@@ -71,17 +75,20 @@ def read_deepseek_v3(config: ConfigFile) -> ModelSpec:
     _expect(config, "topk_method", "noaux_tc")
     moe = MoeSpec(
         num_experts=config.integer("n_routed_experts", 256, maximum=MAX_EXPERTS),
-        top_k=config.integer("num_experts_per_tok", 8),
+        router=RouterParams(
+            top_k=config.integer("num_experts_per_tok", 8),
+            renormalize=config.boolean("norm_topk_prob", True),
+            round_weights=False,
+            renormalize_eps=1e-20,
+            scoring="sigmoid",
+            num_groups=config.integer("n_group", 8),
+            top_groups=config.integer("topk_group", 4),
+            group_score="top2",
+            scale=config.number("routed_scaling_factor", 2.5),
+        ),
         intermediate_size=(size := config.integer("moe_intermediate_size", 2048)),
-        renormalize=config.boolean("norm_topk_prob", True),
-        renormalize_eps=1e-20,
         layers=(),
-        scoring="sigmoid",
         has_correction_bias=True,
-        num_groups=config.integer("n_group", 8),
-        top_groups=config.integer("topk_group", 4),
-        group_score="top2",
-        scale=config.number("routed_scaling_factor", 2.5),
         shared_intermediate_size=size * _num_shared(config, 1),
     )
     is_interleaved = config.boolean("rope_interleave", True)
@@ -127,7 +134,6 @@ def _load_experts(
         weights,
         kernels,
         experts,
-        round_weights=False,
         router=router,
         shared=load_shared_experts(name, spec, weights, kernels, experts),
     )
@@ -194,12 +200,15 @@ def _num_shared(config: ConfigFile, default: int) -> int:
 
 def _check_expert_counts(config: ConfigFile, moe: MoeSpec) -> None:
     """Fail if the number of experts per token exceeds the number that a token can choose from."""
-    experts, groups = moe.num_experts, moe.num_groups
+    router, experts = moe.router, moe.num_experts
+    groups = router.num_groups
     if experts % groups != 0:
         config.fail(f"`n_routed_experts` {experts} must be a multiple of `n_group` {groups}")
-    if moe.top_groups > groups:
-        config.fail(f"`topk_group` must be at most `n_group` {groups}, but it is {moe.top_groups}")
-    if moe.group_score == "top2" and experts // groups < 2:
+    if router.top_groups > groups:
+        config.fail(f"`topk_group` must be at most `n_group` {groups}, but it is {router.top_groups}")
+    if router.group_score == "top2" and experts // groups < 2:
         config.fail(f"`n_group` {groups} leaves a group of one expert; a group's score takes two")
-    if moe.top_k > (candidates := experts // groups * moe.top_groups):
-        config.fail(f"`num_experts_per_tok` must be at most {candidates}, which `topk_group` leaves, not {moe.top_k}")
+    if router.top_k > (candidates := experts // groups * router.top_groups):
+        config.fail(
+            f"`num_experts_per_tok` must be at most {candidates}, which `topk_group` leaves, not {router.top_k}"
+        )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.backend import KernelBackend
-from eagleray.kernels.params import ClampedSwiglu
+from eagleray.kernels.params import ClampedSwiglu, RouterParams
 from eagleray.models import mxfp4
 from eagleray.models.config_file import MAX_EXPERTS, MAX_POSITIONS, ConfigFile
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
@@ -67,9 +67,12 @@ def read_gpt_oss(config: ConfigFile) -> ModelSpec:
         has_sinks=True,
         moe=MoeSpec(
             num_experts=(count := config.integer("num_local_experts", 128, maximum=MAX_EXPERTS)),
-            top_k=config.integer("num_experts_per_tok", 4, maximum=count),
+            router=RouterParams(
+                top_k=config.integer("num_experts_per_tok", 4, maximum=count),
+                renormalize=True,  # a softmax over the chosen experts
+                round_weights=True,
+            ),
             intermediate_size=spec.intermediate_size,
-            renormalize=True,  # a softmax over the chosen experts
             layers=(True,) * spec.num_layers,
             clamp=ClampedSwiglu(
                 alpha=config.number("swiglu_alpha", 1.702),

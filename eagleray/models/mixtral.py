@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from eagleray.kernels.backend import KernelBackend
+from eagleray.kernels.params import RouterParams
 from eagleray.models.config_file import MAX_EXPERTS, ConfigFile
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
 from eagleray.models.moe.experts import MoeBlock
@@ -34,9 +35,10 @@ def read_mixtral(config: ConfigFile) -> ModelSpec:
         windows=uniform_windows(config, spec.num_layers, default=None),
         moe=MoeSpec(
             num_experts=(count := config.integer("num_local_experts", 8, maximum=MAX_EXPERTS)),
-            top_k=config.integer("num_experts_per_tok", 2, maximum=count),
+            router=RouterParams(
+                top_k=config.integer("num_experts_per_tok", 2, maximum=count), renormalize=True, round_weights=False
+            ),
             intermediate_size=spec.intermediate_size,
-            renormalize=True,
             layers=(True,) * spec.num_layers,
         ),
     )
@@ -59,6 +61,5 @@ def load_layer(
         kernels,
         experts,
         projections=("w1", "w3", "w2"),
-        round_weights=False,
     )
     return load_decoder_layer(index, spec, weights, kernels, tp, moe, sequence_parallel=experts.sequence_parallel)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from eagleray.config.json_files import shown
 from eagleray.kernels.backend import KernelBackend
+from eagleray.kernels.params import RouterParams
 from eagleray.models.config_file import MAX_EXPERTS, ConfigFile
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer, load_dense_layer
 from eagleray.models.moe.experts import MoeBlock
@@ -37,9 +38,12 @@ def read_qwen3_moe(config: ConfigFile) -> ModelSpec:
         qk_norm=True,
         moe=MoeSpec(
             num_experts=(count := _num_experts(config)),
-            top_k=config.integer("num_experts_per_tok", 8, maximum=count),
+            router=RouterParams(
+                top_k=config.integer("num_experts_per_tok", 8, maximum=count),
+                renormalize=config.boolean("norm_topk_prob", False),
+                round_weights=True,
+            ),
             intermediate_size=config.integer("moe_intermediate_size", 768),
-            renormalize=config.boolean("norm_topk_prob", False),
             layers=_moe_layers(config, spec.num_layers),
         ),
     )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from eagleray.config.json_files import shown
-from eagleray.kernels.params import ClampedSwiglu
+from eagleray.kernels.params import ClampedSwiglu, RouterParams
 from eagleray.kernels.rope import RopeSpec
 from eagleray.models.config_file import MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB_SIZE, ConfigFile
 from eagleray.models.rope_config import check_head_dim, read_rope, scaled_max_positions
@@ -14,30 +13,28 @@ from eagleray.models.rope_config import check_head_dim, read_rope, scaled_max_po
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """The mixture-of-experts layers. Fields without a text: see `kernels.params.RouterParams`."""
+    """The mixture-of-experts layers."""
 
     num_experts: int
-    top_k: int
-    """Experts that compute each token."""
+    router: RouterParams
+    """The choice of each token's experts, without the checkpoint's correction bias."""
     intermediate_size: int
     """Intermediate size of one expert."""
-    renormalize: bool
     layers: tuple[bool, ...]
     """[num_layers] whether the layer has experts; the others are dense"""
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
     has_correction_bias: bool = False
     """Whether the checkpoint has the router's `e_score_correction_bias`."""
-    num_groups: int = 1
-    top_groups: int = 1
-    group_score: Literal["max", "top2"] = "max"
-    scale: float = 1.0
-    renormalize_eps: float = 0.0
     shared_intermediate_size: int = 0
     """Intermediate size of all shared experts together, which compute every token; 0: the model has none."""
     clamp: ClampedSwiglu | None = None
     """The gate of the experts in place of silu."""
     is_mxfp4: bool = False
     """Whether the checkpoint has the experts' projections in four bits (`mxfp4.py`)."""
+
+    @property
+    def top_k(self) -> int:
+        """Experts that compute each token."""
+        return self.router.top_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,12 @@ also have shared experts, a feed-forward layer that computes every token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from eagleray.kernels.backend import HiddenStates, KernelBackend, Operation
-from eagleray.kernels.params import RouterParams
 from eagleray.models.layers.linear import load_linear
 from eagleray.models.layers.mlp import MLP
 from eagleray.models.moe.layout import ExpertLayout
@@ -32,8 +32,8 @@ class MoeBlock:
     """The routed experts of one layer, and its shared experts.
 
     `projections`: the checkpoint's names of an expert's gate, up and down projection; `load_expert` replaces them for
-    checkpoints that store experts in another form. `round_weights`: see `RouterParams`. `router` maps hidden states to
-    scores; by default it is the product with `{name}.gate`. `shared`: see `load_shared_experts`.
+    checkpoints that store experts in another form. `router` maps hidden states to scores; by default it is the product
+    with `{name}.gate`. `shared`: see `load_shared_experts`.
     """
 
     def __init__(
@@ -47,7 +47,6 @@ class MoeBlock:
         *,
         projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
         load_expert: LoadExpert | None = None,
-        round_weights: bool = True,
         router: Operation | None = None,
         shared: Operation | None = None,
     ) -> None:
@@ -68,7 +67,11 @@ class MoeBlock:
         self.products = kernels.expert_products(gate_up, down)
         """The products of this rank's experts, by expert slot."""
         self._router = router or load_linear(weights, kernels, [f"{name}.gate"], [moe.num_experts], hidden)
-        self._router_params = load_router_params(name, moe, weights, round_weights=round_weights)
+        self._router_params = moe.router
+        if moe.has_correction_bias:
+            bias_name = f"{name}.gate.e_score_correction_bias"
+            bias = weights.load(bias_name, (moe.num_experts,), dtype=torch.float32)
+            self._router_params = replace(moe.router, correction_bias=bias)
         self._experts = kernels.experts(
             self._router_params,
             gate_up,
@@ -97,25 +100,6 @@ class MoeBlock:
         layout.trace.record(self.moe_index, ids)
         out = layout.dispatcher(x, ids, weights, self.products, self.slots, layout.token_counts)
         return out.to(self._kernels.hidden_dtype(x.dtype))
-
-
-def load_router_params(name: str, moe: MoeSpec, weights: Weights, *, round_weights: bool) -> RouterParams:
-    """Return the parameters of the layer `name`'s router, with its correction bias if the model has one."""
-    bias = None
-    if moe.has_correction_bias:
-        bias = weights.load(f"{name}.gate.e_score_correction_bias", (moe.num_experts,), dtype=torch.float32)
-    return RouterParams(
-        top_k=moe.top_k,
-        renormalize=moe.renormalize,
-        round_weights=round_weights,
-        scoring=moe.scoring,
-        correction_bias=bias,
-        num_groups=moe.num_groups,
-        top_groups=moe.top_groups,
-        group_score=moe.group_score,
-        scale=moe.scale,
-        renormalize_eps=moe.renormalize_eps,
-    )
 
 
 def load_shared_experts(

@@ -31,8 +31,8 @@ def test_read_spec_absent_fields_have_transformers_defaults():
         assert (spec.mla.query_dim, spec.mla.v_head_dim) == (192, 128)
         assert spec.mla.softmax_scale == pytest.approx(192**-0.5)
         assert spec.mla.is_interleaved
-    assert (v2.moe.num_experts, v2.moe.shared_intermediate_size, v2.moe.num_groups) == (64, 2 * 1407, 1)
-    assert (v2.moe.scoring, v2.moe.renormalize, v2.moe.scale, v2.moe.has_correction_bias) == (
+    assert (v2.moe.num_experts, v2.moe.shared_intermediate_size, v2.moe.router.num_groups) == (64, 2 * 1407, 1)
+    assert (v2.moe.router.scoring, v2.moe.router.renormalize, v2.moe.router.scale, v2.moe.has_correction_bias) == (
         "softmax",
         False,
         1.0,
@@ -40,8 +40,8 @@ def test_read_spec_absent_fields_have_transformers_defaults():
     )
     assert all(v2.moe.layers)
     assert (v3.moe.num_experts, v3.moe.top_k, v3.moe.shared_intermediate_size) == (256, 8, 2048)
-    assert (v3.moe.num_groups, v3.moe.top_groups, v3.moe.group_score) == (8, 4, "top2")
-    assert (v3.moe.scoring, v3.moe.renormalize, v3.moe.scale, v3.moe.has_correction_bias) == (
+    assert (v3.moe.router.num_groups, v3.moe.router.top_groups, v3.moe.router.group_score) == (8, 4, "top2")
+    assert (v3.moe.router.scoring, v3.moe.router.renormalize, v3.moe.router.scale, v3.moe.has_correction_bias) == (
         "sigmoid",
         True,
         2.5,
@@ -57,8 +57,12 @@ def test_read_spec_null_q_lora_rank_is_none():
 def test_read_spec_groups_count_only_for_grouped_methods():
     groups = {"n_group": 8, "topk_group": 3}
     greedy, grouped = read(2, **groups), read(2, **groups, topk_method="group_limited_greedy")
-    assert (greedy.moe.num_groups, greedy.moe.top_groups) == (1, 1)
-    assert (grouped.moe.num_groups, grouped.moe.top_groups, grouped.moe.group_score) == (8, 3, "max")
+    assert (greedy.moe.router.num_groups, greedy.moe.router.top_groups) == (1, 1)
+    assert (grouped.moe.router.num_groups, grouped.moe.router.top_groups, grouped.moe.router.group_score) == (
+        8,
+        3,
+        "max",
+    )
 
 
 def test_read_spec_null_shared_experts_is_zero():

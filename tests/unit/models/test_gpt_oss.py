@@ -81,7 +81,7 @@ def test_read_spec_absent_fields_have_defaults():
     assert isinstance(spec.rope, YarnRope) and (spec.rope.theta, spec.rope.truncate) == (150_000.0, False)
     assert spec.max_model_len == 131_072
     assert (spec.moe.num_experts, spec.moe.top_k, spec.moe.clamp) == (128, 4, ClampedSwiglu(1.702, 7.0))
-    assert spec.moe.renormalize and all(spec.moe.layers) and not spec.moe.is_mxfp4
+    assert spec.moe.router.renormalize and all(spec.moe.layers) and not spec.moe.is_mxfp4
 
 
 def test_read_spec_published_fields_are_read():

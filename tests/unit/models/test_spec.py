@@ -42,7 +42,7 @@ def test_read_spec_absent_fields_have_transformers_defaults():
     qwen3, qwen3_moe = read("Qwen3ForCausalLM"), read("Qwen3MoeForCausalLM")
     assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias, set(qwen3.windows)) == (128, True, False, {None})
     assert (qwen3_moe.head_dim, qwen3_moe.moe.num_experts, qwen3_moe.moe.top_k) == (64, 128, 8)
-    assert not qwen3_moe.moe.renormalize
+    assert not qwen3_moe.moe.router.renormalize
     assert all(qwen3_moe.moe.layers)
     qwen2 = read("Qwen2ForCausalLM")
     assert (qwen2.qkv_bias, qwen2.output_bias) == (True, False)
