@@ -1,4 +1,4 @@
-"""One Ray cluster of four nodes for all tests of this folder; a test that leaves anything in it fails.
+"""Fixtures around one Ray cluster of four nodes; a test that leaves anything in the cluster fails.
 
 The nodes are processes of this machine with addresses of their own. The workers of a test engine take "acc"; the
 head has it too, because the tests and thus the engines run there; "far" is only on other nodes.
