@@ -155,7 +155,7 @@ class LLM:
         return SamplingParams(**default_sampling(self.config.model) | changes)
 
     def close(self) -> None:
-        """Stop the engines. Harmless when repeated."""
+        """Stop the engines. Idempotent."""
         self._close()
 
     def __enter__(self) -> LLM:

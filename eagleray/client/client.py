@@ -260,7 +260,7 @@ class Client:
         return await self._rpc_calls.call(engines, method, args, kwargs, timeout=timeout)
 
     async def close(self) -> None:
-        """Abort all requests, and end `run`. Harmless when repeated."""
+        """Abort all requests, and end `run`. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -320,9 +320,9 @@ class Client:
             self._outbox.send(SUPERVISOR, Knows(self._client_id, joined.member))
             self._engines_changed.set()
 
-    def _on_engine_left(self, engine: EngineId, cause: str, returns: bool) -> None:
+    def _on_engine_left(self, engine: EngineId, cause: str, will_restart: bool) -> None:
         self._outbox.disconnect(engine)
-        self._in_flight.on_engine_left(engine, cause=cause, returns=returns)
+        self._in_flight.on_engine_left(engine, cause=cause, will_restart=will_restart)
         self._rpc_calls.fail(EngineFailed(f"{engine.label} ended: {cause}"), engine=engine)
         self._engines_changed.set()
 

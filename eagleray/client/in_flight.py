@@ -1,7 +1,7 @@
 """The requests in flight, from start to finish: sends them to engines, and to others when an engine exits.
 
 Owned by the client, which passes on chunks and changes of the membership; nothing else sends a request. A request is
-assigned to one engine, or queued here until there is one. Its reader notices nothing of a restart but the time.
+assigned to one engine, or queued here until there is one. The reader of its stream notices an engine exit only as a pause.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ class InFlightRequests:
         num_sent = self._dispatch_queued()
         logger.info("%s has joined; requests sent from the queue: %d", engine.label, num_sent)
 
-    def on_engine_left(self, engine: EngineId, *, cause: str, returns: bool) -> None:
+    def on_engine_left(self, engine: EngineId, *, cause: str, will_restart: bool) -> None:
         """Move, queue or fail the requests of an engine that exited, maybe before it had joined."""
         message = f"{engine.label} ended: {cause}"
-        self._router.remove_engine(engine, cause=message, returns=returns)
+        self._router.remove_engine(engine, cause=message, will_restart=will_restart)
         now = self._clock()
         num_before = len(self._requests)
         for request in [request for request in self._requests.values() if request.engine == engine]:

@@ -40,10 +40,10 @@ class Prompt(NamedTuple):
 
 
 class RequestBuilder:
-    """Builds the requests of one client. `tokenizer` None: token ids only.
+    """Builds the requests of one client. Without a `tokenizer`, requests have token ids only.
 
-    `seed`: of the seeds for requests that bring none; None: random. `request_timeout`: seconds, of requests that set
-    none; None: no limit.
+    `seed` determines the seeds of requests that have none; None makes them random. `request_timeout` is the time limit,
+    in seconds, of requests that set none; None means no limit.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class RequestBuilder:
     def _sampling(self, params: SamplingParams, engine: EngineInfo, seed: int) -> Sampling:
         bias = params.logit_bias or {}
         asked = _check_ids(params.logprob_token_ids, engine.vocab_size, "logprob_token_ids")
-        ends = _unique(
+        end_tokens = _unique(
             [*self._eos(params, engine), *_check_ids(params.stop_token_ids, engine.vocab_size, "stop_token_ids")]
         )
         # Plain numbers of bounded size: other values cannot be encoded, or not be decoded by the engine.
@@ -213,7 +213,7 @@ class RequestBuilder:
             allowed_token_ids=_unique(_check_ids(params.allowed_token_ids, engine.vocab_size, "allowed_token_ids")),
             bad_words=self._bad_words(params.bad_words or []),
             min_tokens=min(params.min_tokens, engine.max_model_len),
-            suppressed_token_ids=ends if params.min_tokens else (),
+            suppressed_token_ids=end_tokens if params.min_tokens else (),
             logprobs=0 if params.logprobs is None and asked else params.logprobs,
             logprob_token_ids=_unique(asked),
             prompt_logprobs=params.prompt_logprobs,
@@ -266,7 +266,7 @@ def check_seconds(timeout: Any) -> None:
     """Raise `InvalidRequest` unless `timeout` is a number of seconds from above 0 to a year."""
     if not (isinstance(timeout, int | float) and 0 < timeout <= MAX_TIMEOUT_SECONDS):
         raise InvalidRequest(
-            f"`timeout` is a number of seconds above 0, but this is {timeout!r:.50}; the most is {MAX_TIMEOUT_SECONDS}",
+            f"`timeout` must be a number of seconds above 0, at most {MAX_TIMEOUT_SECONDS}, but it is {timeout!r:.50}",
             param="timeout",
         )
 

@@ -38,7 +38,7 @@ class EngineActorHandle:
         return exit_reason(self._sentinel, self._node_id) if ready else None
 
     def kill(self) -> None:
-        """Kill the actor. Harmless when repeated, or when it is dead."""
+        """Kill the actor. Idempotent; a dead actor is ignored."""
         self._actors.kill()
 
 

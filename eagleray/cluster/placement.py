@@ -52,7 +52,7 @@ class EnginePlacement:
     _exit_stack: ExitStack
 
     def close(self) -> None:
-        """Remove the placement group if it is the engine's own; one of the user stays. Harmless when repeated."""
+        """Remove the placement group if it is the engine's own; one of the user stays. Idempotent."""
         self._exit_stack.close()
 
 

@@ -98,7 +98,7 @@ def bundles_of(group_id: str, nodes: Sequence[Node]) -> list[Bundle]:
 
 
 def remove(group_id: str) -> None:
-    """Remove the group and wait until Ray reports it removed; Ray kills its actors. Harmless when repeated."""
+    """Remove the group and wait until Ray reports it removed; Ray kills its actors. Idempotent."""
     remove_placement_group(handle(group_id))
     deadline = time.monotonic() + REMOVE_GROUP_SECONDS
     while _table().get(group_id, {"state": "REMOVED"})["state"] != "REMOVED":

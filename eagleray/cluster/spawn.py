@@ -91,7 +91,7 @@ class ActorHandles:
                 logger.warning("%s did not exit within %.0f s: killing it", label, seconds)
 
     def kill(self) -> None:
-        """Kill all actors, and wait until Ray reports them dead. Harmless when repeated."""
+        """Kill all actors, and wait until Ray reports them dead. Idempotent."""
         for handle in self.handles:
             ray.kill(handle)
         deadline = time.monotonic() + KILL_SECONDS

@@ -42,11 +42,11 @@ class WorkerActors:
         return [node == self.engine_node for node in self.topology.nodes]
 
     def close(self) -> None:
-        """Kill the actors, remove the placement group if it is the engine's own, disconnect. Harmless when repeated."""
+        """Kill the actors, remove the placement group if it is the engine's own, disconnect. Idempotent."""
         self._exit_stack.close()
 
     def kill(self) -> None:
-        """Kill the actors. Harmless when repeated."""
+        """Kill the actors. Idempotent."""
         with ExitStack() as stack:
             stack.callback(self.actors.kill)
             stack.callback(self._placement.close)  # first: it kills a stopped process, which `ray.kill` does not

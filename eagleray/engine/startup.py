@@ -159,7 +159,7 @@ def _check_cache(config: Config, model: ModelLoaded, num_blocks: int, bytes_per_
     """Raise `ConfigError` unless one sequence of `max_model_len` tokens fits; the message says what would."""
     if num_blocks * config.cache.block_size > MAX_SLOTS:
         raise ConfigError(
-            f"a cache of {num_blocks} blocks of {config.cache.block_size} tokens has more than {MAX_SLOTS:,} places: "
+            f"a cache of {num_blocks} blocks of {config.cache.block_size} tokens has more than {MAX_SLOTS:,} slots: "
             "lower `num_kv_blocks` or `kv_cache_memory`"
         )
     needed = _blocks_of_one_sequence(config, model)

@@ -37,7 +37,7 @@ WATCHDOG_TICK_SECONDS = 1.0
 """Interval of the watchdog's checks; each reads one attribute."""
 
 WATCHDOG_LATE_SECONDS = 1.0
-"""Delay of a check from which on the process is assumed to have been stopped."""
+"""Delay of a check that shows that the process itself was stopped."""
 
 WATCHDOG_STOP_SECONDS = 5.0
 """Time for the watchdog's thread to end, which is at most one tick away."""

@@ -122,7 +122,7 @@ class ExpertGroup:
         self._group = group
 
     def leave(self) -> None:
-        """Leave the group; ranks that wait for this one notice it. Harmless when repeated."""
+        """Leave the group; ranks that wait for this one notice it. Idempotent."""
         if self.spans_engines:
             self._group, self._reason = None, f"the group of epoch {self.epoch} that shares the experts was left"
             self._segment = self._store = None

@@ -37,6 +37,6 @@ class ProcessWatcher:
         return self._exited
 
     def close(self) -> None:
-        """Stop watching: later exits are not reported. Harmless when repeated."""
+        """Stop watching: later exits are not reported. Idempotent."""
         self._poll = select.poll()
         self._exit_stack.close()

@@ -95,7 +95,7 @@ class Request:
 class Run:
     """A stay of a request in a row, from admission to preemption or finish.
 
-    After a preemption the request gets another `Run`, so a result that belongs to an ended run is recognised and
+    After a preemption the request gets another `Run`, so a result that belongs to an ended run is recognized and
     dropped.
     """
 

@@ -26,7 +26,7 @@ class Reservation:
         self._admission.num_reserved -= num_seqs
 
     def release(self) -> None:
-        """Stop counting the sequences that were not sent. Harmless when repeated."""
+        """Stop counting the sequences that were not sent. Idempotent."""
         self.use(self._num_seqs)
 
 

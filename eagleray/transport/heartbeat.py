@@ -220,9 +220,9 @@ class HeartbeatSender:
 
     @classmethod
     def start(cls, encoded: bytes, *, on_silent: Callable[[float], None]) -> HeartbeatSender:
-        """Send heartbeats from now on; when this returns, their end will be noticed.
+        """Send heartbeats from now on; when this returns, the monitor will notice if they stop.
 
-        Raises `ChannelClosed` if the monitor cannot be reached or does not reply within the limit or 3 s.
+        Raises `ChannelClosed` if the monitor cannot be reached or does not reply within the larger of the limit and 3 s.
         """
         handle = msgspec.msgpack.decode(encoded, type=HeartbeatHandle)
         socket, _ = connect_dealer(handle.contact)
@@ -268,7 +268,7 @@ class _Thread:
         self._on_tick = on_tick
         self._on_end = on_end
         self._bell = Doorbell.make()
-        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ HEARTBEAT_INTERVAL_SECONDS = 1.0
 """Longest interval of heartbeats; it is a quarter of the limit if that is shorter."""
 
 HEARTBEAT_LATE_SECONDS = 1.0
-"""Delay of the loop from which on the process is assumed to have been stopped."""
+"""Delay of a heartbeat loop that shows that the process itself was stopped."""
 
 FIRST_HEARTBEAT_SECONDS = 3.0
 """Least time for the first reply, because a starting process is busy."""
@@ -26,7 +26,7 @@ CHECK_INTERVAL_SECONDS = 0.1
 """Interval at which the wait for peers calls its `check`."""
 
 UNLOCKED_DIR_SECONDS = 5.0
-"""Age of a directory up to which it may be unlocked because it has just been made."""
+"""Age below which an unlocked directory is kept, because its owner may be about to lock it."""
 
 EMPTY_DIR_SECONDS = 60.0
-"""Age up to which an empty directory of a version that did not lock is kept."""
+"""Age below which an empty directory is kept if it was made by a version of eagleray without locks."""

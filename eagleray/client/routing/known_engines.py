@@ -79,7 +79,7 @@ class KnownEngines:
         """Record the model that is served by engines that are starting again."""
         self._last_info = info
 
-    def remove_engine(self, engine: EngineId, *, cause: str, returns: bool) -> None:
+    def remove_engine(self, engine: EngineId, *, cause: str, will_restart: bool) -> None:
         """Remove an engine that exited. It may never have joined, if it failed while it started."""
         self.engines.pop(engine, None)
         self.stats.pop(engine, None)
@@ -88,7 +88,7 @@ class KnownEngines:
         newest = self.engine_of_rank(engine.rank)
         if newest is not None and newest.incarnation > engine.incarnation:
             return  # the `Joined` of its replacement came before its own `Left`
-        if returns:
+        if will_restart:
             self._starting.add(engine.rank)
         else:
             self._starting.discard(engine.rank)

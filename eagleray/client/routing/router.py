@@ -77,9 +77,9 @@ class Router:
         self.known_engines.add_engine(engine, info)
         self._loads[engine] = _EngineLoad(RecentBlocks(min(info.num_kv_blocks, MAX_BLOCKS)), info.block_size)
 
-    def remove_engine(self, engine: EngineId, *, cause: str, returns: bool) -> None:
+    def remove_engine(self, engine: EngineId, *, cause: str, will_restart: bool) -> None:
         """Forget an engine that exited, and the blocks in its cache."""
-        self.known_engines.remove_engine(engine, cause=cause, returns=returns)
+        self.known_engines.remove_engine(engine, cause=cause, will_restart=will_restart)
         self._loads.pop(engine, None)
 
     def remove_all(self, cause: str) -> None:

@@ -90,7 +90,7 @@ class Detokenizer:
         return min(matches)[1:] if matches else None
 
     def _release(self) -> None:
-        """Release the held text except for its longest end that a stop string begins with."""
+        """Release the held text except for its longest suffix that is a prefix of a stop string."""
         num_held = max(_overlap(self._held, stop_string) for stop_string in self._stop_strings)
         num_released = len(self._held) - num_held
         self._released.append(self._held[:num_released])
@@ -99,7 +99,7 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop_string: str) -> int:
-    """Return the length of the longest end of `text` that is a proper prefix of `stop_string`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop_string`."""
     for length in range(min(len(text), len(stop_string) - 1), 0, -1):
         if text.endswith(stop_string[:length]):
             return length

@@ -155,9 +155,9 @@ async def test_call_workers_invalid_call_is_not_sent():
             (call("weigh", [{"a": {1}}], timeout=None), r"args\[0\]\['a'\]: a value of type builtins.set"),
             (call("weigh", kwargs={"a": object()}, timeout=None), r"kwargs\['a'\]: a value of type builtins.object"),
             (call("weigh", "abc", timeout=None), "args: a list or a tuple is expected"),
-            (call("weigh", timeout=0), "`timeout` is a number of seconds above 0, but this is 0"),
-            (call("weigh", timeout=float("inf")), "but this is inf"),
-            (call("weigh", timeout="5"), "but this is '5'"),
+            (call("weigh", timeout=0), "`timeout` must be a number of seconds above 0"),
+            (call("weigh", timeout=float("inf")), "but it is inf"),
+            (call("weigh", timeout="5"), "but it is '5'"),
         ):
             with pytest.raises(InvalidRequest, match=message):
                 await work

@@ -649,7 +649,7 @@ async def test_timeout_reports_progress_and_aborts():
         assert setup.client.num_in_flight == 0
         setup.client.generate(PROMPT, PARAMS)
         for wrong in (0, -1, float("nan"), float("inf"), "5"):
-            with pytest.raises(InvalidRequest, match="`timeout` is a number of seconds above 0"):
+            with pytest.raises(InvalidRequest, match="`timeout` must be a number of seconds above 0"):
                 setup.client.generate(PROMPT, PARAMS, timeout=wrong)
 
 

@@ -44,7 +44,7 @@ def test_start_engine_small_cache_error_names_what_fits():
 
 
 def test_start_engine_cache_beyond_slot_limit_is_refused():
-    with pytest.raises(ConfigError, match="has more than 2,147,483,647 places"):
+    with pytest.raises(ConfigError, match="has more than 2,147,483,647 slots"):
         start(CountingGroup(), num_kv_blocks=2**27)
 
 
