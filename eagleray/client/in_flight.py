@@ -1,8 +1,8 @@
 """The requests in flight, from start to finish: sends them to engines, and to others when an engine exits.
 
 Owned by the client, which passes on chunks and changes of the membership; nothing else sends a request. A request is
-assigned to one engine, or queued here until there is one. The reader of its stream notices an engine exit only as a pause.
-"""
+assigned to one engine, or queued here until there is one. The reader of its stream notices an engine exit only as a
+pause."""
 
 from __future__ import annotations
 

@@ -222,8 +222,8 @@ class Scheduler:
             self._advance(run, num_tokens)
 
     def _is_between_stages(self, run: Run) -> bool:
-        """Whether the run's next token is being computed by a step in the pipeline. A further step of the run would make
-        the first stage wait for that token, which the last stage samples."""
+        """Whether the run's next token is being computed by a step in the pipeline. A further step of the run would
+        make the first stage wait for that token, which the last stage samples."""
         if run.num_placeholders == 0 or not self._in_flight:
             return False
         return run.last_step >= max(self._in_flight[0].step, self._next_step - (self._num_stages - 1))

@@ -222,8 +222,8 @@ class HeartbeatSender:
     def start(cls, encoded: bytes, *, on_silent: Callable[[float], None]) -> HeartbeatSender:
         """Send heartbeats from now on; when this returns, the monitor will notice if they stop.
 
-        Raises `ChannelClosed` if the monitor cannot be reached or does not reply within the larger of the limit and 3 s.
-        """
+        Raises `ChannelClosed` if the monitor cannot be reached or does not reply within the larger of the limit and 3
+        s."""
         handle = msgspec.msgpack.decode(encoded, type=HeartbeatHandle)
         socket, _ = connect_dealer(handle.contact)
         sender = cls(socket=socket, secret=handle.secret, limit=handle.limit, on_silent=on_silent)

@@ -62,7 +62,7 @@ def test_choose_with_rank_returns_its_engine():
     router = router_of(3)
     assert [send(router, PROMPT, rank=rank)[0] for rank in (2, 2, 0, 1)] == [2, 2, 0, 1]
     assert send(router, PROMPT, rank=2, session="s")[0] == 2
-    router.remove_engine(engine(1), cause="killed", returns=True)
+    router.remove_engine(engine(1), cause="killed", will_restart=True)
     assert router.choose(PROMPT, rank=1) is None
     router.add_engine(engine(1, 1), INFO)
     assert router.choose(PROMPT, rank=1).engine == engine(1, 1)
@@ -72,7 +72,7 @@ def test_choose_with_rank_returns_its_engine():
 def test_choose_unknown_rank_raises_with_known_ranks(given_up, expected_ranks):
     router = router_of(6)
     for rank in given_up:
-        router.remove_engine(engine(rank), cause="given up", returns=False)
+        router.remove_engine(engine(rank), cause="given up", will_restart=False)
     with pytest.raises(InvalidRequest) as raised:
         router.choose(PROMPT, rank=6)
     assert str(raised.value) == f"there is no data-parallel rank 6: the ranks of this deployment are {expected_ranks}"
@@ -104,7 +104,7 @@ def test_rendezvous_hash_spreads_sessions():
 def test_choose_session_returns_with_its_engine():
     router = router_of(4)
     home, _ = send(router, PROMPT, session="s")
-    router.remove_engine(engine(home), cause="killed", returns=True)
+    router.remove_engine(engine(home), cause="killed", will_restart=True)
     elsewhere, _ = send(router, PROMPT, session="s")
     assert elsewhere != home
     router.add_engine(engine(home, 1), INFO)
@@ -177,7 +177,7 @@ def test_choose_without_prefix_matching_balances_load():
 def test_remove_engine_forgets_its_prefixes():
     router = router_of(2)
     send(router, PROMPT, rank=0)
-    router.remove_engine(engine(0), cause="killed", returns=True)
+    router.remove_engine(engine(0), cause="killed", will_restart=True)
     router.add_engine(engine(0, 1), INFO)
     send(router, [1], rank=0)
     assert send(router, PROMPT)[0] == 1
@@ -283,7 +283,7 @@ def test_num_requests_any_order_of_events_is_exact(num_engines, events, seed):
                 router.record_finished(running.pop(number % len(running)))
             case "leave" if number in here:
                 gone = engine(number, here.pop(number))
-                router.remove_engine(gone, cause="killed", returns=True)
+                router.remove_engine(gone, cause="killed", will_restart=True)
                 running = [one for one in running if one != gone]
             case "join" if number not in here and number < num_engines:
                 incarnations[number] += 1

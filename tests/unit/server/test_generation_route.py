@@ -250,6 +250,7 @@ def test_request_that_has_ended_leaves_no_reference_cycle(api, path, stream):
     try:
         assert api.post(path, BODIES[path] | {"stream": stream}).status_code == 200
         kinds = (ParsedRequest, GenerationGroup, Generation)
-        assert [item for item in gc.get_objects() if isinstance(item, kinds)] == []
+        # Not isinstance, which asks the objects of other libraries for their class: some warn when they are touched.
+        assert [item for item in gc.get_objects() if issubclass(type(item), kinds)] == []
     finally:
         gc.enable()
