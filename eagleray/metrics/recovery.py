@@ -10,18 +10,19 @@ SILENCE_SECONDS = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.
 class RecoveryMetrics:
     def __init__(self, families: Families) -> None:
         self._resumed = families.counter(
-            "requests_resumed", "Requests that were sent to another engine, or a successor, after theirs had ended."
+            "requests_resumed", "Requests that were sent to another engine, or to a replacement, after theirs exited."
         ).at()
         self._recomputed = families.counter(
             "tokens_recomputed",
             "Tokens, of prompts and of what was delivered, that resumed requests were sent again with.",
         ).at()
         self._given_up = families.counter(
-            "requests_given_up", "Requests that failed because engines had died with them too often."
+            "requests_given_up",
+            "Requests that failed because their engines exited more often than the restart budget allows.",
         ).at()
         self._silence = families.histogram(
             "time_to_next_token_after_failure_seconds",
-            "From the news that its engine had ended to the next token of a request.",
+            "Time from the notice that its engine exited to the next token of a request.",
             SILENCE_SECONDS,
         )
 

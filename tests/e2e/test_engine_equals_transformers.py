@@ -134,11 +134,11 @@ def test_engine_seeded_samples_are_batch_invariant_and_survive_preemption(checkp
     run(alone, {"300": random_prompt(9, 300, VOCAB)}, **sampling)
     expected = alone.answers["300"].token_ids
 
-    crowd = LocalEngine(checkpoint, block_size=8, max_model_len=672, num_kv_blocks=90)
+    batch = LocalEngine(checkpoint, block_size=8, max_model_len=672, num_kv_blocks=90)
     for name, prompt in prompts().items():
-        crowd.add(name, prompt, max_tokens=NEW_TOKENS, temperature=0.7, seed=len(prompt))
-    crowd.add("same", random_prompt(9, 300, VOCAB), max_tokens=NEW_TOKENS, **sampling)
-    crowd.run()
-    assert crowd.core.scheduler.stats().num_preemptions > 0
-    assert crowd.answers["same"].token_ids == expected
+        batch.add(name, prompt, max_tokens=NEW_TOKENS, temperature=0.7, seed=len(prompt))
+    batch.add("same", random_prompt(9, 300, VOCAB), max_tokens=NEW_TOKENS, **sampling)
+    batch.run()
+    assert batch.core.scheduler.stats().num_preemptions > 0
+    assert batch.answers["same"].token_ids == expected
     assert len(set(expected)) > 5, "it was sampled, not repeated"

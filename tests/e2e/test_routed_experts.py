@@ -188,8 +188,8 @@ def test_routed_experts_stopped_completion_ends_them(llm, checkpoint):
 def test_routed_experts_are_batch_invariant(llm, checkpoint):
     alone = [generate(llm, [prompt])[0].outputs[0].routed_experts for prompt in PROMPTS]
     params = [GREEDY, SamplingParams(max_tokens=40, ignore_eos=True, return_routed_experts=False)]
-    crowd = [one for prompt in PROMPTS for one in (prompt, random_prompt(sum(prompt), 50, VOCAB))]
-    together = generate(llm, crowd, params * len(PROMPTS))
+    batch = [one for prompt in PROMPTS for one in (prompt, random_prompt(sum(prompt), 50, VOCAB))]
+    together = generate(llm, batch, params * len(PROMPTS))
     assert all(output.outputs[0].routed_experts is None for output in together[1::2])
     for output, rows in zip(together[::2], alone, strict=True):
         assert np.array_equal(output.outputs[0].routed_experts, rows)
