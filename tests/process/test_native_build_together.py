@@ -126,7 +126,7 @@ def test_four_processes_compile_once(start, source, tmp_path):
     assert libraries(tmp_path / "cache") == [".so"]
 
 
-def test_when_the_one_that_compiles_is_killed_another_does_it(start, source, tmp_path):
+def test_native_build_killed_compiler_is_replaced_by_another(start, source, tmp_path):
     (tmp_path / "hold").touch()
     processes = start_together(start, source)
     deadline = time.monotonic() + SECONDS

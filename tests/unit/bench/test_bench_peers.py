@@ -21,7 +21,7 @@ def load(monkeypatch):
     return importlib.import_module
 
 
-def test_all_rows_have_unique_names_and_figures_that_their_jobs_measure(load):
+def test_peer_rows_all_have_unique_names_and_measured_figures(load):
     rows = list(load("peer_rows").all_rows())
     offline = {*load("measure_offline").FIGURES, "ready_s", "peak_anonymous_mib"}
     assert len({row.name for row in rows}) == len(rows)

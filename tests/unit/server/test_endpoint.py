@@ -16,7 +16,7 @@ OPEN = ["/health", "/live", "/ready", "/ping", "/version", "/metrics"]
 CLOSED = ["/v1/models", "/load", "/server_info", "/openapi.json", "/v1/completions", "/tokenize", "/no/such/route"]
 
 
-def test_every_answer_has_a_request_id(api):
+def test_endpoint_every_response_has_a_request_id(api):
     for path in [*OPEN, *CLOSED]:
         assert len(api.get(path).headers["x-request-id"]) == 32
         assert api.get(path, headers={"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
@@ -120,7 +120,7 @@ def test_body_nested_too_deeply_is_refused(api):
     assert "nested" in response.json()["error"]["message"]
 
 
-def test_every_exception_has_an_answer():
+def test_endpoint_every_exception_has_a_response():
     kinds = [
         kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.EagleRayError)
     ]
