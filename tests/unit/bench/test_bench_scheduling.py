@@ -23,13 +23,13 @@ def plans(kind: str, num_requests: int, num_steps: int) -> list:
 def test_endless_requests_decode_step_computes_a_token_of_every_request(num_requests):
     for plan in plans("decode", num_requests, 30):
         assert plan.num_tokens == [1] * num_requests
-        assert not plan.starts and not plan.ends
+        assert not plan.new_rows and not plan.ends
 
 
 @pytest.mark.parametrize("num_requests", [1, 300])
 def test_endless_requests_mixed_step_also_computes_a_prompt_chunk(num_requests):
     found = plans("mixed", num_requests, 30)
-    assert sum(len(plan.starts) for plan in found) > 1, "one prompt after the other"
+    assert sum(len(plan.new_rows) for plan in found) > 1, "one prompt after the other"
     for plan in found:
         assert sorted(plan.num_tokens)[:num_requests] == [1] * num_requests
         assert len(plan.num_tokens) == num_requests + 1
