@@ -23,7 +23,7 @@ def plans(kind: str, num_requests: int, num_steps: int) -> list:
 def test_endless_requests_decode_step_computes_a_token_of_every_request(num_requests):
     for plan in plans("decode", num_requests, 30):
         assert plan.num_tokens == [1] * num_requests
-        assert not plan.new_rows and not plan.ends
+        assert not plan.new_rows and not plan.freed_rows
 
 
 @pytest.mark.parametrize("num_requests", [1, 300])
