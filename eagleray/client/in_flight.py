@@ -183,7 +183,7 @@ class InFlightRequests:
             for message in messages:
                 self._send(engine, message)
         except BaseException:
-            # The request does not get in flight, so nothing else would abort the part that the engine has.
+            # The request does not become in flight, so nothing else would abort the sequences already sent.
             self._send(engine, Abort(self._client, [message.request_id for message in messages]))
             raise
 

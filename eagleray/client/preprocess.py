@@ -99,7 +99,7 @@ class RequestBuilder:
             self.tokenize(prompt, engine),
             params,
             engine,
-            # With the serial the id is never used again: late chunks of an aborted request match no other.
+            # The serial makes the id unique, so late chunks of an aborted request match no other request.
             request_id=f"{name}#{serial}",
             seed=self._draw_seed() if params.seed is None else params.seed,
             priority=priority,

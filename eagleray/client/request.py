@@ -183,7 +183,7 @@ class ClientRequest:
     def on_engine_exit(self, cause: str) -> EngineFailed | None:
         """Unassign the request from an engine that exited. Return an error if the request may not continue."""
         self.engine = self.prefix_match = None
-        # What the next engine finds in its cache is not counted if readers may have got a number already.
+        # The count of cached tokens may have been delivered already, so that of the next engine is ignored.
         if self.completions[0].has_output or self.prompt_logprobs_from > 1 or self._num_cached_tokens:
             self._counts_cached_tokens = False
         if self._announces_start and not self._is_started:
@@ -223,7 +223,7 @@ class ClientRequest:
             return
         if chunk.prompt_logprobs is not None and self._prompt_logprobs is not None:
             self._prompt_logprobs.append(chunk.prompt_logprobs)
-        # The other completions find in the cache what the first one has just put there.
+        # The first completion has just put the prompt in the cache, so the hits of the others say nothing.
         if completion.index == 0 and self._counts_cached_tokens:
             self._num_cached_tokens += chunk.num_cached_tokens
         completion.deliver(chunk)

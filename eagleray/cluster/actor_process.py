@@ -120,7 +120,7 @@ class EngineActor(ActorProcess):
         """Run the engine. The reference to the result is the sentinel, like that of `ActorProcess.run`."""
         with self._exit_stack:
             try:
-                # The engine reports an error to the supervisor itself once that has attached it; so does our result.
+                # The engine reports an error to the supervisor itself once it is attached; this result reports it too.
                 self._engine.run(lambda error: None)
             except Exception:
                 logger.exception("%s ended", self)

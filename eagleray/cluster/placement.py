@@ -82,7 +82,7 @@ def place_workers(engine: EngineId, config: Config, *, engine_node: str, context
         undo.callback(placement.close)
         # The group is new, so all of it is free, though the control store may not show that yet.
         bundles = [replace(bundle, free=bundle.total) for bundle in placement.bundles]
-        by_rank = _choice(config, placement.size, engine_node)(bundles)
+        by_rank = _chooser(config, placement.size, engine_node)(bundles)
         undo.pop_all()
         return replace(placement, bundles=by_rank)
 
@@ -98,7 +98,7 @@ def _place_in_group(
     while True:
         bundles = _wait_for_bundles(group_id, config, deadline, chosen=chosen)
         size = engine_size(config, [bundle.total for bundle in bundles])
-        choose: ChooseBundles = _choice(config, size, engine_node)
+        choose: ChooseBundles = _chooser(config, size, engine_node)
         if chosen:
             choose = partial(bundles_at, indices=chosen, worker=size.bundle)
         try:
@@ -109,7 +109,7 @@ def _place_in_group(
             deadline.poll(partial(str, busy))
 
 
-def _choice(config: Config, size: EngineSize, engine_node: str) -> ChooseBundles:
+def _chooser(config: Config, size: EngineSize, engine_node: str) -> ChooseBundles:
     return partial(
         assign_bundles,
         worker=size.bundle,
@@ -157,7 +157,7 @@ class UserGroup:
 
     def _part_of(self, bundles: Sequence[Bundle], size: EngineSize, rank: int) -> list[Bundle]:
         if self._config.ray.bundle_indices:
-            return _choice(self._config, size, "")([replace(bundle, free=bundle.total) for bundle in bundles])
+            return _chooser(self._config, size, "")([replace(bundle, free=bundle.total) for bundle in bundles])
         ranks = local_ranks(self._config)
         parts = divide_bundles(
             bundles,

@@ -53,7 +53,7 @@ def build_settings() -> BuildSettings:
     chosen, shared = os.environ.get("EAGLERAY_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
     if chosen:
         cache_directory: Path | None = Path(chosen).expanduser().absolute()
-    elif os.path.isabs(shared):  # the specification: a relative one is to be ignored
+    elif os.path.isabs(shared):  # the XDG specification has relative paths ignored
         cache_directory = Path(shared, "eagleray")
     else:
         home = Path(os.path.expanduser("~"))

@@ -151,8 +151,8 @@ def expert_dispatch(config: Config) -> ExpertDispatch:
 
 
 def check_experts(config: Config) -> None:
-    """Raise `ConfigError` for options of expert parallelism that contradict each other. The loader checks those that
-    depend on the model."""
+    """Raise `ConfigError` for options of expert parallelism that contradict each other. Rules that
+    depend on the model are checked at load."""
     _check_experts_are_divided(config)
     _check_experts_are_balanced(config)
     if expert_engines(config) > 1:

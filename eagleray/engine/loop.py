@@ -154,7 +154,7 @@ class EngineLoop:
             case Stop():
                 self._stopping = True
             case Left() | Attach():
-                pass  # the stepper is told of engines of its expert group; this engine is attached already
+                pass  # the stepper handles the engines of its expert group; this engine is attached already
 
     def _add(self, request: Generate) -> None:
         try:

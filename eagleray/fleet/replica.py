@@ -125,10 +125,10 @@ class Replica:
         if self.phase not in (ReplicaPhase.STARTING, ReplicaPhase.UP):
             return
         now = self._loop.time()
-        worked = None if self._working_since is None else now - self._working_since
+        uptime = None if self._working_since is None else now - self._working_since
         self._decision = None
         if not self._is_closed:
-            self._history, self._decision = self._decide(self._history, worked, cause)
+            self._history, self._decision = self._decide(self._history, uptime, cause)
         self.phase = ReplicaPhase.STOPPING
         self._failed_at = now if self._failed_at is None else self._failed_at
         if kill_now:

@@ -31,7 +31,7 @@ class RestartHistory:
     spent: int = 0
     """Exits in a row by exceptions of its own."""
     is_unsteady: bool = False
-    """Whether it was restarted and has not worked for `STEADY_SECONDS` since."""
+    """Whether it was restarted and has not run for `STEADY_SECONDS` since."""
     failed_starts: int = 0
     """Exits in a row before the start was complete."""
     has_served: bool = False
@@ -64,7 +64,7 @@ RestartDecision = Restart | GiveUp | EndInstance
 def decide_restart(
     history: RestartHistory,
     *,
-    worked: float | None,
+    uptime: float | None,
     cause: Failure,
     max_restarts: int | None,
     max_delay: float,
@@ -72,7 +72,7 @@ def decide_restart(
 ) -> tuple[RestartHistory, RestartDecision]:
     """Return the history to pass in at the next exit, and the decision that follows this one.
 
-    `worked` is the time in seconds from the complete start to the exit, None if the start was not complete.
+    `uptime` is the time in seconds from the complete start to the exit, None if the start was not complete.
     `max_restarts` is the budget of exits by exceptions of its own, None for no limit; 0 means that nothing is ever
     restarted.
     """
@@ -80,13 +80,13 @@ def decide_restart(
         return history, EndInstance()
     if max_restarts == 0:
         return history, GiveUp()
-    history = _after_start(history, worked)
+    history = _after_start(history, uptime)
     is_own = not _is_from_outside(cause, history)
     if cause.kind == ProcessCrashed.__name__:
         # At work a request may be the reason, and requests have a budget of their own.
-        is_own = worked is None and not instance_has_served
+        is_own = uptime is None and not instance_has_served
     start_failure = None
-    if is_own and worked is None and cause.kind != DeadlineExceeded.__name__:
+    if is_own and uptime is None and cause.kind != DeadlineExceeded.__name__:
         start_failure = f"{cause.kind}: {VARYING.sub('#', cause.message)}"
         if start_failure == history.start_failure:
             return history, GiveUp() if instance_has_served else EndInstance()
@@ -99,17 +99,17 @@ def decide_restart(
         history,
         spent=history.spent + is_own,
         is_unsteady=True,
-        failed_starts=history.failed_starts + (worked is None),
+        failed_starts=history.failed_starts + (uptime is None),
         start_failure=start_failure,
     )
     return history, Restart(delay, history.failed_starts)
 
 
-def _after_start(history: RestartHistory, worked: float | None) -> RestartHistory:
+def _after_start(history: RestartHistory, uptime: float | None) -> RestartHistory:
     """Clear the part of the history that a complete start disproves."""
-    if worked is None:
+    if uptime is None:
         return history
-    if worked >= timeouts.STEADY_SECONDS:
+    if uptime >= timeouts.STEADY_SECONDS:
         return RestartHistory(has_served=True)
     return replace(history, failed_starts=0, has_served=True, start_failure=None)
 

@@ -253,12 +253,12 @@ class Supervisor:
             remove_dead_sockets(self.runtime_dir)  # the incarnation before may have been killed
 
     def _decide_restart(
-        self, member: MemberId, history: RestartHistory, worked: float | None, cause: Failure
+        self, member: MemberId, history: RestartHistory, uptime: float | None, cause: Failure
     ) -> tuple[RestartHistory, RestartDecision]:
         is_engine, max_restarts = isinstance(member, EngineId), self._config.recovery.max_engine_restarts
         return decide_restart(
             history,
-            worked=worked,
+            uptime=uptime,
             cause=cause,
             max_restarts=max_restarts if is_engine or max_restarts == 0 else None,
             max_delay=timeouts.MAX_ENGINE_DELAY_SECONDS if is_engine else timeouts.MAX_API_SERVER_DELAY_SECONDS,

@@ -32,7 +32,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     row: int
     request_id: str
     token_ids: list[int]
-    """Tokens of the prompt, then those that were generated before a preemption."""
+    """Tokens of the prompt, then the tokens generated before a preemption."""
     num_prompt_tokens: int
     num_computed_tokens: int
     """Number of the first tokens of `token_ids` that are in the cache already."""

@@ -183,7 +183,7 @@ class Acceptor:
                 accepted.append((connection, self._connections.admit()))
         except BlockingIOError:
             pass
-        except OSError as error:  # of the other errors: the client has closed the connection already
+        except OSError as error:  # any other error: the client has closed the connection already
             if error.errno in OUT_OF_FILES:
                 self._on_no_files(error)
         if accepted:

@@ -140,7 +140,7 @@ class HttpConnections:
         """Stop counting a connection that is closed, or about to be."""
         self.waiting.pop(connection, None)
         self.reserved.pop(connection, None)
-        # Now, not in `connection_lost`, because the next connection may take its place before.
+        # Now, not in `connection_lost`, because another connection may be accepted before that.
         self.state.connections.discard(connection)
         if self.on_closed is not None:
             self.on_closed()

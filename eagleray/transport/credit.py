@@ -34,12 +34,12 @@ class Flow:
     def __init__(self, window: int) -> None:
         self._window = window
         self._quarter = window // 4
-        self._sent = 0  # messages
-        self._charged = 0  # bytes sent in all, as they count
-        self._acknowledged = 0  # of these, taken by the other side
-        self._arrived = 0  # messages
-        self._taken = 0  # bytes taken by our user in all, as they count
-        self._announced = 0  # of these, the other side knows of
+        self._sent = 0  # messages sent
+        self._charged = 0  # bytes sent in all, as `_charge` counts them
+        self._acknowledged = 0  # the part of these that the other side has consumed
+        self._arrived = 0  # messages received
+        self._consumed = 0  # bytes consumed here in all, as `_charge` counts them
+        self._announced = 0  # the part of these that the other side was told in a header
         self.ended = False
         """Whether the other side has sent BYE."""
 
@@ -55,8 +55,8 @@ class Flow:
 
     def on_arrival(self, header: bytes) -> Kind:
         """Count a message from the other side. Raises `ChannelClosed` if one before it is missing."""
-        kind, number, taken = HEADER.unpack(header)
-        self._acknowledged = max(self._acknowledged, taken)
+        kind, number, consumed = HEADER.unpack(header)
+        self._acknowledged = max(self._acknowledged, consumed)
         if kind == Kind.DATA:
             self._arrived += 1
             if number != self._arrived:
@@ -67,8 +67,8 @@ class Flow:
 
     def consume(self, num_bytes: int) -> bytes | None:
         """Count a consumed message of that size. Returns the header of an acknowledgement if one must be sent now."""
-        self._taken += self._charge(num_bytes)
-        if self._taken - self._announced < self._quarter:
+        self._consumed += self._charge(num_bytes)
+        if self._consumed - self._announced < self._quarter:
             return None
         return self._header(Kind.CREDIT, 0)
 
@@ -80,5 +80,5 @@ class Flow:
         return min(num_bytes, self._window - self._quarter)
 
     def _header(self, kind: Kind, number: int) -> bytes:
-        self._announced = self._taken
-        return HEADER.pack(kind, number, self._taken)
+        self._announced = self._consumed
+        return HEADER.pack(kind, number, self._consumed)

@@ -180,7 +180,7 @@ class HeartbeatMonitor:
                 if hmac.compare_digest(handle.secret, secret):
                     self._clocks.record(peer, monotonic())
                     if peer not in self._identities:
-                        self._answer(identity)  # it waits for that
+                        self._answer(identity)  # `HeartbeatSender.start` waits for this reply
                     self._identities[peer] = identity
 
     def _beat(self) -> None:
@@ -192,7 +192,7 @@ class HeartbeatMonitor:
             self._on_silent(peer, seconds)
 
     def _answer(self, identity: bytes) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # its connection is gone: it will be missed soon
+        with contextlib.suppress(zmq.ZMQError):  # the peer is disconnected: its heartbeats will be missed
             self._socket.send_multipart([identity, BEAT], zmq.DONTWAIT)
 
 

@@ -150,7 +150,7 @@ class Outbox(Generic[Peer, Message]):
         """Queue `message` for `peer`. A peer that is not connected does not get it: its `Left` informs all members."""
         if socket := self._sockets.get(peer):
             frames = self._encode(message)
-            with contextlib.suppress(zmq.Again):  # there is no limit: its connection is gone
+            with contextlib.suppress(zmq.Again):  # queues have no limit, so the peer is disconnected
                 socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=len(frames) == 1)
 
     def close(self) -> None:
@@ -188,5 +188,5 @@ def _connect(socket: zmq.Socket[bytes], address: str) -> None:
         socket.connect(address)
         return
     tcp.keep_alive(socket)
-    socket.reconnect_ivl = -1  # see above
+    socket.reconnect_ivl = -1  # a broken connection may have lost messages: see the module
     tcp.connect(socket, address)

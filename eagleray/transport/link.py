@@ -82,7 +82,7 @@ class LinkHub:
             return None
         link, frames, num_bytes = self._inbox.popleft()
         if header := link.flow.consume(num_bytes):
-            with contextlib.suppress(ChannelClosed):  # its last words count all the same
+            with contextlib.suppress(ChannelClosed):  # messages before the end are delivered
                 self._send(link, header, ())
         return link.peer, frames
 
@@ -118,12 +118,12 @@ class LinkHub:
     def close(self) -> None:
         """Send BYE to the peers; earlier messages are still sent, for at most a second."""
         for link in self._links.values():
-            with contextlib.suppress(ChannelClosed):  # it was faster
+            with contextlib.suppress(ChannelClosed):  # the peer has disconnected first
                 self._send(link, link.flow.control(Kind.BYE), ())
         close_router(self.socket, self.contact)
 
     def _send(self, link: _Link, header: bytes, parts: Sequence[zmq.Frame]) -> None:
-        if link.flow.ended:  # as with one that was killed a moment ago: it is missed when its window is full
+        if link.flow.ended:  # like a peer that was just killed: a send fails when its window is full
             return
         try:
             self.socket.send_multipart([link.identity, header, *parts], zmq.DONTWAIT)
@@ -180,7 +180,7 @@ class LinkPeer:
         with contextlib.ExitStack() as stack:
             self._socket, self.medium = connect_dealer(contact, runtime_dir=runtime_dir, media=media)
             stack.callback(self._socket.close)
-            # A PAIR socket that says when the connection has ended.
+            # A PAIR socket that receives an event when the connection ends.
             self._news = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             stack.callback(self._news.close, linger=0)
             stack.callback(self._socket.disable_monitor)

@@ -32,7 +32,7 @@ class Region:
     def __init__(self, descriptor: int, size: int) -> None:
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, descriptor)
-            # populated: a page fault in the middle of a step would be seen
+            # populated, because page faults would delay a step
             mapped = stack.enter_context(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
             self._bytes = stack.enter_context(memoryview(mapped))
             self.descriptor = descriptor
@@ -43,7 +43,7 @@ class Region:
         """Create memory of zeros, except for the nonce. Raises `ConfigError` if the system does not have enough."""
         descriptor = os.memfd_create(NAME)
         try:
-            # reserved now: later, too little memory would be a SIGBUS
+            # reserved now, because later a lack of memory would raise SIGBUS
             os.posix_fallocate(descriptor, 0, size)
             region = cls(os.dup(descriptor), size)
         except OSError as error:
@@ -59,7 +59,7 @@ class Region:
     @classmethod
     def attach(cls, *, pid: int, descriptor: int, size: int, nonce: bytes) -> Region:
         """Map the memory that process `pid` has created. Raises `OSError` if it cannot be reached from here."""
-        # Looked at before it is opened: to open whatever another process has there might do something.
+        # Checked before it is opened: opening another kind of file might have side effects.
         target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
         if not target.startswith(f"/memfd:{NAME} "):
             raise OSError(f"process {pid} of this host has other memory than was expected")

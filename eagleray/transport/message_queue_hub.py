@@ -46,7 +46,7 @@ class MessageQueueHub:
         self._handles = handles
         self._attached = False
         self._broken = False
-        self._inbox: deque[tuple[int, list[Frame]]] = deque()  # what came while a send waited
+        self._inbox: deque[tuple[int, list[Frame]]] = deque()  # messages that arrived while a send waited
         self._flags = [flag for hub in hubs for flag in hub.flags]
         self._in_use = threading.Lock()
 

@@ -70,7 +70,7 @@ class MessageQueuePeer:
             deadline = monotonic() + timeout
             while True:
                 if reason := self._peer.closed_reason():
-                    if (frames := self._peer.pop()) is not None:  # sent before it went
+                    if (frames := self._peer.pop()) is not None:  # sent before the engine closed its end
                         return frames
                     raise ChannelClosed(reason)
                 self._bell.wait(self._peer.ready, deadline, self._peer.flags)

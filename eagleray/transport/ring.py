@@ -74,8 +74,8 @@ class RingWriter:
             raise ValueError(f"the capacity of a ring is a power of two and at least 512, not {self._capacity}")
         self._max_record = self._capacity // PIECES
         self._head = self._control[HEAD]
-        self._end = self._head  # where the head will be after the record that is being written or waits for room
-        self._limit = self._head  # up to here there is room, as far as we know; tails are read only beyond it
+        self._end = self._head  # position of the head after the record that is being written or waits for room
+        self._limit = self._head  # known end of the room; tails are read only when it is reached
         self._unfinished = False
 
     def write(self, frames: Sequence[Frame]) -> Iterator[bool]:
@@ -165,8 +165,8 @@ class RingReader:
         self._mask = self._capacity - 1
         self._tail = TAILS + LINE * reader
         self._position = self._control[self._tail]
-        self._frames: list[Frame] = []  # of a message that comes in pieces
-        self._missing: list[memoryview] = []  # what is to be filled of them, the next one last
+        self._frames: list[Frame] = []  # frames of a message that arrives in pieces
+        self._missing: list[memoryview] = []  # parts of them to be filled, the next one last
 
     def ready(self) -> bool:
         """Whether something was written that `pop` has not seen."""

@@ -57,7 +57,7 @@ def bind_router(*, runtime_dir: Path, name: str, host: str | None) -> tuple[zmq.
 
 def close_router(socket: zmq.Socket[bytes], contact: SocketAddress) -> None:
     """Unbind. Queued messages are still sent, for at most a second."""
-    (Path(contact.directory) / contact.name).unlink(missing_ok=True)  # zmq leaves it
+    (Path(contact.directory) / contact.name).unlink(missing_ok=True)  # zmq does not remove the file
     socket.close()
 
 
@@ -94,7 +94,7 @@ def can_receive(socket: zmq.Socket[bytes]) -> bool:
 
 def _make(kind: int) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-    socket.sndhwm = socket.rcvhwm = 0  # bounded by credits, or one beat a second
+    socket.sndhwm = socket.rcvhwm = 0  # bounded by credits, or by one heartbeat a second
     socket.linger = LINGER_MS
     keep_alive(socket)
     return socket

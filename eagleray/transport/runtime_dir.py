@@ -53,7 +53,7 @@ def make_runtime_dir(parent: str | None = None, *, max_length: int = MAX_DIR_LEN
     if parent is None:
         try:
             parent = tempfile.gettempdir()
-        except OSError as error:  # it has tried to write a file into each of them
+        except OSError as error:  # `tempfile` has tried to write a file into each directory
             raise _no_temporary_directory(error) from error
     if len(parent) > max_length - len(f"/{PREFIX}12345678{SUFFIX}"):
         parent = "/tmp"

@@ -25,7 +25,7 @@ class Penalties:
         self._entry_of_row = np.full(num_rows, -1, dtype=np.int64)
         self._free: list[int] = []
         self._output_counts = torch.empty((0, vocab_size), dtype=torch.int32, device=device)
-        # [num_entries, width] the touched tokens, some of them repeatedly; behind the end the first one again. They
+        # [num_entries, width] the touched tokens, some of them repeatedly; padded with the first one. They
         # are the generated tokens and, under a repetition penalty, those of the prompt.
         self._touched = torch.empty((0, 64), dtype=torch.int64, device=device)
         self._num_touched = np.empty(0, dtype=np.int64)

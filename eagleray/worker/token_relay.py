@@ -50,7 +50,8 @@ class TokenRelay:
             positions = self._rows.num_tokens[rows].copy()
             if mesh.is_first_stage:
                 self._in_flight.append(_StepInFlight(rows, positions, self._rows.generation[rows].copy()))
-                if len(self._in_flight) > 2 * mesh.pp_size:  # not needed, as of requests of one token
+                # Nobody waits for the tokens of rows whose request has ended, so the oldest steps are received here.
+                if len(self._in_flight) > 2 * mesh.pp_size:
                     self._receive(self._in_flight.popleft())
             self._rows.num_tokens[rows] = positions + 1
 

@@ -92,7 +92,7 @@ class Graph:
         )
         # When an actor dies, Ray would tear the graph down at once, while the others are sending. `close` does it.
         self._compiled._monitor._teardown_done = True
-        # Closing registers what was not read yet, and that aborts this process if the memory went with a dead actor.
+        # Closing registers what was not read yet, which aborts this process if the memory was lost with a dead actor.
         for channel in self._compiled.dag_output_channels:
             channel.ensure_registered_as_reader()
 

@@ -36,7 +36,7 @@ OUTSIDE = [
 
 
 def decisions(
-    *worked: float | None,
+    *uptime: float | None,
     cause: Failure = KILLED,
     max_restarts: int | None = 100,
     max_delay: float = 30.0,
@@ -45,10 +45,10 @@ def decisions(
 ):
     """Return the decisions after exits in a row, each after these seconds of work; None for an incomplete start."""
     history, results = before or RestartHistory(), []
-    for seconds in worked:
+    for seconds in uptime:
         history, decision = decide_restart(
             history,
-            worked=seconds,
+            uptime=seconds,
             cause=cause,
             max_restarts=max_restarts,
             max_delay=max_delay,
@@ -79,9 +79,9 @@ def test_decide_restart_steady_work_clears_history():
 
 
 @pytest.mark.parametrize("cause", OUTSIDE)
-@pytest.mark.parametrize("worked", [None, 1.0])
-def test_decide_restart_cause_from_outside_restarts_forever(cause, worked):
-    assert all(isinstance(decision, Restart) for decision in decisions(*[worked] * 200, cause=cause, max_restarts=1))
+@pytest.mark.parametrize("uptime", [None, 1.0])
+def test_decide_restart_cause_from_outside_restarts_forever(cause, uptime):
+    assert all(isinstance(decision, Restart) for decision in decisions(*[uptime] * 200, cause=cause, max_restarts=1))
 
 
 def test_decide_restart_counts_failed_starts():
@@ -95,7 +95,7 @@ def test_decide_restart_max_restarts_zero_gives_up():
 
 def test_decide_restart_lost_cluster_is_delayed_without_budget():
     has_served, _ = decide_restart(
-        RestartHistory(), worked=1.0, cause=KILLED, max_restarts=1, max_delay=30.0, instance_has_served=True
+        RestartHistory(), uptime=1.0, cause=KILLED, max_restarts=1, max_delay=30.0, instance_has_served=True
     )
     results = decisions(*[None] * 20, cause=LOST_CLUSTER, max_restarts=1, before=has_served)
     assert delays(results[:4]) == [0.5, 0.5, 1.0, 2.0]
@@ -130,7 +130,7 @@ def test_decide_restart_start_failures_differ_in_numbers_are_equal():
     for label, expected in (("engine-0", Restart(0.0, 1)), ("engine-0.1", EndInstance())):
         cause = Failure.of(RuntimeError(f"{label}/tp0-pp0: no room for 123{len(label)} bytes at 0x7f{len(label)}a"))
         history, decision = decide_restart(
-            history, worked=None, cause=cause, max_restarts=5, max_delay=30.0, instance_has_served=False
+            history, uptime=None, cause=cause, max_restarts=5, max_delay=30.0, instance_has_served=False
         )
         assert decision == expected
 
@@ -140,7 +140,7 @@ def test_decide_restart_different_start_failures_spend_the_budget():
     for number in range(3):
         cause = BUG if number % 2 else Failure.of(OSError("no space left"))
         history, decision = decide_restart(
-            history, worked=None, cause=cause, max_restarts=2, max_delay=30.0, instance_has_served=False
+            history, uptime=None, cause=cause, max_restarts=2, max_delay=30.0, instance_has_served=False
         )
         results.append(decision)
     assert results == [Restart(0.0, 1), Restart(0.5, 2), GiveUp()]
@@ -162,20 +162,20 @@ EXITS = st.lists(
 @given(exits=EXITS, max_restarts=st.sampled_from([None, 1, 2, 5]), max_delay=st.sampled_from([1.0, 30.0]))
 def test_decide_restart_any_history_gives_up_only_for_own_failures(exits, max_restarts, max_delay):
     history, own_in_row, previous = RestartHistory(), 0, None
-    for worked, cause in exits:
-        served_before = history.has_served or worked is not None
+    for uptime, cause in exits:
+        served_before = history.has_served or uptime is not None
         is_own = cause is BUG or (cause is LOST_CLUSTER and not served_before)
         history, decision = decide_restart(
             history,
-            worked=worked,
+            uptime=uptime,
             cause=cause,
             max_restarts=max_restarts,
             max_delay=max_delay,
             instance_has_served=True,
         )
-        if worked is not None and worked >= STEADY_SECONDS:
+        if uptime is not None and uptime >= STEADY_SECONDS:
             own_in_row = 0
-        is_same_start = is_own and worked is None and previous == (None, cause)
+        is_same_start = is_own and uptime is None and previous == (None, cause)
         own_in_row += is_own
         is_spent = max_restarts is not None and own_in_row > max_restarts
         if is_same_start or (is_own and is_spent):
@@ -184,7 +184,7 @@ def test_decide_restart_any_history_gives_up_only_for_own_failures(exits, max_re
         assert isinstance(decision, Restart)
         assert 0 <= decision.delay <= max_delay
         assert decision.delay <= 0.5 or decision.failed_starts > 1
-        previous = (worked, cause)
+        previous = (uptime, cause)
 
 
 CRASH = Failure.of(ProcessCrashed("it was killed by SIGSEGV"))
@@ -195,6 +195,6 @@ def test_decide_restart_crash_in_two_starts_before_serving_ends_instance():
 
 
 def test_decide_restart_crash_after_serving_restarts_forever():
-    for worked in (None, 1.0):
-        results = decisions(*[worked] * 50, cause=CRASH, max_restarts=1, instance_has_served=True)
+    for uptime in (None, 1.0):
+        results = decisions(*[uptime] * 50, cause=CRASH, max_restarts=1, instance_has_served=True)
         assert all(isinstance(decision, Restart) for decision in results)
