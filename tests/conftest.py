@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
@@ -14,6 +16,13 @@ limit_openmp_spinning()
 # Tests do not time: a slow machine is no failure.
 settings.register_profile("eagleray", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("eagleray")
+
+
+def pytest_configure(config):
+    """Have Triton's kernels interpreted, on tensors of the CPU, unless this run is for a GPU. Triton reads the variable
+    when a module with kernels is imported."""
+    if config.getoption("markexpr") != "gpu":
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 class TakingTurns(LoadScopeScheduling):

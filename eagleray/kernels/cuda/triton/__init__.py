@@ -1,0 +1,6 @@
+"""Triton kernels, each with the function that launches it.
+
+A launching function writes into tensors that its caller owns, allocates nothing, and reads nothing back from the
+device, so that a CUDA graph can capture it. Numbers of a batch that vary from step to step (tokens, rows) are read on
+the device. The torch backend defines what each kernel computes.
+"""

@@ -1,0 +1,83 @@
+"""Compilation of Triton kernels for GPUs that this machine does not have, and what the machine code shows."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+CAPABILITIES = (80, 90, 100)
+"""Ampere, Hopper, Blackwell."""
+
+MAX_SHARED_BYTES = 227 * 1024
+"""Shared memory that a block may have on Hopper."""
+
+OPCODE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?(\w+)", re.MULTILINE)
+"""The first word of a line of machine code, behind its predicate."""
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    shared_bytes: int
+    registers: int
+    """Registers of a thread."""
+    instructions: frozenset[str]
+    """Opcodes of the machine code, without their modifiers: `HGMMA`, `STL` …; empty if they were not asked for."""
+
+    @property
+    def spills(self) -> bool:
+        """Whether registers are stored in local memory."""
+        return bool(self.instructions & {"STL", "LDL"})
+
+
+def compile_kernel(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    *,
+    capability: int,
+    num_warps: int,
+    num_stages: int,
+    disassemble: bool = False,
+    directory: Path,
+) -> CompiledKernel:
+    """Compile a kernel for a compute capability (90 is Hopper).
+
+    `signature` has the type of each run-time parameter, such as `*bf16`, `*i32`, `i32` or `fp32`; `constants` has the
+    value of each `constexpr`. Pointers are multiples of 16, as torch allocates them. `directory` is for temporary
+    files.
+    """
+    function = JITFunction(getattr(kernel, "fn", kernel))
+    types = {name: signature.get(name, "constexpr") for name in function.arg_names}
+    missing = [name for name, kind in types.items() if kind == "constexpr" and name not in constants]
+    assert not missing, f"neither a type nor a value was given for {missing}"
+    aligned = {(index,): [["tt.divisibility", 16]] for index, kind in enumerate(types.values()) if kind.startswith("*")}
+    compiled = triton.compile(
+        ASTSource(function, types, dict(constants), aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": num_warps, "num_stages": num_stages},
+    )
+    binary = directory / f"{function.fn.__name__}-{capability}.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    usage = _cuobjdump("-res-usage", binary)
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers is not None, usage
+    opcodes: frozenset[str] = frozenset()
+    if disassemble:
+        opcodes = frozenset(OPCODE.findall(_cuobjdump("-sass", binary)))
+        assert "EXIT" in opcodes
+    return CompiledKernel(compiled.metadata.shared, int(registers[1]), opcodes)
+
+
+def _cuobjdump(option: str, binary: Path) -> str:
+    return subprocess.run([CUOBJDUMP, option, binary], check=True, capture_output=True, text=True).stdout
