@@ -1,13 +1,24 @@
-"""Compilation of Triton kernels for GPUs that this machine does not have, and what the machine code shows."""
+"""Compilation of Triton kernels for GPUs that this machine does not have, and what the machine code shows.
+
+A process of its own compiles: where Triton interprets, the functions of its library are interpreted ones too, and the
+compiler cannot call them.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import multiprocessing
+import os
 import re
 import subprocess
+import traceback
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -57,13 +68,57 @@ def compile_kernel(
     value of each `constexpr`. Pointers are multiples of 16, as torch allocates them. `directory` is for temporary
     files.
     """
-    function = JITFunction(getattr(kernel, "fn", kernel))
+    arguments = dict(signature), dict(constants), capability, num_warps, num_stages, disassemble, directory
+    with mock.patch.dict(os.environ):
+        os.environ.pop("TRITON_INTERPRET", None)  # for the compiling process, which the first call starts
+        future = _compiler().submit(_compile, kernel.fn.__module__, kernel.fn.__name__, *arguments)
+    result = future.result()
+    assert isinstance(result, CompiledKernel), result
+    return result
+
+
+@functools.cache
+def _compiler() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn"))
+
+
+def _compile(
+    module: str,
+    name: str,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    capability: int,
+    num_warps: int,
+    num_stages: int,
+    disassemble: bool,
+    directory: Path,
+) -> CompiledKernel | str:
+    """Return the text of an error in place of the error, which may be none that can be sent."""
+    try:
+        function = getattr(importlib.import_module(module), name)
+        return _compile_function(
+            function, signature, constants, capability, num_warps, num_stages, disassemble, directory
+        )
+    except Exception:
+        return traceback.format_exc()
+
+
+def _compile_function(
+    function: JITFunction,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    capability: int,
+    num_warps: int,
+    num_stages: int,
+    disassemble: bool,
+    directory: Path,
+) -> CompiledKernel:
     types = {name: signature.get(name, "constexpr") for name in function.arg_names}
     missing = [name for name, kind in types.items() if kind == "constexpr" and name not in constants]
     assert not missing, f"neither a type nor a value was given for {missing}"
     aligned = {(index,): [["tt.divisibility", 16]] for index, kind in enumerate(types.values()) if kind.startswith("*")}
     compiled = triton.compile(
-        ASTSource(function, types, dict(constants), aligned),
+        ASTSource(function, types, constants, aligned),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": num_warps, "num_stages": num_stages},
     )
