@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from eagleray.kernels.cpu.abi import abi
-from eagleray.kernels.cpu.recording import NativeOp
+from eagleray.kernels.cpu.program import NativeOp
 from eagleray.kernels.forward_batch import ForwardBatch
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.models.registry import load_model
@@ -69,7 +69,7 @@ def main() -> None:
     program: Any = model._run._program  # type: ignore[attr-defined]
     totals: dict[str, float] = defaultdict(float)
     work: dict[str, float] = defaultdict(float)
-    ops = [op for op in program._recording.ops if isinstance(op, NativeOp)]
+    ops = [op for op in program.ops if isinstance(op, NativeOp)]
     for op in ops:
         one = (abi.COp * 1)(abi.COp(op.operation, ctypes.addressof(op.args)))
         seconds = _best(

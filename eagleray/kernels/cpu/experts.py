@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eagleray.kernels.backend import ExpertProducts, Operation
+from eagleray.kernels.backend import ExpertProducts
 from eagleray.kernels.cpu.abi import CStruct, abi
 from eagleray.kernels.cpu.linear import NativeLinear
-from eagleray.kernels.cpu.program import EXPERT_TOKENS, aligned, threads_for
+from eagleray.kernels.cpu.threads import EXPERT_TOKENS, aligned, threads_for
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.params import RouterParams
+from eagleray.kernels.recording import LinearWeight
 
 SCORINGS = {"softmax": abi.SCORING_SOFTMAX, "sigmoid": abi.SCORING_SIGMOID}
 GROUP_SCORES = {"max": abi.GROUP_SCORE_MAX, "top2": abi.GROUP_SCORE_TOP2}
@@ -97,8 +98,8 @@ class NativeProducts(ExpertProducts):
     def __init__(
         self,
         library: ctypes.CDLL,
-        gate_up: Sequence[Operation],
-        down: Sequence[Operation],
+        gate_up: Sequence[LinearWeight],
+        down: Sequence[LinearWeight],
         scratch: ExpertScratch,
         *,
         num_threads: int,
@@ -183,9 +184,9 @@ class NativeProducts(ExpertProducts):
         return self._scratch.reserve(size), tokens, self._kind, threads
 
 
-def _linears(operations: Sequence[Operation]) -> list[NativeLinear]:
-    assert all(isinstance(operation, NativeLinear) for operation in operations)
-    return [operation for operation in operations if isinstance(operation, NativeLinear)]
+def _linears(weights: Sequence[LinearWeight]) -> list[NativeLinear]:
+    assert all(isinstance(weight, NativeLinear) for weight in weights)
+    return [weight for weight in weights if isinstance(weight, NativeLinear)]
 
 
 def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:

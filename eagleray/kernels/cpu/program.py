@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,22 +11,72 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagleray.kernels.cpu.abi import abi
-from eagleray.kernels.cpu.recording import HostOp, NativeOp, Recording, Value
+from eagleray.kernels.cpu.abi import CStruct, abi
+from eagleray.kernels.cpu.mla import NativeMLA
+from eagleray.kernels.cpu.threads import EXPERT_TOKENS, aligned, threads_for
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array
+from eagleray.kernels.recording import Access, Buffers, Recording, Value
+from eagleray.kernels.recording_backend import Program
 from eagleray.kernels.rope import Rope
 from eagleray.parallel.group import TensorParallelGroup
 from eagleray.parallel.token_shards import token_shard
 
 MIN_ROWS = 64
-SINGLE_THREAD_SECONDS = 150e-6
-"""Work that takes one thread less than this is not worth waking another."""
-BYTES_PER_SECOND = 60e9
-"""Rough memory bandwidth of one thread."""
-OPERATIONS_PER_SECOND = 400e9
-"""Rough arithmetic rate of one thread."""
-EXPERT_TOKENS = 512
-"""Tokens that go through the experts together, so few that intermediate results stay in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeOp:
+    """An operation of the kernels. `args` is its struct of `abi`; `reads` and `writes` are the values of those fields
+    of `args` that name buffers. If `total` is given, the op adds its result to this value, in its buffer."""
+
+    operation: int
+    args: CStruct
+    reads: dict[str, Value]
+    writes: dict[str, Value]
+    total: Value | None = None
+
+    @property
+    def access(self) -> Access:
+        reads, writes = tuple(self.reads.values()), tuple(self.writes.values())
+        if self.total is None:
+            return Access(reads, writes)
+        (out,) = writes
+        return Access((*reads, self.total), writes, {out: self.total})
+
+    @property
+    def is_sequence_sharded(self) -> bool:
+        return next(iter(self.writes.values())).is_sequence_sharded
+
+
+@dataclass(frozen=True, slots=True)
+class HostCall:
+    """An operation in Python. `apply` takes the tensors of `values` and overwrites the last one, which is in the buffer
+    of `consumed` if that is given."""
+
+    apply: Callable[..., None]
+    values: Sequence[Value]
+    consumed: Value | None = None
+
+    @property
+    def access(self) -> Access:
+        *reads, out = self.values
+        if self.consumed is None:
+            return Access(reads, (out,))
+        return Access((*reads, self.consumed), (out,), {out: self.consumed})
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredOps:
+    """The ops of a pass, which hold the numbers of their buffers."""
+
+    recording: Recording
+    """Owner of the memory that the ops point to."""
+    ops: Sequence[NativeOp | HostCall]
+    buffers: Buffers
+    reserve: Sequence[Callable[[int], None]]
+    """Callbacks that grow memory; called with the token count before a pass larger than every earlier one."""
+    mla: NativeMLA
+    """The latent attentions among the ops."""
 
 
 @dataclass
@@ -35,42 +86,38 @@ class _Segment:
     ops: Any
     count: int
     is_sequence_sharded: bool
-    host: HostOp | None
+    host: HostCall | None
 
 
-class Program:
+class CpuProgram(Program):
     """A pass that one thread runs. The native ops of a segment use up to `num_threads` threads."""
 
     def __init__(
         self,
         library: ctypes.CDLL,
-        recording: Recording,
+        lowered: LoweredOps,
         *,
-        source: Value | None,
-        result: Value,
-        dtype: torch.dtype,
         rope: Rope,
         num_threads: int,
         tp: TensorParallelGroup,
     ) -> None:
-        """`source`: the value that stands for the input, if that is hidden states and not token ids."""
-        recording.finish(result)
+        self.ops = lowered.ops
+        self._lowered = lowered
         self._library = library
-        self._dtype = dtype
+        self._dtype = lowered.recording.dtype
         self._rope = rope
         self._num_threads = num_threads
         self._tp = tp
-        self._source = source
-        self._result = result
-        self._recording = recording  # owns the memory that the ops point to
-        self._segments = _segments(recording)
-        self._sizes = recording.buffers
+        self._source = lowered.recording.source
+        self._result = lowered.recording.result
+        self._numbers = lowered.buffers.numbers
+        self._segments = _segments(lowered.ops)
         self._rows: list[Tensor] = []
-        self._buffers = (abi.CBuffer * len(self._sizes))()
+        self._buffers = (abi.CBuffer * len(lowered.buffers.shapes))()
         self._capacity = -1  # tokens that there is room for
-        self._attention_params = [op.args.params for op in _native(recording) if op.operation == abi.OP_ATTEND]
-        self._mixes = [op.args for op in _native(recording) if op.operation == abi.OP_COMPUTE_EXPERTS]
-        products = [op.args for op in _native(recording) if op.operation == abi.OP_MULTIPLY]
+        self._attention_params = [op.args.params for op in _native(lowered.ops) if op.operation == abi.OP_ATTEND]
+        self._mixes = [op.args for op in _native(lowered.ops) if op.operation == abi.OP_COMPUTE_EXPERTS]
+        products = [op.args for op in _native(lowered.ops) if op.operation == abi.OP_MULTIPLY]
         self._num_weights = sum(product.n * product.k for product in products)
         self._num_weights += sum(3 * mix.router.top_k * mix.experts.hidden * mix.experts.inner for mix in self._mixes)
         self._batch = abi.CBatch()
@@ -80,8 +127,6 @@ class Program:
         self._scratch: list[Tensor] = []
 
     def run(self, x: Tensor | None, batch: ForwardBatch) -> Tensor:
-        """Compute a batch, from the hidden states `x` if given. Returns [num_tokens, features], which the next run
-        overwrites."""
         num_tokens = batch.num_tokens
         if num_tokens > self._capacity:
             self._grow(num_tokens)
@@ -90,14 +135,15 @@ class Program:
             self._extend_tables(max_context)
         if x is not None:
             assert self._source is not None
-            self._rows[self._source.buffer][:num_tokens, : x.shape[1]].copy_(x)
+            self._rows[self._numbers[self._source]][:num_tokens, : x.shape[1]].copy_(x)
         self._set_batch(batch)
+        self._lowered.mla.prepare(batch)
         run, kind = self._library.er_run, int(self._dtype == torch.bfloat16)
         threads = threads_for(self._num_weights, self._dtype, num_tokens, self._num_threads)
         num_own = len(token_shard(num_tokens, self._tp)) if self._tp.size > 1 else num_tokens
         for segment in self._segments:
             if segment.host is not None:
-                segment.host.apply(*[self._view(value, num_tokens, num_own) for value in segment.host.rows])
+                segment.host.apply(*[self._view(value, num_tokens, num_own) for value in segment.host.values])
                 continue
             self._metadata.num_tokens = num_own if segment.is_sequence_sharded else num_tokens
             if self._metadata.num_tokens:
@@ -106,7 +152,7 @@ class Program:
 
     def _view(self, value: Value, num_tokens: int, num_own: int) -> Tensor:
         """Return the used part of the value's buffer: [num_tokens, features], or [num_own, features] of a shard."""
-        return self._rows[value.buffer][: num_own if value.is_sequence_sharded else num_tokens, : value.size]
+        return self._rows[self._numbers[value]][: num_own if value.is_sequence_sharded else num_tokens, : value.size]
 
     def _set_batch(self, batch: ForwardBatch) -> None:
         metadata = self._metadata
@@ -122,13 +168,13 @@ class Program:
     def _grow(self, num_tokens: int) -> None:
         """Enlarge all buffers for `num_tokens`."""
         self._capacity = max(MIN_ROWS, 1 << (num_tokens - 1).bit_length())
-        for reserve in self._recording.reserve:
+        for reserve in self._lowered.reserve:
             reserve(self._capacity)
         self._rows = []  # freed before the new ones are allocated
         self._rows = [
             # an even width, because kernels read pairs: the last one ends with a zero
-            torch.zeros((self._capacity, size + size % 2), dtype=torch.float32 if is_float else self._dtype)
-            for size, is_float in self._sizes
+            torch.zeros((self._capacity, shape.size + shape.size % 2), dtype=shape.dtype(self._dtype))
+            for shape in self._lowered.buffers.shapes
         ]
         for buffer, rows in zip(self._buffers, self._rows, strict=True):
             buffer.memory, buffer.stride = rows.data_ptr(), rows.shape[1]
@@ -158,17 +204,11 @@ class Program:
         batch.expert_tokens = tokens
 
 
-def threads_for(num_weights: int, dtype: torch.dtype, num_rows: int, num_threads: int) -> int:
-    """Return the number of threads, at most `num_threads`, that multiply `num_rows` with `num_weights` fastest."""
-    seconds = num_weights * max(dtype.itemsize / BYTES_PER_SECOND, 2 * num_rows / OPERATIONS_PER_SECOND)
-    return 1 if seconds < SINGLE_THREAD_SECONDS else num_threads
+def _native(ops: Sequence[NativeOp | HostCall]) -> list[NativeOp]:
+    return [op for op in ops if isinstance(op, NativeOp)]
 
 
-def _native(recording: Recording) -> list[NativeOp]:
-    return [op for op in recording.ops if isinstance(op, NativeOp)]
-
-
-def _segments(recording: Recording) -> list[_Segment]:
+def _segments(ops: Sequence[NativeOp | HostCall]) -> list[_Segment]:
     """Cut the ops into segments, each of which one native call or one Python call computes."""
     segments: list[_Segment] = []
     pending: list[NativeOp] = []
@@ -181,8 +221,8 @@ def _segments(recording: Recording) -> list[_Segment]:
             )
             pending.clear()
 
-    for op in recording.ops:
-        if isinstance(op, HostOp):
+    for op in ops:
+        if isinstance(op, HostCall):
             close()
             segments.append(_Segment(None, 0, False, op))
             continue
@@ -196,8 +236,3 @@ def _segments(recording: Recording) -> list[_Segment]:
 def _address(array: Int32Array) -> int:
     assert array.flags.c_contiguous and array.dtype == np.int32
     return torch.from_numpy(array).data_ptr()  # takes two thirds of the time of `array.ctypes.data`
-
-
-def aligned(memory: Tensor) -> int:
-    """Return the first address in `memory` that is a multiple of 64."""
-    return -(-memory.data_ptr() // 64) * 64

@@ -1,0 +1,271 @@
+"""The part of a backend that records a forward pass and runs it as a program, the same for every device.
+
+A backend of this kind has its own layout of weights and its own lowering of a recording; see `Recording`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eagleray.kernels.backend import (
+    SINGLE_RANK,
+    Attend,
+    AttendLatents,
+    Compute,
+    ComputeExperts,
+    ExpertProducts,
+    Forward,
+    KernelBackend,
+    Operation,
+)
+from eagleray.kernels.expert_slots import ExpertSlotMap
+from eagleray.kernels.expert_trace import ExpertTrace
+from eagleray.kernels.forward_batch import ForwardBatch, Int32Array
+from eagleray.kernels.kv_cache import KVCache
+from eagleray.kernels.params import AttentionParams, ClampedSwiglu, MLAParams, RouterParams
+from eagleray.kernels.recording import (
+    AddOp,
+    AllReduceOp,
+    AttentionOp,
+    EmbeddingTable,
+    EmbedOp,
+    ExpertsOp,
+    HostOp,
+    LinearOp,
+    LinearWeight,
+    MLAAttentionOp,
+    NormOp,
+    Recording,
+    TokenIds,
+    Value,
+)
+from eagleray.kernels.rope import Rope
+from eagleray.parallel.group import TensorParallelGroup
+
+
+class Program(Protocol):
+    """A lowered recording, ready to run."""
+
+    def run(self, x: Tensor | None, batch: ForwardBatch) -> Tensor:
+        """Compute a batch, from the hidden states `x` if the pass begins with them. Returns [num_tokens, features],
+        which the next run may overwrite."""
+        ...
+
+
+class RecordedLinear:
+    """A product as an `Operation`. Called with a tensor it computes at once."""
+
+    def __init__(self, weight: LinearWeight) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Value | Tensor) -> Value | Tensor:
+        if isinstance(x, Tensor):
+            return self.weight(x)
+        recording, weight = x.recording, self.weight
+        x = recording.rounded(x)
+        return recording.append(LinearOp(x=x, weight=weight, out=x.another(weight.size, is_float32=weight.is_float32)))
+
+
+class RecordingBackend(KernelBackend):
+    """See `KernelBackend`, which documents the methods that layers call. `dtype` is that of the model."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    @abstractmethod
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearWeight:
+        """Make the weight of a `linear`."""
+
+    @abstractmethod
+    def pack_exact_linear(self, weight: Tensor) -> LinearWeight:
+        """Make the weight of an `exact_linear`."""
+
+    @abstractmethod
+    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None, clamp: ClampedSwiglu | None) -> LinearWeight:
+        """Make the weight of a `gated_linear`."""
+
+    @abstractmethod
+    def pack_embedding(self, weight: Tensor, first: int) -> EmbeddingTable:
+        """Make the table of an `embedding`."""
+
+    @abstractmethod
+    def pack_tied_embedding(self, weight: Tensor, first: int) -> tuple[EmbeddingTable, LinearWeight]:
+        """Make the table and the weight of a `tied_embedding`."""
+
+    @abstractmethod
+    def pack_experts(self, gate_up: Sequence[LinearWeight], down: Sequence[LinearWeight]) -> ExpertProducts:
+        """Make the products of experts. The weights may come a second time, for other products of the same experts."""
+
+    @abstractmethod
+    def lower(self, recording: Recording, *, rope: Rope, device: torch.device, tp: TensorParallelGroup) -> Program:
+        """Make the program of a finished recording. For the other parameters see `compile`."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> RecordedLinear:
+        return RecordedLinear(self.pack_linear(weight, bias))
+
+    def exact_linear(self, weight: Tensor) -> RecordedLinear:
+        return RecordedLinear(self.pack_exact_linear(weight))
+
+    def gated_linear(self, weight: Tensor, bias: Tensor | None, clamp: ClampedSwiglu | None = None) -> RecordedLinear:
+        return RecordedLinear(self.pack_gated_linear(weight, bias, clamp))
+
+    def norm(self, weight: Tensor, eps: float) -> Operation:
+        kept = weight.float()
+
+        def apply(x: Value) -> Value:
+            return x.recording.append(NormOp(x=x, weight=kept, eps=eps, out=x.another(x.size, is_float32=False)))
+
+        return apply
+
+    def embedding(self, weight: Tensor, first: int) -> Operation:
+        return _embedding(self.pack_embedding(weight, first))
+
+    def tied_embedding(self, weight: Tensor, first: int) -> tuple[Operation, RecordedLinear]:
+        table, product = self.pack_tied_embedding(weight, first)
+        return _embedding(table), RecordedLinear(product)
+
+    def self_attention(self, params: AttentionParams) -> Attend:
+        kept = replace(
+            params, q_norm=_float32(params.q_norm), k_norm=_float32(params.k_norm), sinks=_float32(params.sinks)
+        )
+
+        def apply(qkv: Value, cache: Tensor, block_size: int) -> Value:
+            out = qkv.another(params.num_heads * params.head_dim, is_float32=False)
+            return qkv.recording.append(AttentionOp(qkv=qkv, params=kept, cache=cache, block_size=block_size, out=out))
+
+        return apply
+
+    def mla_attention(self, params: MLAParams) -> AttendLatents:
+        def apply(queries: Value, latents: Value, cache: Tensor, block_size: int) -> Value:
+            out = queries.another(params.num_heads * params.value_dim, is_float32=False)
+            return queries.recording.append(
+                MLAAttentionOp(
+                    queries=queries, latents=latents, params=params, cache=cache, block_size=block_size, out=out
+                )
+            )
+
+        return apply
+
+    def experts(
+        self,
+        router: RouterParams,
+        gate_up: Sequence[Operation],
+        down: Sequence[Operation],
+        *,
+        slots: ExpertSlotMap | None = None,
+        trace: ExpertTrace | None = None,
+        layer: int = 0,
+    ) -> ComputeExperts:
+        products = self.expert_products(gate_up, down)
+
+        def apply(x: Value, scores: Value) -> Value:
+            assert slots is not None or scores.size == products.num_slots
+            x = x.recording.rounded(x)
+            return x.recording.append(
+                ExpertsOp(
+                    x=x,
+                    scores=scores,
+                    products=products,
+                    router=router,
+                    slots=slots,
+                    trace=trace,
+                    layer=layer,
+                    out=x.another(x.size, is_float32=True),
+                )
+            )
+
+        return apply
+
+    def expert_products(self, gate_up: Sequence[Operation], down: Sequence[Operation]) -> ExpertProducts:
+        return self.pack_experts(_weights(gate_up), _weights(down))
+
+    def host(
+        self,
+        function: Callable[..., Tensor],
+        inputs: Sequence[Value],
+        *,
+        size: int,
+        is_sequence_sharded: bool | None = None,
+    ) -> Value:
+        if is_sequence_sharded is None:
+            is_sequence_sharded = inputs[0].is_sequence_sharded
+            is_alike = all(value.is_sequence_sharded == is_sequence_sharded for value in inputs)
+            assert is_alike, "`is_sequence_sharded` is required for mixed inputs"
+        recording = inputs[0].recording
+        out = Value(recording, size, is_float32=True, is_sequence_sharded=is_sequence_sharded)
+        return recording.append(HostOp(inputs=inputs, function=function, out=out))
+
+    def add(self, a: Value, b: Value) -> Value:
+        return a.recording.append(AddOp(total=a, x=b, out=a.another(a.size, is_float32=a.is_float32)))
+
+    def all_reduce(self, x: Value, group: TensorParallelGroup) -> Value:
+        if group.size == 1:
+            return x
+        return x.recording.append(AllReduceOp(x=x, group=group, out=x.another(x.size, is_float32=x.is_float32)))
+
+    def compile(
+        self,
+        compute: Compute,
+        *,
+        rope: Rope,
+        windows: frozenset[int | None],
+        device: torch.device,
+        tp: TensorParallelGroup = SINGLE_RANK,
+    ) -> Forward:
+        return RecordedForward(self, compute, rope=rope, device=device, tp=tp)
+
+    def hidden_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+
+class RecordedForward:
+    """A `Forward`. The pass is recorded and lowered at the first call, and again for another cache, because its
+    operations hold the cache's tensors."""
+
+    def __init__(
+        self, backend: RecordingBackend, compute: Compute, *, rope: Rope, device: torch.device, tp: TensorParallelGroup
+    ) -> None:
+        self._backend = backend
+        self._compute = compute
+        self._rope = rope
+        self._device = device
+        self._tp = tp
+        self._cache: KVCache | None = None
+        self._program: Program | None = None
+
+    def __call__(self, x: Int32Array | Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        hidden = x if isinstance(x, Tensor) else None
+        if self._program is None or cache is not self._cache:
+            recording = self._record(None if hidden is None else hidden.shape[1], cache)
+            self._program = self._backend.lower(recording, rope=self._rope, device=self._device, tp=self._tp)
+            self._cache = cache
+        return self._program.run(hidden, batch)
+
+    def _record(self, size: int | None, cache: KVCache) -> Recording:
+        """Record a pass that begins with hidden states of `size` features, or with token ids if it is None."""
+        recording = Recording(self._backend.dtype)
+        recording.finish(self._compute(recording.begin(size), cache.layers, cache.block_size))
+        return recording
+
+
+def _embedding(table: EmbeddingTable) -> Operation:
+    def apply(token_ids: TokenIds) -> Value:
+        recording = token_ids.recording
+        return recording.append(EmbedOp(table=table, out=Value(recording, table.size, is_float32=True)))
+
+    return apply
+
+
+def _weights(operations: Sequence[Operation]) -> list[LinearWeight]:
+    assert all(isinstance(operation, RecordedLinear) for operation in operations)
+    return [operation.weight for operation in operations if isinstance(operation, RecordedLinear)]
+
+
+def _float32(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.float()
