@@ -12,7 +12,7 @@ from eagleray.kernels.ranking import Ranking
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 from eagleray.worker.token_table import Entries, IntArray
 
-CHUNK_ELEMENTS = 2**20
+CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**23}
 """Logits processed at once, which bounds the memory."""
 
 
@@ -22,7 +22,7 @@ def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, k: int, start: int, 
 
     logits: float32 [n, vocab_size], of the positions before them; next_token_ids: int64 [n], the prompt's tokens.
     """
-    token_ids, logprobs, ranks = _score(logits, next_token_ids[:, None], k, ranking)
+    token_ids, logprobs, ranks = score_tokens(logits, next_token_ids[:, None], k, ranking)
     return PromptLogprobs(
         start=start,
         token_ids=token_ids.to(torch.int32).cpu().numpy(),
@@ -41,16 +41,29 @@ def sample_logprobs(
     """
     num_requested = np.bincount(requested.owners, minlength=len(chosen))
     k = min(max(num_top), logits.shape[1])
-    token_ids, logprobs, ranks = _score(logits, _given(chosen, requested, num_requested), k, ranking)
+    scores = score_tokens(logits, _given(chosen, requested, num_requested), k, ranking)
+    token_ids, logprobs, ranks = (tensor.tolist() for tensor in scores)
+    return make_reports(token_ids, logprobs, ranks, num_top, num_requested.tolist(), k)
+
+
+def make_reports(
+    token_ids: list[list[int]],
+    logprobs: list[list[float]],
+    ranks: list[int],
+    num_top: Sequence[int],
+    num_requested: Sequence[int],
+    k: int,
+) -> list[TokenLogprobs]:
+    """Return the report of each row of what `score_tokens` returned for `k`.
+
+    num_top, num_requested: [n], how many of the likeliest and of the other given tokens the row asked for.
+    """
     columns = [
-        (slice(1 + min(top, k)), slice(1 + k, 1 + k + extra))
-        for top, extra in zip(num_top, num_requested.tolist(), strict=True)
+        (slice(1 + min(top, k)), slice(1 + k, 1 + k + extra)) for top, extra in zip(num_top, num_requested, strict=True)
     ]
     return [
         TokenLogprobs(ids[front] + ids[back], values[front] + values[back], rank)
-        for ids, values, rank, (front, back) in zip(
-            token_ids.tolist(), logprobs.tolist(), ranks.tolist(), columns, strict=True
-        )
+        for ids, values, rank, (front, back) in zip(token_ids, logprobs, ranks, columns, strict=True)
     ]
 
 
@@ -65,12 +78,12 @@ def _given(chosen: Tensor, requested: Entries, num_requested: IntArray) -> Tenso
     return given
 
 
-def _score(logits: Tensor, given: Tensor, k: int, ranking: Ranking) -> tuple[Tensor, Tensor, Tensor]:
+def score_tokens(logits: Tensor, given: Tensor, k: int, ranking: Ranking) -> tuple[Tensor, Tensor, Tensor]:
     """Return token ids [n, k + g], their log-probabilities, and the ranks [n] of the first given ids, for ids [n, g].
 
     Columns: the first given token, the k likeliest, the other given ones.
     """
-    size = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    size = max(1, CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
     chunks = [_score_chunk(*chunk, k, ranking) for chunk in zip(logits.split(size), given.split(size), strict=True)]
     token_ids, logprobs, ranks = (torch.cat(tensors) for tensors in zip(*chunks, strict=True))
     return token_ids, logprobs, ranks

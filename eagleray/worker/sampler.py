@@ -86,7 +86,7 @@ class Sampler:
         if step.used & SamplingFeature.RANDOM:
             self._draw(logits, highest, step, out=chosen)
         reports = self._report(raw, reported, chosen, step) if len(reported) else {}
-        return _gather(rows, chosen.tolist(), reports, failed)
+        return gather_sampled(rows, chosen.tolist(), reports, failed)
 
     def _look_up(self, rows: list[int], positions: list[int]) -> _SamplingStep:
         row_ids = np.array(rows, dtype=np.int64)
@@ -168,9 +168,11 @@ def _clear_broken(logits: Tensor, chosen: Tensor, highest: Tensor) -> list[int]:
     return broken.tolist()
 
 
-def _gather(
+def gather_sampled(
     rows: list[int], token_ids: list[int], reports: dict[int, TokenLogprobs], failed: dict[int, str]
 ) -> Sampled:
+    """Return the tokens of a step whose logits `failed`, each for the reason given. rows, token_ids: [n]; reports: by
+    row."""
     if not failed:
         return Sampled(rows, token_ids, reports, [])
     sampled = [index for index in range(len(rows)) if index not in failed]

@@ -67,7 +67,7 @@ class SamplingState:
     def add_row(self, row: int, sampling: Sampling, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """Set the row's parameters. `token_ids` is the prompt, then the tokens that were generated before."""
         self.free_row(row)
-        use = _use(sampling)
+        use = features_of(sampling)
         self.use[row] = use
         self.temperature[row] = min(sampling.temperature, MAX_TEMPERATURE)
         self.top_k[row] = min(sampling.top_k, self.vocab_size) if sampling.top_k > 0 else self.vocab_size
@@ -129,7 +129,7 @@ class SamplingState:
         return indices
 
 
-def _use(sampling: Sampling) -> int:
+def features_of(sampling: Sampling) -> int:
     """Return the `SamplingFeature` flags of these parameters."""
     # top_k of 1 keeps the token that a greedy row chooses
     is_random = sampling.temperature >= GREEDY_BELOW and sampling.top_k != 1

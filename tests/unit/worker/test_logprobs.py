@@ -100,7 +100,7 @@ def test_sample_logprobs_are_equal_alone_and_in_a_batch() -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 7])
 def test_prompt_logprobs_equal_log_softmax(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": 1000})
     torch.manual_seed(3)
     logits = torch.randn(23, 300) * 3
     tokens = torch.randint(0, 300, (23,))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sampling_oracle import Request, choose
+from sampling_oracle import Request, choose, random_logits, random_request
 
 from eagleray.kernels.ranking import Ranking
 from eagleray.messages.sampling import Sampling
@@ -46,45 +46,6 @@ def sample_one(logits: torch.Tensor, sampling: Sampling, prompt: tuple[int, ...]
 def token_of(logits: torch.Tensor, sampling: Sampling, prompt: tuple[int, ...] = (0,), *generated: int) -> int:
     (token,) = sample_one(logits, sampling, prompt, *generated).token_ids
     return token
-
-
-def random_sampling(rng: np.random.Generator, vocab_size: int) -> Sampling:
-    """Return parameters that use each feature in about a third of the requests."""
-
-    def some(value: object, otherwise: object) -> object:
-        return value if rng.random() < 0.35 else otherwise
-
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(rng.integers(0, vocab_size, size=count).tolist())
-
-    return Sampling(
-        seed=int(rng.integers(-(2**62), 2**62)),
-        temperature=some(0.0, float(rng.choice([0.3, 0.8, 1.0, 1.7]))),
-        top_p=some(float(rng.uniform(0.05, 1)), 1.0),
-        top_k=some(int(rng.integers(1, vocab_size + 5)), 0),
-        min_p=some(float(rng.uniform(0, 0.3)), 0.0),
-        presence_penalty=some(float(rng.uniform(-2, 2)), 0.0),
-        frequency_penalty=some(float(rng.uniform(-2, 2)), 0.0),
-        repetition_penalty=some(float(rng.uniform(0.5, 2)), 1.0),
-        logit_bias=some({token: float(rng.uniform(-8, 8)) for token in ids(4)}, {}),
-        allowed_token_ids=some(ids(vocab_size // 2 + 1), ()),
-        bad_words=some(tuple(ids(int(rng.integers(1, 4))) for _ in range(vocab_size)), ()),
-        min_tokens=some(int(rng.integers(1, 6)), 0),
-        suppressed_token_ids=some(ids(vocab_size // 3 + 1), ()),
-    )
-
-
-def random_request(rng: np.random.Generator, vocab_size: int) -> Request:
-    prompt = rng.integers(0, vocab_size, size=rng.integers(1, 12)).tolist()
-    generated = rng.integers(0, vocab_size, size=rng.integers(0, 8)).tolist()
-    return Request(random_sampling(rng, vocab_size), prompt, generated)
-
-
-def random_logits(rng: np.random.Generator, num_lines: int, vocab_size: int) -> torch.Tensor:
-    logits = rng.normal(0, rng.choice([0.1, 2, 8]), size=(num_lines, vocab_size)).astype(np.float32)
-    if rng.random() < 0.4:
-        logits = np.round(logits * 2) / 2  # many equal ones, as from a model in bfloat16
-    return torch.from_numpy(logits)
 
 
 @pytest.mark.parametrize("vocab_size", [3, 11, 60, 600])
