@@ -1,0 +1,207 @@
+"""Choice of the next token of each row of a step on a CUDA device, without a wait of the host.
+
+A step begins when its logits have been launched and finishes when its results have been downloaded. The tokens stay on
+the device for the next step; the state that depends on them, such as counts of penalties, is kept there too. The order
+of what is done to the logits is that of the sampler for CPUs, and so are the decisions. Driven by the runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from eagleray.kernels.cuda.ranking import DeviceRanking
+from eagleray.kernels.cuda.triton import logit_adjustments as adjustments
+from eagleray.kernels.cuda.triton import sampling
+from eagleray.kernels.cuda.triton.sampling import SamplingTensors, SamplingWorkspace
+from eagleray.kernels.cuda.triton.sampling_records import collect_reported
+from eagleray.messages.outputs import TokenLogprobs
+from eagleray.messages.sampling import Sampling
+from eagleray.worker.device_sampling_state import DeviceSamplingState, RowChanges, Words
+from eagleray.worker.logprobs import make_reports, score_tokens
+from eagleray.worker.sampler import NOT_FINITE, NOTHING_LEFT, Sampled, gather_sampled
+from eagleray.worker.sampling_state import SamplingFeature
+from eagleray.worker.token_table import IntArray
+
+MESSAGES = {sampling.NOT_FINITE: NOT_FINITE, sampling.NOTHING_LEFT: NOTHING_LEFT}
+"""Reason for a row's failure, by the status that the kernels write."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSampling:
+    """Knowledge of the host about a step that samples, and the words that the device needs for it."""
+
+    rows: list[int]
+    used: int
+    """`SamplingFeature` flags of all rows together."""
+    has_top_k: bool
+    has_top_p: bool
+    reported: IntArray
+    """Indices into `rows` of the rows whose log-probabilities are reported."""
+    num_logprobs: list[int]
+    """Number of likeliest tokens to report, by reported row."""
+    num_requested: list[int]
+    """Number of tokens to report that were asked for by id, by reported row."""
+    changes: RowChanges
+    words: Words
+    """int32: rows, positions, reported indices, changes."""
+
+    @property
+    def is_adjusted(self) -> bool:
+        return bool(self.used & SamplingFeature.ADJUSTED)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSamplingStep:
+    """A step whose tokens the device will have chosen when it comes to them."""
+
+    token_ids: Tensor
+    """int32 [n], on the device; 0 for a row that failed."""
+    downloads: list[Tensor]
+    """Tensors on the device that `finish` needs on the host."""
+    _prepared: PreparedSampling
+    _num_top: int
+    """Number of likeliest tokens that are reported of every reported row."""
+
+    def finish(self, arrays: Sequence[npt.NDArray[Any]]) -> Sampled:
+        """Return the result. `arrays`: the content of `downloads`."""
+        token_ids, statuses = arrays[0]
+        failed = {int(index): MESSAGES[int(statuses[index])] for index in np.flatnonzero(statuses)}
+        return gather_sampled(self._prepared.rows, token_ids.tolist(), self._reports(arrays[1:]), failed)
+
+    def _reports(self, arrays: Sequence[npt.NDArray[Any]]) -> dict[int, TokenLogprobs]:
+        if not arrays:
+            return {}
+        own = self._prepared
+        token_ids, logprobs, ranks = (array.tolist() for array in arrays)
+        reports = make_reports(token_ids, logprobs, ranks, own.num_logprobs, own.num_requested, self._num_top)
+        return {own.rows[index]: report for index, report in zip(own.reported, reports, strict=True)}
+
+
+class DeviceSampler:
+    """Owns the sampling state of the rows, and the memory of the kernels."""
+
+    def __init__(
+        self, *, num_rows: int, vocab_size: int, last_tokens: Tensor, split_size: int = sampling.SPLIT
+    ) -> None:
+        """last_tokens: int32 [num_rows] on the device; each step writes the tokens that it chooses."""
+        self._last_tokens = last_tokens
+        self._device = last_tokens.device
+        self._state = DeviceSamplingState(num_rows=num_rows, vocab_size=vocab_size, device=self._device)
+        self._workspace = SamplingWorkspace.allocate(num_rows, vocab_size, self._device, split_size)
+        self._ranking = DeviceRanking()
+
+    def add_row(self, row: int, sampling: Sampling, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        """Set the row's parameters. `token_ids` is the prompt, then the tokens that were generated before."""
+        self._state.add_row(row, sampling, token_ids, num_prompt_tokens)
+
+    def free_row(self, row: int) -> None:
+        self._state.free_row(row)
+
+    def begin(self, logits: Tensor, rows: IntArray, positions: IntArray) -> DeviceSamplingStep:
+        """Upload what the step needs, and launch the choice of a token for each row.
+
+        logits: float32 [n, vocab_size], changed in place; rows: [n], the row of each of the logits, no row twice;
+        positions: [n], the absolute position that the token will have, which is the number of known tokens.
+        """
+        prepared = self.prepare(rows, positions)
+        words = torch.from_numpy(prepared.words)
+        if self._device.type == "cuda":
+            words = words.pin_memory().to(self._device, non_blocking=True)
+        return self.launch(logits, prepared, words)
+
+    def prepare(self, rows: IntArray, positions: IntArray) -> PreparedSampling:
+        """Return the work of a step, whose words must be on the device when it is launched. Steps are launched in the
+        order in which they were prepared."""
+        state = self._state
+        use = state.use[rows]
+        reported = np.flatnonzero(use & SamplingFeature.LOGPROBS)
+        indices = np.concatenate([rows, positions, reported]).astype(np.int32)
+        changes = state.pop_changes(len(indices))
+        return PreparedSampling(
+            rows=rows.tolist(),
+            used=int(np.bitwise_or.reduce(use)),
+            has_top_k=bool(state.has_top_k[rows].any()),
+            has_top_p=bool(state.has_top_p[rows].any()),
+            reported=reported,
+            num_logprobs=state.num_logprobs[rows[reported]].tolist(),
+            num_requested=state.num_reported[rows[reported]].tolist(),
+            changes=changes,
+            words=np.concatenate([indices, changes.words]),
+        )
+
+    @torch.inference_mode()
+    def launch(self, logits: Tensor, prepared: PreparedSampling, words: Tensor) -> DeviceSamplingStep:
+        """Launch the choice of the tokens. For `logits` see `begin`; words: int32 on the device."""
+        n, num_reported = len(prepared.rows), len(prepared.reported)
+        self._state.apply(prepared.changes, words)
+        outcome = torch.empty((2, n), dtype=torch.int32, device=self._device)
+        tensors = SamplingTensors(
+            logits=logits,
+            rows=words[:n],
+            positions=words[n : 2 * n],
+            memory=self._state.memory,
+            counts=self._state.counts,
+            last_tokens=self._last_tokens,
+            token_ids=outcome[0],
+            status=outcome[1],
+        )
+        reported = words[2 * n : 2 * n + num_reported]
+        is_first_chosen = not prepared.used & SamplingFeature.RANDOM
+        sampling.find_first(
+            tensors, self._workspace, is_adjusted=False, is_chosen=is_first_chosen and not prepared.is_adjusted
+        )
+        raw = self._raw(logits, reported, prepared)
+        if prepared.is_adjusted:
+            self._adjust(tensors, prepared.used)
+            sampling.find_first(tensors, self._workspace, is_adjusted=True, is_chosen=is_first_chosen)
+        if prepared.used & SamplingFeature.RANDOM:
+            self._draw(tensors, prepared)
+        downloads = [outcome]
+        num_top = 0
+        if num_reported:
+            num_top = min(max(prepared.num_logprobs), logits.shape[1])
+            downloads += self._report(raw, tensors, reported, num_top, max(prepared.num_requested))
+        return DeviceSamplingStep(outcome[0], downloads, prepared, num_top)
+
+    def _raw(self, logits: Tensor, reported: Tensor, prepared: PreparedSampling) -> Tensor:
+        """Return the raw logits to report on, [num_reported, vocab_size]: a copy if they will change."""
+        if len(reported) == 0 or (len(reported) == len(logits) and not prepared.is_adjusted):
+            return logits
+        return logits.index_select(0, reported)
+
+    def _adjust(self, tensors: SamplingTensors, used: int) -> None:
+        logits, rows, positions, memory = tensors.logits, tensors.rows, tensors.positions, tensors.memory
+        if used & SamplingFeature.ALLOWED:
+            adjustments.keep_allowed(logits, memory, rows)
+        if used & SamplingFeature.BAD_WORDS:
+            adjustments.forbid_bad_words(logits, memory, rows, positions)
+        if used & SamplingFeature.MIN_TOKENS:
+            adjustments.suppress(logits, memory, rows, positions)
+        if used & SamplingFeature.BIAS:
+            adjustments.add_bias(logits, memory, rows)
+        if used & SamplingFeature.PENALTIES:
+            adjustments.penalise(logits, memory, rows, tensors.counts)
+
+    def _draw(self, tensors: SamplingTensors, prepared: PreparedSampling) -> None:
+        if prepared.has_top_k:
+            sampling.cut_front(tensors, self._workspace, by_weight=False)
+        if prepared.has_top_p:
+            sampling.cut_front(tensors, self._workspace, by_weight=True)
+        sampling.draw(tensors, self._workspace)
+
+    def _report(
+        self, raw: Tensor, tensors: SamplingTensors, reported: Tensor, num_top: int, num_requested: int
+    ) -> list[Tensor]:
+        """Return the reported tokens, their log-probabilities and the ranks of the chosen ones, by reported row."""
+        chosen = tensors.token_ids.index_select(0, reported)
+        given = torch.empty((len(reported), 1 + num_requested), dtype=torch.int64, device=self._device)
+        collect_reported(tensors.memory, tensors.rows, reported, chosen, out=given)
+        token_ids, logprobs, ranks = score_tokens(raw, given, num_top, self._ranking)
+        return [token_ids.to(torch.int32), logprobs, ranks.to(torch.int32)]
