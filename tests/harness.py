@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from eagleray.config.build import build_config
-from eagleray.config.resolve import steps_in_flight
 from eagleray.engine.startup import start_engine
 from eagleray.executor.choose import open_executor
 from eagleray.identity import ClientId, EngineId
@@ -54,8 +53,7 @@ class LocalEngine:
         try:
             self.executor = open_executor(EngineId("test", 0), config, runtime_dir=runtime_dir)
             self._ends.callback(self.executor.close)
-            depth = steps_in_flight(config, in_placement_group=False)
-            started = start_engine(config, self.executor, depth=depth, deadline=time.monotonic() + START_SECONDS)
+            started = start_engine(config, self.executor, deadline=time.monotonic() + START_SECONDS)
         except BaseException:
             self._ends.close()
             raise

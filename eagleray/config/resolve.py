@@ -82,17 +82,17 @@ def executor_name(config: Config, *, in_placement_group: bool) -> ExecutorName:
     return "in-process" if config.parallel.world_size == 1 else "processes"
 
 
-def is_asynchronous(config: Config, executor: ExecutorName) -> bool:
-    """Whether the next step is planned and sent while the current one runs."""
-    if config.execution.async_scheduling is not None:
-        return config.execution.async_scheduling
-    return executor != "in-process"
+def is_asynchronous(config: Config, executor: ExecutorName, device: str) -> bool:
+    """Whether the next step is planned and sent while the current one runs. `device`: `cpu` or `cuda`."""
+    if executor == "in-process" and device == "cpu":
+        return False  # the thread that plans is the one that computes
+    return config.execution.async_scheduling is not False
 
 
-def steps_in_flight(config: Config, *, in_placement_group: bool) -> int:
+def steps_in_flight(config: Config, *, device: str, in_placement_group: bool) -> int:
     """Return the number of steps in flight: one for each pipeline stage, and one ahead."""
     name = executor_name(config, in_placement_group=in_placement_group)
-    return config.parallel.pipeline_parallel_size + is_asynchronous(config, name)
+    return config.parallel.pipeline_parallel_size + is_asynchronous(config, name, device)
 
 
 def local_ranks(config: Config) -> range:

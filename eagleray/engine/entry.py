@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from eagleray.config.environment import limit_openmp_spinning, see_devices
-from eagleray.config.resolve import executor_name, steps_in_flight
+from eagleray.config.resolve import executor_name
 from eagleray.config.sections import Config
 from eagleray.engine.expert_group_member import ExpertGroupMember
 from eagleray.engine.loop import EngineLoop
@@ -128,8 +128,7 @@ class Engine:
             spec.engine, spec.config, runtime_dir=self._runtime_dir, ray=spec.ray, on_lost=report_error
         )
         exit_stack.callback(executor.close)
-        depth = steps_in_flight(spec.config, in_placement_group=in_placement_group)
-        started = start_engine(spec.config, executor, depth=depth, deadline=deadline)
+        started = start_engine(spec.config, executor, deadline=deadline, in_placement_group=in_placement_group)
         watchdog = Watchdog(lambda: started.core.awaited, on_hang=lambda error: self._exit_hung(error, report_error))
         exit_stack.callback(watchdog.close)
         started_message = EngineStarted(spec.engine, started.info)

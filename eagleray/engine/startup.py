@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TypeVar
 
-from eagleray.config.resolve import cache_bytes, expert_engines
+from eagleray.config.resolve import cache_bytes, expert_engines, steps_in_flight
 from eagleray.config.sections import Config
 from eagleray.engine.core import EngineCore
 from eagleray.engine.waves import Waves
@@ -47,8 +47,11 @@ class StartedEngine:
     info: EngineInfo
 
 
-def start_engine(config: Config, executor: Executor, *, depth: int, deadline: float) -> StartedEngine:
-    """Start an engine with up to `depth` steps in flight. `deadline` is a time of the monotonic clock.
+def start_engine(
+    config: Config, executor: Executor, *, deadline: float, in_placement_group: bool = False
+) -> StartedEngine:
+    """Start an engine. `deadline` is a time of the monotonic clock; `in_placement_group`: this program runs in a
+    placement group of Ray.
 
     Raises `CheckpointError` or `ConfigError` for mistakes of the user, `WorkerFailed` or `WorkerLost` for failures.
     """
@@ -101,6 +104,9 @@ def start_engine(config: Config, executor: Executor, *, depth: int, deadline: fl
         routing=routing,
     )
     shares_experts = expert_engines(config) > 1
+    depth = steps_in_flight(config, device=model.device, in_placement_group=in_placement_group)
+    if config.execution.async_scheduling and depth == config.parallel.pipeline_parallel_size:
+        logger.info("`async_scheduling` has nothing to do here: the engine's own thread computes on the CPU")
     core = EngineCore(
         scheduler,
         executor,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from eagleray.cluster.bundles import count_fitting, subtract_held, worker_resources
-from eagleray.config.resolve import engines_on_host, executor_name, is_asynchronous
+from eagleray.config.resolve import engines_on_host, executor_name
 from eagleray.config.sections import Config
 from eagleray.executor.executor import Executor
 from eagleray.executor.group import WorkerGroup
@@ -58,9 +58,9 @@ def _open_group(
     name = executor_name(config, in_placement_group=is_in_placement_group(config, ray))
     match name:
         case "in-process":
-            from eagleray.executor.in_process import InProcessGroup, ThreadGroup
+            from eagleray.executor.in_process import InProcessGroup
 
-            return (ThreadGroup if is_asynchronous(config, name) else InProcessGroup)(engine, config)
+            return InProcessGroup(engine, config)
         case "processes":
             from eagleray.executor.processes import start_processes
 

@@ -15,8 +15,5 @@ that a whole host is lost."""
 SEND_TIMEOUT_SECONDS = 60.0
 """Time for a worker to make room in its queue; a live worker that does not is hung."""
 
-THREAD_STOP_SECONDS = 10.0
-"""Time for the worker's thread to finish its current call."""
-
 PROCESS_STOP_SECONDS = 3.0
 """Time for workers to exit after the queue was closed, and again after SIGTERM."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -18,7 +19,7 @@ class ForwardBatch:
     """Contiguous host arrays over the rows of a batch. Rows that compute one token come first."""
 
     token_ids: Int32Array
-    """[num_tokens]"""
+    """[num_tokens] ids; -1 - row for a token that only the device knows: the last one sampled for that row"""
     positions: Int32Array
     """[num_tokens] consecutive within a row"""
     slot_mapping: Int32Array
@@ -31,6 +32,8 @@ class ForwardBatch:
     """[num_rows + 1] index of each row's first token, and behind the last token of all"""
     num_decodes: int
     """Number of rows that compute exactly one token; they are the first ones."""
+    last_tokens: Tensor | None = None
+    """[most rows] the last token sampled for each row, on the device, if `token_ids` may refer to it"""
 
     @property
     def num_tokens(self) -> int:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,8 +22,9 @@ from eagleray.kernels.cuda.triton.sampling_records import collect_reported
 from eagleray.messages.outputs import TokenLogprobs
 from eagleray.messages.sampling import Sampling
 from eagleray.worker.device_sampling_state import DeviceSamplingState, RowChanges, Words
+from eagleray.worker.downloads import HostArray
 from eagleray.worker.logprobs import make_reports, score_tokens
-from eagleray.worker.sampler import NOT_FINITE, NOTHING_LEFT, Sampled, gather_sampled
+from eagleray.worker.sampler import NOT_FINITE, NOTHING_LEFT, Sampled, TokenSampler, gather_sampled
 from eagleray.worker.sampling_state import SamplingFeature
 from eagleray.worker.token_table import IntArray
 
@@ -59,23 +58,22 @@ class PreparedSampling:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSamplingStep:
-    """A step whose tokens the device will have chosen when it comes to them."""
+    """A `SamplingStep` whose tokens the device will have chosen when it comes to them."""
 
     token_ids: Tensor
     """int32 [n], on the device; 0 for a row that failed."""
-    downloads: list[Tensor]
-    """Tensors on the device that `finish` needs on the host."""
+    tensors: Sequence[Tensor]
     _prepared: PreparedSampling
     _num_top: int
     """Number of likeliest tokens that are reported of every reported row."""
 
-    def finish(self, arrays: Sequence[npt.NDArray[Any]]) -> Sampled:
-        """Return the result. `arrays`: the content of `downloads`."""
+    def finish(self, arrays: Sequence[HostArray]) -> Sampled:
+        """Return the result. `arrays`: the content of `tensors`."""
         token_ids, statuses = arrays[0]
         failed = {int(index): MESSAGES[int(statuses[index])] for index in np.flatnonzero(statuses)}
         return gather_sampled(self._prepared.rows, token_ids.tolist(), self._reports(arrays[1:]), failed)
 
-    def _reports(self, arrays: Sequence[npt.NDArray[Any]]) -> dict[int, TokenLogprobs]:
+    def _reports(self, arrays: Sequence[HostArray]) -> dict[int, TokenLogprobs]:
         if not arrays:
             return {}
         own = self._prepared
@@ -84,14 +82,14 @@ class DeviceSamplingStep:
         return {own.rows[index]: report for index, report in zip(own.reported, reports, strict=True)}
 
 
-class DeviceSampler:
+class DeviceSampler(TokenSampler):
     """Owns the sampling state of the rows, and the memory of the kernels."""
 
     def __init__(
         self, *, num_rows: int, vocab_size: int, last_tokens: Tensor, split_size: int = sampling.SPLIT
     ) -> None:
         """last_tokens: int32 [num_rows] on the device; each step writes the tokens that it chooses."""
-        self._last_tokens = last_tokens
+        self.last_tokens = last_tokens
         self._device = last_tokens.device
         self._state = DeviceSamplingState(num_rows=num_rows, vocab_size=vocab_size, device=self._device)
         self._workspace = SamplingWorkspace.allocate(num_rows, vocab_size, self._device, split_size)
@@ -148,7 +146,7 @@ class DeviceSampler:
             positions=words[n : 2 * n],
             memory=self._state.memory,
             counts=self._state.counts,
-            last_tokens=self._last_tokens,
+            last_tokens=self.last_tokens,
             token_ids=outcome[0],
             status=outcome[1],
         )

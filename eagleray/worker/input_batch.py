@@ -7,27 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from eagleray.kernels.forward_batch import ForwardBatch
 from eagleray.messages.steps import NewRow, StepPlan
 
-IntArray = npt.NDArray[np.integer[Any]]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTokens:
+    """Tokens that a step samples, one for each of `rows`, before the host knows them."""
+
+    rows: IntArray
+    positions: IntArray
+    generations: IntArray
+    """Which of a row's requests sampled, see `InputBatch.generation`."""
 
 
 class InputBatch:
-    """Known tokens, cache blocks and progress of each request, in persistent arrays indexed by row."""
+    """Tokens, cache blocks and progress of each request, in persistent arrays indexed by row."""
 
     def __init__(self, *, num_rows: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
         # np.zeros uses calloc, so only the rows that are used take memory.
         self.token_ids = np.zeros((num_rows, max_model_len + 1), dtype=np.int32)
+        """Known tokens, and a negative mark for each that is not known yet, see `expect_tokens`."""
         self.block_table = np.zeros((num_rows, -(-max_model_len // block_size) + 1), dtype=np.int32)
         self.num_tokens = np.zeros(num_rows, dtype=np.int64)
-        """Number of known tokens: the prompt and the sampled ones."""
+        """Number of tokens: the prompt and the sampled ones, those that are not known yet included."""
         self.num_computed = np.zeros(num_rows, dtype=np.int64)
         """Number of the first tokens that are in the cache."""
         self.num_prompt = np.zeros(num_rows, dtype=np.int64)
@@ -55,10 +66,25 @@ class InputBatch:
         self._num_blocks[row] = have + len(block_ids)
         self.num_used_blocks = max(self.num_used_blocks, 1 + max(block_ids, default=-1))
 
-    def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Append one known token to each of `rows`. Shapes [n], rows without duplicates."""
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids
-        self.num_tokens[rows] += 1
+    def expect_tokens(self, rows: IntArray) -> ExpectedTokens:
+        """Append a token that is not known yet to each of `rows` [n], without duplicates. `token_ids` holds -1 - row in
+        its place: the number by which the device finds the last token that it has sampled for the row."""
+        positions = self.num_tokens[rows]
+        self.token_ids[rows, positions] = -1 - rows
+        self.num_tokens[rows] = positions + 1
+        return ExpectedTokens(rows, positions, self.generation[rows])
+
+    def set_tokens(self, expected: ExpectedTokens, token_ids: IntArray) -> None:
+        """Put the tokens [n] in their places, except in rows that another request has now."""
+        rows, positions = expected.rows, expected.positions
+        current = self.is_current(expected)
+        if not current.all():
+            rows, positions, token_ids = rows[current], positions[current], token_ids[current]
+        self.token_ids[rows, positions] = token_ids
+
+    def is_current(self, expected: ExpectedTokens) -> npt.NDArray[np.bool_]:
+        """Return a mask of the rows that still belong to the request that sampled."""
+        return self.generation[expected.rows] == expected.generations
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +102,9 @@ class StepInputs:
     """Indices into `rows` of the rows whose last known token is computed in this step."""
 
 
-def build_inputs(plan: StepPlan, rows: InputBatch) -> StepInputs:
-    """Return the inputs of `plan`, which may have no rows. Reads `rows` without changing it."""
+def build_inputs(plan: StepPlan, rows: InputBatch, last_tokens: Tensor | None = None) -> StepInputs:
+    """Return the inputs of `plan`, which may have no rows. Reads `rows` without changing it. `last_tokens`: see
+    `ForwardBatch`."""
     row_ids = np.array(plan.rows, dtype=np.int64)
     counts = np.array(plan.num_tokens, dtype=np.int64)
     num_decodes = int(np.count_nonzero(counts == 1))
@@ -104,6 +131,7 @@ def build_inputs(plan: StepPlan, rows: InputBatch) -> StepInputs:
         seq_lens=seq_lens.astype(np.int32),
         query_start_loc=query_start_loc,
         num_decodes=num_decodes,
+        last_tokens=last_tokens,
     )
     sampling_indices = np.flatnonzero(seq_lens == rows.num_tokens[row_ids])
     return StepInputs(batch, row_ids, counts, query_end_loc, sampling_indices)

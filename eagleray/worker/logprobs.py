@@ -9,26 +9,21 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.ranking import Ranking
-from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
+from eagleray.messages.outputs import TokenLogprobs
 from eagleray.worker.token_table import Entries, IntArray
 
 CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**23}
 """Logits processed at once, which bounds the memory."""
 
 
-def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, k: int, start: int, ranking: Ranking) -> PromptLogprobs:
-    """Return the log-probabilities of the prompt's tokens at positions `start`, `start + 1`, … and of the `k` likeliest
-    tokens there.
+def score_prompt(logits: Tensor, next_token_ids: Tensor, k: int, ranking: Ranking) -> tuple[Tensor, Tensor, Tensor]:
+    """Return token ids int32 [n, 1 + k], their log-probabilities [n, 1 + k] and ranks int32 [n] for positions of a
+    prompt: the prompt's own token, then the `k` likeliest.
 
     logits: float32 [n, vocab_size], of the positions before them; next_token_ids: int64 [n], the prompt's tokens.
     """
     token_ids, logprobs, ranks = score_tokens(logits, next_token_ids[:, None], k, ranking)
-    return PromptLogprobs(
-        start=start,
-        token_ids=token_ids.to(torch.int32).cpu().numpy(),
-        logprobs=logprobs.cpu().numpy(),
-        ranks=ranks.to(torch.int32).cpu().numpy(),
-    )
+    return token_ids.to(torch.int32), logprobs, ranks.to(torch.int32)
 
 
 def sample_logprobs(

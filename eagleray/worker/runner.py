@@ -1,8 +1,11 @@
-"""Execution of a step: from `StepPlan` to `StepResult`.
+"""Execution of steps: from `StepPlan` to `StepResult`.
 
-Owns the input batch, the sampling state and the use of the cache; driven by the worker. Every rank of an engine runs
-every step: it updates its own rows and computes its part of the model. Only the sampler has a result; if routed experts
-are requested, the first rank of every other stage reports those of its layers.
+Owns the input batch, the sampler and the use of the cache; driven by the worker. A step begins, which launches all its
+work on the device, and finishes when its results are on the host. Several steps may have begun: on a GPU the next one
+takes the tokens of the one before from the device's memory, before the host knows them.
+
+Every rank of an engine runs every step: it updates its own rows and computes its part of the model. Only the sampler
+has a result; if routed experts are requested, the first rank of every other stage reports those of its layers.
 
 Engines that share experts step together: a step begins with an exchange about whether any of them has something to
 compute, and if one has, all run their layers, even without rows.
@@ -10,37 +13,78 @@ compute, and if one has, all run their layers, even without rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from itertools import islice
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import PromptLogprobs
 from eagleray.messages.steps import StageRoutedExperts, StepPlan, StepResult
 from eagleray.models.base import Model
-from eagleray.worker.input_batch import InputBatch, IntArray, StepInputs, build_inputs, token_indices_of
-from eagleray.worker.logprobs import prompt_logprobs
-from eagleray.worker.routed_experts import ExpertsReader, Reading
-from eagleray.worker.sampler import Sampled, Sampler
-from eagleray.worker.sampling_state import SamplingState
+from eagleray.worker.downloads import Download, DownloadQueue
+from eagleray.worker.input_batch import (
+    ExpectedTokens,
+    InputBatch,
+    IntArray,
+    StepInputs,
+    build_inputs,
+    token_indices_of,
+)
+from eagleray.worker.logprobs import score_prompt
+from eagleray.worker.routed_experts import ExpertsReader
+from eagleray.worker.sampler import Sampled, SamplingStep, TokenSampler
 from eagleray.worker.token_relay import TokenRelay
 
 PROMPT_CHUNK_SIZE = 256
 """Prompt positions scored at once: 256 x 151,936 float32 logits are 156 MB."""
 
+NOTHING_SAMPLED = Sampled([], [], {}, [])
+
+
+@dataclass(slots=True)
+class UnfinishedStep:
+    """A step that has begun. Steps finish in the order in which they began."""
+
+    plan: StepPlan
+    any_engine_busy: bool = True
+    sampled: Sampled = NOTHING_SAMPLED
+    """The tokens, if the host knows them already."""
+    sampling: tuple[ExpectedTokens, SamplingStep] | None = None
+    """The tokens, if the host does not know them yet."""
+    prompts: dict[int, int] = field(default_factory=dict)
+    """First scored position of each row whose prompt is scored."""
+    routed_experts: Array | None = None
+    """The experts of the rows that asked for them, if the host knows them already."""
+    routed_slots: Array | None = None
+    tensors: list[Tensor] = field(default_factory=list)
+    """Results on the device: those of `sampling`, three for each of `prompts`, one of routed experts if they are read
+    from there."""
+    download: Download | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it can be finished without waiting."""
+        return self.download is None or self.download.is_done
+
 
 class Runner:
     """Runs the steps of one worker. The public attributes describe its activity for a thread beside it."""
 
-    def __init__(self, model: Model, cache: KVCache, rows: InputBatch, sampling_state: SamplingState) -> None:
+    def __init__(
+        self, model: Model, cache: KVCache, rows: InputBatch, sampler: TokenSampler, downloads: DownloadQueue
+    ) -> None:
         self.num_steps = 0
         """Number of steps begun."""
         self.is_stepping = False
         self._model = model
         self._cache = cache
         self._rows = rows
-        self._sampling_state = sampling_state
-        self._sampler = Sampler(sampling_state, model.ranking)
+        self._sampler = sampler
+        self._downloads = downloads
         mesh = model.groups.mesh
         self._is_sampler = mesh.is_sampler
         self._is_last_stage = mesh.is_last_stage
@@ -56,30 +100,27 @@ class Runner:
         return self._rows.num_used_blocks
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> StepResult | StageRoutedExperts | None:
-        """Run the step and return this rank's report. Raises `ExpertGroupBroken` if an engine that steps together with
-        this one has exited: rows are invalid then until later plans add them again."""
+    def begin(self, plan: StepPlan) -> UnfinishedStep:
+        """Begin the step. Raises `ExpertGroupBroken` if an engine that steps together with this one has exited: rows
+        are invalid then until later plans add them again."""
         self.num_steps += 1
         self.is_stepping = True
         try:
-            return self._step(plan)
+            return self._begin(plan)
         finally:
             self.is_stepping = False
 
-    def _step(self, plan: StepPlan) -> StepResult | StageRoutedExperts | None:
-        self._update_rows(plan)
-        if self._relay is not None:
-            self._relay.catch_up(np.array(plan.rows, dtype=np.int64))
-        inputs = build_inputs(plan, self._rows)
-        if not self._model.begin_step(plan.is_idle, inputs.batch.num_tokens):
-            return StepResult(step=plan.step, rows=[], token_ids=[]) if self._is_sampler else None
-        hidden = self._model.forward(inputs.batch, self._cache)  # [num_tokens, hidden_size]
-        reading, slots = self._read_experts(plan, inputs)
-        prompt = self._score_prompts(inputs, hidden)
-        self._rows.num_computed[inputs.rows] += inputs.num_tokens
-        sampled = self._sample(inputs, hidden)
-        self._model.rebalance_if_due()
-        experts = None if reading is None else reading()
+    def finish(self, step: UnfinishedStep) -> StepResult | StageRoutedExperts | None:
+        """Wait for the results of the step and return this rank's report."""
+        arrays = iter(() if step.download is None else step.download.wait())
+        sampled, experts, plan = step.sampled, step.routed_experts, step.plan
+        if step.sampling is not None:
+            expected, sampling = step.sampling
+            sampled = sampling.finish(list(islice(arrays, len(sampling.tensors))))
+            self._rows.set_tokens(expected, _token_of_each(expected.rows, sampled))
+        prompts = {row: PromptLogprobs(start, *islice(arrays, 3)) for row, start in step.prompts.items()}
+        if experts is None:
+            experts = next(arrays, None)
         if not self._is_sampler:
             return None if experts is None else StageRoutedExperts(step=plan.step, routed_experts=experts)
         return StepResult(
@@ -87,68 +128,97 @@ class Runner:
             rows=sampled.rows,
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
-            prompt_logprobs=prompt,
+            prompt_logprobs=prompts,
             failures=sampled.failures,
             routed_experts=experts,
-            routed_slots=slots,
-            any_engine_busy=True,
+            routed_slots=step.routed_slots,
+            any_engine_busy=step.any_engine_busy,
         )
+
+    def _begin(self, plan: StepPlan) -> UnfinishedStep:
+        self._update_rows(plan)
+        if self._relay is not None:
+            self._relay.catch_up(np.array(plan.rows, dtype=np.int64))
+        inputs = build_inputs(plan, self._rows, self._sampler.last_tokens)
+        step = UnfinishedStep(plan)
+        if not self._model.begin_step(plan.is_idle, inputs.batch.num_tokens):
+            step.any_engine_busy = False
+            return step
+        hidden = self._model.forward(inputs.batch, self._cache)  # [num_tokens, hidden_size]
+        experts = self._read_experts(step, inputs)
+        prompts = self._score_prompts(step, inputs, hidden)
+        self._rows.num_computed[inputs.rows] += inputs.num_tokens
+        self._sample(step, inputs, hidden)
+        self._model.rebalance_if_due()
+        step.tensors += prompts
+        if isinstance(experts, Tensor):
+            step.tensors.append(experts)
+        else:
+            step.routed_experts = experts
+        if step.tensors:
+            step.download = self._downloads.begin(step.tensors)
+        return step
 
     def _update_rows(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:
-            self._sampling_state.free_row(row)
+            self._sampler.free_row(row)
             self._prompt_logprobs.pop(row, None)
         for new in plan.new_rows:
             self._rows.add_row(new)
             if self._is_sampler:
-                self._sampling_state.add_row(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
+                self._sampler.add_row(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
             if new.sampling.prompt_logprobs is not None and new.prompt_logprobs_from < new.num_prompt_tokens:
                 self._prompt_logprobs[new.row] = (new.sampling.prompt_logprobs, new.prompt_logprobs_from)
         for row, block_ids in plan.new_blocks:
             self._rows.append_blocks(row, block_ids)
 
-    def _read_experts(self, plan: StepPlan, inputs: StepInputs) -> tuple[Reading | None, Array | None]:
-        """Return the routed experts of the rows `plan.capture_rows`, on the ranks that report them, and the cache slots
-        of these rows' tokens."""
+    def _read_experts(self, step: UnfinishedStep, inputs: StepInputs) -> Array | Tensor | None:
+        """Return the routed experts of the rows `capture_rows` of the plan, on the ranks that report them, and note the
+        cache slots of these rows' tokens."""
+        plan = step.plan
         if not plan.capture_rows:
-            return None, None
+            return None
         assert self._experts is not None, "routed experts were requested of a model that has none"
         batch = inputs.batch
         is_planned_order = batch.num_decodes == len(inputs.rows) or plan.rows == inputs.rows.tolist()
         if len(plan.capture_rows) == len(plan.rows) and is_planned_order:  # the whole batch in its own order
-            return self._experts.begin(None, batch.num_tokens), batch.slot_mapping
+            step.routed_slots = batch.slot_mapping
+            return self._experts.read(None, batch.num_tokens)
         indices = token_indices_of(plan.capture_rows, inputs)
-        return self._experts.begin(indices, batch.num_tokens), batch.slot_mapping[indices]
+        step.routed_slots = batch.slot_mapping[indices]
+        return self._experts.read(indices, batch.num_tokens)
 
-    def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> Sampled:
-        """Sample the next token of every row whose last known token was computed, and append it on every rank."""
+    def _sample(self, step: UnfinishedStep, inputs: StepInputs, hidden: Tensor) -> None:
+        """Begin to sample the next token of every row whose last token was computed, and expect it on every rank."""
         if len(inputs.sampling_indices) == 0:
-            return Sampled([], [], {}, [])
-        rows = inputs.rows[inputs.sampling_indices]
+            return
         logits = None
         if self._is_last_stage:
             last = torch.from_numpy(inputs.query_end_loc[inputs.sampling_indices] - 1).to(hidden.device)
             logits = self._model.logits(hidden[last])  # float32 [num_samples, vocab_size] on the sampler
+        expected = self._rows.expect_tokens(inputs.rows[inputs.sampling_indices])
         if logits is None:
             assert self._relay is not None, "a single rank has the logits"
-            self._relay.share(rows, None)
-            return Sampled([], [], {}, [])
-        row_list = rows.tolist()
-        sampled = self._sampler.sample(logits, row_list, self._rows.num_tokens[rows].tolist())
-        token_ids = _token_of_each(row_list, sampled)
+            self._relay.share(expected, None)
+            return
+        sampling = self._sampler.begin(logits, expected.rows, expected.positions)
+        if sampling.tensors and self._relay is None:
+            step.sampling = expected, sampling
+            step.tensors += sampling.tensors
+            return
+        step.sampled = sampling.finish(self._downloads.begin(sampling.tensors).wait())
+        token_ids = _token_of_each(expected.rows, step.sampled)
         if self._relay is None:
-            self._rows.append_tokens(rows, token_ids)
+            self._rows.set_tokens(expected, token_ids)
         else:
-            self._relay.share(rows, token_ids)
-        self._sampling_state.append_tokens(sampled.rows, sampled.token_ids)
-        return sampled
+            self._relay.share(expected, token_ids)
 
-    def _score_prompts(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, PromptLogprobs]:
-        """Return the log-probabilities of the prompt positions that this step's hidden states predict, for the rows
-        that want them."""
-        scored: dict[int, PromptLogprobs] = {}
+    def _score_prompts(self, step: UnfinishedStep, inputs: StepInputs, hidden: Tensor) -> list[Tensor]:
+        """Score the prompt positions that this step's hidden states predict, for the rows that want it. Returns three
+        tensors for each row that is noted in the step, see `score_prompt`."""
+        tensors: list[Tensor] = []
         if not self._prompt_logprobs or not self._is_last_stage:
-            return scored
+            return tensors
         for index in np.flatnonzero(np.isin(inputs.rows, list(self._prompt_logprobs))):
             row = int(inputs.rows[index])
             k, wanted_from = self._prompt_logprobs[row]
@@ -159,39 +229,28 @@ class Runner:
                 continue
             offset = int(inputs.query_end_loc[index] - inputs.num_tokens[index]) - first
             targets = torch.from_numpy(self._rows.token_ids[row, begin:end].astype(np.int64)).to(hidden.device)
-            chunks = self._score(hidden[offset + begin : offset + end], targets, k, begin)
+            chunks = self._score(hidden[offset + begin : offset + end], targets, k)
             if chunks:
-                scored[row] = _join(chunks)
+                step.prompts[row] = begin
+                tensors += [torch.cat(parts) for parts in zip(*chunks, strict=True)]
             self._prompt_logprobs[row] = (k, end)
-        return scored
+        return tensors
 
-    def _score(self, hidden: torch.Tensor, targets: torch.Tensor, k: int, start: int) -> list[PromptLogprobs]:
+    def _score(self, hidden: Tensor, targets: Tensor, k: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Score positions in chunks, so that the logits of a long prompt over a large vocabulary never exist at once.
         The list is empty on ranks that only help to compute the logits."""
         chunks = []
         for i in range(0, len(hidden), PROMPT_CHUNK_SIZE):
             logits = self._model.logits(hidden[i : i + PROMPT_CHUNK_SIZE])
             if logits is not None:
-                own = targets[i : i + PROMPT_CHUNK_SIZE]
-                chunks.append(prompt_logprobs(logits, own, k, start + i, self._model.ranking))
+                chunks.append(score_prompt(logits, targets[i : i + PROMPT_CHUNK_SIZE], k, self._model.ranking))
         return chunks
 
 
-def _token_of_each(rows: list[int], sampled: Sampled) -> IntArray:
+def _token_of_each(rows: IntArray, sampled: Sampled) -> IntArray:
     """Return the token of each of `rows`, int64 [num_rows]. A row that failed gets token 0 until it is freed, because
     steps that compute it may be in flight."""
     if not sampled.failures:
         return np.array(sampled.token_ids, dtype=np.int64)
     token_of = dict(zip(sampled.rows, sampled.token_ids, strict=True))
-    return np.array([token_of.get(row, 0) for row in rows], dtype=np.int64)
-
-
-def _join(chunks: list[PromptLogprobs]) -> PromptLogprobs:
-    if len(chunks) == 1:
-        return chunks[0]
-    return PromptLogprobs(
-        start=chunks[0].start,
-        token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
-        logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
-        ranks=np.concatenate([chunk.ranks for chunk in chunks]),
-    )
+    return np.array([token_of.get(row, 0) for row in rows.tolist()], dtype=np.int64)

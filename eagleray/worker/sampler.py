@@ -7,8 +7,9 @@ at once for all rows that use it, and skipped if no row of the step does. Driven
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from eagleray.kernels.ranking import Ranking
 from eagleray.messages.outputs import TokenLogprobs
+from eagleray.messages.sampling import Sampling
 from eagleray.messages.steps import RowFailure
+from eagleray.worker.downloads import HostArray
 from eagleray.worker.logprobs import sample_logprobs
 from eagleray.worker.random_sampler import DrawSettings, RandomSampler, uniform
 from eagleray.worker.sampling_state import SamplingFeature, SamplingState
@@ -42,8 +45,57 @@ class Sampled:
     failures: list[RowFailure]
 
 
+class SamplingStep(Protocol):
+    """The choice of a step's tokens, which has begun."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Results on the device that `finish` needs on the host. Empty if the tokens are known already."""
+        ...
+
+    def finish(self, arrays: Sequence[HostArray]) -> Sampled:
+        """Return the tokens, given `tensors` as arrays."""
+        ...
+
+
+class TokenSampler(Protocol):
+    """Chooses tokens, and has the sampling parameters of all rows."""
+
+    last_tokens: Tensor | None
+    """[num_rows] the last token sampled for each row, on the device; None if the host knows a step's tokens when
+    `begin` returns."""
+
+    def add_row(self, row: int, sampling: Sampling, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        """Set the row's parameters. `token_ids` is the prompt, then the tokens that were generated before."""
+        ...
+
+    def free_row(self, row: int) -> None:
+        """Free the row. Does nothing for a free row."""
+        ...
+
+    def begin(self, logits: Tensor, rows: IntArray, positions: IntArray) -> SamplingStep:
+        """Begin to choose a token for each of `rows` [n].
+
+        logits: float32 [n, vocab_size], changed in place; positions: [n], the absolute position that the token will
+        have, which is the number of tokens before it.
+        """
+        ...
+
+
+class _KnownTokens:
+    """A `SamplingStep` that is done."""
+
+    tensors = ()
+
+    def __init__(self, sampled: Sampled) -> None:
+        self._sampled = sampled
+
+    def finish(self, arrays: Sequence[HostArray]) -> Sampled:
+        return self._sampled
+
+
 @dataclass(frozen=True, slots=True)
-class _SamplingStep:
+class _Batch:
     """The rows that sample in a step, in the order of the step's logits."""
 
     rows: IntArray
@@ -58,8 +110,10 @@ class _SamplingStep:
         return np.flatnonzero(self.use & use)
 
 
-class Sampler:
-    """Reads the sampling state without changing it."""
+class HostSampler(TokenSampler):
+    """Chooses the tokens at once, with reads from the device in between: for CPUs, and GPUs without Triton."""
+
+    last_tokens = None
 
     def __init__(self, state: SamplingState, ranking: Ranking) -> None:
         self._state = state
@@ -67,14 +121,22 @@ class Sampler:
         self._device = state.device
         self._random: RandomSampler | None = None  # made when first needed, because it has large buffers
 
-    @torch.inference_mode()
-    def sample(self, logits: Tensor, rows: list[int], positions: list[int]) -> Sampled:
-        """Choose a token for each row.
+    def add_row(self, row: int, sampling: Sampling, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        self._state.add_row(row, sampling, token_ids, num_prompt_tokens)
 
-        logits: float32 [n, vocab_size], changed in place; rows: [n], the row of each of the logits; positions: [n], the
-        absolute position that the token will have, which is the number of known tokens.
-        """
-        step = self._look_up(rows, positions)
+    def free_row(self, row: int) -> None:
+        self._state.free_row(row)
+
+    def begin(self, logits: Tensor, rows: IntArray, positions: IntArray) -> SamplingStep:
+        sampled = self.sample(logits, rows, positions)
+        self._state.append_tokens(sampled.rows, sampled.token_ids)
+        return _KnownTokens(sampled)
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: IntArray, positions: IntArray) -> Sampled:
+        """Choose a token for each row and leave the sampling state unchanged. For the parameters see `begin`."""
+        use = self._state.use[rows]
+        step = _Batch(rows, positions, use, int(np.bitwise_or.reduce(use)))
         chosen, highest = self._ranking.first(logits)
         failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOT_FINITE)
         reported = step.logit_indices(SamplingFeature.LOGPROBS)
@@ -86,20 +148,15 @@ class Sampler:
         if step.used & SamplingFeature.RANDOM:
             self._draw(logits, highest, step, out=chosen)
         reports = self._report(raw, reported, chosen, step) if len(reported) else {}
-        return gather_sampled(rows, chosen.tolist(), reports, failed)
+        return gather_sampled(rows.tolist(), chosen.tolist(), reports, failed)
 
-    def _look_up(self, rows: list[int], positions: list[int]) -> _SamplingStep:
-        row_ids = np.array(rows, dtype=np.int64)
-        use = self._state.use[row_ids]
-        return _SamplingStep(row_ids, np.array(positions, dtype=np.int64), use, int(np.bitwise_or.reduce(use)))
-
-    def _raw(self, logits: Tensor, reported: IntArray, step: _SamplingStep) -> Tensor:
+    def _raw(self, logits: Tensor, reported: IntArray, step: _Batch) -> Tensor:
         """Return the raw logits to report on, [num_reported, vocab_size]: a copy if they will change."""
         if len(reported) == 0 or (len(reported) == len(logits) and not step.used & SamplingFeature.ADJUSTED):
             return logits
         return logits[self._tensor(reported)]
 
-    def _adjust(self, logits: Tensor, step: _SamplingStep) -> None:
+    def _adjust(self, logits: Tensor, step: _Batch) -> None:
         state = self._state
         logit_index_of_row = state.logit_index_of_row(step.rows)
         if step.used & SamplingFeature.ALLOWED:
@@ -123,7 +180,7 @@ class Sampler:
             penalised = step.logit_indices(SamplingFeature.PENALTIES)
             state.penalties.apply(logits, self._tensor(penalised), step.rows[penalised])
 
-    def _draw(self, logits: Tensor, highest: Tensor, step: _SamplingStep, *, out: Tensor) -> None:
+    def _draw(self, logits: Tensor, highest: Tensor, step: _Batch, *, out: Tensor) -> None:
         state = self._state
         if self._random is None:
             self._random = RandomSampler(
@@ -140,7 +197,7 @@ class Sampler:
         )
         self._random.draw(logits, highest, indices, settings, out=out)
 
-    def _report(self, raw: Tensor, reported: IntArray, chosen: Tensor, step: _SamplingStep) -> dict[int, TokenLogprobs]:
+    def _report(self, raw: Tensor, reported: IntArray, chosen: Tensor, step: _Batch) -> dict[int, TokenLogprobs]:
         rows = step.rows[reported]
         reports = sample_logprobs(
             raw,

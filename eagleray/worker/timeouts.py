@@ -8,6 +8,9 @@ ATTACH_TIMEOUT_SECONDS = 60.0
 POLL_INTERVAL_SECONDS = 60.0
 """Time of one wait for a call, after which the next wait begins. A queue that the engine closes ends it at once."""
 
+DEVICE_POLL_SECONDS = 50e-6
+"""Time of one wait for a call while a GPU computes a step, after which the worker looks whether it is done."""
+
 SEND_TIMEOUT_SECONDS = 60.0
 """Time to send a reply. The engine reads replies all the time, so one that reads none for so long has failed."""
 

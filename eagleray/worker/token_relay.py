@@ -10,22 +10,12 @@ Owned and driven by the runner of a worker that is not alone in its engine.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from eagleray.parallel.groups import Groups
-from eagleray.worker.input_batch import InputBatch, IntArray
-
-
-@dataclass(frozen=True, slots=True)
-class _StepInFlight:
-    """Tokens of one step that were sampled and have not been received by this rank."""
-
-    rows: IntArray
-    positions: IntArray
-    generations: IntArray
+from eagleray.worker.input_batch import ExpectedTokens, InputBatch, IntArray
 
 
 class TokenRelay:
@@ -34,26 +24,23 @@ class TokenRelay:
     def __init__(self, groups: Groups, rows: InputBatch) -> None:
         self._groups = groups
         self._rows = rows
-        self._in_flight: deque[_StepInFlight] = deque()
+        self._in_flight: deque[ExpectedTokens] = deque()
 
-    def share(self, rows: IntArray, token_ids: IntArray | None) -> None:
-        """Append a sampled token to each of `rows` [n]. `token_ids`: int64 [n] on the rank that samples, None on
-        others."""
+    def share(self, expected: ExpectedTokens, token_ids: IntArray | None) -> None:
+        """Make the tokens [n] of a step known to the ranks that need them. `token_ids`: int64 [n] on the rank that
+        samples, None on others."""
         mesh = self._groups.mesh
         if mesh.pp_size == 1:
-            self._rows.append_tokens(rows, self._broadcast(len(rows), token_ids))
+            self._rows.set_tokens(expected, self._broadcast(len(expected.rows), token_ids))
         elif token_ids is not None:
             assert self._groups.stages is not None
             self._groups.stages.send_tokens(torch.from_numpy(token_ids))
-            self._rows.append_tokens(rows, token_ids)
-        else:
-            positions = self._rows.num_tokens[rows].copy()
-            if mesh.is_first_stage:
-                self._in_flight.append(_StepInFlight(rows, positions, self._rows.generation[rows].copy()))
-                # Nobody waits for the tokens of rows whose request has ended, so the oldest steps are received here.
-                if len(self._in_flight) > 2 * mesh.pp_size:
-                    self._receive(self._in_flight.popleft())
-            self._rows.num_tokens[rows] = positions + 1
+            self._rows.set_tokens(expected, token_ids)
+        elif mesh.is_first_stage:
+            self._in_flight.append(expected)
+            # Nobody waits for the tokens of rows whose request has ended, so the oldest steps are received here.
+            if len(self._in_flight) > 2 * mesh.pp_size:
+                self._receive(self._in_flight.popleft())
 
     def catch_up(self, rows: IntArray) -> None:
         """Wait for the tokens in flight that belong to `rows`, which the next step computes."""
@@ -64,26 +51,20 @@ class TokenRelay:
         """Return the number of steps in flight that must be received: all up to the last one with a token of these
         rows."""
         for count in range(len(self._in_flight), 0, -1):
-            step = self._in_flight[count - 1]
-            if np.any(self._is_current(step) & np.isin(step.rows, rows)):
+            expected = self._in_flight[count - 1]
+            if np.any(self._rows.is_current(expected) & np.isin(expected.rows, rows)):
                 return count
         return 0
 
-    def _receive(self, step: _StepInFlight) -> None:
-        count = len(step.rows)
+    def _receive(self, expected: ExpectedTokens) -> None:
+        count = len(expected.rows)
         received = None
         if self._groups.mesh.rank == 0:
             assert self._groups.stages is not None
             received = self._groups.stages.receive_tokens(count).numpy()
-        token_ids = self._broadcast(count, received)
-        current = self._is_current(step)
-        self._rows.token_ids[step.rows[current], step.positions[current]] = token_ids[current]
+        self._rows.set_tokens(expected, self._broadcast(count, received))
 
     def _broadcast(self, count: int, token_ids: IntArray | None) -> IntArray:
         """Broadcast tokens within the tensor-parallel group, from its first rank."""
         mine = torch.empty(count, dtype=torch.int64) if token_ids is None else torch.from_numpy(token_ids)
         return self._groups.tp.broadcast(mine).numpy()
-
-    def _is_current(self, step: _StepInFlight) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Return a mask of the rows that still belong to the request that sampled."""
-        return self._rows.generation[step.rows] == step.generations

@@ -1,9 +1,11 @@
 """A worker: one device of an engine, which handles the engine's calls, each in the state that it fits.
 
-Driven by an executor's worker group. An exception leaves `handle` as an `Ended` reply, never as an exception.
+Driven by an executor's worker group. An exception leaves the worker as an `Ended` reply, never as an exception.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 import msgspec
 import numpy as np
@@ -40,15 +42,23 @@ from eagleray.messages.steps import (
     WorkerReply,
 )
 from eagleray.messages.workers import Topology
+from eagleray.models.base import Model
 from eagleray.parallel.mesh import Mesh
 from eagleray.process.gc_freeze import freeze_gc
 from eagleray.transport.message_queue_peer import MessageQueuePeer
+from eagleray.worker.downloads import downloads_of
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.prefault import CachePrefaulter
-from eagleray.worker.runner import Runner
+from eagleray.worker.runner import Runner, UnfinishedStep
+from eagleray.worker.sampler import HostSampler, TokenSampler
 from eagleray.worker.sampling_state import SamplingState
 from eagleray.worker.startup import JoinedWorker, LoadedWorker, OpenedWorker, WorkerSetup
-from eagleray.worker.timeouts import JOIN_TIMEOUT_SECONDS, POLL_INTERVAL_SECONDS, SEND_TIMEOUT_SECONDS
+from eagleray.worker.timeouts import (
+    DEVICE_POLL_SECONDS,
+    JOIN_TIMEOUT_SECONDS,
+    POLL_INTERVAL_SECONDS,
+    SEND_TIMEOUT_SECONDS,
+)
 
 logger = get_logger(__name__)
 
@@ -68,27 +78,73 @@ class Worker:
         self._setup = WorkerSetup(worker, rank, mesh, config, topology, device_index)
         self._state: WorkerSetup | OpenedWorker | JoinedWorker | LoadedWorker | ServingWorker | NullWorker = self._setup
         self._has_failed = False
+        # With stages, the last one may have a token that the first one waits for: its step is finished at once.
+        self._runs_ahead = mesh.pp_size == 1
+        self._begun: deque[tuple[int, UnfinishedStep | WorkerReply | None]] = deque()  # by call id, in order
 
-    def handle(self, call: Call) -> Reply | None:
-        """Handle `call` and return the reply. It is None if another rank reports the result of the step, or if this
-        worker has failed before: then its state is unknown and it ignores all calls."""
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step has begun and is not finished, so that `finish_done` or `finish_oldest` must be called."""
+        return bool(self._begun)
+
+    def handle(self, call: Call) -> list[Reply]:
+        """Handle `call` and return the replies that are ready, in the order of the calls. A step may be left
+        unfinished, while the device computes it; any other call is done when this returns, as are the steps before it.
+
+        There is no reply if another rank reports the result of a step, nor if this worker has failed before: then its
+        state is unknown and it ignores all calls.
+        """
+        replies: list[Reply] = []
+        if not isinstance(call.body, StepPlan):
+            replies = self._finish_all()
         if self._has_failed:
-            return None
+            return replies
         try:
-            body = self._handle(call.body)
+            self._begun.append((call.call_id, self._handle(call.body)))
         except Exception as error:
-            self._has_failed = True
-            body = Ended(self._setup.worker, Failure.of(error))
-        return None if body is None else Reply(call.call_id, self.rank, body)
+            return [*replies, self._fail(call.call_id, error)]
+        return [*replies, *(self.finish_done() if self._runs_ahead else self._finish_all())]
+
+    def finish_done(self) -> list[Reply]:
+        """Return the replies to the calls that are done, without waiting for a step."""
+        replies: list[Reply] = []
+        while self._begun and _is_done(self._begun[0][1]):
+            replies += self.finish_oldest()
+        return replies
+
+    def finish_oldest(self) -> list[Reply]:
+        """Wait until the oldest unfinished step is computed, and return its reply, if it has one."""
+        call_id, body = self._begun.popleft()
+        if isinstance(body, UnfinishedStep):
+            assert isinstance(self._state, ServingWorker)
+            try:
+                body = self._state.finish(body)
+            except Exception as error:
+                return [self._fail(call_id, error)]
+        return [] if body is None else [Reply(call_id, self.rank, body)]
 
     def close(self) -> None:
         """Release the resources of the current state and leave the groups."""
+        self._begun.clear()
         self._state.close()
 
-    def _handle(self, body: WorkerCall) -> WorkerReply | None:
+    def _finish_all(self) -> list[Reply]:
+        replies: list[Reply] = []
+        while self._begun:
+            replies += self.finish_oldest()
+        return replies
+
+    def _fail(self, call_id: int, error: Exception) -> Reply:
+        self._has_failed = True
+        self._begun.clear()
+        return Reply(call_id, self.rank, Ended(self._setup.worker, Failure.of(error)))
+
+    def _handle(self, body: WorkerCall) -> UnfinishedStep | WorkerReply | None:
         state = self._state
         match state, body:
-            case ((ServingWorker() | NullWorker()), StepPlan()):
+            case ServingWorker(), StepPlan():
+                return state.begin(body)
+            case NullWorker(), StepPlan():
                 return state.step(body)
             case ServingWorker(), CallExtension(method, arguments):
                 return state.call_extension(method, arguments)
@@ -140,20 +196,25 @@ class ServingWorker:
             model,
             cache,
             InputBatch(num_rows=num_rows, max_model_len=loaded.max_model_len, block_size=block_size),
-            SamplingState(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device),
+            sampler_of(model, num_rows),
+            downloads_of(model.device),
         )
         self._prefaulter = CachePrefaulter(cache, self._runner)
 
-    def step(self, plan: StepPlan) -> StepResult | StageRoutedExperts | StepBroken | None:
-        """Take the step. The exit of another engine of the expert group breaks the step and leaves this worker
+    def begin(self, plan: StepPlan) -> UnfinishedStep | StepBroken:
+        """Begin the step. The exit of another engine of the expert group breaks the step and leaves this worker
         intact."""
         if self._broken is None:
             try:
-                return self._runner.step(plan)
+                return self._runner.begin(plan)
             except ExpertGroupBroken as error:
                 self._broken = str(error)
                 logger.warning("%s was not completed: %s", plan.label, error)
         return StepBroken(step=plan.step, cause=self._broken)
+
+    def finish(self, step: UnfinishedStep) -> StepResult | StageRoutedExperts | None:
+        """Wait for the results of a step that has begun, and return this rank's report."""
+        return self._runner.finish(step)
 
     def open_expert_group(self, epoch: int) -> GroupOpened:
         self._broken = f"the group of epoch {epoch} that shares the experts is not joined yet"
@@ -215,20 +276,32 @@ class NullWorker:
         """Do nothing, since nothing is open."""
 
 
+def sampler_of(model: Model, num_rows: int) -> TokenSampler:
+    """Return the sampler of the device that computes the model."""
+    state = SamplingState(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device)
+    return HostSampler(state, model.ranking)
+
+
+def _is_done(body: UnfinishedStep | WorkerReply | None) -> bool:
+    return not isinstance(body, UnfinishedStep) or body.is_done
+
+
 def serve(worker: Worker, queue: MessageQueuePeer) -> None:
     """Handle calls until the engine closes the queue. For a worker with a process or Ray actor of its own."""
     calls: Codec[Call] = Codec(Call)
     replies: Codec[Reply] = Codec(Reply)
     try:
         while True:
-            frames = queue.receive(POLL_INTERVAL_SECONDS)
+            # The next step may arrive while the device computes one: it begins before that one is finished.
+            frames = queue.receive(DEVICE_POLL_SECONDS if worker.has_unfinished else POLL_INTERVAL_SECONDS)
             if frames is None:
-                continue
-            call = calls.decode(frames)
-            reply = worker.handle(call)
-            if reply is not None:
+                ready = worker.finish_done()
+            else:
+                call = calls.decode(frames)
+                ready = worker.handle(call)
+                if isinstance(call.body, AllocateCache):  # the last call of the start
+                    freeze_gc()
+            for reply in ready:
                 queue.send(replies.encode(reply), SEND_TIMEOUT_SECONDS)
-            if isinstance(call.body, AllocateCache):  # the last call of the start
-                freeze_gc()
     except ChannelClosed:
         return

@@ -73,8 +73,3 @@ def test_executors_moving_experts_agree(expected):
 @pytest.mark.parametrize(("family", "tp", "pp", "ahead"), GRID)
 def test_executors_processes_every_combination_agree(expected, family, tp, pp, ahead):
     check(expected, family, tp, pp, ahead)
-
-
-def test_executors_in_process_one_step_ahead_agree(expected):
-    checkpoint, answer = expected("qwen3_moe")
-    assert_agree(answers(checkpoint, executor="in-process", async_scheduling=True), answer)

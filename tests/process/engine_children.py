@@ -14,18 +14,18 @@ from eagleray.worker.runner import Runner
 
 
 def hang_in_a_step(payload: bytes, parent: Parent) -> None:
-    def step(self: Runner, plan: Any) -> NoReturn:
+    def begin(self: Runner, plan: Any) -> NoReturn:
         while True:
             time.sleep(60)
 
-    Runner.step = step
+    Runner.begin = begin
     entry.Watchdog = functools.partial(Watchdog, grace=0.1, tick=0.1)
     entry.run(payload, parent)
 
 
 def die_in_a_step(payload: bytes, parent: Parent) -> None:
-    def step(self: Runner, plan: Any) -> NoReturn:
+    def begin(self: Runner, plan: Any) -> NoReturn:
         os._exit(3)
 
-    Runner.step = step
+    Runner.begin = begin
     entry.run(payload, parent)

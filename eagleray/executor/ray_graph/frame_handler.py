@@ -43,11 +43,14 @@ class WorkerFrameHandler:
         """Return the reply to a call; no frames if this rank does not reply. Raises `FailedCall`."""
         with self._lock:
             call = self._calls.decode(frames)
-            reply = self._worker.handle(call)
+            replies = self._worker.handle(call)
+            while self._worker.has_unfinished:  # the graph has one result for each call
+                replies += self._worker.finish_oldest()
             if isinstance(call.body, AllocateCache):  # the last call of a start
                 freeze_gc()
-            if reply is None:
+            if not replies:
                 return []
+            [reply] = replies
             encoded = self._replies.encode(reply)
             if isinstance(reply.body, Ended):
                 raise FailedCall(bytes(encoded[0]))

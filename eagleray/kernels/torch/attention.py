@@ -47,8 +47,12 @@ class DeviceBatch:
         def tensor(array: Int32Array) -> Tensor:
             return torch.from_numpy(array).to(device, torch.int64)
 
+        token_ids = tensor(batch.token_ids)
+        if batch.last_tokens is not None:
+            sampled = batch.last_tokens[(-1 - token_ids).clamp_(min=0)]
+            token_ids = torch.where(token_ids < 0, sampled.to(torch.int64), token_ids)
         return cls(
-            token_ids=tensor(batch.token_ids),
+            token_ids=token_ids,
             positions=tensor(batch.positions),
             slot_mapping=tensor(batch.slot_mapping),
             block_table=tensor(batch.block_table),

@@ -90,7 +90,23 @@ def test_check_fleet_ray_engines_need_ray_workers():
     assert name(data_parallel_backend="ray", executor="processes") == "processes"
     assert name(data_parallel_size=2) == "in-process"
     assert name(ray_nodes=["a"]) == "ray"
-    assert steps_in_flight(build_config(data_parallel_backend="ray"), in_placement_group=False) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "expected"),
+    [
+        ({}, "cpu", 1),
+        ({"async_scheduling": True}, "cpu", 1),  # the thread that plans is the one that computes
+        ({}, "cuda", 2),
+        ({"async_scheduling": False}, "cuda", 1),
+        ({"data_parallel_backend": "ray"}, "cpu", 2),
+        ({"executor": "processes"}, "cpu", 2),
+        ({"pipeline_parallel_size": 3}, "cpu", 4),
+        ({"pipeline_parallel_size": 3, "async_scheduling": False}, "cuda", 3),
+    ],
+)
+def test_steps_in_flight_depend_on_executor_and_device(options, device, expected):
+    assert steps_in_flight(build_config(**options), device=device, in_placement_group=False) == expected
 
 
 @pytest.mark.parametrize(

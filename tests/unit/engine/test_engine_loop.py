@@ -40,18 +40,20 @@ def generate(
     )
 
 
-def run(*messages: Any, later: Sequence[Any] = (), group: CountingGroup | None = None, depth: int = 1) -> ListOutbox:
+def run(
+    *messages: Any, later: Sequence[Any] = (), group: CountingGroup | None = None, executor: str = "auto"
+) -> ListOutbox:
     """Run a loop that receives these messages, the `later` ones once it is idle, and then `Stop`."""
     outbox = ListOutbox()
-    open_loop(*messages, later=later, group=group or CountingGroup(), depth=depth, outbox=outbox).run()
+    open_loop(*messages, later=later, group=group or CountingGroup(), executor=executor, outbox=outbox).run()
     return outbox
 
 
 def open_loop(
-    *messages: Any, later: Sequence[Any] = (), group: CountingGroup, depth: int = 1, outbox: ListOutbox
+    *messages: Any, later: Sequence[Any] = (), group: CountingGroup, executor: str = "auto", outbox: ListOutbox
 ) -> EngineLoop:
-    config = build_config(enable_prefix_caching=False)
-    started = start_engine(config, Executor(group), depth=depth, deadline=math.inf)
+    config = build_config(enable_prefix_caching=False, executor=executor)
+    started = start_engine(config, Executor(group), deadline=math.inf)
     inbox, left = ListInbox(*messages), iter([*later, Stop(0.0)])
     inbox.on_empty = lambda: next(left)
     return EngineLoop(ENGINE, started.core, inbox, outbox, has_experts=started.info.has_experts)

@@ -50,7 +50,7 @@ def info(group: CountingGroup, **options) -> EngineInfo:
         "tensor_parallel_size": group.topology.tensor_parallel_size,
         "pipeline_parallel_size": group.topology.pipeline_parallel_size,
     }
-    return start_engine(build_config(**options, **sizes), Executor(group), depth=1, deadline=math.inf).info
+    return start_engine(build_config(**options, **sizes), Executor(group), deadline=math.inf).info
 
 
 def test_routing_info_several_stages_counts_layers_once():

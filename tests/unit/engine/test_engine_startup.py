@@ -15,7 +15,7 @@ from eagleray.messages.steps import AllocateCache, MeasureMemory, ModelLoaded
 
 def start(group: CountingGroup, **options) -> int:
     """Start an engine and return its number of cache blocks."""
-    return start_engine(build_config(**options), Executor(group), depth=1, deadline=math.inf).info.num_kv_blocks
+    return start_engine(build_config(**options), Executor(group), deadline=math.inf).info.num_kv_blocks
 
 
 def test_start_engine_default_cache_uses_measured_memory():

@@ -59,7 +59,7 @@ def run(
     """
     config = build_config(enable_expert_parallel=True, data_parallel_size=2, enable_prefix_caching=False)
     executor, outbox = Executor(group or CountingGroup(top_k=2)), ListOutbox()
-    started = start_engine(config, executor, depth=1, deadline=math.inf)
+    started = start_engine(config, executor, deadline=math.inf)
     assert started.core.waves is not None
     group_member = ExpertGroupMember(
         EngineStarted(HERE, started.info),

@@ -36,7 +36,7 @@ def test_join_loads_stage_without_experts_is_skipped():
 @pytest.fixture
 def reporter():
     group = CountingGroup(top_k=2)
-    return ExpertLoadReporter(ENGINE, start_engine(build_config(), Executor(group), depth=1, deadline=math.inf).core)
+    return ExpertLoadReporter(ENGINE, start_engine(build_config(), Executor(group), deadline=math.inf).core)
 
 
 def test_expert_load_reporter_idle_reports_once(reporter):

@@ -6,7 +6,7 @@ from eagleray.client.client import CONNECTION_POLL_SECONDS
 from eagleray.cluster.timeouts import RELEASE_SECONDS
 from eagleray.config.sections import ExecutionConfig
 from eagleray.engine.timeouts import FAILURE_REPORT_SECONDS, RESTART_MARGIN_SECONDS
-from eagleray.executor.timeouts import PEER_EXIT_SECONDS, PROCESS_STOP_SECONDS, THREAD_STOP_SECONDS
+from eagleray.executor.timeouts import PEER_EXIT_SECONDS, PROCESS_STOP_SECONDS
 from eagleray.fleet import timeouts
 from eagleray.process import parent
 from eagleray.server.timeouts import FLUSH_SECONDS
@@ -16,7 +16,6 @@ from eagleray.transport.timeouts import FIRST_HEARTBEAT_SECONDS, HEARTBEAT_INTER
 def test_stop_timeout_covers_the_stop_of_workers():
     closed_queue_sigterm_and_sigkill = 3 * PROCESS_STOP_SECONDS
     assert closed_queue_sigterm_and_sigkill < timeouts.STOP_TIMEOUT_SECONDS
-    assert THREAD_STOP_SECONDS < timeouts.STOP_TIMEOUT_SECONDS
 
 
 def test_stop_timeout_covers_the_last_bytes_of_an_api_server():

@@ -16,7 +16,7 @@ from eagleray.kernels.ranking import Ranking
 from eagleray.messages.sampling import Sampling
 from eagleray.worker.device_sampler import DeviceSampler
 from eagleray.worker.random_sampler import stream_of, uniform
-from eagleray.worker.sampler import Sampled, Sampler
+from eagleray.worker.sampler import HostSampler, Sampled
 from eagleray.worker.sampling_state import SamplingState
 
 UNKNOWN = -7
@@ -33,7 +33,7 @@ class Pair:
 
     def __post_init__(self) -> None:
         self.state = SamplingState(num_rows=self.num_rows, vocab_size=self.vocab_size, device=torch.device("cpu"))
-        self.sampler = Sampler(self.state, Ranking())
+        self.sampler = HostSampler(self.state, Ranking())
         self.last_tokens = torch.full((self.num_rows,), UNKNOWN, dtype=torch.int32)
         self.device_sampler = DeviceSampler(
             num_rows=self.num_rows,
@@ -50,7 +50,7 @@ class Pair:
     def step(self, logits: torch.Tensor, rows: list[int]) -> tuple[Sampled, Sampled]:
         """Sample with both, and return the results of the CPU's and of the device's."""
         positions = [len(self.requests[row].known) for row in rows]
-        expected = self.sampler.sample(logits.clone(), rows, positions)
+        expected = self.sampler.sample(logits.clone(), np.array(rows), np.array(positions))
         self.state.append_tokens(expected.rows, expected.token_ids)
         for row, token in zip(expected.rows, expected.token_ids, strict=True):
             self.requests[row].generated.append(token)
@@ -60,7 +60,7 @@ class Pair:
         poisoned[1:-1, 1:-2] = logits
         with no_host_reads():
             step = self.device_sampler.begin(poisoned[1:-1, 1:-2], np.array(rows), np.array(positions))
-        sampled = step.finish([tensor.numpy() for tensor in step.downloads])
+        sampled = step.finish([tensor.numpy() for tensor in step.tensors])
 
         assert poisoned[[0, -1]].isnan().all() and poisoned[:, [0, -2, -1]].isnan().all()
         token_of = dict.fromkeys(rows, 0) | dict(zip(sampled.rows, sampled.token_ids, strict=True))

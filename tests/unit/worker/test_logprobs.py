@@ -8,8 +8,8 @@ from eagleray.kernels.ranking import Ranking
 from eagleray.messages.outputs import TokenLogprobs
 from eagleray.messages.sampling import Sampling
 from eagleray.worker import logprobs as module
-from eagleray.worker.logprobs import prompt_logprobs
-from eagleray.worker.sampler import Sampled, Sampler
+from eagleray.worker.logprobs import score_prompt
+from eagleray.worker.sampler import HostSampler, Sampled
 from eagleray.worker.sampling_state import SamplingState
 
 
@@ -18,7 +18,9 @@ def sample(logits: torch.Tensor, samplings: list[Sampling], generated: tuple[int
     order = list(range(len(samplings)))
     for row in reversed(order):
         state.add_row(row, samplings[row], [0, *generated], 1)
-    return Sampler(state, Ranking()).sample(logits.clone(), order, [1 + len(generated)] * len(order))
+    return HostSampler(state, Ranking()).sample(
+        logits.clone(), np.array(order), np.full(len(order), 1 + len(generated))
+    )
 
 
 def ranked(logits: torch.Tensor) -> list[int]:
@@ -99,27 +101,22 @@ def test_sample_logprobs_are_equal_alone_and_in_a_batch() -> None:
 
 
 @pytest.mark.parametrize("k", [0, 1, 7])
-def test_prompt_logprobs_equal_log_softmax(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_prompt_equal_log_softmax(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": 1000})
     torch.manual_seed(3)
     logits = torch.randn(23, 300) * 3
     tokens = torch.randint(0, 300, (23,))
-    scored = prompt_logprobs(logits, tokens, k, start=5, ranking=Ranking())
-    assert scored.start == 5
-    assert (scored.token_ids.dtype, scored.logprobs.dtype, scored.ranks.dtype) == (np.int32, np.float32, np.int32)
-    assert scored.token_ids.shape == scored.logprobs.shape == (23, 1 + k)
+    token_ids, logprobs, ranks = score_prompt(logits, tokens, k, Ranking())
+    assert (token_ids.dtype, logprobs.dtype, ranks.dtype) == (torch.int32, torch.float32, torch.int32)
+    assert token_ids.shape == logprobs.shape == (23, 1 + k)
     expected = torch.log_softmax(logits, -1)
-    np.testing.assert_array_equal(scored.token_ids[:, 0], tokens.numpy())
-    np.testing.assert_array_equal(scored.token_ids[:, 1:], logits.topk(k).indices.numpy())
-    np.testing.assert_allclose(
-        scored.logprobs, expected.gather(1, torch.from_numpy(scored.token_ids).long()).numpy(), atol=1e-6
-    )
-    assert scored.ranks.tolist() == [
-        1 + int((line > line[token]).sum()) for line, token in zip(logits, tokens, strict=True)
-    ]
+    assert token_ids[:, 0].tolist() == tokens.tolist()
+    assert token_ids[:, 1:].tolist() == logits.topk(k).indices.tolist()
+    torch.testing.assert_close(logprobs, expected.gather(1, token_ids.long()), atol=1e-6, rtol=0)
+    assert ranks.tolist() == [1 + int((line > line[token]).sum()) for line, token in zip(logits, tokens, strict=True)]
 
 
-def test_prompt_logprobs_nan_logits_give_nan() -> None:
-    scored = prompt_logprobs(torch.full((2, 10), torch.nan), torch.tensor([1, 2]), 3, start=1, ranking=Ranking())
-    assert scored.token_ids.tolist() == [[1, 0, 1, 2], [2, 0, 1, 2]]
-    assert np.isnan(scored.logprobs).all()
+def test_score_prompt_nan_logits_give_nan() -> None:
+    token_ids, logprobs, _ = score_prompt(torch.full((2, 10), torch.nan), torch.tensor([1, 2]), 3, Ranking())
+    assert token_ids.tolist() == [[1, 0, 1, 2], [2, 0, 1, 2]]
+    assert logprobs.isnan().all()

@@ -8,7 +8,7 @@ from sampling_oracle import Request, choose, random_logits, random_request
 from eagleray.kernels.ranking import Ranking
 from eagleray.messages.sampling import Sampling
 from eagleray.worker import random_sampler
-from eagleray.worker.sampler import Sampled, Sampler
+from eagleray.worker.sampler import HostSampler, Sampled
 from eagleray.worker.sampling_state import SamplingState
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ class Bench:
 
     def __init__(self, vocab_size: int, num_rows: int = 16) -> None:
         self.state = SamplingState(num_rows=num_rows, vocab_size=vocab_size, device=CPU)
-        self.sampler = Sampler(self.state, Ranking())
+        self.sampler = HostSampler(self.state, Ranking())
         self.requests: dict[int, Request] = {}
 
     def start(self, row: int, request: Request) -> None:
@@ -27,7 +27,8 @@ class Bench:
         self.state.add_row(row, request.sampling, request.known, len(request.prompt))
 
     def sample(self, logits: torch.Tensor, rows: list[int]) -> Sampled:
-        return self.sampler.sample(logits.clone(), rows, [len(self.requests[row].known) for row in rows])
+        positions = [len(self.requests[row].known) for row in rows]
+        return self.sampler.sample(logits.clone(), np.array(rows), np.array(positions))
 
     def step(self, logits: torch.Tensor, rows: list[int]) -> Sampled:
         sampled = self.sample(logits, rows)
@@ -147,7 +148,10 @@ def test_sampler_draws_of_many_positions_follow_probabilities() -> None:
     logits, num_draws = torch.tensor([[0.3, 0.0, -0.4, 1.0]]), 3000
     bench = Bench(4, num_rows=1)
     bench.start(0, Request(Sampling(seed=77), [0], []))
-    drawn = [bench.sampler.sample(logits.clone(), [0], [position]).token_ids[0] for position in range(num_draws)]
+    drawn = [
+        bench.sampler.sample(logits.clone(), np.array([0]), np.array([position])).token_ids[0]
+        for position in range(num_draws)
+    ]
     expected = torch.softmax(logits[0].double(), -1).numpy() * num_draws
     assert ((np.bincount(drawn, minlength=4) - expected) ** 2 / expected).sum() < 20  # 3 degrees of freedom
 

@@ -79,14 +79,14 @@ def test_token_relay_one_stage_broadcasts_at_once(rows):
     groups = FakeGroups(rank=1, tp_size=2)
     groups.tp.received.append([7, 8])
     relay = TokenRelay(groups, rows)
-    relay.share(array(2, 0), None)
+    relay.share(rows.expect_tokens(array(2, 0)), None)
     assert (known(rows, 2), known(rows, 0)) == ([20, 21, 7], [0, 1, 8])
     relay.catch_up(array(0, 2))
 
 
 def test_token_relay_sampler_of_last_stage_sends_and_appends(rows):
     groups = FakeGroups(rank=1, pp_size=2)
-    TokenRelay(groups, rows).share(array(1), array(5))
+    TokenRelay(groups, rows).share(rows.expect_tokens(array(1)), array(5))
     assert known(rows, 1) == [10, 11, 5]
     assert list(groups.stages.sent) == [[5]]
 
@@ -94,8 +94,8 @@ def test_token_relay_sampler_of_last_stage_sends_and_appends(rows):
 def test_token_relay_first_stage_waits_only_for_needed_tokens(rows):
     groups = FakeGroups(rank=0, pp_size=2)
     relay = TokenRelay(groups, rows)
-    relay.share(array(0, 1), None)
-    relay.share(array(2), None)
+    relay.share(rows.expect_tokens(array(0, 1)), None)
+    relay.share(rows.expect_tokens(array(2)), None)
     assert rows.num_tokens[:3].tolist() == [3, 3, 3]
     groups.stages.sent.append([5, 6])
     relay.catch_up(array(1))
@@ -109,7 +109,7 @@ def test_token_relay_first_stage_waits_only_for_needed_tokens(rows):
 def test_token_relay_late_token_does_not_reach_next_request_of_row(rows):
     groups = FakeGroups(rank=0, pp_size=2)
     relay = TokenRelay(groups, rows)
-    relay.share(array(0, 1), None)
+    relay.share(rows.expect_tokens(array(0, 1)), None)
     start(rows, 0, [90, 91, 92])
     relay.catch_up(array(0))  # the token in flight is not for this request, so there is nothing to wait for
     groups.stages.sent.append([5, 6])
@@ -120,7 +120,7 @@ def test_token_relay_late_token_does_not_reach_next_request_of_row(rows):
 def test_token_relay_other_ranks_of_first_stage_receive_broadcast(rows):
     groups = FakeGroups(rank=1, tp_size=2, pp_size=2)
     relay = TokenRelay(groups, rows)
-    relay.share(array(0), None)
+    relay.share(rows.expect_tokens(array(0)), None)
     groups.tp.received.append([9])
     relay.catch_up(array(0))
     assert known(rows, 0) == [0, 1, 9]
@@ -131,7 +131,7 @@ def test_token_relay_unneeded_tokens_are_received_in_bounded_number(rows):
     relay = TokenRelay(groups, rows)
     for step in range(20):
         start(rows, 0, [1, 2])
-        relay.share(array(0), None)
+        relay.share(rows.expect_tokens(array(0)), None)
         groups.stages.sent.append([step])
     assert len(groups.stages.sent) <= 4
 
@@ -139,6 +139,6 @@ def test_token_relay_unneeded_tokens_are_received_in_bounded_number(rows):
 def test_token_relay_middle_stage_only_counts(rows):
     groups = FakeGroups(rank=1, pp_size=3)
     relay = TokenRelay(groups, rows)
-    relay.share(array(0), None)
+    relay.share(rows.expect_tokens(array(0)), None)
     relay.catch_up(array(0))
     assert rows.num_tokens[0] == 3

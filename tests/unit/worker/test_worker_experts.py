@@ -76,7 +76,7 @@ class Engine:
 
     def call(self, body):
         self._num_calls += 1
-        reply = self.worker.handle(Call(self._num_calls, body))
+        [reply] = self.worker.handle(Call(self._num_calls, body))
         assert not isinstance(reply.body, Ended), reply.body.cause
         return reply.body
 

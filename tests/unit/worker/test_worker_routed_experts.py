@@ -19,9 +19,11 @@ from eagleray.parallel.group import SingleRankGroup
 from eagleray.parallel.groups import Groups
 from eagleray.parallel.mesh import Mesh
 from eagleray.parallel.token_shards import token_shard
+from eagleray.worker.downloads import CudaDownloads, HostDownloads
 from eagleray.worker.input_batch import InputBatch, build_inputs, token_indices_of
 from eagleray.worker.routed_experts import ExpertsReader
 from eagleray.worker.runner import Runner
+from eagleray.worker.sampler import HostSampler
 from eagleray.worker.sampling_state import SamplingState
 
 NUM_LAYERS, TOP_K, VOCAB_SIZE, NUM_ROWS = 2, 3, 8, 6
@@ -85,7 +87,12 @@ def make_rows():
 
 
 def make_runner(model):
-    return Runner(model, None, make_rows(), SamplingState(num_rows=NUM_ROWS, vocab_size=VOCAB_SIZE, device=CPU))
+    state = SamplingState(num_rows=NUM_ROWS, vocab_size=VOCAB_SIZE, device=CPU)
+    return Runner(model, None, make_rows(), HostSampler(state, Ranking()), HostDownloads())
+
+
+def run_step(runner, plan):
+    return runner.finish(runner.begin(plan))
 
 
 def start(row, token_ids):
@@ -136,9 +143,9 @@ def test_runner_capture_rows_report_their_experts_and_slots(num_experts, dtype):
     runner = make_runner(model)
     prompts = {4: [5, 6, 7], 2: [1], 0: [2, 3], 1: [4]}
     starts = [start(row, tokens) for row, tokens in prompts.items()]
-    first = runner.step(plan(0, {4: 3, 2: 1, 0: 1, 1: 1}, new_rows=starts, capture_rows=[4, 0, 1]))
-    second = runner.step(plan(1, {4: 1, 2: 1, 0: 1, 1: 1}, capture_rows=[4, 2]))
-    third = runner.step(plan(2, {2: 1, 4: 1}, capture_rows=[2, 4]))
+    first = run_step(runner, plan(0, {4: 3, 2: 1, 0: 1, 1: 1}, new_rows=starts, capture_rows=[4, 0, 1]))
+    second = run_step(runner, plan(1, {4: 1, 2: 1, 0: 1, 1: 1}, capture_rows=[4, 2]))
+    third = run_step(runner, plan(2, {2: 1, 4: 1}, capture_rows=[2, 4]))
     assert first.routed_experts.dtype == second.routed_experts.dtype == dtype
     assert np.array_equal(first.routed_experts, experts([5, 6, 7, 2, 4], [0, 1, 2, 0, 0], num_experts))
     assert np.array_equal(second.routed_experts, experts([0, 0], [3, 1], num_experts))
@@ -150,22 +157,22 @@ def test_runner_capture_rows_report_their_experts_and_slots(num_experts, dtype):
 
 
 def test_runner_without_capture_rows_reports_no_experts():
-    result = make_runner(RoutingModel()).step(plan(0, {0: 2}, new_rows=[start(0, [1, 2])]))
+    result = run_step(make_runner(RoutingModel()), plan(0, {0: 2}, new_rows=[start(0, [1, 2])]))
     assert result.routed_experts is None and result.routed_slots is None
 
 
 def test_runner_first_stage_reports_its_layers():
     runner = make_runner(RoutingModel(FirstStage()))
-    reply = runner.step(plan(7, {0: 2, 3: 1}, new_rows=[start(0, [1, 2]), start(3, [4])], capture_rows=[0, 3]))
+    reply = run_step(runner, plan(7, {0: 2, 3: 1}, new_rows=[start(0, [1, 2]), start(3, [4])], capture_rows=[0, 3]))
     assert isinstance(reply, StageRoutedExperts) and reply.step == 7
     assert np.array_equal(reply.routed_experts, experts([1, 2, 4], [0, 1, 0], 300))
-    assert runner.step(plan(8, {5: 1}, new_rows=[start(5, [1])])) is None
+    assert run_step(runner, plan(8, {5: 1}, new_rows=[start(5, [1])])) is None
 
 
 @pytest.mark.parametrize("others_work", [False, True])
 def test_runner_idle_step_runs_layers_only_if_others_work(others_work):
     model = RoutingModel(others_work=others_work)
-    result = make_runner(model).step(plan(0, {}, is_idle=True))
+    result = run_step(make_runner(model), plan(0, {}, is_idle=True))
     assert result == StepResult(step=0, rows=[], token_ids=[], any_engine_busy=others_work)
     assert model.num_passes == model.num_balanced == int(others_work)
 
@@ -174,14 +181,14 @@ def test_experts_reader_result_survives_next_pass():
     trace = new_trace()
     reader = ExpertsReader(trace, SingleRankGroup(), has_sequence_shards=False)
     record(trace, experts([1, 2], [0, 1], 300))
-    reading = reader.begin(np.array([1]), 2)
+    found = reader.read(np.array([1]), 2)
     record(trace, experts([6, 6], [8, 9], 300))
-    assert np.array_equal(reading(), experts([2], [1], 300))
+    assert np.array_equal(found, experts([2], [1], 300))
 
 
 def test_experts_reader_stage_without_moe_layers_is_empty():
     reader = ExpertsReader(new_trace(num_layers=0), SingleRankGroup(), has_sequence_shards=False)
-    assert reader.begin(np.array([0, 1, 2]), 5)().shape == (3, 0, TOP_K)
+    assert reader.read(np.array([0, 1, 2]), 5).shape == (3, 0, TOP_K)
 
 
 def read_shards(steps, groups):
@@ -192,8 +199,8 @@ def read_shards(steps, groups):
     for num_tokens, indices in steps:
         own = token_shard(num_tokens, groups.tp)
         record(trace, experts(list(own), [0] * len(own), 300))
-        reading = reader.begin(np.array(indices, dtype=np.int64), num_tokens)
-        reports.append(None if reading is None else reading())
+        found = reader.read(np.array(indices, dtype=np.int64), num_tokens)
+        reports.append(None if found is None else found.numpy())
     return reports
 
 
@@ -218,22 +225,22 @@ def test_experts_reader_replicated_trace_is_reported_once():
     def read(groups):
         trace = new_trace()
         record(trace, experts([1, 2], [0, 1], 300))
-        reading = ExpertsReader(trace, groups.tp, has_sequence_shards=False).begin(np.array([1]), 2)
-        return None if reading is None else reading().tolist()
+        found = ExpertsReader(trace, groups.tp, has_sequence_shards=False).read(np.array([1]), 2)
+        return None if found is None else found.tolist()
 
     assert run_ranks(read, topology(tp=2)) == [experts([2], [1], 300).tolist(), None]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_experts_reader_gpu_copies_to_pinned_memory():
+def test_cuda_downloads_of_several_steps_share_no_memory():
     device = torch.device("cuda")
     trace = ExpertTrace(num_layers=NUM_LAYERS, num_experts=300, top_k=TOP_K, device=device, keeps_ids=True)
     reader = ExpertsReader(trace, SingleRankGroup(), has_sequence_shards=False)
-    reports = []
+    downloads, reports = CudaDownloads(device), []
     for step in range(20):
         chosen = experts(range(50), [step] * 50, 300)
         for layer in range(NUM_LAYERS):
             trace.record(layer, torch.from_numpy(chosen[:, layer]).to(device))
-        reports.append((chosen[step:], reader.begin(np.arange(step, 50), 50)()))
-    assert all(np.array_equal(expected, report) for expected, report in reports)
+        reports.append((chosen[step:], downloads.begin([reader.read(np.arange(step, 50), 50)])))
+    assert all(np.array_equal(expected, download.wait()[0]) for expected, download in reports)

@@ -72,7 +72,8 @@ def worker(checkpoint):
 
 
 def call(worker, body):
-    return worker.handle(Call(1, body)).body
+    [reply] = worker.handle(Call(1, body))
+    return reply.body
 
 
 def bring_to(worker, state):
@@ -98,7 +99,7 @@ def test_worker_call_of_another_state_fails(worker, state):
     ended = call(worker, body)
     assert isinstance(ended, Ended) and ended.member == ID
     assert ended.cause.message == f"{type(body).__name__} is not a call for the state {state}"
-    assert worker.handle(Call(2, START["WorkerSetup"])) is None, "a worker that has failed handles no calls"
+    assert worker.handle(Call(2, START["WorkerSetup"])) == [], "a worker that has failed handles no calls"
 
 
 def test_null_worker_step_needs_no_start(worker):

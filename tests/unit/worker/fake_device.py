@@ -1,0 +1,104 @@
+"""A device on a CPU that computes like a GPU: the host sees no result of a step before the step is complete."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from eagleray.kernels.torch.backend import TorchBackend
+from eagleray.messages.sampling import Sampling
+from eagleray.models.base import Model
+from eagleray.worker.downloads import Download, DownloadQueue, HostArray
+from eagleray.worker.sampler import Sampled, SamplingStep, TokenSampler
+
+
+class FakeDownload(Download):
+    """Looks at the tensors when the device completes it and not before, so a tensor that a later step overwrites shows
+    that step's values."""
+
+    def __init__(self, tensors: Sequence[Tensor], complete_until: Callable[[FakeDownload], None]) -> None:
+        self._tensors = tensors
+        self._complete_until = complete_until
+        self.arrays: list[HostArray] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.arrays is not None
+
+    def wait(self) -> list[HostArray]:
+        if self.arrays is None:
+            self._complete_until(self)
+        assert self.arrays is not None
+        return self.arrays
+
+    def complete(self) -> None:
+        self.arrays = [tensor.numpy().copy() for tensor in self._tensors]
+
+
+class FakeDevice(DownloadQueue):
+    """Completes steps in order: when told by `complete`, or when somebody waits for one, if `may_wait`."""
+
+    def __init__(self, *, may_wait: bool = True) -> None:
+        self.may_wait = may_wait
+        self.pending: deque[FakeDownload] = deque()
+        self.most_pending = 0
+
+    def begin(self, tensors: Sequence[Tensor]) -> Download:
+        download = FakeDownload(tensors, self._complete_until)
+        self.pending.append(download)
+        self.most_pending = max(self.most_pending, len(self.pending))
+        return download
+
+    def complete(self) -> None:
+        self.pending.popleft().complete()
+
+    def _complete_until(self, download: FakeDownload) -> None:
+        assert self.may_wait, "the host waits for a step that the device has not completed"
+        while not download.is_done:
+            self.complete()
+
+
+class ArgmaxSampler(TokenSampler):
+    """Samples the likeliest token on the device and keeps it there."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.last_tokens = torch.full((num_rows,), -1)
+        self.rows: set[int] = set()
+
+    def add_row(self, row: int, sampling: Sampling, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        self.rows.add(row)
+
+    def free_row(self, row: int) -> None:
+        self.rows.discard(row)
+
+    def begin(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> SamplingStep:
+        assert set(rows.tolist()) <= self.rows
+        chosen = logits.argmax(dim=-1)
+        self.last_tokens[torch.from_numpy(rows)] = chosen
+        return ChosenTokens(rows, [chosen])
+
+
+class ChosenTokens:
+    def __init__(self, rows: np.ndarray, tensors: list[Tensor]) -> None:
+        self._rows = rows
+        self.tensors = tensors
+
+    def finish(self, arrays: Sequence[HostArray]) -> Sampled:
+        return Sampled(self._rows.tolist(), arrays[0].tolist(), {}, [])
+
+
+def use_fake_device(patch: pytest.MonkeyPatch, device: FakeDevice, *, depth: int = 2) -> None:
+    """Have engines made from now on compute on `device`, with up to `depth` steps in flight."""
+
+    def sampler_of(model: Model, num_rows: int) -> TokenSampler:
+        return ArgmaxSampler(num_rows)
+
+    patch.setattr("eagleray.models.registry.choose_backend", lambda *_, **__: TorchBackend())
+    patch.setattr("eagleray.worker.worker.downloads_of", lambda _: device)
+    patch.setattr("eagleray.worker.worker.sampler_of", sampler_of)
+    patch.setattr("eagleray.engine.startup.steps_in_flight", lambda *_, **__: depth)

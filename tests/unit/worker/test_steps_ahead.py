@@ -1,0 +1,176 @@
+"""Steps that begin before the ones before them are finished, on a device that completes them when told."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from fake_device import ArgmaxSampler, FakeDevice, use_fake_device
+from harness import LocalEngine, random_prompt
+
+from eagleray.executor.in_process import InProcessGroup
+from eagleray.kernels.kv_cache import KVCache
+from eagleray.kernels.torch.backend import TorchBackend
+from eagleray.messages.failure import Ended
+from eagleray.messages.sampling import Sampling
+from eagleray.messages.steps import Call, CallExtension, ExtensionReturned, NewRow, StepPlan, StepResult
+from eagleray.models.registry import load_model
+from eagleray.worker.input_batch import InputBatch
+from eagleray.worker.runner import Runner
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, NUM_BLOCKS = 4, 64
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("made"), "qwen3", tokenizer=False)
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagleray.models.registry.choose_backend", lambda *_, **__: TorchBackend())
+
+
+def make_runner(checkpoint: Path, device: FakeDevice) -> Runner:
+    model = load_model(checkpoint, dtype="auto", load_format="auto", device=CPU, seed=None, on_progress=None)
+    shape = model.cache_shape(BLOCK_SIZE)
+    cache = KVCache.allocate(shape, num_blocks=NUM_BLOCKS, dtype=model.dtype, device=CPU)
+    rows = InputBatch(num_rows=4, max_model_len=64, block_size=BLOCK_SIZE)
+    return Runner(model, cache, rows, ArgmaxSampler(4), device)
+
+
+def new_row(row: int, token_ids: list[int], **sampling: int) -> NewRow:
+    return NewRow(
+        row=row,
+        request_id=str(row),
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        num_computed_tokens=0,
+        block_ids=list(range(16 * row, 16 * row + 16)),
+        sampling=Sampling(seed=0, temperature=0.0, **sampling),
+    )
+
+
+def plan(step: int, rows: dict[int, int], *new_rows: NewRow, freed_rows: tuple[int, ...] = ()) -> StepPlan:
+    return StepPlan(
+        step=step,
+        freed_rows=list(freed_rows),
+        new_rows=list(new_rows),
+        new_blocks=[],
+        rows=list(rows),
+        num_tokens=list(rows.values()),
+    )
+
+
+PLANS = [
+    plan(0, {0: 5, 1: 3}, new_row(0, [1, 2, 3, 4, 5], prompt_logprobs=2), new_row(1, [7, 8, 9])),
+    plan(1, {0: 1, 1: 1}),
+    plan(2, {0: 1, 2: 4}, new_row(2, [30, 31, 32, 33, 34]), freed_rows=(1,)),
+    plan(3, {0: 1, 2: 1, 1: 2}, new_row(1, [50, 51])),
+    plan(4, {1: 1, 2: 1}),
+]
+"""Rows of one token and of several, chunks of a prompt, and a row that another request takes over."""
+
+
+def tokens(result: StepResult) -> dict[int, int]:
+    return dict(zip(result.rows, result.token_ids, strict=True))
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_runner_steps_begun_ahead_give_the_tokens_of_finished_ones(checkpoint, ahead):
+    alone = make_runner(checkpoint, FakeDevice())
+    expected = [alone.finish(alone.begin(plan)) for plan in PLANS]
+    device = FakeDevice(may_wait=False)
+    runner, unfinished, results = make_runner(checkpoint, device), [], []
+    for step in PLANS:
+        unfinished.append(runner.begin(step))
+        assert not unfinished[-1].is_done
+        if len(unfinished) > ahead:
+            device.complete()
+            assert unfinished[0].is_done
+            results.append(runner.finish(unfinished.pop(0)))
+    for step in unfinished:
+        device.complete()
+        results.append(runner.finish(step))
+    assert [tokens(result) for result in results] == [tokens(result) for result in expected]
+    assert [result.step for result in results] == [0, 1, 2, 3, 4]
+    scored, wanted = results[0].prompt_logprobs[0], expected[0].prompt_logprobs[0]
+    assert scored.start == 1 and scored.token_ids.tolist() == wanted.token_ids.tolist()
+    assert scored.logprobs.tolist() == wanted.logprobs.tolist() and len(results[1].prompt_logprobs) == 0
+
+
+def test_input_batch_late_token_does_not_reach_next_request_of_row():
+    rows = InputBatch(num_rows=2, max_model_len=64, block_size=4)
+    rows.add_row(new_row(0, [1, 2]))
+    rows.add_row(new_row(1, [3]))
+    expected = rows.expect_tokens(torch.tensor([0, 1]).numpy())
+    assert rows.token_ids[0, :3].tolist() == [1, 2, -1] and rows.token_ids[1, :2].tolist() == [3, -2]
+    rows.add_row(new_row(0, [90, 91, 92]))
+    rows.set_tokens(expected, torch.tensor([5, 6]).numpy())
+    assert rows.token_ids[0, :3].tolist() == [90, 91, 92]
+    assert rows.token_ids[1, :2].tolist() == [3, 6]
+
+
+def run_engine(checkpoint: Path, seed: int) -> dict[str, tuple[list[int], str | None]]:
+    """Run random requests, some of which are aborted, in a cache that is too small for all."""
+    rng = random.Random(seed)
+    options = {"block_size": 4, "num_kv_blocks": 17, "max_num_seqs": 4, "max_model_len": 64}
+    with LocalEngine(checkpoint, max_num_batched_tokens=16, executor="in-process", **options) as engine:
+        kept = {}
+        for index in range(30):
+            name = f"r{index}"
+            prompt = random_prompt(1000 * seed + index, rng.randint(1, 24), 384)
+            engine.add(name, prompt, max_tokens=rng.randint(1, 20))
+            is_aborted = rng.random() < 0.3
+            for _ in range(rng.randint(0, 3)):
+                engine.step()
+            if is_aborted:
+                engine.abort(name)
+            else:
+                kept[name] = engine.answers[name]
+        engine.run()
+        assert engine.core.scheduler.stats().num_preemptions > 0, "the cache is too large for this test"
+        return {name: (answer.token_ids, answer.finish_reason) for name, answer in kept.items()}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_engine_ahead_on_a_device_gives_the_same_answers_with_aborts_and_preemptions(checkpoint, seed, monkeypatch):
+    expected = run_engine(checkpoint, seed)
+    use_fake_device(monkeypatch, device := FakeDevice())
+    assert run_engine(checkpoint, seed) == expected
+    assert device.most_pending == 2, "the next step begins while one runs"
+
+
+def test_worker_extension_call_comes_after_the_steps_before_it(checkpoint, monkeypatch):
+    use_fake_device(monkeypatch, device := FakeDevice())
+    with LocalEngine(checkpoint, executor="in-process", max_model_len=64, block_size=4, num_kv_blocks=16) as engine:
+        group = engine.executor._group
+        assert isinstance(group, InProcessGroup)
+        group.send(Call(100, plan(7, {0: 2}, new_row(0, [1, 2]))))
+        assert len(device.pending) == 1 and group.receive(0) is None, "nobody waits for the step"
+        group.send(Call(101, CallExtension("missing", b"")))
+        assert not device.pending
+        first, second = group.receive(0), group.receive(0)
+        assert isinstance(first.body, StepResult) and first.body.step == 7
+        assert isinstance(second.body, ExtensionReturned)
+
+
+def test_worker_failure_of_a_step_in_flight_is_reported_once(checkpoint, monkeypatch):
+    class BrokenDevice(FakeDevice):
+        def complete(self) -> None:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    use_fake_device(monkeypatch, BrokenDevice())
+    with LocalEngine(checkpoint, executor="in-process", max_model_len=64, block_size=4, num_kv_blocks=16) as engine:
+        group = engine.executor._group
+        group.send(Call(100, plan(0, {0: 2}, new_row(0, [1, 2]))))
+        group.send(Call(101, plan(1, {0: 1})))
+        reply = group.receive(1.0)
+        assert isinstance(reply.body, Ended) and "illegal memory access" in reply.body.cause.message
+        assert group.receive(1.0) is None
+        group.send(Call(102, plan(2, {0: 1})))
+        assert group.receive(1.0) is None
