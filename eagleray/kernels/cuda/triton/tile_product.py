@@ -158,8 +158,8 @@ def multiply_tile(
 ):
     """Return float32 [ROWS, TOKENS]. `values` and `scales` point to a weight, `x` [TOKENS] to the rows of tokens."""
     dtype: tl.constexpr = x.dtype.element_ty
-    # a scale of MXFP4 may be too large for the power of two that decodes its numbers; what float16 cannot represent
-    # is not needed there
+    # A large scale of MXFP4 times the power of two that decodes its numbers would be infinite, so the tile is computed
+    # smaller: numbers below 2^-62 become 0 instead. float16 has neither room for that nor those scales.
     SHIFT: tl.constexpr = 0 if dtype == tl.float16 else 64
     total = tl.zeros((ROWS, TOKENS), tl.float32)
     for start in range(0, K, FEATURES):
