@@ -9,7 +9,6 @@ from torch import Tensor
 from eagleray.kernels.cuda.triton.gate import gate_constants
 from eagleray.kernels.cuda.triton.routing import PairTiles
 from eagleray.kernels.cuda.triton.tile_product import (
-    TileConfig,
     Weight,
     WeightOperand,
     finish_tile,
@@ -83,15 +82,10 @@ def _launch(
         TOP_K=top_k,
         **constants,
         **operand.constants,
-        **tile_constants(config),
+        **config.constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-
-
-def tile_constants(config: TileConfig) -> dict[str, int]:
-    """Return the constants of the tiles' sizes."""
-    return {"TOKENS": config.tokens, "ROWS": config.rows, "FEATURES": config.features}
 
 
 @triton.jit
@@ -134,8 +128,7 @@ def _grouped_linear(
     slot = tl.load(tile_slot + tile).to(tl.int64)
     pairs = tl.load(sorted_pairs + tile * TOKENS + tl.arange(0, TOKENS))
     is_pair = pairs >= 0
-    # places without a pair compute the first token again, and their results are not stored
-    x += (tl.where(is_pair, pairs, 0) // TOP_K).to(tl.int64) * X_STRIDE
+    x += (pairs // TOP_K).to(tl.int64) * X_STRIDE
 
     places = block * ROWS + tl.arange(0, ROWS)
     rows = weight_rows(places, N, GATED, INTERLEAVED)
@@ -143,7 +136,20 @@ def _grouped_linear(
     scales += slot * SCALE_SIZE
     is_row = places < N
     total = multiply_tile(
-        values, scales, rows, is_row, x, TOKENS, ROWS, FEATURES, K, FORMAT, SCALE_ROWS, SCALE_COLUMNS, SCALE_STRIDE
+        values,
+        scales,
+        rows,
+        is_row,
+        x,
+        is_pair,
+        TOKENS,
+        ROWS,
+        FEATURES,
+        K,
+        FORMAT,
+        SCALE_ROWS,
+        SCALE_COLUMNS,
+        SCALE_STRIDE,
     )
     result = finish_tile(total, bias + slot * N, rows, is_row, HAS_BIAS, GATED, CLAMPED, ALPHA, LIMIT, TOKENS, ROWS)
     OUT_ROWS: tl.constexpr = ROWS // 2 if GATED else ROWS

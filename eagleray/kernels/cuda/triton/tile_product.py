@@ -48,9 +48,14 @@ class TileConfig:
     num_stages: int
     """Tiles of features that are on their way from memory, plus one."""
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """The sizes that a kernel is compiled for."""
+        return {"TOKENS": self.tokens, "ROWS": self.rows, "FEATURES": self.features}
+
 
 def tile_config(tokens: int, weight: Weight, dtype: torch.dtype) -> TileConfig:
-    """Return the sizes for a product with tiles of so many tokens (`TOKEN_TILES`)."""
+    """Return the sizes for a product with tiles of 16, 32, 64 or 128 tokens."""
     if dtype == torch.float32:  # multiplied without tensor cores
         return TileConfig(tokens, 32, 32, num_warps=4, num_stages=2)
     if isinstance(weight, Tensor):
@@ -77,6 +82,7 @@ class WeightOperand:
     def of(cls, weight: Weight) -> Self:
         """Return the operand, which points to the memory of `weight`, of any number of dimensions."""
         *_, rows, columns = weight.shape
+        assert rows * columns < 1 << 31, "offsets in a matrix are computed in int32"
         sizes = {"N": rows, "K": columns}
         if isinstance(weight, Tensor):
             assert weight.is_contiguous()
@@ -147,6 +153,7 @@ def multiply_tile(
     rows,
     is_row,
     x,
+    is_token,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -156,7 +163,8 @@ def multiply_tile(
     SCALE_COLUMNS: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
 ):
-    """Return float32 [ROWS, TOKENS]. `values` and `scales` point to a weight, `x` [TOKENS] to the rows of tokens."""
+    """Return float32 [ROWS, TOKENS]. `values` and `scales` point to a weight, `x` [TOKENS] to the rows of tokens.
+    Nothing is read for places without a row or a token, whose results are not to be used."""
     dtype: tl.constexpr = x.dtype.element_ty
     # A large scale of MXFP4 times the power of two that decodes its numbers would be infinite, so the tile is computed
     # smaller: numbers below 2^-62 become 0 instead. float16 has neither room for that nor those scales.
@@ -164,7 +172,7 @@ def multiply_tile(
     total = tl.zeros((ROWS, TOKENS), tl.float32)
     for start in range(0, K, FEATURES):
         columns = start + tl.arange(0, FEATURES)
-        own = tl.load(x[:, None] + columns[None, :], mask=columns[None, :] < K, other=0.0)
+        own = tl.load(x[:, None] + columns[None, :], mask=is_token[:, None] & (columns[None, :] < K), other=0.0)
         if FORMAT == PLAIN:
             is_inside = is_row[:, None] & (columns[None, :] < K)
             weight = tl.load(values + rows[:, None] * K + columns[None, :], mask=is_inside, other=0.0)
@@ -260,7 +268,8 @@ def finish_tile(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Return float32 [TOKENS, ROWS], or [TOKENS, ROWS / 2] after the gate. `bias` points to that of the first row."""
+    """Return float32 [TOKENS, ROWS], or [TOKENS, ROWS / 2] after the gate. `bias` points to that of a weight's first
+    row."""
     if HAS_BIAS:
         total += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
     if GATED:

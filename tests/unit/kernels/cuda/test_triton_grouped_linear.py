@@ -13,7 +13,7 @@ from triton_compile import CAPABILITIES, MAX_SHARED_BYTES, compile_kernel
 
 from eagleray.kernels.cuda.triton import grouped_linear as module
 from eagleray.kernels.cuda.triton.gate import gate_constants
-from eagleray.kernels.cuda.triton.grouped_linear import grouped_gated_linear, grouped_linear, pair_tile, tile_constants
+from eagleray.kernels.cuda.triton.grouped_linear import grouped_gated_linear, grouped_linear, pair_tile
 from eagleray.kernels.cuda.triton.routing import PairTiles, align
 from eagleray.kernels.cuda.triton.tile_product import FP8, MXFP4, PLAIN, Weight, scale_constants, tile_config
 from eagleray.kernels.params import ClampedSwiglu
@@ -199,7 +199,7 @@ def compile_product(
         | gate_constants(CLAMP if is_clamped else None)
         | {"N": rows, "K": columns}
         | numbers
-        | tile_constants(config),
+        | config.constants,
         capability=capability,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
