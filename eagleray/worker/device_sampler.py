@@ -86,11 +86,11 @@ class DeviceSampler(TokenSampler):
     """Owns the sampling state of the rows, and the memory of the kernels."""
 
     def __init__(
-        self, *, num_rows: int, vocab_size: int, last_tokens: Tensor, split_size: int = sampling.SPLIT
+        self, *, num_rows: int, vocab_size: int, device: torch.device, split_size: int = sampling.SPLIT
     ) -> None:
-        """last_tokens: int32 [num_rows] on the device; each step writes the tokens that it chooses."""
-        self.last_tokens = last_tokens
-        self._device = last_tokens.device
+        self._device = device
+        self.last_tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        """int32 [num_rows]; each step writes the tokens that it chooses, 0 for a row that fails."""
         self._state = DeviceSamplingState(num_rows=num_rows, vocab_size=vocab_size, device=self._device)
         self._workspace = SamplingWorkspace.allocate(num_rows, vocab_size, self._device, split_size)
         self._ranking = DeviceRanking()

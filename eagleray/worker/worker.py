@@ -13,6 +13,7 @@ import numpy as np
 from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, ExpertGroupBroken, InvalidRequest
 from eagleray.identity import WorkerId
+from eagleray.kernels.cuda.ranking import DeviceRanking
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
@@ -278,6 +279,10 @@ class NullWorker:
 
 def sampler_of(model: Model, num_rows: int) -> TokenSampler:
     """Return the sampler of the device that computes the model."""
+    if isinstance(model.ranking, DeviceRanking):
+        from eagleray.worker.device_sampler import DeviceSampler  # needs Triton, which GPUs alone have
+
+        return DeviceSampler(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device)
     state = SamplingState(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device)
     return HostSampler(state, model.ranking)
 

@@ -34,13 +34,13 @@ class Pair:
     def __post_init__(self) -> None:
         self.state = SamplingState(num_rows=self.num_rows, vocab_size=self.vocab_size, device=torch.device("cpu"))
         self.sampler = HostSampler(self.state, Ranking())
-        self.last_tokens = torch.full((self.num_rows,), UNKNOWN, dtype=torch.int32)
         self.device_sampler = DeviceSampler(
             num_rows=self.num_rows,
             vocab_size=self.vocab_size,
-            last_tokens=self.last_tokens,
+            device=torch.device("cpu"),
             split_size=self.split_size,
         )
+        self.device_sampler.last_tokens.fill_(UNKNOWN)
 
     def start(self, row: int, request: Request) -> None:
         self.requests[row] = Request(request.sampling, request.prompt, list(request.generated))
@@ -55,7 +55,7 @@ class Pair:
         for row, token in zip(expected.rows, expected.token_ids, strict=True):
             self.requests[row].generated.append(token)
 
-        before = self.last_tokens.clone()
+        before = self.device_sampler.last_tokens.clone()
         poisoned = torch.full((len(rows) + 2, self.vocab_size + 3), torch.nan)
         poisoned[1:-1, 1:-2] = logits
         with no_host_reads():
@@ -65,7 +65,9 @@ class Pair:
         assert poisoned[[0, -1]].isnan().all() and poisoned[:, [0, -2, -1]].isnan().all()
         token_of = dict.fromkeys(rows, 0) | dict(zip(sampled.rows, sampled.token_ids, strict=True))
         assert step.token_ids.tolist() == list(token_of.values())
-        assert self.last_tokens.tolist() == [token_of.get(row, known) for row, known in enumerate(before.tolist())]
+        assert self.device_sampler.last_tokens.tolist() == [
+            token_of.get(row, known) for row, known in enumerate(before.tolist())
+        ]
         return expected, sampled
 
 
