@@ -23,7 +23,7 @@ ABSENT = -1
 """Stands for a slot on another rank."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ExpertSlotMap:
     """The slots of a layer's experts, of one rank or of all."""
 
@@ -31,6 +31,8 @@ class ExpertSlotMap:
     """[num_experts, max_copies] slot of an expert's copy c; -1 if it is on another rank, or there are fewer copies"""
     num_copies: Int32Array
     """[num_experts] on all ranks, at least 1. A row uses the copy with the number row % num_copies."""
+    version: int = 0
+    """Number of changes, by which a copy on a device is found to be out of date."""
 
     def find(self, ids: Tensor, *, first_row: int = 0) -> Tensor:
         """Return the slots of the experts `ids` [num_rows, top_k], int32 of the same shape, -1 for absent ones. Copies
@@ -75,3 +77,5 @@ class LayerExpertSlots:
         assert num_copies.min() > 0, "every expert has a slot"
         is_local = (table >= 0) & (table // self.slots_per_rank == self._rank)
         self.local_map.table[:] = np.where(is_local, table % self.slots_per_rank, ABSENT)
+        for slot_map in (self.local_map, self.global_map):
+            slot_map.version += 1

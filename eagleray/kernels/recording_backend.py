@@ -103,8 +103,11 @@ class RecordingBackend(KernelBackend):
         """Make the products of experts. The weights may come a second time, for other products of the same experts."""
 
     @abstractmethod
-    def lower(self, recording: Recording, *, rope: Rope, device: torch.device, tp: TensorParallelGroup) -> Program:
-        """Make the program of a finished recording. For the other parameters see `compile`."""
+    def lower(
+        self, recording: Recording, *, rope: Rope, device: torch.device, tp: TensorParallelGroup, block_size: int
+    ) -> Program:
+        """Make the program of a finished recording. `block_size`: that of the cache; for the other parameters see
+        `compile`."""
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> RecordedLinear:
         return RecordedLinear(self.pack_linear(weight, bias))
@@ -241,14 +244,23 @@ class RecordedForward:
 
     def __call__(self, x: Int32Array | Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
         hidden = x if isinstance(x, Tensor) else None
+        return self.program(cache, size=None if hidden is None else hidden.shape[1]).run(hidden, batch)
+
+    def program(self, cache: KVCache, *, size: int | None) -> Program:
+        """Return the program for this cache. `size`: features of the hidden states that the pass begins with, None if
+        it begins with token ids."""
         if self._program is None or cache is not self._cache:
-            recording = self._record(None if hidden is None else hidden.shape[1], cache)
-            self._program = self._backend.lower(recording, rope=self._rope, device=self._device, tp=self._tp)
-            self._cache = cache
-        return self._program.run(hidden, batch)
+            self._program, self._cache = None, cache  # the memory of another program is freed first
+            self._program = self._backend.lower(
+                self._record(size, cache),
+                rope=self._rope,
+                device=self._device,
+                tp=self._tp,
+                block_size=cache.block_size,
+            )
+        return self._program
 
     def _record(self, size: int | None, cache: KVCache) -> Recording:
-        """Record a pass that begins with hidden states of `size` features, or with token ids if it is None."""
         recording = Recording(self._backend.dtype)
         recording.finish(self._compute(recording.begin(size), cache.layers, cache.block_size))
         return recording

@@ -76,7 +76,9 @@ class CpuBackend(RecordingBackend):
     def pack_experts(self, gate_up: Sequence[LinearWeight], down: Sequence[LinearWeight]) -> ExpertProducts:
         return NativeProducts(self.library, gate_up, down, self._scratch, num_threads=self.num_threads)
 
-    def lower(self, recording: Recording, *, rope: Rope, device: torch.device, tp: TensorParallelGroup) -> CpuProgram:
+    def lower(
+        self, recording: Recording, *, rope: Rope, device: torch.device, tp: TensorParallelGroup, block_size: int
+    ) -> CpuProgram:
         return CpuProgram(self.library, lower(recording, rope), rope=rope, num_threads=self.num_threads, tp=tp)
 
     def route(self, scores: Tensor, router: RouterParams) -> tuple[Tensor, Tensor]:

@@ -76,7 +76,7 @@ def fold_additions(recording: Recording) -> list[FoldedOp]:
 
 def lower(recording: Recording, rope: Rope) -> LoweredOps:
     """Return the ops of a recording, with their buffers."""
-    lowering = _Lowering(NativeMLA(rope))
+    lowering = _OpLowering(NativeMLA(rope))
     for folded in fold_additions(recording):
         lowering.lower(folded)
     ops = lowering.ops
@@ -89,7 +89,7 @@ def lower(recording: Recording, rope: Rope) -> LoweredOps:
 
 
 @dataclass
-class _Lowering:
+class _OpLowering:
     mla: NativeMLA
     ops: list[NativeOp | HostCall] = field(default_factory=list)
     reserve: list[Callable[[int], None]] = field(default_factory=list)

@@ -1,0 +1,70 @@
+"""The backend of NVIDIA GPUs: a recorded forward pass runs as launches on fixed buffers, captured as graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eagleray.kernels.backend import ExpertProducts
+from eagleray.kernels.cuda.experts import CudaExperts
+from eagleray.kernels.cuda.linear import CudaEmbedding, CudaLinear
+from eagleray.kernels.cuda.lowering import lower
+from eagleray.kernels.cuda.program import CudaProgram
+from eagleray.kernels.params import ClampedSwiglu, RouterParams
+from eagleray.kernels.ranking import Ranking
+from eagleray.kernels.recording import LinearWeight, Recording
+from eagleray.kernels.recording_backend import RecordingBackend
+from eagleray.kernels.rope import Rope
+from eagleray.kernels.torch.mla import mla_cache_block
+from eagleray.kernels.torch.routing import route
+from eagleray.parallel.group import TensorParallelGroup
+
+
+class CudaBackend(RecordingBackend):
+    """See `RecordingBackend`. On a CPU the kernels are interpreted, for tests. `captures`: see `CudaProgram`."""
+
+    is_batch_invariant = False
+
+    def __init__(self, dtype: torch.dtype, *, captures: bool = True) -> None:
+        super().__init__(dtype)
+        self._captures = captures
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> CudaLinear:
+        return CudaLinear(weight.contiguous(), bias)
+
+    def pack_exact_linear(self, weight: Tensor) -> CudaLinear:
+        return CudaLinear(weight.float().contiguous(), None, is_float32=True)
+
+    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None, clamp: ClampedSwiglu | None) -> CudaLinear:
+        return CudaLinear(weight.contiguous(), bias, is_gated=True, clamp=clamp)
+
+    def pack_embedding(self, weight: Tensor, first: int) -> CudaEmbedding:
+        return CudaEmbedding(weight, first)
+
+    def pack_tied_embedding(self, weight: Tensor, first: int) -> tuple[CudaEmbedding, CudaLinear]:
+        product = self.pack_linear(weight, None)
+        return CudaEmbedding(product.weight, first), product
+
+    def pack_experts(self, gate_up: Sequence[LinearWeight], down: Sequence[LinearWeight]) -> ExpertProducts:
+        return CudaExperts(gate_up, down)
+
+    def lower(
+        self, recording: Recording, *, rope: Rope, device: torch.device, tp: TensorParallelGroup, block_size: int
+    ) -> CudaProgram:
+        lowered = lower(recording, device)
+        return CudaProgram(lowered, rope=rope, device=device, tp=tp, block_size=block_size, captures=self._captures)
+
+    def route(self, scores: Tensor, router: RouterParams) -> tuple[Tensor, Tensor]:
+        return route(scores, router)
+
+    @property
+    def ranking(self) -> Ranking:
+        return Ranking()
+
+    def cache_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return block_size, 2 * num_kv_heads, head_dim
+
+    def mla_cache_block(self, block_size: int, size: int) -> tuple[int, ...]:
+        return mla_cache_block(block_size, size)

@@ -1,0 +1,38 @@
+"""Capture of launches into something that repeats them: a CUDA graph, or on a CPU the launches themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class GraphCapture(Protocol):
+    """The launches that a captured function made are repeated on the same memory, whatever it would do now."""
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that repeats the launches of `function`, which may be called several times for that."""
+        ...
+
+
+class CudaGraphCapture(GraphCapture):
+    """Graphs whose temporary memory is shared, because they run one after another."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        function()  # compiles kernels and loads them, which a capture does not allow
+        graph = torch.cuda.CUDAGraph()
+        # other threads may use CUDA meanwhile, for example to load weights
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            function()
+        return graph.replay
+
+
+class CallCapture(GraphCapture):
+    """Calls in place of graphs, for devices without them."""
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        return function

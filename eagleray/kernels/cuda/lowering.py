@@ -1,0 +1,284 @@
+"""The lowering of a recording to launches of Triton's kernels and torch's products.
+
+An addition moves into the norm behind it, or into the weighted sum of the experts before it. Queries and keys are
+normalized, rotated and written to the cache by one kernel. Gates follow their product.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from eagleray.kernels.cuda.experts import CudaExperts, MovedSlotMap
+from eagleray.kernels.cuda.launch import Frame, Launch, LaunchKind, LoweredLaunches, TensorSpec
+from eagleray.kernels.cuda.linear import CudaEmbedding, CudaLinear
+from eagleray.kernels.cuda.metadata import MetadataSizes
+from eagleray.kernels.cuda.triton.attention import (
+    attend_tiles,
+    device_capability,
+    prefill_tiling,
+    queries_per_tile,
+)
+from eagleray.kernels.cuda.triton.cache_write import write_keys_values
+from eagleray.kernels.cuda.triton.decode_attention import SplitWorkspace, attend_decodes, decode_programs
+from eagleray.kernels.cuda.triton.embedding import embed
+from eagleray.kernels.cuda.triton.gate import gate
+from eagleray.kernels.cuda.triton.norm import add, add_rms_norm, rms_norm
+from eagleray.kernels.recording import (
+    Access,
+    AddOp,
+    AllReduceOp,
+    AnyOp,
+    AttentionOp,
+    EmbedOp,
+    ExpertsOp,
+    HostOp,
+    LinearOp,
+    NormOp,
+    Recording,
+    RoundOp,
+    Value,
+    assign_buffers,
+)
+from eagleray.parallel.group import TensorParallelGroup
+
+
+@dataclass(frozen=True, slots=True)
+class AddNorm:
+    """An addition, and a norm of the sum."""
+
+    addition: AddOp
+    norm: NormOp
+
+
+@dataclass(frozen=True, slots=True)
+class AddExperts:
+    """Experts, and the addition of their result."""
+
+    experts: ExpertsOp
+    addition: AddOp
+
+
+FusedOp = AnyOp | AddNorm | AddExperts
+
+
+def fuse(recording: Recording) -> list[FusedOp]:
+    """Merge operations that are next to each other."""
+    num_reads = Counter(value for op in recording.ops for value in op.reads)
+    num_reads[recording.result] += 1
+    fused: list[FusedOp] = []
+    for op in recording.ops:
+        last = fused[-1] if fused else None
+        if isinstance(op, AddOp) and isinstance(last, ExpertsOp) and last.out is op.x and num_reads[op.x] == 1:
+            fused[-1] = AddExperts(last, op)
+        elif isinstance(op, NormOp) and isinstance(last, AddOp) and last.out is op.x:
+            fused[-1] = AddNorm(last, op)
+        else:
+            fused.append(op)
+    return fused
+
+
+def lower(recording: Recording, device: torch.device) -> LoweredLaunches:
+    """Return the launches of a recording, with their buffers."""
+    lowering = _LaunchLowering(recording.dtype, device)
+    for op in fuse(recording):
+        lowering.lower(op)
+    launches = lowering.launches
+    buffers = assign_buffers([launch.access for launch in launches], source=recording.source, result=recording.result)
+    return LoweredLaunches(
+        recording,
+        launches,
+        buffers,
+        windows=lowering.windows,
+        queries_per_tile=lowering.queries_per_tile,
+        rotates=lowering.queries_per_tile > 0,
+        reserve=lowering.reserve,
+        before_run=[slots.update for slots in lowering.slot_maps],
+    )
+
+
+@dataclass
+class _LaunchLowering:
+    dtype: torch.dtype
+    device: torch.device
+    launches: list[Launch] = field(default_factory=list)
+    windows: list[int | None] = field(default_factory=list)
+    queries_per_tile: int = 0
+    reserve: list[Callable[[int], None]] = field(default_factory=list)
+    slot_maps: list[MovedSlotMap] = field(default_factory=list)
+
+    def lower(self, op: FusedOp) -> None:
+        match op:
+            case EmbedOp(table=CudaEmbedding() as table):
+                self._launch(partial(_embed, table, op.out), Access((), (op.out,)))
+            case RoundOp():
+                self._launch(partial(_copy, op.x, op.out), Access((op.x,), (op.out,)))
+            case LinearOp(weight=CudaLinear() as weight):
+                self._linear(op, weight)
+            case NormOp():
+                self._launch(partial(_norm, op), Access((op.x,), (op.out,)))
+            case AddOp():
+                self._launch(partial(_add, op), Access(op.reads, (op.out,), {op.out: op.total}))
+            case AddNorm(addition, norm):
+                access = Access(addition.reads, (addition.out, norm.out), {addition.out: addition.total})
+                self._launch(partial(_add_norm, addition, norm), access)
+            case AttentionOp():
+                self._attention(op)
+            case ExpertsOp():
+                self._experts(op, None)
+            case AddExperts(experts, addition):
+                self._experts(experts, addition)
+            case AllReduceOp():
+                access = Access((op.x,), (op.out,), {op.out: op.x})
+                self._launch(partial(_all_reduce, op.group, op.out), access, kind=LaunchKind.HOST)
+            case HostOp():
+                self._launch(partial(_host, op), Access(op.reads, (op.out,)), kind=LaunchKind.HOST)
+            case _:
+                raise TypeError(f"there is no launch for a {type(op).__name__} with weights of another backend")
+
+    def _launch(
+        self,
+        function: Callable[..., None],
+        access: Access,
+        *,
+        kind: LaunchKind = LaunchKind.ROWS,
+        scratch: Callable[[MetadataSizes], Sequence[TensorSpec]] | None = None,
+    ) -> None:
+        launch = Launch(function, access, kind) if scratch is None else Launch(function, access, kind, scratch)
+        self.launches.append(launch)
+
+    def _linear(self, op: LinearOp, weight: CudaLinear) -> None:
+        x, product = op.x, op.out
+        if weight.is_float32 and self.dtype != torch.float32:
+            x = op.x.another(op.x.size, is_float32=True)
+            self._launch(partial(_copy, op.x, x), Access((op.x,), (x,)))
+        if weight.is_gated:
+            product = op.out.another(2 * op.out.size, is_float32=False)
+        self._launch(partial(_multiply, weight, x, product), Access((x,), (product,)))
+        if weight.is_gated:
+            self._launch(partial(_gate, weight, product, op.out), Access((product,), (op.out,)))
+
+    def _attention(self, op: AttentionOp) -> None:
+        params, window = op.params, op.params.window
+        queries = op.out.another(op.out.size, is_float32=False)
+        self._launch(partial(_write_keys_values, op, queries), Access((op.qkv,), (queries,)))
+
+        tiling = prefill_tiling(params.head_dim, self.dtype, op.cache.dtype, device_capability(self.device))
+        in_tile = queries_per_tile(params.num_heads // params.num_kv_heads, tiling)
+        assert self.queries_per_tile in (0, in_tile), "the layers' attentions have tiles of one size"
+        self.queries_per_tile = in_tile
+        if window not in self.windows:
+            self.windows.append(window)
+        index, num_programs = self.windows.index(window), decode_programs(self.device)
+
+        def attend(frame: Frame, workspace: Tensor) -> None:
+            metadata, q, out = frame.metadata, frame[queries], frame[op.out]
+            sizes, splits = metadata.sizes, metadata.splits[index]
+            if num_decodes := sizes.num_decodes:
+                attend_decodes(
+                    q[:num_decodes],
+                    op.cache,
+                    metadata.block_table[:num_decodes],
+                    metadata.seq_lens[:num_decodes],
+                    splits.work,
+                    splits.num_work,
+                    splits.row_starts,
+                    SplitWorkspace.of(workspace, sizes.num_splits[index], params.num_heads, params.head_dim),
+                    out[:num_decodes],
+                    num_programs=num_programs,
+                    window=window,
+                    sinks=params.sinks,
+                )
+            if sizes.num_tiles:
+                attend_tiles(
+                    q,
+                    op.cache,
+                    metadata.block_table,
+                    metadata.seq_lens,
+                    metadata.query_start_loc,
+                    metadata.tiles,
+                    out,
+                    tiling=tiling,
+                    window=window,
+                    sinks=params.sinks,
+                )
+
+        def scratch(sizes: MetadataSizes) -> Sequence[TensorSpec]:
+            size = SplitWorkspace.num_floats(sizes.num_splits[index], params.num_heads, params.head_dim)
+            return [TensorSpec((size,), torch.float32)]
+
+        self._launch(attend, Access((queries,), (op.out,)), kind=LaunchKind.ATTENTION, scratch=scratch)
+
+    def _experts(self, op: ExpertsOp, addition: AddOp | None) -> None:
+        products = op.products
+        assert isinstance(products, CudaExperts)
+        out = op.out if addition is None else addition.out
+        total = None if addition is None else addition.total
+        access = Access(op.reads, (out,)) if total is None else Access((*op.reads, total), (out,), {out: total})
+        slots = None if op.slots is None else MovedSlotMap(op.slots, self.device)
+        if slots is not None:
+            self.slot_maps.append(slots)
+        function, scratch = products.launch(op, out, slots, accumulates=total is not None)
+        self._launch(function, access, scratch=scratch)
+        if op.trace is not None and op.trace.keeps_ids:
+            self.reserve.append(op.trace.reserve)
+
+
+def _embed(table: CudaEmbedding, out: Value, frame: Frame) -> None:
+    embed(frame.metadata.token_ids, frame.last_tokens, table.weight, first=table.first, out=frame[out])
+
+
+def _copy(x: Value, out: Value, frame: Frame) -> None:
+    frame[out].copy_(frame[x])
+
+
+def _norm(op: NormOp, frame: Frame) -> None:
+    rms_norm(frame[op.x], op.weight, op.eps, out=frame[op.out])
+
+
+def _add(op: AddOp, frame: Frame) -> None:
+    add(frame[op.out], frame[op.x])  # the total is in the buffer of the sum
+
+
+def _add_norm(addition: AddOp, norm: NormOp, frame: Frame) -> None:
+    add_rms_norm(frame[addition.out], frame[addition.x], norm.weight, norm.eps, out=frame[norm.out])
+
+
+def _multiply(weight: CudaLinear, x: Value, out: Value, frame: Frame) -> None:
+    weight.multiply(frame[x], frame[out])
+
+
+def _gate(weight: CudaLinear, product: Value, out: Value, frame: Frame) -> None:
+    gate(frame[product], weight.clamp, out=frame[out])
+
+
+def _write_keys_values(op: AttentionOp, queries: Value, frame: Frame) -> None:
+    params, metadata = op.params, frame.metadata
+    write_keys_values(
+        frame[op.qkv],
+        frame.cos,
+        frame.sin,
+        metadata.positions,
+        metadata.slot_mapping,
+        op.cache,
+        frame[queries],
+        q_norm=params.q_norm,
+        k_norm=params.k_norm,
+        eps=params.norm_eps,
+    )
+
+
+def _all_reduce(group: TensorParallelGroup, value: Value, frame: Frame) -> None:
+    rows = frame.without_padding(value)
+    total = group.all_reduce(rows)
+    if total.data_ptr() != rows.data_ptr():
+        rows.copy_(total)
+
+
+def _host(op: HostOp, frame: Frame) -> None:
+    frame.without_padding(op.out).copy_(op.function(*(frame.without_padding(value) for value in op.inputs)))

@@ -1,0 +1,368 @@
+"""A recorded forward pass as launches on buffers at fixed addresses, in one of three modes.
+
+- Batches in which every row has one query, as in decoding, run as one captured graph for each bucket of rows.
+- Other small batches run as graphs of what lies between attentions, for each bucket of tokens.
+- Larger batches run as a plain list of launches.
+
+Batches are padded to their bucket. The memory of a pass belongs to the program: buffers of the most rows, of which
+smaller batches use the first rows, working memory that launches share, and the metadata of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagleray.kernels.cuda.attention_work import max_split_work
+from eagleray.kernels.cuda.graphs import CallCapture, CudaGraphCapture, GraphCapture
+from eagleray.kernels.cuda.launch import (
+    ALIGNED_BYTES,
+    Frame,
+    Launch,
+    LaunchKind,
+    LoweredLaunches,
+    TensorSpec,
+    view_bytes,
+)
+from eagleray.kernels.cuda.metadata import DeviceMetadata, HostMetadata, MetadataBuffer, MetadataSizes
+from eagleray.kernels.forward_batch import ForwardBatch
+from eagleray.kernels.recording_backend import Program
+from eagleray.kernels.rope import Rope
+from eagleray.parallel.group import TensorParallelGroup
+from eagleray.parallel.token_shards import token_shard
+
+DECODE_BUCKETS = (1, 2, 4, *range(8, 257, 8))
+"""Numbers of rows of captured graphs for batches in which each row has one query."""
+
+TOKEN_BUCKETS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Numbers of tokens of the captured graphs between attentions. Beyond them a launch takes less time than its kernel."""
+
+MIN_TOKENS = 64
+MIN_ROWS = 16
+MIN_POSITIONS = 256
+
+PIECE_CUTS = frozenset({LaunchKind.ATTENTION, LaunchKind.HOST})
+DECODE_CUTS = frozenset({LaunchKind.HOST})
+
+Segment = Callable[[Frame], None]
+"""A part of a plan: the repetition of captured launches, or a launch that takes the tensors of the current batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassLimits:
+    """The largest batch that a program has memory for."""
+
+    num_tokens: int
+    num_rows: int
+    num_positions: int
+    """Cached tokens of a row, this step's included."""
+
+    def covers(self, other: PassLimits) -> bool:
+        return (
+            self.num_tokens >= other.num_tokens
+            and self.num_rows >= other.num_rows
+            and self.num_positions >= other.num_positions
+        )
+
+    def in_buckets(self) -> PassLimits:
+        """Return limits that have room for the buckets of these, too."""
+        return PassLimits(
+            bucket_of(self.num_tokens, TOKEN_BUCKETS) or self.num_tokens,
+            bucket_of(self.num_rows, DECODE_BUCKETS) or self.num_rows,
+            self.num_positions,
+        )
+
+    def grown_to(self, other: PassLimits) -> PassLimits:
+        """Return limits that cover both, with room for more."""
+        return PassLimits(
+            max(self.num_tokens, power_of_two(other.num_tokens)),
+            max(self.num_rows, power_of_two(other.num_rows)),
+            max(self.num_positions, power_of_two(other.num_positions)),
+        )
+
+
+def power_of_two(number: int) -> int:
+    """Return the next power of two that is not smaller."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def bucket_of(number: int, buckets: Sequence[int]) -> int | None:
+    """Return the smallest bucket that has room for `number`, or None."""
+    return next((bucket for bucket in buckets if bucket >= number), None)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The sizes of a program's memory for batches within some limits."""
+
+    lowered: LoweredLaunches
+    limits: PassLimits
+    block_size: int
+    tp_size: int
+
+    @property
+    def table_width(self) -> int:
+        return -(-self.limits.num_positions // self.block_size)
+
+    def decode_sizes(self, num_rows: int) -> MetadataSizes:
+        """Return the sizes of a batch of rows with one query each, whatever their lengths are."""
+        return MetadataSizes(
+            num_tokens=num_rows,
+            num_rows=num_rows,
+            num_decodes=num_rows,
+            table_width=self.table_width,
+            num_tiles=0,
+            num_splits=tuple(
+                max_split_work(num_rows, min(window or self.limits.num_positions, self.limits.num_positions))
+                for window in self.lowered.windows
+            ),
+        )
+
+    @cached_property
+    def sizes(self) -> MetadataSizes:
+        """The largest size of each array."""
+        limits, in_tile = self.limits, self.lowered.queries_per_tile
+        decodes = self.decode_sizes(limits.num_rows)
+        return MetadataSizes(
+            num_tokens=max(limits.num_tokens, limits.num_rows),
+            num_rows=limits.num_rows,
+            num_decodes=limits.num_rows,
+            table_width=decodes.table_width,
+            num_tiles=limits.num_rows + limits.num_tokens // in_tile if in_tile else 0,
+            num_splits=decodes.num_splits,
+        )
+
+    @cached_property
+    def buffer_places(self) -> list[int]:
+        """Byte at which each buffer begins, and the end of the last one."""
+        places = [0]
+        for spec in self.buffer_specs(self.sizes.num_tokens):
+            places.append(places[-1] + spec.num_bytes)
+        return places
+
+    def buffer_specs(self, num_rows: int) -> list[TensorSpec]:
+        """Return the part of each buffer that belongs to the first rows."""
+        dtype = self.lowered.recording.dtype
+        return [TensorSpec((num_rows, shape.size), shape.dtype(dtype)) for shape in self.lowered.buffers.shapes]
+
+    @cached_property
+    def scratch_bytes(self) -> int:
+        scratch = (sum(spec.num_bytes for spec in launch.scratch(self.sizes)) for launch in self.lowered.launches)
+        return max(scratch, default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device, apart from the table of rotations and what captured graphs take."""
+        return self.buffer_places[-1] + self.scratch_bytes + MetadataBuffer.num_bytes(self.sizes.length)
+
+
+def _no_batch(windows: Sequence[int | None]) -> HostMetadata:
+    """Return the numbers of a batch of padding alone."""
+    nothing = np.empty(0, np.int32)
+    batch = ForwardBatch(
+        token_ids=nothing,
+        positions=nothing,
+        slot_mapping=nothing,
+        block_table=np.empty((0, 0), np.int32),
+        seq_lens=nothing,
+        query_start_loc=np.zeros(1, np.int32),
+        num_decodes=0,
+    )
+    return HostMetadata.of(batch, windows, 0)
+
+
+class _PassMemory:
+    """The memory of a program."""
+
+    def __init__(self, plan: MemoryPlan, rope: Rope, device: torch.device) -> None:
+        self.plan = plan
+        # zeros, because padded rows are computed before anything was written to them, and NaN takes some CPUs longer
+        self.buffers = torch.zeros(plan.buffer_places[-1] + ALIGNED_BYTES, dtype=torch.uint8, device=device)
+        self.scratch = torch.zeros(plan.scratch_bytes + ALIGNED_BYTES, dtype=torch.uint8, device=device)
+        self.metadata = MetadataBuffer(plan.sizes.length, device)
+        self.cos = self.sin = torch.empty(0, device=device)
+        if plan.lowered.rotates:
+            cos, sin = rope.table(torch.arange(plan.limits.num_positions, device=device))
+            self.cos, self.sin = cos.contiguous(), sin.contiguous()
+
+    def rows(self, num_rows: int) -> list[Tensor]:
+        """Return the first rows of each buffer."""
+        specs, places = self.plan.buffer_specs(num_rows), self.plan.buffer_places
+        return [view_bytes(self.buffers, place, spec) for place, spec in zip(places, specs, strict=False)]
+
+
+class CudaProgram(Program):
+    """See `Program`. `device` may be a CPU, on which Triton interprets the kernels: then a graph is the list of its
+    launches."""
+
+    def __init__(
+        self,
+        lowered: LoweredLaunches,
+        *,
+        rope: Rope,
+        device: torch.device,
+        tp: TensorParallelGroup,
+        block_size: int,
+        captures: bool,
+    ) -> None:
+        """`captures`: use graphs, with padding to buckets, where they serve; else every batch is a plain list."""
+        self._lowered = lowered
+        self._rope = rope
+        self._device = device
+        self._tp = tp
+        self._block_size = block_size
+        self._captures = captures
+        self._capture: GraphCapture = CudaGraphCapture() if device.type == "cuda" else CallCapture()
+        self._limits = PassLimits(MIN_TOKENS, MIN_ROWS, MIN_POSITIONS)
+        self._memory: _PassMemory | None = None
+        self._no_last_tokens = torch.zeros(1, dtype=torch.int64, device=device)
+        self._last_tokens = self._no_last_tokens
+        self._decode_plans: dict[int, tuple[Frame, list[Segment]]] = {}
+        self._piece_plans: dict[int, tuple[Frame, list[Segment]]] = {}
+
+    def num_bytes(self, limits: PassLimits) -> int:
+        """Return the bytes on the device for batches within `limits`, without the table of rotations and graphs."""
+        return self._plan(limits.in_buckets()).num_bytes
+
+    def reserve(self, limits: PassLimits) -> None:
+        """Allocate memory for batches within `limits`. Larger batches make it grow, and captured graphs are lost."""
+        limits = limits.in_buckets()
+        if self._memory is not None and self._limits.covers(limits):
+            return
+        self._limits = limits
+        self._drop_graphs()
+        self._memory = None  # freed before the new one is allocated
+        for reserve in self._lowered.reserve:
+            reserve(self._plan(limits).sizes.num_tokens)
+        self._memory = _PassMemory(self._plan(limits), self._rope, self._device)
+
+    def capture(self, last_tokens: Tensor | None = None) -> int:
+        """Capture all graphs within the reserved limits, and return their number of buckets. `last_tokens` must be that
+        of all later batches."""
+        self._set_last_tokens(last_tokens)
+        decodes = [bucket for bucket in DECODE_BUCKETS if bucket <= self._limits.num_rows]
+        tokens = [bucket for bucket in TOKEN_BUCKETS if bucket <= self._limits.num_tokens]
+        for bucket in reversed(decodes):  # the largest first: the others find its temporary memory free
+            self._decode_plan(bucket)
+        for bucket in reversed(tokens):
+            self._piece_plan(bucket)
+        return len(decodes) + len(tokens)
+
+    def run(self, x: Tensor | None, batch: ForwardBatch) -> Tensor:
+        memory = self._fit(batch)
+        for bring_up_to_date in self._lowered.before_run:
+            bring_up_to_date()
+        self._set_last_tokens(batch.last_tokens)
+        metadata = HostMetadata.of(batch, self._lowered.windows, self._lowered.queries_per_tile)
+        frame, segments = self._choose(batch, metadata)
+        memory.metadata.upload(metadata, frame.metadata.sizes)
+        frame.num_tokens = batch.num_tokens
+        frame.num_own_tokens = len(token_shard(batch.num_tokens, self._tp))
+        if x is not None:
+            assert self._lowered.recording.source is not None
+            frame.without_padding(self._lowered.recording.source).copy_(x)
+        for segment in segments:
+            segment(frame)
+        return frame.without_padding(self._lowered.recording.result)
+
+    def _choose(self, batch: ForwardBatch, metadata: HostMetadata) -> tuple[Frame, Sequence[Segment]]:
+        """Return the tensors for a batch, and what is to be run on them."""
+        num_tokens, num_rows = batch.num_tokens, len(batch.seq_lens)
+        if num_tokens == 0:
+            calls = [launch for launch in self._lowered.launches if launch.kind is LaunchKind.HOST]
+            return self._frame(metadata.sizes(0)), [launch.run for launch in calls]
+        if self._captures and batch.num_decodes == num_rows == num_tokens:
+            bucket = bucket_of(num_rows, DECODE_BUCKETS)
+            if bucket is not None and bucket <= self._limits.num_rows:
+                return self._decode_plan(bucket)
+        if self._captures:
+            bucket = bucket_of(num_tokens, TOKEN_BUCKETS)
+            if bucket is not None and bucket <= self._limits.num_tokens:
+                _, segments = self._piece_plan(bucket)
+                return self._frame(metadata.sizes(bucket)), segments
+        return self._frame(metadata.sizes(num_tokens)), [launch.run for launch in self._lowered.launches]
+
+    def _decode_plan(self, num_rows: int) -> tuple[Frame, list[Segment]]:
+        if num_rows not in self._decode_plans:
+            frame = self._frame(self._plan(self._limits).decode_sizes(num_rows))
+            self._decode_plans[num_rows] = frame, list(self._captured(frame, DECODE_CUTS))
+        return self._decode_plans[num_rows]
+
+    def _piece_plan(self, num_tokens: int) -> tuple[Frame, list[Segment]]:
+        """Return graphs for batches of any rows: they read the metadata of tokens alone, whose places are the same."""
+        if num_tokens not in self._piece_plans:
+            no_rows = MetadataSizes(num_tokens, 0, 0, 0, 0, tuple(0 for _ in self._lowered.windows))
+            frame = self._frame(no_rows)
+            self._piece_plans[num_tokens] = frame, list(self._captured(frame, PIECE_CUTS))
+        return self._piece_plans[num_tokens]
+
+    def _captured(self, frame: Frame, cuts: frozenset[LaunchKind]) -> Iterator[Segment]:
+        """Yield the launches on `frame`: captured ones together, and between them those that are not captured."""
+        assert self._memory is not None
+        # captured launches run once before: on padding alone, for which nothing is cached or counted
+        self._memory.metadata.upload(_no_batch(self._lowered.windows), frame.metadata.sizes)
+        pending: list[Launch] = []
+        for launch in self._lowered.launches:
+            if launch.kind not in cuts:
+                pending.append(launch)
+                continue
+            if pending:
+                yield self._captured_together(pending, frame)
+                pending = []
+            yield launch.run
+        if pending:
+            yield self._captured_together(pending, frame)
+
+    def _captured_together(self, launches: Sequence[Launch], frame: Frame) -> Segment:
+        def run() -> None:
+            for launch in launches:
+                launch.run(frame)
+
+        replay = self._capture.capture(run)
+        return lambda _: replay()
+
+    def _frame(self, sizes: MetadataSizes) -> Frame:
+        memory = self._memory
+        assert memory is not None
+        num_own = -(-sizes.num_tokens // self._tp.size)
+        rows = memory.rows(sizes.num_tokens)
+        return Frame(
+            metadata=DeviceMetadata.of(memory.metadata.memory, sizes),
+            cos=memory.cos,
+            sin=memory.sin,
+            last_tokens=self._last_tokens,
+            _numbers=self._lowered.buffers.numbers,
+            _rows=rows,
+            _sharded_rows=rows if num_own == sizes.num_tokens else [part[:num_own] for part in rows],
+            _scratch=memory.scratch,
+        )
+
+    def _fit(self, batch: ForwardBatch) -> _PassMemory:
+        """Return memory that has room for the batch."""
+        num_rows, table_width = batch.block_table.shape
+        # the last block of a row may be used in part
+        positions = max(int(batch.seq_lens.max(initial=0)), (table_width - 1) * self._block_size + 1)
+        needed = PassLimits(batch.num_tokens, num_rows, positions)
+        if self._memory is None or not self._limits.covers(needed):
+            self.reserve(self._limits.grown_to(needed))
+        assert self._memory is not None
+        return self._memory
+
+    def _set_last_tokens(self, last_tokens: Tensor | None) -> None:
+        """Have launches read this tensor. Graphs that read another one are lost."""
+        tensor = self._no_last_tokens if last_tokens is None else last_tokens
+        if tensor.data_ptr() != self._last_tokens.data_ptr():
+            self._drop_graphs()
+        self._last_tokens = tensor
+
+    def _drop_graphs(self) -> None:
+        self._decode_plans.clear()
+        self._piece_plans.clear()
+
+    def _plan(self, limits: PassLimits) -> MemoryPlan:
+        return MemoryPlan(self._lowered, limits, self._block_size, self._tp.size)
