@@ -63,6 +63,12 @@ def max_split_work(num_rows: int, max_keys: int, split_keys: int = SPLIT_KEYS, m
     return num_rows * min(-(-max_keys // split_keys) + 1, max_splits)
 
 
+def latent_split_keys(num_heads: int) -> int:
+    """Return the keys of a split for multi-head latent attention, whose heads share the keys while each has its own
+    partial output: these stay below a quarter of the keys' bytes for DeepSeek's 512 + 64 features."""
+    return SPLIT_KEYS * max(num_heads // 32, 1)
+
+
 def _keys_per_split(num_keys: Int32Array, split_keys: int, max_splits: int) -> Int32Array:
     """Return the keys of each row's splits: a multiple of `split_keys` such that a row that sees `num_keys` keys, which
     may begin anywhere in a split, sees at most `max_splits` splits. The kernels compute the same."""
