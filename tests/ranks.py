@@ -45,17 +45,18 @@ def together(functions: Sequence[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-def open_all(where: Topology) -> list[OpenedGroups]:
+def open_all(where: Topology, **options: Any) -> list[OpenedGroups]:
     sizes = {"tp_size": where.tensor_parallel_size, "pp_size": where.pipeline_parallel_size}
     return [
-        OpenedGroups(mesh=Mesh(rank=rank, **sizes), topology=where, device=torch.device("cpu"))
+        OpenedGroups(mesh=Mesh(rank=rank, **sizes), topology=where, device=torch.device("cpu"), **options)
         for rank in range(where.world_size)
     ]
 
 
-def run_ranks(function: Callable[[Groups], Any], where: Topology) -> list[Any]:
-    """Return the result of `function` on each rank, given the groups of that rank."""
-    opened = open_all(where)
+def run_ranks(function: Callable[[Groups], Any], where: Topology, **options: Any) -> list[Any]:
+    """Return the result of `function` on each rank, given the groups of that rank. `options`: those of
+    `OpenedGroups`."""
+    opened = open_all(where, **options)
     handles: list[GroupOpened] = [one.opened for one in opened]
     groups = together([lambda one=one: one.join(handles, timeout=DEADLINE) for one in opened])
     results = together([lambda one=one: function(one) for one in groups])

@@ -133,12 +133,23 @@ class Model:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """Return float32 [n, vocab_size] of hidden states [n, hidden_size] on the first rank of the last stage, and
-        None on its other ranks, which must make the call too. The next call may overwrite the result."""
+        """Return float32 [n, vocab_size] of hidden states [n, hidden_size] on the ranks that sample, and None on the
+        other ranks of the last stage, which must make the call too. The next call may overwrite the result."""
         assert self._head is not None, "only the last stage has logits"
         part: Tensor = self._head(hidden)
+        if self.groups.tp.size > 1 and self.groups.ranks_sample_alike:
+            return self._gather_on_all_ranks(part)
         logits = self.groups.tp.gather(part) if self.groups.tp.size > 1 else part
         return None if logits is None else logits[:, : self.spec.vocab_size].float().contiguous()
+
+    def _gather_on_all_ranks(self, part: Tensor) -> Tensor:
+        """Return the logits [n, vocab_size] of all ranks' parts, which have the same shape."""
+        tp, (n, width) = self.groups.tp, part.shape
+        parts = tp.all_gather(part, [n] * tp.size).view(tp.size, n, width)
+        logits = part.new_empty((n, self.spec.vocab_size), dtype=torch.float32)
+        for own, target in zip(parts, logits.split(width, dim=1), strict=False):  # the last ranks may have padding only
+            target.copy_(own[:, : target.shape[1]])
+        return logits
 
     def _compute(self, x: HiddenStates, caches: Sequence[Tensor], context: Context) -> HiddenStates:
         """Map token ids, or the hidden states of the previous stage, to those for the next stage or the head."""

@@ -27,7 +27,7 @@ from eagleray.transport.shared_rings import supports_shared_memory
 class Groups:
     """The groups of one worker. `stages` is None if all layers are in one stage. `experts` is joined later if several
     engines divide the experts. `store`, if given, is kept while the groups are in use: in the process of rank 0 it
-    serves the others too."""
+    serves the others too. `ranks_sample_alike`: see the attribute."""
 
     def __init__(
         self,
@@ -36,12 +36,22 @@ class Groups:
         stages: StageLinks | None,
         experts: ExpertGroup,
         store: TCPStore | None = None,
+        *,
+        ranks_sample_alike: bool = False,
     ) -> None:
         self.mesh = mesh
         self.tp = tp
         self.stages = stages
         self.experts = experts
+        self.ranks_sample_alike = ranks_sample_alike
+        """Whether every rank of the last stage has the logits and samples, all with the same result, so that no token
+        travels between them. Otherwise the first of them samples and sends the tokens to the others."""
         self._store = store
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether this rank samples."""
+        return self.mesh.is_last_stage if self.ranks_sample_alike else self.mesh.is_sampler
 
     @classmethod
     def single(cls) -> Groups:
@@ -62,11 +72,22 @@ class OpenedGroups:
     """The resources that a rank has opened for its groups, before it knows those of the others."""
 
     def __init__(
-        self, *, mesh: Mesh, topology: Topology, device: torch.device, engines: EnginePosition = SINGLE_ENGINE
+        self,
+        *,
+        mesh: Mesh,
+        topology: Topology,
+        device: torch.device,
+        engines: EnginePosition = SINGLE_ENGINE,
+        ranks_sample_alike: bool | None = None,
     ) -> None:
         """Open this rank's resources. `engines` is the engine's position among the engines that divide the experts.
-        Raises `ConfigError` for an address that is not this machine's, and for too little shared memory."""
+        `ranks_sample_alike`: see `Groups`; by default on GPUs, where a token on its way through the host would keep the
+        device waiting. Raises `ConfigError` for an address that is not this machine's, and for too little shared
+        memory."""
         self._mesh, self._topology, self._device, self._engines = mesh, topology, device, engines
+        if ranks_sample_alike is None:
+            ranks_sample_alike = device.type == "cuda" and mesh.tp_size > 1
+        self._ranks_sample_alike = ranks_sample_alike
         self._segment: Segment | None = None
         self._store: TCPStore | None = None
         address = None
@@ -99,7 +120,7 @@ class OpenedGroups:
         store, self._store, self._segment = self._store, None, None
         address = self._topology.addresses[mesh.rank]
         experts = ExpertGroup(tp, engines=self._engines, address=address, device=self._device)
-        return Groups(mesh, tp, stages, experts, store)
+        return Groups(mesh, tp, stages, experts, store, ranks_sample_alike=self._ranks_sample_alike)
 
     def close(self) -> None:
         """Close the resources, unless groups own them; harmless when repeated."""

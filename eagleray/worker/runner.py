@@ -4,8 +4,10 @@ Owns the input batch, the sampler and the use of the cache; driven by the worker
 work on the device, and finishes when its results are on the host. Several steps may have begun: on a GPU the next one
 takes the tokens of the one before from the device's memory, before the host knows them.
 
-Every rank of an engine runs every step: it updates its own rows and computes its part of the model. Only the sampler
-has a result; if routed experts are requested, the first rank of every other stage reports those of its layers.
+Every rank of an engine runs every step: it updates its own rows and computes its part of the model. Either one rank
+samples and the others get the tokens from it (`TokenRelay`), or every rank of the last stage samples, and tokens travel
+between stages only (`Groups.ranks_sample_alike`). One rank reports the result; if routed experts are requested, the
+first rank of every other stage reports those of its layers.
 
 Engines that share experts step together: a step begins with an exchange about whether any of them has something to
 compute, and if one has, all run their layers, even without rows.
@@ -86,9 +88,11 @@ class Runner:
         self._sampler = sampler
         self._downloads = downloads
         mesh = model.groups.mesh
-        self._is_sampler = mesh.is_sampler
+        self._is_reporter = mesh.is_sampler
+        self._is_sampling = model.groups.is_sampling
         self._is_last_stage = mesh.is_last_stage
-        self._relay = None if mesh.world_size == 1 else TokenRelay(model.groups, rows)
+        knows_all_tokens = mesh.world_size == 1 or (mesh.pp_size == 1 and model.groups.ranks_sample_alike)
+        self._relay = None if knows_all_tokens else TokenRelay(model.groups, rows)
         self._experts: ExpertsReader | None = None
         if model.trace is not None:
             self._experts = ExpertsReader(model.trace, model.groups.tp, has_sequence_shards=model.has_sequence_shards)
@@ -121,7 +125,7 @@ class Runner:
         prompts = {row: PromptLogprobs(start, *islice(arrays, 3)) for row, start in step.prompts.items()}
         if experts is None:
             experts = next(arrays, None)
-        if not self._is_sampler:
+        if not self._is_reporter:
             return None if experts is None else StageRoutedExperts(step=plan.step, routed_experts=experts)
         return StepResult(
             step=plan.step,
@@ -165,7 +169,7 @@ class Runner:
             self._prompt_logprobs.pop(row, None)
         for new in plan.new_rows:
             self._rows.add_row(new)
-            if self._is_sampler:
+            if self._is_sampling:
                 self._sampler.add_row(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
             if new.sampling.prompt_logprobs is not None and new.prompt_logprobs_from < new.num_prompt_tokens:
                 self._prompt_logprobs[new.row] = (new.sampling.prompt_logprobs, new.prompt_logprobs_from)
@@ -195,10 +199,10 @@ class Runner:
         logits = None
         if self._is_last_stage:
             last = torch.from_numpy(inputs.query_end_loc[inputs.sampling_indices] - 1).to(hidden.device)
-            logits = self._model.logits(hidden[last])  # float32 [num_samples, vocab_size] on the sampler
+            logits = self._model.logits(hidden[last])  # float32 [num_samples, vocab_size] where sampled
         expected = self._rows.expect_tokens(inputs.rows[inputs.sampling_indices])
         if logits is None:
-            assert self._relay is not None, "a single rank has the logits"
+            assert self._relay is not None, "a rank without logits gets the tokens from another"
             self._relay.share(expected, None)
             return
         sampling = self._sampler.begin(logits, expected.rows, expected.positions)
@@ -238,11 +242,11 @@ class Runner:
 
     def _score(self, hidden: Tensor, targets: Tensor, k: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Score positions in chunks, so that the logits of a long prompt over a large vocabulary never exist at once.
-        The list is empty on ranks that only help to compute the logits."""
+        The list is empty on ranks that report nothing."""
         chunks = []
         for i in range(0, len(hidden), PROMPT_CHUNK_SIZE):
             logits = self._model.logits(hidden[i : i + PROMPT_CHUNK_SIZE])
-            if logits is not None:
+            if logits is not None and self._is_reporter:
                 chunks.append(score_prompt(logits, targets[i : i + PROMPT_CHUNK_SIZE], k, self._model.ranking))
         return chunks
 

@@ -2,9 +2,10 @@
 
 Every rank calls `share` after a step with the same rows. With one stage, the sampler's group is the first stage, and
 tokens are broadcast at once. With more stages, tokens travel while the first stage computes other rows; it receives
-them, in the order in which they were sampled, when a step needs one of them.
+them, in the order in which they were sampled, when a step needs one of them. If all ranks of the last stage sample, the
+first one sends.
 
-Owned and driven by the runner of a worker that is not alone in its engine.
+Owned and driven by the runner of a worker that does not sample all tokens itself.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ class TokenRelay:
         self._in_flight: deque[ExpectedTokens] = deque()
 
     def share(self, expected: ExpectedTokens, token_ids: IntArray | None) -> None:
-        """Make the tokens [n] of a step known to the ranks that need them. `token_ids`: int64 [n] on the rank that
-        samples, None on others."""
+        """Make the tokens [n] of a step known to the ranks that need them. `token_ids`: int64 [n] on ranks that sample,
+        None on others."""
         mesh = self._groups.mesh
         if mesh.pp_size == 1:
             self._rows.set_tokens(expected, self._broadcast(len(expected.rows), token_ids))
         elif token_ids is not None:
-            assert self._groups.stages is not None
-            self._groups.stages.send_tokens(torch.from_numpy(token_ids))
+            if mesh.is_sampler:
+                assert self._groups.stages is not None
+                self._groups.stages.send_tokens(torch.from_numpy(token_ids))
             self._rows.set_tokens(expected, token_ids)
         elif mesh.is_first_stage:
             self._in_flight.append(expected)

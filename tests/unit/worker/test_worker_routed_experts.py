@@ -15,6 +15,7 @@ from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.ranking import Ranking
 from eagleray.messages.sampling import Sampling
 from eagleray.messages.steps import NewRow, StageRoutedExperts, StepPlan, StepResult
+from eagleray.parallel.expert_group import ExpertGroup
 from eagleray.parallel.group import SingleRankGroup
 from eagleray.parallel.groups import Groups
 from eagleray.parallel.mesh import Mesh
@@ -73,13 +74,10 @@ class RoutingModel:
         self.num_balanced += 1
 
 
-class FirstStage:
-    """Groups of rank 0 of two stages."""
-
-    mesh = Mesh(rank=0, pp_size=2)
-
-    def __init__(self):
-        self.tp = SingleRankGroup()
+def first_stage() -> Groups:
+    """Return the groups of rank 0 of two stages."""
+    tp = SingleRankGroup()
+    return Groups(Mesh(rank=0, pp_size=2), tp, None, ExpertGroup(tp))
 
 
 def make_rows():
@@ -162,7 +160,7 @@ def test_runner_without_capture_rows_reports_no_experts():
 
 
 def test_runner_first_stage_reports_its_layers():
-    runner = make_runner(RoutingModel(FirstStage()))
+    runner = make_runner(RoutingModel(first_stage()))
     reply = run_step(runner, plan(7, {0: 2, 3: 1}, new_rows=[start(0, [1, 2]), start(3, [4])], capture_rows=[0, 3]))
     assert isinstance(reply, StageRoutedExperts) and reply.step == 7
     assert np.array_equal(reply.routed_experts, experts([1, 2, 4], [0, 1, 0], 300))
