@@ -64,8 +64,6 @@ def tile_config(tokens: int, weight: Weight, dtype: torch.dtype) -> TileConfig:
         return TileConfig(tokens, 128, 64, num_warps=4 if tokens == 64 else 8, num_stages=4)
     if tokens <= 32:
         return TileConfig(tokens, 64, 128, num_warps=4, num_stages=5)
-    if isinstance(weight, Mxfp4Weight):  # more features are more registers than there are
-        return TileConfig(tokens, 128, 64, num_warps=8, num_stages=4)
     return TileConfig(tokens, 128, 128, num_warps=8, num_stages=3)
 
 
@@ -238,20 +236,35 @@ def _load_mxfp4(
     is_inside = is_row[:, None] & (places[None, :] < K // 2)
     pairs = tl.load(values + rows[:, None] * (K // 2) + places[None, :], mask=is_inside, other=0).to(tl.int32)
     words = tl.load(scales + rows * SCALE_STRIDE + start // 128, mask=is_row, other=0)
-    # a word has the scales of 128 numbers; a tile of fewer numbers begins within it
-    groups = start // 32 + tl.arange(0, GROUPS)
-    exponents = (words[:, None] >> ((groups % 4) * 8)[None, :]) & 0xFF
+    exponents = _scales_of_words(words, start, GROUPS)
     # With the bits of E2M1 at this place a float32 is the number times 2^-126, also where it is subnormal, so the power
     # of the scale, 2^(exponent - 127), grows by 126. `multiply_tile` takes a part of that.
     field = exponents + (126 - SHIFT)
+    # Finite in any case, because bytes that are no scales are multiplied with numbers that are 0.
     factors = (tl.where(field > 254, 254, field) << 23).to(tl.float32, bitcast=True)
-    factors = tl.where((groups < K // 32)[None, :], factors, 0.0)
     factors = tl.reshape(tl.broadcast_to(factors[:, :, None], (ROWS, GROUPS, 16)), (ROWS, FEATURES // 2))
     low = ((pairs & 0x7) << 22) | ((pairs & 0x8) << 28)
     high = ((pairs & 0x70) << 18) | ((pairs & 0x80) << 24)
     low = (low.to(tl.float32, bitcast=True) * factors).to(dtype)
     high = (high.to(tl.float32, bitcast=True) * factors).to(dtype)
     return tl.reshape(tl.join(low, high), (ROWS, FEATURES))
+
+
+@triton.jit
+def _scales_of_words(words, start, GROUPS: tl.constexpr):
+    """Return the bytes [rows, GROUPS] of words that have the scales of 128 numbers each, from number `start` on.
+
+    The compiler decodes in the registers that the tensor cores read only if no value depends on its position, so bytes
+    are joined instead of being shifted by a range.
+    """
+    tl.static_assert(GROUPS == 4 or GROUPS == 1)
+    if GROUPS == 4:
+        even = tl.join(words & 0xFF, (words >> 16) & 0xFF)
+        odd = tl.join((words >> 8) & 0xFF, (words >> 24) & 0xFF)
+        result = tl.reshape(tl.join(even, odd), (words.shape[0], 4))
+    else:
+        result = ((words >> (start % 128 // 32 * 8)) & 0xFF)[:, None]
+    return result
 
 
 @triton.jit
