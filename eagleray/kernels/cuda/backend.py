@@ -12,6 +12,7 @@ from eagleray.kernels.cuda.experts import CudaExperts
 from eagleray.kernels.cuda.linear import CudaEmbedding, CudaLinear
 from eagleray.kernels.cuda.lowering import lower
 from eagleray.kernels.cuda.program import CudaProgram
+from eagleray.kernels.cuda.ranking import DeviceRanking
 from eagleray.kernels.params import ClampedSwiglu, RouterParams
 from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.recording import LinearWeight, Recording
@@ -61,7 +62,7 @@ class CudaBackend(RecordingBackend):
 
     @property
     def ranking(self) -> Ranking:
-        return Ranking()
+        return DeviceRanking()
 
     def cache_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return block_size, 2 * num_kv_heads, head_dim

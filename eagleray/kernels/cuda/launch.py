@@ -10,7 +10,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from eagleray.kernels.cuda.metadata import DeviceMetadata, MetadataSizes
+from eagleray.kernels.cuda.metadata import DeviceMetadata, MetadataSizes, SplitRule
 from eagleray.kernels.recording import Access, Buffers, Recording, Value
 
 
@@ -65,8 +65,8 @@ class LoweredLaunches:
     recording: Recording
     launches: Sequence[Launch]
     buffers: Buffers
-    windows: Sequence[int | None]
-    """Windows of the layers, in the order of `DeviceMetadata.splits`."""
+    split_rules: Sequence[SplitRule]
+    """Rules of the layers, in the order of `DeviceMetadata.splits`."""
     queries_per_tile: int
     """See `query_tiles`; 0 without attention."""
     rotates: bool

@@ -12,22 +12,18 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor
 
+from eagleray.kernels.cuda.attention import LatentPagedAttention, PagedAttention
+from eagleray.kernels.cuda.attention_work import SPLIT_KEYS, latent_split_keys
 from eagleray.kernels.cuda.experts import CudaExperts, MovedSlotMap
 from eagleray.kernels.cuda.launch import Frame, Launch, LaunchKind, LoweredLaunches, TensorSpec
 from eagleray.kernels.cuda.linear import CudaEmbedding, CudaLinear
-from eagleray.kernels.cuda.metadata import MetadataSizes
-from eagleray.kernels.cuda.triton.attention import (
-    attend_tiles,
-    device_capability,
-    prefill_tiling,
-    queries_per_tile,
-)
-from eagleray.kernels.cuda.triton.cache_write import write_keys_values
-from eagleray.kernels.cuda.triton.decode_attention import SplitWorkspace, attend_decodes, decode_programs
+from eagleray.kernels.cuda.metadata import MetadataSizes, SplitRule
+from eagleray.kernels.cuda.triton.attention import device_capability, prefill_tiling, queries_per_tile
+from eagleray.kernels.cuda.triton.decode_attention import decode_programs
 from eagleray.kernels.cuda.triton.embedding import embed
 from eagleray.kernels.cuda.triton.gate import gate
+from eagleray.kernels.cuda.triton.mla import latent_queries_per_tile
 from eagleray.kernels.cuda.triton.norm import add, add_rms_norm, rms_norm
 from eagleray.kernels.recording import (
     Access,
@@ -39,6 +35,7 @@ from eagleray.kernels.recording import (
     ExpertsOp,
     HostOp,
     LinearOp,
+    MLAAttentionOp,
     NormOp,
     Recording,
     RoundOp,
@@ -94,7 +91,7 @@ def lower(recording: Recording, device: torch.device) -> LoweredLaunches:
         recording,
         launches,
         buffers,
-        windows=lowering.windows,
+        split_rules=lowering.split_rules,
         queries_per_tile=lowering.queries_per_tile,
         rotates=lowering.queries_per_tile > 0,
         reserve=lowering.reserve,
@@ -107,7 +104,7 @@ class _LaunchLowering:
     dtype: torch.dtype
     device: torch.device
     launches: list[Launch] = field(default_factory=list)
-    windows: list[int | None] = field(default_factory=list)
+    split_rules: list[SplitRule] = field(default_factory=list)
     queries_per_tile: int = 0
     reserve: list[Callable[[int], None]] = field(default_factory=list)
     slot_maps: list[MovedSlotMap] = field(default_factory=list)
@@ -129,6 +126,8 @@ class _LaunchLowering:
                 self._launch(partial(_add_norm, addition, norm), access)
             case AttentionOp():
                 self._attention(op)
+            case MLAAttentionOp():
+                self._mla_attention(op)
             case ExpertsOp():
                 self._experts(op, None)
             case AddExperts(experts, addition):
@@ -164,55 +163,38 @@ class _LaunchLowering:
             self._launch(partial(_gate, weight, product, op.out), Access((product,), (op.out,)))
 
     def _attention(self, op: AttentionOp) -> None:
-        params, window = op.params, op.params.window
-        queries = op.out.another(op.out.size, is_float32=False)
-        self._launch(partial(_write_keys_values, op, queries), Access((op.qkv,), (queries,)))
-
+        params = op.params
         tiling = prefill_tiling(params.head_dim, self.dtype, op.cache.dtype, device_capability(self.device))
-        in_tile = queries_per_tile(params.num_heads // params.num_kv_heads, tiling)
-        assert self.queries_per_tile in (0, in_tile), "the layers' attentions have tiles of one size"
-        self.queries_per_tile = in_tile
-        if window not in self.windows:
-            self.windows.append(window)
-        index, num_programs = self.windows.index(window), decode_programs(self.device)
+        self._set_queries_per_tile(queries_per_tile(params.num_heads // params.num_kv_heads, tiling))
+        queries = op.out.another(op.out.size, is_float32=False)
+        attention = PagedAttention(
+            op, queries, tiling, split_index=self._split_index(params.window), num_programs=decode_programs(self.device)
+        )
+        self._launch(attention.write, Access((op.qkv,), (queries,)))
+        access = Access((queries,), (op.out,))
+        self._launch(attention.attend, access, kind=LaunchKind.ATTENTION, scratch=attention.scratch)
 
-        def attend(frame: Frame, workspace: Tensor) -> None:
-            metadata, q, out = frame.metadata, frame[queries], frame[op.out]
-            sizes, splits = metadata.sizes, metadata.splits[index]
-            if num_decodes := sizes.num_decodes:
-                attend_decodes(
-                    q[:num_decodes],
-                    op.cache,
-                    metadata.block_table[:num_decodes],
-                    metadata.seq_lens[:num_decodes],
-                    splits.work,
-                    splits.num_work,
-                    splits.row_starts,
-                    SplitWorkspace.of(workspace, sizes.num_splits[index], params.num_heads, params.head_dim),
-                    out[:num_decodes],
-                    num_programs=num_programs,
-                    window=window,
-                    sinks=params.sinks,
-                )
-            if sizes.num_tiles:
-                attend_tiles(
-                    q,
-                    op.cache,
-                    metadata.block_table,
-                    metadata.seq_lens,
-                    metadata.query_start_loc,
-                    metadata.tiles,
-                    out,
-                    tiling=tiling,
-                    window=window,
-                    sinks=params.sinks,
-                )
+    def _mla_attention(self, op: MLAAttentionOp) -> None:
+        params = op.params
+        attention = LatentPagedAttention.of(op, self.dtype, self.device)
+        attention.split_index = self._split_index(None, latent_split_keys(params.num_heads))
+        self._set_queries_per_tile(latent_queries_per_tile(params.num_heads, attention.prefill_tiling))
+        absorbed, latents = attention.absorbed, attention.latents
+        self._launch(attention.absorb, Access((op.queries, op.latents), (absorbed,)))
+        access = Access((absorbed,), (latents,))
+        self._launch(attention.attend, access, kind=LaunchKind.ATTENTION, scratch=attention.scratch)
+        self._launch(attention.expand, Access((latents,), (op.out,)))
 
-        def scratch(sizes: MetadataSizes) -> Sequence[TensorSpec]:
-            size = SplitWorkspace.num_floats(sizes.num_splits[index], params.num_heads, params.head_dim)
-            return [TensorSpec((size,), torch.float32)]
+    def _set_queries_per_tile(self, number: int) -> None:
+        assert self.queries_per_tile in (0, number), "the layers' attentions have tiles of one size"
+        self.queries_per_tile = number
 
-        self._launch(attend, Access((queries,), (op.out,)), kind=LaunchKind.ATTENTION, scratch=scratch)
+    def _split_index(self, window: int | None, split_keys: int = SPLIT_KEYS) -> int:
+        """Return the index of a rule among those of all layers."""
+        rule = SplitRule(window, split_keys)
+        if rule not in self.split_rules:
+            self.split_rules.append(rule)
+        return self.split_rules.index(rule)
 
     def _experts(self, op: ExpertsOp, addition: AddOp | None) -> None:
         products = op.products
@@ -255,22 +237,6 @@ def _multiply(weight: CudaLinear, x: Value, out: Value, frame: Frame) -> None:
 
 def _gate(weight: CudaLinear, product: Value, out: Value, frame: Frame) -> None:
     gate(frame[product], weight.clamp, out=frame[out])
-
-
-def _write_keys_values(op: AttentionOp, queries: Value, frame: Frame) -> None:
-    params, metadata = op.params, frame.metadata
-    write_keys_values(
-        frame[op.qkv],
-        frame.cos,
-        frame.sin,
-        metadata.positions,
-        metadata.slot_mapping,
-        op.cache,
-        frame[queries],
-        q_norm=params.q_norm,
-        k_norm=params.k_norm,
-        eps=params.norm_eps,
-    )
 
 
 def _all_reduce(group: TensorParallelGroup, value: Value, frame: Frame) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagleray.kernels.cuda.attention_work import query_tiles, split_work
+from eagleray.kernels.cuda.attention_work import MAX_SPLITS, SPLIT_KEYS, max_split_work, query_tiles, split_work
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array
 
 ALIGNMENT = 4
@@ -27,6 +27,22 @@ NUM_STAGING_BUFFERS = 4
 
 NO_SLOT = -1
 """Slot of a padded token: nothing is cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRule:
+    """The division of the keys of rows with one query, the same in several layers. See `attention_work.split_work`."""
+
+    window: int | None
+    split_keys: int = SPLIT_KEYS
+
+    def work(self, seq_lens: Int32Array) -> tuple[Int32Array, Int32Array]:
+        return split_work(seq_lens, self.window, self.split_keys, MAX_SPLITS)
+
+    def max_work(self, num_rows: int, num_positions: int) -> int:
+        """Return the most work of `num_rows` rows of at most `num_positions` keys."""
+        seen = num_positions if self.window is None else min(self.window, num_positions)
+        return max_split_work(num_rows, seen, self.split_keys, MAX_SPLITS)
 
 
 @dataclass(frozen=True)
@@ -42,7 +58,7 @@ class MetadataSizes:
     num_tiles: int
     """Tiles of the other rows' queries, see `query_tiles`."""
     num_splits: tuple[int, ...]
-    """Pieces of work of the rows with one query, for each window of the model; see `split_work`."""
+    """Pieces of work of the rows with one query, for each `SplitRule` of the model."""
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -74,7 +90,7 @@ class MetadataSizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitMetadata:
-    """Work of the rows with one query in layers with one window, see `attention_work.split_work`."""
+    """Work of the rows with one query in layers with one `SplitRule`, see `attention_work.split_work`."""
 
     num_work: Tensor
     row_starts: Tensor
@@ -95,7 +111,7 @@ class DeviceMetadata:
     query_start_loc: Tensor
     tiles: Tensor
     splits: Sequence[SplitMetadata]
-    """For each window of the model."""
+    """For each rule of the model."""
     block_table: Tensor
 
     @classmethod
@@ -127,16 +143,16 @@ class HostMetadata:
     batch: ForwardBatch
     tiles: Int32Array
     splits: Sequence[tuple[Int32Array, Int32Array]]
-    """(work, row_starts) for each window of the model"""
+    """(work, row_starts) for each rule of the model"""
 
     @classmethod
-    def of(cls, batch: ForwardBatch, windows: Sequence[int | None], queries_per_tile: int) -> HostMetadata:
-        """`windows`: those of the model's layers. `queries_per_tile`: 0 in a model without attention."""
+    def of(cls, batch: ForwardBatch, rules: Sequence[SplitRule], queries_per_tile: int) -> HostMetadata:
+        """`rules`: those of the model's layers. `queries_per_tile`: 0 in a model without attention."""
         tiles = np.empty((0, 2), np.int32)
         if batch.num_decodes < len(batch.seq_lens) and queries_per_tile:
             tiles = query_tiles(batch.query_start_loc, batch.seq_lens, queries_per_tile, batch.num_decodes)
         decodes = batch.seq_lens[: batch.num_decodes]
-        return cls(batch, tiles, [split_work(decodes, window) for window in windows])
+        return cls(batch, tiles, [rule.work(decodes) for rule in rules])
 
     def sizes(self, num_tokens: int) -> MetadataSizes:
         """Return the sizes of these numbers with the tokens padded to `num_tokens`."""

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagleray.kernels.cuda.attention_work import max_split_work
 from eagleray.kernels.cuda.graphs import CallCapture, CudaGraphCapture, GraphCapture
 from eagleray.kernels.cuda.launch import (
     ALIGNED_BYTES,
@@ -29,7 +28,7 @@ from eagleray.kernels.cuda.launch import (
     TensorSpec,
     view_bytes,
 )
-from eagleray.kernels.cuda.metadata import DeviceMetadata, HostMetadata, MetadataBuffer, MetadataSizes
+from eagleray.kernels.cuda.metadata import DeviceMetadata, HostMetadata, MetadataBuffer, MetadataSizes, SplitRule
 from eagleray.kernels.forward_batch import ForwardBatch
 from eagleray.kernels.recording_backend import Program
 from eagleray.kernels.rope import Rope
@@ -117,10 +116,7 @@ class MemoryPlan:
             num_decodes=num_rows,
             table_width=self.table_width,
             num_tiles=0,
-            num_splits=tuple(
-                max_split_work(num_rows, min(window or self.limits.num_positions, self.limits.num_positions))
-                for window in self.lowered.windows
-            ),
+            num_splits=tuple(rule.max_work(num_rows, self.limits.num_positions) for rule in self.lowered.split_rules),
         )
 
     @cached_property
@@ -161,7 +157,7 @@ class MemoryPlan:
         return self.buffer_places[-1] + self.scratch_bytes + MetadataBuffer.num_bytes(self.sizes.length)
 
 
-def _no_batch(windows: Sequence[int | None]) -> HostMetadata:
+def _no_batch(rules: Sequence[SplitRule]) -> HostMetadata:
     """Return the numbers of a batch of padding alone."""
     nothing = np.empty(0, np.int32)
     batch = ForwardBatch(
@@ -173,7 +169,7 @@ def _no_batch(windows: Sequence[int | None]) -> HostMetadata:
         query_start_loc=np.zeros(1, np.int32),
         num_decodes=0,
     )
-    return HostMetadata.of(batch, windows, 0)
+    return HostMetadata.of(batch, rules, 0)
 
 
 class _PassMemory:
@@ -258,7 +254,7 @@ class CudaProgram(Program):
         for bring_up_to_date in self._lowered.before_run:
             bring_up_to_date()
         self._set_last_tokens(batch.last_tokens)
-        metadata = HostMetadata.of(batch, self._lowered.windows, self._lowered.queries_per_tile)
+        metadata = HostMetadata.of(batch, self._lowered.split_rules, self._lowered.queries_per_tile)
         frame, segments = self._choose(batch, metadata)
         memory.metadata.upload(metadata, frame.metadata.sizes)
         frame.num_tokens = batch.num_tokens
@@ -296,7 +292,7 @@ class CudaProgram(Program):
     def _piece_plan(self, num_tokens: int) -> tuple[Frame, list[Segment]]:
         """Return graphs for batches of any rows: they read the metadata of tokens alone, whose places are the same."""
         if num_tokens not in self._piece_plans:
-            no_rows = MetadataSizes(num_tokens, 0, 0, 0, 0, tuple(0 for _ in self._lowered.windows))
+            no_rows = MetadataSizes(num_tokens, 0, 0, 0, 0, tuple(0 for _ in self._lowered.split_rules))
             frame = self._frame(no_rows)
             self._piece_plans[num_tokens] = frame, list(self._captured(frame, PIECE_CUTS))
         return self._piece_plans[num_tokens]
@@ -305,7 +301,7 @@ class CudaProgram(Program):
         """Yield the launches on `frame`: captured ones together, and between them those that are not captured."""
         assert self._memory is not None
         # captured launches run once before: on padding alone, for which nothing is cached or counted
-        self._memory.metadata.upload(_no_batch(self._lowered.windows), frame.metadata.sizes)
+        self._memory.metadata.upload(_no_batch(self._lowered.split_rules), frame.metadata.sizes)
         pending: list[Launch] = []
         for launch in self._lowered.launches:
             if launch.kind not in cuts:

@@ -22,6 +22,8 @@ FAMILIES = {
     "qwen3_moe": {},
     "mixtral": {},
     "gpt_oss": {"sliding_window": 10},
+    "deepseek_v2": {},
+    "deepseek_v3": {},
 }
 
 
@@ -45,3 +47,14 @@ def test_forward_on_cuda_kernels_equals_transformers(family, tmp_path):
     for name, tokens in prompts.items():
         found = torch.cat([part[name] for part in parts if name in part])
         torch.testing.assert_close(found, oracle.logits(tokens), atol=EXACT, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "deepseek_v2"])
+def test_forward_on_cuda_kernels_in_float16_is_close_to_float32(family, tmp_path):
+    """Hidden states are float32, and the inputs and results of products are float16. The tolerance is that of rounding,
+    far below the logits, which reach 8."""
+    checkpoint = make_checkpoint(tmp_path, family, tokenizer=False, num_hidden_layers=1)
+    tokens = random_prompt(2, 9, 384)
+    run = PagedRun(load(checkpoint, dtype="float16"))
+    run.add("only", tokens)
+    torch.testing.assert_close(run.run("only", 8), Oracle(checkpoint).logits(tokens), atol=0.1, rtol=0)
