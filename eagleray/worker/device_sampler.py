@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from eagleray.kernels.cuda.ranking import DeviceRanking
@@ -31,6 +32,10 @@ from eagleray.worker.token_table import IntArray
 MESSAGES = {sampling.NOT_FINITE: NOT_FINITE, sampling.NOTHING_LEFT: NOTHING_LEFT}
 """Reason for a row's failure, by the status that the kernels write."""
 
+ALIGNED_WORDS = 4
+"""Parts of an upload or a download begin at multiples of this, because Triton compiles a kernel twice if only some of
+its pointers are multiples of 16 bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedSampling:
@@ -49,7 +54,8 @@ class PreparedSampling:
     """Number of tokens to report that were asked for by id, by reported row."""
     changes: RowChanges
     words: Words
-    """int32: rows, positions, reported indices, changes."""
+    """int32: rows, positions, reported indices, changes; each part but the last is padded to a multiple of
+    `ALIGNED_WORDS`."""
 
     @property
     def is_adjusted(self) -> bool:
@@ -69,7 +75,7 @@ class DeviceSamplingStep:
 
     def finish(self, arrays: Sequence[HostArray]) -> Sampled:
         """Return the result. `arrays`: the content of `tensors`."""
-        token_ids, statuses = arrays[0]
+        token_ids, statuses = arrays[0][:, : len(self._prepared.rows)]
         failed = {int(index): MESSAGES[int(statuses[index])] for index in np.flatnonzero(statuses)}
         return gather_sampled(self._prepared.rows, token_ids.tolist(), self._reports(arrays[1:]), failed)
 
@@ -102,6 +108,20 @@ class DeviceSampler(TokenSampler):
     def free_row(self, row: int) -> None:
         self._state.free_row(row)
 
+    @torch.inference_mode()
+    def warm_up(self, num_rows: int, *, num_logprobs: int) -> None:
+        """Run every kernel, on logits of `num_rows` rows with the costliest parameters, so that requests neither wait
+        for a compiler nor need more memory than this. No row may have been added."""
+        logits = torch.zeros((num_rows, self._state.vocab_size), device=self._device)
+        rows = np.arange(num_rows)
+        for parameters in _warm_up_parameters(self._state.vocab_size, num_logprobs):
+            for row in rows.tolist():
+                self.add_row(row, parameters, [0, 0], 1)
+            self.begin(logits, rows, np.full(num_rows, 2))
+        self._state = DeviceSamplingState(
+            num_rows=len(self.last_tokens), vocab_size=self._state.vocab_size, device=self._device
+        )
+
     def begin(self, logits: Tensor, rows: IntArray, positions: IntArray) -> DeviceSamplingStep:
         """Upload what the step needs, and launch the choice of a token for each row.
 
@@ -120,7 +140,7 @@ class DeviceSampler(TokenSampler):
         state = self._state
         use = state.use[rows]
         reported = np.flatnonzero(use & SamplingFeature.LOGPROBS)
-        indices = np.concatenate([rows, positions, reported]).astype(np.int32)
+        indices = np.concatenate([_aligned(part) for part in (rows, positions, reported)])
         changes = state.pop_changes(len(indices))
         return PreparedSampling(
             rows=rows.tolist(),
@@ -138,19 +158,20 @@ class DeviceSampler(TokenSampler):
     def launch(self, logits: Tensor, prepared: PreparedSampling, words: Tensor) -> DeviceSamplingStep:
         """Launch the choice of the tokens. For `logits` see `begin`; words: int32 on the device."""
         n, num_reported = len(prepared.rows), len(prepared.reported)
+        size = _aligned_size(n)
         self._state.apply(prepared.changes, words)
-        outcome = torch.empty((2, n), dtype=torch.int32, device=self._device)
+        outcome = torch.empty((2, size), dtype=torch.int32, device=self._device)
         tensors = SamplingTensors(
             logits=logits,
             rows=words[:n],
-            positions=words[n : 2 * n],
+            positions=words[size : size + n],
             memory=self._state.memory,
             counts=self._state.counts,
             last_tokens=self.last_tokens,
-            token_ids=outcome[0],
-            status=outcome[1],
+            token_ids=outcome[0, :n],
+            status=outcome[1, :n],
         )
-        reported = words[2 * n : 2 * n + num_reported]
+        reported = words[2 * size : 2 * size + num_reported]
         is_first_chosen = not prepared.used & SamplingFeature.RANDOM
         sampling.find_first(
             tensors, self._workspace, is_adjusted=False, is_chosen=is_first_chosen and not prepared.is_adjusted
@@ -166,7 +187,7 @@ class DeviceSampler(TokenSampler):
         if num_reported:
             num_top = min(max(prepared.num_logprobs), logits.shape[1])
             downloads += self._report(raw, tensors, reported, num_top, max(prepared.num_requested))
-        return DeviceSamplingStep(outcome[0], downloads, prepared, num_top)
+        return DeviceSamplingStep(tensors.token_ids, downloads, prepared, num_top)
 
     def _raw(self, logits: Tensor, reported: Tensor, prepared: PreparedSampling) -> Tensor:
         """Return the raw logits to report on, [num_reported, vocab_size]: a copy if they will change."""
@@ -203,3 +224,34 @@ class DeviceSampler(TokenSampler):
         collect_reported(tensors.memory, tensors.rows, reported, chosen, out=given)
         token_ids, logprobs, ranks = score_tokens(raw, given, num_top, self._ranking)
         return [token_ids.to(torch.int32), logprobs, ranks.to(torch.int32)]
+
+
+def _aligned_size(size: int) -> int:
+    return -(-size // ALIGNED_WORDS) * ALIGNED_WORDS
+
+
+def _aligned(part: IntArray) -> Words:
+    words = np.zeros(_aligned_size(len(part)), dtype=np.int32)
+    words[: len(part)] = part
+    return words
+
+
+def _warm_up_parameters(vocab_size: int, num_logprobs: int) -> list[Sampling]:
+    """Return parameters of greedy and random rows, without and with adjustments: each has kernels of its own."""
+    greedy = Sampling(seed=0, temperature=0.0)
+    random = Sampling(
+        seed=0,
+        top_k=max(2, vocab_size // 2),
+        top_p=0.5,
+        logprobs=num_logprobs,
+        logprob_token_ids=(0,),
+    )
+    adjustments_of_all = {
+        "allowed_token_ids": (0, 1, 2),
+        "bad_words": ((0, 1),),
+        "min_tokens": 2,
+        "suppressed_token_ids": (1,),
+        "logit_bias": {0: 1.0},
+        "repetition_penalty": 1.5,
+    }
+    return [replace(base, **changes) for base in (greedy, random) for changes in ({}, adjustments_of_all)]

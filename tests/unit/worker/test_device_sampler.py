@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,7 @@ from sampling_oracle import Request, random_logits, random_request
 from eagleray.kernels.cuda.triton.sampling import _uniform
 from eagleray.kernels.ranking import Ranking
 from eagleray.messages.sampling import Sampling
+from eagleray.worker import device_sampler, device_sampling_state
 from eagleray.worker.device_sampler import DeviceSampler
 from eagleray.worker.random_sampler import stream_of, uniform
 from eagleray.worker.sampler import HostSampler, Sampled
@@ -223,6 +225,42 @@ def test_device_sampler_steady_step_uploads_rows_and_positions_alone() -> None:
     prepared = pair.device_sampler.prepare(np.array(rows), np.array([20, 21, 22, 23]))
     assert prepared.words.dtype == np.int32
     assert prepared.words.tolist() == [3, 0, 1, 2, 20, 21, 22, 23]
+    fewer = pair.device_sampler.prepare(np.array(rows[:3]), np.array([30, 31, 32]))
+    assert fewer.words.tolist() == [3, 0, 1, 0, 30, 31, 32, 0], "each part begins at a multiple of 16 bytes"
+
+
+@pytest.mark.parametrize("vocab_size", [3, 90])
+def test_device_sampler_warm_up_runs_every_kernel_and_leaves_nothing(
+    vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = set()
+    launches = {
+        device_sampler.sampling: ("find_first", "cut_front", "draw"),
+        device_sampler.adjustments: ("keep_allowed", "forbid_bad_words", "suppress", "add_bias", "penalise"),
+        device_sampler: ("collect_reported",),
+        device_sampling_state: ("apply_segments", "write_counts"),
+    }
+
+    def recording(name: str, launch: Callable[..., None]) -> Callable[..., None]:
+        def record(*args: object, **options: object) -> None:
+            launched.add((name, *(option for option in options.values() if isinstance(option, bool))))
+            launch(*args, **options)
+
+        return record
+
+    for module, names in launches.items():
+        for name in names:
+            monkeypatch.setattr(module, name, recording(name, getattr(module, name)))
+    pair = Pair(vocab_size)
+    pair.device_sampler.warm_up(3, num_logprobs=2)
+    without_options = {name for names in launches.values() for name in names} - {"find_first", "cut_front"}
+    assert launched == {
+        *((name,) for name in without_options),
+        *(("find_first", is_adjusted, is_chosen) for is_adjusted in (False, True) for is_chosen in (False, True)),
+        *(("cut_front", by_weight) for by_weight in (False, True)),
+    }
+    pair.start(1, Request(Sampling(seed=0, temperature=0.0), [1], []))
+    assert check_step(pair, torch.arange(vocab_size).float().repeat(1, 1), [1]).token_ids == [vocab_size - 1]
 
 
 def test_device_sampler_memory_of_freed_rows_is_reused() -> None:

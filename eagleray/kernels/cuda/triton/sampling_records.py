@@ -85,7 +85,8 @@ def load_long(record, FIELD: tl.constexpr):
     return (high << 32) | low
 
 
-@triton.jit
+# Numbers that differ from step to step do not make another version of a kernel.
+@triton.jit(do_not_specialize=["start"])
 def _copy_segments(memory, words, start, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     segment = words + start + tl.program_id(0) * SIZE
     target, source, count = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
@@ -94,7 +95,7 @@ def _copy_segments(memory, words, start, SIZE: tl.constexpr, BLOCK: tl.constexpr
         tl.store(memory + target + at, tl.load(words + source + at, mask=at < count), mask=at < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def _write_counts(counts, words, start, vocab_size, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     segment = words + start + tl.program_id(0) * SIZE
     entry, source, count = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
@@ -107,7 +108,7 @@ def _write_counts(counts, words, start, vocab_size, SIZE: tl.constexpr, BLOCK: t
         tl.store(own + token_ids, tl.load(words + source + num_tokens + at, mask=is_token), mask=is_token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _collect_reported(memory, rows, indices, chosen, out, width, BLOCK: tl.constexpr):
     report = tl.program_id(0)
     record = record_of(memory, rows, tl.load(indices + report))
