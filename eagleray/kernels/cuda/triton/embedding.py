@@ -27,7 +27,7 @@ def embed(token_ids: Tensor, last_tokens: Tensor, weight: Tensor, *, first: int,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows", "first", "num_own"])
 def _embed(
     token_ids,
     last_tokens,

@@ -89,7 +89,7 @@ def _launch(x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor, **const
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _linear(
     x,
     values,

@@ -133,7 +133,7 @@ def route_constants(
     }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["traced_ids"])
 def _route(
     scores,
     bias,
@@ -344,7 +344,7 @@ def pair_block(num_pairs: int) -> int:
     return min(max(triton.next_power_of_2(num_pairs), 128), PAIR_BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _align(
     slots,
     sorted_pairs,
@@ -396,7 +396,7 @@ def _finish_slot(sorted_pairs, tile_slot, slot, first_tile, count, TILE: tl.cons
     tl.store(sorted_pairs + first_tile * TILE + places, missing, mask=places < last * TILE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
 def _count(
     slots,
     counts,
@@ -413,7 +413,7 @@ def _count(
     tl.store(counts + bins * num_chunks + chunk, found, mask=bins < NUM_SLOTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _sum_chunks(counts, totals, num_chunks, BLOCK: tl.constexpr):
     """Replace the count of each chunk by the sum of the chunks before it, and write the sum of all to `totals`."""
     slot = tl.program_id(0)
@@ -427,7 +427,7 @@ def _sum_chunks(counts, totals, num_chunks, BLOCK: tl.constexpr):
     tl.store(totals + slot, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
 def _place(
     slots,
     counts,

@@ -220,7 +220,7 @@ MODELS = [(PLAIN.value, QWEN3_30B), (FP8.value, DEEPSEEK_V3), (MXFP4.value, GPT_
 @pytest.mark.parametrize(("kind", "model"), MODELS)
 @pytest.mark.parametrize("tile", [16, 32, 64, 128])
 def test_grouped_linear_compiles_for_hopper(kind: int, model: tuple[int, int, int], tile: int, tmp_path: Path) -> None:
-    for gated in (True, False):
+    for gated in (True, False) if tile in (16, 128) else (True,):
         compile_product(kind, model, tile, gated, 90, tmp_path)
 
 
@@ -228,4 +228,5 @@ def test_grouped_linear_compiles_for_hopper(kind: int, model: tuple[int, int, in
 @pytest.mark.parametrize(("kind", "model"), MODELS)
 def test_grouped_linear_compiles(kind: int, model: tuple[int, int, int], capability: int, tmp_path: Path) -> None:
     compile_product(kind, model, 16, True, capability, tmp_path)
-    compile_product(kind, model, 128, False, capability, tmp_path)
+    if kind != PLAIN.value:
+        compile_product(kind, model, 128, False, capability, tmp_path)

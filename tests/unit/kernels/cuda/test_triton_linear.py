@@ -113,7 +113,7 @@ def mxfp4_weight(rows: int, columns: int) -> Mxfp4Weight:
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_quantized_linear_compiles(capability: int, tmp_path: Path) -> None:
-    numbers = [16, 32, 64, 128] if capability == 90 else [16, 128]
+    numbers = [16, 32, 64, 128] if capability == 90 else [16]
     weights = [(fp8(4096, 4096), False), (fp8(24576, 4096), True), (mxfp4_weight(2880, 2880), False)]
     for weight, gated in weights:
         rows, columns = weight.shape
