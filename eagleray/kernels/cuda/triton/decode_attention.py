@@ -271,7 +271,8 @@ def attend_decodes(
     queries, out: [num_rows, num_heads * head_dim], contiguous, of the model's dtype: row i's query is token i. Padded
         rows of `out` are left alone.
     cache: [num_blocks, block_size, 2 * num_kv_heads, head_dim]; this step's keys and values are in it.
-    block_table: int32 [num_rows, max_blocks]; seq_lens: int32 [num_rows], 0 for padded rows.
+    block_table: int32 [num_rows, max_blocks]; seq_lens: int32 [num_rows], 0 for padded rows. Rows with several queries
+        are not among them.
     work: int32 [capacity, 2], num_work: int32 [1], row_starts: int32 [num_rows]: `attention_work.split_work` of the
         same window, split_keys and max_splits, and the length of its list.
     workspace: has room for `num_work` pieces.
