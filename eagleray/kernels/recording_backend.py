@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -49,8 +49,47 @@ from eagleray.kernels.rope import Rope
 from eagleray.parallel.group import TensorParallelGroup
 
 
+@dataclass(frozen=True, slots=True)
+class PassLimits:
+    """The largest batch that a program has memory for."""
+
+    num_tokens: int
+    num_rows: int
+    num_positions: int
+    """Cached tokens of a row, this step's included."""
+
+    def covers(self, other: PassLimits) -> bool:
+        return (
+            self.num_tokens >= other.num_tokens
+            and self.num_rows >= other.num_rows
+            and self.num_positions >= other.num_positions
+        )
+
+    def grown_to(self, other: PassLimits) -> PassLimits:
+        """Return limits that cover both, with room for more."""
+        return PassLimits(
+            max(self.num_tokens, power_of_two(other.num_tokens)),
+            max(self.num_rows, power_of_two(other.num_rows)),
+            max(self.num_positions, power_of_two(other.num_positions)),
+        )
+
+
+def power_of_two(number: int) -> int:
+    """Return the next power of two that is not smaller."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 class Program(Protocol):
     """A lowered recording, ready to run."""
+
+    def num_bytes(self, limits: PassLimits) -> int:
+        """Return the memory that the program takes for batches within `limits`. Temporary tensors of Python functions
+        come on top."""
+        ...
+
+    def reserve(self, limits: PassLimits) -> None:
+        """Allocate the memory for batches within `limits`, so that none of them makes it grow."""
+        ...
 
     def run(self, x: Tensor | None, batch: ForwardBatch) -> Tensor:
         """Compute a batch, from the hidden states `x` if the pass begins with them. Returns [num_tokens, features],

@@ -16,7 +16,7 @@ from eagleray.kernels.cpu.mla import NativeMLA
 from eagleray.kernels.cpu.threads import EXPERT_TOKENS, aligned, threads_for
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array
 from eagleray.kernels.recording import Access, Buffers, Recording, Value
-from eagleray.kernels.recording_backend import Program
+from eagleray.kernels.recording_backend import PassLimits, Program, power_of_two
 from eagleray.kernels.rope import Rope
 from eagleray.parallel.group import TensorParallelGroup
 from eagleray.parallel.token_shards import token_shard
@@ -126,6 +126,18 @@ class CpuProgram(Program):
         self._max_context = 0
         self._scratch: list[Tensor] = []
 
+    def num_bytes(self, limits: PassLimits) -> int:
+        capacity, positions = _with_room(limits.num_tokens), _with_room(limits.num_positions)
+        rows = sum(rows * width * dtype.itemsize for (rows, width), dtype in self._row_shapes(capacity))
+        rotations = 2 * 4 * positions * max((params.head_dim // 2 for params in self._attention_params), default=0)
+        return rows + sum(self._scratch_bytes(capacity, positions)) + rotations
+
+    def reserve(self, limits: PassLimits) -> None:
+        if limits.num_tokens > self._capacity:
+            self._grow(limits.num_tokens)
+        if limits.num_positions > self._max_context:
+            self._extend_tables(limits.num_positions)
+
     def run(self, x: Tensor | None, batch: ForwardBatch) -> Tensor:
         num_tokens = batch.num_tokens
         if num_tokens > self._capacity:
@@ -167,41 +179,54 @@ class CpuProgram(Program):
 
     def _grow(self, num_tokens: int) -> None:
         """Enlarge all buffers for `num_tokens`."""
-        self._capacity = max(MIN_ROWS, 1 << (num_tokens - 1).bit_length())
+        self._capacity = _with_room(num_tokens)
         for reserve in self._lowered.reserve:
             reserve(self._capacity)
         self._rows = []  # freed before the new ones are allocated
-        self._rows = [
-            # an even width, because kernels read pairs: the last one ends with a zero
-            torch.zeros((self._capacity, shape.size + shape.size % 2), dtype=shape.dtype(self._dtype))
-            for shape in self._lowered.buffers.shapes
-        ]
+        self._rows = [torch.zeros(shape, dtype=dtype) for shape, dtype in self._row_shapes(self._capacity)]
         for buffer, rows in zip(self._buffers, self._rows, strict=True):
             buffer.memory, buffer.stride = rows.data_ptr(), rows.shape[1]
         self._make_scratch()
 
     def _extend_tables(self, max_context: int) -> None:
         """Extend the table of rotations to contexts of `max_context` tokens."""
-        self._max_context = max(MIN_ROWS, 1 << (max_context - 1).bit_length())
+        self._max_context = _with_room(max_context)
         cos, sin = self._rope.table(torch.arange(self._max_context))
         self._tables = cos.contiguous(), sin.contiguous()
         self._batch.cos, self._batch.sin = (table.data_ptr() for table in self._tables)
         self._make_scratch()
 
-    def _make_scratch(self) -> None:
-        library, kind = self._library, int(self._dtype == torch.bfloat16)
-        attention = [
-            library.er_attention_scratch_size(params, self._max_context, self._num_threads)
-            for params in self._attention_params
+    def _row_shapes(self, capacity: int) -> list[tuple[tuple[int, int], torch.dtype]]:
+        """Return shape and dtype of each buffer."""
+        # an even width, because kernels read pairs: the last one ends with a zero
+        return [
+            ((capacity, shape.size + shape.size % 2), shape.dtype(self._dtype))
+            for shape in self._lowered.buffers.shapes
         ]
-        tokens = min(EXPERT_TOKENS, self._capacity)
-        experts = [library.er_experts_scratch_size(mix.experts, mix.router.top_k, tokens, kind) for mix in self._mixes]
-        top_k = max((mix.router.top_k for mix in self._mixes), default=0)
-        sizes = [max(attention, default=0), max(experts, default=0), 4 * self._capacity * top_k]
+
+    def _make_scratch(self) -> None:
+        sizes = self._scratch_bytes(self._capacity, self._max_context)
         self._scratch = [torch.zeros(-(-size // 8) + 8, dtype=torch.int64) for size in sizes]
         batch = self._batch
         batch.attention_scratch, batch.expert_scratch, batch.expert_ids = map(aligned, self._scratch)
-        batch.expert_tokens = tokens
+        batch.expert_tokens = min(EXPERT_TOKENS, self._capacity)
+
+    def _scratch_bytes(self, capacity: int, max_context: int) -> tuple[int, int, int]:
+        """Return the bytes of the working memory of attention and of experts, and of the experts' ids."""
+        library, kind = self._library, int(self._dtype == torch.bfloat16)
+        attention = [
+            library.er_attention_scratch_size(params, max_context, self._num_threads)
+            for params in self._attention_params
+        ]
+        tokens = min(EXPERT_TOKENS, capacity)
+        experts = [library.er_experts_scratch_size(mix.experts, mix.router.top_k, tokens, kind) for mix in self._mixes]
+        top_k = max((mix.router.top_k for mix in self._mixes), default=0)
+        return max(attention, default=0), max(experts, default=0), 4 * capacity * top_k
+
+
+def _with_room(number: int) -> int:
+    """Return the room for a number of tokens or positions: some more, so that it seldom grows."""
+    return max(MIN_ROWS, power_of_two(number))
 
 
 def _native(ops: Sequence[NativeOp | HostCall]) -> list[NativeOp]:

@@ -21,13 +21,22 @@ class CudaGraphCapture(GraphCapture):
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        function()  # compiles kernels and loads them, which a capture does not allow
+        # not `torch.cuda.graph`, which waits for the device and empties the allocator's cache at every capture
         graph = torch.cuda.CUDAGraph()
-        # other threads may use CUDA meanwhile, for example to load weights
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            function()
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            function()  # loads kernels and allocates workspaces of libraries, which a capture does not allow
+            # other threads may use CUDA meanwhile, for example to copy results
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                function()
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._stream)
         return graph.replay
 
 

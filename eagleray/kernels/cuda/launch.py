@@ -69,8 +69,8 @@ class LoweredLaunches:
     """Rules of the layers, in the order of `DeviceMetadata.splits`."""
     queries_per_tile: int
     """See `query_tiles`; 0 without attention."""
-    rotates: bool
-    """Whether a launch needs the table of rotations."""
+    num_rotated: int
+    """Pairs of features of a head that launches rotate; 0 without attention."""
     reserve: Sequence[Callable[[int], None]] = ()
     """Callbacks that grow memory outside of the program; called with the most tokens of a batch."""
     before_run: Sequence[Callable[[], None]] = ()

@@ -93,7 +93,7 @@ def lower(recording: Recording, device: torch.device) -> LoweredLaunches:
         buffers,
         split_rules=lowering.split_rules,
         queries_per_tile=lowering.queries_per_tile,
-        rotates=lowering.queries_per_tile > 0,
+        num_rotated=lowering.num_rotated,
         reserve=lowering.reserve,
         before_run=[slots.update for slots in lowering.slot_maps],
     )
@@ -106,6 +106,7 @@ class _LaunchLowering:
     launches: list[Launch] = field(default_factory=list)
     split_rules: list[SplitRule] = field(default_factory=list)
     queries_per_tile: int = 0
+    num_rotated: int = 0
     reserve: list[Callable[[int], None]] = field(default_factory=list)
     slot_maps: list[MovedSlotMap] = field(default_factory=list)
 
@@ -166,6 +167,7 @@ class _LaunchLowering:
         params = op.params
         tiling = prefill_tiling(params.head_dim, self.dtype, op.cache.dtype, device_capability(self.device))
         self._set_queries_per_tile(queries_per_tile(params.num_heads // params.num_kv_heads, tiling))
+        self.num_rotated = params.head_dim // 2
         queries = op.out.another(op.out.size, is_float32=False)
         attention = PagedAttention(
             op, queries, tiling, split_index=self._split_index(params.window), num_programs=decode_programs(self.device)
@@ -179,6 +181,7 @@ class _LaunchLowering:
         attention = LatentPagedAttention.of(op, self.dtype, self.device)
         attention.split_index = self._split_index(None, latent_split_keys(params.num_heads))
         self._set_queries_per_tile(latent_queries_per_tile(params.num_heads, attention.prefill_tiling))
+        self.num_rotated = params.rotated_dim // 2
         absorbed, latents = attention.absorbed, attention.latents
         self._launch(attention.absorb, Access((op.queries, op.latents), (absorbed,)))
         access = Access((absorbed,), (latents,))

@@ -30,7 +30,7 @@ from eagleray.kernels.cuda.launch import (
 )
 from eagleray.kernels.cuda.metadata import DeviceMetadata, HostMetadata, MetadataBuffer, MetadataSizes, SplitRule
 from eagleray.kernels.forward_batch import ForwardBatch
-from eagleray.kernels.recording_backend import Program
+from eagleray.kernels.recording_backend import PassLimits, Program
 from eagleray.kernels.rope import Rope
 from eagleray.parallel.group import TensorParallelGroup
 from eagleray.parallel.token_shards import token_shard
@@ -52,47 +52,18 @@ Segment = Callable[[Frame], None]
 """A part of a plan: the repetition of captured launches, or a launch that takes the tensors of the current batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class PassLimits:
-    """The largest batch that a program has memory for."""
-
-    num_tokens: int
-    num_rows: int
-    num_positions: int
-    """Cached tokens of a row, this step's included."""
-
-    def covers(self, other: PassLimits) -> bool:
-        return (
-            self.num_tokens >= other.num_tokens
-            and self.num_rows >= other.num_rows
-            and self.num_positions >= other.num_positions
-        )
-
-    def in_buckets(self) -> PassLimits:
-        """Return limits that have room for the buckets of these, too."""
-        return PassLimits(
-            bucket_of(self.num_tokens, TOKEN_BUCKETS) or self.num_tokens,
-            bucket_of(self.num_rows, DECODE_BUCKETS) or self.num_rows,
-            self.num_positions,
-        )
-
-    def grown_to(self, other: PassLimits) -> PassLimits:
-        """Return limits that cover both, with room for more."""
-        return PassLimits(
-            max(self.num_tokens, power_of_two(other.num_tokens)),
-            max(self.num_rows, power_of_two(other.num_rows)),
-            max(self.num_positions, power_of_two(other.num_positions)),
-        )
-
-
-def power_of_two(number: int) -> int:
-    """Return the next power of two that is not smaller."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
 def bucket_of(number: int, buckets: Sequence[int]) -> int | None:
     """Return the smallest bucket that has room for `number`, or None."""
     return next((bucket for bucket in buckets if bucket >= number), None)
+
+
+def in_buckets(limits: PassLimits) -> PassLimits:
+    """Return limits that have room for the buckets of these, too."""
+    return PassLimits(
+        bucket_of(limits.num_tokens, TOKEN_BUCKETS) or limits.num_tokens,
+        bucket_of(limits.num_rows, DECODE_BUCKETS) or limits.num_rows,
+        limits.num_positions,
+    )
 
 
 @dataclass(frozen=True)
@@ -153,8 +124,9 @@ class MemoryPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device, apart from the table of rotations and what captured graphs take."""
-        return self.buffer_places[-1] + self.scratch_bytes + MetadataBuffer.num_bytes(self.sizes.length)
+        """Bytes on the device, apart from the gaps between allocations."""
+        rotations = 2 * 4 * self.limits.num_positions * self.lowered.num_rotated
+        return self.buffer_places[-1] + self.scratch_bytes + MetadataBuffer.num_bytes(self.sizes.length) + rotations
 
 
 def _no_batch(rules: Sequence[SplitRule]) -> HostMetadata:
@@ -182,7 +154,7 @@ class _PassMemory:
         self.scratch = torch.zeros(plan.scratch_bytes + ALIGNED_BYTES, dtype=torch.uint8, device=device)
         self.metadata = MetadataBuffer(plan.sizes.length, device)
         self.cos = self.sin = torch.empty(0, device=device)
-        if plan.lowered.rotates:
+        if plan.lowered.num_rotated:
             cos, sin = rope.table(torch.arange(plan.limits.num_positions, device=device))
             self.cos, self.sin = cos.contiguous(), sin.contiguous()
 
@@ -222,12 +194,12 @@ class CudaProgram(Program):
         self._piece_plans: dict[int, tuple[Frame, list[Segment]]] = {}
 
     def num_bytes(self, limits: PassLimits) -> int:
-        """Return the bytes on the device for batches within `limits`, without the table of rotations and graphs."""
-        return self._plan(limits.in_buckets()).num_bytes
+        """See `Program`. What captured graphs take is not included."""
+        return self._plan(in_buckets(limits)).num_bytes
 
     def reserve(self, limits: PassLimits) -> None:
-        """Allocate memory for batches within `limits`. Larger batches make it grow, and captured graphs are lost."""
-        limits = limits.in_buckets()
+        """See `Program`. Larger batches make the memory grow, and captured graphs are lost."""
+        limits = in_buckets(limits)
         if self._memory is not None and self._limits.covers(limits):
             return
         self._limits = limits

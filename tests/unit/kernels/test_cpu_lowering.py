@@ -12,10 +12,12 @@ from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.backend import CpuBackend
 from eagleray.kernels.cpu.build.library import native_library
 from eagleray.kernels.cpu.lowering import lower
-from eagleray.kernels.cpu.program import HostCall, LoweredOps, NativeOp
+from eagleray.kernels.cpu.program import CpuProgram, HostCall, LoweredOps, NativeOp
 from eagleray.kernels.params import AttentionParams, RouterParams
 from eagleray.kernels.recording import Recording
+from eagleray.kernels.recording_backend import PassLimits
 from eagleray.kernels.rope import DefaultRope, Rope
+from eagleray.parallel.group import SingleRankGroup
 
 SIZE, INNER, NUM_EXPERTS, HEAD_DIM = 32, 48, 4, 16
 CPU = torch.device("cpu")
@@ -162,6 +164,24 @@ def test_lower_decoder_layers_share_the_buffers_of_one(layers: Layers) -> None:
     for depth in (1, 3):
         done = lowered(lambda hidden, depth=depth: _repeat(layer, hidden, depth))
         assert len(done.buffers.shapes) == 5  # normed rows and attention's queries share one
+
+
+def test_num_bytes_is_the_memory_that_reserve_allocates(layers: Layers) -> None:
+    cache = torch.zeros(4, 2, 16 * HEAD_DIM, dtype=torch.bfloat16)
+
+    def compute(hidden: HiddenStates) -> HiddenStates:
+        x = layers.norm(layers.product(layers.attend(layers.qkv(layers.norm(hidden)), cache, 16)))
+        return layers.add(hidden, layers.experts(x, layers.router(x)))
+
+    rope = Rope(DefaultRope(10_000.0), HEAD_DIM, dtype=torch.bfloat16, device=CPU)
+    program = CpuProgram(layers.backend.library, lowered(compute), rope=rope, num_threads=2, tp=SingleRankGroup())
+    for limits in (PassLimits(5, 5, 9), PassLimits(700, 8, 300)):
+        program.reserve(limits)
+        tensors = [*program._rows, *program._scratch, *program._tables]
+        assert 0 <= sum(tensor.nbytes for tensor in tensors) - program.num_bytes(limits) < 512
+        rows = [buffer.data_ptr() for buffer in program._rows]
+        program.reserve(limits)
+        assert [buffer.data_ptr() for buffer in program._rows] == rows
 
 
 def _repeat(layer: Callable[[HiddenStates], HiddenStates], hidden: HiddenStates, depth: int) -> HiddenStates:

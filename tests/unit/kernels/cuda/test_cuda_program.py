@@ -18,13 +18,13 @@ from eagleray.kernels.cuda import program as program_module
 from eagleray.kernels.cuda.backend import CudaBackend
 from eagleray.kernels.cuda.graphs import GraphCapture
 from eagleray.kernels.cuda.linear import CudaLinear
-from eagleray.kernels.cuda.program import CudaProgram, PassLimits
+from eagleray.kernels.cuda.program import CudaProgram
 from eagleray.kernels.expert_slots import LayerExpertSlots
 from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.params import AttentionParams, RouterParams
-from eagleray.kernels.recording_backend import RecordedForward
+from eagleray.kernels.recording_backend import PassLimits, RecordedForward
 from eagleray.kernels.rope import DefaultRope, Rope
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.parallel.group import SingleRankGroup, TensorParallelGroup
@@ -37,6 +37,13 @@ ATTENTION = AttentionParams(
     num_heads=2, num_kv_heads=1, head_dim=HEAD_DIM, window=None, q_norm=None, k_norm=None, norm_eps=1e-6
 )
 ROUTER = RouterParams(top_k=2, renormalize=True, round_weights=False)
+
+
+@pytest.fixture(autouse=True)
+def few_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_module, "TOKEN_BUCKETS", (8, 16))
+    monkeypatch.setattr(program_module, "DECODE_BUCKETS", (1, 2, 4))
+
 
 Rows = list[tuple[int, int]]
 """(cached tokens, tokens to compute) of each row"""
@@ -80,7 +87,7 @@ NO_ROWS = ForwardBatch(
 
 DECODES: Rows = [(3, 1), (0, 1), (17, 1)]
 MIXED: Rows = [(5, 1), (0, 7), (9, 1), (6, 3)]
-LONG: Rows = [(2, 1), (0, 20)]
+LONG: Rows = [(2, 1), (0, 17)]
 
 
 class Layers:
@@ -252,8 +259,6 @@ class Watched(GraphCapture):
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     watched = Watched()
     monkeypatch.setattr(program_module, "CallCapture", lambda: watched)
-    monkeypatch.setattr(program_module, "TOKEN_BUCKETS", (8, 16))
-    monkeypatch.setattr(program_module, "DECODE_BUCKETS", (1, 2, 4))
     return watched
 
 
@@ -312,7 +317,8 @@ def test_num_bytes_is_the_memory_that_is_allocated() -> None:
     program.reserve(LIMITS)
     memory = program._memory
     assert memory is not None
-    allocated = memory.buffers.nbytes + memory.scratch.nbytes + memory.metadata.memory.nbytes
+    tensors = memory.buffers, memory.scratch, memory.metadata.memory, memory.cos, memory.sin
+    allocated = sum(tensor.nbytes for tensor in tensors)
     assert 0 <= allocated - program.num_bytes(LIMITS) <= 1024
     assert program.num_bytes(replace(LIMITS, num_tokens=2000)) > 2 * program.num_bytes(LIMITS)
 
