@@ -66,6 +66,7 @@ def check(found: Tensor, expected: Tensor, slots: Tensor) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("columns", "rows"), [(32, 24), (160, 72), (288, 136)])
 def test_grouped_linear_equals_dequantized_weights(kind: str, dtype: torch.dtype, columns: int, rows: int) -> None:
+    torch.manual_seed(0)
     weight, slots = random_weight(kind, (4, rows, columns), dtype), random_slots(3, 2, 4)
     x, bias = strided(torch.randn(6, columns).to(dtype)), torch.randn(4, rows).to(dtype)
     out = torch.full((6, rows), torch.nan, dtype=dtype)
@@ -74,6 +75,7 @@ def test_grouped_linear_equals_dequantized_weights(kind: str, dtype: torch.dtype
 
 
 def test_grouped_linear_columns_that_are_no_multiple_equal_torch() -> None:
+    torch.manual_seed(0)
     for kind in ("plain", "fp8", "fp8 rows"):
         weight, slots, x = random_weight(kind, (3, 20, 44), torch.float32), random_slots(4, 1, 3), torch.randn(4, 44)
         out = torch.full((4, 20), torch.nan)
@@ -85,6 +87,7 @@ def test_grouped_linear_columns_that_are_no_multiple_equal_torch() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("clamp", [None, CLAMP])
 def test_grouped_gated_linear_equals_torch(kind: str, interleaved: bool, clamp: ClampedSwiglu | None) -> None:
+    torch.manual_seed(0)
     weight, slots = random_weight(kind, (4, 2 * 37, 64), torch.float32), random_slots(5, 3, 4)
     x, bias = strided(torch.randn(5, 64) * 0.1), torch.randn(4, 2 * 37)
     out = torch.full((15, 37), torch.nan)
@@ -98,6 +101,7 @@ def test_grouped_gated_linear_equals_torch(kind: str, interleaved: bool, clamp: 
 
 @pytest.mark.parametrize("tile", [32, 64, 128])
 def test_grouped_linear_every_tile_gives_the_same_numbers(tile: int) -> None:
+    torch.manual_seed(0)
     weight, slots = random_weight("mxfp4", (3, 40, 160), torch.float16), random_slots(30, 1, 3)
     x = torch.randn(30, 160).half()
     small, large = (torch.full((30, 40), torch.nan, dtype=torch.float16) for _ in range(2))

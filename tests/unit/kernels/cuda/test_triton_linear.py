@@ -41,6 +41,7 @@ def check(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 def test_quantized_linear_equals_dequantized_weights(
     kind: str, dtype: torch.dtype, num_tokens: int, columns: int, rows: int
 ) -> None:
+    torch.manual_seed(0)
     weight, bias = random_weight(kind, (rows, columns), dtype), torch.randn(rows).to(dtype)
     x, out = strided(torch.randn(num_tokens, columns).to(dtype)), strided(torch.zeros(num_tokens, rows).to(dtype))
     expected = x.double() @ dequantized(weight, dtype).T + bias.double()
@@ -55,6 +56,7 @@ def test_quantized_linear_equals_dequantized_weights(
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("clamp", [None, CLAMP])
 def test_quantized_gated_linear_equals_torch(interleaved: bool, clamp: ClampedSwiglu | None) -> None:
+    torch.manual_seed(0)
     weight, bias = random_weight("fp8", (2 * 69, 64), torch.float32), torch.randn(2 * 69)
     x, out = torch.randn(3, 64) * 0.1, torch.full((3, 69), torch.nan)
     gate_up = x.double() @ dequantized(weight, torch.float32).T + bias
@@ -73,6 +75,7 @@ def test_quantized_linear_every_tile_is_computed(group: int, monkeypatch: pytest
 
 
 def test_quantized_linear_rows_do_not_depend_on_others() -> None:
+    torch.manual_seed(0)
     weight, x = random_weight("mxfp4", (40, 160), torch.float16), torch.randn(40, 160).half()
     whole, alone = (torch.full((40, 40), torch.nan, dtype=torch.float16) for _ in range(2))
     quantized_linear(x, weight, out=whole)

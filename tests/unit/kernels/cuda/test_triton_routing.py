@@ -91,6 +91,7 @@ def test_route_equals_torch(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_route_scores_of_the_models_dtype_equal_torch(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
     router = router_params(renormalize=True, scale=2.7)
     scores = torch.randn(6, 24).to(dtype)
     assert torch.equal(route(scores, router)[0], route_in_torch(scores, router)[0])
@@ -98,6 +99,7 @@ def test_route_scores_of_the_models_dtype_equal_torch(dtype: torch.dtype) -> Non
 
 
 def test_route_weights_are_rounded_last() -> None:
+    torch.manual_seed(0)
     scores = torch.randn(6, 24)
     exact = route(scores, router_params(scale=2.7))[1]
     rounded = route(scores, router_params(scale=2.7, round_weights=True), dtype=torch.float16)[1]
@@ -107,6 +109,7 @@ def test_route_weights_are_rounded_last() -> None:
 
 @NAN_IS_EXPECTED
 def test_route_nan_and_infinity_stay_in_their_token() -> None:
+    torch.manual_seed(0)
     scores, router = torch.randn(6, 20), router_params(renormalize=True)
     expected = route(scores, router)
     scores[1, 3], scores[2, 4], scores[3], scores[4] = torch.nan, torch.inf, -torch.inf, -torch.nan
@@ -133,6 +136,7 @@ def test_route_nan_in_groups_chooses_valid_experts() -> None:
 
 @pytest.mark.parametrize("num_experts", [64, 300])
 def test_route_padded_rows_are_neither_counted_nor_traced(num_experts: int) -> None:
+    torch.manual_seed(0)
     router = router_params()
     scores = torch.randn(5, num_experts)
     scores[3:] = torch.nan
@@ -153,6 +157,7 @@ def test_route_padded_rows_are_neither_counted_nor_traced(num_experts: int) -> N
 
 @pytest.mark.parametrize("rank", [None, 1])
 def test_route_copies_take_turns_over_the_rows(rank: int | None) -> None:
+    torch.manual_seed(0)
     experts = np.array([0, 1, 2, 3, 0, 2, 0, 1])
     layer = LayerExpertSlots(experts, num_experts=4, rank=rank or 0, num_ranks=2)
     slot_map = layer.global_map if rank is None else layer.local_map
