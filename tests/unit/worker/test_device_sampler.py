@@ -119,7 +119,6 @@ LOGITS = {
 
 @pytest.mark.parametrize("name", LOGITS)
 def test_device_sampler_cuts_of_any_logits_equal_cpu_sampler(name: str) -> None:
-    pair = Pair(200, num_rows=10)
     restrictions = [
         {"top_p": 0.3},
         {"top_p": 0.999999},
@@ -131,10 +130,13 @@ def test_device_sampler_cuts_of_any_logits_equal_cpu_sampler(name: str) -> None:
         {"top_k": 5, "min_p": 0.4},
         {"top_p": 0.8, "min_p": 0.01, "temperature": 1e30},
         {"top_k": 3, "top_p": 0.9, "temperature": 1e-3},
+        {"min_p": 1.0},
+        *({"top_k": 130} for _ in range(3)),  # of two values, a part of the lower ones
     ]
+    pair = Pair(200, num_rows=len(restrictions))
     for row, restriction in enumerate(restrictions):
         pair.start(row, Request(Sampling(seed=row, **restriction), [0] * (1 + row), []))
-    check_step(pair, LOGITS[name].repeat(10, 1), list(range(10)))
+    check_step(pair, LOGITS[name].repeat(pair.num_rows, 1), list(range(pair.num_rows)))
     assert not pair.device_sampler._workspace.histogram.any()
 
 
