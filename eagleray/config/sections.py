@@ -109,6 +109,14 @@ class ExecutionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Meta(description="auto: a GPU if torch sees one, else the CPU.")
     ] = "auto"
+    attention_backend: Annotated[
+        Literal["auto", "triton", "fa3", "torch"],
+        Meta(
+            description="What computes attention on a GPU. triton: our own kernels. fa3: FlashAttention-3 for prompts, "
+            "if it is installed, beside our kernels. auto: fa3 where it serves the model, else triton, else torch. "
+            "torch: plain torch for the whole model, on CPUs too, which is slower."
+        ),
+    ] = "auto"
     num_threads: Annotated[
         Positive | None, Meta(description="Threads of a CPU worker. Default: the cores this process may use.")
     ] = None

@@ -5,13 +5,30 @@ Made by the worker for every step, read by the model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class DeviceNumbers:
+    """Numbers of the worker that are needed on the device behind a pass. A backend that uploads a batch by one copy
+    uploads them by the same copy and sets `tensor`."""
+
+    array: Int32Array
+    tensor: Tensor | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the numbers on `device`, int32. They are valid until the next batch is uploaded."""
+        if self.tensor is None:
+            host = torch.from_numpy(self.array)
+            self.tensor = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        return self.tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +49,7 @@ class ForwardBatch:
     """[num_rows + 1] index of each row's first token, and behind the last token of all"""
     num_decodes: int
     """Number of rows that compute exactly one token; they are the first ones."""
+    numbers: DeviceNumbers = field(default_factory=lambda: DeviceNumbers(np.empty(0, np.int32)))
     last_tokens: Tensor | None = None
     """[most rows] the last token sampled for each row, on the device, if `token_ids` may refer to it"""
 

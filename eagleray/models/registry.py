@@ -13,7 +13,7 @@ import torch
 from eagleray.config.json_files import shown
 from eagleray.errors import ConfigError
 from eagleray.kernels.backend import KernelBackend, Operation
-from eagleray.kernels.choose import choose_backend
+from eagleray.kernels.choose import AttentionBackend, ModelTraits, choose_backend
 from eagleray.kernels.expert_trace import MAX_TRACED_EXPERTS
 from eagleray.kernels.rope import Rope
 from eagleray.models.base import Model
@@ -97,10 +97,12 @@ def load_model(
     deterministic: bool = False,
     experts: ExpertOptions = NO_OPTIONS,
     total_memory: int | None = None,
+    attention_backend: AttentionBackend = "auto",
 ) -> Model:
     """Load the model of a checkpoint directory, or this rank's part of it by `groups`, ready to compute.
 
-    `dtype`, `load_format` and `deterministic` are those of `config.ModelConfig`; `seed` is for dummy weights.
+    `dtype`, `load_format` and `deterministic` are those of `config.ModelConfig`, `attention_backend` that of
+    `config.ExecutionConfig`; `seed` is for dummy weights.
     `on_progress` is called with the bytes read and the total bytes of this rank's part. `total_memory`: the bytes of
     the device's memory. Raises `CheckpointError`, and `ConfigError` if the model cannot be divided so, does not fit
     into the memory, or cannot be `deterministic`.
@@ -116,7 +118,10 @@ def load_model(
         _check_stored(config, spec, directory)
     if total_memory is not None:
         _check_memory(config, spec, kind, groups, total_memory)
-    kernels = choose_backend(device, kind, feature_sizes=spec.feature_sizes, head_dim=spec.head_dim)
+    traits = ModelTraits(
+        kind, spec.feature_sizes, spec.head_dim, has_sinks=spec.has_sinks, has_mla=spec.mla is not None
+    )
+    kernels = choose_backend(device, traits, attention_backend)
     if deterministic:
         _check_batch_invariant(spec, kernels, kind, device, groups)
     layout = None

@@ -20,6 +20,7 @@ from eagleray.kernels.cuda.triton import logit_adjustments as adjustments
 from eagleray.kernels.cuda.triton import sampling
 from eagleray.kernels.cuda.triton.sampling import SamplingTensors, SamplingWorkspace
 from eagleray.kernels.cuda.triton.sampling_records import collect_reported
+from eagleray.kernels.forward_batch import DeviceNumbers
 from eagleray.messages.outputs import TokenLogprobs
 from eagleray.messages.sampling import Sampling
 from eagleray.worker.device_sampling_state import DeviceSamplingState, RowChanges, Words
@@ -88,7 +89,7 @@ class DeviceSamplingStep:
         return {own.rows[index]: report for index, report in zip(own.reported, reports, strict=True)}
 
 
-class DeviceSampler(TokenSampler):
+class DeviceSampler(TokenSampler[PreparedSampling]):
     """Owns the sampling state of the rows, and the memory of the kernels."""
 
     def __init__(
@@ -117,26 +118,13 @@ class DeviceSampler(TokenSampler):
         for parameters in _warm_up_parameters(self._state.vocab_size, num_logprobs):
             for row in rows.tolist():
                 self.add_row(row, parameters, [0, 0], 1)
-            self.begin(logits, rows, np.full(num_rows, 2))
+            plan = self.prepare(rows, np.full(num_rows, 2))
+            self.launch(logits, plan, DeviceNumbers(plan.words).on(self._device))
         self._state = DeviceSamplingState(
             num_rows=len(self.last_tokens), vocab_size=self._state.vocab_size, device=self._device
         )
 
-    def begin(self, logits: Tensor, rows: IntArray, positions: IntArray) -> DeviceSamplingStep:
-        """Upload what the step needs, and launch the choice of a token for each row.
-
-        logits: float32 [n, vocab_size], changed in place; rows: [n], the row of each of the logits, no row twice;
-        positions: [n], the absolute position that the token will have, which is the number of known tokens.
-        """
-        prepared = self.prepare(rows, positions)
-        words = torch.from_numpy(prepared.words)
-        if self._device.type == "cuda":
-            words = words.pin_memory().to(self._device, non_blocking=True)
-        return self.launch(logits, prepared, words)
-
     def prepare(self, rows: IntArray, positions: IntArray) -> PreparedSampling:
-        """Return the work of a step, whose words must be on the device when it is launched. Steps are launched in the
-        order in which they were prepared."""
         state = self._state
         use = state.use[rows]
         reported = np.flatnonzero(use & SamplingFeature.LOGPROBS)
@@ -155,11 +143,10 @@ class DeviceSampler(TokenSampler):
         )
 
     @torch.inference_mode()
-    def launch(self, logits: Tensor, prepared: PreparedSampling, words: Tensor) -> DeviceSamplingStep:
-        """Launch the choice of the tokens. For `logits` see `begin`; words: int32 on the device."""
-        n, num_reported = len(prepared.rows), len(prepared.reported)
+    def launch(self, logits: Tensor, plan: PreparedSampling, words: Tensor) -> DeviceSamplingStep:
+        n, num_reported = len(plan.rows), len(plan.reported)
         size = _aligned_size(n)
-        self._state.apply(prepared.changes, words)
+        self._state.apply(plan.changes, words)
         outcome = torch.empty((2, size), dtype=torch.int32, device=self._device)
         tensors = SamplingTensors(
             logits=logits,
@@ -172,22 +159,22 @@ class DeviceSampler(TokenSampler):
             status=outcome[1, :n],
         )
         reported = words[2 * size : 2 * size + num_reported]
-        is_first_chosen = not prepared.used & SamplingFeature.RANDOM
+        is_first_chosen = not plan.used & SamplingFeature.RANDOM
         sampling.find_first(
-            tensors, self._workspace, is_adjusted=False, is_chosen=is_first_chosen and not prepared.is_adjusted
+            tensors, self._workspace, is_adjusted=False, is_chosen=is_first_chosen and not plan.is_adjusted
         )
-        raw = self._raw(logits, reported, prepared)
-        if prepared.is_adjusted:
-            self._adjust(tensors, prepared.used)
+        raw = self._raw(logits, reported, plan)
+        if plan.is_adjusted:
+            self._adjust(tensors, plan.used)
             sampling.find_first(tensors, self._workspace, is_adjusted=True, is_chosen=is_first_chosen)
-        if prepared.used & SamplingFeature.RANDOM:
-            self._draw(tensors, prepared)
+        if plan.used & SamplingFeature.RANDOM:
+            self._draw(tensors, plan)
         downloads = [outcome]
         num_top = 0
         if num_reported:
-            num_top = min(max(prepared.num_logprobs), logits.shape[1])
-            downloads += self._report(raw, tensors, reported, num_top, max(prepared.num_requested))
-        return DeviceSamplingStep(tensors.token_ids, downloads, prepared, num_top)
+            num_top = min(max(plan.num_logprobs), logits.shape[1])
+            downloads += self._report(raw, tensors, reported, num_top, max(plan.num_requested))
+        return DeviceSamplingStep(tensors.token_ids, downloads, plan, num_top)
 
     def _raw(self, logits: Tensor, reported: Tensor, prepared: PreparedSampling) -> Tensor:
         """Return the raw logits to report on, [num_reported, vocab_size]: a copy if they will change."""

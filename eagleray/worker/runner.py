@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,11 +74,23 @@ class UnfinishedStep:
         return self.download is None or self.download.is_done
 
 
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """The rows that sample in a step."""
+
+    expected: ExpectedTokens
+    plan: Any
+    """The sampler's plan; None on ranks that do not sample."""
+    num_lines: int
+    """Number of lines of the hidden states that predict a token, if these are not all; their indices are the last ones
+    of the batch's `numbers`."""
+
+
 class Runner:
     """Runs the steps of one worker. The public attributes describe its activity for a thread beside it."""
 
     def __init__(
-        self, model: Model, cache: KVCache, rows: InputBatch, sampler: TokenSampler, downloads: DownloadQueue
+        self, model: Model, cache: KVCache, rows: InputBatch, sampler: TokenSampler[Any], downloads: DownloadQueue
     ) -> None:
         self.num_steps = 0
         """Number of steps begun."""
@@ -148,11 +161,13 @@ class Runner:
         if not self._model.begin_step(plan.is_idle, inputs.batch.num_tokens):
             step.any_engine_busy = False
             return step
+        samples = self._prepare_samples(inputs)
         hidden = self._model.forward(inputs.batch, self._cache)  # [num_tokens, hidden_size]
         experts = self._read_experts(step, inputs)
         prompts = self._score_prompts(step, inputs, hidden)
         self._rows.num_computed[inputs.rows] += inputs.num_tokens
-        self._sample(step, inputs, hidden)
+        if samples is not None:
+            self._sample(step, samples, inputs, hidden)
         self._model.rebalance_if_due()
         step.tensors += prompts
         if isinstance(experts, Tensor):
@@ -192,20 +207,36 @@ class Runner:
         step.routed_slots = batch.slot_mapping[indices]
         return self._experts.read(indices, batch.num_tokens)
 
-    def _sample(self, step: UnfinishedStep, inputs: StepInputs, hidden: Tensor) -> None:
-        """Begin to sample the next token of every row whose last token was computed, and expect it on every rank."""
+    def _prepare_samples(self, inputs: StepInputs) -> _Samples | None:
+        """Expect the next token of every row whose last token is computed in this step, on every rank, and send what
+        its choice needs to the device together with the batch. Returns None if there is no such row."""
         if len(inputs.sampling_indices) == 0:
-            return
+            return None
+        expected = self._rows.expect_tokens(inputs.rows[inputs.sampling_indices])
+        num_samples, lines = len(expected.rows), None
+        if num_samples < inputs.batch.num_tokens:
+            lines = (inputs.query_end_loc[inputs.sampling_indices] - 1).astype(np.int32)
+        plan = self._sampler.prepare(expected.rows, expected.positions) if self._is_sampling else None
+        parts = [part for part in (None if plan is None else plan.words, lines) if part is not None]
+        if parts:
+            inputs.batch.numbers.array = np.concatenate(parts)
+        return _Samples(expected, plan, num_lines=0 if lines is None else num_samples)
+
+    def _sample(self, step: UnfinishedStep, samples: _Samples, inputs: StepInputs, hidden: Tensor) -> None:
+        """Launch the choice of the tokens, and share them if other ranks need them."""
+        expected, plan = samples.expected, samples.plan
         logits = None
         if self._is_last_stage:
-            last = torch.from_numpy(inputs.query_end_loc[inputs.sampling_indices] - 1).to(hidden.device)
-            logits = self._model.logits(hidden[last])  # float32 [num_samples, vocab_size] where sampled
-        expected = self._rows.expect_tokens(inputs.rows[inputs.sampling_indices])
+            words = inputs.batch.numbers.on(hidden.device)
+            if samples.num_lines:
+                hidden = hidden.index_select(0, words[len(words) - samples.num_lines :])
+            logits = self._model.logits(hidden)  # float32 [num_samples, vocab_size] where sampled
         if logits is None:
             assert self._relay is not None, "a rank without logits gets the tokens from another"
             self._relay.share(expected, None)
             return
-        sampling = self._sampler.begin(logits, expected.rows, expected.positions)
+        assert plan is not None
+        sampling = self._sampler.launch(logits, plan, words)
         if sampling.tensors and self._relay is None:
             step.sampling = expected, sampling
             step.tensors += sampling.tensors

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from eagleray.kernels.forward_batch import Int32Array
 from eagleray.kernels.ranking import Ranking
 from eagleray.messages.outputs import TokenLogprobs
 from eagleray.messages.sampling import Sampling
@@ -45,8 +46,17 @@ class Sampled:
     failures: list[RowFailure]
 
 
+class SamplingPlan(Protocol):
+    """Knowledge of the host about a choice of tokens that is to come."""
+
+    @property
+    def words(self) -> Int32Array:
+        """Numbers that must be on the device when the choice is launched."""
+        ...
+
+
 class SamplingStep(Protocol):
-    """The choice of a step's tokens, which has begun."""
+    """The choice of a step's tokens, which was launched."""
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -58,12 +68,15 @@ class SamplingStep(Protocol):
         ...
 
 
-class TokenSampler(Protocol):
+Plan = TypeVar("Plan", bound=SamplingPlan)
+
+
+class TokenSampler(Protocol[Plan]):
     """Chooses tokens, and has the sampling parameters of all rows."""
 
     last_tokens: Tensor | None
-    """[num_rows] the last token sampled for each row, on the device; None if the host knows a step's tokens when
-    `begin` returns."""
+    """[num_rows] the last token sampled for each row, on the device; None if the host knows the tokens when `launch`
+    returns."""
 
     def add_row(self, row: int, sampling: Sampling, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """Set the row's parameters. `token_ids` is the prompt, then the tokens that were generated before."""
@@ -73,13 +86,23 @@ class TokenSampler(Protocol):
         """Free the row. Does nothing for a free row."""
         ...
 
-    def begin(self, logits: Tensor, rows: IntArray, positions: IntArray) -> SamplingStep:
-        """Begin to choose a token for each of `rows` [n].
-
-        logits: float32 [n, vocab_size], changed in place; positions: [n], the absolute position that the token will
-        have, which is the number of tokens before it.
-        """
+    def prepare(self, rows: IntArray, positions: IntArray) -> Plan:
+        """Prepare the choice of a token for each of `rows` [n], no row twice. `positions` [n] are those that the tokens
+        will have. What is prepared is launched, in the same order."""
         ...
+
+    def launch(self, logits: Tensor, plan: Plan, words: Tensor) -> SamplingStep:
+        """Launch the choice. logits: float32 [n, vocab_size], changed in place; words: those of `plan` on the
+        device."""
+        ...
+
+
+class HostPlan(NamedTuple):
+    """A `SamplingPlan` of a sampler that reads everything on the host."""
+
+    rows: IntArray
+    positions: IntArray
+    words: Int32Array = np.empty(0, np.int32)
 
 
 class _KnownTokens:
@@ -110,7 +133,7 @@ class _Batch:
         return np.flatnonzero(self.use & use)
 
 
-class HostSampler(TokenSampler):
+class HostSampler(TokenSampler[HostPlan]):
     """Chooses the tokens at once, with reads from the device in between: for CPUs, and GPUs without Triton."""
 
     last_tokens = None
@@ -127,14 +150,18 @@ class HostSampler(TokenSampler):
     def free_row(self, row: int) -> None:
         self._state.free_row(row)
 
-    def begin(self, logits: Tensor, rows: IntArray, positions: IntArray) -> SamplingStep:
-        sampled = self.sample(logits, rows, positions)
+    def prepare(self, rows: IntArray, positions: IntArray) -> HostPlan:
+        return HostPlan(rows, positions)
+
+    def launch(self, logits: Tensor, plan: HostPlan, words: Tensor) -> SamplingStep:
+        sampled = self.sample(logits, plan.rows, plan.positions)
         self._state.append_tokens(sampled.rows, sampled.token_ids)
         return _KnownTokens(sampled)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: IntArray, positions: IntArray) -> Sampled:
-        """Choose a token for each row and leave the sampling state unchanged. For the parameters see `begin`."""
+        """Choose a token for each row and leave the sampling state unchanged. For the parameters see `prepare` and
+        `launch`."""
         use = self._state.use[rows]
         step = _Batch(rows, positions, use, int(np.bitwise_or.reduce(use)))
         chosen, highest = self._ranking.first(logits)

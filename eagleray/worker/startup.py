@@ -176,6 +176,7 @@ class LoadedWorker:
                 deterministic=config.deterministic,
                 experts=self._expert_options(),
                 total_memory=total_bytes(self.device),
+                attention_backend=self.setup.config.execution.attention_backend,
             )
         logger.info(
             "loaded %s, %.1f M parameters in %s, on %s with %d threads",

@@ -6,6 +6,7 @@ Driven by an executor's worker group. An exception leaves the worker as an `Ende
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -277,7 +278,7 @@ class NullWorker:
         """Do nothing, since nothing is open."""
 
 
-def sampler_of(model: Model, num_rows: int) -> TokenSampler:
+def sampler_of(model: Model, num_rows: int) -> TokenSampler[Any]:
     """Return the sampler of the device that computes the model."""
     if isinstance(model.ranking, DeviceRanking):
         from eagleray.worker.device_sampler import DeviceSampler  # needs Triton, which GPUs alone have

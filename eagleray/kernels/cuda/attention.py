@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.cuda.attention_work import latent_split_keys
+from eagleray.kernels.cuda.flash_attention import PromptAttention
 from eagleray.kernels.cuda.launch import Frame, TensorSpec
 from eagleray.kernels.cuda.metadata import MetadataSizes
 from eagleray.kernels.cuda.triton.attention import AttentionTiling, attend_tiles, device_capability
@@ -37,6 +38,8 @@ class PagedAttention:
     split_index: int
     """Index of the layer's rule in `DeviceMetadata.splits`."""
     num_programs: int
+    prompt_attention: PromptAttention | None
+    """Computes rows with several queries in place of our own kernel."""
 
     def write(self, frame: Frame) -> None:
         """Normalize and rotate queries and keys, and write keys and values to the cache."""
@@ -74,7 +77,19 @@ class PagedAttention:
                 window=params.window,
                 sinks=params.sinks,
             )
-        if sizes.num_tiles:
+        if sizes.num_tiles and self.prompt_attention is not None:
+            self.prompt_attention(
+                queries,
+                cache,
+                metadata.block_table,
+                metadata.seq_lens,
+                metadata.query_start_loc,
+                out,
+                num_decodes=sizes.num_decodes,
+                num_tokens=frame.num_tokens,
+                window=params.window,
+            )
+        elif sizes.num_tiles:
             attend_tiles(
                 queries,
                 cache,

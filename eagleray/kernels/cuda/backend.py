@@ -24,13 +24,15 @@ from eagleray.parallel.group import TensorParallelGroup
 
 
 class CudaBackend(RecordingBackend):
-    """See `RecordingBackend`. On a CPU the kernels are interpreted, for tests. `captures`: see `CudaProgram`."""
+    """See `RecordingBackend`. On a CPU the kernels are interpreted, for tests. `captures`: see `CudaProgram`;
+    `prefills_by_fa3`: let FlashAttention-3 compute rows with several queries."""
 
     is_batch_invariant = False
 
-    def __init__(self, dtype: torch.dtype, *, captures: bool = True) -> None:
+    def __init__(self, dtype: torch.dtype, *, captures: bool = True, prefills_by_fa3: bool = False) -> None:
         super().__init__(dtype)
         self._captures = captures
+        self.prefills_by_fa3 = prefills_by_fa3
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> CudaLinear:
         return CudaLinear(weight.contiguous(), bias)
@@ -54,7 +56,7 @@ class CudaBackend(RecordingBackend):
     def lower(
         self, recording: Recording, *, rope: Rope, device: torch.device, tp: TensorParallelGroup, block_size: int
     ) -> CudaProgram:
-        lowered = lower(recording, device)
+        lowered = lower(recording, device, prefills_by_fa3=self.prefills_by_fa3)
         return CudaProgram(lowered, rope=rope, device=device, tp=tp, block_size=block_size, captures=self._captures)
 
     def route(self, scores: Tensor, router: RouterParams) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ import torch
 from eagleray.kernels.cuda.attention import LatentPagedAttention, PagedAttention
 from eagleray.kernels.cuda.attention_work import SPLIT_KEYS, latent_split_keys
 from eagleray.kernels.cuda.experts import CudaExperts, MovedSlotMap
+from eagleray.kernels.cuda.flash_attention import PromptAttention
 from eagleray.kernels.cuda.launch import Frame, Launch, LaunchKind, LoweredLaunches, TensorSpec
 from eagleray.kernels.cuda.linear import CudaEmbedding, CudaLinear
 from eagleray.kernels.cuda.metadata import MetadataSizes, SplitRule
@@ -80,9 +81,9 @@ def fuse(recording: Recording) -> list[FusedOp]:
     return fused
 
 
-def lower(recording: Recording, device: torch.device) -> LoweredLaunches:
-    """Return the launches of a recording, with their buffers."""
-    lowering = _LaunchLowering(recording.dtype, device)
+def lower(recording: Recording, device: torch.device, *, prefills_by_fa3: bool = False) -> LoweredLaunches:
+    """Return the launches of a recording, with their buffers. `prefills_by_fa3`: see `CudaBackend`."""
+    lowering = _LaunchLowering(recording.dtype, device, PromptAttention() if prefills_by_fa3 else None)
     for op in fuse(recording):
         lowering.lower(op)
     launches = lowering.launches
@@ -103,6 +104,7 @@ def lower(recording: Recording, device: torch.device) -> LoweredLaunches:
 class _LaunchLowering:
     dtype: torch.dtype
     device: torch.device
+    prompt_attention: PromptAttention | None
     launches: list[Launch] = field(default_factory=list)
     split_rules: list[SplitRule] = field(default_factory=list)
     queries_per_tile: int = 0
@@ -170,7 +172,12 @@ class _LaunchLowering:
         self.num_rotated = params.head_dim // 2
         queries = op.out.another(op.out.size, is_float32=False)
         attention = PagedAttention(
-            op, queries, tiling, split_index=self._split_index(params.window), num_programs=decode_programs(self.device)
+            op,
+            queries,
+            tiling,
+            split_index=self._split_index(params.window),
+            num_programs=decode_programs(self.device),
+            prompt_attention=self.prompt_attention,
         )
         self._launch(attention.write, Access((op.qkv,), (queries,)))
         access = Access((queries,), (op.out,))

@@ -25,6 +25,10 @@ ALIGNMENT = 4
 NUM_STAGING_BUFFERS = 4
 """Host buffers that are filled in turn. One is filled again after three more steps were begun, so its copy is done."""
 
+MAX_NUMBERS = 8192
+"""Numbers of the worker that are copied together with a batch. More of them, as when rows with long lists of tokens
+begin, are copied by themselves."""
+
 NO_SLOT = -1
 """Slot of a padded token: nothing is cached."""
 
@@ -195,27 +199,35 @@ def _fill(target: Int32Array, values: Int32Array, padding: int) -> None:
 
 
 class MetadataBuffer:
-    """The device's buffer of `capacity` numbers, and the host's buffers that are copied to it."""
+    """The device's buffer of `capacity` numbers, and the host's buffers that are copied to it. The numbers of the
+    worker end where those of the batch begin, so that one copy takes both."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.capacity = capacity
-        self.memory = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self._is_cuda = device.type == "cuda"
-        self._staging = [_StagingBuffer(capacity, is_cuda=self._is_cuda) for _ in range(NUM_STAGING_BUFFERS)]
+        self.whole = torch.zeros(MAX_NUMBERS + capacity, dtype=torch.int32, device=device)
+        self.memory = self.whole[MAX_NUMBERS:]
+        is_cuda = device.type == "cuda"
+        self._staging = [_StagingBuffer(len(self.whole), is_cuda=is_cuda) for _ in range(NUM_STAGING_BUFFERS)]
         self._turn = 0
 
     @staticmethod
     def num_bytes(capacity: int) -> int:
         """Return the bytes on the device."""
-        return 4 * capacity
+        return 4 * (MAX_NUMBERS + capacity)
 
     def upload(self, metadata: HostMetadata, sizes: MetadataSizes) -> None:
         """Begin to copy the numbers of a batch, behind what the device has been given to do before."""
         self._turn = (self._turn + 1) % len(self._staging)
         staging = self._staging[self._turn]
         staging.wait_until_copied()
-        used = metadata.write(staging.array, sizes)
-        self.memory[:used].copy_(staging.tensor[:used], non_blocking=True)
+        numbers, first = metadata.batch.numbers, MAX_NUMBERS
+        if len(numbers.array) <= MAX_NUMBERS:
+            length = len(numbers.array)
+            first -= -(-length // ALIGNMENT) * ALIGNMENT
+            staging.array[first : first + length] = numbers.array
+            numbers.tensor = self.whole[first : first + length]
+        end = MAX_NUMBERS + metadata.write(staging.array[MAX_NUMBERS:], sizes)
+        self.whole[first:end].copy_(staging.tensor[first:end], non_blocking=True)
         staging.note_copy()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.messages.sampling import Sampling
 from eagleray.models.base import Model
 from eagleray.worker.downloads import Download, DownloadQueue, HostArray
-from eagleray.worker.sampler import Sampled, SamplingStep, TokenSampler
+from eagleray.worker.sampler import HostPlan, Sampled, SamplingStep, TokenSampler
 
 
 class FakeDownload(Download):
@@ -63,7 +64,7 @@ class FakeDevice(DownloadQueue):
             self.complete()
 
 
-class ArgmaxSampler(TokenSampler):
+class ArgmaxSampler(TokenSampler[HostPlan]):
     """Samples the likeliest token on the device and keeps it there."""
 
     def __init__(self, num_rows: int) -> None:
@@ -76,11 +77,14 @@ class ArgmaxSampler(TokenSampler):
     def free_row(self, row: int) -> None:
         self.rows.discard(row)
 
-    def begin(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> SamplingStep:
+    def prepare(self, rows: np.ndarray, positions: np.ndarray) -> HostPlan:
         assert set(rows.tolist()) <= self.rows
+        return HostPlan(rows, positions, rows.astype(np.int32))
+
+    def launch(self, logits: Tensor, plan: HostPlan, words: Tensor) -> SamplingStep:
         chosen = logits.argmax(dim=-1)
-        self.last_tokens[torch.from_numpy(rows)] = chosen
-        return ChosenTokens(rows, [chosen])
+        self.last_tokens[words[: len(chosen)]] = chosen
+        return ChosenTokens(plan.rows, [chosen])
 
 
 class ChosenTokens:
@@ -95,7 +99,7 @@ class ChosenTokens:
 def use_fake_device(patch: pytest.MonkeyPatch, device: FakeDevice, *, depth: int = 2) -> None:
     """Have engines made from now on compute on `device`, with up to `depth` steps in flight."""
 
-    def sampler_of(model: Model, num_rows: int) -> TokenSampler:
+    def sampler_of(model: Model, num_rows: int) -> TokenSampler[Any]:
         return ArgmaxSampler(num_rows)
 
     patch.setattr("eagleray.models.registry.choose_backend", lambda *_, **__: TorchBackend())

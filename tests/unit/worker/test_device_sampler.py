@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from msgspec.structs import replace
 from no_host_reads import no_host_reads
+from sampler_launch import launch
 from sampling_oracle import Request, random_logits, random_request
 
 from eagleray.kernels.cuda.triton.sampling import _uniform
@@ -61,7 +62,7 @@ class Pair:
         poisoned = torch.full((len(rows) + 2, self.vocab_size + 3), torch.nan)
         poisoned[1:-1, 1:-2] = logits
         with no_host_reads():
-            step = self.device_sampler.begin(poisoned[1:-1, 1:-2], np.array(rows), np.array(positions))
+            step = launch(self.device_sampler, poisoned[1:-1, 1:-2], np.array(rows), np.array(positions))
         sampled = step.finish([tensor.numpy() for tensor in step.tensors])
 
         assert poisoned[[0, -1]].isnan().all() and poisoned[:, [0, -2, -1]].isnan().all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from sampler_launch import launch
 
 from eagleray.kernels.ranking import Ranking
 from eagleray.messages.sampling import Sampling
@@ -44,11 +45,11 @@ def test_device_sampler_on_gpu_equals_cpu_sampler_without_waiting() -> None:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if index >= 3 else "default")  # the first steps compile
         try:
-            step = sampler.begin(on_gpu, rows, positions)
+            step = launch(sampler, on_gpu, rows, positions)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         sampled = step.finish([tensor.cpu().numpy() for tensor in step.tensors])
-        expected = host.begin(logits, rows, positions).finish([])
+        expected = launch(host, logits, rows, positions).finish([])
         assert (sampled.rows, sampled.failures) == (expected.rows, expected.failures)
         assert sampled.token_ids == expected.token_ids
         assert sampled.logprobs.keys() == expected.logprobs.keys()

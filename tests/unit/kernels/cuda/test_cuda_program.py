@@ -209,7 +209,7 @@ def test_num_bytes_is_the_memory_that_is_allocated() -> None:
     program.reserve(LIMITS)
     memory = program._memory
     assert memory is not None
-    tensors = memory.buffers, memory.scratch, memory.metadata.memory, memory.cos, memory.sin
+    tensors = memory.buffers, memory.scratch, memory.metadata.whole, memory.cos, memory.sin
     allocated = sum(tensor.nbytes for tensor in tensors)
     assert 0 <= allocated - program.num_bytes(LIMITS) <= 1024
     assert program.num_bytes(replace(LIMITS, num_tokens=2000)) > 2 * program.num_bytes(LIMITS)
