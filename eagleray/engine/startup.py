@@ -78,7 +78,7 @@ def start_engine(
         num_blocks = _useful_blocks(config, model, fits)
     bytes_per_block = max(worker.bytes_per_block for worker in loaded)
     _check_cache(config, model, num_blocks, bytes_per_block)
-    call(AllocateCache(num_blocks), CallDone)
+    call(AllocateCache(num_blocks, budget), CallDone)
     block_size = config.cache.block_size
     size = num_blocks * bytes_per_block / 2**30
     logger.info("cache: %d blocks of %d tokens, %.2f GiB per worker", num_blocks, block_size, size)

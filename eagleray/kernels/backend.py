@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.expert_trace import ExpertTrace
-from eagleray.kernels.forward_batch import ForwardBatch, Int32Array
+from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.params import AttentionParams, ClampedSwiglu, MLAParams, RouterParams
 from eagleray.kernels.ranking import Ranking
@@ -48,9 +48,20 @@ Compute = Callable[[HiddenStates, Sequence[Tensor], Context], HiddenStates]
 """The part of the model that a rank has: (token ids or hidden states, the cache of each layer, context) -> hidden
 states"""
 
-Forward = Callable[[Int32Array | Tensor, ForwardBatch, KVCache], Tensor]
-"""The compiled form of a `Compute`: (token ids [num_tokens], or the hidden states sent by the previous pipeline stage;
-batch; cache) -> hidden states"""
+
+class Forward(Protocol):
+    """The compiled form of a `Compute`."""
+
+    def __call__(self, x: Int32Array | Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Return the hidden states of a batch, given its token ids [num_tokens], or the hidden states sent by the
+        previous pipeline stage."""
+        ...
+
+    def warm_up(self, cache: KVCache, limits: PassLimits, *, size: int | None, last_tokens: Tensor | None) -> None:
+        """Do what would delay the first batches: compile kernels, allocate memory for batches within `limits`, capture
+        graphs. `size`: the features of the hidden states sent by the previous stage, None if there is none;
+        `last_tokens`: the tensor that all batches will have."""
+        ...
 
 
 class ExpertProducts(Protocol):

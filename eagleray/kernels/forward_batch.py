@@ -56,3 +56,33 @@ class ForwardBatch:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PassLimits:
+    """The largest batch that a program has memory for."""
+
+    num_tokens: int
+    num_rows: int
+    num_positions: int
+    """Cached tokens of a row, this step's included."""
+
+    def covers(self, other: PassLimits) -> bool:
+        return (
+            self.num_tokens >= other.num_tokens
+            and self.num_rows >= other.num_rows
+            and self.num_positions >= other.num_positions
+        )
+
+    def grown_to(self, other: PassLimits) -> PassLimits:
+        """Return limits that cover both, with room for more."""
+        return PassLimits(
+            max(self.num_tokens, power_of_two(other.num_tokens)),
+            max(self.num_rows, power_of_two(other.num_rows)),
+            max(self.num_positions, power_of_two(other.num_positions)),
+        )
+
+
+def power_of_two(number: int) -> int:
+    """Return the next power of two that is not smaller."""
+    return 1 << max(number - 1, 0).bit_length()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -26,7 +26,7 @@ from eagleray.kernels.backend import (
 )
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.expert_trace import ExpertTrace
-from eagleray.kernels.forward_batch import ForwardBatch, Int32Array
+from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.params import AttentionParams, ClampedSwiglu, MLAParams, RouterParams
 from eagleray.kernels.recording import (
@@ -49,36 +49,6 @@ from eagleray.kernels.rope import Rope
 from eagleray.parallel.group import TensorParallelGroup
 
 
-@dataclass(frozen=True, slots=True)
-class PassLimits:
-    """The largest batch that a program has memory for."""
-
-    num_tokens: int
-    num_rows: int
-    num_positions: int
-    """Cached tokens of a row, this step's included."""
-
-    def covers(self, other: PassLimits) -> bool:
-        return (
-            self.num_tokens >= other.num_tokens
-            and self.num_rows >= other.num_rows
-            and self.num_positions >= other.num_positions
-        )
-
-    def grown_to(self, other: PassLimits) -> PassLimits:
-        """Return limits that cover both, with room for more."""
-        return PassLimits(
-            max(self.num_tokens, power_of_two(other.num_tokens)),
-            max(self.num_rows, power_of_two(other.num_rows)),
-            max(self.num_positions, power_of_two(other.num_positions)),
-        )
-
-
-def power_of_two(number: int) -> int:
-    """Return the next power of two that is not smaller."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
 class Program(Protocol):
     """A lowered recording, ready to run."""
 
@@ -89,6 +59,10 @@ class Program(Protocol):
 
     def reserve(self, limits: PassLimits) -> None:
         """Allocate the memory for batches within `limits`, so that none of them makes it grow."""
+        ...
+
+    def warm_up(self, limits: PassLimits, last_tokens: Tensor | None) -> None:
+        """See `Forward.warm_up`."""
         ...
 
     def run(self, x: Tensor | None, batch: ForwardBatch) -> Tensor:
@@ -266,8 +240,8 @@ class RecordingBackend(KernelBackend):
         return torch.float32
 
 
-class RecordedForward:
-    """A `Forward`. The pass is recorded and lowered at the first call, and again for another cache, because its
+class RecordedForward(Forward):
+    """See `Forward`. The pass is recorded and lowered at the first call, and again for another cache, because its
     operations hold the cache's tensors."""
 
     def __init__(
@@ -284,6 +258,9 @@ class RecordedForward:
     def __call__(self, x: Int32Array | Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
         hidden = x if isinstance(x, Tensor) else None
         return self.program(cache, size=None if hidden is None else hidden.shape[1]).run(hidden, batch)
+
+    def warm_up(self, cache: KVCache, limits: PassLimits, *, size: int | None, last_tokens: Tensor | None) -> None:
+        self.program(cache, size=size).warm_up(limits, last_tokens)
 
     def program(self, cache: KVCache, *, size: int | None) -> Program:
         """Return the program for this cache. `size`: features of the hidden states that the pass begins with, None if

@@ -210,7 +210,10 @@ class MemoryMeasured(msgspec.Struct, frozen=True, tag=True):
 
 
 class AllocateCache(msgspec.Struct, frozen=True, tag=True):
+    """Allocate the cache, and get ready for steps of up to `max_num_batched_tokens` tokens."""
+
     num_blocks: int
+    max_num_batched_tokens: int
 
 
 class LoadNullModel(msgspec.Struct, frozen=True, tag=True):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagleray.kernels.backend import Context, HiddenStates, KernelBackend, Operation
 from eagleray.kernels.expert_trace import ExpertTrace
-from eagleray.kernels.forward_batch import ForwardBatch
+from eagleray.kernels.forward_batch import ForwardBatch, PassLimits
 from eagleray.kernels.kv_cache import CacheShape, KVCache
 from eagleray.kernels.rope import Rope
 from eagleray.models.layers.decoder import DecoderLayer
@@ -130,6 +130,12 @@ class Model:
             assert self.groups.stages is not None
             self.groups.stages.send_hidden(hidden.clone())  # the original may be overwritten before it is sent
         return hidden
+
+    @torch.inference_mode()
+    def warm_up(self, cache: KVCache, limits: PassLimits, last_tokens: Tensor | None) -> None:
+        """Do what would delay the first calls of `forward` with this cache, see `Forward.warm_up`."""
+        size = None if self._embedding is not None else self.spec.hidden_size
+        self._run.warm_up(cache, limits, size=size, last_tokens=last_tokens)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor | None:

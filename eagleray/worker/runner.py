@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagleray.kernels.forward_batch import DeviceNumbers
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import PromptLogprobs
@@ -263,7 +264,7 @@ class Runner:
             if begin >= end:
                 continue
             offset = int(inputs.query_end_loc[index] - inputs.num_tokens[index]) - first
-            targets = torch.from_numpy(self._rows.token_ids[row, begin:end].astype(np.int64)).to(hidden.device)
+            targets = DeviceNumbers(self._rows.token_ids[row, begin:end]).on(hidden.device).to(torch.int64)
             chunks = self._score(hidden[offset + begin : offset + end], targets, k)
             if chunks:
                 step.prompts[row] = begin

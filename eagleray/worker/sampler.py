@@ -86,6 +86,11 @@ class TokenSampler(Protocol[Plan]):
         """Free the row. Does nothing for a free row."""
         ...
 
+    def warm_up(self, num_rows: int, *, num_logprobs: int) -> None:
+        """Do what would delay the first choices, for up to `num_rows` rows with up to `num_logprobs` log-probabilities
+        each. No row may have been added."""
+        ...
+
     def prepare(self, rows: IntArray, positions: IntArray) -> Plan:
         """Prepare the choice of a token for each of `rows` [n], no row twice. `positions` [n] are those that the tokens
         will have. What is prepared is launched, in the same order."""
@@ -149,6 +154,9 @@ class HostSampler(TokenSampler[HostPlan]):
 
     def free_row(self, row: int) -> None:
         self._state.free_row(row)
+
+    def warm_up(self, num_rows: int, *, num_logprobs: int) -> None:
+        """Do nothing: there is nothing to compile."""
 
     def prepare(self, rows: IntArray, positions: IntArray) -> HostPlan:
         return HostPlan(rows, positions)

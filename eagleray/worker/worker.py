@@ -15,6 +15,7 @@ from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, ExpertGroupBroken, InvalidRequest
 from eagleray.identity import WorkerId
 from eagleray.kernels.cuda.ranking import DeviceRanking
+from eagleray.kernels.forward_batch import PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
@@ -166,8 +167,8 @@ class Worker:
                 return loaded.describe()
             case LoadedWorker(), MeasureMemory(max_num_batched_tokens):
                 return MemoryMeasured(state.available_bytes(max_num_batched_tokens))
-            case LoadedWorker(), AllocateCache(num_blocks):
-                self._state = ServingWorker(state, num_blocks)
+            case LoadedWorker(), AllocateCache(num_blocks, max_num_batched_tokens):
+                self._state = ServingWorker(state, num_blocks, max_num_batched_tokens)
             case ((WorkerSetup() | NullWorker()), LoadNullModel()):
                 self._state = NullWorker(is_sampler=self._setup.mesh.is_sampler)
             case _:
@@ -181,7 +182,7 @@ class ServingWorker:
     A worker of an expert group takes none from the moment its group is left until it has joined the next one.
     """
 
-    def __init__(self, loaded: LoadedWorker, num_blocks: int) -> None:
+    def __init__(self, loaded: LoadedWorker, num_blocks: int, max_num_batched_tokens: int) -> None:
         model, config = loaded.model, loaded.setup.config
         num_rows, block_size = config.scheduling.max_num_seqs, config.cache.block_size
         self._model = model
@@ -194,11 +195,15 @@ class ServingWorker:
         cache = KVCache.allocate(
             model.cache_shape(block_size), num_blocks=num_blocks, dtype=model.dtype, device=model.device
         )
+        sampler = sampler_of(model, num_rows)
+        limits = PassLimits(max(max_num_batched_tokens, num_rows), num_rows, loaded.max_model_len)
+        model.warm_up(cache, limits, sampler.last_tokens)
+        sampler.warm_up(num_rows, num_logprobs=config.model.max_logprobs)
         self._runner = Runner(
             model,
             cache,
             InputBatch(num_rows=num_rows, max_model_len=loaded.max_model_len, block_size=block_size),
-            sampler_of(model, num_rows),
+            sampler,
             downloads_of(model.device),
         )
         self._prefaulter = CachePrefaulter(cache, self._runner)

@@ -14,9 +14,9 @@ from torch import Tensor
 from eagleray.kernels.cpu.abi import CStruct, abi
 from eagleray.kernels.cpu.mla import NativeMLA
 from eagleray.kernels.cpu.threads import EXPERT_TOKENS, aligned, threads_for
-from eagleray.kernels.forward_batch import ForwardBatch, Int32Array
+from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits, power_of_two
 from eagleray.kernels.recording import Access, Buffers, Recording, Value
-from eagleray.kernels.recording_backend import PassLimits, Program, power_of_two
+from eagleray.kernels.recording_backend import Program
 from eagleray.kernels.rope import Rope
 from eagleray.parallel.group import TensorParallelGroup
 from eagleray.parallel.token_shards import token_shard
@@ -137,6 +137,9 @@ class CpuProgram(Program):
             self._grow(limits.num_tokens)
         if limits.num_positions > self._max_context:
             self._extend_tables(limits.num_positions)
+
+    def warm_up(self, limits: PassLimits, last_tokens: Tensor | None) -> None:
+        """Do nothing: memory that is allocated in advance is not there before it is written to."""
 
     def run(self, x: Tensor | None, batch: ForwardBatch) -> Tensor:
         num_tokens = batch.num_tokens

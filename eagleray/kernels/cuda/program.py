@@ -10,6 +10,7 @@ smaller batches use the first rows, working memory that launches share, and the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,11 +30,14 @@ from eagleray.kernels.cuda.launch import (
     view_bytes,
 )
 from eagleray.kernels.cuda.metadata import DeviceMetadata, HostMetadata, MetadataBuffer, MetadataSizes, SplitRule
-from eagleray.kernels.forward_batch import ForwardBatch
-from eagleray.kernels.recording_backend import PassLimits, Program
+from eagleray.kernels.forward_batch import ForwardBatch, PassLimits
+from eagleray.kernels.recording_backend import Program
 from eagleray.kernels.rope import Rope
+from eagleray.log import get_logger
 from eagleray.parallel.group import TensorParallelGroup
 from eagleray.parallel.token_shards import token_shard
+
+logger = get_logger(__name__)
 
 DECODE_BUCKETS = (1, 2, 4, *range(8, 257, 8))
 """Numbers of rows of captured graphs for batches in which each row has one query."""
@@ -208,6 +212,12 @@ class CudaProgram(Program):
         for reserve in self._lowered.reserve:
             reserve(self._plan(limits).sizes.num_tokens)
         self._memory = _PassMemory(self._plan(limits), self._rope, self._device)
+
+    def warm_up(self, limits: PassLimits, last_tokens: Tensor | None) -> None:
+        started = time.monotonic()
+        self.reserve(limits)
+        num_graphs = self.capture(last_tokens) if self._captures else 0
+        logger.info("compiled the kernels and captured %d graphs in %.1f s", num_graphs, time.monotonic() - started)
 
     def capture(self, last_tokens: Tensor | None = None) -> int:
         """Capture all graphs within the reserved limits, and return their number of buckets. `last_tokens` must be that

@@ -26,7 +26,7 @@ from eagleray.kernels.backend import (
 )
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.expert_trace import ExpertTrace
-from eagleray.kernels.forward_batch import ForwardBatch, Int32Array
+from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.params import AttentionParams, ClampedSwiglu, MLAParams, RouterParams
 from eagleray.kernels.ranking import Ranking
@@ -121,15 +121,7 @@ class TorchBackend(KernelBackend):
         device: torch.device,
         tp: TensorParallelGroup = SINGLE_RANK,
     ) -> Forward:
-        def forward(x: Int32Array | Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
-            tensors = DeviceBatch.of(batch, device)
-            cos, sin = rope.angles(tensors.positions)
-            metadata = {window: build_attention_metadata(tensors, cache.layers[0], window) for window in windows}
-            context = ForwardContext(cos=cos, sin=sin, slot_mapping=tensors.slot_mapping, metadata=metadata)
-            hidden: Tensor = compute(x if isinstance(x, Tensor) else tensors.token_ids, cache.layers, context)
-            return hidden
-
-        return forward
+        return TorchForward(compute, rope, windows, device)
 
     @property
     def ranking(self) -> Ranking:
@@ -143,6 +135,27 @@ class TorchBackend(KernelBackend):
 
     def mla_cache_block(self, block_size: int, size: int) -> tuple[int, ...]:
         return mla_cache_block(block_size, size)
+
+
+class TorchForward(Forward):
+    """See `Forward`. It computes operation by operation, so there is nothing to warm up."""
+
+    def __init__(self, compute: Compute, rope: Rope, windows: frozenset[int | None], device: torch.device) -> None:
+        self._compute = compute
+        self._rope = rope
+        self._windows = windows
+        self._device = device
+
+    def __call__(self, x: Int32Array | Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        tensors = DeviceBatch.of(batch, self._device)
+        cos, sin = self._rope.angles(tensors.positions)
+        metadata = {window: build_attention_metadata(tensors, cache.layers[0], window) for window in self._windows}
+        context = ForwardContext(cos=cos, sin=sin, slot_mapping=tensors.slot_mapping, metadata=metadata)
+        hidden: Tensor = self._compute(x if isinstance(x, Tensor) else tensors.token_ids, cache.layers, context)
+        return hidden
+
+    def warm_up(self, cache: KVCache, limits: PassLimits, *, size: int | None, last_tokens: Tensor | None) -> None:
+        pass
 
 
 def _embed(token_ids: Tensor, weight: Tensor, first: int) -> Tensor:

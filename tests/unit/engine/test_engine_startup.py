@@ -21,7 +21,7 @@ def start(group: CountingGroup, **options) -> int:
 def test_start_engine_default_cache_uses_measured_memory():
     group = CountingGroup(available_bytes=5_000)
     assert start(group) == 50
-    assert AllocateCache(50) in group.calls
+    assert AllocateCache(50, 512) in group.calls
     assert MeasureMemory(512) in group.calls
 
 

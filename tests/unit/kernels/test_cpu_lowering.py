@@ -13,9 +13,9 @@ from eagleray.kernels.cpu.backend import CpuBackend
 from eagleray.kernels.cpu.build.library import native_library
 from eagleray.kernels.cpu.lowering import lower
 from eagleray.kernels.cpu.program import CpuProgram, HostCall, LoweredOps, NativeOp
+from eagleray.kernels.forward_batch import PassLimits
 from eagleray.kernels.params import AttentionParams, RouterParams
 from eagleray.kernels.recording import Recording
-from eagleray.kernels.recording_backend import PassLimits
 from eagleray.kernels.rope import DefaultRope, Rope
 from eagleray.parallel.group import SingleRankGroup
 

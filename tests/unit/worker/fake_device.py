@@ -77,6 +77,9 @@ class ArgmaxSampler(TokenSampler[HostPlan]):
     def free_row(self, row: int) -> None:
         self.rows.discard(row)
 
+    def warm_up(self, num_rows: int, *, num_logprobs: int) -> None:
+        pass
+
     def prepare(self, rows: np.ndarray, positions: np.ndarray) -> HostPlan:
         assert set(rows.tolist()) <= self.rows
         return HostPlan(rows, positions, rows.astype(np.int32))

@@ -38,7 +38,7 @@ START = {
     "WorkerSetup": OpenGroup("engine"),
     "OpenedWorker": JOIN,
     "JoinedWorker": LoadModel(),
-    "LoadedWorker": AllocateCache(8),
+    "LoadedWorker": AllocateCache(8, 64),
 }
 """The call that leads from each state to the next one."""
 MODULE = """
@@ -88,7 +88,7 @@ def test_worker_start_replies_in_each_state(worker):
     assert isinstance(call(worker, JOIN), CallDone)
     assert isinstance(call(worker, LoadModel()), ModelLoaded)
     assert isinstance(call(worker, MeasureMemory(64)), MemoryMeasured)
-    assert isinstance(call(worker, AllocateCache(8)), CallDone)
+    assert isinstance(call(worker, AllocateCache(8, 64)), CallDone)
     assert call(worker, ReadExpertLoad()).counts.shape == (0, 0)
 
 

@@ -37,7 +37,7 @@ from eagleray.kernels.cuda.graphs import GraphCapture
 from eagleray.kernels.cuda.linear import CudaLinear
 from eagleray.kernels.expert_slots import LayerExpertSlots
 from eagleray.kernels.expert_trace import ExpertTrace
-from eagleray.kernels.recording_backend import PassLimits
+from eagleray.kernels.forward_batch import PassLimits
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.parallel.group import TensorParallelGroup
 from eagleray.parallel.token_shards import token_shard

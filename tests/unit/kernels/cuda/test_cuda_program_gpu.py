@@ -7,7 +7,7 @@ import torch
 from cuda_passes import DECODES, LONG, MIXED, Layers, Pass, batch_of, cuda_pass
 
 from eagleray.kernels.cuda.graphs import CallCapture
-from eagleray.kernels.recording_backend import PassLimits
+from eagleray.kernels.forward_batch import PassLimits
 from eagleray.kernels.torch.backend import TorchBackend
 
 pytestmark = [
