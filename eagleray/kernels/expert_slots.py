@@ -2,12 +2,13 @@
 
 An expert slot is a place for one expert's weights. Every rank of the expert group has the same number of them: slot s
 is the local slot s % slots_per_rank of rank s // slots_per_rank. An expert may be in several slots, as copies. Experts
-move between steps, and the tables are changed in place, so that compiled passes may keep pointers to them.
+move between steps, and the tables are changed in place, also their copies on a device, so that compiled passes may keep
+pointers to them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ ABSENT = -1
 """Stands for a slot on another rank."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class ExpertSlotMap:
     """The slots of a layer's experts, of one rank or of all."""
 
@@ -31,14 +32,28 @@ class ExpertSlotMap:
     """[num_experts, max_copies] slot of an expert's copy c; -1 if it is on another rank, or there are fewer copies"""
     num_copies: Int32Array
     """[num_experts] on all ranks, at least 1. A row uses the copy with the number row % num_copies."""
-    version: int = 0
-    """Number of changes, by which a copy on a device is found to be out of date."""
+    _on_devices: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return `table` and `num_copies` on a device, where they stay in place and change with these."""
+        if device not in self._on_devices:
+            self._on_devices[device] = (
+                torch.from_numpy(self.table).to(device),
+                torch.from_numpy(self.num_copies).to(device),
+            )
+        return self._on_devices[device]
+
+    def update_devices(self) -> None:
+        """Copy changes to the devices, behind what they have been given to do before."""
+        for table, num_copies in self._on_devices.values():
+            if table.device.type != "cpu":  # there they share the memory
+                table.copy_(torch.from_numpy(self.table))
+                num_copies.copy_(torch.from_numpy(self.num_copies))
 
     def find(self, ids: Tensor, *, first_row: int = 0) -> Tensor:
         """Return the slots of the experts `ids` [num_rows, top_k], int32 of the same shape, -1 for absent ones. Copies
         of an expert take turns over the rows, whose numbers begin with `first_row`."""
-        table = torch.as_tensor(self.table, device=ids.device)
-        num_copies = torch.as_tensor(self.num_copies, device=ids.device)
+        table, num_copies = self.on(ids.device)
         ids = ids.long()
         rows = torch.arange(first_row, first_row + len(ids), device=ids.device)[:, None]
         return table[ids, rows % num_copies[ids]]
@@ -78,4 +93,4 @@ class LayerExpertSlots:
         is_local = (table >= 0) & (table // self.slots_per_rank == self._rank)
         self.local_map.table[:] = np.where(is_local, table % self.slots_per_rank, ABSENT)
         for slot_map in (self.local_map, self.global_map):
-            slot_map.version += 1
+            slot_map.update_devices()

@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from eagleray.kernels.uploads import upload
+
 MAX_TRACED_EXPERTS = 65_535
 """Limit of uint16."""
 
@@ -73,7 +75,7 @@ class ExpertTrace:
         kept = self._kept[:num_rows]
         if rows is None:
             return kept.clone()
-        indices = torch.as_tensor(rows, dtype=torch.int64).to(kept.device)
+        indices = upload(np.asarray(rows, dtype=np.int64), kept.device)
         if self.dtype == torch.uint16:  # torch cannot index it
             return kept.view(torch.int16).index_select(0, indices).view(torch.uint16)
         return kept.index_select(0, indices)

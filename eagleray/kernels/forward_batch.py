@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from eagleray.kernels.uploads import upload
+
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -26,8 +28,7 @@ class DeviceNumbers:
     def on(self, device: torch.device) -> Tensor:
         """Return the numbers on `device`, int32. They are valid until the next batch is uploaded."""
         if self.tensor is None:
-            host = torch.from_numpy(self.array)
-            self.tensor = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+            self.tensor = upload(self.array, device)
         return self.tensor
 
 

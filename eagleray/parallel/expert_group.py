@@ -181,7 +181,13 @@ class ExpertGroup:
             device=self._device,
             timeout=timeout,
         )
-        return TorchGroup(connections, kind=KIND)
+        group = TorchGroup(connections, kind=KIND)
+        if self._device.type == "cuda":
+            with ExitStack() as stack:
+                stack.callback(group.close)
+                group.warm_up(self._device)
+                stack.pop_all()
+        return group
 
     def _run(self, operation: Callable[[TensorParallelGroup], Tensor], x: Tensor) -> Tensor:
         if not self.spans_engines:

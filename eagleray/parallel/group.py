@@ -31,6 +31,12 @@ class TensorParallelGroup(Protocol):
         """Whether every sum is added up in the same order, whatever the shape."""
         ...
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether `all_reduce` of a contiguous tensor on a GPU is computed in place, and a CUDA graph can capture
+        it."""
+        ...
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over all ranks, with the same bits on every rank. It may be computed in `x` itself."""
         ...
@@ -71,6 +77,7 @@ class SingleRankGroup:
     rank = 0
     size = 1
     is_ordered = True
+    is_capturable = True
 
     def __init__(self) -> None:
         self.bytes_sent: dict[str, int] = Counter()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from eagleray.messages.steps import GroupOpened
 from eagleray.messages.workers import Topology
@@ -20,6 +20,7 @@ from eagleray.parallel.group import SingleRankGroup, TensorParallelGroup
 from eagleray.parallel.mesh import SINGLE_ENGINE, EnginePosition, Mesh
 from eagleray.parallel.rendezvous import LOOPBACK, bind_store, reach_store
 from eagleray.parallel.shared_memory import Segment
+from eagleray.parallel.small_sums import SmallSum, SymmetricSum
 from eagleray.parallel.stages import StageLinks
 from eagleray.transport.shared_rings import supports_shared_memory
 
@@ -116,6 +117,9 @@ class OpenedGroups:
                 assert self._store is not None
                 name = f"pipeline of tensor-parallel rank {mesh.tp_rank}"
                 stages = StageLinks(mesh, self._connect(name, mesh.pp_rank, mesh.pp_size, timeout), self._store)
+                stack.callback(stages.close)
+                if self._device.type == "cuda":
+                    stages.warm_up(self._device)
             stack.pop_all()
         store, self._store, self._segment = self._store, None, None
         address = self._topology.addresses[mesh.rank]
@@ -134,12 +138,32 @@ class OpenedGroups:
             return SingleRankGroup()
         if not _can_share_memory(mesh.tp_ranks, self._topology, self._device):
             name = f"tensor-parallel group of stage {mesh.pp_rank}"
-            return TorchGroup(self._connect(name, mesh.tp_rank, mesh.tp_size, timeout))
+            group = TorchGroup(self._connect(name, mesh.tp_rank, mesh.tp_size, timeout))
+            if self._device.type == "cuda":
+                self._prepare(group, name)
+            return group
         if self._segment is not None:
             return self._segment.join()
         handle = opened[mesh.tp_ranks[0]].segment
         assert handle is not None, "the first rank of a group on one node creates its memory"
         return Segment.attach(handle, rank=mesh.tp_rank, num_ranks=mesh.tp_size)
+
+    def _prepare(self, group: TorchGroup, name: str) -> None:
+        """Do now what a group of GPUs does at its first use, and find the fastest way for small sums."""
+        device, store = self._device, self._store
+        assert store is not None, "rank 0 binds the store"
+
+        def make() -> SmallSum:
+            own = PrefixStore(f"{name}/small sums", store)
+            return SymmetricSum(name, rank=group.rank, size=group.size, device=device, store=own)
+
+        on_one_node = len({self._topology.nodes[rank] for rank in self._mesh.tp_ranks}) == 1
+        with ExitStack() as stack:
+            stack.callback(group.close)
+            group.warm_up(device)
+            is_possible = on_one_node and SymmetricSum.is_possible(group.size, device)
+            group.open_small_sum(make, is_possible=is_possible, device=device)
+            stack.pop_all()
 
     def _connect(self, name: str, rank: int, size: int, timeout: float) -> TorchProcessGroups:
         assert self._store is not None, "rank 0 binds the store"

@@ -116,6 +116,7 @@ class SharedMemoryGroup:
     once."""
 
     is_ordered = True
+    is_capturable = False
 
     def __init__(self, rounds: Rounds) -> None:
         self.rank = rounds.rank

@@ -43,6 +43,14 @@ class StageLinks:
         self._store.set_timeout(timedelta(seconds=timeout))
         self._sent: deque[tuple[Work, Tensor]] = deque()  # kept until they have certainly left
 
+    def warm_up(self, device: torch.device) -> None:
+        """Send a number through all stages, which connects neighbours. All stages call this together."""
+        number = torch.zeros((1, 1), device=device)
+        if not self._mesh.is_first_stage:
+            number = self.receive_hidden((1, 1), number.dtype, device)
+        if not self._mesh.is_last_stage:
+            self.send_hidden(number)
+
     def send_hidden(self, hidden: Tensor) -> None:
         """Send to the same tensor-parallel rank of the next stage, without waiting for it to compute. `hidden` must not
         change afterwards."""

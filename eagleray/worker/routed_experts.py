@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.expert_trace import ExpertTrace
+from eagleray.kernels.uploads import upload
 from eagleray.messages.arrays import Array
 from eagleray.parallel.group import TensorParallelGroup
 from eagleray.parallel.token_shards import token_counts
@@ -54,5 +55,5 @@ class ExpertsReader:
         gathered = self._tp.all_gather(ids.to(torch.int32).flatten(1), np.diff(cuts).tolist())
         if rank != 0:
             return None
-        in_order = gathered[torch.from_numpy(np.argsort(order)).to(gathered.device)]
+        in_order = gathered[upload(np.argsort(order), gathered.device)]
         return in_order.unflatten(1, ids.shape[1:]).to(ids.dtype)

@@ -21,7 +21,6 @@ from eagleray.kernels.cuda.triton.routing import (
     route,
 )
 from eagleray.kernels.cuda.triton.weighted_sum import weighted_sum
-from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.recording import ExpertsOp, LinearWeight, Value
 
 
@@ -65,12 +64,12 @@ class CudaExperts(ExpertProducts):
         return [tensor[slot].view(torch.uint8).view(-1) for tensor in tensors if tensor is not None]
 
     def launch(
-        self, op: ExpertsOp, out: Value, slots: MovedSlotMap | None, *, accumulates: bool
+        self, op: ExpertsOp, out: Value, *, accumulates: bool
     ) -> tuple[Callable[..., None], Callable[[MetadataSizes], Sequence[TensorSpec]]]:
-        """Return the function and the working memory of the launch that computes `op`. `slots`: its slot map;
-        `accumulates`: the result is added to `out`."""
+        """Return the function and the working memory of the launch that computes `op`. `accumulates`: the result is
+        added to `out`."""
         top_k, dtype, num_experts = op.router.top_k, self._gate_up.dtype, op.scores.size
-        slot_map = None if slots is None else slots.on_device
+        slot_map = None if op.slots is None else DeviceSlotMap(*op.slots.on(self._gate_up.device))
 
         def compute(frame: Frame, *scratch: Tensor) -> None:
             (ids, weights, own_slots, outputs), trace = scratch[:4], op.trace
@@ -124,24 +123,6 @@ class CudaExperts(ExpertProducts):
         align(slots, self.num_slots, tiles, workspace)
         grouped_gated_linear(x, self._gate_up, self._gate_up_bias, self._clamp, tiles, top_k=slots.shape[1], out=inner)
         grouped_linear(inner, self._down, self._down_bias, tiles, out=outputs.flatten(0, 1))
-
-
-class MovedSlotMap:
-    """A slot map, and its copy on the device. Experts move between steps, after which the copy is updated."""
-
-    def __init__(self, slots: ExpertSlotMap, device: torch.device) -> None:
-        self._slots = slots
-        self._version = slots.version
-        self.on_device = DeviceSlotMap(
-            torch.from_numpy(slots.table).to(device, copy=True),
-            torch.from_numpy(slots.num_copies).to(device, copy=True),
-        )
-
-    def update(self) -> None:
-        if self._version != self._slots.version:
-            self._version = self._slots.version
-            self.on_device.table.copy_(torch.from_numpy(self._slots.table))
-            self.on_device.num_copies.copy_(torch.from_numpy(self._slots.num_copies))
 
 
 def _linears(weights: Sequence[LinearWeight]) -> list[CudaLinear]:

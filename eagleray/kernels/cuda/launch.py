@@ -73,8 +73,6 @@ class LoweredLaunches:
     """Pairs of features of a head that launches rotate; 0 without attention."""
     reserve: Sequence[Callable[[int], None]] = ()
     """Callbacks that grow memory outside of the program; called with the most tokens of a batch."""
-    before_run: Sequence[Callable[[], None]] = ()
-    """Callbacks that bring tables on the device up to date."""
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ import torch
 
 from eagleray.kernels.cuda.attention import LatentPagedAttention, PagedAttention
 from eagleray.kernels.cuda.attention_work import SPLIT_KEYS, latent_split_keys
-from eagleray.kernels.cuda.experts import CudaExperts, MovedSlotMap
+from eagleray.kernels.cuda.experts import CudaExperts
 from eagleray.kernels.cuda.flash_attention import PromptAttention
 from eagleray.kernels.cuda.launch import Frame, Launch, LaunchKind, LoweredLaunches, TensorSpec
 from eagleray.kernels.cuda.linear import CudaEmbedding, CudaLinear
@@ -96,7 +96,6 @@ def lower(recording: Recording, device: torch.device, *, prefills_by_fa3: bool =
         queries_per_tile=lowering.queries_per_tile,
         num_rotated=lowering.num_rotated,
         reserve=lowering.reserve,
-        before_run=[slots.update for slots in lowering.slot_maps],
     )
 
 
@@ -110,7 +109,6 @@ class _LaunchLowering:
     queries_per_tile: int = 0
     num_rotated: int = 0
     reserve: list[Callable[[int], None]] = field(default_factory=list)
-    slot_maps: list[MovedSlotMap] = field(default_factory=list)
 
     def lower(self, op: FusedOp) -> None:
         match op:
@@ -212,10 +210,7 @@ class _LaunchLowering:
         out = op.out if addition is None else addition.out
         total = None if addition is None else addition.total
         access = Access(op.reads, (out,)) if total is None else Access((*op.reads, total), (out,), {out: total})
-        slots = None if op.slots is None else MovedSlotMap(op.slots, self.device)
-        if slots is not None:
-            self.slot_maps.append(slots)
-        function, scratch = products.launch(op, out, slots, accumulates=total is not None)
+        function, scratch = products.launch(op, out, accumulates=total is not None)
         self._launch(function, access, scratch=scratch)
         if op.trace is not None and op.trace.keeps_ids:
             self.reserve.append(op.trace.reserve)

@@ -233,8 +233,6 @@ class CudaProgram(Program):
 
     def run(self, x: Tensor | None, batch: ForwardBatch) -> Tensor:
         memory = self._fit(batch)
-        for bring_up_to_date in self._lowered.before_run:
-            bring_up_to_date()
         self._set_last_tokens(batch.last_tokens)
         metadata = HostMetadata.of(batch, self._lowered.split_rules, self._lowered.queries_per_tile)
         frame, segments = self._choose(batch, metadata)

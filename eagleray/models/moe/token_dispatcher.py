@@ -25,7 +25,8 @@ from eagleray.parallel.expert_group import ExpertGroup
 
 
 class AllGatherTokenDispatcher:
-    """Gives the tokens of all ranks to every rank: few messages, and bytes that grow with the number of ranks."""
+    """Gives the tokens of all ranks to every rank: few messages, and bytes that grow with the number of ranks. The host
+    reads nothing from the device: it has agreed on the numbers of tokens before the step."""
 
     def __init__(self, group: ExpertGroup) -> None:
         self._group = group
@@ -50,7 +51,8 @@ class AllGatherTokenDispatcher:
 
 
 class AllToAllTokenDispatcher:
-    """Sends a token only to the ranks of its experts."""
+    """Sends a token only to the ranks of its experts. The host reads numbers of tokens from the device several times
+    in each layer, so a GPU waits for it; there, `all-gather` is the default."""
 
     def __init__(self, group: ExpertGroup) -> None:
         self._group = group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,3 +31,13 @@ def test_expert_slots_assign_updates_the_tables_of_all_ranks(num_experts, num_ra
             assert len(set(copies.tolist())) == len(copies)
             own = [slot % per_rank if slot // per_rank == rank else -1 for slot in copies]
             assert slots.local_map.table[expert].tolist() == own + [-1] * (slots.local_map.table.shape[1] - len(own))
+
+
+def test_expert_slots_on_a_device_stay_in_place_when_experts_move():
+    slots = LayerExpertSlots(np.array([0, 1, 2, 0]), num_experts=3, rank=0, num_ranks=2)
+    table, num_copies = slots.local_map.on(torch.device("cpu"))
+    assert table.tolist() == [[0, -1], [1, -1], [-1, -1]] and num_copies.tolist() == [2, 1, 1]
+    slots.assign(np.array([2, 2, 1, 0]))
+    assert table.tolist() == [[-1, -1], [-1, -1], [0, 1]] and num_copies.tolist() == [1, 1, 2]
+    assert slots.local_map.on(torch.device("cpu"))[0] is table
+    assert slots.global_map.find(torch.tensor([[2], [2]])).tolist() == [[0], [1]]
