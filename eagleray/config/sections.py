@@ -29,6 +29,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["auto", "bfloat16", "float16", "float32", "half", "float"],
         Meta(description="Number format of weights and computation; auto takes the checkpoint's."),
     ] = "auto"
+    quantization: Annotated[
+        Literal["fp8"] | None,
+        Meta(
+            description="fp8: quantize the weights of linear layers and experts when they are loaded, with a scale for "
+            "each block of 128 x 128 (on GPUs). Default: as the checkpoint stores them."
+        ),
+    ] = None
     max_model_len: Annotated[
         Positive | None,
         Meta(description="Longest sequence, prompt and output together, in tokens. Default: the model's own."),
@@ -72,6 +79,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_cache_memory: Annotated[
         str | int | None, Meta(description="Memory for the cache, in bytes or as in 4GiB. Default: sized from memory.")
     ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        Meta(
+            description="Number format of keys and values in the cache. auto: that of the model. fp8: float8_e4m3fn, "
+            "half the memory, without scales (on GPUs of compute capability 8.9 or more)."
+        ),
+    ] = "auto"
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1, description="Part of a GPU's memory that the engine may use.")
     ] = 0.9

@@ -19,6 +19,7 @@ from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.params import AttentionParams, ClampedSwiglu, MLAParams, RouterParams
+from eagleray.kernels.quantized import Weight, WeightFormat
 from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.rope import Rope
 from eagleray.parallel.group import SingleRankGroup, TensorParallelGroup
@@ -104,7 +105,11 @@ class KernelBackend(Protocol):
     is_batch_invariant: bool
     """Whether no number of a token depends on the other tokens of a batch or on the number of threads."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Operation:
+    kept_formats: frozenset[WeightFormat]
+    """The formats of quantized weights that `linear` and `gated_linear` take; other weights are decoded when they are
+    loaded. The blocks of an `Fp8Weight` must have a multiple of `FP8_COLUMNS` columns, or all columns."""
+
+    def linear(self, weight: Weight, bias: Tensor | None) -> Operation:
         """Make a product with a weight [out_features, in_features]."""
         ...
 
@@ -113,7 +118,7 @@ class KernelBackend(Protocol):
         dtype."""
         ...
 
-    def gated_linear(self, weight: Tensor, bias: Tensor | None, clamp: ClampedSwiglu | None = None) -> Operation:
+    def gated_linear(self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None = None) -> Operation:
         """Make a product with a weight [2 * size, in_features] whose first half of outputs gates the second half: silu
         of the first half times the second, or as `clamp` says."""
         ...
@@ -220,4 +225,8 @@ class KernelBackend(Protocol):
 
     def mla_cache_block(self, block_size: int, size: int) -> tuple[int, ...]:
         """Return the shape of a block in a layer's cache of latents, `size` features for each token."""
+        ...
+
+    def serves_fp8_cache(self, device: torch.device) -> bool:
+        """Whether the attention takes caches of float8_e4m3fn, also of latents, on this device."""
         ...

@@ -38,6 +38,7 @@ class ModelTraits:
     head_dim: int
     has_sinks: bool = False
     has_mla: bool = False
+    has_fp8_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,8 @@ def fa3_lack(gpu: Gpu, model: ModelTraits) -> str | None:
         return f"it has no {str(model.dtype).removeprefix('torch.')}"
     if model.has_sinks or model.has_mla:
         return f"it knows no {'attention sinks' if model.has_sinks else 'multi-head latent attention'}"
+    if model.has_fp8_cache:
+        return "it reads a cache of fp8 for queries of fp8 alone"
     return None
 
 

@@ -5,10 +5,28 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+
+class WeightFormat(StrEnum):
+    """The formats of quantized weights."""
+
+    FP8 = "fp8"
+    MXFP4 = "mxfp4"
+
+
+FP8_COLUMNS = 128
+"""Products read so many numbers of a row at a time, which share a scale."""
+FP8_BLOCK = (128, FP8_COLUMNS)
+"""Rows and columns that share a scale in a weight that is quantized when it is loaded."""
+MAX_FP8 = 448.0
+"""Largest number of float8_e4m3fn."""
 
 MXFP4_BLOCK = 32
 """Numbers that share a scale."""
@@ -61,3 +79,42 @@ class Mxfp4Weight:
         halves = torch.stack((self.blocks & 15, self.blocks >> 4), dim=-1)  # [..., columns / 32, 16, 2]
         numbers = values[halves.int()].flatten(-2)
         return torch.ldexp(numbers, self.scales.int()[..., None] - MXFP4_SCALE_BIAS).to(dtype).flatten(-2)
+
+
+QuantizedWeight = Fp8Weight | Mxfp4Weight
+
+Weight = Tensor | QuantizedWeight
+"""A weight [rows, columns] of a product: a tensor of the model's dtype, or a quantized weight."""
+
+
+def unquantized(weight: Weight) -> Tensor:
+    """Return a weight that must be a tensor because the backend's `kept_formats` are empty."""
+    assert isinstance(weight, Tensor), "weights are decoded for a backend that does not keep their format"
+    return weight
+
+
+def quantize_fp8(weight: Tensor) -> Fp8Weight:
+    """Return a weight [rows, columns] in FP8. The largest number of each `FP8_BLOCK` becomes the largest of float8."""
+    (rows, columns), (high, wide) = weight.shape, FP8_BLOCK
+    padded = F.pad(weight.float(), (0, -columns % wide, 0, -rows % high))
+    blocks = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high))  # [row blocks, high, column blocks, wide]
+    scales = blocks.abs().amax(dim=(1, 3)) / MAX_FP8
+    scales.clamp_min_(torch.finfo(torch.float32).tiny)  # a block of zeros
+    values = (blocks / scales[:, None, :, None]).view(padded.shape)[:rows, :columns].to(torch.float8_e4m3fn)
+    return Fp8Weight(values.contiguous(), scales, FP8_BLOCK)
+
+
+def select_rows(weight: Fp8Weight, order: Tensor) -> Fp8Weight:
+    """Return the rows `order`, int64 on any device, of a weight [rows, columns]."""
+    order = order.to(weight.values.device)
+    values = weight.values.view(torch.uint8)[order].view(torch.float8_e4m3fn)
+    scales, rows = group_scales(weight.scales, order // weight.block[0], weight.block[0])
+    return Fp8Weight(values, scales, (rows, weight.block[1]))
+
+
+def group_scales(scales: Tensor, places: Tensor, block_rows: int) -> tuple[Tensor, int]:
+    """Return scales for a weight whose row r has the scales `scales[places[r]]`, and the number of rows that share
+    them: the largest divisor of `block_rows` for which all rows of each block are alike."""
+    changes = (places[1:] != places[:-1]).nonzero().flatten() + 1
+    rows = math.gcd(block_rows, *changes.tolist())
+    return scales[places[::rows]].contiguous(), rows

@@ -29,6 +29,7 @@ from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.params import AttentionParams, ClampedSwiglu, MLAParams, RouterParams
+from eagleray.kernels.quantized import Weight
 from eagleray.kernels.recording import (
     AddOp,
     AllReduceOp,
@@ -92,7 +93,7 @@ class RecordingBackend(KernelBackend):
         self.dtype = dtype
 
     @abstractmethod
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearWeight:
+    def pack_linear(self, weight: Weight, bias: Tensor | None) -> LinearWeight:
         """Make the weight of a `linear`."""
 
     @abstractmethod
@@ -100,7 +101,7 @@ class RecordingBackend(KernelBackend):
         """Make the weight of an `exact_linear`."""
 
     @abstractmethod
-    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None, clamp: ClampedSwiglu | None) -> LinearWeight:
+    def pack_gated_linear(self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None) -> LinearWeight:
         """Make the weight of a `gated_linear`."""
 
     @abstractmethod
@@ -122,13 +123,13 @@ class RecordingBackend(KernelBackend):
         """Make the program of a finished recording. `block_size`: that of the cache; for the other parameters see
         `compile`."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> RecordedLinear:
+    def linear(self, weight: Weight, bias: Tensor | None) -> RecordedLinear:
         return RecordedLinear(self.pack_linear(weight, bias))
 
     def exact_linear(self, weight: Tensor) -> RecordedLinear:
         return RecordedLinear(self.pack_exact_linear(weight))
 
-    def gated_linear(self, weight: Tensor, bias: Tensor | None, clamp: ClampedSwiglu | None = None) -> RecordedLinear:
+    def gated_linear(self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None = None) -> RecordedLinear:
         return RecordedLinear(self.pack_gated_linear(weight, bias, clamp))
 
     def norm(self, weight: Tensor, eps: float) -> Operation:

@@ -48,11 +48,14 @@ class Model:
         num_parameters: int,
         experts: ExpertLayout | None = None,
         rebalancer: Rebalancer | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.spec = spec
         """The geometry of the whole model."""
         self.groups = groups
         self.dtype = dtype
+        self.cache_dtype = cache_dtype or dtype
+        """Dtype of the cache that `forward` takes."""
         self.device = device
         self.num_parameters = num_parameters
         """Number of parameters on this rank."""

@@ -3,6 +3,7 @@ one tensor of each kind, as numbers of the model's dtype or in four bits (`mxfp4
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from eagleray.kernels.backend import KernelBackend
 from eagleray.kernels.params import ClampedSwiglu, RouterParams
+from eagleray.kernels.quantized import MXFP4_BLOCK, Mxfp4Weight, Weight, WeightFormat
 from eagleray.models import mxfp4
 from eagleray.models.config_file import MAX_EXPERTS, MAX_POSITIONS, ConfigFile
 from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
@@ -56,9 +58,8 @@ def read_gpt_oss(config: ConfigFile) -> ModelSpec:
     kinds = [alternating[layer % 2] for layer in range(spec.num_layers)]
     window = config.optional_integer("sliding_window", 128, maximum=MAX_POSITIONS)
     is_mxfp4 = config.get("quantization_config") is not None
-    if is_mxfp4 and (spec.hidden_size % mxfp4.BLOCK_SIZE or spec.intermediate_size % mxfp4.BLOCK_SIZE):
-        size = mxfp4.BLOCK_SIZE
-        config.fail(f"with {QUANTIZATION}, `hidden_size` and `intermediate_size` must be multiples of {size}")
+    if is_mxfp4 and (spec.hidden_size % MXFP4_BLOCK or spec.intermediate_size % MXFP4_BLOCK):
+        config.fail(f"with {QUANTIZATION}, `hidden_size` and `intermediate_size` must be multiples of {MXFP4_BLOCK}")
     return replace(
         spec,
         windows=layer_windows(config, spec.num_layers, window, kinds),
@@ -93,7 +94,9 @@ def load_layer(
 ) -> DecoderLayer:
     assert experts is not None and spec.moe is not None
     name = f"model.layers.{index}.mlp"
-    router = load_linear(weights, kernels, [f"{name}.router"], [spec.moe.num_experts], spec.hidden_size, bias=True)
+    router = load_linear(
+        weights, kernels, [f"{name}.router"], [spec.moe.num_experts], spec.hidden_size, bias=True, is_quantizable=False
+    )
     moe = MoeBlock(
         name,
         index,
@@ -111,35 +114,61 @@ def _expert_loader(
     name: str, moe: MoeSpec, hidden_size: int, kernels: KernelBackend, layout: ExpertLayout
 ) -> LoadExpert:
     """Return a loader for experts in whose tensors gate and up projection alternate."""
-    size = moe.intermediate_size
-    inner = range(size) if layout.is_divided else shard(size, layout.tp)
-    wanted = slice(inner.start, inner.stop)
+    size, tp_size = moe.intermediate_size, 1 if layout.is_divided else layout.tp.size
+    keeps_mxfp4 = (
+        moe.is_mxfp4 and WeightFormat.MXFP4 in kernels.kept_formats and size // MXFP4_BLOCK >= tp_size
+    )  # else some ranks would have no block
+    inner = _inner_features(size, layout, in_blocks=keeps_mxfp4)
+    per_column = MXFP4_BLOCK if keeps_mxfp4 else 1
     adds_bias = layout.is_divided or layout.tp.rank == 0  # added once, not by every rank that has a shard of the expert
 
+    def gate_up_rows(whole: Tensor) -> Tensor:
+        return torch.cat([whole[first::2][inner.start : inner.stop] for first in (0, 1)])
+
+    def inner_columns(whole: Tensor) -> Tensor:
+        return whole[:, inner.start // per_column : inner.stop // per_column].contiguous()
+
     def load(expert: int, weights: Weights) -> Expert:
+        def matrix(which: str, num_out: int, num_in: int, part: Callable[[Tensor], Tensor]) -> Weight:
+            tensor_name = f"{name}.{which}"
+            if not moe.is_mxfp4:
+                whole = weights.load_part(tensor_name, (moe.num_experts, num_in, num_out), expert)
+                return weights.quantize(part(whole.t()))
+            blocks, scales = _load_mxfp4(weights, tensor_name, (moe.num_experts, num_out, num_in), expert)
+            if keeps_mxfp4:
+                return Mxfp4Weight(part(blocks), part(scales))
+            return part(mxfp4.decode(blocks, scales, weights.dtype))
+
         def bias(which: str, length: int) -> Tensor:
             return weights.load_part(f"{name}.{which}_bias", (moe.num_experts, length), expert)
 
-        gate_up = _load_matrix(weights, f"{name}.gate_up_proj", moe, expert, 2 * size, hidden_size)
-        down = _load_matrix(weights, f"{name}.down_proj", moe, expert, hidden_size, size)
-        gate_up_bias, down_bias = bias("gate_up_proj", 2 * size), bias("down_proj", hidden_size)
+        gate_up = matrix("gate_up_proj", 2 * size, hidden_size, gate_up_rows)
+        down, down_bias = matrix("down_proj", hidden_size, size, inner_columns), bias("down_proj", hidden_size)
         return (
-            kernels.gated_linear(
-                torch.cat((gate_up[0::2][wanted], gate_up[1::2][wanted])),
-                torch.cat((gate_up_bias[0::2][wanted], gate_up_bias[1::2][wanted])),
-                moe.clamp,
-            ),
-            kernels.linear(down[:, wanted].contiguous(), down_bias if adds_bias else torch.zeros_like(down_bias)),
+            kernels.gated_linear(gate_up, gate_up_rows(bias("gate_up_proj", 2 * size)), moe.clamp),
+            kernels.linear(down, down_bias if adds_bias else torch.zeros_like(down_bias)),
         )
 
     return load
 
 
-def _load_matrix(weights: Weights, name: str, moe: MoeSpec, expert: int, num_out: int, num_in: int) -> Tensor:
-    """Load an expert's matrix [num_out, num_in]."""
-    if not moe.is_mxfp4:
-        return weights.load_part(name, (moe.num_experts, num_in, num_out), expert).t()
-    shape = (moe.num_experts, num_out, num_in // mxfp4.BLOCK_SIZE)
-    blocks = weights.load_bytes(f"{name}_blocks", (*shape, mxfp4.BLOCK_BYTES), expert, parameters=2)
-    scales = weights.load_bytes(f"{name}_scales", shape, expert, parameters=0)
-    return mxfp4.decode(blocks, scales, weights.dtype)
+def _inner_features(size: int, layout: ExpertLayout, *, in_blocks: bool) -> range:
+    """Return this rank's part of an expert's inner features. `in_blocks`: it consists of whole blocks of MXFP4, of
+    which some ranks then have one more than others."""
+    if layout.is_divided:
+        return range(size)
+    if not in_blocks:
+        return shard(size, layout.tp)
+    rank, num_ranks, num_blocks = layout.tp.rank, layout.tp.size, size // MXFP4_BLOCK
+    first, last = (index * num_blocks // num_ranks for index in (rank, rank + 1))
+    return range(first * MXFP4_BLOCK, last * MXFP4_BLOCK)
+
+
+def _load_mxfp4(weights: Weights, name: str, shape: tuple[int, int, int], expert: int) -> tuple[Tensor, Tensor]:
+    """Load the blocks and scales (see `Mxfp4Weight`) of an expert's matrix, part of a tensor of this shape."""
+    *leading, columns = shape
+    blocks, scales = (*leading, columns // MXFP4_BLOCK, mxfp4.BLOCK_BYTES), (*leading, columns // MXFP4_BLOCK)
+    return (
+        weights.load_bytes(f"{name}_blocks", blocks, expert, parameters=2),
+        weights.load_bytes(f"{name}_scales", scales, expert, parameters=0),
+    )

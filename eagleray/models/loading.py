@@ -21,7 +21,11 @@ from torch import Tensor
 
 from eagleray.config.json_files import read_json_object, shown
 from eagleray.errors import CheckpointError
+from eagleray.kernels.quantized import FP8_COLUMNS, Fp8Weight, Weight, WeightFormat, group_scales, quantize_fp8
+from eagleray.log import get_logger
 from eagleray.models.weights import LAYER, Cut
+
+logger = get_logger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -42,7 +46,8 @@ class CheckpointWeights:
     `is_elsewhere` says which tensors only other ranks have. Of the others, each of `tp_size` ranks reads its part.
     The exceptions are tensors that `is_whole`: of these, this rank reads the fraction `parts_wanted` by itself.
     `on_progress` is called with the bytes read and the total bytes of this rank's part, as stored in the files.
-    `fp8_block`: see `ModelSpec`; without it, weights in FP8 are refused.
+    `fp8_block`: see `ModelSpec`; without it, weights in FP8 are refused. `kept_formats`: see `KernelBackend`.
+    `quantizes`: the weights of linear layers that are stored as plain numbers are quantized to FP8.
     """
 
     def __init__(
@@ -57,10 +62,15 @@ class CheckpointWeights:
         parts_wanted: Callable[[str], Fraction] = lambda name: Fraction(1),
         tp_size: int = 1,
         fp8_block: tuple[int, int] | None = None,
+        kept_formats: frozenset[WeightFormat] = frozenset(),
+        quantizes: bool = False,
     ) -> None:
         self.dtype = dtype
         self._device = device
         self._fp8_block = fp8_block
+        self._keeps_fp8 = WeightFormat.FP8 in kept_formats
+        self._quantizes = quantizes
+        self._has_warned = False
         self._on_progress = on_progress
         self.num_parameters = 0
         self._units_read = 0  # bytes of this rank, times `tp_size`
@@ -104,6 +114,70 @@ class CheckpointWeights:
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
     ) -> Tensor:
         return self._load(names, shapes, cuts or [None] * len(names), self.dtype)
+
+    def load_weight(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
+    ) -> Weight:
+        cuts = cuts or [None] * len(names)
+        are_fp8 = [self._is_fp8(self._kind(name), shape) for name, shape in zip(names, shapes, strict=True)]
+        if not any(are_fp8):
+            return self.quantize(self._load(names, shapes, cuts, self.dtype))
+        if self._keeps_fp8 and all(are_fp8):
+            if self._is_kept(columns := _columns(shapes[0], cuts[0])):
+                return self._load_fp8(names, shapes, cuts, columns)
+            self._warn_of_decoding(names[0], columns)
+        return self._load(names, shapes, cuts, self.dtype)
+
+    def quantize(self, weight: Tensor) -> Weight:
+        return quantize_fp8(weight) if self._quantizes else weight
+
+    def _is_kept(self, columns: range) -> bool:
+        """Whether these columns of a weight in FP8 can be a weight of their own, whose blocks products can read."""
+        assert self._fp8_block is not None
+        size = self._fp8_block[1]
+        is_one_block = columns.start // size == (columns.stop - 1) // size
+        return is_one_block or (columns.start % size == 0 and size % FP8_COLUMNS == 0)
+
+    def _warn_of_decoding(self, name: str, columns: range) -> None:
+        with self._lock:
+            if self._has_warned:
+                return
+            self._has_warned = True
+        assert self._fp8_block is not None
+        logger.warning(
+            "%s and others are decoded and take twice the memory of FP8: columns %d to %d, this worker's, have scales "
+            "for each %d columns; what stays FP8 begins with a block and has blocks of a multiple of %d columns",
+            name,
+            columns.start,
+            columns.stop - 1,
+            self._fp8_block[1],
+            FP8_COLUMNS,
+        )
+
+    def _load_fp8(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None], columns: range
+    ) -> Fp8Weight:
+        """Load weights in FP8 as they are stored. Where parts of blocks of rows are next to each other, blocks of fewer
+        rows have the same scales."""
+        assert self._fp8_block is not None
+        high, wide = self._fp8_block
+        values = self._load(names, shapes, cuts, torch.float8_e4m3fn)
+        column_blocks = slice(columns.start // wide, -(-columns.stop // wide))
+        scales, places, num_before = [], [], 0
+        for name, shape, cut in zip(names, shapes, cuts, strict=True):
+            rows = cut.span if cut is not None and cut.dim == 0 else range(shape[0])
+            places.append(num_before + torch.arange(rows.start, rows.stop) // high)
+            scales.append(self._load_scales(name, shape)[:, column_blocks])
+            num_before += len(scales[-1])
+        grouped, block_rows = group_scales(torch.cat(scales), torch.cat(places), high)
+        return Fp8Weight(values, grouped.to(self._device), (block_rows, wide))
+
+    def _load_scales(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return float32 [blocks of rows, blocks of columns], on the CPU, of a weight in FP8 of this shape."""
+        assert self._fp8_block is not None
+        scales = torch.empty([-(-size // step) for size, step in zip(shape, self._fp8_block, strict=True)])
+        self._read(f"{name}_scale_inv", tuple(scales.shape), None, scales)
+        return scales
 
     def _load_part(
         self, name: str, shape: tuple[int, ...], index: int, dtype: torch.dtype, *, parameters: int
@@ -166,6 +240,11 @@ class CheckpointWeights:
             )
         return stored
 
+    def _kind(self, name: str) -> str:
+        """Return the dtype of a tensor in its file, or "" if it is missing."""
+        index = self._owners.get(name)
+        return "" if index is None else str(self._files[index].get_slice(name).get_dtype())
+
     def _is_fp8(self, kind: str, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this kind and shape is a weight with a scale for each block."""
         return kind == FP8 and self._fp8_block is not None and len(shape) == 2
@@ -173,7 +252,8 @@ class CheckpointWeights:
     def _read(self, name: str, shape: tuple[int, ...], cut: Cut | None, out: Tensor, *, is_part: bool = False) -> None:
         stored = self._stored(name, shape, out.dtype)
         part = stored[:] if cut is None else _part(stored, cut)
-        _copy(self._scaled(part, name, shape, cut) if self._is_fp8(stored.get_dtype(), shape) else part, out)
+        is_decoded = self._is_fp8(stored.get_dtype(), shape) and out.dtype != part.dtype
+        _copy(self._scaled(part, name, shape, cut) if is_decoded else part, out)
         with self._lock:
             self._left_over.discard(name)
             num_bytes = self._num_bytes(name) // shape[0] if is_part else self._num_bytes(name)
@@ -185,9 +265,7 @@ class CheckpointWeights:
         """Return float32: a weight in FP8, or the part `cut` of it, times the scales of its blocks."""
         assert self._fp8_block is not None
         rows, columns = self._fp8_block
-        num_blocks = -(-shape[0] // rows), -(-shape[1] // columns)
-        scales = torch.empty(num_blocks)
-        self._read(f"{name}_scale_inv", num_blocks, None, scales)
+        scales = self._load_scales(name, shape)
         wanted = [range(size) for size in shape]
         if cut is not None:
             wanted[cut.dim] = cut.span
@@ -230,6 +308,11 @@ def read_headers(directory: Path) -> tuple[int, set[int]]:
                 if (match := LAYER.match(name)) is not None:
                     layers.add(int(match[1]))
     return num_parameters, layers
+
+
+def _columns(shape: tuple[int, ...], cut: Cut | None) -> range:
+    """Return the wanted columns."""
+    return cut.span if cut is not None and cut.dim == 1 else range(shape[1])
 
 
 def _copy(source: Tensor, out: Tensor) -> None:

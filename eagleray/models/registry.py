@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -15,6 +16,7 @@ from eagleray.errors import ConfigError
 from eagleray.kernels.backend import KernelBackend, Operation
 from eagleray.kernels.choose import AttentionBackend, ModelTraits, choose_backend
 from eagleray.kernels.expert_trace import MAX_TRACED_EXPERTS
+from eagleray.kernels.quantized import WeightFormat
 from eagleray.kernels.rope import Rope
 from eagleray.models.base import Model
 from eagleray.models.config_file import ConfigFile
@@ -98,14 +100,16 @@ def load_model(
     experts: ExpertOptions = NO_OPTIONS,
     total_memory: int | None = None,
     attention_backend: AttentionBackend = "auto",
+    quantization: Literal["fp8"] | None = None,
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
 ) -> Model:
     """Load the model of a checkpoint directory, or this rank's part of it by `groups`, ready to compute.
 
-    `dtype`, `load_format` and `deterministic` are those of `config.ModelConfig`, `attention_backend` that of
-    `config.ExecutionConfig`; `seed` is for dummy weights.
+    `dtype`, `load_format`, `deterministic` and `quantization` are those of `config.ModelConfig`, `kv_cache_dtype` is
+    that of `config.CacheConfig`, `attention_backend` that of `config.ExecutionConfig`; `seed` is for dummy weights.
     `on_progress` is called with the bytes read and the total bytes of this rank's part. `total_memory`: the bytes of
     the device's memory. Raises `CheckpointError`, and `ConfigError` if the model cannot be divided so, does not fit
-    into the memory, or cannot be `deterministic`.
+    into the memory, cannot be `deterministic`, or cannot have such weights or such a cache on this device.
     """
     config = ConfigFile.read(directory)
     family = _family(config)
@@ -116,12 +120,25 @@ def load_model(
     kind = DTYPES[dtype]
     if load_format != "dummy":
         _check_stored(config, spec, directory)
-    if total_memory is not None:
-        _check_memory(config, spec, kind, groups, total_memory)
     traits = ModelTraits(
-        kind, spec.feature_sizes, spec.head_dim, has_sinks=spec.has_sinks, has_mla=spec.mla is not None
+        kind,
+        spec.feature_sizes,
+        spec.head_dim,
+        has_sinks=spec.has_sinks,
+        has_mla=spec.mla is not None,
+        has_fp8_cache=kv_cache_dtype == "fp8",
     )
     kernels = choose_backend(device, traits, attention_backend)
+    if quantization is not None:
+        _check_quantization(config, spec, kernels, kind, device)
+    if kv_cache_dtype == "fp8":
+        _check_fp8_cache(spec, kernels, device)
+    has_fp8 = quantization is not None or (spec.fp8_block is not None and WeightFormat.FP8 in kernels.kept_formats)
+    if total_memory is not None:
+        keeps_mxfp4 = spec.is_mxfp4 and WeightFormat.MXFP4 in kernels.kept_formats
+        kept = WeightFormat.FP8 if has_fp8 else WeightFormat.MXFP4 if keeps_mxfp4 else None
+        can_quantize = kept is None and _can_quantize(spec, kernels)
+        _check_memory(config, spec, kind, groups, total_memory, kept, can_quantize=can_quantize)
     if deterministic:
         _check_batch_invariant(spec, kernels, kind, device, groups)
     layout = None
@@ -130,7 +147,7 @@ def load_model(
 
     def open_weights(on_progress: Callable[[int, int], None] | None = None) -> AbstractContextManager[Weights]:
         if load_format == "dummy":
-            return nullcontext(DummyWeights(dtype=kind, device=device, seed=seed or 0))
+            return nullcontext(DummyWeights(dtype=kind, device=device, seed=seed or 0, has_fp8=has_fp8))
         return CheckpointWeights(
             directory,
             dtype=kind,
@@ -141,6 +158,8 @@ def load_model(
             parts_wanted=lambda name: parts_wanted(name, layout),
             tp_size=groups.mesh.tp_size,
             fp8_block=spec.fp8_block,
+            kept_formats=kernels.kept_formats,
+            quantizes=quantization is not None,
         )
 
     with open_weights(on_progress) as weights:
@@ -154,6 +173,7 @@ def load_model(
         spec=spec,
         groups=groups,
         dtype=kind,
+        cache_dtype=torch.float8_e4m3fn if kv_cache_dtype == "fp8" else kind,
         device=device,
         kernels=kernels,
         embedding=embedding,
@@ -197,15 +217,62 @@ def _check_stored(config: ConfigFile, spec: ModelSpec, directory: Path) -> None:
         )
 
 
-def _check_memory(config: ConfigFile, spec: ModelSpec, dtype: torch.dtype, groups: Groups, total_memory: int) -> None:
-    """Raise `ConfigError` if this rank's weights cannot fit into the memory."""
-    needed = weight_bytes(spec, itemsize=dtype.itemsize, mesh=groups.mesh, num_expert_ranks=max(1, groups.experts.size))
+def _check_memory(
+    config: ConfigFile,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    groups: Groups,
+    total_memory: int,
+    kept: WeightFormat | None,
+    *,
+    can_quantize: bool,
+) -> None:
+    """Raise `ConfigError` if this rank's weights cannot fit into the memory. `kept`: see `weight_bytes`;
+    `can_quantize`: they would take less memory with `quantization`."""
+    num_expert_ranks = max(1, groups.experts.size)
+    needed = weight_bytes(spec, itemsize=dtype.itemsize, kept=kept, mesh=groups.mesh, num_expert_ranks=num_expert_ranks)
     if needed > total_memory:
+        name = _name(dtype) if kept is None else f"{kept} and {_name(dtype)}"
+        advice = ", or take `quantization` fp8" if can_quantize else ""
         raise ConfigError(
-            f"{config.path}: the weights that it describes take {needed / 2**30:,.1f} GiB of a worker as "
-            f"{str(dtype).removeprefix('torch.')}, but there are {total_memory / 2**30:,.1f} GiB in all; divide them "
-            "among more workers (`tensor_parallel_size`, `pipeline_parallel_size`)"
+            f"{config.path}: the weights that it describes take {needed / 2**30:,.1f} GiB of a worker as {name}, but "
+            f"there are {total_memory / 2**30:,.1f} GiB in all; divide them among more workers "
+            f"(`tensor_parallel_size`, `pipeline_parallel_size`){advice}"
         )
+
+
+def _can_quantize(spec: ModelSpec, kernels: KernelBackend) -> bool:
+    """Whether weights can be quantized to FP8 when they are loaded."""
+    return not spec.is_mxfp4 and WeightFormat.FP8 in kernels.kept_formats
+
+
+def _check_quantization(
+    config: ConfigFile, spec: ModelSpec, kernels: KernelBackend, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise `ConfigError` if linear layers cannot have FP8 weights."""
+    if spec.is_mxfp4:
+        raise ConfigError(
+            f"option `quantization`: {config.path} says that the experts are stored as mxfp4, which has fewer bits "
+            "than fp8; drop it"
+        )
+    if not _can_quantize(spec, kernels):
+        raise ConfigError(
+            f"option `quantization`: what computes {_name(dtype)} on {device.type} here has no products with fp8 "
+            "weights; take a GPU with our kernels for it, or drop it"
+        )
+
+
+def _check_fp8_cache(spec: ModelSpec, kernels: KernelBackend, device: torch.device) -> None:
+    """Raise `ConfigError` if attention cannot use a cache of float8."""
+    if not kernels.serves_fp8_cache(device):
+        raise ConfigError(
+            f"option `kv_cache_dtype`: what computes the attention of {spec.architecture} on {device.type} here cannot "
+            "use a cache of fp8, which takes a GPU of compute capability 8.9 or more and our kernels for it; take auto"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_options(spec: ModelSpec, experts: ExpertOptions, groups: Groups) -> None:
@@ -231,7 +298,7 @@ def _check_batch_invariant(
         )
     if not kernels.is_batch_invariant:
         raise ConfigError(
-            f"option `deterministic`: what computes {str(dtype).removeprefix('torch.')} on {device.type} here cannot "
+            f"option `deterministic`: what computes {_name(dtype)} on {device.type} here cannot "
             "promise it; take bfloat16 or float32 on a CPU, with a C++ compiler"
         )
     if not groups.tp.is_ordered:

@@ -6,10 +6,12 @@ larger than the model's own.
 
 from __future__ import annotations
 
+from eagleray.kernels.quantized import WeightFormat
 from eagleray.models.spec import ModelSpec
 from eagleray.parallel.mesh import Mesh
 
-MXFP4_ITEMSIZE = 0.5
+ITEMSIZES = {WeightFormat.FP8: 1, WeightFormat.MXFP4: 0.5}
+"""Bytes of a parameter in each format."""
 
 WHOLE = Mesh()
 
@@ -21,17 +23,21 @@ def num_parameters(spec: ModelSpec) -> int:
     return others + _num_moe(spec, layers) * (_experts(spec) + _beside_experts(spec)) + _embeddings(spec, WHOLE)
 
 
-def weight_bytes(spec: ModelSpec, *, itemsize: int, mesh: Mesh, num_expert_ranks: int) -> int:
+def weight_bytes(
+    spec: ModelSpec, *, itemsize: int, mesh: Mesh, num_expert_ranks: int, kept: WeightFormat | None = None
+) -> int:
     """Return the bytes of the weights of the worker with these coordinates, with `itemsize` bytes for each parameter.
 
-    `num_expert_ranks`: the number of workers that divide the experts of a layer.
+    `num_expert_ranks`: the number of workers that divide the experts of a layer. `kept`: the format of the weights that
+    are quantized, which are those of experts and, in FP8, those of all layers.
     """
     layers, tp = mesh.layers(spec.num_layers), mesh.tp_size
-    of_experts = MXFP4_ITEMSIZE if spec.moe is not None and spec.moe.is_mxfp4 else itemsize
     experts = _num_moe(spec, layers) * _experts(spec) // num_expert_ranks
     others = len(layers) * _attention(spec) + _num_dense(spec, layers) * _dense(spec)
-    others += _num_moe(spec, layers) * _beside_experts(spec) + _embeddings(spec, mesh)
-    return int(experts * of_experts) + others // tp * itemsize
+    others += _num_moe(spec, layers) * _beside_experts(spec)
+    of_experts = itemsize if kept is None else ITEMSIZES[kept]
+    of_others = ITEMSIZES[kept] if kept is WeightFormat.FP8 else itemsize
+    return int(experts * of_experts) + int(others // tp * of_others) + _embeddings(spec, mesh) // tp * itemsize
 
 
 def _attention(spec: ModelSpec) -> int:

@@ -105,6 +105,11 @@ class ModelSpec:
     """Layers in the checkpoint after the last one, which predict further tokens. They are not loaded."""
 
     @property
+    def is_mxfp4(self) -> bool:
+        """Whether the checkpoint has the experts' projections in four bits."""
+        return self.moe is not None and self.moe.is_mxfp4
+
+    @property
     def feature_sizes(self) -> list[int]:
         """Features of the vectors between a layer's products. The CPU kernels serve even ones only."""
         sizes = [self.hidden_size, self.head_dim, self.intermediate_size]

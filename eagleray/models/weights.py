@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from eagleray.kernels.quantized import Weight
+
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 """Matches the names of a layer's tensors; the group is the layer's number."""
 
@@ -62,4 +64,16 @@ class Weights(Protocol):
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
     ) -> Tensor:
         """Load several tensors, or a part of each, concatenated along the first dimension."""
+        ...
+
+    def load_weight(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
+    ) -> Weight:
+        """Load the weights of linear layers, or a part of each, concatenated along the first dimension. They are a
+        quantized weight if they are stored so and the backend keeps their format, or if all weights of linear layers
+        are to be quantized."""
+        ...
+
+    def quantize(self, weight: Tensor) -> Weight:
+        """Quantize the weight of a linear layer, if all of them are to be quantized."""
         ...

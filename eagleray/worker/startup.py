@@ -127,7 +127,7 @@ class LoadedWorker:
             num_parameters=model.num_parameters,
             vocab_size=model.spec.vocab_size,
             max_model_len=self.max_model_len,
-            bytes_per_block=KVCache.bytes_per_block(model.cache_shape(block_size), model.dtype),
+            bytes_per_block=KVCache.bytes_per_block(model.cache_shape(block_size), model.cache_dtype),
             device=self.device.type,
             kernels=model.kernels_name,
             num_moe_layers=0 if model.trace is None else model.trace.num_layers,
@@ -177,6 +177,8 @@ class LoadedWorker:
                 experts=self._expert_options(),
                 total_memory=total_bytes(self.device),
                 attention_backend=self.setup.config.execution.attention_backend,
+                quantization=config.quantization,
+                kv_cache_dtype=self.setup.config.cache.kv_cache_dtype,
             )
         logger.info(
             "loaded %s, %.1f M parameters in %s, on %s with %d threads",

@@ -193,7 +193,7 @@ class ServingWorker:
         self._extension = loaded.extension
         self._broken: str | None = None  # cause why no step can be taken, until an expert group is joined
         cache = KVCache.allocate(
-            model.cache_shape(block_size), num_blocks=num_blocks, dtype=model.dtype, device=model.device
+            model.cache_shape(block_size), num_blocks=num_blocks, dtype=model.cache_dtype, device=model.device
         )
         sampler = sampler_of(model, num_rows)
         limits = PassLimits(max(max_num_batched_tokens, num_rows), num_rows, loaded.max_model_len)

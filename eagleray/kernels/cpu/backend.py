@@ -20,6 +20,7 @@ from eagleray.kernels.cpu.lowering import lower
 from eagleray.kernels.cpu.program import CpuProgram
 from eagleray.kernels.cpu.ranking import NativeRanking
 from eagleray.kernels.params import ClampedSwiglu, RouterParams
+from eagleray.kernels.quantized import Weight, WeightFormat, unquantized
 from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.recording import LinearWeight, Recording
 from eagleray.kernels.recording_backend import RecordingBackend
@@ -32,6 +33,7 @@ class CpuBackend(RecordingBackend):
     """See `RecordingBackend`. `library` is that of `native_library`; at most `num_threads` threads compute."""
 
     is_batch_invariant = True
+    kept_formats: frozenset[WeightFormat] = frozenset()
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, *, num_threads: int) -> None:
         super().__init__(dtype)
@@ -47,7 +49,8 @@ class CpuBackend(RecordingBackend):
         is_even = all(size % 2 == 0 for size in feature_sizes)
         return dtype in (torch.float32, torch.bfloat16) and is_even and head_dim <= abi.MAX_HEAD_DIM
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
+    def pack_linear(self, weight: Weight, bias: Tensor | None) -> NativeLinear:
+        weight = unquantized(weight)
         n, k = weight.shape
         packed = self._memory.allocate(self.library.er_packed_size(n, k, self._kind), self.dtype)
         weight = weight.contiguous()
@@ -57,7 +60,8 @@ class CpuBackend(RecordingBackend):
     def pack_exact_linear(self, weight: Tensor) -> NativeLinear:
         return self.pack_linear(weight, None)  # it rounds nothing
 
-    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None, clamp: ClampedSwiglu | None) -> NativeLinear:
+    def pack_gated_linear(self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None) -> NativeLinear:
+        weight = unquantized(weight)
         inner, k = weight.shape[0] // 2, weight.shape[1]
         padded = -(-inner // abi.NUM_LANES) * abi.NUM_LANES  # a panel holds equally many gates and gated outputs
         packed = self._memory.allocate(self.library.er_packed_size(2 * padded, k, self._kind), self.dtype)
@@ -87,6 +91,9 @@ class CpuBackend(RecordingBackend):
     @property
     def ranking(self) -> Ranking:
         return NativeRanking(self.library, num_threads=self.num_threads)
+
+    def serves_fp8_cache(self, device: torch.device) -> bool:
+        return False
 
     def cache_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """See `csrc/attention.h`."""

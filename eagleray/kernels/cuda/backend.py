@@ -13,7 +13,9 @@ from eagleray.kernels.cuda.linear import CudaEmbedding, CudaLinear
 from eagleray.kernels.cuda.lowering import lower
 from eagleray.kernels.cuda.program import CudaProgram
 from eagleray.kernels.cuda.ranking import DeviceRanking
+from eagleray.kernels.cuda.triton.tile_product import NATIVE_FP8
 from eagleray.kernels.params import ClampedSwiglu, RouterParams
+from eagleray.kernels.quantized import Weight, WeightFormat, unquantized
 from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.recording import LinearWeight, Recording
 from eagleray.kernels.recording_backend import RecordingBackend
@@ -28,20 +30,21 @@ class CudaBackend(RecordingBackend):
     `prefills_by_fa3`: let FlashAttention-3 compute rows with several queries."""
 
     is_batch_invariant = False
+    kept_formats: frozenset[WeightFormat] = frozenset()
 
     def __init__(self, dtype: torch.dtype, *, captures: bool = True, prefills_by_fa3: bool = False) -> None:
         super().__init__(dtype)
         self._captures = captures
         self.prefills_by_fa3 = prefills_by_fa3
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> CudaLinear:
-        return CudaLinear(weight.contiguous(), bias)
+    def pack_linear(self, weight: Weight, bias: Tensor | None) -> CudaLinear:
+        return CudaLinear(unquantized(weight).contiguous(), bias)
 
     def pack_exact_linear(self, weight: Tensor) -> CudaLinear:
         return CudaLinear(weight.float().contiguous(), None, is_float32=True)
 
-    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None, clamp: ClampedSwiglu | None) -> CudaLinear:
-        return CudaLinear(weight.contiguous(), bias, is_gated=True, clamp=clamp)
+    def pack_gated_linear(self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None) -> CudaLinear:
+        return CudaLinear(unquantized(weight).contiguous(), bias, is_gated=True, clamp=clamp)
 
     def pack_embedding(self, weight: Tensor, first: int) -> CudaEmbedding:
         return CudaEmbedding(weight, first)
@@ -65,6 +68,9 @@ class CudaBackend(RecordingBackend):
     @property
     def ranking(self) -> Ranking:
         return DeviceRanking()
+
+    def serves_fp8_cache(self, device: torch.device) -> bool:
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= NATIVE_FP8
 
     def cache_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return block_size, 2 * num_kv_heads, head_dim

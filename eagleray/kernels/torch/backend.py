@@ -29,6 +29,7 @@ from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.params import AttentionParams, ClampedSwiglu, MLAParams, RouterParams
+from eagleray.kernels.quantized import Weight, WeightFormat, unquantized
 from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.rope import Rope
 from eagleray.kernels.torch.attention import DeviceBatch, ForwardContext, SelfAttention, build_attention_metadata
@@ -44,15 +45,16 @@ class TorchBackend(KernelBackend):
     """See `KernelBackend`, which documents the methods."""
 
     is_batch_invariant = False
+    kept_formats: frozenset[WeightFormat] = frozenset()
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Operation:
-        return PlainLinear(weight, bias)
+    def linear(self, weight: Weight, bias: Tensor | None) -> Operation:
+        return PlainLinear(unquantized(weight), bias)
 
     def exact_linear(self, weight: Tensor) -> Operation:
         product = self.linear(weight.float(), None)
         return lambda x: product(x.float())
 
-    def gated_linear(self, weight: Tensor, bias: Tensor | None, clamp: ClampedSwiglu | None = None) -> Operation:
+    def gated_linear(self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None = None) -> Operation:
         product = self.linear(weight, bias)
         gate = silu_and_mul if clamp is None else partial(clamped_swiglu, clamp=clamp)
         return GatedLinear(product, gate)
@@ -129,6 +131,9 @@ class TorchBackend(KernelBackend):
 
     def hidden_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
+
+    def serves_fp8_cache(self, device: torch.device) -> bool:
+        return False
 
     def cache_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return block_size, 2 * num_kv_heads, head_dim

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.backend import Operation
+from eagleray.kernels.quantized import Weight, unquantized
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.kernels.torch.linear import PlainLinear
 
@@ -21,7 +22,8 @@ class OneDnnBackend(TorchBackend):
         candidates = (torch.float32, torch.bfloat16, torch.float16)
         self._packed_dtypes = frozenset(dtype for dtype in candidates if _can_pack(dtype))
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Operation:
+    def linear(self, weight: Weight, bias: Tensor | None) -> Operation:
+        weight = unquantized(weight)
         if weight.dtype in self._packed_dtypes:
             return _packed_linear(weight, bias)
         if weight.dtype == torch.float16:

@@ -24,15 +24,17 @@ def load_linear(
     outputs: Sequence[range] | None = None,
     bias: bool = False,
     gated: bool = False,
+    is_quantizable: bool = True,
 ) -> Operation:
     """Load the layers `names`, whose outputs, `out_features` of each, are concatenated.
 
     `outputs`: the wanted outputs of each layer, by default all. `gated`: the first of two layers is the gate of the
-    second (see `KernelBackend.gated_linear`).
+    second (see `KernelBackend.gated_linear`). `is_quantizable`: whether the weight may be a quantized one.
     """
     cuts = None if outputs is None else [Cut(0, span) for span in outputs]
     shapes = [(size, in_features) for size in out_features]
-    weight = weights.load_concatenated([f"{name}.weight" for name in names], shapes, cuts)
+    load_weight = weights.load_weight if is_quantizable else weights.load_concatenated
+    weight = load_weight([f"{name}.weight" for name in names], shapes, cuts)
     offset = None
     if bias:
         offset = weights.load_concatenated([f"{name}.bias" for name in names], [(size,) for size in out_features], cuts)
@@ -52,7 +54,7 @@ def load_partial_linear(
 ) -> Operation:
     """Load the part of a layer that takes `inputs`. The other ranks of `tp` have the other inputs, and the caller adds
     up the outputs of all ranks."""
-    weight = weights.load(f"{name}.weight", (out_features, in_features), Cut(1, inputs))
+    weight = weights.load_weight([f"{name}.weight"], [(out_features, in_features)], [Cut(1, inputs)])
     offset = weights.load(f"{name}.bias", (out_features,)) if bias else None
     return kernels.linear(weight, offset if tp.rank == 0 else None)  # added once, not by every rank
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eagleray.kernels.backend import Context, HiddenStates, KernelBackend, Operation
 from eagleray.kernels.params import MLAParams
+from eagleray.kernels.quantized import Fp8Weight, Weight, select_rows
 from eagleray.models.layers.linear import load_linear, load_summed_linear
 from eagleray.models.layers.sequence_parallel import SequenceParallel
 from eagleray.models.sharding import features, shard
@@ -40,7 +41,7 @@ class MLAAttention:
         self._queries = _load_queries(name, spec, heads, weights, kernels)
         down = f"{name}.kv_a_proj_with_mqa"
         self._latents = kernels.linear(
-            _sort_rotated(weights.load(f"{down}.weight", (mla.cached_size, hidden)), mla, num_heads=1),
+            _sort_rotated_rows(weights.load_weight([f"{down}.weight"], [(mla.cached_size, hidden)]), mla, num_heads=1),
             _sort_rotated(weights.load(f"{down}.bias", (mla.cached_size,)), mla, num_heads=1) if bias else None,
         )
         kv_dim = mla.qk_nope_head_dim + mla.v_head_dim
@@ -87,8 +88,8 @@ def _load_queries(name: str, spec: ModelSpec, heads: range, weights: Weights, ke
 
     def last_product(last: str, in_features: int) -> Operation:
         shape, cut = (spec.num_heads * mla.query_dim, in_features), Cut(0, features(heads, mla.query_dim))
-        weight = weights.load(f"{name}.{last}.weight", shape, cut)
-        return kernels.linear(_sort_rotated(weight, mla, num_heads=len(heads)), None)
+        weight = weights.load_weight([f"{name}.{last}.weight"], [shape], [cut])
+        return kernels.linear(_sort_rotated_rows(weight, mla, num_heads=len(heads)), None)
 
     if mla.q_lora_rank is None:
         return last_product("q_proj", hidden)
@@ -97,6 +98,16 @@ def _load_queries(name: str, spec: ModelSpec, heads: range, weights: Weights, ke
     norm = kernels.norm(weights.load(f"{name}.q_a_layernorm.weight", (rank,)), NORM_EPS)
     up = last_product("q_b_proj", rank)
     return lambda x: up(norm(down(x)))
+
+
+def _sort_rotated_rows(weight: Weight, mla: MLASpec, *, num_heads: int) -> Weight:
+    """Reorder the outputs of a weight as `_sort_rotated` does, which is also a quantized one."""
+    if isinstance(weight, Tensor):
+        return _sort_rotated(weight, mla, num_heads=num_heads)
+    assert isinstance(weight, Fp8Weight)
+    if not mla.is_interleaved:
+        return weight
+    return select_rows(weight, _sort_rotated(torch.arange(weight.shape[0]), mla, num_heads=num_heads))
 
 
 def _sort_rotated(weight: Tensor, mla: MLASpec, *, num_heads: int) -> Tensor:

@@ -66,7 +66,9 @@ class MoeBlock:
         gate_up, down = [first for first, _ in experts], [last for _, last in experts]
         self.products = kernels.expert_products(gate_up, down)
         """The products of this rank's experts, by expert slot."""
-        self._router = router or load_linear(weights, kernels, [f"{name}.gate"], [moe.num_experts], hidden)
+        self._router = router or load_linear(
+            weights, kernels, [f"{name}.gate"], [moe.num_experts], hidden, is_quantizable=False
+        )
         self._router_params = moe.router
         if moe.has_correction_bias:
             bias_name = f"{name}.gate.e_score_correction_bias"
@@ -136,7 +138,7 @@ def _expert_loader(
         outputs = [inner, inner]
         return (
             load_linear(weights, kernels, [gate, up], [size, size], hidden_size, outputs=outputs, gated=True),
-            kernels.linear(weights.load(f"{down}.weight", (hidden_size, size), Cut(1, inner)), None),
+            kernels.linear(weights.load_weight([f"{down}.weight"], [(hidden_size, size)], [Cut(1, inner)]), None),
         )
 
     return load

@@ -26,6 +26,8 @@ def test_config_option_names_are_unique():
         ({"prt": 1}, "did you mean `port`"),
         ({"port": 99999}, "option `port`: expected `int` <= 65535"),
         ({"dtype": "int3"}, "option `dtype`: invalid enum value 'int3'"),
+        ({"quantization": "awq"}, "option `quantization`: invalid enum value 'awq'"),
+        ({"kv_cache_dtype": "fp16"}, "option `kv_cache_dtype`: invalid enum value 'fp16'"),
         ({"max_num_seqs": 0}, "option `max_num_seqs`: expected `int` >= 1"),
         ({"kv_cache_memory": "lots"}, "`kv_cache_memory` must be a number of bytes or a size"),
         ({"executor": "threads"}, "option `executor`"),

@@ -83,6 +83,7 @@ def test_choose_backend_without_triton_warns_once_or_refuses(gpu, caplog, found,
         (HOPPER, replace(DENSE, dtype=torch.float32), "no float32"),
         (HOPPER, replace(DENSE, has_sinks=True), "attention sinks"),
         (HOPPER, replace(DENSE, has_mla=True), "latent attention"),
+        (HOPPER, replace(DENSE, has_fp8_cache=True), "a cache of fp8"),
     ],
 )
 def test_choose_backend_fa3_that_cannot_serve_the_model_is_refused(gpu, found, model, reason):

@@ -28,7 +28,7 @@ class PagedRun:
         self.model = model
         self.block_size = block_size
         self.cache = KVCache.allocate(
-            model.cache_shape(block_size), num_blocks=num_blocks, dtype=model.dtype, device=model.device
+            model.cache_shape(block_size), num_blocks=num_blocks, dtype=model.cache_dtype, device=model.device
         )
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self._tokens: dict[str, list[int]] = {}

@@ -10,15 +10,19 @@ import pytest
 import torch
 from checkpoints import edit_config, make_checkpoint
 from harness import random_prompt
+from keeping_backend import KeepingBackend
 from model_runs import load, logits_in_chunks
 from oracle import Oracle
 from ranks import run_ranks, topology
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from eagleray.errors import CheckpointError
+from eagleray.errors import CheckpointError, ConfigError
+from eagleray.kernels.choose import ModelTraits
 from eagleray.kernels.params import ClampedSwiglu
+from eagleray.kernels.quantized import Mxfp4Weight
 from eagleray.kernels.rope import YarnRope
+from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.models import mxfp4, registry
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.moe.layout import ExpertOptions
@@ -147,6 +151,44 @@ def test_load_model_mxfp4_experts_are_divided(packed, dispatch):
         return logits_in_chunks(model, prompt(40), 13)
 
     torch.testing.assert_close(run_ranks(work, topology(tp=2))[0], expected, atol=ROUNDING, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "tp_size", "size", "is_kept"),
+    [
+        (None, 2, 160, True),  # 2 and 3 blocks
+        (None, 4, 96, False),  # a rank would have no block
+        ("all-to-all", 4, 96, True),
+    ],
+)
+def test_load_model_kept_mxfp4_equals_decoded_weights(dispatch, tp_size, size, is_kept, tmp_path, monkeypatch):
+    directory = make_checkpoint(tmp_path, "gpt_oss", tokenizer=False, intermediate_size=size)
+    pack(directory)
+    made: list[KeepingBackend] = []
+
+    def choose(device: torch.device, model: ModelTraits, *options: Any) -> KeepingBackend:
+        made.append(KeepingBackend(model.dtype))
+        return made[-1]
+
+    monkeypatch.setattr(registry, "choose_backend", choose)
+
+    def work(groups: Groups) -> torch.Tensor:
+        return logits_in_chunks(
+            load(directory, groups=groups, experts=ExpertOptions(dispatch=dispatch)), prompt(40), 40
+        )
+
+    expected = work(Groups.single())
+    assert made[0].count(Mxfp4Weight) == 3 * 2 * 8
+    results = run_ranks(work, topology(tp=tp_size))
+    assert (made[1].count(Mxfp4Weight) > 0) == is_kept
+    torch.testing.assert_close(results[0], expected, atol=ROUNDING, rtol=1e-5)
+    monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: TorchBackend())
+    assert torch.equal(work(Groups.single()), expected)
+
+
+def test_load_model_quantization_of_mxfp4_is_refused(packed):
+    with pytest.raises(ConfigError, match=r"`quantization`: .*config.json says that the experts are stored as mxfp4"):
+        load(packed, quantization="fp8")
 
 
 def test_load_model_mxfp4_reports_progress(packed):

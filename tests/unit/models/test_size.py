@@ -8,6 +8,7 @@ import pytest
 from checkpoints import FAMILIES as SMALL
 from checkpoints import make_checkpoint
 
+from eagleray.kernels.quantized import WeightFormat
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.loading import read_headers
 from eagleray.models.registry import FAMILIES
@@ -120,3 +121,18 @@ def test_weight_bytes_of_all_workers_add_up_to_the_model(family, tmp_path):
     parts = [weight_bytes(spec, itemsize=2, mesh=mesh, num_expert_ranks=2) for mesh in meshes]
     twice = 2 * spec.tie_embeddings * spec.vocab_size * spec.hidden_size  # first and last stage each have it
     assert sum(parts) == alone + twice
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "kept", "expected"),
+    [
+        ("DeepseekV3ForCausalLM", DEEPSEEK_V3, WeightFormat.FP8, 671e9 + 129_280 * 7168 * 2),
+        ("DeepseekV3ForCausalLM", DEEPSEEK_V3, None, 2 * 671e9),
+        ("GptOssForCausalLM", GPT_OSS_120B, WeightFormat.MXFP4, 114.7e9 / 2 + 2.1e9 * 2),
+        ("GptOssForCausalLM", GPT_OSS_120B, None, 2 * 116.8e9),
+    ],
+)
+def test_weight_bytes_are_those_of_the_kept_format(architecture, fields, kept, expected):
+    spec = FAMILIES[architecture].read_spec(ConfigFile(Path("config.json"), fields))
+    found = weight_bytes(spec, itemsize=2, kept=kept, mesh=Mesh(), num_expert_ranks=1)
+    assert 0.98 * expected < found < 1.005 * expected

@@ -1,0 +1,31 @@
+"""A backend in plain torch that keeps quantized weights, and decodes them when it makes a product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eagleray.kernels.backend import Operation
+from eagleray.kernels.quantized import Weight, WeightFormat
+from eagleray.kernels.torch.backend import TorchBackend
+
+
+class KeepingBackend(TorchBackend):
+    kept_formats = frozenset(WeightFormat)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.weights: list[Weight] = []
+        """The weights of all products."""
+
+    def linear(self, weight: Weight, bias: Tensor | None) -> Operation:
+        self.weights.append(weight)
+        return super().linear(weight if isinstance(weight, Tensor) else weight.dequantize(self._dtype), bias)
+
+    def exact_linear(self, weight: Tensor) -> Operation:
+        product = super().linear(weight.float(), None)  # not one of `weights`
+        return lambda x: product(x.float())
+
+    def count(self, kind: type) -> int:
+        """Return the number of products with a weight of this kind."""
+        return sum(isinstance(weight, kind) for weight in self.weights)
