@@ -135,7 +135,10 @@ class _LaunchLowering:
                 self._experts(experts, addition)
             case AllReduceOp():
                 access = Access((op.x,), (op.out,), {op.out: op.x})
-                self._launch(partial(_all_reduce, op.group, op.out), access, kind=LaunchKind.HOST)
+                if op.group.is_capturable:
+                    self._launch(partial(_all_reduce_in_place, op.group, op.out), access)
+                else:
+                    self._launch(partial(_all_reduce, op.group, op.out), access, kind=LaunchKind.HOST)
             case HostOp():
                 self._launch(partial(_host, op), Access(op.reads, (op.out,)), kind=LaunchKind.HOST)
             case _:
@@ -242,6 +245,10 @@ def _multiply(weight: CudaLinear, x: Value, out: Value, frame: Frame) -> None:
 
 def _gate(weight: CudaLinear, product: Value, out: Value, frame: Frame) -> None:
     gate(frame[product], weight.clamp, out=frame[out])
+
+
+def _all_reduce_in_place(group: TensorParallelGroup, value: Value, frame: Frame) -> None:
+    group.all_reduce(frame[value])  # of padded rows too: all ranks have the same bucket
 
 
 def _all_reduce(group: TensorParallelGroup, value: Value, frame: Frame) -> None:

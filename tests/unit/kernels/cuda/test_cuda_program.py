@@ -302,16 +302,20 @@ def test_run_experts_moved_between_slots_keep_results() -> None:
 class Doubling:
     """A rank of two that have the same parts."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.size = rank, 2
+    def __init__(self, rank: int, *, is_capturable: bool = False) -> None:
+        self.rank, self.size, self.is_capturable = rank, 2, is_capturable
+        self.seen: list[int] = []
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return x * 2
+        self.seen.append(len(x))
+        return x.mul_(2) if self.is_capturable else x * 2
 
 
+@pytest.mark.parametrize("is_capturable", [False, True])
 @pytest.mark.parametrize("rows", [DECODES, MIXED])
-def test_run_sums_over_ranks_between_graphs(rows: Rows) -> None:
-    tp = cast(TensorParallelGroup, Doubling(0))
+def test_run_sums_over_ranks_between_graphs_or_within(rows: Rows, is_capturable: bool) -> None:
+    group = Doubling(0, is_capturable=is_capturable)
+    tp = cast(TensorParallelGroup, group)
 
     def made(kernels: TorchBackend | CudaBackend) -> Pass:
         layers = Layers(kernels)
@@ -326,7 +330,13 @@ def test_run_sums_over_ranks_between_graphs(rows: Rows) -> None:
 
     found, expected = made(CudaBackend(torch.float32)), made(TorchBackend())
     batch = batch_of(rows)
-    torch.testing.assert_close(found.run(batch), expected.run(batch), atol=1e-5, rtol=1e-5)
+    wanted = expected.run(batch)
+    group.seen.clear()
+    torch.testing.assert_close(found.run(batch), wanted, atol=1e-5, rtol=1e-5)
+    buckets = program_module.DECODE_BUCKETS if rows is DECODES else program_module.TOKEN_BUCKETS
+    bucket = program_module.bucket_of(batch.num_tokens, buckets)
+    assert bucket != batch.num_tokens, "there is padding"
+    assert set(group.seen) == {bucket if is_capturable else batch.num_tokens}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
