@@ -95,6 +95,10 @@ class ExpertProducts(Protocol):
         ...
 
 
+class KernelUnavailable(Exception):
+    """A kernel that a model needs cannot be compiled or launched on this machine."""
+
+
 class KernelBackend(Protocol):
     """The operations of the layers on one kind of device, chosen once when a model is loaded.
 
@@ -102,6 +106,8 @@ class KernelBackend(Protocol):
     that one.
     """
 
+    compiles_on_demand: bool = False
+    """Whether kernels are compiled when they are first launched, which may fail."""
     is_batch_invariant: bool
     """Whether no number of a token depends on the other tokens of a batch or on the number of threads."""
 

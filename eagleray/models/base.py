@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eagleray.kernels.backend import Context, HiddenStates, KernelBackend, Operation
+from eagleray.kernels.backend import Context, HiddenStates, KernelBackend, KernelUnavailable, Operation
 from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, PassLimits
 from eagleray.kernels.kv_cache import CacheShape, KVCache
@@ -22,6 +22,9 @@ from eagleray.models.moe.rebalance import Rebalancer
 from eagleray.models.sharding import kv_heads
 from eagleray.models.spec import ModelSpec
 from eagleray.parallel.groups import Groups
+
+TRIAL_TOKENS = 16
+"""Tokens of the pass by which kernels are tried."""
 
 
 class Model:
@@ -133,6 +136,21 @@ class Model:
             assert self.groups.stages is not None
             self.groups.stages.send_hidden(hidden.clone())  # the original may be overwritten before it is sent
         return hidden
+
+    @torch.inference_mode()
+    def try_kernels(self) -> None:
+        """Launch every kernel of a pass once. Raises `KernelUnavailable` if one cannot be compiled here."""
+        if not self._kernels.compiles_on_demand:
+            return
+        shape = self.cache_shape(TRIAL_TOKENS)
+        cache = KVCache.allocate(shape, num_blocks=1, dtype=self.dtype, device=self.device)
+        limits = PassLimits(TRIAL_TOKENS, 1, TRIAL_TOKENS)
+        try:
+            self.warm_up(cache, limits, None)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # the compiler's errors are of many kinds: no assembler, no resources, no C compiler
+            raise KernelUnavailable(f"a kernel failed with {type(error).__name__}: {error}") from error
 
     @torch.inference_mode()
     def warm_up(self, cache: KVCache, limits: PassLimits, last_tokens: Tensor | None) -> None:

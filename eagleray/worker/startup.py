@@ -16,6 +16,8 @@ from eagleray.config.resolve import checkpoint_dir, engine_index, engines_on_hos
 from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
 from eagleray.identity import WorkerId
+from eagleray.kernels.backend import KernelUnavailable
+from eagleray.kernels.choose import AttentionBackend
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.log import get_logger
 from eagleray.messages.steps import GroupOpened, ModelLoaded
@@ -113,7 +115,7 @@ class LoadedWorker:
         self.mesh = joined.setup.mesh
         self.device = joined.device
         self.groups = joined.groups
-        self.model = self._load()
+        self.model = self._load_with_kernels()
         self.max_model_len = self._max_model_len()
         extension = self.setup.config.execution.worker_extension_cls
         self.extension = None if extension is None else Extension.load(extension, self)
@@ -156,7 +158,23 @@ class LoadedWorker:
         """Leave the groups."""
         self.groups.close()
 
-    def _load(self) -> Model:
+    def _load_with_kernels(self) -> Model:
+        """Load the model with kernels that run here: plain torch if others were not asked for and fail."""
+        option = self.setup.config.execution.attention_backend
+        try:
+            model = self._load(option)
+            model.try_kernels()
+            return model
+        except KernelUnavailable as error:
+            if option != "auto":
+                raise ConfigError(
+                    f"option `attention_backend`: {option} cannot be used here, because {error}"
+                ) from error
+            logger.warning("computing with plain torch, which is several times slower: %s", error)
+        del model  # before the weights are loaded again, in another form
+        return self._load("torch")
+
+    def _load(self, attention_backend: AttentionBackend) -> Model:
         config = self.setup.config.model
         is_shown = self.rank == 0 and sys.stderr.isatty()
         with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=not is_shown) as bar:
@@ -176,7 +194,7 @@ class LoadedWorker:
                 deterministic=config.deterministic,
                 experts=self._expert_options(),
                 total_memory=total_bytes(self.device),
-                attention_backend=self.setup.config.execution.attention_backend,
+                attention_backend=attention_backend,
                 quantization=config.quantization,
                 kv_cache_dtype=self.setup.config.cache.kv_cache_dtype,
             )

@@ -29,6 +29,7 @@ class CudaBackend(RecordingBackend):
     """See `RecordingBackend`. On a CPU the kernels are interpreted, for tests. `captures`: see `CudaProgram`;
     `prefills_by_fa3`: let FlashAttention-3 compute rows with several queries."""
 
+    compiles_on_demand = True
     is_batch_invariant = False
     kept_formats: frozenset[WeightFormat] = frozenset()
 

@@ -216,8 +216,31 @@ class CudaProgram(Program):
     def warm_up(self, limits: PassLimits, last_tokens: Tensor | None) -> None:
         started = time.monotonic()
         self.reserve(limits)
+        self._compile()
         num_graphs = self.capture(last_tokens) if self._captures else 0
         logger.info("compiled the kernels and captured %d graphs in %.1f s", num_graphs, time.monotonic() - started)
+
+    def _compile(self) -> None:
+        """Run every launch but Python functions on padding alone, in the sizes of plain lists up to the largest one: a
+        launch chooses among its kernels by the number of tokens."""
+        num_tokens, largest = min(MIN_TOKENS, self._limits.num_tokens), self._limits.num_tokens
+        while True:
+            self._run_on_padding(num_tokens)
+            if num_tokens == largest:
+                return
+            num_tokens = min(2 * num_tokens, largest)
+
+    def _run_on_padding(self, num_tokens: int) -> None:
+        memory = self._memory
+        assert memory is not None
+        rules = self._lowered.split_rules
+        num_tiles = 1 if self._lowered.queries_per_tile else 0
+        sizes = MetadataSizes(num_tokens, 1, 1, memory.plan.table_width, num_tiles, tuple(1 for _ in rules))
+        frame = self._frame(sizes)
+        memory.metadata.upload(_no_batch(rules), sizes)
+        for launch in self._lowered.launches:
+            if launch.kind is not LaunchKind.HOST:
+                launch.run(frame)
 
     def capture(self, last_tokens: Tensor | None = None) -> int:
         """Capture all graphs within the reserved limits, and return their number of buckets. `last_tokens` must be that

@@ -9,6 +9,9 @@ from ranks import topology
 
 from eagleray.config.build import build_config
 from eagleray.identity import EngineId, WorkerId
+from eagleray.kernels.cuda.backend import CudaBackend
+from eagleray.kernels.cuda.program import CudaProgram
+from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.messages.failure import Ended
 from eagleray.messages.plain import pack_arguments, unpack
 from eagleray.messages.steps import (
@@ -28,6 +31,7 @@ from eagleray.messages.steps import (
     ReadExpertLoad,
     StepPlan,
 )
+from eagleray.models import registry
 from eagleray.worker.worker import Worker
 
 ID = WorkerId(EngineId("test", 0))
@@ -117,4 +121,35 @@ def test_worker_extension_sees_loaded_worker(checkpoint, tmp_path, monkeypatch):
     returned = call(worker, CallExtension("describe", pack_arguments((), {})))
     assert returned.failure is None
     assert unpack(returned.value) == [0, 1, "cpu", 3]
+    worker.close()
+
+
+def fail_to_compile(program, limits, last_tokens):
+    raise RuntimeError("Failed to find C compiler")
+
+
+@pytest.fixture
+def gpu_kernels(monkeypatch):
+    """Give the worker the backend of GPUs, whose kernels cannot be compiled, unless plain torch is asked for."""
+
+    def choose(device, model, attention_backend):
+        return TorchBackend() if attention_backend == "torch" else CudaBackend(model.dtype)
+
+    monkeypatch.setattr(registry, "choose_backend", choose)
+    monkeypatch.setattr(CudaProgram, "warm_up", fail_to_compile)
+
+
+def test_worker_kernel_that_does_not_compile_falls_back_to_plain_torch(worker, gpu_kernels, caplog):
+    bring_to(worker, "JoinedWorker")
+    loaded = call(worker, LoadModel())
+    assert isinstance(loaded, ModelLoaded) and loaded.kernels == "TorchBackend"
+    assert any("Failed to find C compiler" in record.getMessage() for record in caplog.records)
+
+
+def test_worker_kernel_that_was_asked_for_and_does_not_compile_is_refused(checkpoint, gpu_kernels):
+    worker = Worker(ID, 0, build_config(model=str(checkpoint), num_threads=1, attention_backend="triton"), ONE_RANK)
+    bring_to(worker, "JoinedWorker")
+    ended = call(worker, LoadModel())
+    assert isinstance(ended, Ended) and ended.cause.is_user_error
+    assert "`attention_backend`: triton cannot be used here" in ended.cause.message
     worker.close()
