@@ -1,10 +1,13 @@
-# Every target sets up what it needs: a fresh machine with Python 3.11 and make is enough.
+# Every target but `gpu` sets up what it needs: a fresh machine with Python 3.11 and make is enough.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# A machine with a GPU brings torch of its own: the virtual environment is used only if there is one.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_JSON   ?= gpu.json
 
-.PHONY: serve test quick test-slow test-all test-hosts chaos fuzz soak lint clean
+.PHONY: serve test quick test-slow test-all test-hosts gpu chaos fuzz soak lint clean
 
 serve: $(READY)  ## Serve a model (MODEL=path, ARGS="--port 8000 ..."); without MODEL the embedded one.
 	$(BIN)/eagleray serve $(MODEL) $(ARGS)
@@ -23,6 +26,9 @@ test-all: $(READY)  ## The whole grid: every executor with every parallelism.
 
 test-hosts: $(READY)  ## Several hosts, each a network namespace with a Ray node of its own; needs root.
 	$(BIN)/python -m pytest -m hosts
+
+gpu:  ## On a machine with an NVIDIA GPU: the tests marked gpu, then figures in GPU_JSON. Installs nothing (ARGS="--only kernels").
+	$(GPU_PYTHON) benchmarks/gpu.py --tests --json $(GPU_JSON) $(ARGS)
 
 chaos: $(READY)  ## Load while random processes are killed: no request may fail or change (ARGS="--backend ray --every 2 ...").
 	$(BIN)/python scripts/chaos.py $(ARGS)

@@ -30,8 +30,8 @@ class GpuRecord:
         for figure in [*self.kernels, *self.steps, *self.targets]:
             if figure.get("failure"):
                 lines.append(f"{figure['name']}: {figure['failure']}")
-            elif figure.get("verdict") == "fails":
-                lines.append(f"{figure['name']}: {figure['shown']}, must be {figure['must']}")
+            elif (verdict := figure.get("verdict", "")) in ("fails", "implausible"):
+                lines.append(f"{figure['name']}: {verdict} with {figure['shown']}; must be {figure['must']}")
         return lines
 
 

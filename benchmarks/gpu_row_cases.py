@@ -9,6 +9,7 @@ from gpu_floors import Work
 from torch import Tensor
 
 from eagleray.kernels.cuda.triton import cache_write, embedding, gate, norm, weighted_sum
+from eagleray.kernels.forward_batch import DeviceNumbers
 from eagleray.kernels.params import ClampedSwiglu
 from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.rope import DefaultRope, Rope
@@ -165,16 +166,20 @@ def sample(device: torch.device, dtype: torch.dtype, *, rows: int, vocab: int, *
         sampler.add_row(row, sampling, [1, 2, 3], 3)
         state.add_row(row, sampling, [1, 2, 3], 3)
     row_ids, positions = np.arange(rows), np.full(rows, 3)
-    sampler.begin(logits, row_ids, positions)  # uploads the parameters of the rows
+    first = sampler.prepare(row_ids, positions)  # has the parameters of the rows
+    sampler.launch(logits, first, DeviceNumbers(first.words).on(device))
     prepared = sampler.prepare(row_ids, positions)
-    words = torch.from_numpy(prepared.words).to(device)
+    words = DeviceNumbers(prepared.words).on(device)
     tokens = torch.zeros(rows, dtype=torch.int32, device=device)
 
     def launch() -> None:
         tokens.copy_(sampler.launch(logits, prepared, words).token_ids)
 
     def differing() -> list[Tensor]:
-        host = HostSampler(state, Ranking()).sample(logits.cpu(), row_ids, positions)
+        host_sampler = HostSampler(state, Ranking())
+        plan = host_sampler.prepare(row_ids, positions)
+        on_host = logits.cpu()
+        host = host_sampler.launch(on_host, plan, DeviceNumbers(plan.words).on(on_host.device)).finish([])
         different = tokens.cpu() != torch.tensor(host.token_ids)
         return [1.0 + different.float().mean()[None]]
 

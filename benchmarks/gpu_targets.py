@@ -7,6 +7,9 @@ from enum import Enum
 
 NOT_MEASURED = "not measured"
 
+MAX_SHARE = 1.05
+"""A larger share of a floor is an error of the floor or of the measurement."""
+
 
 class TargetUnit(Enum):
     """Meaning of a target's value."""
@@ -37,7 +40,9 @@ class GpuTarget:
         return f"{'at most' if self.is_most else 'at least'} {self.show(self.must)}"
 
     def verdict(self, value: float) -> str:
-        """Return `aim`, `must` or `fails`: the best that the value reaches."""
+        """Return `aim` or `must`, the best that the value reaches, or `fails`; or `implausible`."""
+        if self.unit is TargetUnit.SHARE and value > MAX_SHARE:
+            return "implausible"
         for name, bound in (("aim", self.aim), ("must", self.must)):
             if value <= bound if self.is_most else value >= bound:
                 return name

@@ -38,4 +38,6 @@ class TakingTurns(LoadScopeScheduling):
 
 
 def pytest_xdist_make_scheduler(config, log):
-    return TakingTurns(config, log)
+    """Have tests take turns. Those for a GPU start no processes: each goes to whichever worker has time, because most
+    of their time is the compilation of kernels."""
+    return None if config.getoption("markexpr") == "gpu" else TakingTurns(config, log)

@@ -15,7 +15,8 @@ FOREIGN = {
     *("DATABASE_URL", "HTTP_PROXY", "SO_REUSEPORT", "Upgrade", "vdpbf16ps"),  # users', Linux's, HTTP's, the CPU's
     *("FF", "RCVHWM", "SNDHWM", "nil"),  # bytes and options of zmq, MessagePack's null
     *("RAY_preload_python_modules", "py_modules", "working_dir"),  # Ray's
-    *("figures.json", "probe.py"),  # files that the reader writes
+    *("figures.json", "gpu.json", "probe.py"),  # files that the reader writes
+    *("--no-deps", "--no-index", "--target"),  # pip's
 }
 
 
