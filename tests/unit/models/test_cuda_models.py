@@ -29,7 +29,7 @@ FAMILIES = {
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    monkeypatch.setattr(registry, "choose_backend", lambda device, dtype, **options: CudaBackend(dtype))
+    monkeypatch.setattr(registry, "choose_backend", lambda device, model, *_: CudaBackend(model.dtype))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
