@@ -143,7 +143,7 @@ class Model:
         if not self._kernels.compiles_on_demand:
             return
         shape = self.cache_shape(TRIAL_TOKENS)
-        cache = KVCache.allocate(shape, num_blocks=1, dtype=self.dtype, device=self.device)
+        cache = KVCache.allocate(shape, num_blocks=1, dtype=self.cache_dtype, device=self.device)
         limits = PassLimits(TRIAL_TOKENS, 1, TRIAL_TOKENS)
         try:
             self.warm_up(cache, limits, None)

@@ -31,7 +31,7 @@ class CudaBackend(RecordingBackend):
 
     compiles_on_demand = True
     is_batch_invariant = False
-    kept_formats: frozenset[WeightFormat] = frozenset()
+    kept_formats = frozenset(WeightFormat)
 
     def __init__(self, dtype: torch.dtype, *, captures: bool = True, prefills_by_fa3: bool = False) -> None:
         super().__init__(dtype)
@@ -39,23 +39,23 @@ class CudaBackend(RecordingBackend):
         self.prefills_by_fa3 = prefills_by_fa3
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> CudaLinear:
-        return CudaLinear(unquantized(weight).contiguous(), bias)
+        return CudaLinear(weight, bias)
 
     def pack_exact_linear(self, weight: Tensor) -> CudaLinear:
-        return CudaLinear(weight.float().contiguous(), None, is_float32=True)
+        return CudaLinear(weight.float(), None, is_float32=True)
 
     def pack_gated_linear(self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None) -> CudaLinear:
-        return CudaLinear(unquantized(weight).contiguous(), bias, is_gated=True, clamp=clamp)
+        return CudaLinear(weight, bias, is_gated=True, clamp=clamp)
 
     def pack_embedding(self, weight: Tensor, first: int) -> CudaEmbedding:
         return CudaEmbedding(weight, first)
 
     def pack_tied_embedding(self, weight: Tensor, first: int) -> tuple[CudaEmbedding, CudaLinear]:
         product = self.pack_linear(weight, None)
-        return CudaEmbedding(product.weight, first), product
+        return CudaEmbedding(unquantized(product.weight), first), product
 
     def pack_experts(self, gate_up: Sequence[LinearWeight], down: Sequence[LinearWeight]) -> ExpertProducts:
-        return CudaExperts(gate_up, down)
+        return CudaExperts(gate_up, down, self.dtype)
 
     def lower(
         self, recording: Recording, *, rope: Rope, device: torch.device, tp: TensorParallelGroup, block_size: int

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eagleray.kernels.backend import ExpertProducts
 from eagleray.kernels.cuda.launch import Frame, TensorSpec
-from eagleray.kernels.cuda.linear import CudaLinear
+from eagleray.kernels.cuda.linear import CudaLinear, slot_weight, stack_weights, weight_memory
 from eagleray.kernels.cuda.metadata import MetadataSizes
 from eagleray.kernels.cuda.triton.grouped_linear import grouped_gated_linear, grouped_linear, pair_tile
 from eagleray.kernels.cuda.triton.routing import (
@@ -21,6 +21,7 @@ from eagleray.kernels.cuda.triton.routing import (
     route,
 )
 from eagleray.kernels.cuda.triton.weighted_sum import weighted_sum
+from eagleray.kernels.quantized import Weight
 from eagleray.kernels.recording import ExpertsOp, LinearWeight, Value
 
 
@@ -30,8 +31,9 @@ class CudaExperts(ExpertProducts):
 
     is_movable = True
 
-    def __init__(self, gate_up: Sequence[LinearWeight], down: Sequence[LinearWeight]) -> None:
+    def __init__(self, gate_up: Sequence[LinearWeight], down: Sequence[LinearWeight], dtype: torch.dtype) -> None:
         self._linears = [_linears(gate_up), _linears(down)]
+        self._dtype = dtype
         self.num_slots = len(down)
         assert len(gate_up) == self.num_slots > 0
         (self._gate_up, self._gate_up_bias), (self._down, self._down_bias) = (
@@ -60,16 +62,17 @@ class CudaExperts(ExpertProducts):
         return out
 
     def storage(self, slot: int) -> list[Tensor]:
-        tensors = (self._gate_up, self._gate_up_bias, self._down, self._down_bias)
-        return [tensor[slot].view(torch.uint8).view(-1) for tensor in tensors if tensor is not None]
+        tensors = (*weight_memory(self._gate_up), self._gate_up_bias, *weight_memory(self._down), self._down_bias)
+        return [tensor[slot].view(-1).view(torch.uint8) for tensor in tensors if tensor is not None]
 
     def launch(
         self, op: ExpertsOp, out: Value, *, accumulates: bool
     ) -> tuple[Callable[..., None], Callable[[MetadataSizes], Sequence[TensorSpec]]]:
         """Return the function and the working memory of the launch that computes `op`. `accumulates`: the result is
         added to `out`."""
-        top_k, dtype, num_experts = op.router.top_k, self._gate_up.dtype, op.scores.size
-        slot_map = None if op.slots is None else DeviceSlotMap(*op.slots.on(self._gate_up.device))
+        top_k, dtype, num_experts = op.router.top_k, self._dtype, op.scores.size
+        device = weight_memory(self._gate_up)[0].device
+        slot_map = None if op.slots is None else DeviceSlotMap(*op.slots.on(device))
 
         def compute(frame: Frame, *scratch: Tensor) -> None:
             (ids, weights, own_slots, outputs), trace = scratch[:4], op.trace
@@ -130,16 +133,16 @@ def _linears(weights: Sequence[LinearWeight]) -> list[CudaLinear]:
     return [weight for weight in weights if isinstance(weight, CudaLinear)]
 
 
-def _stack(linears: Sequence[CudaLinear]) -> tuple[Tensor, Tensor | None]:
+def _stack(linears: Sequence[CudaLinear]) -> tuple[Weight, Tensor | None]:
     """Return the weights [slots, out_features, in_features] and biases [slots, out_features] of all slots."""
     stacked = linears[0].stack
     if stacked is not None and all(linear.stack is stacked for linear in linears):
         return stacked
-    weight = torch.stack([linear.weight for linear in linears])
+    weight = stack_weights([linear.weight for linear in linears])
     biases = [linear.bias for linear in linears if linear.bias is not None]
     assert len(biases) in (0, len(linears)), "all experts have a bias, or none"
     stacked = weight, torch.stack(biases) if biases else None
     for slot, linear in enumerate(linears):
         linear.stack = stacked
-        linear.weight, linear.bias = weight[slot], None if stacked[1] is None else stacked[1][slot]
+        linear.weight, linear.bias = slot_weight(weight, slot), None if stacked[1] is None else stacked[1][slot]
     return stacked

@@ -2,51 +2,118 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagleray.kernels.cuda.triton.linear import quantized_gated_linear, quantized_linear
+from eagleray.kernels.cuda.triton.tile_product import pad_scales
 from eagleray.kernels.params import ClampedSwiglu
+from eagleray.kernels.quantized import Fp8Weight, Mxfp4Weight, Weight
 from eagleray.kernels.recording import EmbeddingTable, LinearWeight
 from eagleray.kernels.torch.functional import clamped_swiglu, silu_and_mul
 
 
 class CudaLinear(LinearWeight):
-    """A weight [out_features, in_features]. If it is gated, the first half of the outputs are gates.
+    """A weight [out_features, in_features], which this object owns. If it is gated, the first half of the outputs are
+    gates.
 
     `is_float32`: the product is computed in float32, the weight is float32, and inputs are converted first.
     """
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None,
         *,
         is_gated: bool = False,
         clamp: ClampedSwiglu | None = None,
         is_float32: bool = False,
     ) -> None:
-        self.weight = weight
+        self.weight = _packed(weight)
         self.bias = bias
         self.is_gated = is_gated
         self.clamp = clamp
         self.is_float32 = is_float32
-        self.size = len(weight) // 2 if is_gated else len(weight)
-        self.stack: tuple[Tensor, Tensor | None] | None = None
+        self.size = weight.shape[0] // 2 if is_gated else weight.shape[0]
+        self.stack: tuple[Weight, Tensor | None] | None = None
         """Weights and biases of all expert slots, if these are views of them."""
 
+    @property
+    def applies_gate(self) -> bool:
+        """Whether `multiply` applies the gate too."""
+        return self.is_gated and not isinstance(self.weight, Tensor)
+
     def multiply(self, x: Tensor, out: Tensor) -> None:
-        """Write the product, without the gate, to `out` [rows, out_features]. Both are of the weight's dtype."""
-        if self.bias is None:
+        """Write the product, without the gate unless `applies_gate`, to `out` [rows, out_features]. Both are of the
+        weight's dtype, or with a quantized weight of the model's."""
+        if not isinstance(self.weight, Tensor):
+            if self.is_gated:
+                quantized_gated_linear(x, self.weight, self.bias, self.clamp, out=out)
+            else:
+                quantized_linear(x, self.weight, self.bias, out=out)
+        elif self.bias is None:
             torch.mm(x, self.weight.t(), out=out)
         else:
             torch.addmm(self.bias, x, self.weight.t(), out=out)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if not isinstance(self.weight, Tensor):
+            out = x.new_empty((len(x), self.size))
+            if len(x):
+                self.multiply(x.contiguous(), out)
+            return out
         product = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
         if not self.is_gated:
             return product
         return silu_and_mul(product) if self.clamp is None else clamped_swiglu(product, self.clamp)
+
+
+def stack_weights(weights: Sequence[Weight]) -> Weight:
+    """Return weights [slots, rows, columns] of the packed weights of all slots, which are of one format and shape."""
+    first = weights[0]
+    if isinstance(first, Fp8Weight):
+        fp8 = [weight for weight in weights if isinstance(weight, Fp8Weight) and weight.block == first.block]
+        values = torch.stack([weight.values.view(torch.uint8) for weight in fp8]).view(torch.float8_e4m3fn)
+        stacked: Weight = Fp8Weight(values, torch.stack([weight.scales for weight in fp8]), first.block)
+    elif isinstance(first, Mxfp4Weight):
+        mxfp4 = [weight for weight in weights if isinstance(weight, Mxfp4Weight)]
+        scales = pad_scales(torch.stack([weight.scales for weight in mxfp4]))
+        stacked = Mxfp4Weight(torch.stack([weight.blocks for weight in mxfp4]), scales)
+    else:
+        stacked = torch.stack([weight for weight in weights if isinstance(weight, Tensor)])
+    assert stacked.shape[0] == len(weights), "the experts of a layer have weights of one format"
+    return stacked
+
+
+def slot_weight(stacked: Weight, slot: int) -> Weight:
+    """Return the weight of a slot, a view of `stack_weights`."""
+    if isinstance(stacked, Fp8Weight):
+        return Fp8Weight(stacked.values[slot], stacked.scales[slot], stacked.block)
+    if isinstance(stacked, Mxfp4Weight):
+        return Mxfp4Weight(stacked.blocks[slot], stacked.scales[slot])
+    return stacked[slot]
+
+
+def weight_memory(weight: Weight) -> list[Tensor]:
+    """Return the tensors that a packed weight consists of, contiguous and with any padding."""
+    if isinstance(weight, Fp8Weight):
+        return [weight.values, weight.scales]
+    if isinstance(weight, Mxfp4Weight):
+        scales = weight.scales
+        return [weight.blocks, scales.as_strided((*scales.shape[:-1], scales.stride(-2)), scales.stride())]
+    return [weight]
+
+
+def _packed(weight: Weight) -> Weight:
+    """Return the weight in the layout that products need."""
+    if isinstance(weight, Fp8Weight):
+        return weight
+    if isinstance(weight, Mxfp4Weight):
+        return Mxfp4Weight(weight.blocks, pad_scales(weight.scales))
+    return weight.contiguous()
 
 
 class CudaEmbedding(EmbeddingTable):

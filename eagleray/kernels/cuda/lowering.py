@@ -160,10 +160,11 @@ class _LaunchLowering:
         if weight.is_float32 and self.dtype != torch.float32:
             x = op.x.another(op.x.size, is_float32=True)
             self._launch(partial(_copy, op.x, x), Access((op.x,), (x,)))
-        if weight.is_gated:
+        has_own_gate = weight.is_gated and not weight.applies_gate
+        if has_own_gate:
             product = op.out.another(2 * op.out.size, is_float32=False)
         self._launch(partial(_multiply, weight, x, product), Access((x,), (product,)))
-        if weight.is_gated:
+        if has_own_gate:
             self._launch(partial(_gate, weight, product, op.out), Access((product,), (op.out,)))
 
     def _attention(self, op: AttentionOp) -> None:

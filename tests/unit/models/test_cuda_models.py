@@ -8,8 +8,12 @@ from checkpoints import make_checkpoint
 from harness import random_prompt
 from model_runs import PagedRun, load
 from oracle import Oracle
+from quantized_checkpoints import pack_mxfp4, write_fp8_checkpoint
 
 from eagleray.kernels.cuda.backend import CudaBackend
+from eagleray.kernels.cuda.linear import CudaLinear
+from eagleray.kernels.quantized import Fp8Weight, Mxfp4Weight
+from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.models import registry
 
 EXACT = 5e-5
@@ -58,3 +62,45 @@ def test_forward_on_cuda_kernels_in_float16_is_close_to_float32(family, tmp_path
     run = PagedRun(load(checkpoint, dtype="float16"))
     run.add("only", tokens)
     torch.testing.assert_close(run.run("only", 8), Oracle(checkpoint).logits(tokens), atol=0.1, rtol=0)
+
+
+# ---- quantized weights, as they are stored
+
+
+@pytest.mark.parametrize(
+    ("family", "block"), [("llama", (24, 128)), ("qwen3_moe", (1, 512)), ("deepseek_v3", (16, 128))]
+)
+def test_forward_with_fp8_weights_equals_decoded_ones_in_plain_torch(family, block, tmp_path, monkeypatch):
+    fields = {"num_hidden_layers": 2 if family == "deepseek_v3" else 1, "hidden_size": 160}
+    small, decoded = write_fp8_checkpoint(tmp_path / "plain", family, tmp_path / "small", block, **fields)
+    check_against_plain_torch(small, decoded, Fp8Weight, monkeypatch)
+
+
+def test_forward_with_mxfp4_experts_equals_decoded_ones_in_plain_torch(tmp_path, monkeypatch):
+    checkpoint = make_checkpoint(
+        tmp_path, "gpt_oss", tokenizer=False, num_hidden_layers=1, layer_types=["full_attention"], hidden_size=160
+    )
+    pack_mxfp4(checkpoint)
+    check_against_plain_torch(checkpoint, checkpoint, Mxfp4Weight, monkeypatch)
+
+
+def check_against_plain_torch(directory, decoded, kind, monkeypatch):
+    """Products of float32 vectors round nothing but sums."""
+    tokens, packed = random_prompt(3, 20, 384), []
+
+    def pack(self, *options, **named):
+        packed.append(options[0])
+        made(self, *options, **named)
+
+    made = CudaLinear.__init__
+    monkeypatch.setattr(CudaLinear, "__init__", pack)
+    model = load(directory)
+    num_plain = sum(isinstance(weight, torch.Tensor) for weight in packed)
+    assert any(isinstance(weight, kind) for weight in packed)
+    monkeypatch.setattr(registry, "choose_backend", lambda *_: TorchBackend())
+    plain = load(decoded)
+    assert plain.num_parameters == model.num_parameters and 0 < num_plain < len(packed)
+    found, expected = (PagedRun(each) for each in (model, plain))
+    for run in (found, expected):
+        run.add("only", tokens)
+    torch.testing.assert_close(found.run("only", 19), expected.run("only", 19), atol=4 * EXACT, rtol=0)

@@ -13,6 +13,7 @@ from harness import random_prompt
 from keeping_backend import KeepingBackend
 from model_runs import load, logits_in_chunks
 from oracle import Oracle
+from quantized_checkpoints import pack_mxfp4
 from ranks import run_ranks, topology
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -30,7 +31,6 @@ from eagleray.parallel.groups import Groups
 
 ROUNDING = 1e-4
 PATH = Path("/somewhere/config.json")
-PROJECTIONS = ("gate_up_proj", "down_proj")
 
 
 def read(**fields: Any):
@@ -39,19 +39,6 @@ def read(**fields: Any):
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     return random_prompt(seed, length, 384)
-
-
-def pack(directory: Path, name: str = "model.safetensors") -> None:
-    """Replace the experts of a checkpoint by four-bit weights of random bits."""
-    tensors = load_file(directory / name)
-    generator = torch.Generator().manual_seed(0)
-    for key in [key for key in tensors if key.endswith(PROJECTIONS)]:
-        num_experts, num_in, num_out = tensors.pop(key).shape
-        shape = num_experts, num_out, num_in // 32
-        tensors[f"{key}_blocks"] = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
-        tensors[f"{key}_scales"] = torch.randint(121, 127, shape, generator=generator, dtype=torch.uint8)
-    save_file(tensors, directory / name, metadata={"format": "pt"})
-    edit_config(directory, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
 
 
 def unpack(directory: Path, out: Path) -> Path:
@@ -70,7 +57,7 @@ def unpack(directory: Path, out: Path) -> Path:
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
     directory = make_checkpoint(tmp_path_factory.mktemp("packed"), "gpt_oss", tokenizer=False)
-    pack(directory)
+    pack_mxfp4(directory)
     return directory
 
 
@@ -163,7 +150,7 @@ def test_load_model_mxfp4_experts_are_divided(packed, dispatch):
 )
 def test_load_model_kept_mxfp4_equals_decoded_weights(dispatch, tp_size, size, is_kept, tmp_path, monkeypatch):
     directory = make_checkpoint(tmp_path, "gpt_oss", tokenizer=False, intermediate_size=size)
-    pack(directory)
+    pack_mxfp4(directory)
     made: list[KeepingBackend] = []
 
     def choose(device: torch.device, model: ModelTraits, *options: Any) -> KeepingBackend:

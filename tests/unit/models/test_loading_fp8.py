@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from keeping_backend import KeepingBackend
 from model_runs import load, logits_in_chunks
+from quantized_checkpoints import quantize_blocks, write_fp8_checkpoint
 from ranks import run_ranks, topology
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -28,48 +29,12 @@ from eagleray.parallel.groups import Groups
 
 BLOCK = (24, 40)
 """A block size of which no size of the model is a multiple."""
-PLAIN = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
 PROMPT = random_prompt(0, 40, 384)
-
-
-def of_blocks(weight: Tensor, block: tuple[int, int]) -> list[tuple[slice, slice]]:
-    rows, columns = (range(0, size, step) for size, step in zip(weight.shape, block, strict=True))
-    return [(slice(i, i + block[0]), slice(j, j + block[1])) for i in rows for j in columns]
-
-
-def quantize(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weight in FP8, its scales, and the dequantized weight."""
-    scales = torch.empty([-(-size // step) for size, step in zip(weight.shape, block, strict=True)])
-    small, large = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
-    for number, place in enumerate(of_blocks(weight, block)):
-        scale = weight[place].abs().max() / 448
-        scales.view(-1)[number] = scale
-        small[place] = (weight[place] / scale).to(torch.float8_e4m3fn)
-        large[place] = small[place].float() * scale
-    return small, scales, large
-
-
-def quantized(
-    directory: Path, family: str, out: Path, block: tuple[int, int] = BLOCK, **fields: int
-) -> tuple[Path, Path]:
-    """Write a checkpoint in FP8 and its dequantized twin."""
-    plain = make_checkpoint(directory, family, tokenizer=False, **fields)
-    tensors = load_file(plain / "model.safetensors")
-    small = dict(tensors)
-    for name, weight in tensors.items():
-        if weight.dim() == 2 and not name.endswith(PLAIN):
-            small[name], small[f"{name}_scale_inv"], tensors[name] = quantize(weight, block)
-    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
-    out.mkdir()
-    (out / "config.json").write_text((plain / "config.json").read_text())
-    edit_config(out, quantization_config={"quant_method": "fp8", "weight_block_size": list(block), "fmt": "e4m3"})
-    save_file(small, out / "model.safetensors", metadata={"format": "pt"})
-    return out, plain
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
 def test_load_model_fp8_equals_dequantized_checkpoint(family, tmp_path):
-    small, plain = quantized(tmp_path / "plain", family, tmp_path / "small")
+    small, plain = write_fp8_checkpoint(tmp_path / "plain", family, tmp_path / "small", BLOCK)
     reported: list[tuple[int, int]] = []
     model, whole = load(small, on_progress=lambda *now: reported.append(now)), load(plain)
     expected = logits_in_chunks(whole, PROMPT, 40)
@@ -94,7 +59,7 @@ NO_EXPERT_PARALLELISM = ExpertOptions()
 @given(data=st.data(), shape=st.tuples(st.integers(1, 40), st.integers(1, 40)))
 def test_load_part_of_fp8_weight_equals_dequantized_part(data, shape, tmp_path_factory):
     block = data.draw(st.tuples(st.integers(1, 50), st.integers(1, 50)))
-    small, scales, expected = quantize(torch.randn(shape) + 3, block)
+    small, scales, expected = quantize_blocks(torch.randn(shape) + 3, block)
     directory = tmp_path_factory.mktemp("weight")
     save_file({"a": small, "a_scale_inv": scales}, directory / "model.safetensors")
     dim = data.draw(st.integers(0, 1))
@@ -127,7 +92,7 @@ def backends(monkeypatch):
 def test_load_model_kept_fp8_equals_dequantized_checkpoint(family, backends, tmp_path):
     fields = {} if family == "deepseek_v3" else {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     block = (24, 128)  # groups of layers and ranks cut blocks of rows
-    small, plain = quantized(tmp_path / "plain", family, tmp_path / "small", block, **fields)
+    small, plain = write_fp8_checkpoint(tmp_path / "plain", family, tmp_path / "small", block, **fields)
 
     def logits(directory: Path, groups: Groups, dispatch: str | None) -> tuple[Tensor, int]:
         model = load(directory, dtype="bfloat16", groups=groups, experts=ExpertOptions(dispatch=dispatch))
@@ -154,7 +119,7 @@ def test_load_weight_fp8_equals_dequantized_parts(data, sizes, columns, tmp_path
     shapes = [(rows, columns) for rows in sizes]
     tensors = {}
     for name, shape in zip(names, shapes, strict=True):
-        tensors[name], tensors[f"{name}_scale_inv"], _ = quantize(torch.randn(shape) + 3, block)
+        tensors[name], tensors[f"{name}_scale_inv"], _ = quantize_blocks(torch.randn(shape) + 3, block)
     save_file(tensors, directory / "model.safetensors")
     if data.draw(st.booleans()):
         spans = [sorted(data.draw(st.tuples(st.integers(0, rows), st.integers(0, rows)))) for rows in sizes]
@@ -180,7 +145,7 @@ def test_load_weight_fp8_equals_dequantized_parts(data, sizes, columns, tmp_path
 
 
 def test_load_weight_fp8_whole_blocks_stay_as_stored(tmp_path):
-    small, scales, _ = quantize(torch.randn(512, 256), (128, 128))
+    small, scales, _ = quantize_blocks(torch.randn(512, 256), (128, 128))
     save_file({"a": small, "a_scale_inv": scales}, tmp_path / "model.safetensors")
     options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "on_progress": None, "fp8_block": (128, 128)}
     with CheckpointWeights(tmp_path, **options, kept_formats=frozenset({WeightFormat.FP8})) as weights:
@@ -192,7 +157,7 @@ def test_load_weight_fp8_whole_blocks_stay_as_stored(tmp_path):
 
 
 def test_load_weight_fp8_cut_within_blocks_of_columns_warns_once(tmp_path, caplog):
-    small, scales, expected = quantize(torch.randn(8, 256), (8, 128))
+    small, scales, expected = quantize_blocks(torch.randn(8, 256), (8, 128))
     save_file({"a": small, "a_scale_inv": scales}, tmp_path / "model.safetensors")
     options = {"dtype": torch.float32, "device": torch.device("cpu"), "on_progress": None, "fp8_block": (8, 128)}
     with CheckpointWeights(tmp_path, **options, kept_formats=frozenset({WeightFormat.FP8})) as weights:
@@ -224,7 +189,7 @@ def test_load_model_quantization_makes_linear_layers_fp8(family, load_format, ba
 
 
 def test_load_model_quantization_of_fp8_checkpoint_changes_nothing(backends, tmp_path):
-    small, _ = quantized(tmp_path / "plain", "llama", tmp_path / "small", (24, 128))
+    small, _ = write_fp8_checkpoint(tmp_path / "plain", "llama", tmp_path / "small", (24, 128))
     expected = logits_in_chunks(load(small), PROMPT, 40)
     assert torch.equal(logits_in_chunks(load(small, quantization="fp8"), PROMPT, 40), expected)
 
@@ -250,7 +215,7 @@ def test_load_model_fp8_cache_on_a_cpu_is_refused(tmp_path):
 
 
 def test_load_model_wrong_scales_are_refused(tmp_path):
-    small, _ = quantized(tmp_path / "plain", "llama", tmp_path / "small")
+    small, _ = write_fp8_checkpoint(tmp_path / "plain", "llama", tmp_path / "small", BLOCK)
     tensors = load_file(small / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight_scale_inv"
     scales = tensors.pop(name)
