@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from checkpoints import make_checkpoint
@@ -104,3 +108,21 @@ def check_against_plain_torch(directory, decoded, kind, monkeypatch):
     for run in (found, expected):
         run.add("only", tokens)
     torch.testing.assert_close(found.run("only", 19), expected.run("only", 19), atol=4 * EXACT, rtol=0)
+
+
+def test_model_on_a_cpu_imports_no_triton(tmp_path):
+    make_checkpoint(tmp_path, "qwen3", tokenizer=False)
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from harness import LocalEngine\n"
+        "with LocalEngine(Path(sys.argv[1]), executor='in-process') as engine:\n"
+        "    engine.add('a', [1, 2, 3], temperature=1.0, max_tokens=3)\n"
+        "    assert len(engine.run()['a'].token_ids) == 3\n"
+        "print([name for name in ('triton', 'transformers') if name in sys.modules])"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True, env=environment
+    )
+    assert run.stdout.strip().endswith("[]")
