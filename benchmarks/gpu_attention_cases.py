@@ -20,7 +20,9 @@ from eagleray.kernels.cuda.triton.mla import (
     latent_decode_programs,
     latent_queries_per_tile,
     mla_tiling,
+    write_latents,
 )
+from eagleray.kernels.rope import DefaultRope, Rope
 
 BLOCK = 16
 
@@ -223,6 +225,44 @@ def latent_attention(
     )
 
 
+def write_latent_rows(
+    device: torch.device, dtype: torch.dtype, *, tokens: int, heads: int, plain: int, rank: int, rotated: int
+) -> KernelRun:
+    latents = torch.randn(tokens, rank + rotated, device=device).to(dtype)
+    queries = torch.randn(tokens, heads * (plain + rotated), device=device).to(dtype)
+    norm = torch.randn(rank, device=device).to(dtype)
+    rope = Rope(DefaultRope(1e4), rotated, dtype=torch.float32, device=device)
+    positions = torch.arange(tokens, device=device, dtype=torch.int32)
+    cos, sin = rope.table(positions)
+    num_blocks = -(-tokens // BLOCK)
+    slots = torch.randperm(num_blocks * BLOCK, device=device, dtype=torch.int32)[:tokens]
+    cache = torch.zeros(num_blocks, BLOCK, rank + rotated, device=device, dtype=dtype)
+    absorbed = torch.zeros(tokens, heads, rank + rotated, device=device, dtype=dtype)
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.float().chunk(2, dim=-1)  # [tokens, heads, rotated / 2]
+        return torch.cat(
+            (first * cos[:, None] - second * sin[:, None], second * cos[:, None] + first * sin[:, None]), dim=-1
+        )
+
+    def expected() -> list[Tensor]:
+        latent = latents[:, :rank].float()
+        latent = latent * torch.rsqrt(latent.square().mean(-1, keepdim=True) + 1e-6) * norm.float()
+        cached = torch.zeros(cache.shape, device=device).flatten(0, 1)
+        cached[slots.long()] = torch.cat((latent, rotate(latents[:, None, rank:])[:, 0]), dim=1)
+        rows = torch.zeros(absorbed.shape, device=device)
+        rows[..., rank:] = rotate(queries.view(tokens, heads, -1)[..., plain:])
+        return [cached.view(cache.shape), rows]
+
+    return KernelRun(
+        launch=lambda: write_latents(latents, queries, norm, 1e-6, cos, sin, positions, slots, cache, absorbed),
+        results=lambda: [cache, absorbed],
+        expected=expected,
+        work=Work(2.0 * latents.nbytes + 2.0 * tokens * heads * rotated * dtype.itemsize),
+        is_poisoned=False,
+    )
+
+
 def _latent_decode_launch(
     rows: CachedRows, absorbed: Tensor, cache: Tensor, out: Tensor, scale: float
 ) -> Callable[[], None]:
@@ -346,6 +386,13 @@ CASES = [
             SMALL_LATENT | {"rows": SMALL_DECODES},
         )
         for count, context in [(1, 1024), (32, 1024)]
+    ),
+    KernelCase(
+        "write_latents",
+        "256 tokens, 128 x (128 + 64), rank 512",
+        write_latent_rows,
+        {"tokens": 256, "heads": 128, "plain": 128, "rank": 512, "rotated": 64},
+        {"tokens": 3, "heads": 2, "plain": 4, "rank": 16, "rotated": 8},
     ),
     KernelCase(
         "attend_latent_tiles",

@@ -95,6 +95,8 @@ def read_test_report(report: Path, found: dict[str, Any]) -> dict[str, Any]:
             num_passed += 1
     if not failed and found.get("exit") not in (0, None):
         failed.append(f"pytest ended with {found['exit']}")
+    if num_passed == 0:
+        failed.append(f"no test has passed, {num_skipped} were skipped")
     return {"passed": num_passed, "skipped": num_skipped, "failed": failed}
 
 

@@ -79,6 +79,17 @@ def add_rms_norm(device: torch.device, dtype: torch.dtype, *, tokens: int, hidde
     )
 
 
+def add(device: torch.device, dtype: torch.dtype, *, tokens: int, hidden: int) -> KernelRun:
+    residual, x = _rows_of(tokens, hidden, device), _rows_of(tokens, hidden, device, dtype)
+    return KernelRun(
+        launch=lambda: norm.add(residual, x),
+        results=lambda: [residual],
+        expected=lambda: [residual + x.float()],
+        work=Work(2 * residual.nbytes + x.nbytes),
+        is_poisoned=False,
+    )
+
+
 def gate_up(
     device: torch.device, dtype: torch.dtype, *, tokens: int, size: int, clamp: ClampedSwiglu | None = None
 ) -> KernelRun:
@@ -167,7 +178,7 @@ def sample(device: torch.device, dtype: torch.dtype, *, rows: int, vocab: int, *
         state.add_row(row, sampling, [1, 2, 3], 3)
     row_ids, positions = np.arange(rows), np.full(rows, 3)
     first = sampler.prepare(row_ids, positions)  # has the parameters of the rows
-    sampler.launch(logits, first, DeviceNumbers(first.words).on(device))
+    sampler.launch(logits.clone(), first, DeviceNumbers(first.words).on(device))
     prepared = sampler.prepare(row_ids, positions)
     words = DeviceNumbers(prepared.words).on(device)
     tokens = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -175,18 +186,24 @@ def sample(device: torch.device, dtype: torch.dtype, *, rows: int, vocab: int, *
     def launch() -> None:
         tokens.copy_(sampler.launch(logits, prepared, words).token_ids)
 
-    def differing() -> list[Tensor]:
+    wanted: list[Tensor] = []
+
+    def expected() -> list[Tensor]:
         host_sampler = HostSampler(state, Ranking())
-        plan = host_sampler.prepare(row_ids, positions)
-        on_host = logits.cpu()
-        host = host_sampler.launch(on_host, plan, DeviceNumbers(plan.words).on(on_host.device)).finish([])
-        different = tokens.cpu() != torch.tensor(host.token_ids)
-        return [1.0 + different.float().mean()[None]]
+        for _ in range(2):  # as on the device, the tokens of the first step count in the second one's penalties
+            plan = host_sampler.prepare(row_ids, positions)
+            on_host = logits.to("cpu", copy=True)  # samplers change logits
+            host = host_sampler.launch(on_host, plan, DeviceNumbers(plan.words).on(on_host.device)).finish([])
+        wanted.append(torch.tensor(host.token_ids))
+        return [torch.ones(1)]
+
+    def differing() -> list[Tensor]:
+        return [1.0 + (tokens.cpu() != wanted[0]).float().mean()[None]]
 
     return KernelRun(
         launch=launch,
         results=differing,
-        expected=lambda: [torch.ones(1)],
+        expected=expected,
         work=Work(logits.nbytes),
         tolerance=DRAW_MISMATCH if parameters["temperature"] > 0 else EXACT,
         is_poisoned=False,
@@ -214,6 +231,7 @@ CASES = [
             (add_rms_norm, 256, 4096),
             (add_rms_norm, 8192, 4096),
             (add_rms_norm, 32, 2880),
+            (add, 256, 4096),
         ]
     ),
     *(
@@ -268,6 +286,8 @@ CASES = [
             (256, "temperature", {"temperature": 0.8}),
             (32, "top_k, top_p", {"temperature": 0.8, "top_k": 50, "top_p": 0.9}),
             (256, "top_k, top_p", {"temperature": 0.8, "top_k": 50, "top_p": 0.9}),
+            (32, "penalties", {"temperature": 0.8, "frequency_penalty": 0.5, "repetition_penalty": 1.2}),
+            (32, "log-probabilities", {"temperature": 0.8, "logprobs": 5}),
         ]
     ),
 ]

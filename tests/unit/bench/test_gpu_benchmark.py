@@ -22,7 +22,9 @@ from gpu_tables import LIMITS as LIMIT_NAMES
 from gpu_tables import kernels_table, read_record, report_text, steps_table, table, targets_table, write_record
 from gpu_targets import NOT_MEASURED, TARGETS
 
+from eagleray.kernels.cuda.backend import CudaBackend
 from eagleray.messages.steps import StepResult
+from eagleray.models import registry
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -80,6 +82,22 @@ def test_generate_beyond_its_deadline_ends(engine):
 def test_engine_seconds_of_calls_are_noted(engine):
     assert engine.seconds_of("LoadModel") > 0
     assert engine.seconds_of("AllocateCache") > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [("qwen3-0.6b", {"quantization": "fp8"}), ("gpt-oss-20b", {"enable_return_routed_experts": True})],
+)
+def test_steady_decodes_run_on_interpreted_kernels_of_gpus(shape, options, tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "choose_backend", lambda device, model, *_: CudaBackend(model.dtype))
+    sizes = {"num_kv_blocks": 20, "max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 60}
+    checkpoint = write_config(tmp_path, shape, is_small=True)
+    with BenchmarkEngine(checkpoint, CPU, dtype="float32", num_threads=1, **sizes, **options) as engine:
+        decodes = SteadyDecodes(engine, 2, 20, 5, is_traced=shape == "gpt-oss-20b")
+        decodes.start()
+        decodes.run(2)
+    assert sorted(decodes.last_result.rows) == [0, 1]
+    assert (decodes.last_result.routed_experts is not None) == decodes.is_traced
 
 
 def test_count_used_experts_averages_over_layers():
