@@ -58,6 +58,15 @@ class Forward(Protocol):
         previous pipeline stage."""
         ...
 
+    def num_bytes(self, cache: KVCache, limits: PassLimits, *, size: int | None) -> int | None:
+        """Return the memory that batches within `limits` take, apart from temporary tensors of Python functions; None
+        if every operation allocates its own. For `size` see `warm_up`."""
+        ...
+
+    def reserve(self, cache: KVCache, limits: PassLimits, *, size: int | None) -> None:
+        """Allocate that memory."""
+        ...
+
     def warm_up(self, cache: KVCache, limits: PassLimits, *, size: int | None, last_tokens: Tensor | None) -> None:
         """Do what would delay the first batches: compile kernels, allocate memory for batches within `limits`, capture
         graphs. `size`: the features of the hidden states sent by the previous stage, None if there is none;

@@ -260,6 +260,12 @@ class RecordedForward(Forward):
         hidden = x if isinstance(x, Tensor) else None
         return self.program(cache, size=None if hidden is None else hidden.shape[1]).run(hidden, batch)
 
+    def num_bytes(self, cache: KVCache, limits: PassLimits, *, size: int | None) -> int | None:
+        return self.program(cache, size=size).num_bytes(limits)
+
+    def reserve(self, cache: KVCache, limits: PassLimits, *, size: int | None) -> None:
+        self.program(cache, size=size).reserve(limits)
+
     def warm_up(self, cache: KVCache, limits: PassLimits, *, size: int | None, last_tokens: Tensor | None) -> None:
         self.program(cache, size=size).warm_up(limits, last_tokens)
 

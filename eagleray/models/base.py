@@ -20,11 +20,15 @@ from eagleray.models.layers.decoder import DecoderLayer
 from eagleray.models.moe.layout import ExpertLayout
 from eagleray.models.moe.rebalance import Rebalancer
 from eagleray.models.sharding import kv_heads
+from eagleray.models.size import activation_bytes
 from eagleray.models.spec import ModelSpec
 from eagleray.parallel.groups import Groups
 
 TRIAL_TOKENS = 16
 """Tokens of the pass by which kernels are tried."""
+
+LOGIT_COPIES = 4
+"""Copies of a step's logits that exist at once while tokens are chosen."""
 
 
 class Model:
@@ -153,10 +157,38 @@ class Model:
             raise KernelUnavailable(f"a kernel failed with {type(error).__name__}: {error}") from error
 
     @torch.inference_mode()
+    def step_bytes(self, limits: PassLimits, block_size: int) -> int:
+        """Return an upper estimate of the memory that steps within `limits` take beside weights and cache.
+
+        On top of the pass itself: hidden states that the next stage has not received yet; the tokens that engines send
+        each other for their experts, which may all reach one rank, with an output for each of their experts; and a few
+        copies of float32 logits for each row, where they are gathered.
+        """
+        spec, groups, mesh = self.spec, self.groups, self.groups.mesh
+        shape = self.cache_shape(block_size)
+        cache = KVCache.allocate(shape, num_blocks=1, dtype=self.cache_dtype, device=self.device)
+        of_pass = self._run.num_bytes(cache, limits, size=self._input_size)
+        if of_pass is None:
+            of_pass = limits.num_tokens * activation_bytes(spec, itemsize=self.dtype.itemsize, tp_size=mesh.tp_size)
+        per_token = 0
+        if not mesh.is_last_stage:
+            per_token += (1 + mesh.pp_size) * spec.hidden_size * self._hidden_dtype.itemsize
+        if self.exchanges_tokens and spec.moe is not None:
+            num_engines = groups.experts.size // mesh.tp_size
+            per_token += num_engines * spec.hidden_size * (2 * self.dtype.itemsize + (2 + spec.moe.top_k) * 4)
+        num_logits = spec.vocab_size if groups.is_sampling else spec.vocab_size // mesh.tp_size
+        of_logits = limits.num_rows * num_logits * 4 * LOGIT_COPIES if mesh.is_last_stage else 0
+        return of_pass + limits.num_tokens * per_token + of_logits
+
+    @torch.inference_mode()
+    def reserve(self, cache: KVCache, limits: PassLimits) -> None:
+        """Allocate the memory of `forward` for batches within `limits` now."""
+        self._run.reserve(cache, limits, size=self._input_size)
+
+    @torch.inference_mode()
     def warm_up(self, cache: KVCache, limits: PassLimits, last_tokens: Tensor | None) -> None:
         """Do what would delay the first calls of `forward` with this cache, see `Forward.warm_up`."""
-        size = None if self._embedding is not None else self.spec.hidden_size
-        self._run.warm_up(cache, limits, size=size, last_tokens=last_tokens)
+        self._run.warm_up(cache, limits, size=self._input_size, last_tokens=last_tokens)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor | None:
@@ -177,6 +209,11 @@ class Model:
         for own, target in zip(parts, logits.split(width, dim=1), strict=False):  # the last ranks may have padding only
             target.copy_(own[:, : target.shape[1]])
         return logits
+
+    @property
+    def _input_size(self) -> int | None:
+        """Features of the hidden states that the previous stage sends, None in the first stage."""
+        return None if self._embedding is not None else self.spec.hidden_size
 
     def _compute(self, x: HiddenStates, caches: Sequence[Tensor], context: Context) -> HiddenStates:
         """Map token ids, or the hidden states of the previous stage, to those for the next stage or the head."""

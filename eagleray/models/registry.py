@@ -99,6 +99,7 @@ def load_model(
     deterministic: bool = False,
     experts: ExpertOptions = NO_OPTIONS,
     total_memory: int | None = None,
+    wait_for_memory: Callable[[int], None] | None = None,
     attention_backend: AttentionBackend = "auto",
     quantization: Literal["fp8"] | None = None,
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
@@ -108,8 +109,9 @@ def load_model(
     `dtype`, `load_format`, `deterministic` and `quantization` are those of `config.ModelConfig`, `kv_cache_dtype` is
     that of `config.CacheConfig`, `attention_backend` that of `config.ExecutionConfig`; `seed` is for dummy weights.
     `on_progress` is called with the bytes read and the total bytes of this rank's part. `total_memory`: the bytes of
-    the device's memory. Raises `CheckpointError`, and `ConfigError` if the model cannot be divided so, does not fit
-    into the memory, cannot be `deterministic`, or cannot have such weights or such a cache on this device.
+    the device's memory; `wait_for_memory` is called with those of this rank's weights before they are loaded. Raises
+    `CheckpointError`, and `ConfigError` if the model cannot be divided so, does not fit into the memory, cannot be
+    `deterministic`, or cannot have such weights or such a cache on this device.
     """
     config = ConfigFile.read(directory)
     family = _family(config)
@@ -138,7 +140,9 @@ def load_model(
         keeps_mxfp4 = spec.is_mxfp4 and WeightFormat.MXFP4 in kernels.kept_formats
         kept = WeightFormat.FP8 if has_fp8 else WeightFormat.MXFP4 if keeps_mxfp4 else None
         can_quantize = kept is None and _can_quantize(spec, kernels)
-        _check_memory(config, spec, kind, groups, total_memory, kept, can_quantize=can_quantize)
+        needed = _check_memory(config, spec, kind, groups, total_memory, kept, can_quantize=can_quantize)
+        if wait_for_memory is not None:
+            wait_for_memory(needed)
     if deterministic:
         _check_batch_invariant(spec, kernels, kind, device, groups)
     layout = None
@@ -226,9 +230,11 @@ def _check_memory(
     kept: WeightFormat | None,
     *,
     can_quantize: bool,
-) -> None:
-    """Raise `ConfigError` if this rank's weights cannot fit into the memory. `kept`: see `weight_bytes`;
-    `can_quantize`: they would take less memory with `quantization`."""
+) -> int:
+    """Return the bytes of this rank's weights. Raises `ConfigError` if they cannot fit into the memory.
+
+    `kept`: see `weight_bytes`; `can_quantize`: they would take less memory with `quantization`.
+    """
     num_expert_ranks = max(1, groups.experts.size)
     needed = weight_bytes(spec, itemsize=dtype.itemsize, kept=kept, mesh=groups.mesh, num_expert_ranks=num_expert_ranks)
     if needed > total_memory:
@@ -239,6 +245,7 @@ def _check_memory(
             f"there are {total_memory / 2**30:,.1f} GiB in all; divide them among more workers "
             f"(`tensor_parallel_size`, `pipeline_parallel_size`){advice}"
         )
+    return needed
 
 
 def _can_quantize(spec: ModelSpec, kernels: KernelBackend) -> bool:

@@ -40,6 +40,19 @@ def weight_bytes(
     return int(experts * of_experts) + int(others // tp * of_others) + _embeddings(spec, mesh) // tp * itemsize
 
 
+def activation_bytes(spec: ModelSpec, *, itemsize: int, tp_size: int) -> int:
+    """Return an estimate of the memory that plain torch takes for a token in a forward pass, for one rank: a few copies
+    of its hidden state and of the widest activation of a layer, of which the rank has its shard."""
+    if (mla := spec.mla) is not None:
+        heads = mla.query_dim + mla.qk_nope_head_dim + mla.v_head_dim
+        attention = spec.num_heads // tp_size * heads + mla.cached_size
+    else:
+        attention = (spec.num_heads // tp_size + 2 * max(spec.num_kv_heads // tp_size, 1)) * spec.head_dim
+    experts = spec.moe.top_k * spec.moe.intermediate_size if spec.moe else 0
+    widest = max(attention, 2 * spec.intermediate_size // tp_size, 2 * experts // tp_size)
+    return (4 * spec.hidden_size + 3 * widest) * itemsize
+
+
 def _attention(spec: ModelSpec) -> int:
     if (mla := spec.mla) is None:
         return 2 * spec.hidden_size * (spec.num_heads + spec.num_kv_heads) * spec.head_dim

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -26,7 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from eagleray.errors import ChannelClosed, ExpertGroupBroken
 from eagleray.messages.steps import EngineOpened, GroupOpened
 from eagleray.parallel.distributed import TorchGroup, TorchProcessGroups
-from eagleray.parallel.group import TensorParallelGroup
+from eagleray.parallel.group import RehearsalGroup, TensorParallelGroup
 from eagleray.parallel.mesh import SINGLE_ENGINE, EnginePosition
 from eagleray.parallel.process_watcher import ProcessWatcher
 from eagleray.parallel.rendezvous import LOOPBACK, bind_store, reach_store
@@ -74,7 +74,7 @@ class ExpertGroup:
         self._tp = tp
         self._address = address
         self._device = device
-        self._group: SharedMemoryGroup | TorchGroup | None = None
+        self._group: SharedMemoryGroup | TorchGroup | RehearsalGroup | None = None
         self._reason = "no group of engines that share the experts was joined yet"
         self._needs_agreement = False
         self._exit_stack = ExitStack()  # resources of this epoch
@@ -127,6 +127,19 @@ class ExpertGroup:
             self._group, self._reason = None, f"the group of epoch {self.epoch} that shares the experts was left"
             self._segment = self._store = None
             self._exit_stack.close()
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Stand in for the other ranks while no group is joined: each has what this rank has. Operations of this block
+        take the memory of those of a joined group."""
+        if self.spans_engines:
+            assert self._group is None, "a group is joined"
+            self._group = RehearsalGroup(self.rank, self.size)
+        try:
+            yield
+        finally:
+            if self.spans_engines:
+                self._group = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._run(lambda group: group.all_reduce(x), x)

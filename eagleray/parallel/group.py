@@ -104,6 +104,25 @@ class SingleRankGroup:
         pass
 
 
+class RehearsalGroup(SingleRankGroup):
+    """A group whose other ranks do not exist: it acts as if they had the rows and counts of this one."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+
+    def all_gather(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        rows = x.new_zeros((max(counts), *x.shape[1:]))
+        rows[: len(x)] = x
+        return torch.cat([rows[:count] for count in counts])
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        return x.split(list(counts))[self.rank].clone()
+
+    def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        return x.new_zeros((sum(receive_counts), *x.shape[1:]))
+
+
 def add_in_order(parts: Sequence[Tensor], *, out: Tensor) -> None:
     """Write the sum of the ranks' parts, at least two, to `out`, with the same bits on every rank. bfloat16 and float16
     are added up in float32 and rounded once."""

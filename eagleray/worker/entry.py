@@ -8,7 +8,7 @@ import msgspec
 
 from eagleray.config.environment import limit_openmp_spinning
 from eagleray.messages.workers import WorkerSpec
-from eagleray.process.exit import exit_disconnected
+from eagleray.process.exit import exit_broken_device, exit_disconnected
 from eagleray.process.parent import Parent
 from eagleray.transport.heartbeat import HeartbeatSender
 from eagleray.transport.message_queue_peer import MEDIA, REMOTE_MEDIA, MessageQueuePeer
@@ -32,3 +32,5 @@ def run(payload: bytes, parent: Parent | None = None) -> None:
         worker = Worker(spec.worker, spec.rank, spec.config, spec.topology, device_index=spec.device_index)
         stack.callback(worker.close)
         serve(worker, queue)
+        if worker.has_broken_device:
+            exit_broken_device()

@@ -1,40 +1,115 @@
-"""The memory that the cache may take."""
+"""The memory of the device: how much the cache may take, and the wait for memory that others give back.
+
+On a GPU the largest steps have run before the cache is sized (`rehearsal.py`), so what they take counts as used. On the
+host nothing has run: the model says what its steps take.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from eagleray.errors import ConfigError
-from eagleray.models.sharding import num_kv_heads
-from eagleray.models.spec import ModelSpec
-from eagleray.parallel.mesh import Mesh
+from eagleray.log import get_logger
+from eagleray.worker.timeouts import MEMORY_POLL_SECONDS, MEMORY_SETTLE_SECONDS, MEMORY_TIMEOUT_SECONDS
+
+logger = get_logger(__name__)
 
 CPU_FRACTION = 0.5
 """Fraction of the host's free memory that the cache may take, because other programs use the host too."""
 
-WHOLE_MODEL = Mesh()
+GRAPH_BYTES = 512 * 2**20
+"""Memory of a GPU that is kept for captured graphs. They hold the cache's address, so they are captured after it is
+allocated; a graph takes about a third of a megabyte, and a model has a few hundred."""
+
+EXPERT_GROUP_BYTES = 512 * 2**20
+"""Memory of a GPU that is kept for NCCL's buffers between engines that share experts. They connect when all of them
+have started, after their caches are allocated."""
+
+MIN_RETURNED_BYTES = 64 * 2**20
+"""Smaller changes of the free memory do not count as memory that is given back."""
 
 
-def available_bytes(device: torch.device, *, gpu_memory_utilization: float, step_bytes: int) -> int:
-    """Return the bytes that the cache may take, once the weights are loaded.
+def gpu_cache_bytes(
+    *, free: int, total: int, utilization: float, reserved: int, num_tokens: int, num_weight_bytes: int
+) -> int:
+    """Return the bytes that the cache may take of a GPU, after the largest steps have run.
 
-    On a GPU: the part of its memory that the engine may use, less the memory in use and less `step_bytes`, the need of
-    the largest step. On the host: half of the free memory, under the container's limit if there is one.
+    `free` of `total` bytes are free now, the engine may use the part `utilization` of all, and `reserved` bytes are
+    kept for what comes later. Raises `ConfigError` if nothing is left; its message names `num_weight_bytes` and
+    `num_tokens`, those of the largest step.
     """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        available = int(total * gpu_memory_utilization) - (total - free) - step_bytes
-        if available <= 0:
-            raise ConfigError(
-                f"the model leaves no memory for the cache: the GPU has {total / 2**30:.1f} GiB, "
-                f"{free / 2**30:.1f} GiB are free, a step needs {step_bytes / 2**30:.1f} GiB; raise "
-                f"`gpu_memory_utilization` (now {gpu_memory_utilization}) or lower `max_num_batched_tokens`"
-            )
-        return available
-    return int((_host_free() - step_bytes) * CPU_FRACTION)
+    in_use = total - free
+    available = int(total * utilization) - in_use - reserved
+    if available <= 0:
+        raise ConfigError(
+            f"the model leaves no memory for the cache: the GPU has {_gib(total)}, of which {_gib(free)} are free once "
+            f"the weights ({_gib(num_weight_bytes)}) are loaded and steps of {num_tokens} tokens have run, and "
+            f"{_gib(reserved)} are kept; raise `gpu_memory_utilization` (now {utilization:g}), lower "
+            "`max_num_batched_tokens` or `max_num_seqs`, or divide the model (`tensor_parallel_size`)"
+        )
+    return available
+
+
+def host_cache_bytes(*, free: int, step_bytes: int, num_workers: int) -> int:
+    """Return the bytes that the cache may take of the host, which `num_workers` workers share: half of what is free
+    beside their steps of `step_bytes`. Raises `ConfigError` if nothing is left."""
+    available = int((free // num_workers - step_bytes) * CPU_FRACTION)
+    if available <= 0:
+        raise ConfigError(
+            f"no memory is left for the cache: a worker's steps take up to {_gib(step_bytes)}, and {_gib(free)} are "
+            f"free on the host, for {num_workers} workers; lower `max_num_batched_tokens` or `max_num_seqs`, set "
+            "`kv_cache_memory`, or free memory"
+        )
+    return available
+
+
+def wait_for_memory(
+    wanted: int,
+    read_free: Callable[[], int],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Wait until `wanted` bytes are free or nothing is given back any longer, and return the free bytes.
+
+    The workers of a killed engine may still hold the memory of a GPU when those of its replacement start.
+    """
+    free, started = read_free(), clock()
+    if free >= wanted:
+        return free
+    logger.info("waiting until %s of the GPU are free, now %s: others hold the rest", _gib(wanted), _gib(free))
+    most, changed = free, started
+    while free < wanted and clock() < min(changed + MEMORY_SETTLE_SECONDS, started + MEMORY_TIMEOUT_SECONDS):
+        sleep(MEMORY_POLL_SECONDS)
+        free = read_free()
+        if free >= most + MIN_RETURNED_BYTES:
+            most, changed = free, clock()
+    logger.info("after %.1f s %s of the GPU's memory are free", clock() - started, _gib(free))
+    return free
+
+
+def wait_for_weights(needed: int, read_free: Callable[[], int], wait: Callable[..., int] = wait_for_memory) -> None:
+    """Wait until a GPU has room for weights of `needed` bytes. Raises `ConfigError` if it gets none."""
+    free = wait(needed, read_free)
+    if free < needed:
+        raise ConfigError(
+            f"the weights take {_gib(needed)} of each worker, but {_gib(free)} of its GPU are free: end what else uses "
+            "it, or divide the model among more workers (`tensor_parallel_size`, `pipeline_parallel_size`)"
+        )
+
+
+def out_of_memory(what: str, advice: str, device: torch.device) -> ConfigError:
+    """Return the error for a GPU whose memory has not sufficed for `what`."""
+    free, total = torch.cuda.mem_get_info(device)
+    return ConfigError(f"the GPU has too little memory for {what}: {_gib(free)} of {_gib(total)} are free; {advice}")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB"
 
 
 def total_bytes(device: torch.device) -> int:
@@ -46,41 +121,7 @@ def total_bytes(device: torch.device) -> int:
     return min([_meminfo("MemTotal") + _meminfo("SwapTotal"), *(limit for limit, _ in _cgroup_limits())])
 
 
-def step_bytes(
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    *,
-    num_tokens: int,
-    num_logits: int,
-    mesh: Mesh = WHOLE_MODEL,
-    num_exchanging: int = 0,
-) -> int:
-    """Return an upper estimate of the bytes that a step takes beside weights and cache, on the worker at `mesh`.
-
-    For each token, a few copies of its hidden state and of the widest activation of a layer, of which the worker has
-    its shard; in a pipeline, hidden states that the next stage has not received yet. For each row that samples, a few
-    copies of its float32 logits, where they are gathered. `num_exchanging` is the number of engines that send each
-    other tokens for their experts, this one included; the tokens of all may reach one worker, and the outputs of each
-    token's experts.
-    """
-    tp = mesh.tp_size
-    if (mla := spec.mla) is not None:
-        heads = mla.query_dim + mla.qk_nope_head_dim + mla.v_head_dim
-        attention = spec.num_heads // tp * heads + mla.cached_size
-    else:
-        attention = (spec.num_heads // tp + 2 * num_kv_heads(spec.num_kv_heads, tp)) * spec.head_dim
-    experts = spec.moe.top_k * spec.moe.intermediate_size if spec.moe else 0
-    widest = max(attention, 2 * spec.intermediate_size // tp, 2 * experts // tp)
-    hidden_states = 4 if mesh.is_last_stage else 5 + mesh.pp_size
-    per_token = (hidden_states * spec.hidden_size + 3 * widest) * dtype.itemsize
-    if spec.moe is not None:
-        per_exchanged = 2 * dtype.itemsize + (2 + spec.moe.top_k) * 4
-        per_token += num_exchanging * spec.hidden_size * per_exchanged
-    vocab_size = spec.vocab_size if mesh.is_sampler else spec.vocab_size // tp if mesh.is_last_stage else 0
-    return num_tokens * per_token + num_logits * vocab_size * 4 * 4
-
-
-def _host_free() -> int:
+def host_free_bytes() -> int:
     """Return the bytes that this process could still take, in the smaller of host and cgroup."""
     return max(0, min([_meminfo("MemAvailable"), *(limit - used for limit, used in _cgroup_limits())]))
 

@@ -5,9 +5,12 @@ Owned and driven by `Worker`. An object of a state has everything that its metho
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -18,6 +21,8 @@ from eagleray.errors import ConfigError
 from eagleray.identity import WorkerId
 from eagleray.kernels.backend import KernelUnavailable
 from eagleray.kernels.choose import AttentionBackend
+from eagleray.kernels.cuda.ranking import DeviceRanking
+from eagleray.kernels.forward_batch import PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.log import get_logger
 from eagleray.messages.steps import GroupOpened, ModelLoaded
@@ -29,7 +34,20 @@ from eagleray.parallel.groups import Groups, OpenedGroups
 from eagleray.parallel.mesh import EnginePosition, Mesh
 from eagleray.worker.device import choose_device, set_threads
 from eagleray.worker.extension import Extension
-from eagleray.worker.memory import available_bytes, step_bytes, total_bytes
+from eagleray.worker.memory import (
+    EXPERT_GROUP_BYTES,
+    GRAPH_BYTES,
+    gpu_cache_bytes,
+    host_cache_bytes,
+    host_free_bytes,
+    out_of_memory,
+    total_bytes,
+    wait_for_memory,
+    wait_for_weights,
+)
+from eagleray.worker.rehearsal import rehearse
+from eagleray.worker.sampler import HostSampler, TokenSampler
+from eagleray.worker.sampling_state import SamplingState
 
 logger = get_logger(__name__)
 
@@ -71,6 +89,9 @@ class OpenedWorker:
             execution.num_threads, num_workers=setup.num_workers_on_host(), index=setup.index_on_host()
         )
         logger.debug("computes on %s with %d threads", self.device, threads)
+        if self.device.type == "cuda" and setup.worker.engine.incarnation > 0:
+            share = setup.config.cache.gpu_memory_utilization
+            wait_for_memory(int(total_bytes(self.device) * share), partial(_free_bytes, self.device))
         engines = EnginePosition()
         if parallel.enable_expert_parallel:
             engines = EnginePosition(rank=setup.worker.engine.rank, size=parallel.data_parallel_size)
@@ -138,21 +159,44 @@ class LoadedWorker:
         )
 
     def available_bytes(self, max_num_batched_tokens: int) -> int:
-        """Return the memory that this worker's cache may take, beside steps of up to this many tokens."""
+        """Return the memory that this worker's cache may take, beside steps of up to this many tokens. On a GPU these
+        are run once, together with the other ranks."""
         model, config = self.model, self.setup.config
-        largest_step = step_bytes(
-            model.spec,
-            model.dtype,
-            num_tokens=max_num_batched_tokens,
-            num_logits=min(config.scheduling.max_num_seqs, max_num_batched_tokens),
-            mesh=self.mesh,
-            num_exchanging=config.parallel.data_parallel_size if model.exchanges_tokens else 0,
+        limits = self.limits(max_num_batched_tokens)
+        if self.device.type != "cuda":
+            step_bytes = model.step_bytes(limits, config.cache.block_size)
+            num_workers = self.setup.num_workers_on_host()
+            return host_cache_bytes(free=host_free_bytes(), step_bytes=step_bytes, num_workers=num_workers)
+        gc.collect()
+        torch.cuda.empty_cache()  # what loading took besides the weights
+        num_weight_bytes = torch.cuda.memory_allocated(self.device)
+        sampler = sampler_of(model, limits.num_rows)
+        try:
+            rehearse(
+                model,
+                sampler,
+                limits,
+                block_size=config.cache.block_size,
+                num_logprobs=config.model.max_logprobs,
+            )
+        except torch.OutOfMemoryError as error:
+            advice = "lower `max_num_batched_tokens` or `max_num_seqs`, or divide the model (`tensor_parallel_size`)"
+            raise out_of_memory(f"steps of {limits.num_tokens} tokens", advice, self.device) from error
+        torch.cuda.synchronize(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        return gpu_cache_bytes(
+            free=free,
+            total=total,
+            utilization=config.cache.gpu_memory_utilization,
+            reserved=GRAPH_BYTES + (EXPERT_GROUP_BYTES if self.groups.experts.spans_engines else 0),
+            num_tokens=limits.num_tokens,
+            num_weight_bytes=num_weight_bytes,
         )
-        utilization = config.cache.gpu_memory_utilization
-        available = available_bytes(model.device, gpu_memory_utilization=utilization, step_bytes=largest_step)
-        if self.device.type == "cpu":  # all workers of the node share this memory
-            available //= self.setup.num_workers_on_host()
-        return available
+
+    def limits(self, max_num_batched_tokens: int) -> PassLimits:
+        """Return the limits of the engine's steps."""
+        num_rows = self.setup.config.scheduling.max_num_seqs
+        return PassLimits(max(max_num_batched_tokens, num_rows), num_rows, self.max_model_len)
 
     def close(self) -> None:
         """Leave the groups."""
@@ -194,6 +238,7 @@ class LoadedWorker:
                 deterministic=config.deterministic,
                 experts=self._expert_options(),
                 total_memory=total_bytes(self.device),
+                wait_for_memory=self._wait_for_weights if self.device.type == "cuda" else None,
                 attention_backend=attention_backend,
                 quantization=config.quantization,
                 kv_cache_dtype=self.setup.config.cache.kv_cache_dtype,
@@ -207,6 +252,9 @@ class LoadedWorker:
             torch.get_num_threads(),
         )
         return model
+
+    def _wait_for_weights(self, needed: int) -> None:
+        wait_for_weights(needed, partial(_free_bytes, self.device))
 
     def _expert_options(self) -> ExpertOptions:
         config = self.setup.config
@@ -226,3 +274,18 @@ class LoadedWorker:
                 f"{checkpoint_dir(config) / 'config.json'} says the model was made for"
             )
         return config.max_model_len or longest
+
+
+def _free_bytes(device: torch.device) -> int:
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free
+
+
+def sampler_of(model: Model, num_rows: int) -> TokenSampler[Any]:
+    """Return the sampler of the device that computes the model."""
+    if isinstance(model.ranking, DeviceRanking):
+        from eagleray.worker.device_sampler import DeviceSampler  # needs Triton, which GPUs alone have
+
+        return DeviceSampler(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device)
+    state = SamplingState(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device)
+    return HostSampler(state, model.ranking)

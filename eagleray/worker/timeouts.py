@@ -17,6 +17,16 @@ SEND_TIMEOUT_SECONDS = 60.0
 JOIN_TIMEOUT_SECONDS = 60.0
 """Time to join an expert group. The workers of all engines have opened it by then, so only connections are missing."""
 
+MEMORY_POLL_SECONDS = 0.2
+"""Time between two looks at the free memory of a GPU that others may give back."""
+
+MEMORY_SETTLE_SECONDS = 10.0
+"""Time without memory that is given back after which no more is expected: the workers of an engine that was killed exit
+within 5 s."""
+
+MEMORY_TIMEOUT_SECONDS = 60.0
+"""Longest wait for memory that is given back little by little."""
+
 QUIET_SECONDS = 1.0
 """Time without a step before cache pages are requested in advance, so that no step competes with it for a core."""
 

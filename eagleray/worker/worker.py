@@ -6,7 +6,6 @@ Driven by an executor's worker group. An exception leaves the worker as an `Ende
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,8 +13,6 @@ import numpy as np
 from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, ExpertGroupBroken, InvalidRequest
 from eagleray.identity import WorkerId
-from eagleray.kernels.cuda.ranking import DeviceRanking
-from eagleray.kernels.forward_batch import PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
@@ -45,7 +42,6 @@ from eagleray.messages.steps import (
     WorkerReply,
 )
 from eagleray.messages.workers import Topology
-from eagleray.models.base import Model
 from eagleray.parallel.mesh import Mesh
 from eagleray.process.gc_freeze import freeze_gc
 from eagleray.transport.message_queue_peer import MessageQueuePeer
@@ -53,9 +49,7 @@ from eagleray.worker.downloads import downloads_of
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.prefault import CachePrefaulter
 from eagleray.worker.runner import Runner, UnfinishedStep
-from eagleray.worker.sampler import HostSampler, TokenSampler
-from eagleray.worker.sampling_state import SamplingState
-from eagleray.worker.startup import JoinedWorker, LoadedWorker, OpenedWorker, WorkerSetup
+from eagleray.worker.startup import JoinedWorker, LoadedWorker, OpenedWorker, WorkerSetup, sampler_of
 from eagleray.worker.timeouts import (
     DEVICE_POLL_SECONDS,
     JOIN_TIMEOUT_SECONDS,
@@ -84,6 +78,11 @@ class Worker:
         # With stages, the last one may have a token that the first one waits for: its step is finished at once.
         self._runs_ahead = mesh.pp_size == 1
         self._begun: deque[tuple[int, UnfinishedStep | WorkerReply | None]] = deque()  # by call id, in order
+
+    @property
+    def has_broken_device(self) -> bool:
+        """Whether a GPU may not answer any longer, because a call has failed on it."""
+        return self._has_failed and isinstance(self._state, ServingWorker) and self._state.is_on_gpu
 
     @property
     def has_unfinished(self) -> bool:
@@ -185,6 +184,7 @@ class ServingWorker:
     def __init__(self, loaded: LoadedWorker, num_blocks: int, max_num_batched_tokens: int) -> None:
         model, config = loaded.model, loaded.setup.config
         num_rows, block_size = config.scheduling.max_num_seqs, config.cache.block_size
+        self.is_on_gpu = loaded.device.type == "cuda"
         self._model = model
         self._groups = loaded.groups
         self._tp_ranks = loaded.mesh.tp_ranks
@@ -196,8 +196,7 @@ class ServingWorker:
             model.cache_shape(block_size), num_blocks=num_blocks, dtype=model.cache_dtype, device=model.device
         )
         sampler = sampler_of(model, num_rows)
-        limits = PassLimits(max(max_num_batched_tokens, num_rows), num_rows, loaded.max_model_len)
-        model.warm_up(cache, limits, sampler.last_tokens)
+        model.warm_up(cache, loaded.limits(max_num_batched_tokens), sampler.last_tokens)
         sampler.warm_up(num_rows, num_logprobs=config.model.max_logprobs)
         self._runner = Runner(
             model,
@@ -283,18 +282,12 @@ class NullWorker:
         """Do nothing, since nothing is open."""
 
 
-def sampler_of(model: Model, num_rows: int) -> TokenSampler[Any]:
-    """Return the sampler of the device that computes the model."""
-    if isinstance(model.ranking, DeviceRanking):
-        from eagleray.worker.device_sampler import DeviceSampler  # needs Triton, which GPUs alone have
-
-        return DeviceSampler(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device)
-    state = SamplingState(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device)
-    return HostSampler(state, model.ranking)
-
-
 def _is_done(body: UnfinishedStep | WorkerReply | None) -> bool:
-    return not isinstance(body, UnfinishedStep) or body.is_done
+    """Whether the call can be finished without waiting."""
+    try:
+        return not isinstance(body, UnfinishedStep) or body.is_done
+    except RuntimeError:
+        return True  # the device has failed, which is reported when the step is finished
 
 
 def serve(worker: Worker, queue: MessageQueuePeer) -> None:

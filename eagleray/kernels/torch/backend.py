@@ -159,6 +159,12 @@ class TorchForward(Forward):
         hidden: Tensor = self._compute(x if isinstance(x, Tensor) else tensors.token_ids, cache.layers, context)
         return hidden
 
+    def num_bytes(self, cache: KVCache, limits: PassLimits, *, size: int | None) -> int | None:
+        return None
+
+    def reserve(self, cache: KVCache, limits: PassLimits, *, size: int | None) -> None:
+        pass
+
     def warm_up(self, cache: KVCache, limits: PassLimits, *, size: int | None, last_tokens: Tensor | None) -> None:
         pass
 

@@ -22,7 +22,7 @@ from eagleray.worker.downloads import HostDownloads
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.runner import Runner
 from eagleray.worker.sampler import HostSampler
-from eagleray.worker.worker import sampler_of
+from eagleray.worker.startup import sampler_of
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 384

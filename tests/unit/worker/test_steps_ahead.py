@@ -25,7 +25,7 @@ from eagleray.messages.steps import Call, CallExtension, ExtensionReturned, NewR
 from eagleray.models.registry import load_model
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.runner import Runner
-from eagleray.worker.worker import sampler_of
+from eagleray.worker.startup import sampler_of
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
