@@ -12,6 +12,7 @@ and the others go on. `scripts/gpu_report.py` turns the file into the tables of 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import tempfile
@@ -117,8 +118,16 @@ def _timed(record: GpuRecord, file: Path | None, name: str, measure: Callable[[]
     except Exception as error:  # of the section itself: its measurements catch their own
         Section(name, 60).attempt(record.steps, name, lambda error=error: _raise(error))
     record.sections[name] = time.monotonic() - began
+    _free_memory()
     if file is not None:
         write_record(record, file)
+
+
+def _free_memory() -> None:
+    """Return memory that torch keeps, which an engine that sizes its cache would take for used."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _raise(error: Exception) -> dict[str, float]:

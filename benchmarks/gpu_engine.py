@@ -59,6 +59,8 @@ class BenchmarkEngine:
     """A model with random weights, its cache, and a worker in this process."""
 
     def __init__(self, checkpoint: Path, device: torch.device, **options: Any) -> None:
+        if device.type == "cuda":  # else a kernel that does not compile would be replaced by plain torch
+            options = {"attention_backend": "triton", **options}
         config = build_config(
             model=str(checkpoint),
             load_format="dummy",

@@ -6,6 +6,7 @@ engine in this process. Keys and values before a row's first step are zeros, whi
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -187,6 +188,8 @@ def measure_8b(run: ModelRun, section: Section) -> None:
                 run.judge(section, f"8b-{num_rows}", lambda n=num_rows: _share(run, section, shape, engine, spec, n))
             measured = [figures for figures in run.record.steps if "ms" in figures]
             seconds_of_one = [figures["ms"] / 1e3 for figures in measured if figures["name"] == _name(shape, 1)]
+            with contextlib.suppress(RuntimeError):  # it is in the table of steps
+                run.decodes(section, _name(shape, 256), engine, spec, 256)
             run.judge(section, "8b-prompt", lambda: _prompt(run, engine, spec))
             for num_rows in (1, 32, 256):
                 run.judge(section, f"idle-{num_rows}", lambda n=num_rows: _idle(run, engine, n))

@@ -28,8 +28,10 @@ def on_gpu(*values: object) -> object:
 
 
 def open_engine(checkpoint: Path, device: str, **options: object) -> LocalEngine:
-    sizes = {"num_kv_blocks": 200, "max_num_seqs": 8, "max_num_batched_tokens": 48}
-    return LocalEngine(checkpoint, device=device, executor="in-process", **{**sizes, **options})
+    defaults = {"num_kv_blocks": 200, "max_num_seqs": 8, "max_num_batched_tokens": 48}
+    if device == "cuda":  # else a kernel that does not compile would be replaced by plain torch
+        defaults["attention_backend"] = "triton"
+    return LocalEngine(checkpoint, device=device, executor="in-process", **{**defaults, **options})
 
 
 @contextmanager

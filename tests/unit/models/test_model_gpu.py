@@ -1,4 +1,4 @@
-"""Models on a GPU, in plain torch: every family has transformers' logits."""
+"""Models on a GPU: every family has transformers' logits."""
 
 from __future__ import annotations
 
