@@ -126,3 +126,16 @@ def test_model_on_a_cpu_imports_no_triton(tmp_path):
         [sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True, env=environment
     )
     assert run.stdout.strip().endswith("[]")
+
+
+def test_forward_with_fp8_cache_is_close_to_the_models(tmp_path, monkeypatch):
+    """Cached numbers have three bits, so logits, whose standard deviation is 1.6, differ by about 0.25."""
+    monkeypatch.setattr(CudaBackend, "serves_fp8_cache", lambda self, device: True)
+    checkpoint = make_checkpoint(tmp_path, "qwen3", tokenizer=False, num_hidden_layers=2)
+    logits, tokens = {}, random_prompt(0, 20, 384)
+    for cache_dtype in ("auto", "fp8"):
+        run = PagedRun(load(checkpoint, kv_cache_dtype=cache_dtype))
+        run.add("only", tokens)
+        logits[cache_dtype] = torch.cat([run.step({"only": count})["only"] for count in (13, 6, 1)])
+    assert {layer.dtype for layer in run.cache.layers} == {torch.float8_e4m3fn}
+    assert 0 < (logits["fp8"] - logits["auto"]).std() < 0.3 * logits["auto"].std()

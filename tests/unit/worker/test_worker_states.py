@@ -153,3 +153,27 @@ def test_worker_kernel_that_was_asked_for_and_does_not_compile_is_refused(checkp
     assert isinstance(ended, Ended) and ended.cause.is_user_error
     assert "`attention_backend`: triton cannot be used here" in ended.cause.message
     worker.close()
+
+
+def test_worker_fp8_cache_takes_a_quarter_of_float32(checkpoint, monkeypatch):
+    monkeypatch.setattr(registry, "choose_backend", lambda *_: TorchBackend())
+    monkeypatch.setattr(TorchBackend, "serves_fp8_cache", lambda self, device: True)
+    sizes = []
+    for cache_dtype in ("auto", "fp8"):
+        worker = Worker(ID, 0, build_config(model=str(checkpoint), num_threads=1, kv_cache_dtype=cache_dtype), ONE_RANK)
+        bring_to(worker, "JoinedWorker")
+        sizes.append(call(worker, LoadModel()).bytes_per_block)
+        worker.close()
+    assert sizes[0] == 4 * sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [({"quantization": "fp8"}, "option `quantization`"), ({"kv_cache_dtype": "fp8"}, "option `kv_cache_dtype`")],
+)
+def test_worker_fp8_on_a_cpu_is_refused(checkpoint, options, problem):
+    worker = Worker(ID, 0, build_config(model=str(checkpoint), num_threads=1, **options), ONE_RANK)
+    bring_to(worker, "JoinedWorker")
+    ended = call(worker, LoadModel())
+    assert isinstance(ended, Ended) and ended.cause.is_user_error and problem in ended.cause.message
+    worker.close()
