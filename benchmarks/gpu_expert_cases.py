@@ -10,9 +10,9 @@ from torch import Tensor
 from eagleray.kernels.cuda.triton.grouped_linear import grouped_gated_linear, grouped_linear, pair_tile
 from eagleray.kernels.cuda.triton.linear import quantized_gated_linear, quantized_linear
 from eagleray.kernels.cuda.triton.routing import PairTiles, align, align_workspace, route
-from eagleray.kernels.cuda.triton.tile_product import Weight, pad_scales
+from eagleray.kernels.cuda.triton.tile_product import pad_scales
 from eagleray.kernels.params import ClampedSwiglu, RouterParams
-from eagleray.kernels.quantized import Fp8Weight, Mxfp4Weight
+from eagleray.kernels.quantized import Fp8Weight, Mxfp4Weight, Weight
 from eagleray.kernels.torch.functional import clamped_swiglu, silu_and_mul
 from eagleray.kernels.torch.routing import route as torch_route
 

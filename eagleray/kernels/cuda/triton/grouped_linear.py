@@ -9,7 +9,6 @@ from torch import Tensor
 from eagleray.kernels.cuda.triton.gate import gate_constants
 from eagleray.kernels.cuda.triton.routing import PairTiles
 from eagleray.kernels.cuda.triton.tile_product import (
-    Weight,
     WeightOperand,
     finish_tile,
     multiply_tile,
@@ -17,6 +16,7 @@ from eagleray.kernels.cuda.triton.tile_product import (
     weight_rows,
 )
 from eagleray.kernels.params import ClampedSwiglu
+from eagleray.kernels.quantized import Weight
 
 
 def pair_tile(num_pairs: int, num_slots: int) -> int:

@@ -14,7 +14,6 @@ from torch import Tensor
 from eagleray.kernels.cuda.triton.gate import gate_constants
 from eagleray.kernels.cuda.triton.tile_product import (
     TileConfig,
-    Weight,
     WeightOperand,
     finish_tile,
     multiply_tile,
@@ -22,6 +21,7 @@ from eagleray.kernels.cuda.triton.tile_product import (
     weight_rows,
 )
 from eagleray.kernels.params import ClampedSwiglu
+from eagleray.kernels.quantized import Weight
 
 FEW_TOKENS = 64
 

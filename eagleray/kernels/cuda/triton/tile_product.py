@@ -20,9 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagleray.kernels.cuda.triton.gate import apply_gate
-from eagleray.kernels.quantized import MXFP4_BLOCK, Fp8Weight, Mxfp4Weight
-
-Weight = Tensor | Fp8Weight | Mxfp4Weight
+from eagleray.kernels.quantized import MXFP4_BLOCK, Fp8Weight, Weight
 
 PLAIN = tl.constexpr(0)
 FP8 = tl.constexpr(1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagleray.kernels.cuda.triton.tile_product import Weight, pad_scales
-from eagleray.kernels.quantized import Fp8Weight, Mxfp4Weight
+from eagleray.kernels.cuda.triton.tile_product import pad_scales
+from eagleray.kernels.quantized import Fp8Weight, Mxfp4Weight, Weight
 
 FORMATS = ("plain", "fp8", "fp8 rows", "mxfp4")
 

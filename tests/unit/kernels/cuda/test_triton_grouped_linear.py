@@ -15,9 +15,9 @@ from eagleray.kernels.cuda.triton import grouped_linear as module
 from eagleray.kernels.cuda.triton.gate import gate_constants
 from eagleray.kernels.cuda.triton.grouped_linear import grouped_gated_linear, grouped_linear, pair_tile
 from eagleray.kernels.cuda.triton.routing import PairTiles, align
-from eagleray.kernels.cuda.triton.tile_product import FP8, MXFP4, PLAIN, Weight, scale_constants, tile_config
+from eagleray.kernels.cuda.triton.tile_product import FP8, MXFP4, PLAIN, scale_constants, tile_config
 from eagleray.kernels.params import ClampedSwiglu
-from eagleray.kernels.quantized import Fp8Weight, Mxfp4Weight
+from eagleray.kernels.quantized import Fp8Weight, Mxfp4Weight, Weight
 from eagleray.kernels.torch.functional import clamped_swiglu, silu_and_mul
 
 CLAMP = ClampedSwiglu(alpha=1.702, limit=0.8)
