@@ -146,3 +146,25 @@ def test_quantized_linear_compiles(capability: int, tmp_path: Path) -> None:
                 assert not compiled.spills
                 assert "LDGSTS" in compiled.instructions
                 assert ("HGMMA" if config.rows >= 64 else "HMMA") in compiled.instructions
+
+
+@pytest.mark.parametrize("block_rows", [1, 64])
+def test_quantized_linear_with_scales_of_fewer_rows_compiles(block_rows: int, tmp_path: Path) -> None:
+    """Weights that were joined or cut within blocks have these."""
+    rows = columns = 4096
+    signature = {"x": "*bf16", "values": "*fp8e4nv", "scales": "*fp32", "bias": "*bf16", "out": "*bf16"}
+    flags = {"HAS_BIAS": False, "ACCUMULATE": False, "GATED": False, "INTERLEAVED": False, "GROUP": 8}
+    sizes = {"X_STRIDE": columns, "OUT_STRIDE": rows, "N": rows, "K": columns}
+    for num_tokens in (1, 128):
+        config = linear_config(num_tokens, fp8(rows, columns), torch.bfloat16)
+        compiled = compile_kernel(
+            module._linear,
+            signature | {"num_tokens": "i32"},
+            {**flags, **sizes, **gate_constants(None), **scale_constants(FP8, block_rows, 128, 32), **config.constants},
+            capability=90,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            disassemble=True,
+            directory=tmp_path,
+        )
+        assert compiled.shared_bytes <= MAX_SHARED_BYTES and not compiled.spills
