@@ -7,7 +7,8 @@ tensor-parallel group, which needs no epoch.
 Ranks on one node exchange rows through shared memory and watch each other's processes; others use connections, which
 break when a process exits. When a member is gone, an operation raises `ExpertGroupBroken`: on all tensor-parallel ranks
 of an engine in the same operation, so that they stay in step with each other. Shared memory guarantees that by itself
-(`rounds.py`); over connections these ranks check with each other after every operation.
+(`rounds.py`); over connections these ranks check with each other after every operation. On GPUs an operation has only
+begun when it returns, so whoever waits for its result watches the processes meanwhile (`check_processes`).
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ CPU = torch.device("cpu")
 
 
 class SharedMemoryOffer(msgspec.Struct, frozen=True, array_like=True):
-    """The facts about a rank that could share memory, for the other ranks."""
+    """The facts about a rank for ranks of the same host, which may share memory and watch its process."""
 
     pid: int
     host: str
     """Equal on ranks that see the same process ids and can share memory."""
     segment: bytes | None
-    """Handle of the group's memory, from the first rank."""
+    """Handle of the group's memory, from the first rank if the ranks compute on CPUs."""
 
 
 class ExpertGroup:
@@ -80,6 +81,7 @@ class ExpertGroup:
         self._exit_stack = ExitStack()  # resources of this epoch
         self._segment: Segment | None = None
         self._store: TCPStore | None = None
+        self._watcher: ProcessWatcher | None = None
 
     def open(self, epoch: int) -> GroupOpened:
         """Leave the current group, and open the resources that others need to join that of `epoch`. Raises
@@ -96,7 +98,8 @@ class ExpertGroup:
                 self._exit_stack.callback(self._segment.close)
             if not can_share or self._address != LOOPBACK:
                 self._store, address = bind_store(self._address)
-        return GroupOpened(store=address, segment=self._offer() if can_share else None)
+        has_offer = can_share or self._device.type == "cuda"
+        return GroupOpened(store=address, segment=self._offer() if has_offer else None)
 
     def join(self, epoch: int, members: Sequence[EngineOpened], timeout: float) -> None:
         """Join, and return when all ranks have joined. Raises `DeadlineExceeded` if they have not within `timeout`
@@ -110,7 +113,8 @@ class ExpertGroup:
         assert len(opened) == self.size, f"{len(opened)} ranks are to join, but {self.size} share the experts"
         nodes = {node for member in ordered for node in member.topology.nodes}
         offers = [_decode(one.segment) for one in opened if one.segment is not None]
-        can_share = len(offers) == self.size and len({offer.host for offer in offers}) == len(nodes) == 1
+        is_one_host = len(offers) == self.size and len({offer.host for offer in offers}) == len(nodes) == 1
+        can_share = is_one_host and offers[0].segment is not None
         self._needs_agreement = not can_share and self._tp.size > 1
         try:
             group = self._share_memory(offers, timeout) if can_share else self._connect(opened[0].store, timeout)
@@ -118,6 +122,9 @@ class ExpertGroup:
             self._mark_broken(error)
             return
         self._exit_stack.callback(group.close)
+        if self._device.type == "cuda":
+            self._watcher = ProcessWatcher([offer.pid for offer in offers if offer.host == _this_host()])
+            self._exit_stack.callback(self._watcher.close)
         group.bytes_sent = self.bytes_sent
         self._group = group
 
@@ -125,8 +132,16 @@ class ExpertGroup:
         """Leave the group; ranks that wait for this one notice it. Idempotent."""
         if self.spans_engines:
             self._group, self._reason = None, f"the group of epoch {self.epoch} that shares the experts was left"
-            self._segment = self._store = None
+            self._segment = self._store = self._watcher = None
             self._exit_stack.close()
+
+    def check_processes(self) -> str | None:
+        """Return the reason if the group of GPUs is broken because another rank's process on this host has exited. The
+        group is left then, which ends the operations that wait for that rank, with any result."""
+        if self._watcher is None or not self._watcher.exited():
+            return None
+        self._mark_broken(ChannelClosed("a process of this host has exited"))
+        return self._reason
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -160,10 +175,8 @@ class ExpertGroup:
         return any(is_busy for is_busy, _ in gathered), [count for _, count in gathered]
 
     def _offer(self) -> bytes:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        host = f"{boot} {os.readlink('/proc/self/ns/pid')}"
         segment = None if self._segment is None else self._segment.handle
-        return msgspec.msgpack.encode(SharedMemoryOffer(os.getpid(), host, segment))
+        return msgspec.msgpack.encode(SharedMemoryOffer(os.getpid(), _this_host(), segment))
 
     def _share_memory(self, offers: list[SharedMemoryOffer], timeout: float) -> SharedMemoryGroup:
         with ExitStack() as stack:
@@ -229,6 +242,12 @@ class ExpertGroup:
     def _mark_broken(self, error: ChannelClosed) -> None:
         self.leave()
         self._reason = f"an engine that shares the experts is gone, the group of epoch {self.epoch} is broken: {error}"
+
+
+def _this_host() -> str:
+    """Return a name that is equal in processes that see the same process ids and can share memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _decode(offer: bytes) -> SharedMemoryOffer:

@@ -5,6 +5,7 @@ Driven by an executor's worker group. An exception leaves the worker as an `Ende
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 import msgspec
@@ -110,7 +111,7 @@ class Worker:
     def finish_done(self) -> list[Reply]:
         """Return the replies to the calls that are done, without waiting for a step."""
         replies: list[Reply] = []
-        while self._begun and _is_done(self._begun[0][1]):
+        while self._begun and self._is_done(self._begun[0][1]):
             replies += self.finish_oldest()
         return replies
 
@@ -129,6 +130,16 @@ class Worker:
         """Release the resources of the current state and leave the groups."""
         self._begun.clear()
         self._state.close()
+
+    def _is_done(self, body: UnfinishedStep | WorkerReply | None) -> bool:
+        """Whether the call can be finished without waiting."""
+        if not isinstance(body, UnfinishedStep):
+            return True
+        assert isinstance(self._state, ServingWorker)
+        try:
+            return self._state.is_done(body)
+        except RuntimeError:
+            return True  # the device has failed, which is reported when the step is finished
 
     def _finish_all(self) -> list[Reply]:
         replies: list[Reply] = []
@@ -218,9 +229,21 @@ class ServingWorker:
                 logger.warning("%s was not completed: %s", plan.label, error)
         return StepBroken(step=plan.step, cause=self._broken)
 
-    def finish(self, step: UnfinishedStep) -> StepResult | StageRoutedExperts | None:
-        """Wait for the results of a step that has begun, and return this rank's report."""
-        return self._runner.finish(step)
+    def is_done(self, step: UnfinishedStep) -> bool:
+        """Whether the step can be finished without waiting. It may never be done if an engine of the expert group has
+        exited, so that is looked for."""
+        if not step.is_done and self._broken is None and self.is_on_gpu:
+            self._broken = self._groups.experts.check_processes()
+        return step.is_done
+
+    def finish(self, step: UnfinishedStep) -> StepResult | StageRoutedExperts | StepBroken | None:
+        """Wait for the results of a step that has begun, and return this rank's report. The step is broken if its
+        expert group has been broken since: the device may have computed it without the experts of that engine."""
+        if self.is_on_gpu and self._groups.experts.spans_engines:
+            while not self.is_done(step):
+                time.sleep(DEVICE_POLL_SECONDS)
+        report = self._runner.finish(step)
+        return report if self._broken is None else StepBroken(step=step.plan.step, cause=self._broken)
 
     def open_expert_group(self, epoch: int) -> GroupOpened:
         self._broken = f"the group of epoch {epoch} that shares the experts is not joined yet"
@@ -280,14 +303,6 @@ class NullWorker:
 
     def close(self) -> None:
         """Do nothing, since nothing is open."""
-
-
-def _is_done(body: UnfinishedStep | WorkerReply | None) -> bool:
-    """Whether the call can be finished without waiting."""
-    try:
-        return not isinstance(body, UnfinishedStep) or body.is_done
-    except RuntimeError:
-        return True  # the device has failed, which is reported when the step is finished
 
 
 def serve(worker: Worker, queue: MessageQueuePeer) -> None:

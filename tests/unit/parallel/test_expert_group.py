@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import partial
 
 import msgspec
@@ -14,8 +17,11 @@ from ranks import together
 
 from eagleray.errors import ChannelClosed, DeadlineExceeded, ExpertGroupBroken
 from eagleray.parallel.distributed import TorchGroup
-from eagleray.parallel.expert_group import SharedMemoryOffer
+from eagleray.parallel.expert_group import ExpertGroup, SharedMemoryOffer
+from eagleray.parallel.group import RehearsalGroup, SingleRankGroup
 from eagleray.parallel.groups import Groups
+from eagleray.parallel.mesh import EnginePosition
+from eagleray.parallel.process_watcher import ProcessWatcher
 from eagleray.parallel.shared_memory import Segment, SegmentHandle, SharedMemoryGroup
 
 NO_PROCESS = 2**22 + 1
@@ -212,3 +218,17 @@ def test_bytes_sent_adds_up_over_epochs():
         together([lambda group=group: group.all_to_all(torch.ones(2, 3), [1, 1], [1, 1]) for group in groups])
         assert [group.bytes_sent["all_to_all"] for group in groups] == [12 * epoch] * 2
     close(engines)
+
+
+def test_expert_group_of_gpus_is_left_when_a_process_of_this_host_exits():
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    group = ExpertGroup(SingleRankGroup(), engines=EnginePosition(rank=0, size=2))
+    assert group.check_processes() is None, "no group is joined"
+    group._group = RehearsalGroup(0, 2)
+    group._watcher = ProcessWatcher([os.getpid(), other.pid])
+    assert group.check_processes() is None
+    other.communicate(b"\n")
+    assert "a process of this host has exited" in group.check_processes()
+    with pytest.raises(ExpertGroupBroken, match="a process of this host has exited"):
+        group.all_reduce(torch.ones(2))
+    assert group.check_processes() is None, "it is told once"

@@ -17,12 +17,13 @@ from harness import LocalEngine
 from ranks import topology
 
 from eagleray.config.build import build_config
-from eagleray.errors import ConfigError
+from eagleray.errors import ConfigError, ExpertGroupBroken
 from eagleray.identity import EngineId, WorkerId
 from eagleray.messages.failure import Ended
 from eagleray.messages.sampling import Sampling
-from eagleray.messages.steps import Call, NewRow, StepPlan
+from eagleray.messages.steps import Call, NewRow, StepBroken, StepPlan
 from eagleray.messages.workers import WorkerSpec
+from eagleray.parallel.expert_group import ExpertGroup
 from eagleray.worker import entry
 from eagleray.worker.device import choose_device
 from eagleray.worker.runner import Runner
@@ -109,6 +110,52 @@ def test_worker_that_runs_out_of_memory_in_a_step_ends(
             "OutOfMemoryError: CUDA out of memory"
         )
         assert worker.has_broken_device == is_on_gpu
+
+
+def test_worker_step_in_flight_is_broken_with_its_expert_group(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device may have computed it without the experts of the engine that has exited."""
+    use_fake_device(monkeypatch, device := FakeDevice(may_wait=False))
+    begin = Runner.begin
+
+    def begin_first(self: Runner, plan: StepPlan) -> Any:
+        if plan.step > 0:
+            raise ExpertGroupBroken("engine 1 has exited")
+        return begin(self, plan)
+
+    monkeypatch.setattr(Runner, "begin", begin_first)
+    with local_engine(checkpoint) as engine:
+        worker = worker_of(engine)
+        assert worker.handle(Call(1, first_step())) == []
+        assert worker.handle(Call(2, step(1))) == [], "the step before it is not done"
+        device.complete()
+        broken = [reply.body for reply in worker.finish_done()]
+    assert broken == [StepBroken(step=number, cause="engine 1 has exited") for number in (0, 1)]
+
+
+def test_worker_step_that_waits_for_an_exited_engine_is_broken(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU nothing but the look at the processes notices it, and leaving the group completes the step."""
+    use_fake_device(monkeypatch, device := FakeDevice(may_wait=False))
+    has_exited = False
+
+    def check_processes(self: ExpertGroup) -> str | None:
+        if not has_exited:
+            return None
+        device.complete()
+        return "engine 1 has exited"
+
+    monkeypatch.setattr(ExpertGroup, "check_processes", check_processes)
+    with local_engine(checkpoint) as engine:
+        worker = worker_of(engine)
+        assert isinstance(worker._state, ServingWorker)
+        worker._state.is_on_gpu = True
+        assert worker.handle(Call(1, first_step())) == worker.finish_done() == []
+        has_exited = True
+        (reply,) = worker.finish_done()
+    assert reply.body == StepBroken(step=0, cause="engine 1 has exited")
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
