@@ -156,7 +156,9 @@ class HostSampler(TokenSampler[HostPlan]):
         self._state.free_row(row)
 
     def warm_up(self, num_rows: int, *, num_logprobs: int) -> None:
-        """Do nothing: there is nothing to compile."""
+        """Make the buffers of draws on a GPU, whose cache is sized afterwards. There is nothing to compile."""
+        if self._device.type == "cuda":
+            self._random = self._make_random()
 
     def prepare(self, rows: IntArray, positions: IntArray) -> HostPlan:
         return HostPlan(rows, positions)
@@ -218,9 +220,7 @@ class HostSampler(TokenSampler[HostPlan]):
     def _draw(self, logits: Tensor, highest: Tensor, step: _Batch, *, out: Tensor) -> None:
         state = self._state
         if self._random is None:
-            self._random = RandomSampler(
-                max_rows=len(state.use), vocab_size=state.vocab_size, device=self._device, ranking=self._ranking
-            )
+            self._random = self._make_random()
         indices = step.logit_indices(SamplingFeature.RANDOM)
         rows = step.rows[indices]
         settings = DrawSettings(
@@ -231,6 +231,12 @@ class HostSampler(TokenSampler[HostPlan]):
             state.top_p[rows],
         )
         self._random.draw(logits, highest, indices, settings, out=out)
+
+    def _make_random(self) -> RandomSampler:
+        state = self._state
+        return RandomSampler(
+            max_rows=len(state.use), vocab_size=state.vocab_size, device=self._device, ranking=self._ranking
+        )
 
     def _report(self, raw: Tensor, reported: IntArray, chosen: Tensor, step: _Batch) -> dict[int, TokenLogprobs]:
         rows = step.rows[reported]
