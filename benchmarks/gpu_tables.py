@@ -67,7 +67,8 @@ def steps_table(record: GpuRecord) -> str:
     rows = []
     for figure in record.steps:
         if "load_s" in figure:
-            what = f"loaded in {figure['load_s']:.1f} s, memory and graphs in {figure['memory_s']:.1f} s"
+            what = f"loaded in {figure['load_s']:.1f} s, largest steps {figure['memory_s']:.1f} s"
+            what += f", cache and graphs {figure['capture_s']:.1f} s"
             rows.append([figure["name"], "", "", "", "", "; ".join(part for part in (what, figure["note"]) if part)])
             continue
         share = figure.get("share")

@@ -202,7 +202,7 @@ def record():
             {"name": "gate", "failure": "CompilationError: no"},
         ],
         steps=[
-            {"name": "8b, start", "note": "", "load_s": 3.0, "memory_s": 4.0, "cache_blocks": 9},
+            {"name": "8b, start", "note": "", "load_s": 3.0, "memory_s": 4.0, "capture_s": 5.0, "cache_blocks": 9},
             {"name": "8b, 1 row", "ms": 4.5, "floor_ms": 3.6, "share": 0.8, "host_us": 120.0},
         ],
         targets=[
