@@ -22,8 +22,8 @@ def choose_device(wanted: str, index: int | None = None) -> torch.device:
         count = torch.cuda.device_count()
         if index is not None and index >= count:
             raise ConfigError(
-                f"worker {index} of this node wants a GPU of its own, but torch sees {count}: lower "
-                "tensor_parallel_size x pipeline_parallel_size"
+                f"worker {index} of this node needs a GPU of its own, but torch sees {count}, numbered from 0: lower "
+                "`tensor_parallel_size`, `pipeline_parallel_size` or `data_parallel_size`"
             )
         device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         torch.cuda.set_device(device)

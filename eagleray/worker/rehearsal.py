@@ -36,8 +36,9 @@ def rehearse(
             if model.groups.mesh.is_last_stage:
                 logits = model.logits(hidden[: max(limits.num_rows, PROMPT_CHUNK_SIZE)])
                 if logits is not None:
-                    targets = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-                    score_prompt(logits[:PROMPT_CHUNK_SIZE], targets[:PROMPT_CHUNK_SIZE], num_logprobs, model.ranking)
+                    scored = logits[:PROMPT_CHUNK_SIZE]
+                    targets = torch.zeros(len(scored), dtype=torch.int64, device=logits.device)
+                    score_prompt(scored, targets, min(num_logprobs, logits.shape[1]), model.ranking)
     sampler.warm_up(limits.num_rows, num_logprobs=num_logprobs)
     if model.trace is not None:
         model.trace.counts.zero_()  # these tokens are nobody's

@@ -193,7 +193,7 @@ def test_worker_process_does_not_wait_for_a_broken_device(monkeypatch: pytest.Mo
 def test_choose_device_more_workers_than_gpus_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"worker 2 of this node wants a GPU of its own, but torch sees 2: lower"):
+    with pytest.raises(ConfigError, match=r"worker 2 of this node needs a GPU of its own, but torch sees 2, .*: lower"):
         choose_device("cuda", 2)
 
 
