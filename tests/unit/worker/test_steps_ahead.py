@@ -15,17 +15,20 @@ from fake_device import ArgmaxSampler, FakeDevice, use_fake_device
 from harness import Answer, LocalEngine, random_prompt
 from no_host_reads import no_host_reads
 
+from eagleray.errors import ChannelClosed
 from eagleray.executor.in_process import InProcessGroup
 from eagleray.kernels.cuda.backend import CudaBackend
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.torch.backend import TorchBackend
+from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Ended
 from eagleray.messages.sampling import Sampling
-from eagleray.messages.steps import Call, CallExtension, ExtensionReturned, NewRow, StepPlan, StepResult
+from eagleray.messages.steps import Call, CallExtension, ExtensionReturned, NewRow, Reply, StepPlan, StepResult
 from eagleray.models.registry import load_model
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.runner import Runner
 from eagleray.worker.startup import sampler_of
+from eagleray.worker.worker import serve
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
@@ -180,6 +183,41 @@ def test_worker_failure_of_a_step_in_flight_is_reported_once(checkpoint, monkeyp
         assert group.receive(1.0) is None
         group.send(Call(102, plan(2, {0: 1})))
         assert group.receive(1.0) is None
+
+
+class ScriptedQueue:
+    """A queue that gives the worker a call, nothing, or time for the device to complete a step, and then is closed."""
+
+    def __init__(self, device: FakeDevice, *script: Call | str) -> None:
+        self.device = device
+        self.script = list(script)
+        self.sent: list[int] = []
+        """Steps that were replied to, and -1 for each call that the worker has taken."""
+
+    def receive(self, timeout: float) -> list[Any] | None:
+        if not self.script:
+            raise ChannelClosed("the engine has closed the queue")
+        entry = self.script.pop(0)
+        if isinstance(entry, Call):
+            self.sent.append(-1)
+            return Codec(Call).encode(entry)
+        assert timeout < 1, "the worker must look whether the device has completed a step"
+        if entry == "complete":
+            self.device.complete()
+        return None
+
+    def send(self, frames: list[Any], timeout: float) -> None:
+        self.sent.append(Codec(Reply).decode(frames).body.step)
+
+
+def test_serve_begins_the_next_step_while_the_device_computes(checkpoint, monkeypatch):
+    use_fake_device(monkeypatch, device := FakeDevice(may_wait=False))
+    with LocalEngine(checkpoint, executor="in-process", max_model_len=64, block_size=4, num_kv_blocks=16) as engine:
+        steps = [Call(100, plan(0, {0: 2}, new_row(0, [1, 2])))] + [Call(100 + n, plan(n, {0: 1})) for n in (1, 2)]
+        script = [steps[0], "wait", steps[1], "complete", "wait", steps[2], "complete", "complete"]
+        queue = ScriptedQueue(device, *script)
+        serve(engine.executor._group._worker, queue)
+    assert queue.sent == [-1, -1, 0, -1, 1, 2]
 
 
 def test_engine_ahead_with_the_kernels_of_gpus_equals_plain_torch(checkpoint, monkeypatch):
