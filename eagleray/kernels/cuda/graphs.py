@@ -15,6 +15,10 @@ class GraphCapture(Protocol):
         """Return a function that repeats the launches of `function`, which may be called several times for that."""
         ...
 
+    def renew(self) -> None:
+        """Share no memory with earlier captures from now on. To be called when all of them are dropped."""
+        ...
+
 
 class CudaGraphCapture(GraphCapture):
     """Graphs whose temporary memory is shared, because they run one after another."""
@@ -22,6 +26,10 @@ class CudaGraphCapture(GraphCapture):
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
+
+    def renew(self) -> None:
+        # torch refuses to capture into a pool whose graphs have all been freed
+        self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         # not `torch.cuda.graph`, which waits for the device and empties the allocator's cache at every capture
@@ -45,3 +53,6 @@ class CallCapture(GraphCapture):
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         return function
+
+    def renew(self) -> None:
+        """Do nothing: nothing is shared."""

@@ -362,6 +362,7 @@ class CudaProgram(Program):
     def _drop_graphs(self) -> None:
         self._decode_plans.clear()
         self._piece_plans.clear()
+        self._capture.renew()
 
     def _plan(self, limits: PassLimits) -> MemoryPlan:
         return MemoryPlan(self._lowered, limits, self._block_size, self._tp.size)

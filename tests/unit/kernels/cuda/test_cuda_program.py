@@ -4,8 +4,12 @@ back from the device."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -33,7 +37,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from eagleray.kernels.backend import HiddenStates
 from eagleray.kernels.cuda import program as program_module
 from eagleray.kernels.cuda.backend import CudaBackend
-from eagleray.kernels.cuda.graphs import GraphCapture
+from eagleray.kernels.cuda.graphs import CudaGraphCapture, GraphCapture
 from eagleray.kernels.cuda.linear import CudaLinear
 from eagleray.kernels.expert_slots import LayerExpertSlots
 from eagleray.kernels.expert_trace import ExpertTrace
@@ -146,6 +150,9 @@ class Watched(GraphCapture):
 
         return repeat
 
+    def renew(self) -> None:
+        pass
+
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
@@ -183,6 +190,47 @@ def test_run_with_another_tensor_of_last_tokens_captures_again(watched: Watched)
     results = [run.run(batch_of(DECODES, last_tokens=tokens)) for tokens in (first, second)]
     assert watched.captured == 2
     assert not torch.equal(*results)
+
+
+class PooledGraph:
+    """A CUDA graph that replays nothing. As in torch, a pool of memory is alive while a graph has it, and cannot be
+    used again afterwards."""
+
+    pools: ClassVar[dict[int, WeakSet[PooledGraph]]]
+    """Graphs of every pool that was ever used."""
+
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        assert pool not in self.pools or self.pools[pool], "the graphs of this pool are all freed"
+        self.pools.setdefault(pool, WeakSet()).add(self)
+
+    def capture_end(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        pass
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> dict[int, WeakSet[PooledGraph]]:
+    numbers, stream = count(), SimpleNamespace(wait_stream=lambda other: None)
+    PooledGraph.pools = {}
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PooledGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(numbers))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(program_module, "CallCapture", CudaGraphCapture)
+    return PooledGraph.pools
+
+
+def test_capture_after_graphs_were_dropped_uses_new_memory(pools: dict[int, WeakSet[PooledGraph]]) -> None:
+    program = cuda_pass(captures=True).program
+    program.reserve(PassLimits(num_tokens=8, num_rows=2, num_positions=8))
+    program.capture(torch.zeros(4, dtype=torch.int64))
+    program.capture(torch.zeros(4, dtype=torch.int64))
+    program.reserve(PassLimits(num_tokens=16, num_rows=4, num_positions=40))
+    program.capture()
+    assert [len(graphs) for graphs in pools.values()] == [0, 0, 3 + 2 * 3]
 
 
 # ---- memory
