@@ -73,6 +73,10 @@ class Forward(Protocol):
         `last_tokens`: the tensor that all batches will have."""
         ...
 
+    def release(self) -> None:
+        """Free the memory and the graphs that were made for batches. The next batch makes them again."""
+        ...
+
 
 class ExpertProducts(Protocol):
     """The experts in this rank's slots, for code that brings tokens and experts together itself."""

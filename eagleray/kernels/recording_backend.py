@@ -269,6 +269,9 @@ class RecordedForward(Forward):
     def warm_up(self, cache: KVCache, limits: PassLimits, *, size: int | None, last_tokens: Tensor | None) -> None:
         self.program(cache, size=size).warm_up(limits, last_tokens)
 
+    def release(self) -> None:
+        self._program = self._cache = None
+
     def program(self, cache: KVCache, *, size: int | None) -> Program:
         """Return the program for this cache. `size`: features of the hidden states that the pass begins with, None if
         it begins with token ids."""

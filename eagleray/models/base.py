@@ -190,6 +190,11 @@ class Model:
         """Do what would delay the first calls of `forward` with this cache, see `Forward.warm_up`."""
         self._run.warm_up(cache, limits, size=self._input_size, last_tokens=last_tokens)
 
+    def close(self) -> None:
+        """Free what passes have made; later ones make it again. To be called before the groups are left, because NCCL
+        waits until captured graphs with its operations are freed, even when it is told to abort."""
+        self._run.release()
+
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Return float32 [n, vocab_size] of hidden states [n, hidden_size] on the ranks that sample, and None on the

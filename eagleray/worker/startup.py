@@ -200,6 +200,7 @@ class LoadedWorker:
 
     def close(self) -> None:
         """Leave the groups."""
+        self.model.close()  # before the groups, see there
         self.groups.close()
 
     def _load_with_kernels(self) -> Model:

@@ -277,6 +277,7 @@ class ServingWorker:
     def close(self) -> None:
         """Leave the groups."""
         self._prefaulter.close()
+        self._model.close()  # before the groups, see there
         self._groups.close()
 
 

@@ -168,6 +168,9 @@ class TorchForward(Forward):
     def warm_up(self, cache: KVCache, limits: PassLimits, *, size: int | None, last_tokens: Tensor | None) -> None:
         pass
 
+    def release(self) -> None:
+        pass
+
 
 def _embed(token_ids: Tensor, weight: Tensor, first: int) -> Tensor:
     own = token_ids - first

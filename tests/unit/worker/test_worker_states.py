@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from checkpoints import make_checkpoint
@@ -9,6 +11,7 @@ from ranks import topology
 
 from eagleray.config.build import build_config
 from eagleray.identity import EngineId, WorkerId
+from eagleray.kernels.cpu.backend import CpuBackend
 from eagleray.kernels.cuda.backend import CudaBackend
 from eagleray.kernels.cuda.program import CudaProgram
 from eagleray.kernels.torch.backend import TorchBackend
@@ -32,6 +35,7 @@ from eagleray.messages.steps import (
     StepPlan,
 )
 from eagleray.models import registry
+from eagleray.parallel.groups import Groups
 from eagleray.worker.worker import Worker
 
 ID = WorkerId(EngineId("test", 0))
@@ -104,6 +108,32 @@ def test_worker_call_of_another_state_fails(worker, state):
     assert isinstance(ended, Ended) and ended.member == ID
     assert ended.cause.message == f"{type(body).__name__} is not a call for the state {state}"
     assert worker.handle(Call(2, START["WorkerSetup"])) == [], "a worker that has failed handles no calls"
+
+
+@pytest.mark.parametrize("state", ["LoadedWorker", "ServingWorker"])
+def test_worker_close_frees_graphs_before_it_leaves_the_groups(worker, state, monkeypatch):
+    """NCCL waits until captured graphs with its operations are freed, even if the group is aborted."""
+    programs, lower = [], CpuBackend.lower
+
+    def watched(*arguments, **options):
+        program = lower(*arguments, **options)
+        programs.append(weakref.ref(program))
+        return program
+
+    monkeypatch.setattr(CpuBackend, "lower", watched)
+    bring_to(worker, state)
+    if state == "LoadedWorker":
+        assert isinstance(call(worker, MeasureMemory(64)), MemoryMeasured)
+    assert any(program() is not None for program in programs)
+    left, leave = [], Groups.close
+
+    def close(groups):
+        left.extend(program() for program in programs)
+        leave(groups)
+
+    monkeypatch.setattr(Groups, "close", close)
+    worker.close()
+    assert left == [None] * len(programs)
 
 
 def test_null_worker_step_needs_no_start(worker):
