@@ -98,14 +98,20 @@ class Worker:
         state is unknown and it ignores all calls.
         """
         replies: list[Reply] = []
+        if isinstance(call.body, OpenGroup):
+            # On a GPU, steps in flight may wait forever for a rank that has exited, until their group is left.
+            self._break_steps("its group was left")
         if not isinstance(call.body, StepPlan):
             replies = self._finish_all()
         if self._has_failed:
             return replies
         try:
-            self._begun.append((call.call_id, self._handle(call.body)))
+            begun = self._handle(call.body)
         except Exception as error:
             return [*replies, self._fail(call.call_id, error)]
+        if isinstance(begun, StepBroken):
+            self._break_steps(begun.cause)  # leaving the group made a GPU go on with what it had
+        self._begun.append((call.call_id, begun))
         return [*replies, *(self.finish_done() if self._runs_ahead else self._finish_all())]
 
     def finish_done(self) -> list[Reply]:
@@ -146,6 +152,13 @@ class Worker:
         while self._begun:
             replies += self.finish_oldest()
         return replies
+
+    def _break_steps(self, cause: str) -> None:
+        """Have the replies to all unfinished steps say that they are broken, without a wait for them."""
+        self._begun = deque(
+            (call_id, StepBroken(step=body.plan.step, cause=cause) if isinstance(body, UnfinishedStep) else body)
+            for call_id, body in self._begun
+        )
 
     def _fail(self, call_id: int, error: Exception) -> Reply:
         self._has_failed = True

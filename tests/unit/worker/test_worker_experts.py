@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from fake_device import FakeDevice, use_fake_device
 from harness import LocalEngine, random_prompt
 from ranks import together, topology
 
@@ -182,4 +183,49 @@ def test_expert_worker_broken_step_leaves_worker_intact(checkpoint, expected):
     tokens, _ = together([partial(first.generate, NUM_TOKENS), partial(successor.help, NUM_TOKENS)])
     assert tokens == expected
     for engine in (first, successor):
+        engine.worker.close()
+
+
+def start_ahead(checkpoint, monkeypatch) -> tuple[list[Engine], StepPlan]:
+    """Start both engines on devices that complete no step, with a step in flight, and return its successor too."""
+    use_fake_device(monkeypatch, FakeDevice(may_wait=False))
+    engines = start_both(checkpoint)
+    row = NewRow(
+        row=0,
+        request_id="only",
+        token_ids=PROMPT,
+        num_prompt_tokens=len(PROMPT),
+        num_computed_tokens=0,
+        block_ids=[3, 5],
+        sampling=Sampling(seed=0, temperature=0.0),
+    )
+    fields = {"freed_rows": [], "new_blocks": []}
+    plans = [
+        StepPlan(step=1, new_rows=[row], rows=[0], num_tokens=[len(PROMPT)], **fields),
+        StepPlan(step=1, new_rows=[], rows=[], num_tokens=[], is_idle=True, **fields),
+    ]
+    begun = [partial(engine.worker.handle, Call(90, plan)) for engine, plan in zip(engines, plans, strict=True)]
+    assert together(begun) == [[], []]
+    return engines, StepPlan(step=2, new_rows=[], rows=[0], num_tokens=[1], **fields)
+
+
+def test_expert_worker_exit_of_another_breaks_steps_in_flight_as_well(checkpoint, monkeypatch):
+    """The device of the remaining worker goes on when it leaves the group, with rows that nobody has sent."""
+    (first, second), following = start_ahead(checkpoint, monkeypatch)
+    second.worker.close()
+    replies = first.worker.handle(Call(91, following))
+    assert [(reply.call_id, type(reply.body), reply.body.step) for reply in replies] == [
+        (90, StepBroken, 1),
+        (91, StepBroken, 2),
+    ]
+    assert not first.worker.has_unfinished
+    first.worker.close()
+
+
+def test_expert_worker_leaves_group_without_waiting_for_steps_in_flight(checkpoint, monkeypatch):
+    """They may never end, because another rank has exited."""
+    engines, _ = start_ahead(checkpoint, monkeypatch)
+    for engine in engines:
+        broken, opened = engine.worker.handle(Call(91, OpenGroup("expert", 2)))
+        assert isinstance(broken.body, StepBroken) and isinstance(opened.body, GroupOpened)
         engine.worker.close()
