@@ -175,7 +175,7 @@ class Runner:
             step.tensors.append(experts)
         else:
             step.routed_experts = experts
-        if step.tensors:
+        if step.tensors or self._relay is None:  # a step without results, too, is done when it is computed
             step.download = self._downloads.begin(step.tensors)
         return step
 

@@ -112,6 +112,16 @@ def test_runner_steps_begun_ahead_give_the_tokens_of_finished_ones(checkpoint, a
     assert scored.logprobs.tolist() == wanted.logprobs.tolist() and len(results[1].prompt_logprobs) == 0
 
 
+def test_runner_step_that_samples_nothing_is_done_when_the_device_has_computed_it(checkpoint):
+    device = FakeDevice(may_wait=False)
+    runner = make_runner(checkpoint, device)
+    step = runner.begin(plan(0, {0: 3}, new_row(0, [1, 2, 3, 4, 5])))
+    assert not step.is_done
+    device.complete()
+    result = runner.finish(step)
+    assert step.is_done and not result.rows and not result.prompt_logprobs
+
+
 def test_input_batch_late_token_does_not_reach_next_request_of_row():
     rows = InputBatch(num_rows=2, max_model_len=64, block_size=4)
     rows.add_row(new_row(0, [1, 2]))
