@@ -71,11 +71,15 @@ def multiply(a, b, total):
 
 
 @triton.jit
-def fold_scores(scores, running_max, running_sum, total):
-    """Fold a block's scores (of base 2, minus infinity if hidden) into the running numbers of each query.
+def fold_scores(products, score_scale, running_max, running_sum, total):
+    """Fold the scores of a block, `products` (minus infinity if hidden) times a positive number, into the running
+    numbers of each query. Scores are of base 2.
 
     Return the weights of the block's keys, and the new maximum, sum, and sum of values, which lacks this block's.
     """
+    # Multiplied here, behind the mask: the compiler fuses the product with the difference below, and would not with a
+    # mask in between, so that a block with a mask and one without would be rounded in different ways.
+    scores = products * score_scale
     new_max = tl.maximum(running_max, tl.max(scores, axis=1))
     # a query that has seen no key yet: infinity minus infinity would be NaN
     subtrahend = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -135,13 +139,13 @@ def _fold_keys(
                 k = tl.load(keys + offset, mask=has_feature, other=0.0)
                 v = tl.load(keys + VALUES_OFFSET + offset, mask=has_feature, other=0.0)
         zeros = tl.zeros([q.shape[0], BLOCK_N], dtype=tl.float32)
-        scores = multiply(q, tl.trans(k.to(q.dtype)), zeros) * score_scale
+        products = multiply(q, tl.trans(k.to(q.dtype)), zeros)
         if MASKED:
             is_visible = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 is_visible = is_visible & (key[None, :] > position[:, None] - WINDOW)
-            scores = tl.where(is_visible, scores, float("-inf"))
-        weights, running_max, running_sum, total = fold_scores(scores, running_max, running_sum, total)
+            products = tl.where(is_visible, products, float("-inf"))
+        weights, running_max, running_sum, total = fold_scores(products, score_scale, running_max, running_sum, total)
         total = multiply(weights.to(q.dtype), v.to(q.dtype), total)
     return running_max, running_sum, total
 

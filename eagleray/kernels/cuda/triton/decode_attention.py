@@ -165,9 +165,11 @@ def _attend_splits_kernel(
             is_read = is_visible[:, None] & (feature < HEAD_DIM)
             k = tl.load(keys + key_offset, mask=is_read, other=0.0).to(q.dtype)
             v = tl.load(keys + NUM_KV_HEADS * HEAD_DIM + key_offset, mask=is_read, other=0.0).to(q.dtype)
-            scores = multiply(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)) * score_scale
-            scores = tl.where(is_visible[None, :], scores, float("-inf"))
-            weights, running_max, running_sum, total = fold_scores(scores, running_max, running_sum, total)
+            products = multiply(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32))
+            products = tl.where(is_visible[None, :], products, float("-inf"))
+            weights, running_max, running_sum, total = fold_scores(
+                products, score_scale, running_max, running_sum, total
+            )
             total = multiply(weights.to(q.dtype), v, total)
 
         if is_first & is_last:

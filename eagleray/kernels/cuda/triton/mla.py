@@ -209,11 +209,11 @@ def _fold_latents(
         source = cache + ((block_id * BLOCK_SIZE + read % BLOCK_SIZE) * WIDTH)[:, None]
         latent, rotated = _load_vectors(source, RANK, WIDTH, BLOCK_R, BLOCK_P)
         latent, rotated = latent.to(q_latent.dtype), rotated.to(q_latent.dtype)
-        scores = tl.zeros([q_latent.shape[0], BLOCK_N], dtype=tl.float32)
-        scores = multiply(q_latent, tl.trans(latent), scores)
-        scores = multiply(q_rotated, tl.trans(rotated), scores) * score_scale
-        scores = tl.where((key[None, :] <= position) & (key[None, :] < end), scores, float("-inf"))
-        weights, running_max, running_sum, total = fold_scores(scores, running_max, running_sum, total)
+        products = tl.zeros([q_latent.shape[0], BLOCK_N], dtype=tl.float32)
+        products = multiply(q_latent, tl.trans(latent), products)
+        products = multiply(q_rotated, tl.trans(rotated), products)
+        products = tl.where((key[None, :] <= position) & (key[None, :] < end), products, float("-inf"))
+        weights, running_max, running_sum, total = fold_scores(products, score_scale, running_max, running_sum, total)
         total = multiply(weights.to(latent.dtype), latent, total)
     return running_max, running_sum, total
 
