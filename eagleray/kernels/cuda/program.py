@@ -216,6 +216,7 @@ class CudaProgram(Program):
     def warm_up(self, limits: PassLimits, last_tokens: Tensor | None) -> None:
         started = time.monotonic()
         self.reserve(limits)
+        self._set_last_tokens(last_tokens)  # of another dtype than the tensor that stands for none
         self._compile()
         num_graphs = self.capture(last_tokens) if self._captures else 0
         logger.info("compiled the kernels and captured %d graphs in %.1f s", num_graphs, time.monotonic() - started)

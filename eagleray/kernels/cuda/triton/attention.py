@@ -150,7 +150,8 @@ def _fold_keys(
     return running_max, running_sum, total
 
 
-@triton.jit
+# the block table is as wide as the batch needs, which must not make another version of the kernel
+@triton.jit(do_not_specialize=["block_table_stride"])
 def _attend_tiles_kernel(
     queries,
     cache,
@@ -174,7 +175,8 @@ def _attend_tiles_kernel(
 ):
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     QUERIES: tl.constexpr = BLOCK_M // GROUP
-    kv_head, tile = tl.program_id(0), tl.program_id(1)
+    # one axis, because the others have at most 65,535 programs; the heads of a tile are neighbours
+    kv_head, tile = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
     row = tl.load(tiles + 2 * tile)
     if row < 0:
         return
@@ -252,7 +254,7 @@ def attend_tiles(
     queries_per_tile(num_heads // num_kv_heads, tiling)
     if len(tiles) == 0:
         return
-    _attend_tiles_kernel[(num_kv_heads, len(tiles))](
+    _attend_tiles_kernel[(num_kv_heads * len(tiles),)](
         queries,
         cache,
         block_table,

@@ -96,7 +96,9 @@ def first_visible_key(context, WINDOW: tl.constexpr):
     return first
 
 
-@triton.jit
+# A batch decides how wide the block table is and where the parts of the workspace begin. Neither must make another
+# version of a kernel.
+@triton.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["maxima", "sums"])
 def _attend_splits_kernel(
     queries,
     cache,
@@ -182,7 +184,7 @@ def _attend_splits_kernel(
             tl.store(sums + result_head, running_sum, mask=is_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["maxima", "sums"])
 def _merge_splits_kernel(
     seq_lens,
     row_starts,

@@ -218,7 +218,8 @@ def _fold_latents(
     return running_max, running_sum, total
 
 
-@triton.jit
+# for these parameters see `attend_tiles` and `attend_decodes`
+@triton.jit(do_not_specialize=["block_table_stride"])
 def _attend_latent_tiles_kernel(
     absorbed,
     cache,
@@ -239,7 +240,8 @@ def _attend_latent_tiles_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    tile = tl.program_id(1)
+    PARTS: tl.constexpr = (QUERIES * NUM_HEADS + BLOCK_M - 1) // BLOCK_M
+    part, tile = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
     row = tl.load(tiles + 2 * tile)
     if row < 0:
         return
@@ -249,7 +251,7 @@ def _attend_latent_tiles_kernel(
     cached = tl.load(seq_lens + row) - num_queries  # before this step
 
     # either some queries with all their heads, or some heads of one query
-    index = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    index = part * BLOCK_M + tl.arange(0, BLOCK_M)
     query = first_query + index // NUM_HEADS
     is_used = (index < QUERIES * NUM_HEADS) & (query < num_queries)
     vector = (first_token + query).to(tl.int64) * NUM_HEADS + index % NUM_HEADS
@@ -272,7 +274,7 @@ def _attend_latent_tiles_kernel(
     tl.store(target, result.to(out.dtype.element_ty), mask=is_used[:, None] & (feature < RANK))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["maxima", "sums"])
 def _attend_latent_splits_kernel(
     absorbed,
     cache,
@@ -358,7 +360,7 @@ def attend_latent_tiles(
     if len(tiles) == 0:
         return
     queries = latent_queries_per_tile(num_heads, tiling)
-    _attend_latent_tiles_kernel[(triton.cdiv(queries * num_heads, tiling.queries), len(tiles))](
+    _attend_latent_tiles_kernel[(triton.cdiv(queries * num_heads, tiling.queries) * len(tiles),)](
         absorbed,
         cache,
         block_table,

@@ -413,7 +413,7 @@ def _count(
     tl.store(counts + bins * num_chunks + chunk, found, mask=bins < NUM_SLOTS)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["num_chunks"], do_not_specialize_on_alignment=["totals"])
 def _sum_chunks(counts, totals, num_chunks, BLOCK: tl.constexpr):
     """Replace the count of each chunk by the sum of the chunks before it, and write the sum of all to `totals`."""
     slot = tl.program_id(0)
@@ -427,7 +427,7 @@ def _sum_chunks(counts, totals, num_chunks, BLOCK: tl.constexpr):
     tl.store(totals + slot, total)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks"], do_not_specialize_on_alignment=["totals"])
 def _place(
     slots,
     counts,
