@@ -99,19 +99,16 @@ class Worker:
         """
         replies: list[Reply] = []
         if isinstance(call.body, OpenGroup):
-            # On a GPU, steps in flight may wait forever for a rank that has exited, until their group is left.
+            # On a GPU, steps in flight may wait forever for a rank of another host, until their group is left.
             self._break_steps("its group was left")
         if not isinstance(call.body, StepPlan):
             replies = self._finish_all()
         if self._has_failed:
             return replies
         try:
-            begun = self._handle(call.body)
+            self._begun.append((call.call_id, self._handle(call.body)))
         except Exception as error:
             return [*replies, self._fail(call.call_id, error)]
-        if isinstance(begun, StepBroken):
-            self._break_steps(begun.cause)  # leaving the group made a GPU go on with what it had
-        self._begun.append((call.call_id, begun))
         return [*replies, *(self.finish_done() if self._runs_ahead else self._finish_all())]
 
     def finish_done(self) -> list[Reply]:

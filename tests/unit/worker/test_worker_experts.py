@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -186,10 +187,12 @@ def test_expert_worker_broken_step_leaves_worker_intact(checkpoint, expected):
         engine.worker.close()
 
 
-def start_ahead(checkpoint, monkeypatch) -> tuple[list[Engine], StepPlan]:
-    """Start both engines on devices that complete no step, with a step in flight, and return its successor too."""
+def test_expert_worker_leaves_group_without_waiting_for_steps_in_flight(checkpoint, monkeypatch):
+    """They may never end, because a rank of another host has exited."""
     use_fake_device(monkeypatch, FakeDevice(may_wait=False))
-    engines = start_both(checkpoint)
+    first, second = start_both(checkpoint)
+    idle = StepPlan(step=1, freed_rows=[], new_rows=[], new_blocks=[], rows=[], num_tokens=[], is_idle=True)
+    sampling = Sampling(seed=0, temperature=0.0)
     row = NewRow(
         row=0,
         request_id="only",
@@ -197,35 +200,12 @@ def start_ahead(checkpoint, monkeypatch) -> tuple[list[Engine], StepPlan]:
         num_prompt_tokens=len(PROMPT),
         num_computed_tokens=0,
         block_ids=[3, 5],
-        sampling=Sampling(seed=0, temperature=0.0),
+        sampling=sampling,
     )
-    fields = {"freed_rows": [], "new_blocks": []}
-    plans = [
-        StepPlan(step=1, new_rows=[row], rows=[0], num_tokens=[len(PROMPT)], **fields),
-        StepPlan(step=1, new_rows=[], rows=[], num_tokens=[], is_idle=True, **fields),
-    ]
-    begun = [partial(engine.worker.handle, Call(90, plan)) for engine, plan in zip(engines, plans, strict=True)]
+    busy = msgspec.structs.replace(idle, new_rows=[row], rows=[0], num_tokens=[len(PROMPT)], is_idle=False)
+    begun = [partial(engine.worker.handle, Call(90, plan)) for engine, plan in ((first, busy), (second, idle))]
     assert together(begun) == [[], []]
-    return engines, StepPlan(step=2, new_rows=[], rows=[0], num_tokens=[1], **fields)
-
-
-def test_expert_worker_exit_of_another_breaks_steps_in_flight_as_well(checkpoint, monkeypatch):
-    """The device of the remaining worker goes on when it leaves the group, with rows that nobody has sent."""
-    (first, second), following = start_ahead(checkpoint, monkeypatch)
-    second.worker.close()
-    replies = first.worker.handle(Call(91, following))
-    assert [(reply.call_id, type(reply.body), reply.body.step) for reply in replies] == [
-        (90, StepBroken, 1),
-        (91, StepBroken, 2),
-    ]
-    assert not first.worker.has_unfinished
-    first.worker.close()
-
-
-def test_expert_worker_leaves_group_without_waiting_for_steps_in_flight(checkpoint, monkeypatch):
-    """They may never end, because another rank has exited."""
-    engines, _ = start_ahead(checkpoint, monkeypatch)
-    for engine in engines:
+    for engine in (first, second):
         broken, opened = engine.worker.handle(Call(91, OpenGroup("expert", 2)))
         assert isinstance(broken.body, StepBroken) and isinstance(opened.body, GroupOpened)
         engine.worker.close()
