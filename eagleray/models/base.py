@@ -148,7 +148,7 @@ class Model:
             return
         shape = self.cache_shape(TRIAL_TOKENS)
         cache = KVCache.allocate(shape, num_blocks=1, dtype=self.cache_dtype, device=self.device)
-        limits = PassLimits(TRIAL_TOKENS, 1, TRIAL_TOKENS)
+        limits = PassLimits(TRIAL_TOKENS, 2, TRIAL_TOKENS)  # rows with one token and with several
         try:
             self.warm_up(cache, limits, None)
         except (torch.OutOfMemoryError, torch.AcceleratorError):

@@ -77,7 +77,7 @@ class PagedAttention:
                 window=params.window,
                 sinks=params.sinks,
             )
-        if sizes.num_tiles and self.prompt_attention is not None:
+        if sizes.num_rows > num_decodes and self.prompt_attention is not None:
             self.prompt_attention(
                 queries,
                 cache,
@@ -85,7 +85,7 @@ class PagedAttention:
                 metadata.seq_lens,
                 metadata.query_start_loc,
                 out,
-                num_decodes=sizes.num_decodes,
+                num_decodes=num_decodes,
                 num_tokens=frame.num_tokens,
                 window=params.window,
             )

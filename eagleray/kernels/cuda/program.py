@@ -133,8 +133,8 @@ class MemoryPlan:
         return self.buffer_places[-1] + self.scratch_bytes + MetadataBuffer.num_bytes(self.sizes.length) + rotations
 
 
-def _no_batch(rules: Sequence[SplitRule]) -> HostMetadata:
-    """Return the numbers of a batch of padding alone."""
+def _no_batch(rules: Sequence[SplitRule], query_start_loc: Sequence[int] = (0,)) -> HostMetadata:
+    """Return the numbers of a batch of padding alone. `query_start_loc`: the padded tokens of padded rows."""
     nothing = np.empty(0, np.int32)
     batch = ForwardBatch(
         token_ids=nothing,
@@ -142,7 +142,7 @@ def _no_batch(rules: Sequence[SplitRule]) -> HostMetadata:
         slot_mapping=nothing,
         block_table=np.empty((0, 0), np.int32),
         seq_lens=nothing,
-        query_start_loc=np.zeros(1, np.int32),
+        query_start_loc=np.array(query_start_loc, np.int32),
         num_decodes=0,
     )
     return HostMetadata.of(batch, rules, 0)
@@ -236,9 +236,13 @@ class CudaProgram(Program):
         assert memory is not None
         rules = self._lowered.split_rules
         num_tiles = 1 if self._lowered.queries_per_tile else 0
-        sizes = MetadataSizes(num_tokens, 1, 1, memory.plan.table_width, num_tiles, tuple(1 for _ in rules))
+        # a row with one query and, if there is room for it, one with several: they have kernels of their own
+        starts = [0, 1, num_tokens][: self._limits.num_rows + 1]
+        num_rows = len(starts) - 1
+        sizes = MetadataSizes(num_tokens, num_rows, 1, memory.plan.table_width, num_tiles, tuple(1 for _ in rules))
         frame = self._frame(sizes)
-        memory.metadata.upload(_no_batch(rules), sizes)
+        frame.num_tokens = starts[-1]
+        memory.metadata.upload(_no_batch(rules, starts), sizes)
         for launch in self._lowered.launches:
             if launch.kind is not LaunchKind.HOST:
                 launch.run(frame)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from eagleray.kernels.cuda.backend import CudaBackend
 from eagleray.kernels.cuda.flash_attention import MODULE
 from eagleray.models import registry
+from eagleray.models.base import TRIAL_TOKENS
 
 
 def flash_attn_with_kvcache(
@@ -69,3 +71,19 @@ def test_prompt_attention_of_mixed_batches_equals_our_kernels(family, monkeypatc
 
     for own, by_fa3 in zip(run(prefills_by_fa3=False), run(prefills_by_fa3=True), strict=True):
         torch.testing.assert_close(by_fa3, own, atol=1e-4, rtol=0)
+
+
+def test_prompt_attention_is_tried_with_a_row_of_several_queries(monkeypatch, tmp_path):
+    calls = []
+
+    def attend(q: Tensor, *caches: Tensor, max_seqlen_q: int, **options: Any) -> Tensor:
+        calls.append((len(q), max_seqlen_q, len(options["cache_seqlens"])))
+        return flash_attn_with_kvcache(q, *caches, max_seqlen_q=max_seqlen_q, **options)
+
+    checkpoint = make_checkpoint(tmp_path, "qwen3", tokenizer=False)
+    monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(flash_attn_with_kvcache=attend))
+    backend = CudaBackend(torch.float32, captures=False, prefills_by_fa3=True)
+    monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: backend)
+    model = load(checkpoint)
+    model.try_kernels()
+    assert calls == model.num_local_layers * [(TRIAL_TOKENS - 1, TRIAL_TOKENS - 1, 1)]
