@@ -28,7 +28,7 @@ class DeviceNumbers:
     def on(self, device: torch.device) -> Tensor:
         """Return the numbers on `device`, int32. They are valid until the next batch is uploaded."""
         if self.tensor is None:
-            self.tensor = upload(self.array, device)
+            self.tensor = torch.from_numpy(self.array) if device.type == "cpu" else upload(self.array, device)
         return self.tensor
 
 

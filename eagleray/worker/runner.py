@@ -175,7 +175,8 @@ class Runner:
             step.tensors.append(experts)
         else:
             step.routed_experts = experts
-        if step.tensors or self._relay is None:  # a step without results, too, is done when it is computed
+        # Where tokens stay on the device, a step without results, too, is done when it is computed.
+        if step.tensors or (self._relay is None and self._sampler.last_tokens is not None):
             step.download = self._downloads.begin(step.tensors)
         return step
 
@@ -242,7 +243,7 @@ class Runner:
             step.sampling = expected, sampling
             step.tensors += sampling.tensors
             return
-        step.sampled = sampling.finish(self._downloads.begin(sampling.tensors).wait())
+        step.sampled = sampling.finish(self._downloads.begin(sampling.tensors).wait() if sampling.tensors else [])
         token_ids = _token_of_each(expected.rows, step.sampled)
         if self._relay is None:
             self._rows.set_tokens(expected, token_ids)

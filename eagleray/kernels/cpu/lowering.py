@@ -85,7 +85,7 @@ def lower(recording: Recording, rope: Rope) -> LoweredOps:
         if isinstance(op, NativeOp):
             for name, value in (op.reads | op.writes).items():
                 setattr(op.args, name, buffers.numbers[value])
-    return LoweredOps(recording, ops, buffers, lowering.reserve, lowering.mla)
+    return LoweredOps(recording, ops, buffers, lowering.reserve, lowering.mla if lowering.mla.is_used else None)
 
 
 @dataclass

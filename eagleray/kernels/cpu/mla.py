@@ -38,10 +38,14 @@ class NativeMLA:
 
         return compute
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the pass has an attention of this kind."""
+        return self._cache is not None
+
     def prepare(self, batch: ForwardBatch) -> None:
         """Prepare the next pass, which computes `batch`."""
-        if self._cache is None:
-            return
+        assert self._cache is not None
         tensors = DeviceBatch.of(batch, CPU)
         cos, sin = self._rope.table(tensors.positions)  # not `angles`: hidden states between native ops are float32
         self._context = ForwardContext(

@@ -75,8 +75,8 @@ class LoweredOps:
     buffers: Buffers
     reserve: Sequence[Callable[[int], None]]
     """Callbacks that grow memory; called with the token count before a pass larger than every earlier one."""
-    mla: NativeMLA
-    """The latent attentions among the ops."""
+    mla: NativeMLA | None
+    """The latent attentions among the ops, if there are any."""
 
 
 @dataclass
@@ -152,7 +152,8 @@ class CpuProgram(Program):
             assert self._source is not None
             self._rows[self._numbers[self._source]][:num_tokens, : x.shape[1]].copy_(x)
         self._set_batch(batch)
-        self._lowered.mla.prepare(batch)
+        if self._lowered.mla is not None:
+            self._lowered.mla.prepare(batch)
         run, kind = self._library.er_run, int(self._dtype == torch.bfloat16)
         threads = threads_for(self._num_weights, self._dtype, num_tokens, self._num_threads)
         num_own = len(token_shard(num_tokens, self._tp)) if self._tp.size > 1 else num_tokens
