@@ -206,8 +206,8 @@ class LoadedWorker:
     def _load_with_kernels(self) -> Model:
         """Load the model with kernels that run here: plain torch if others were not asked for and fail."""
         option = self.setup.config.execution.attention_backend
+        model = self._load(option)
         try:
-            model = self._load(option)
             model.try_kernels()
             return model
         except KernelUnavailable as error:
@@ -215,8 +215,13 @@ class LoadedWorker:
                 raise ConfigError(
                     f"option `attention_backend`: {option} cannot be used here, because {error}"
                 ) from error
-            logger.warning("computing with plain torch, which is several times slower: %s", error)
-        del model  # before the weights are loaded again, in another form
+            # as text, because a log record that kept the error would keep the model
+            logger.warning("computing with plain torch, which is several times slower: %s", str(error))
+        model.close()
+        del model
+        gc.collect()  # the weights must be freed before they are loaded again, in another form
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         return self._load("torch")
 
     def _load(self, attention_backend: AttentionBackend) -> Model:
@@ -283,8 +288,8 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def sampler_of(model: Model, num_rows: int) -> TokenSampler[Any]:
-    """Return the sampler of the device that computes the model."""
-    if isinstance(model.ranking, DeviceRanking):
+    """Return the sampler of the device that computes the model. Ranks that do not sample need none on a GPU."""
+    if model.groups.is_sampling and isinstance(model.ranking, DeviceRanking):
         from eagleray.worker.device_sampler import DeviceSampler  # needs Triton, which GPUs alone have
 
         return DeviceSampler(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device)

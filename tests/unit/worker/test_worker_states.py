@@ -35,7 +35,9 @@ from eagleray.messages.steps import (
     StepPlan,
 )
 from eagleray.models import registry
+from eagleray.models.base import Model
 from eagleray.parallel.groups import Groups
+from eagleray.worker import startup
 from eagleray.worker.worker import Worker
 
 ID = WorkerId(EngineId("test", 0))
@@ -169,9 +171,20 @@ def gpu_kernels(monkeypatch):
     monkeypatch.setattr(CudaProgram, "warm_up", fail_to_compile)
 
 
-def test_worker_kernel_that_does_not_compile_falls_back_to_plain_torch(worker, gpu_kernels, caplog):
+def test_worker_kernel_that_does_not_compile_falls_back_to_plain_torch(worker, gpu_kernels, caplog, monkeypatch):
+    made: list[weakref.ref[Model]] = []
+    load = startup.load_model
+
+    def load_model(*arguments, **options):
+        assert all(model() is None for model in made), "the weights of the first model are still there"
+        model = load(*arguments, **options)
+        made.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(startup, "load_model", load_model)
     bring_to(worker, "JoinedWorker")
     loaded = call(worker, LoadModel())
+    assert len(made) == 2
     assert isinstance(loaded, ModelLoaded) and loaded.kernels == "TorchBackend"
     assert any("Failed to find C compiler" in record.getMessage() for record in caplog.records)
 
