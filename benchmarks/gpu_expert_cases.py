@@ -93,7 +93,7 @@ def expert_products(
 
     def launch() -> None:
         if is_gated:
-            grouped_gated_linear(x, weight, bias, clamp, tiles, top_k=top_k, interleaved=clamp is not None, out=out)
+            grouped_gated_linear(x, weight, bias, clamp, tiles, top_k=top_k, out=out)
         else:
             grouped_linear(x, weight, bias, tiles, out=out)
 
@@ -104,7 +104,7 @@ def expert_products(
             inputs = x[pairs // top_k if is_gated else pairs].float()
             product = inputs @ _slot(weight, slot).float().T
             product = product if bias is None else product + bias[slot].float()
-            result[pairs] = _gated(product, clamp, is_interleaved=clamp is not None) if is_gated else product
+            result[pairs] = _gated(product, clamp) if is_gated else product
         return [result]
 
     used = int(slots.unique().numel())
@@ -148,9 +148,7 @@ def _workspace(slots: Tensor, experts: int) -> Tensor:
     return torch.empty(align_workspace(slots.numel(), experts), dtype=torch.int32, device=slots.device)
 
 
-def _gated(product: Tensor, clamp: ClampedSwiglu | None, *, is_interleaved: bool) -> Tensor:
-    if is_interleaved:
-        product = torch.cat((product[:, ::2], product[:, 1::2]), dim=1)
+def _gated(product: Tensor, clamp: ClampedSwiglu | None) -> Tensor:
     return silu_and_mul(product) if clamp is None else clamped_swiglu(product, clamp)
 
 

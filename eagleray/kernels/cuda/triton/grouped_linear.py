@@ -38,23 +38,22 @@ def grouped_gated_linear(
     tiles: PairTiles,
     *,
     top_k: int,
-    interleaved: bool = False,
     out: Tensor,
 ) -> None:
     """Write silu(gate) * up, or what `clamp` says, of each pair to `out` [num_pairs, inner].
 
     `x`: [num_tokens, hidden_size] of the model's dtype; pair p belongs to token p // top_k. `weight`: [num_slots, 2 *
-    inner, hidden_size], `bias`: [num_slots, 2 * inner]. Their rows are all gates and then all values behind them, or
-    alternate if `interleaved`. Rows of `out` without a slot are not written.
+    inner, hidden_size], `bias`: [num_slots, 2 * inner], the rows of all gates before the rows of all gated values. Rows
+    of `out` without a slot are not written.
     """
-    _launch(x, weight, bias, tiles, top_k, out, GATED=True, INTERLEAVED=interleaved, **gate_constants(clamp))
+    _launch(x, weight, bias, tiles, top_k, out, GATED=True, **gate_constants(clamp))
 
 
 def grouped_linear(x: Tensor, weight: Weight, bias: Tensor | None, tiles: PairTiles, *, out: Tensor) -> None:
     """Write the product of each pair to `out` [num_pairs, out_features]. `x`: [num_pairs, in_features] of the model's
     dtype. `weight`: [num_slots, out_features, in_features], `bias`: [num_slots, out_features]. Rows of `out` without a
     slot are not written."""
-    _launch(x, weight, bias, tiles, 1, out, GATED=False, INTERLEAVED=False, **gate_constants(None))
+    _launch(x, weight, bias, tiles, 1, out, GATED=False, **gate_constants(None))
 
 
 def _launch(
@@ -103,7 +102,6 @@ def _grouped_linear(
     HAS_BIAS: tl.constexpr,
     TOP_K: tl.constexpr,
     GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     CLAMPED: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -131,7 +129,7 @@ def _grouped_linear(
     x += (pairs // TOP_K).to(tl.int64) * X_STRIDE
 
     places = block * ROWS + tl.arange(0, ROWS)
-    rows = weight_rows(places, N, GATED, INTERLEAVED)
+    rows = weight_rows(places, N, GATED)
     values += slot * (N * (K // PER_ELEMENT))
     scales += slot * SCALE_SIZE
     is_row = places < N

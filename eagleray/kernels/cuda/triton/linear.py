@@ -32,15 +32,13 @@ TILES_OF_A_GROUP = 8
 """Tiles of tokens that are multiplied with a block of rows before the next block is read."""
 
 
-def quantized_linear(
-    x: Tensor, weight: Weight, bias: Tensor | None = None, *, out: Tensor, accumulate: bool = False
-) -> None:
-    """Write the product x @ weight.T + bias to `out` [num_tokens, rows], or add it to a float32 `out`.
+def quantized_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, out: Tensor) -> None:
+    """Write the product x @ weight.T + bias to `out` [num_tokens, rows].
 
     `x`: [num_tokens, columns] of the model's dtype; `weight`: [rows, columns]; `bias`: [rows]. Float32 sums, rounded
     once.
     """
-    _launch(x, weight, bias, out, ACCUMULATE=accumulate, GATED=False, INTERLEAVED=False, **gate_constants(None))
+    _launch(x, weight, bias, out, GATED=False, **gate_constants(None))
 
 
 def quantized_gated_linear(
@@ -49,12 +47,11 @@ def quantized_gated_linear(
     bias: Tensor | None = None,
     clamp: ClampedSwiglu | None = None,
     *,
-    interleaved: bool = False,
     out: Tensor,
 ) -> None:
-    """Write silu(gate) * up, or what `clamp` says, to `out` [num_tokens, size]. `weight`: [2 * size, columns], all
-    gates and then all values behind them, or alternating if `interleaved`."""
-    _launch(x, weight, bias, out, ACCUMULATE=False, GATED=True, INTERLEAVED=interleaved, **gate_constants(clamp))
+    """Write silu(gate) * up, or what `clamp` says, to `out` [num_tokens, size]. `weight`: [2 * size, columns], the rows
+    of all gates before the rows of all gated values."""
+    _launch(x, weight, bias, out, GATED=True, **gate_constants(clamp))
 
 
 def linear_config(num_tokens: int, weight: Weight, dtype: torch.dtype) -> TileConfig:
@@ -100,9 +97,7 @@ def _linear(
     X_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
     GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     CLAMPED: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -131,7 +126,7 @@ def _linear(
     is_token = tokens < num_tokens
     x += tokens.to(tl.int64) * X_STRIDE
     places = block * ROWS + tl.arange(0, ROWS)
-    rows = weight_rows(places, N, GATED, INTERLEAVED)
+    rows = weight_rows(places, N, GATED)
     is_row = places < N
     total = multiply_tile(
         values,
@@ -155,6 +150,4 @@ def _linear(
     features = block * OUT_ROWS + tl.arange(0, OUT_ROWS)
     out += tokens.to(tl.int64)[:, None] * OUT_STRIDE + features[None, :]
     is_inside = is_token[:, None] & (features < OUT_SIZE)[None, :]
-    if ACCUMULATE:
-        result += tl.load(out, mask=is_inside, other=0.0)
     tl.store(out, result.to(out.dtype.element_ty), mask=is_inside)

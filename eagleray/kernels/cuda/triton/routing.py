@@ -56,7 +56,6 @@ def route(
     weights: Tensor,
     slot_map: DeviceSlotMap | None = None,
     slots: Tensor | None = None,
-    first_row: int = 0,
     counts: Tensor | None = None,
     traced_ids: Tensor | None = None,
 ) -> None:
@@ -65,7 +64,7 @@ def route(
 
     `scores`: [rows, num_experts] of any dtype, with any distance between rows. `num_tokens`: int32 [1]; the rows from
     there on are padding: they get ids and slots of -1 and weights of 0. `dtype`: the model's, to which weights are
-    rounded if the router says so. Copies of an expert take turns over the rows, whose numbers begin with `first_row`.
+    rounded if the router says so. Copies of an expert take turns over the rows.
     The number of tokens of each expert is added to `counts` int64 [num_experts]; `traced_ids` uint8 or uint16 [at least
     rows, top_k], strided by row, gets the ids of the tokens. Scores of NaN count as the highest.
     """
@@ -89,7 +88,6 @@ def route(
         unused if traced_ids is None else traced_ids,
         scores.stride(0),
         0 if traced_ids is None else traced_ids.stride(0),
-        first_row,
         **route_constants(
             router,
             num_experts,
@@ -133,7 +131,7 @@ def route_constants(
     }
 
 
-@triton.jit(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["traced_ids"])
+@triton.jit(do_not_specialize_on_alignment=["traced_ids"])
 def _route(
     scores,
     bias,
@@ -147,7 +145,6 @@ def _route(
     traced_ids,
     scores_stride,
     trace_stride,
-    first_row,
     TOP_K: tl.constexpr,
     TOP_K_BLOCK: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -212,7 +209,7 @@ def _route(
     tl.store(weights + pairs, result, mask=is_place)
     tl.store(ids + pairs, chosen, mask=is_place)
     if MAX_COPIES > 0:
-        copy = (first_row + row) % tl.load(num_copies + chosen, mask=is_place, other=1)
+        copy = row % tl.load(num_copies + chosen, mask=is_place, other=1)
         slot = tl.load(table + chosen * MAX_COPIES + copy, mask=is_place, other=-1)
         tl.store(slots + pairs, slot, mask=is_place)
     if COUNTS:

@@ -135,9 +135,9 @@ def pad_scales(scales: Tensor) -> Tensor:
 
 
 @triton.jit
-def weight_rows(rows, N: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+def weight_rows(rows, N: tl.constexpr, GATED: tl.constexpr):
     """Return the rows of the weight that are computed at the places `rows`: a gate, its value, the next gate, ..."""
-    if GATED and not INTERLEAVED:
+    if GATED:
         return rows // 2 + (rows % 2) * (N // 2)
     return rows
 

@@ -84,18 +84,15 @@ def test_grouped_linear_columns_that_are_no_multiple_equal_torch() -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("clamp", [None, CLAMP])
-def test_grouped_gated_linear_equals_torch(kind: str, interleaved: bool, clamp: ClampedSwiglu | None) -> None:
+def test_grouped_gated_linear_equals_torch(kind: str, clamp: ClampedSwiglu | None) -> None:
     torch.manual_seed(0)
     weight, slots = random_weight(kind, (4, 2 * 37, 64), torch.float32), random_slots(5, 3, 4)
     x, bias = strided(torch.randn(5, 64) * 0.1), torch.randn(4, 2 * 37)
     out = torch.full((15, 37), torch.nan)
     tiles = aligned(slots, 4, 16)
-    grouped_gated_linear(x, weight, bias, clamp, tiles, top_k=3, interleaved=interleaved, out=out)
+    grouped_gated_linear(x, weight, bias, clamp, tiles, top_k=3, out=out)
     gate_up = products(x.repeat_interleave(3, dim=0), slots, dequantized(weight, torch.float32), bias)
-    if interleaved:
-        gate_up = torch.cat((gate_up[:, 0::2], gate_up[:, 1::2]), dim=1)
     check(out, silu_and_mul(gate_up) if clamp is None else clamped_swiglu(gate_up, clamp), slots)
 
 
@@ -194,7 +191,6 @@ def compile_product(
         "HAS_BIAS": is_clamped,
         "TOP_K": 8 if gated else 1,
         "GATED": gated,
-        "INTERLEAVED": is_clamped,
     }
     compiled = compile_kernel(
         module._grouped_linear,

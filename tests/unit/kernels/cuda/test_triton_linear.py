@@ -47,22 +47,15 @@ def test_quantized_linear_equals_dequantized_weights(
     expected = x.double() @ dequantized(weight, dtype).T + bias.double()
     quantized_linear(x, weight, bias, out=out.fill_(torch.nan))
     check(out, expected, dtype)
-    hidden = strided(torch.randn(num_tokens, rows))
-    expected = hidden + expected - bias.double()
-    quantized_linear(x, weight, out=hidden, accumulate=True)
-    check(hidden, expected, dtype)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("clamp", [None, CLAMP])
-def test_quantized_gated_linear_equals_torch(interleaved: bool, clamp: ClampedSwiglu | None) -> None:
+def test_quantized_gated_linear_equals_torch(clamp: ClampedSwiglu | None) -> None:
     torch.manual_seed(0)
     weight, bias = random_weight("fp8", (2 * 69, 64), torch.float32), torch.randn(2 * 69)
     x, out = torch.randn(3, 64) * 0.1, torch.full((3, 69), torch.nan)
     gate_up = x.double() @ dequantized(weight, torch.float32).T + bias
-    if interleaved:
-        gate_up = torch.cat((gate_up[:, 0::2], gate_up[:, 1::2]), dim=1)
-    quantized_gated_linear(x, weight, bias, clamp, interleaved=interleaved, out=out)
+    quantized_gated_linear(x, weight, bias, clamp, out=out)
     check(out, silu_and_mul(gate_up) if clamp is None else clamped_swiglu(gate_up, clamp), torch.float32)
 
 
@@ -125,8 +118,8 @@ def test_quantized_linear_compiles(capability: int, tmp_path: Path) -> None:
         scales = scale_constants(FP8, 128, 128, words) if is_fp8 else scale_constants(MXFP4, 1, 32, words)
         values = "*fp8e4nv" if is_fp8 and capability >= 89 else "*u8"
         signature = {"x": "*bf16", "values": values, "scales": "*fp32" if is_fp8 else "*i32", "bias": "*bf16"}
-        signature |= {"out": "*bf16" if gated else "*fp32", "num_tokens": "i32"}
-        flags = {"HAS_BIAS": not is_fp8, "ACCUMULATE": not gated, "GATED": gated, "INTERLEAVED": False}
+        signature |= {"out": "*bf16", "num_tokens": "i32"}
+        flags = {"HAS_BIAS": not is_fp8, "GATED": gated}
         strides = {"X_STRIDE": columns, "OUT_STRIDE": rows // 2 if gated else rows}
         for num_tokens in numbers if not gated else numbers[::3]:
             config = linear_config(num_tokens, weight, torch.bfloat16)
@@ -153,7 +146,7 @@ def test_quantized_linear_with_scales_of_fewer_rows_compiles(block_rows: int, tm
     """Weights that were joined or cut within blocks have these."""
     rows = columns = 4096
     signature = {"x": "*bf16", "values": "*fp8e4nv", "scales": "*fp32", "bias": "*bf16", "out": "*bf16"}
-    flags = {"HAS_BIAS": False, "ACCUMULATE": False, "GATED": False, "INTERLEAVED": False, "GROUP": 8}
+    flags = {"HAS_BIAS": False, "GATED": False, "GROUP": 8}
     sizes = {"X_STRIDE": columns, "OUT_STRIDE": rows, "N": rows, "K": columns}
     for num_tokens in (1, 128):
         config = linear_config(num_tokens, fp8(rows, columns), torch.bfloat16)

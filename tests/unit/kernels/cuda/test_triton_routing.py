@@ -163,8 +163,8 @@ def test_route_copies_take_turns_over_the_rows(rank: int | None) -> None:
     slot_map = layer.global_map if rank is None else layer.local_map
     device_map = DeviceSlotMap(torch.from_numpy(slot_map.table), torch.from_numpy(slot_map.num_copies))
     scores, slots = torch.randn(7, 4), torch.full((7, 2), 999, dtype=torch.int32)
-    ids, _ = route(scores, router_params(top_k=2), 6, slot_map=device_map, slots=slots, first_row=5)
-    assert torch.equal(slots[:6], slot_map.find(ids[:6], first_row=5))
+    ids, _ = route(scores, router_params(top_k=2), 6, slot_map=device_map, slots=slots)
+    assert torch.equal(slots[:6], slot_map.find(ids[:6]))
     assert (slots[6] == -1).all()
     assert rank is None or (slots[:6] == -1).any()
 
@@ -249,7 +249,7 @@ ROUTE = {
     "slots": "*i32",
     "counts": "*i64",
     "traced_ids": "*u16",
-    **dict.fromkeys(("scores_stride", "trace_stride", "first_row"), "i32"),
+    **dict.fromkeys(("scores_stride", "trace_stride"), "i32"),
 }
 TILES = {"slots": "*i32", "sorted_pairs": "*i32", "tile_slot": "*i32", "num_tiles": "*i32", "num_pairs": "i32"}
 
