@@ -21,7 +21,7 @@ BF16_BYTES = 2.0
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What the device reached in the same run."""
+    """The rates that the device reached in the same run."""
 
     read: float
     """Bytes per second."""
@@ -70,7 +70,7 @@ class WeightBytes:
 
 @dataclass(frozen=True)
 class RowWork:
-    """One row of a step: `num_tokens` new tokens behind `num_cached` ones."""
+    """One row of a step, with `num_tokens` new tokens after `num_cached` cached ones."""
 
     num_tokens: int
     num_cached: int

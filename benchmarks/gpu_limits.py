@@ -1,4 +1,4 @@
-"""Limits of a device, measured in the same run as what is compared with them."""
+"""Limits of a device, measured in the same run as the figures that are compared with them."""
 
 from __future__ import annotations
 

@@ -56,7 +56,8 @@ def gpu_test_files(root: Path) -> list[Path]:
 
 
 def run_gpu_tests(root: Path) -> dict[str, Any]:
-    """Run the tests marked gpu side by side, and return their numbers and the names of those that failed."""
+    """Run the tests marked `gpu` in parallel. Returns how many passed, failed and were skipped, and the names of the
+    failures."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "tests.xml"
         files = [str(file.relative_to(root)) for file in gpu_test_files(root)]

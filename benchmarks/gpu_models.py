@@ -72,7 +72,7 @@ class RunSizes:
 
 @dataclass
 class ModelRun:
-    """What the measurements of all models share."""
+    """State that the measurements of all models share."""
 
     record: GpuRecord
     limits: DeviceLimits
@@ -135,7 +135,7 @@ class ModelRun:
         *,
         is_fp8: bool = False,
     ) -> dict[str, Any]:
-        """Measure steady steps, and append the figures to the table of steps. Raises what the measurement raises."""
+        """Measure steady steps, and append the figures to the table of steps. Errors of the measurement are raised."""
         figures = self.record.steps
 
         def measure() -> dict[str, Any]:

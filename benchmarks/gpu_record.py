@@ -1,4 +1,4 @@
-"""What a run of `benchmarks/gpu.py` has found, section by section, with what failed."""
+"""The results and failures of a run of `benchmarks/gpu.py`, by section."""
 
 from __future__ import annotations
 

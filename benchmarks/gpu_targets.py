@@ -36,7 +36,7 @@ class GpuTarget:
 
     @property
     def bound(self) -> str:
-        """What must hold, in words."""
+        """The target in words."""
         return f"{'at most' if self.is_most else 'at least'} {self.show(self.must)}"
 
     def verdict(self, value: float) -> str:

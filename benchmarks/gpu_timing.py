@@ -22,7 +22,7 @@ class TimedCalls:
     is_captured: bool
     """Whether the calls ran as a CUDA graph, without the time of their launches."""
     problem: str = ""
-    """Why there is no graph."""
+    """The reason if no graph could be captured."""
 
 
 def synchronize(device: torch.device) -> None:

@@ -29,8 +29,8 @@ READS: dict[Callable[..., Any], str] = {
     torch.tensor: "torch.tensor",
     torch.as_tensor: "torch.as_tensor",
 }
-"""Functions that wait for a device: those that return its numbers to the host, those whose shapes depend on them, and
-those that copy from memory that is not pinned."""
+"""Functions that wait for a device, because they return its numbers to the host, have results whose shapes depend on
+these numbers, or copy from memory that is not pinned."""
 
 INDEXED = (Tensor.__getitem__, Tensor.__setitem__)
 

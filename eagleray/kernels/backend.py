@@ -69,7 +69,7 @@ class Forward(Protocol):
 
     def warm_up(self, cache: KVCache, limits: PassLimits, *, size: int | None, last_tokens: Tensor | None) -> None:
         """Do what would delay the first batches: compile kernels, allocate memory for batches within `limits`, capture
-        graphs. `size`: the features of the hidden states sent by the previous stage, None if there is none;
+        graphs. `size`: the features of the hidden states sent by the previous stage, None on the first stage;
         `last_tokens`: the tensor that all batches will have."""
         ...
 

@@ -22,7 +22,7 @@ class WeightFormat(StrEnum):
 
 
 FP8_COLUMNS = 128
-"""Products read so many numbers of a row at a time, which share a scale."""
+"""Number of consecutive columns that share a scale, and that products read at a time."""
 FP8_BLOCK = (128, FP8_COLUMNS)
 """Rows and columns that share a scale in a weight that is quantized when it is loaded."""
 MAX_FP8 = 448.0

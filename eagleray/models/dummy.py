@@ -18,7 +18,7 @@ BLOCK = 1 << 20
 STANDARD_DEVIATION = 0.05
 
 FP8_SCALE = 2.0**-9
-"""With it, the random numbers lie in the middle of what float8 can represent."""
+"""Scale that puts the random numbers into the middle of float8's range."""
 
 SCALE_BYTE = 121
 """An E8M0 scale of 2 ** -6, because four-bit numbers go up to 6."""

@@ -1,4 +1,4 @@
-"""Choice of the next token of each row of a step on a CUDA device, without a wait of the host.
+"""Choice of the next token of each row of a step on a CUDA device, without waiting on the host.
 
 A step begins when its logits have been launched and finishes when its results have been downloaded. The tokens stay on
 the device for the next step; the state that depends on them, such as counts of penalties, is kept there too. The order

@@ -25,7 +25,7 @@ class ExpectedTokens:
     rows: IntArray
     positions: IntArray
     generations: IntArray
-    """Which of a row's requests sampled, see `InputBatch.generation`."""
+    """Generation of each row when it sampled, see `InputBatch.generation`."""
 
 
 class InputBatch:
@@ -38,7 +38,7 @@ class InputBatch:
         """Known tokens, and a negative mark for each that is not known yet, see `expect_tokens`."""
         self.block_table = np.zeros((num_rows, -(-max_model_len // block_size) + 1), dtype=np.int32)
         self.num_tokens = np.zeros(num_rows, dtype=np.int64)
-        """Number of tokens: the prompt and the sampled ones, those that are not known yet included."""
+        """Number of tokens of prompt and output, including sampled tokens that the host does not know yet."""
         self.num_computed = np.zeros(num_rows, dtype=np.int64)
         """Number of the first tokens that are in the cache."""
         self.num_prompt = np.zeros(num_rows, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The memory of the device: how much the cache may take, and the wait for memory that others give back.
+"""The memory of the device: the part that the cache may take, and the wait for memory that other processes free.
 
 On a GPU the largest steps have run before the cache is sized (`rehearsal.py`), so what they take counts as used. On the
 host nothing has run: the model says what its steps take.

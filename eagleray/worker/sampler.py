@@ -92,8 +92,8 @@ class TokenSampler(Protocol[Plan]):
         ...
 
     def prepare(self, rows: IntArray, positions: IntArray) -> Plan:
-        """Prepare the choice of a token for each of `rows` [n], no row twice. `positions` [n] are those that the tokens
-        will have. What is prepared is launched, in the same order."""
+        """Prepare the choice of a token for each of `rows` [n], which has no duplicates. `positions` [n]: the positions
+        of these tokens. Every plan is launched, in the order of preparation."""
         ...
 
     def launch(self, logits: Tensor, plan: Plan, words: Tensor) -> SamplingStep:

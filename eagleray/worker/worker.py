@@ -76,7 +76,7 @@ class Worker:
         self._setup = WorkerSetup(worker, rank, mesh, config, topology, device_index)
         self._state: WorkerSetup | OpenedWorker | JoinedWorker | LoadedWorker | ServingWorker | NullWorker = self._setup
         self._has_failed = False
-        # With stages, the last one may have a token that the first one waits for: its step is finished at once.
+        # In a pipeline the first stage may wait for a token of the last stage, so every step is finished at once.
         self._runs_ahead = mesh.pp_size == 1
         self._begun: deque[tuple[int, UnfinishedStep | WorkerReply | None]] = deque()  # by call id, in order
 
@@ -248,7 +248,8 @@ class ServingWorker:
 
     def finish(self, step: UnfinishedStep) -> StepResult | StageRoutedExperts | StepBroken | None:
         """Wait for the results of a step that has begun, and return this rank's report. The step is broken if its
-        expert group has been broken since: the device may have computed it without the experts of that engine."""
+        expert group has been broken since: the device may have computed it without the experts of that engine. A device
+        that hangs is noticed by the engine, by the time limit of the step."""
         if self.is_on_gpu and self._groups.experts.spans_engines:
             while not self.is_done(step):
                 time.sleep(DEVICE_POLL_SECONDS)

@@ -37,7 +37,7 @@ class TensorSpec:
 
 
 ALIGNED_BYTES = 256
-"""Tensors begin at multiples of this number, as those that torch allocates."""
+"""Alignment of tensors within a buffer, the same as in torch's allocator."""
 
 
 def _no_scratch(sizes: MetadataSizes) -> Sequence[TensorSpec]:
@@ -46,7 +46,7 @@ def _no_scratch(sizes: MetadataSizes) -> Sequence[TensorSpec]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """One or more kernels that are launched one after another: `function(frame, *scratch)`."""
+    """A sequence of kernel launches, made by `function(frame, *scratch)`."""
 
     function: Callable[..., None]
     access: Access

@@ -115,7 +115,7 @@ class DeviceMetadata:
     query_start_loc: Tensor
     tiles: Tensor
     splits: Sequence[SplitMetadata]
-    """For each rule of the model."""
+    """One entry for each `SplitRule` of the model."""
     block_table: Tensor
 
     @classmethod
@@ -216,7 +216,7 @@ class MetadataBuffer:
         return 4 * (MAX_NUMBERS + capacity)
 
     def upload(self, metadata: HostMetadata, sizes: MetadataSizes) -> None:
-        """Begin to copy the numbers of a batch, behind what the device has been given to do before."""
+        """Begin to copy the numbers of a batch. The copy is ordered after all work that was launched before."""
         self._turn = (self._turn + 1) % len(self._staging)
         staging = self._staging[self._turn]
         staging.wait_until_copied()

@@ -275,7 +275,7 @@ class CudaProgram(Program):
         return frame.without_padding(self._lowered.recording.result)
 
     def _choose(self, batch: ForwardBatch, metadata: HostMetadata) -> tuple[Frame, Sequence[Segment]]:
-        """Return the tensors for a batch, and what is to be run on them."""
+        """Return the tensors for a batch, and the segments to run on them."""
         num_tokens, num_rows = batch.num_tokens, len(batch.seq_lens)
         if num_tokens == 0:
             calls = [launch for launch in self._lowered.launches if launch.kind is LaunchKind.HOST]
@@ -306,7 +306,7 @@ class CudaProgram(Program):
         return self._piece_plans[num_tokens]
 
     def _captured(self, frame: Frame, cuts: frozenset[LaunchKind]) -> Iterator[Segment]:
-        """Yield the launches on `frame`: captured ones together, and between them those that are not captured."""
+        """Yield the segments of the pass on `frame`: runs of captured launches, and single launches at the cuts."""
         assert self._memory is not None
         # captured launches run once before: on padding alone, for which nothing is cached or counted
         self._memory.metadata.upload(_no_batch(self._lowered.split_rules), frame.metadata.sizes)

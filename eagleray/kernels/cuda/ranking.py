@@ -8,7 +8,7 @@ from torch import Tensor
 from eagleray.kernels.ranking import Ranking
 
 _NAN_ORDER = 0x7FC00000
-"""Above the bits of infinity."""
+"""Key of NaN, which is above that of infinity."""
 
 
 class DeviceRanking(Ranking):

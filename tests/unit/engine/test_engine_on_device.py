@@ -49,7 +49,7 @@ def no_waits(device: str) -> Iterator[None]:
 
 
 def device_memory(device: str) -> tuple[int, int]:
-    """Return the bytes that torch has allocated, and those that it has taken from the GPU."""
+    """Return the bytes that torch has allocated and reserved."""
     if device == "cpu":
         return 0, 0
     torch.cuda.synchronize()

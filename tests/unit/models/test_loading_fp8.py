@@ -196,7 +196,7 @@ def test_load_model_quantization_of_fp8_checkpoint_changes_nothing(backends, tmp
 
 def test_load_model_quantization_on_a_cpu_is_refused(tmp_path):
     checkpoint = make_checkpoint(tmp_path, "llama", tokenizer=False)
-    with pytest.raises(ConfigError, match="`quantization`: what computes float32 on cpu here has no products with fp8"):
+    with pytest.raises(ConfigError, match="`quantization`: the kernels for float32 on cpu have no products with FP8"):
         load(checkpoint, quantization="fp8")
 
 
@@ -210,7 +210,7 @@ def test_load_model_quantized_weights_beyond_memory_are_refused(backends, tmp_pa
 
 def test_load_model_fp8_cache_on_a_cpu_is_refused(tmp_path):
     checkpoint = make_checkpoint(tmp_path, "llama", tokenizer=False)
-    with pytest.raises(ConfigError, match="`kv_cache_dtype`: what computes the attention of LlamaForCausalLM on cpu"):
+    with pytest.raises(ConfigError, match="`kv_cache_dtype`: the attention kernels of LlamaForCausalLM on cpu"):
         load(checkpoint, kv_cache_dtype="fp8")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from eagleray.kernels.params import RouterParams
 
 LOWEST = tl.constexpr(-(1 << 63))
-"""Key of what is never chosen."""
+"""Key of an expert that must not be chosen."""
 
 ALL_AT_ONCE_PAIRS = 4096
 """Up to this number of pairs one launch sorts them."""

@@ -339,8 +339,8 @@ def _weights_of(keys, min_weight):
 
 @triton.jit
 def _bucket_of(keys, start, shift, IS_FIRST_LEVEL: tl.constexpr):
-    """Return the index of the bucket of each key; not of [0, NUM_BUCKETS) if there is none. All keys have one at the
-    first level."""
+    """Return the index of the bucket of each key. After the first level, a key outside of the range that is divided
+    gets an index outside of [0, NUM_BUCKETS)."""
     if IS_FIRST_LEVEL:
         buckets = tl.minimum(tl.maximum((keys >> _FIRST_SHIFT) - _FIRST_BUCKET, 0), _BUCKETS - 1)
     else:
