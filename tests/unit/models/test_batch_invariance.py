@@ -67,7 +67,7 @@ def test_load_model_deterministic_on_cpu_is_accepted(checkpoint, dtype):
 
 
 def test_load_model_deterministic_float16_is_refused(checkpoint):
-    with pytest.raises(ConfigError, match="`deterministic`: what computes float16 on cpu here cannot promise it"):
+    with pytest.raises(ConfigError, match="`deterministic`: the kernels for float16 on cpu cannot promise it"):
         load(checkpoint, dtype="float16", deterministic=True)
 
 
