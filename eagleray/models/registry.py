@@ -264,8 +264,8 @@ def _check_quantization(
         )
     if not _can_quantize(spec, kernels):
         raise ConfigError(
-            f"option `quantization`: the kernels for {_name(dtype)} on {device.type} have no products with FP8 weights; "
-            "use a GPU with Triton's kernels, or drop it"
+            f"option `quantization`: the kernels for {_name(dtype)} on {device.type} have no products with FP8 "
+            "weights; use a GPU with Triton's kernels, or drop it"
         )
 
 
@@ -273,8 +273,8 @@ def _check_fp8_cache(spec: ModelSpec, kernels: KernelBackend, device: torch.devi
     """Raise `ConfigError` if attention cannot use a cache of float8."""
     if not kernels.serves_fp8_cache(device):
         raise ConfigError(
-            f"option `kv_cache_dtype`: the attention kernels of {spec.architecture} on {device.type} cannot use a cache "
-            "of FP8; use a GPU of compute capability 8.9 or more with Triton's kernels, or take auto"
+            f"option `kv_cache_dtype`: the attention kernels of {spec.architecture} on {device.type} cannot use a "
+            "cache of FP8; use a GPU of compute capability 8.9 or more with Triton's kernels, or take auto"
         )
 
 
@@ -300,9 +300,7 @@ def _check_batch_invariant(
 ) -> None:
     """Raise `ConfigError` if a request's numbers could depend on the other requests of its batch."""
     if spec.mla is not None:
-        raise ConfigError(
-            f"option `deterministic`: the attention of {spec.architecture} cannot promise it; drop it"
-        )
+        raise ConfigError(f"option `deterministic`: the attention of {spec.architecture} cannot promise it; drop it")
     if not kernels.is_batch_invariant:
         raise ConfigError(
             f"option `deterministic`: the kernels for {_name(dtype)} on {device.type} cannot "

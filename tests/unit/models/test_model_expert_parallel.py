@@ -346,9 +346,7 @@ def test_load_model_eplb_on_immovable_weights_is_refused(checkpoints, monkeypatc
         return str(error.value)
 
     for message in run_ranks(work, topology(tp=2)):
-        assert message.startswith(
-            "option `enable_eplb`: the kernels here keep weights in a form that cannot be moved"
-        )
+        assert message.startswith("option `enable_eplb`: the kernels here keep weights in a form that cannot be moved")
     monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: TorchBackend())
     assert all(run_ranks(lambda groups: load(checkpoints("qwen3_moe"), groups=groups, experts=options), topology(tp=2)))
 
