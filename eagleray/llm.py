@@ -124,9 +124,9 @@ class LLM:
     def collective_rpc(
         self,
         method: str,
+        timeout: float | None = None,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
     ) -> list[Any]:
         """Call a method of the worker extension (option `worker_extension_cls`) on every worker of every engine.
 

@@ -100,26 +100,26 @@ def test_extension_methods_see_their_worker(llm):
 
 def test_extension_arrays_are_kept_and_returned(llm):
     array = np.arange(600_000, dtype=np.float32).reshape(2, -1)
-    (first,) = llm.collective_rpc("add", (array,))
+    (first,) = llm.collective_rpc("add", args=(array,))
     assert (first.dtype, first.shape) == (array.dtype, array.shape)
     first += 1
-    (second,) = llm.collective_rpc("add", [array], {"scale": 2}, timeout=60)
+    (second,) = llm.collective_rpc("add", 60, [array], {"scale": 2})
     assert np.array_equal(second, array * 3)
 
 
 def test_extension_wrong_calls_and_exceptions_leave_the_engine_running(llm):
     (before,) = llm.generate("Hello", GREEDY, use_tqdm=False)
     with pytest.raises(RequestFailed, match="`fail_on` raised on rank 0: LookupError: no such expert"):
-        llm.collective_rpc("fail_on", [0])
+        llm.collective_rpc("fail_on", args=[0])
     with pytest.raises(RequestFailed, match=r"rank 0: TypeError: the result of `model_itself`\[0\]: a value of type"):
         llm.collective_rpc("model_itself")
     with pytest.raises(RequestFailed, match=r"rank 0: TypeError: Probe\.describe"):
-        llm.collective_rpc("describe", ["too many"])
+        llm.collective_rpc("describe", args=["too many"])
     for method in ("missing", "__init__", "worker"):
         with pytest.raises(InvalidRequest, match=f"`users_probe:Probe` has no public method `{method}`: it has `add`"):
             llm.collective_rpc(method)
     with pytest.raises(InvalidRequest, match=r"args\[0\]: a value of type builtins.set"):
-        llm.collective_rpc("add", [{1}])
+        llm.collective_rpc("add", args=[{1}])
     (after,) = llm.generate("Hello", GREEDY, use_tqdm=False)
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
@@ -135,7 +135,7 @@ def test_extension_calls_during_requests_succeed(llm):
 def test_extension_call_that_times_out_ends_for_its_caller_alone(llm, pipes):
     started, released = pipes
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(llm.collective_rpc, "hold", [str(started), str(released)], timeout=0.5)
+        call = pool.submit(llm.collective_rpc, "hold", 0.5, [str(started), str(released)])
         assert started.read_text()
         with pytest.raises(DeadlineExceeded, match="`hold` on the workers"):
             call.result(60)
@@ -147,7 +147,7 @@ def test_extension_call_that_times_out_ends_for_its_caller_alone(llm, pipes):
 def test_extension_call_whose_worker_is_killed_fails_with_the_cause(checkpoint, directory, pipes):
     started, released = pipes
     with open_llm(checkpoint) as llm, ThreadPoolExecutor(1) as pool:
-        call = pool.submit(llm.collective_rpc, "hold", [str(started), str(released)])
+        call = pool.submit(llm.collective_rpc, "hold", args=[str(started), str(released)])
         os.kill(int(started.read_text()), signal.SIGKILL)
         with pytest.raises(EngineFailed, match="SIGKILL"):
             call.result(60)
@@ -160,8 +160,8 @@ def test_extension_results_are_in_order_of_rank(checkpoint, directory):
         assert [(one["rank"], one["place"]) for one in found] == [(0, [0, 0]), (1, [0, 1])]
         assert found[0]["pid"] != found[1]["pid"]
         with pytest.raises(RequestFailed, match="raised on rank 1: LookupError: no such expert"):
-            llm.collective_rpc("fail_on", [1])
-        assert llm.collective_rpc("fail_on", [2]) == [None, None]
+            llm.collective_rpc("fail_on", args=[1])
+        assert llm.collective_rpc("fail_on", args=[2]) == [None, None]
         assert len(llm.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 5
 
 
