@@ -34,7 +34,7 @@ from eagleray.messages.lifecycle import (
     Knows,
     MemberToSupervisor,
     Stop,
-    SupervisorToMember,
+    SupervisorToClient,
     Unreachable,
 )
 from eagleray.messages.membership import EngineInfo, Joined, Left
@@ -49,7 +49,7 @@ logger = get_logger(__name__)
 
 CONNECTION_POLL_SECONDS = 1.0
 
-ClientInbox = AsyncInbox[SupervisorToMember | EngineToClient]
+ClientInbox = AsyncInbox[SupervisorToClient | EngineToClient]
 ClientOutbox = Outbox[MemberId | SupervisorId, ClientToEngine | MemberToSupervisor]
 
 
@@ -280,7 +280,7 @@ class Client:
             raise Unavailable(f"no engine is ready{f': {self.cause}' if self.cause else ', try again in a moment'}")
         return self._known_engines.info
 
-    def _handle(self, message: SupervisorToMember | EngineToClient) -> None:
+    def _handle(self, message: SupervisorToClient | EngineToClient) -> None:
         match message:
             case Chunks(engine, chunks):
                 self._in_flight.deliver(engine, chunks)

@@ -16,7 +16,7 @@ import msgspec
 from eagleray.fleet import timeouts
 from eagleray.identity import ClientId, EngineId, MemberId
 from eagleray.messages.codec import Codec
-from eagleray.messages.lifecycle import Attach, ExpertsFormed, OpenExperts, Stop, SupervisorToEngine
+from eagleray.messages.lifecycle import Attach, ExpertsFormed, OpenExperts, Stop, SupervisorToClient, SupervisorToEngine
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.wires import SUPERVISOR_OUTBOX
 from eagleray.transport.heartbeat import HeartbeatMonitor
@@ -98,8 +98,8 @@ class MembershipPublisher:
         """Members by the number that the heartbeat monitor knows them by."""
         self._on_silent = on_silent
         with ExitStack() as stack:
-            self._outbox: Outbox[MemberId, SupervisorToEngine] = Outbox(
-                Codec[SupervisorToEngine](SUPERVISOR_OUTBOX).encode
+            self._outbox: Outbox[MemberId, SupervisorToEngine | SupervisorToClient] = Outbox(
+                Codec[SupervisorToEngine | SupervisorToClient](SUPERVISOR_OUTBOX).encode
             )
             stack.callback(self._outbox.close)
             self._heartbeats = HeartbeatMonitor.open(

@@ -3,7 +3,7 @@
 A client sends a `ControlCall` to the supervisor, which executes one call at a time. It sends `Command`s to the engines,
 or to the clients if they hold what the call is about, and each replies with one `CommandDone`. When all living members
 have replied, the caller receives `ControlReturned`. A member that exits needs no longer reply: its successor receives
-the state of the instance in `Attach`, and starts in that state.
+the state of the instance in `Attach`, and starts in that state. `StateChanged` publishes the state to the clients.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from eagleray.identity import ClientId, EngineId, MemberId
+from eagleray.identity import ClientId, MemberId
 from eagleray.messages.failure import Failure
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -21,6 +21,8 @@ begins when they have finished; or they stay where they are and continue after t
 
 SleepTag = Literal["weights", "kv_cache", "scheduling"]
 """Part of an engine that can sleep: the memory of the weights, that of the cache, or only the steps."""
+
+StateName = Literal["updating", "sleeping", "paused", "serving"]
 
 
 class InstanceState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -40,9 +42,11 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Number of the last weight update that was committed; 0 for the weights of the checkpoint."""
     weight_version: str = "default"
     """The trainer's name for these weights."""
+    is_held: bool = False
+    """Whether no steps may run for a moment, because engines that share experts change their weights together."""
 
     @property
-    def name(self) -> Literal["updating", "sleeping", "paused", "serving"]:
+    def name(self) -> StateName:
         """Name of the state for users."""
         if self.open_update is not None:
             return "updating"
@@ -51,23 +55,28 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     @property
     def may_step(self) -> bool:
         """Whether engines may run steps of requests. In a pause of mode `wait` they do until those that run end."""
-        return self.pause is None and not self.asleep and not (self.open_update is not None and self.is_in_place)
+        is_overwritten = self.open_update is not None and self.is_in_place
+        return self.pause is None and not self.asleep and not self.is_held and not is_overwritten
 
 
 # Calls of users.
 
 
 class Pause(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Run no steps until `Resume`."""
+
     mode: PauseMode = "abort"
     clear_cache: bool = True
     """Whether the prefix cache is emptied; without effect in mode `keep`."""
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True):
-    """End a pause."""
+    """End a pause. A pause that still waits ends too, with an error for its caller."""
 
 
 class Sleep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Return the memory of these parts to the system, and run no steps until `WakeUp`."""
+
     tags: tuple[SleepTag, ...]
     level: int
     """1: weights can be woken without a source; 2: they are dropped; 0: only the steps stop."""
@@ -76,20 +85,28 @@ class Sleep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class WakeUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End the sleep of these parts."""
+
     tags: tuple[SleepTag, ...] = ("weights", "kv_cache", "scheduling")
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Empty the prefix cache."""
+
     reset_running_requests: bool = False
     """Whether running requests give up their blocks too, and are computed again."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Abort requests, which deliver what they have. The clients execute it, whichever has them."""
+
     request_ids: list[str] | None = None
     """Ids as users know them; None: all."""
 
 
 class InitWeightTransfer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Prepare the transfer of weights from a trainer, once all engines are there. An earlier one is closed."""
+
     init_info: dict[str, Any]
     """Fields of the backend, see `eagleray.weights`."""
 
@@ -99,6 +116,8 @@ class ShutdownWeightTransfer(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartWeightUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Open an update."""
+
     num_bytes: int | None = None
     """Bytes that will come, if known."""
 
@@ -114,6 +133,8 @@ class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FinishWeightUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Commit the open update."""
+
     weight_version: str | None = None
     """Name of the new weights; None: the number of the update."""
     require_complete: bool = False
@@ -125,11 +146,13 @@ class AbortWeightUpdate(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetWeightVersion(msgspec.Struct, frozen=True, tag=True):
+    """Change the name of the weights."""
+
     new_version: str
 
 
 class GetWeightInfo(msgspec.Struct, frozen=True, tag=True):
-    """Report the state, the versions and the engines."""
+    """Report the state, the versions, the engines and the call that is executed. Answered at once."""
 
 
 ControlRequest = (
@@ -178,14 +201,25 @@ class ControlReturned(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class SetState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Adopt this state. An engine replies when the state holds on all of its workers: with `abort` when the requests
     have ended, with `wait` when none runs any longer, after sleep when memory is free, after waking when steps may run.
-    A committed update (`state.update` grows) is applied between two steps."""
+
+    A later `SetState` ends the wait of an earlier one, which is then answered at once. An update begins when
+    `state.open_update` is set. It is committed when `state.update` is its number: the engine applies what it has
+    staged, between two steps. An engine that has nothing staged for that number keeps its weights, and reports the
+    number that it has. `AbortWeightUpdate` precedes a state in which the update is no longer open and not committed.
+    """
 
     state: InstanceState
     clear_cache: bool = False
+    """Whether the prefix cache is emptied."""
     abort_running: bool = False
+    """Whether the requests that the engine has, running or waiting, are aborted."""
+    num_bytes: int | None = None
+    """Bytes that will come in the update that this state opens, if known."""
 
 
 class OpenWeightTransfer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Prepare the transfer of weights, see `InitWeightTransfer`."""
+
     init_info: dict[str, Any]
     first_rank: int
     """Rank of the engine's first worker among the workers of the instance."""
@@ -209,7 +243,7 @@ class CheckWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     require_complete: bool
 
 
-EngineCommand = (
+CommandBody = (
     SetState
     | ResetPrefixCache
     | AbortRequests
@@ -226,7 +260,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     number: int
     """Number of the command in this instance."""
-    body: EngineCommand
+    body: CommandBody
     timeout: float
     """Seconds within which the member must reply."""
 
@@ -237,16 +271,15 @@ class CommandDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     member: MemberId
     number: int
     result: dict[str, Any] = {}
-    """For `SetState`: `num_kept`, `num_aborted`, `freed_bytes`. For `ReceiveWeights`: `num_tensors`, `num_bytes`. For
-    `CheckWeights`: `missing`, a list of names, and `num_missing`. For `ResetPrefixCache`: `success`. For
-    `AbortRequests`: `aborted`, a number."""
+    """For `SetState`: `num_kept`, `num_aborted`, `freed_bytes`, and `update`, the number of the update whose weights
+    the engine has, or None if its weights are empty; absent keys mean 0, and the number that the engine had. For
+    `OpenWeightTransfer`: `is_collective`, whether the exit of an engine breaks the transfer (absent: True). For
+    `ReceiveWeights`: `num_tensors`, `num_bytes`. For `CheckWeights`: `missing`, a list of names, and `num_missing`.
+    For `ResetPrefixCache`: `success`. For `AbortRequests`: `aborted`, a number."""
     failure: Failure | None = None
 
 
-class EngineWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights of one engine, for `GetWeightInfo`."""
+class StateChanged(msgspec.Struct, frozen=True, tag=True):
+    """The instance is in this state now."""
 
-    engine: EngineId
-    update: int
-    state: Literal["ready", "starting", "waiting", "torn"]
-    """`waiting`: it needs weights that no source has; `torn`: an update in place was broken off."""
+    state: InstanceState

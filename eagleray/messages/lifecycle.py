@@ -16,6 +16,7 @@ import msgspec
 
 from eagleray.config.sections import Config
 from eagleray.identity import ClientId, DriverId, EngineId, MemberId, ProcessId
+from eagleray.messages.control import Command, CommandDone, ControlCall, ControlReturned, InstanceState, StateChanged
 from eagleray.messages.failure import Ended
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.steps import EngineOpened
@@ -72,6 +73,8 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     """
     missing: list[Left] = []
     """Engines that have left and have no replacement yet."""
+    state: InstanceState = InstanceState()
+    """State of the instance, which the member adopts before it starts."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -82,7 +85,10 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Cause of the instance's failure; empty if it is stopped on purpose."""
 
 
-SupervisorToMember = Attach | Joined | Left | Stop
+SupervisorToMember = Attach | Joined | Left | Stop | Command
+"""Messages for every member, although `Command` is sent to the instance's own clients and to engines only."""
+
+SupervisorToClient = SupervisorToMember | ControlReturned | StateChanged
 
 
 class OpenExperts(msgspec.Struct, frozen=True, tag=True):
@@ -112,6 +118,8 @@ class EngineStarted(msgspec.Struct, frozen=True, tag=True):
 
     engine: EngineId
     info: EngineInfo
+    update: int = 0
+    """Number of the weight update whose weights the engine has; 0 for those of the checkpoint."""
 
 
 class ClientStarted(msgspec.Struct, frozen=True, tag=True):
@@ -166,7 +174,18 @@ class ExpertsOpened(msgspec.Struct, frozen=True, tag=True):
     opened: EngineOpened
 
 
-MemberToSupervisor = EngineStarted | ClientStarted | Knows | Unreachable | Ended | Register | Alive | ExpertsOpened
+MemberToSupervisor = (
+    EngineStarted
+    | ClientStarted
+    | Knows
+    | Unreachable
+    | Ended
+    | Register
+    | Alive
+    | ExpertsOpened
+    | ControlCall
+    | CommandDone
+)
 
 
 class DriverSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,8 +13,8 @@ from eagleray.messages.lifecycle import (
     DriverToLauncher,
     LauncherToDriver,
     MemberToSupervisor,
+    SupervisorToClient,
     SupervisorToEngine,
-    SupervisorToMember,
 )
 from eagleray.messages.outputs import EngineToClient
 from eagleray.messages.requests import ClientToEngine
@@ -34,7 +34,7 @@ WIRES = (
     Wire("spawn", "engine, API server", "supervisor", ChildToParent, "the socket pair that a child inherits"),
     Wire("launch", "supervisor", "driver of Ray", LauncherToDriver, "zmq into the driver's inbox"),
     Wire("launched", "driver of Ray", "supervisor", DriverToLauncher, "zmq into a second inbox of the supervisor"),
-    Wire("attach", "supervisor", "client", SupervisorToMember, "zmq into the client's inbox"),
+    Wire("attach", "supervisor", "client", SupervisorToClient, "zmq into the client's inbox"),
     Wire("attach engine", "supervisor", "engine", SupervisorToEngine, "zmq into the engine's inbox"),
     Wire("report", "engine, client", "supervisor", MemberToSupervisor, "zmq into the supervisor's inbox"),
     Wire("requests", "client", "engine", ClientToEngine, "zmq into the engine's inbox"),
@@ -52,10 +52,10 @@ WIRES = (
 
 # An inbox receives from several wires, so it decodes the union of their messages.
 ENGINE_INBOX = SupervisorToEngine | ClientToEngine | EngineToEngine
-CLIENT_INBOX = SupervisorToMember | EngineToClient
+CLIENT_INBOX = SupervisorToClient | EngineToClient
 SUPERVISOR_INBOX = MemberToSupervisor
 
 # An outbox sends on several wires.
 ENGINE_OUTBOX = EngineToClient | MemberToSupervisor | EngineToEngine
 CLIENT_OUTBOX = ClientToEngine | MemberToSupervisor
-SUPERVISOR_OUTBOX = SupervisorToEngine
+SUPERVISOR_OUTBOX = SupervisorToEngine | SupervisorToClient

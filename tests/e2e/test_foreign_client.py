@@ -22,7 +22,7 @@ from fleets import SECONDS, connect, incarnations, label, tokens, wait_until_run
 from serving import is_running, serve
 
 from eagleray.identity import ClientId, EngineId
-from eagleray.messages import lifecycle, membership, outputs, requests, sampling
+from eagleray.messages import control, lifecycle, membership, outputs, requests, sampling
 from eagleray.messages.codec import Codec
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.lifecycle import Alive, ClientStarted, Register
@@ -35,13 +35,13 @@ NODE = shutil.which("node")
 
 needs_node = pytest.mark.skipif(NODE is None, reason="node is not here: the foreign client is a Node.js program")
 
-NOT_FOR_ALL = {"CallWorkers", "WorkersReturned"}
-"""Messages of worker extensions, which are for Python clients."""
+NOT_FOR_ALL = {"CallWorkers", "WorkersReturned", "Command", "CommandDone", "ControlCall", "ControlReturned"}
+"""Messages of worker extensions and of control calls, which are for Python clients."""
 
 NOT_OF_CLIENTS = {"EngineStarted", "ExpertsOpened", "Ended"}
 
 EVERYTHING = CLIENT_INBOX | CLIENT_OUTBOX
-MODULES = (lifecycle, membership, outputs, requests, sampling)
+MODULES = (control, lifecycle, membership, outputs, requests, sampling)
 
 
 # What is written.
@@ -65,6 +65,8 @@ def struct(name: str) -> Any:
 
 def default(field: msgspec.structs.FieldInfo) -> Any:
     value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    if isinstance(value, msgspec.Struct):
+        return msgspec.to_builtins(value)
     return list(value) if isinstance(value, tuple) else value
 
 
