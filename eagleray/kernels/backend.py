@@ -34,20 +34,61 @@ Operation = Callable[[HiddenStates], HiddenStates]
 Context = Any
 """State of one batch that attention needs. Only the backend that made it looks inside."""
 
-Attend = Callable[[HiddenStates, Tensor, Context], HiddenStates]
-"""(queries, keys and values [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], the layer's cache, context) ->
-[num_tokens, num_heads * head_dim]"""
-
-AttendLatents = Callable[[HiddenStates, HiddenStates, Tensor, Context], HiddenStates]
-"""(queries [num_tokens, num_heads * (plain_dim + rotated_dim)], latents [num_tokens, rank + rotated_dim], the layer's
-cache, context) -> [num_tokens, num_heads * value_dim]"""
-
-ComputeExperts = Callable[[HiddenStates, HiddenStates], HiddenStates]
-"""(hidden states, the router's scores [num_tokens, num_experts]) -> hidden states"""
-
 Compute = Callable[[HiddenStates, Sequence[Tensor], Context], HiddenStates]
 """The part of the model that a rank has: (token ids or hidden states, the cache of each layer, context) -> hidden
 states"""
+
+
+class OwnsWeights(Protocol):
+    """An object that computes with weights of its own, in the layout of its backend."""
+
+    def storage(self) -> list[Tensor]:
+        """Return the memory of the weights: one-dimensional uint8 tensors in a fixed order.
+
+        Two objects that a backend makes by the same call from weights of equal shapes, dtypes and formats have storage
+        of equal sizes. So weights are updated by making an object of the new ones and copying its storage to that of
+        the old object. The copy is allowed between passes. The next pass computes with the new numbers, also if it is
+        recorded, or captured in a graph.
+
+        The memory stays at its address as long as the object lives, except that `experts` and `expert_products` move
+        that of their products when they are first called. The two results of `tied_embedding` may share their memory.
+        """
+        ...
+
+
+class OperationWithWeights(OwnsWeights, Protocol):
+    """An `Operation` that owns weights."""
+
+    def __call__(self, x: HiddenStates, /) -> HiddenStates: ...
+
+
+class Attend(OwnsWeights, Protocol):
+    """An attention, see `KernelBackend.self_attention`. It owns the weights of its norms, and its sinks."""
+
+    def __call__(self, qkv: HiddenStates, cache: Tensor, context: Context, /) -> HiddenStates:
+        """Map queries, keys and values [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] to [num_tokens,
+        num_heads * head_dim]. `cache` is the layer's."""
+        ...
+
+
+class AttendLatents(OwnsWeights, Protocol):
+    """A multi-head latent attention, see `KernelBackend.mla_attention`. It owns the tensors of `MLAParams`."""
+
+    def __call__(
+        self, queries: HiddenStates, latents: HiddenStates, cache: Tensor, context: Context, /
+    ) -> HiddenStates:
+        """Map queries [num_tokens, num_heads * (plain_dim + rotated_dim)] and latents [num_tokens, rank + rotated_dim]
+        to [num_tokens, num_heads * value_dim]. `cache` is the layer's."""
+        ...
+
+
+class ComputeExperts(OwnsWeights, Protocol):
+    """The experts of a layer, see `KernelBackend.experts`. It owns the tensors of `RouterParams`; the weights of an
+    expert belong to the products."""
+
+    def __call__(self, x: HiddenStates, scores: HiddenStates, /) -> HiddenStates:
+        """Map hidden states to hidden states, given the router's scores [num_tokens, num_experts]."""
+        ...
 
 
 class Forward(Protocol):
@@ -97,14 +138,9 @@ class ExpertProducts(Protocol):
         in order of k as by `sums`."""
         ...
 
-    @property
-    def is_movable(self) -> bool:
-        """Whether `storage` can be called."""
-        ...
-
     def storage(self, slot: int) -> list[Tensor]:
-        """Return the memory of the weights in a slot: one-dimensional uint8 tensors of the same sizes for every slot,
-        which may be read and overwritten between passes."""
+        """Return the memory of the weights in a slot, of the same sizes for every slot: the storage of both products,
+        see `OwnsWeights`."""
         ...
 
 
@@ -116,7 +152,7 @@ class KernelBackend(Protocol):
     """The operations of the layers on one kind of device, chosen once when a model is loaded.
 
     Methods that make an operation take ownership of the weights: a backend may keep them in another layout, and only in
-    that one.
+    that one. `OwnsWeights.storage` gives access to it.
     """
 
     compiles_on_demand: bool = False
@@ -128,30 +164,32 @@ class KernelBackend(Protocol):
     """The formats of quantized weights that `linear` and `gated_linear` take; other weights are decoded when they are
     loaded. The blocks of an `Fp8Weight` must have a multiple of `FP8_COLUMNS` columns, or all columns."""
 
-    def linear(self, weight: Weight, bias: Tensor | None) -> Operation:
+    def linear(self, weight: Weight, bias: Tensor | None) -> OperationWithWeights:
         """Make a product with a weight [out_features, in_features]."""
         ...
 
-    def exact_linear(self, weight: Tensor) -> Operation:
+    def exact_linear(self, weight: Tensor) -> OperationWithWeights:
         """Make a product that is computed in float32 although its weight [out_features, in_features] is of the model's
         dtype."""
         ...
 
-    def gated_linear(self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None = None) -> Operation:
+    def gated_linear(
+        self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None = None
+    ) -> OperationWithWeights:
         """Make a product with a weight [2 * size, in_features] whose first half of outputs gates the second half: silu
         of the first half times the second, or as `clamp` says."""
         ...
 
-    def norm(self, weight: Tensor, eps: float) -> Operation:
+    def norm(self, weight: Tensor, eps: float) -> OperationWithWeights:
         """Make an RMS norm over the features of each token."""
         ...
 
-    def embedding(self, weight: Tensor, first: int) -> Operation:
+    def embedding(self, weight: Tensor, first: int) -> OperationWithWeights:
         """Make a lookup of token ids in `weight` [num_own, size], which holds the vectors of the tokens from id `first`
         on; other tokens get zeros."""
         ...
 
-    def tied_embedding(self, weight: Tensor, first: int) -> tuple[Operation, Operation]:
+    def tied_embedding(self, weight: Tensor, first: int) -> tuple[OperationWithWeights, OperationWithWeights]:
         """Make an `embedding` and a `linear` that share one weight."""
         ...
 
@@ -166,8 +204,8 @@ class KernelBackend(Protocol):
     def experts(
         self,
         router: RouterParams,
-        gate_up: Sequence[Operation],
-        down: Sequence[Operation],
+        gate_up: Sequence[OperationWithWeights],
+        down: Sequence[OperationWithWeights],
         *,
         slots: ExpertSlotMap | None = None,
         trace: ExpertTrace | None = None,
@@ -181,7 +219,9 @@ class KernelBackend(Protocol):
         """
         ...
 
-    def expert_products(self, gate_up: Sequence[Operation], down: Sequence[Operation]) -> ExpertProducts:
+    def expert_products(
+        self, gate_up: Sequence[OperationWithWeights], down: Sequence[OperationWithWeights]
+    ) -> ExpertProducts:
         """Return the experts in this rank's slots for code that routes and sums itself, within `host`."""
         ...
 

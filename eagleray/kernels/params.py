@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from eagleray.kernels.storage import memory_of
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionParams:
@@ -28,6 +30,10 @@ class AttentionParams:
     norm_eps: float
     sinks: Tensor | None = None
     """[num_heads] score of each head for a key without a value, which takes a part of the head's probabilities"""
+
+    def storage(self) -> list[Tensor]:
+        """Return the memory of the tensors, which must be contiguous, see `OwnsWeights`."""
+        return memory_of(self.q_norm, self.k_norm, self.sinks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +54,10 @@ class MLAParams:
     """[num_heads, plain_dim, rank] maps a latent to the plain part of each head's key"""
     values: Tensor
     """[num_heads, value_dim, rank] maps a latent to each head's value"""
+
+    def storage(self) -> list[Tensor]:
+        """Return the memory of the tensors, which must be contiguous, see `OwnsWeights`."""
+        return memory_of(self.norm, self.keys, self.values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,6 +92,10 @@ class RouterParams:
         assert self.num_groups == 1 or self.group_score == "max" or size >= 2
         bias = self.correction_bias
         assert bias is None or (bias.dtype == torch.float32 and bias.shape == (num_experts,) and bias.is_contiguous())
+
+    def storage(self) -> list[Tensor]:
+        """Return the memory of the tensors, see `OwnsWeights`."""
+        return memory_of(self.correction_bias)
 
 
 @dataclass(frozen=True, slots=True)

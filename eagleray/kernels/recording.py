@@ -17,14 +17,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eagleray.kernels.backend import ExpertProducts
+from eagleray.kernels.backend import ExpertProducts, OwnsWeights
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.params import AttentionParams, MLAParams, RouterParams
 from eagleray.parallel.group import TensorParallelGroup
 
 
-class LinearWeight(Protocol):
+class LinearWeight(OwnsWeights, Protocol):
     """The weight of a product in the layout of one backend, which alone reads more than the attributes below."""
 
     size: int
@@ -38,7 +38,7 @@ class LinearWeight(Protocol):
         ...
 
 
-class EmbeddingTable(Protocol):
+class EmbeddingTable(OwnsWeights, Protocol):
     """The vectors of a vocabulary, or of this rank's part of it, in the layout of one backend."""
 
     size: int

@@ -22,7 +22,7 @@ from eagleray.kernels.backend import (
     ExpertProducts,
     Forward,
     KernelBackend,
-    Operation,
+    OperationWithWeights,
 )
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.expert_trace import ExpertTrace
@@ -47,6 +47,7 @@ from eagleray.kernels.recording import (
     Value,
 )
 from eagleray.kernels.rope import Rope
+from eagleray.kernels.storage import FunctionWithWeights, memory_of
 from eagleray.parallel.group import TensorParallelGroup
 
 
@@ -77,6 +78,9 @@ class RecordedLinear:
 
     def __init__(self, weight: LinearWeight) -> None:
         self.weight = weight
+
+    def storage(self) -> list[Tensor]:
+        return self.weight.storage()
 
     def __call__(self, x: Value | Tensor) -> Value | Tensor:
         if isinstance(x, Tensor):
@@ -132,18 +136,18 @@ class RecordingBackend(KernelBackend):
     def gated_linear(self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None = None) -> RecordedLinear:
         return RecordedLinear(self.pack_gated_linear(weight, bias, clamp))
 
-    def norm(self, weight: Tensor, eps: float) -> Operation:
-        kept = weight.float()
+    def norm(self, weight: Tensor, eps: float) -> OperationWithWeights:
+        kept = weight.float().contiguous()
 
         def apply(x: Value) -> Value:
             return x.recording.append(NormOp(x=x, weight=kept, eps=eps, out=x.another(x.size, is_float32=False)))
 
-        return apply
+        return FunctionWithWeights(apply, memory_of(kept))
 
-    def embedding(self, weight: Tensor, first: int) -> Operation:
+    def embedding(self, weight: Tensor, first: int) -> OperationWithWeights:
         return _embedding(self.pack_embedding(weight, first))
 
-    def tied_embedding(self, weight: Tensor, first: int) -> tuple[Operation, RecordedLinear]:
+    def tied_embedding(self, weight: Tensor, first: int) -> tuple[OperationWithWeights, RecordedLinear]:
         table, product = self.pack_tied_embedding(weight, first)
         return _embedding(table), RecordedLinear(product)
 
@@ -156,7 +160,7 @@ class RecordingBackend(KernelBackend):
             out = qkv.another(params.num_heads * params.head_dim, is_float32=False)
             return qkv.recording.append(AttentionOp(qkv=qkv, params=kept, cache=cache, block_size=block_size, out=out))
 
-        return apply
+        return FunctionWithWeights(apply, kept.storage())
 
     def mla_attention(self, params: MLAParams) -> AttendLatents:
         def apply(queries: Value, latents: Value, cache: Tensor, block_size: int) -> Value:
@@ -167,13 +171,13 @@ class RecordingBackend(KernelBackend):
                 )
             )
 
-        return apply
+        return FunctionWithWeights(apply, params.storage())
 
     def experts(
         self,
         router: RouterParams,
-        gate_up: Sequence[Operation],
-        down: Sequence[Operation],
+        gate_up: Sequence[OperationWithWeights],
+        down: Sequence[OperationWithWeights],
         *,
         slots: ExpertSlotMap | None = None,
         trace: ExpertTrace | None = None,
@@ -197,9 +201,11 @@ class RecordingBackend(KernelBackend):
                 )
             )
 
-        return apply
+        return FunctionWithWeights(apply, router.storage())
 
-    def expert_products(self, gate_up: Sequence[Operation], down: Sequence[Operation]) -> ExpertProducts:
+    def expert_products(
+        self, gate_up: Sequence[OperationWithWeights], down: Sequence[OperationWithWeights]
+    ) -> ExpertProducts:
         return self.pack_experts(_weights(gate_up), _weights(down))
 
     def host(
@@ -292,18 +298,18 @@ class RecordedForward(Forward):
         return recording
 
 
-def _embedding(table: EmbeddingTable) -> Operation:
+def _embedding(table: EmbeddingTable) -> OperationWithWeights:
     def apply(token_ids: TokenIds) -> Value:
         recording = token_ids.recording
         return recording.append(EmbedOp(table=table, out=Value(recording, table.size, is_float32=True)))
 
-    return apply
+    return FunctionWithWeights(apply, table.storage())
 
 
-def _weights(operations: Sequence[Operation]) -> list[LinearWeight]:
+def _weights(operations: Sequence[OperationWithWeights]) -> list[LinearWeight]:
     assert all(isinstance(operation, RecordedLinear) for operation in operations)
     return [operation.weight for operation in operations if isinstance(operation, RecordedLinear)]
 
 
 def _float32(weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else weight.float()
+    return None if weight is None else weight.float().contiguous()

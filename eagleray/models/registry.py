@@ -348,15 +348,10 @@ def _rebalancer(
     kernels: KernelBackend,
     open_weights: Callable[[], AbstractContextManager[Weights]],
 ) -> Rebalancer | None:
-    """Return None if ranks do not have whole experts. Raises `ConfigError` if experts are to be moved but cannot be."""
+    """Return None if ranks do not have whole experts."""
     if layout is None or not layout.is_divided:
         return None
     blocks = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, MoeBlock)]
-    if options.balance_interval is not None and not all(block.products.is_movable for block in blocks):
-        raise ConfigError(
-            "option `enable_eplb`: the kernels here keep weights in a form that cannot be moved between ranks; take "
-            "bfloat16 or float32 on a CPU, with a C++ compiler, or drop it"
-        )
     return Rebalancer(
         blocks=blocks, layout=layout, interval=options.balance_interval, kernels=kernels, open_weights=open_weights
     )

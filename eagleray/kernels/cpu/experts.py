@@ -93,8 +93,6 @@ class ExpertScratch:
 class NativeProducts(ExpertProducts):
     """See `ExpertProducts`. A row's numbers do not depend on the other rows."""
 
-    is_movable = True
-
     def __init__(
         self,
         library: ctypes.CDLL,
@@ -166,9 +164,7 @@ class NativeProducts(ExpertProducts):
         return total
 
     def storage(self, slot: int) -> list[Tensor]:
-        products = self._gate_up[slot], self._down[slot]
-        memory = [part for product in products for part in (product.packed, product.bias) if part is not None]
-        return [part.view(torch.uint8).view(-1) for part in memory]
+        return [*self._gate_up[slot].storage(), *self._down[slot].storage()]
 
     def _check(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return both in the layout of C."""

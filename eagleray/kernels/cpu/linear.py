@@ -11,6 +11,7 @@ from eagleray.kernels.cpu.abi import CStruct, abi
 from eagleray.kernels.cpu.threads import threads_for
 from eagleray.kernels.params import ClampedSwiglu
 from eagleray.kernels.recording import EmbeddingTable, LinearWeight
+from eagleray.kernels.storage import memory_of
 
 
 class NativeLinear(LinearWeight):
@@ -33,7 +34,7 @@ class NativeLinear(LinearWeight):
     ) -> None:
         self.packed = packed
         self.n, self.k = n, k
-        self.bias = None if bias is None else bias.float()
+        self.bias = None if bias is None else bias.float().contiguous()
         self._library = library
         self._num_threads = num_threads
         self.is_gated = is_gated
@@ -45,6 +46,9 @@ class NativeLinear(LinearWeight):
         gated_epilogue = abi.EPILOGUE_SILU if clamp is None else abi.EPILOGUE_CLAMPED_SWIGLU
         self.epilogue = gated_epilogue if is_gated else abi.EPILOGUE_STORE
         self._out = torch.empty(0, self.size, dtype=packed.dtype if is_gated else torch.float32)
+
+    def storage(self) -> list[Tensor]:
+        return memory_of(self.packed, self.bias)
 
     def c_multiply(self, *, adds: bool) -> CStruct:
         """Return the arguments of an op, which point into this object. `adds`: it adds the product to its output."""
@@ -90,10 +94,13 @@ class NativeEmbedding(EmbeddingTable):
 
     def __init__(self, values: Tensor, *, size: int, num_own: int, first: int, is_packed: bool) -> None:
         self.size = size
-        self._values = values
+        self._values = values.contiguous()
         self._num_own = num_own
         self._first = first
         self._is_packed = is_packed
+
+    def storage(self) -> list[Tensor]:
+        return memory_of(self._values)
 
     def c_embed(self) -> CStruct:
         """Return the arguments of an op, which point into this object."""

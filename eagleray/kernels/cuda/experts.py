@@ -29,8 +29,6 @@ class CudaExperts(ExpertProducts):
     """The experts in this rank's slots. Their weights are moved into one tensor each for gate and up and for down, of
     which the given weights become views."""
 
-    is_movable = True
-
     def __init__(self, gate_up: Sequence[LinearWeight], down: Sequence[LinearWeight], dtype: torch.dtype) -> None:
         self._linears = [_linears(gate_up), _linears(down)]
         self._dtype = dtype
@@ -62,8 +60,7 @@ class CudaExperts(ExpertProducts):
         return out
 
     def storage(self, slot: int) -> list[Tensor]:
-        tensors = (*weight_memory(self._gate_up), self._gate_up_bias, *weight_memory(self._down), self._down_bias)
-        return [tensor[slot].view(-1).view(torch.uint8) for tensor in tensors if tensor is not None]
+        return [part for linears in self._linears for part in linears[slot].storage()]
 
     def launch(
         self, op: ExpertsOp, out: Value, *, accumulates: bool

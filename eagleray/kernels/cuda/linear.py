@@ -13,6 +13,7 @@ from eagleray.kernels.cuda.triton.tile_product import pad_scales
 from eagleray.kernels.params import ClampedSwiglu
 from eagleray.kernels.quantized import Fp8Weight, Mxfp4Weight, Weight
 from eagleray.kernels.recording import EmbeddingTable, LinearWeight
+from eagleray.kernels.storage import contiguous, memory_of
 from eagleray.kernels.torch.functional import clamped_swiglu, silu_and_mul
 
 
@@ -33,13 +34,16 @@ class CudaLinear(LinearWeight):
         is_float32: bool = False,
     ) -> None:
         self.weight = _packed(weight)
-        self.bias = bias
+        self.bias = contiguous(bias)
         self.is_gated = is_gated
         self.clamp = clamp
         self.is_float32 = is_float32
         self.size = weight.shape[0] // 2 if is_gated else weight.shape[0]
         self.stack: tuple[Weight, Tensor | None] | None = None
         """Weights and biases of all expert slots, if these are views of them."""
+
+    def storage(self) -> list[Tensor]:
+        return memory_of(*weight_memory(self.weight), self.bias)
 
     @property
     def applies_gate(self) -> bool:
@@ -110,9 +114,9 @@ def weight_memory(weight: Weight) -> list[Tensor]:
 def _packed(weight: Weight) -> Weight:
     """Return the weight in the layout that products need."""
     if isinstance(weight, Fp8Weight):
-        return weight
+        return Fp8Weight(weight.values.contiguous(), weight.scales.contiguous(), weight.block)
     if isinstance(weight, Mxfp4Weight):
-        return Mxfp4Weight(weight.blocks, pad_scales(weight.scales))
+        return Mxfp4Weight(weight.blocks.contiguous(), pad_scales(weight.scales))
     return weight.contiguous()
 
 
@@ -120,6 +124,9 @@ class CudaEmbedding(EmbeddingTable):
     """The vectors [num_own, size] of the tokens from id `first` on."""
 
     def __init__(self, weight: Tensor, first: int) -> None:
-        self.weight = weight
+        self.weight = weight.contiguous()
         self.first = first
         self.size = weight.shape[1]
+
+    def storage(self) -> list[Tensor]:
+        return memory_of(self.weight)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array
 from eagleray.kernels.params import AttentionParams
+from eagleray.kernels.storage import contiguous, memory_of
 from eagleray.kernels.torch.functional import rms_norm, rotate
 
 GROUP_BYTES = 2 << 20
@@ -118,11 +119,14 @@ class SelfAttention:
     """See `KernelBackend.self_attention`. A layer's cache is [num_blocks, block_size, 2 * num_kv_heads, head_dim]."""
 
     def __init__(self, params: AttentionParams) -> None:
-        self._params = params
-        self._qk_norm = None
+        self._params = replace(params, q_norm=None, k_norm=None, sinks=contiguous(params.sinks))
+        self._qk_norm: Tensor | None = None
         if params.q_norm is not None and params.k_norm is not None:
             weights = [params.q_norm] * params.num_heads + [params.k_norm] * params.num_kv_heads
             self._qk_norm = torch.stack(weights)  # [heads of queries and keys, head_dim]
+
+    def storage(self) -> list[Tensor]:
+        return memory_of(self._qk_norm, self._params.sinks)
 
     def __call__(self, qkv: Tensor, cache: Tensor, context: ForwardContext) -> Tensor:
         params = self._params

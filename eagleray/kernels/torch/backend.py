@@ -22,7 +22,7 @@ from eagleray.kernels.backend import (
     Forward,
     HiddenStates,
     KernelBackend,
-    Operation,
+    OperationWithWeights,
 )
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.expert_trace import ExpertTrace
@@ -32,6 +32,7 @@ from eagleray.kernels.params import AttentionParams, ClampedSwiglu, MLAParams, R
 from eagleray.kernels.quantized import Weight, WeightFormat, unquantized
 from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.rope import Rope
+from eagleray.kernels.storage import FunctionWithWeights, memory_of
 from eagleray.kernels.torch.attention import DeviceBatch, ForwardContext, SelfAttention, build_attention_metadata
 from eagleray.kernels.torch.experts import TorchProducts, compute_experts
 from eagleray.kernels.torch.functional import clamped_swiglu, rms_norm, silu_and_mul
@@ -47,25 +48,30 @@ class TorchBackend(KernelBackend):
     is_batch_invariant = False
     kept_formats: frozenset[WeightFormat] = frozenset()
 
-    def linear(self, weight: Weight, bias: Tensor | None) -> Operation:
+    def linear(self, weight: Weight, bias: Tensor | None) -> OperationWithWeights:
         return PlainLinear(unquantized(weight), bias)
 
-    def exact_linear(self, weight: Tensor) -> Operation:
+    def exact_linear(self, weight: Tensor) -> OperationWithWeights:
         product = self.linear(weight.float(), None)
-        return lambda x: product(x.float())
+        return FunctionWithWeights(lambda x: product(x.float()), product.storage())
 
-    def gated_linear(self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None = None) -> Operation:
+    def gated_linear(
+        self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None = None
+    ) -> OperationWithWeights:
         product = self.linear(weight, bias)
         gate = silu_and_mul if clamp is None else partial(clamped_swiglu, clamp=clamp)
         return GatedLinear(product, gate)
 
-    def norm(self, weight: Tensor, eps: float) -> Operation:
-        return lambda x: rms_norm(x, weight, eps)
+    def norm(self, weight: Tensor, eps: float) -> OperationWithWeights:
+        weight = weight.contiguous()
+        return FunctionWithWeights(lambda x: rms_norm(x, weight, eps), memory_of(weight))
 
-    def embedding(self, weight: Tensor, first: int) -> Operation:
-        return lambda token_ids: _embed(token_ids, weight, first)
+    def embedding(self, weight: Tensor, first: int) -> OperationWithWeights:
+        weight = weight.contiguous()
+        return FunctionWithWeights(lambda token_ids: _embed(token_ids, weight, first), memory_of(weight))
 
-    def tied_embedding(self, weight: Tensor, first: int) -> tuple[Operation, Operation]:
+    def tied_embedding(self, weight: Tensor, first: int) -> tuple[OperationWithWeights, OperationWithWeights]:
+        weight = weight.contiguous()
         return self.embedding(weight, first), self.linear(weight, None)
 
     def self_attention(self, params: AttentionParams) -> Attend:
@@ -77,8 +83,8 @@ class TorchBackend(KernelBackend):
     def experts(
         self,
         router: RouterParams,
-        gate_up: Sequence[Operation],
-        down: Sequence[Operation],
+        gate_up: Sequence[OperationWithWeights],
+        down: Sequence[OperationWithWeights],
         *,
         slots: ExpertSlotMap | None = None,
         trace: ExpertTrace | None = None,
@@ -90,9 +96,11 @@ class TorchBackend(KernelBackend):
                 trace.record(layer, ids)
             return compute_experts(x, ids if slots is None else slots.find(ids), weights, gate_up, down)
 
-        return compute
+        return FunctionWithWeights(compute, router.storage())
 
-    def expert_products(self, gate_up: Sequence[Operation], down: Sequence[Operation]) -> ExpertProducts:
+    def expert_products(
+        self, gate_up: Sequence[OperationWithWeights], down: Sequence[OperationWithWeights]
+    ) -> ExpertProducts:
         return TorchProducts(gate_up, down)
 
     def route(self, scores: Tensor, router: RouterParams) -> tuple[Tensor, Tensor]:

@@ -11,18 +11,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eagleray.kernels.backend import ExpertProducts, Operation
-from eagleray.kernels.torch.linear import plain_product
+from eagleray.kernels.backend import ExpertProducts, OperationWithWeights
 
-Products = Sequence[Operation]
+Products = Sequence[OperationWithWeights]
 
 
 class TorchProducts(ExpertProducts):
     def __init__(self, gate_up: Products, down: Products) -> None:
+        assert len(gate_up) == len(down)
         self.num_slots = len(down)
         self._gate_up = gate_up
         self._down = down
-        self._plain = [(plain_product(first), plain_product(last)) for first, last in zip(gate_up, down, strict=True)]
 
     def pairs(self, x: Tensor, slots: Tensor) -> Tensor:
         return _multiply_pairs(x, slots, self._gate_up, self._down).float()
@@ -37,12 +36,8 @@ class TorchProducts(ExpertProducts):
             total += outputs[:, place] * weights[:, place, None]
         return total
 
-    @property
-    def is_movable(self) -> bool:
-        return all(product is not None for products in self._plain for product in products)
-
     def storage(self, slot: int) -> list[Tensor]:
-        return [memory for product in self._plain[slot] if product is not None for memory in product.storage()]
+        return [*self._gate_up[slot].storage(), *self._down[slot].storage()]
 
 
 def compute_experts(x: Tensor, slots: Tensor, weights: Tensor, gate_up: Products, down: Products) -> Tensor:

@@ -40,6 +40,9 @@ class LatentAttention:
         self._params = params
         self._rank = len(params.norm)
 
+    def storage(self) -> list[Tensor]:
+        return self._params.storage()
+
     def __call__(self, queries: Tensor, latents: Tensor, cache: Tensor, context: ForwardContext) -> Tensor:
         params, rank = self._params, self._rank
         queries = queries.unflatten(1, (params.num_heads, -1))  # [num_tokens, num_heads, plain_dim + rotated_dim]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eagleray.kernels.backend import KernelBackend, Operation
+from eagleray.kernels.backend import KernelBackend, Operation, OperationWithWeights
 from eagleray.models.layers.sequence_parallel import SequenceParallel
 from eagleray.models.weights import Cut, Weights
 from eagleray.parallel.group import TensorParallelGroup
@@ -25,7 +25,7 @@ def load_linear(
     bias: bool = False,
     gated: bool = False,
     is_quantizable: bool = True,
-) -> Operation:
+) -> OperationWithWeights:
     """Load the layers `names`, whose outputs, `out_features` of each, are concatenated.
 
     `outputs`: the wanted outputs of each layer, by default all. `gated`: the first of two layers is the gate of the

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from eagleray.kernels.backend import HiddenStates, KernelBackend, Operation
+from eagleray.kernels.backend import HiddenStates, KernelBackend, Operation, OperationWithWeights
 from eagleray.models.layers.linear import load_linear
 from eagleray.models.layers.mlp import MLP
 from eagleray.models.moe.layout import ExpertLayout
@@ -21,7 +21,7 @@ from eagleray.models.spec import ModelSpec, MoeSpec
 from eagleray.models.weights import Cut, Weights
 from eagleray.parallel.group import SingleRankGroup
 
-Expert = tuple[Operation, Operation]
+Expert = tuple[OperationWithWeights, OperationWithWeights]
 """(the gated product, the product that leads back into the hidden state)"""
 
 LoadExpert = Callable[[int, Weights], Expert]

@@ -11,7 +11,6 @@ from eagleray.kernels.backend import ExpertProducts
 from eagleray.kernels.cpu.backend import CpuBackend
 from eagleray.kernels.cpu.build.library import native_library
 from eagleray.kernels.torch.backend import TorchBackend
-from eagleray.kernels.torch.linear import PlainLinear
 from eagleray.kernels.torch.onednn import OneDnnBackend
 
 NUM_SLOTS, HIDDEN, INNER = 6, 48, 20
@@ -92,12 +91,11 @@ def test_expert_products_row_computed_alone_has_the_same_bits(dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("make", [TorchBackend, None])
+@pytest.mark.parametrize("make", [TorchBackend, OneDnnBackend, None])
 def test_expert_products_swapped_storage_and_slots_keep_outputs(
     make: type[TorchBackend] | None, dtype: torch.dtype
 ) -> None:
     experts = native(dtype) if make is None else products(make(), dtype)
-    assert experts.is_movable
     x, slots, _ = random_pairs(20, 3, dtype)
     before = experts.pairs(x, slots)
     sizes = [[len(part) for part in experts.storage(slot)] for slot in range(NUM_SLOTS)]
@@ -110,9 +108,3 @@ def test_expert_products_swapped_storage_and_slots_keep_outputs(
     swapped = slots.clone()
     swapped[slots == 1], swapped[slots == 5] = 5, 1
     assert torch.equal(experts.pairs(x, swapped), before)
-
-
-def test_expert_products_packed_by_onednn_are_not_movable() -> None:
-    kernels = OneDnnBackend()
-    is_plain = isinstance(kernels.linear(torch.eye(4), None), PlainLinear)
-    assert products(kernels, torch.float32).is_movable == is_plain

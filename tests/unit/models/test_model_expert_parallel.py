@@ -336,19 +336,12 @@ def test_load_model_too_many_experts_to_trace_is_refused(checkpoints, tmp_path, 
     load(checkpoints("qwen3_moe"))
 
 
-def test_load_model_eplb_on_immovable_weights_is_refused(checkpoints, monkeypatch):
-    monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: OneDnnBackend())
+@pytest.mark.parametrize("make", [OneDnnBackend, TorchBackend])
+def test_load_model_eplb_on_backends_of_torch_loads(make, checkpoints, monkeypatch):
+    monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: make())
     options = ExpertOptions(dispatch="all-reduce", balance_interval=5)
-
-    def work(groups: Groups) -> str:
-        with pytest.raises(ConfigError) as error:
-            load(checkpoints("qwen3_moe"), groups=groups, experts=options)
-        return str(error.value)
-
-    for message in run_ranks(work, topology(tp=2)):
-        assert message.startswith("option `enable_eplb`: the kernels here keep weights in a form that cannot be moved")
-    monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: TorchBackend())
-    assert all(run_ranks(lambda groups: load(checkpoints("qwen3_moe"), groups=groups, experts=options), topology(tp=2)))
+    models = run_ranks(lambda groups: load(checkpoints("qwen3_moe"), groups=groups, experts=options), topology(tp=2))
+    assert all(model.rebalancer is not None for model in models)
 
 
 def test_load_model_single_rank_divides_no_experts(checkpoints):
