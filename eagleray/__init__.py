@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from eagleray.messages.sampling import SamplingParams
+from eagleray.messages.sampling import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from eagleray.llm import LLM
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "RequestOutputKind", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
 
 

@@ -80,6 +80,7 @@ class InFlightRequests:
         self._dispatch(request)
         if request.timeout is not None:
             request.timer = asyncio.get_running_loop().call_later(request.timeout, self._time_out, request)
+        request.arrival_time, request.arrived_at = time.time(), time.perf_counter()
         self._requests[request.request_id] = request
         self.num_queued_seqs += len(request.completions)
         return RequestStream(request, abort=partial(self.abort, request))
@@ -222,7 +223,8 @@ class InFlightRequests:
         request.record_started(has_token=bool(chunk.token_ids))
         if request.prefix_match is not None and not chunk.is_started:
             # Prompt log-probabilities need a computed prompt, so then the engine uses less of its cache than it has.
-            is_exact = request.message.sampling.prompt_logprobs is None
+            message = request.message
+            is_exact = message.sampling.prompt_logprobs is None and not message.skip_reading_prefix_cache
             self._record_started(request, chunk.num_cached_tokens if is_exact else None)
         if chunk.token_ids and request.interrupted_at is not None:
             if self.observer is not None:
@@ -259,6 +261,7 @@ class InFlightRequests:
                 del self._completions[engine_request_id]
             self._record_finished(request, len(request.unfinished))
         del self._requests[request.request_id]
+        request.finished_at = time.perf_counter()
         self._leave_queue(request)
         request.notify_reader(done=True)
 

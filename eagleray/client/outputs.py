@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from eagleray.messages.arrays import Array
 from eagleray.messages.outputs import FinishReason
@@ -17,7 +18,8 @@ class Logprob:
     """The log-probability of a token at one position."""
 
     logprob: float
-    """Natural logarithm of the model's own probability, before any sampling parameter."""
+    """Natural logarithm of the model's own probability, before any sampling parameter. With the option `logprobs_mode`
+    it may be a logit instead, or a number after the sampling parameters: minus infinity for a token that they drop."""
     rank: int | None = None
     """1 is the likeliest; None for a token that was reported only because its id was requested."""
     decoded_token: str | None = None
@@ -47,6 +49,30 @@ class CompletionOutput:
     [num_tokens - 1 - start, num_moe_layers, top_k]. The last token has none, because it was not computed; an aborted
     completion has those of the tokens that were computed. None if not requested."""
     routed_experts_start: int = 0
+    lora_request: Any = None
+    """None, as there are no adapters."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """None, as caches are not transferred between deployments."""
+
+    def finished(self) -> bool:
+        """Return whether the completion has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestStateStats:
+    """Times of a request in its client, with the names of vLLM."""
+
+    num_generation_tokens: int
+    """Number of generated tokens of all completions."""
+    arrival_time: float
+    """Time at which the request was sent, in seconds since the epoch."""
+    first_token_ts: float
+    """Time at which the first token came, in seconds by `time.perf_counter`; 0 if none came."""
+    last_token_ts: float
+    """Time at which the request ended, by the same clock."""
+    first_token_latency: float
+    """Seconds from the arrival to the first token; 0 if none came."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +89,16 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     """Number of prompt tokens that the prefix cache had, so they were not computed."""
+    metrics: RequestStateStats | None = field(default=None, compare=False)
+    """Times of the request; None in an output that was made before the end."""
+    lora_request: Any = None
+    """None, as there are no adapters."""
+    encoder_prompt: str | None = None
+    """None, as there are no models with an encoder."""
+    encoder_prompt_token_ids: list[int] | None = None
+    """None, as `encoder_prompt`."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """None, as caches are not transferred between deployments."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from eagleray.errors import InvalidRequest, PromptTooLong
 from eagleray.identity import ClientId
 from eagleray.messages.membership import EngineInfo
 from eagleray.messages.requests import Generate
-from eagleray.messages.sampling import MAX_SEED, Sampling, SamplingParams, Stopping
+from eagleray.messages.sampling import MAX_SEED, Sampling, SamplingParams, Stopping, resolve_all_logprobs
 
 MAX_COMPLETIONS = 1024
 """Largest `n`: each completion is a request of its own, with a copy of the prompt."""
@@ -83,6 +83,8 @@ class RequestBuilder:
         rank: int | None,
     ) -> ClientRequest:
         """Build a request for engines that serve `engine`; see `Client.generate`. Raises `InvalidRequest`."""
+        params.check()  # fields may have been assigned since the construction
+        params = resolve_all_logprobs(params, engine.vocab_size)
         serial = next(self._serials)
         name = f"{self._client.label}-{serial}" if request_id is None else request_id
         check_text(name, "request_id")
@@ -168,6 +170,7 @@ class RequestBuilder:
                 priority=int(priority),
                 cache_salt=str(cache_salt),
                 routed_experts_from=routed_experts_from,
+                skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),
             )
             for index in range(params.n)
         ]

@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from eagleray.client.completion import Completion
 from eagleray.client.logprobs import PromptPositions
-from eagleray.client.outputs import CompletionDelta, RequestDelta, RequestOutput
+from eagleray.client.outputs import CompletionDelta, RequestDelta, RequestOutput, RequestStateStats
 from eagleray.client.routing.recent_blocks import PrefixMatch
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.errors import EagleRayError, EngineFailed, InvalidRequest, RequestFailed
@@ -55,10 +55,11 @@ class ClientRequest:
     # Slots, because every token of every request passes through here.
     __slots__ = (
         "_announces_start", "_counts_cached_tokens", "_first_index", "_is_started", "_max_delta_tokens",
-        "_max_restarts", "_num_cached_tokens", "_num_exits", "_num_exits_without_token", "_prompt",
-        "_prompt_logprobs", "_prompt_logprobs_were_read", "awaits_token", "completions", "done", "engine", "failure",
-        "first_token_at", "has_more", "has_output", "interrupted_at", "is_queued", "on_output", "prefix_match",
-        "prompt_token_ids", "rank", "request_id", "session", "timeout", "timer", "unfinished",
+        "_max_restarts", "_num_cached_tokens", "_num_exits", "_num_exits_without_token", "_prompt", "_prompt_logprobs",
+        "_prompt_logprobs_were_read", "arrival_time", "arrived_at", "awaits_token", "completions", "done", "engine",
+        "failure", "finished_at", "first_token_at", "has_more", "has_output", "interrupted_at", "is_queued",
+        "on_output", "prefix_match", "prompt_token_ids", "rank", "request_id", "session", "timeout", "timer",
+        "unfinished",
     )  # fmt: skip
 
     def __init__(
@@ -100,7 +101,12 @@ class ClientRequest:
         self.interrupted_at: float | None = None
         """Time at which an engine of the request left; None once another engine has sent a token."""
         self.timer: asyncio.TimerHandle | None = None
+        self.arrival_time = 0.0
+        """Time at which the request was sent, in seconds of the system's clock."""
+        self.arrived_at = 0.0
+        """The same time by `time.perf_counter`, as the following ones."""
         self.first_token_at: float | None = None
+        self.finished_at: float | None = None
         self.on_output: Callable[[], None] | None = None
         self.has_output = asyncio.Event()
         """Set when there is something to read."""
@@ -283,6 +289,19 @@ class ClientRequest:
             outputs=[completion.output(with_logprobs=with_logprobs) for completion in self.completions],
             finished=self._has_all,
             num_cached_tokens=self._num_cached_tokens,
+            metrics=self._metrics(),
+        )
+
+    def _metrics(self) -> RequestStateStats | None:
+        if self.finished_at is None:
+            return None
+        first = self.first_token_at
+        return RequestStateStats(
+            num_generation_tokens=sum(len(completion.token_ids) for completion in self.completions),
+            arrival_time=self.arrival_time,
+            first_token_ts=first or 0.0,
+            last_token_ts=self.finished_at,
+            first_token_latency=0.0 if first is None else first - self.arrived_at,
         )
 
     @property

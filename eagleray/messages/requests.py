@@ -27,6 +27,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
     """First position whose prompt log-probabilities are still missing."""
     routed_experts_from: int | None = None
     """First position whose routed experts are still missing; None if they are not requested."""
+    skip_reading_prefix_cache: bool = False
+    """Whether to compute every token, although the prefix cache may have some."""
     is_suspect: bool = False
     """Whether several engines exited while this request ran on them. The engine runs one suspect at a time and
     announces its start (a `Chunk` with `is_started`, sent before its first step), so that its client knows which one it

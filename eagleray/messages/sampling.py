@@ -6,6 +6,8 @@ and `Stopping` (which the scheduler needs to finish a request); strings stay in 
 
 from __future__ import annotations
 
+import copy
+import enum
 import math
 from typing import Any
 
@@ -35,10 +37,22 @@ MAX_SHOWN_CHARS = 200
 """Number of characters of a wrong value that an error shows."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RequestOutputKind(enum.Enum):
+    """Content of the outputs that a request yields while it runs, with the names and numbers of vLLM."""
+
+    CUMULATIVE = 0
+    """Each output is everything so far."""
+    DELTA = 1
+    """Each output is what is new since the one before."""
+    FINAL_ONLY = 2
+    """The only output is the whole one, at the end."""
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Parameters of one request, with the names and defaults of vLLM.
 
-    Construction raises `InvalidRequest` (a ValueError) for a value that makes no sense.
+    Construction raises `InvalidRequest` (a ValueError) for a value that makes no sense. Fields may be assigned: the
+    values are checked again by `check` when a request is made of them, and later changes do not affect that request.
     """
 
     n: int = 1
@@ -52,7 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_p: float = 0.0
     """Drop tokens less likely than this fraction of the likeliest; in [0, 1]."""
     seed: int | None = None
-    """The draw at a position depends on the seed and the position alone."""
+    """The draw at a position depends on the seed and the position alone. -1 means None."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that was generated already; in [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -79,11 +93,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Limit for generated tokens; None fills the model's length."""
     logprobs: int | None = None
     """Number of likeliest tokens whose log-probabilities are reported at each position, beside the chosen one; 0
-    reports the chosen token alone, -1 is refused."""
+    reports the chosen token alone, -1 every token of the vocabulary. The option `logprobs_mode` says which numbers."""
     logprob_token_ids: list[int] | None = None
     """Also report the log-probabilities of these ids at every position."""
     prompt_logprobs: int | None = None
-    """The same as `logprobs` for the prompt's own tokens."""
+    """The same as `logprobs` for the prompt's own tokens, always before any sampling parameter."""
     return_routed_experts: bool | None = None
     """Whether to report the experts that computed each token. None: if the engine has it enabled and the interface
     reports them by default (`LLM` and `/inference/v1/generate`)."""
@@ -92,9 +106,45 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     detokenize: bool = True
     """Whether to return text; False returns token ids only."""
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    """Has no effect: the tokenizer's own decoder decides about spaces."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """Content of the outputs that `AsyncLLM` yields. `LLM` and the HTTP routes ignore it."""
+    skip_reading_prefix_cache: bool | None = None
+    """Whether to compute the whole prompt even if the prefix cache has a part of it. None: only the part that
+    `prompt_logprobs` needs."""
+    skip_clone: bool = False
+    """Has no effect."""
+
+    # Of the following fields only the values that change nothing are accepted.
+    flat_logprobs: bool = False
+    stream_interval: int | None = None
+    prompt_logprob_token_ids: list[int] | None = None
+    prompt_logprob_start: int | None = None
+    structured_outputs: Any = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+    trace_decode_token_ids: list[int] | None = None
+    extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if self.seed == -1:
+            self.seed = None
+        # As in vLLM, true asks for the likeliest token.
+        if self.logprobs is True:
+            self.logprobs = 1
+        if self.prompt_logprobs is True:
+            self.prompt_logprobs = 1
+        self.check()
+
+    def check(self) -> None:
+        """Raise `InvalidRequest` for a value that makes no sense, or that asks for a feature that does not exist."""
         _check(self)
+        _check_unsupported(self)
+
+    def clone(self) -> SamplingParams:
+        """Return a copy whose fields may be assigned without an effect on this object."""
+        return copy.deepcopy(self)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -104,7 +154,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def _check(params: SamplingParams) -> None:
-    at_least = {"n": 1, "top_k": -1, "min_tokens": 0, "max_tokens": 1, "logprobs": 0, "prompt_logprobs": 0}
+    at_least = {"n": 1, "top_k": -1, "min_tokens": 0, "max_tokens": 1, "logprobs": -1, "prompt_logprobs": -1}
     at_least |= {"routed_experts_prompt_start": 0}
     for name, least in at_least.items():
         value = getattr(params, name)
@@ -135,8 +185,11 @@ def _check(params: SamplingParams) -> None:
     for token_id, bias in (params.logit_bias or {}).items():
         is_valid = _is_finite(bias) and -100 <= bias <= 100
         _require(is_valid, "logit_bias", {token_id: bias}, "between -100 and 100")
-    asks = params.return_routed_experts
-    _require(asks is None or isinstance(asks, bool), "return_routed_experts", asks, "true or false")
+    for name in ("return_routed_experts", "skip_reading_prefix_cache"):
+        asks = getattr(params, name)
+        _require(asks is None or isinstance(asks, bool), name, asks, "true or false")
+    kind = params.output_kind
+    _require(isinstance(kind, RequestOutputKind), "output_kind", kind, "a RequestOutputKind")
     allowed = params.allowed_token_ids
     _require(allowed is None or len(allowed) > 0, "allowed_token_ids", allowed, "non-empty when given")
     for name, texts in (("stop", params.stop_strings), ("bad_words", params.bad_words or [])):
@@ -145,6 +198,34 @@ def _check(params: SamplingParams) -> None:
         raise InvalidRequest("stop strings need the text: leave `detokenize` on, or use `stop_token_ids`", param="stop")
     if params.n > 1 and params.temperature == 0:
         raise InvalidRequest("n > 1 with temperature 0 would give n equal completions; set a temperature", param="n")
+
+
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "flat_logprobs": ((False,), "log-probabilities are reported as a dict for each position"),
+    "stream_interval": ((None, 1), "a stream yields tokens as soon as they come"),
+    "prompt_logprob_token_ids": ((None, []), "`prompt_logprobs` reports the likeliest tokens of every position"),
+    "prompt_logprob_start": ((None, 0), "`prompt_logprobs` reports every position"),
+    "structured_outputs": ((None,), "outputs cannot be constrained by a schema or a grammar"),
+    "thinking_token_budget": ((None, -1), "`max_tokens` limits thinking and answer together"),
+    "repetition_detection": ((None,), "`repetition_penalty` makes repetitions less likely"),
+    "trace_decode_token_ids": ((None, []), "tokens are always sampled; `prompt_logprobs` scores given ones"),
+    "extra_args": ((None, {}), "there are no plug-ins that would read them"),
+}
+"""Fields of vLLM whose features do not exist: the values that are accepted, and what there is instead."""
+
+
+def _check_unsupported(params: SamplingParams) -> None:
+    """Raise `InvalidRequest` if a field asks for a feature that does not exist."""
+    for name, (off_values, instead) in UNSUPPORTED.items():
+        value = getattr(params, name)
+        if not any(value is off or value == off for off in off_values):
+            raise InvalidRequest(f"`{name}` is not supported: {instead}; leave it out", param=name)
+
+
+def resolve_all_logprobs(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    """Return the parameters with -1 (all) in `logprobs` and `prompt_logprobs` replaced by the number of tokens."""
+    changes = {name: vocab_size for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1}
+    return msgspec.structs.replace(params, **changes) if changes else params
 
 
 def _check_lists(params: SamplingParams) -> None:

@@ -54,6 +54,8 @@ class Request:
     """First position whose prompt log-probabilities have not been delivered yet, if the request wants them."""
     routed_experts_from: int | None = None
     """First position whose routed experts have not been delivered yet; None if the request does not want them."""
+    skip_reading_prefix_cache: bool = False
+    """Whether every token is computed, although the prefix cache may have some."""
     is_suspect: bool = False
     """Whether several engines exited while the request ran on them: see `waiting.Quarantine`."""
     announce_start: bool = False
@@ -70,6 +72,8 @@ class Request:
         The last token is computed because it yields the next one, and the token before a position because it yields
         that position's log-probability.
         """
+        if self.skip_reading_prefix_cache:
+            return 0
         num_tokens = len(self.token_ids) - 1
         if self.sampling.prompt_logprobs is not None and self.prompt_logprobs_from < self.num_prompt_tokens:
             num_tokens = min(num_tokens, self.prompt_logprobs_from - 1)
@@ -178,6 +182,7 @@ def new_request(
         max_num_tokens=min(num_prompt_tokens + message.stopping.max_tokens, max_model_len),
         root_hash=root_hash(message.cache_salt),
         prompt_logprobs_from=message.prompt_logprobs_from,
+        skip_reading_prefix_cache=message.skip_reading_prefix_cache,
         routed_experts_from=message.routed_experts_from,
         is_suspect=message.is_suspect,
         announce_start=message.announce_start or message.is_suspect,

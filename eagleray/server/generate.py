@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
-from eagleray.messages.sampling import SamplingParams
+from eagleray.messages.sampling import RequestOutputKind, SamplingParams
+from eagleray.server.body import Null
 from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions, Timeout
 from eagleray.server.generation import Generation, GenerationGroup, Usage
 from eagleray.server.generation_route import ParsedRequest
@@ -21,7 +22,27 @@ from eagleray.server.routed_experts import RoutedExpertsField, RoutedExpertsForm
 class GenerateSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """`SamplingParams`. Nothing is detokenized unless stop strings need it."""
 
-    logprobs: int | None = None
+    logprobs: Annotated[
+        int | None,
+        Meta(description="Report each token and this many likeliest; 0: the token alone, -1: the whole vocabulary."),
+    ] = None
+    spaces_between_special_tokens: bool | None = None
+    skip_reading_prefix_cache: Annotated[
+        bool | None, Meta(description="Compute the whole prompt even if the prefix cache has a part of it.")
+    ] = None
+    output_kind: Annotated[
+        RequestOutputKind | None, Meta(description="No effect: `stream` decides between one answer and events.")
+    ] = None
+    skip_clone: bool | None = None
+    flat_logprobs: bool | None = None
+    stream_interval: int | None = None
+    prompt_logprob_token_ids: list[int] | None = None
+    prompt_logprob_start: int | None = None
+    structured_outputs: Null = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Null = None
+    trace_decode_token_ids: list[int] | None = None
+    extra_args: dict[str, Any] | None = None
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -59,7 +80,10 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-FIELD_NAMES = {name: f"sampling_params.{name}" for name in (*SAMPLING_NAMES, "logprobs")} | {"prompt": "token_ids"}
+OWN_NAMES = tuple(GenerateSampling.__annotations__)
+"""The fields of `SamplingParams` that this route alone has."""
+
+FIELD_NAMES = {name: f"sampling_params.{name}" for name in (*SAMPLING_NAMES, *OWN_NAMES)} | {"prompt": "token_ids"}
 
 
 class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
@@ -74,7 +98,8 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
 
     def _sampling_params(self) -> SamplingParams:
         fields = self.body.sampling_params
-        decided: dict[str, int | bool | None] = {"logprobs": fields.logprobs}
+        given = {name: value for name in OWN_NAMES if (value := getattr(fields, name)) is not None}
+        decided: dict[str, Any] = {"logprobs": fields.logprobs} | given
         if fields.detokenize is None:
             decided["detokenize"] = bool(fields.stop)
         if fields.return_routed_experts is None:

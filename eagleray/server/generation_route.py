@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
-from eagleray.messages.sampling import SamplingParams
+from eagleray.messages.sampling import SamplingParams, resolve_all_logprobs
 from eagleray.server.body import field_names
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions
@@ -139,6 +139,8 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
 
     def _make_task(self, request: Request) -> GenerationTask:
         body, params = self.body, self._sampling_params()
+        if -1 in (params.logprobs, params.prompt_logprobs):
+            params = resolve_all_logprobs(params, self.service.vocab_size)
         if body.routed_experts_format is not None and not params.return_routed_experts:
             raise InvalidRequest(
                 "`routed_experts_format` is for requests that ask for routed experts: add `return_routed_experts`, or "
@@ -214,9 +216,11 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
             await emit(self._make_chunk([]))
 
     async def _prompt_logprobs(self, generation: Generation, k: int | None) -> PromptLogprobList | UnsetType:
-        """Return the log-probabilities of the prompt for an answer; UNSET if `k`, the number asked for, is None."""
+        """Return the log-probabilities of the prompt for an answer; UNSET if `k`, the number asked for, is None. -1 is
+        every token."""
         if k is None or generation.prompt_logprobs is None:
             return UNSET
+        k = self.service.vocab_size if k == -1 else k
         return await encoded_prompt_logprobs(generation.prompt_logprobs, k, is_msgpack=self.is_msgpack)
 
     def _is_empty(self, delta: CompletionDelta) -> bool:

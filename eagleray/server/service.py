@@ -17,6 +17,7 @@ from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.config.resolve import checkpoint_dir, local_ranks, served_names
 from eagleray.config.sections import Config
 from eagleray.errors import InvalidRequest, Unavailable, UnknownModel
+from eagleray.messages.membership import EngineInfo
 from eagleray.metrics.exposition import Metrics
 from eagleray.metrics.ledger import Ledger
 from eagleray.server.admission import Admission
@@ -94,10 +95,19 @@ class Service:
     @property
     def max_model_len(self) -> int:
         """The model's length in tokens. Raises `Unavailable` before the first engine has joined."""
+        return self._engine_info.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of the model's tokens. Raises as `max_model_len`."""
+        return self._engine_info.vocab_size
+
+    @property
+    def _engine_info(self) -> EngineInfo:
         if self.client.engine_info is None:
             self.check_engine()
             raise Unavailable("no engine is ready, try again in a moment")
-        return self.client.engine_info.max_model_len
+        return self.client.engine_info
 
     def check_model(self, name: str | None) -> None:
         """Raise `UnknownModel` for a name that is not one of the model served here."""

@@ -74,7 +74,7 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
         return [Prompt(text, await self.service.text.encode(text, add_special_tokens=add_special_tokens))]
 
     def _logprobs(self, generation: Generation, delta: CompletionDelta) -> ChatLogprobs:
-        return chat_logprobs(delta, self.body.top_logprobs or 0, self.service.tokenizer)
+        return chat_logprobs(delta, self.task.params.logprobs or 0, self.service.tokenizer)
 
     async def _choice(
         self, generation: Generation, output: CompletionOutput, logprobs: ChatLogprobs | None

@@ -44,7 +44,8 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
         if body.max_tokens == 0 and body.echo:
             decided["max_tokens"] = 1
         if body.echo and body.logprobs is not None:
-            decided["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+            asked = (body.logprobs, body.prompt_logprobs or 0)
+            decided["prompt_logprobs"] = -1 if -1 in asked else max(asked)
         return self._merge_sampling(body, **decided)
 
     async def _make_prompts(self) -> list[Prompt]:
@@ -134,7 +135,7 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
 
     async def _echoed_logprobs(self, generation: Generation, index: int) -> AsyncIterator[CompletionLogprobs]:
         """Yield the log-probabilities of the prompt in pieces, if the request asks for them and echoes the prompt."""
-        positions, k = generation.prompt_logprobs, self.body.logprobs
+        positions, k = generation.prompt_logprobs, self.task.params.logprobs
         if not self.body.echo or k is None or positions is None:
             return
         for start, end in slices(len(positions), k):
@@ -144,7 +145,7 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
     def _format(
         self, generation: Generation, index: int, token_ids: Sequence[int], positions: Sequence[Position | None]
     ) -> CompletionLogprobs:
-        offset, k = generation.text_offsets[index], self.body.logprobs or 0
+        offset, k = generation.text_offsets[index], self.task.params.logprobs or 0
         logprobs = completion_logprobs(token_ids, positions, k, offset, self.service.tokenizer)
         generation.text_offsets[index] += sum(map(len, logprobs.tokens))
         return logprobs

@@ -24,7 +24,7 @@ from eagleray.errors import (
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.lifecycle import Attach, ClientStarted, Knows, Stop
 from eagleray.messages.membership import Joined, Left
-from eagleray.messages.outputs import EngineStats, ExpertLoad, FinishReason
+from eagleray.messages.outputs import EngineStats, ExpertLoad, FinishReason, TokenLogprobs
 from eagleray.messages.sampling import SamplingParams
 
 PROMPT = Prompt(token_ids=[5, 6, 7])
@@ -254,6 +254,40 @@ async def test_stop_string_ends_request_in_client_and_engine():
         await setup.engine.send((0, {"token_ids": ids}))
         await setup.engine.send((0, {"finish_reason": FinishReason.ABORT}))
         assert await stream.result() == output
+
+
+@asynchronous
+async def test_output_has_the_attributes_that_users_of_vllm_read():
+    async with attached() as setup:
+        stream = setup.client.generate(PROMPT, SamplingParams(logprobs=1))
+        reported = TokenLogprobs([9, 8], [-1.5, -0.5], 2)
+        await setup.engine.send((0, {"token_ids": [9], "logprobs": [reported], "finish_reason": FinishReason.LENGTH}))
+        output = await stream.result()
+    (completion,) = output.outputs
+    assert completion.logprobs[0][9].logprob == completion.cumulative_logprob == -1.5
+    assert [(entry.rank, entry.logprob) for entry in completion.logprobs[0].values()] == [(2, -1.5), (1, -0.5)]
+    assert completion.finished() and completion.stop_reason is completion.routed_experts is None
+    for name in ("lora_request", "encoder_prompt", "encoder_prompt_token_ids", "kv_transfer_params"):
+        assert getattr(output, name) is None
+    times = output.metrics
+    assert times.num_generation_tokens == 1 and times.first_token_latency >= 0
+    assert 0 < times.first_token_ts <= times.last_token_ts
+
+
+@asynchronous
+async def test_generate_params_assigned_after_construction_are_checked():
+    async with attached() as setup:
+        params = SamplingParams()
+        params.logprobs, params.skip_reading_prefix_cache = -1, True
+        with pytest.raises(InvalidRequest, match="`logprobs` must be at most"):
+            setup.client.generate(PROMPT, params)
+        params.logprobs = 3
+        setup.client.generate(PROMPT, params)
+        (sent,) = setup.engine.receive().requests.values()
+        assert sent.skip_reading_prefix_cache
+        params.top_p = 7.0
+        with pytest.raises(InvalidRequest, match="`top_p`"):
+            setup.client.generate(PROMPT, params)
 
 
 @asynchronous

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from eagleray import SamplingParams
+from eagleray import RequestOutputKind, SamplingParams
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import (
     MAX_BAD_WORD_CHARS,
@@ -13,7 +13,15 @@ from eagleray.messages.sampling import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    resolve_all_logprobs,
 )
+
+VLLM_FIELDS = """n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop
+    stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs prompt_logprob_token_ids
+    prompt_logprob_start logprob_token_ids flat_logprobs detokenize skip_special_tokens spaces_between_special_tokens
+    include_stop_str_in_output output_kind stream_interval skip_clone structured_outputs logit_bias allowed_token_ids
+    extra_args bad_words skip_reading_prefix_cache thinking_token_budget repetition_detection
+    routed_experts_prompt_start trace_decode_token_ids"""
 
 
 @pytest.mark.parametrize(
@@ -39,8 +47,19 @@ from eagleray.messages.sampling import (
         ("max_tokens", 0),
         ("min_tokens", -1),
         ("min_tokens", 17),
-        ("logprobs", -1),
-        ("prompt_logprobs", -1),
+        ("logprobs", -2),
+        ("prompt_logprobs", -2),
+        ("output_kind", 2),
+        ("skip_reading_prefix_cache", 1),
+        ("flat_logprobs", True),
+        ("stream_interval", 4),
+        ("prompt_logprob_token_ids", [3]),
+        ("prompt_logprob_start", 7),
+        ("structured_outputs", {"json": {}}),
+        ("thinking_token_budget", 100),
+        ("repetition_detection", {"min_count": 2}),
+        ("trace_decode_token_ids", [1]),
+        ("extra_args", {"a": 1}),
         ("seed", 2**64),
         ("stop", ""),
         ("stop", ["a", ""]),
@@ -96,3 +115,52 @@ def test_sampling_params_contradicting_fields_are_refused():
 def test_sampling_params_single_stop_string_is_a_list():
     assert SamplingParams(stop="x").stop_strings == ["x"]
     assert SamplingParams().stop_strings == []
+
+
+def test_sampling_params_every_field_of_vllm_is_there():
+    assert set(VLLM_FIELDS.split()) <= set(SamplingParams.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("output_kind", RequestOutputKind),
+        ("stream_interval", (None, 1)),
+        ("prompt_logprob_token_ids", (None, [])),
+        ("prompt_logprob_start", (None, 0)),
+        ("flat_logprobs", (False,)),
+        ("structured_outputs", (None,)),
+        ("thinking_token_budget", (None, -1)),
+        ("repetition_detection", (None,)),
+        ("trace_decode_token_ids", (None, [])),
+        ("extra_args", (None, {})),
+        ("skip_clone", (False, True)),
+        ("spaces_between_special_tokens", (False, True)),
+        ("skip_reading_prefix_cache", (None, False, True)),
+    ],
+)
+def test_sampling_params_value_without_effect_is_accepted(field, values):
+    for value in values:
+        assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+def test_sampling_params_shorthands_of_vllm_are_resolved():
+    params = SamplingParams(seed=-1, logprobs=True, prompt_logprobs=True)
+    assert (params.seed, params.logprobs, params.prompt_logprobs) == (None, 1, 1)
+    assert [kind.value for kind in RequestOutputKind] == [0, 1, 2]
+
+
+def test_sampling_params_assigned_value_is_checked_by_check():
+    params = SamplingParams(n=2)
+    clone = params.clone()
+    clone.n = 0
+    assert params.n == 2
+    with pytest.raises(InvalidRequest, match="`n`"):
+        clone.check()
+
+
+def test_resolve_all_logprobs_replaces_minus_one_alone():
+    params = SamplingParams(logprobs=-1, prompt_logprobs=3)
+    resolved = resolve_all_logprobs(params, 320)
+    assert (resolved.logprobs, resolved.prompt_logprobs, params.logprobs) == (320, 3, -1)
+    assert resolve_all_logprobs(resolved, 320) is resolved

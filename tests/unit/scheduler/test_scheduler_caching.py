@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from scheduler_fakes import ALICE, Engine, request
 
@@ -37,6 +38,14 @@ def test_prefix_cache_disabled_finds_nothing():
     engine = Engine(enable_prefix_caching=False)
     assert run(engine, request("first", range(10))) + run(engine, request("same", range(10))) == [0, 0]
     assert engine.scheduler.stats().num_prefix_queries == 0
+
+
+def test_prefix_cache_request_that_skips_reading_fills_it_for_others():
+    engine = Engine(block_size=4)
+    skipping = [msgspec.structs.replace(request(name, range(10)), skip_reading_prefix_cache=True) for name in "ab"]
+    assert run(engine, skipping[0]) == [0]
+    assert run(engine, skipping[1]) == [0]
+    assert run(engine, request("c", range(10))) == [8]
 
 
 def test_prefix_cache_different_salts_share_nothing():

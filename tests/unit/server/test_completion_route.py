@@ -10,6 +10,7 @@ from server_fakes import SPEECH, serving
 
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.fields import SAMPLING_NAMES
+from eagleray.server.generate import OWN_NAMES
 
 PATH = "/v1/completions"
 
@@ -216,7 +217,7 @@ def test_completions_sampling_fields_reach_the_engine(api):
 
 def test_sampling_fields_are_those_of_sampling_params():
     fields = {field.name for field in msgspec.structs.fields(SamplingParams)}
-    assert fields == {*SAMPLING_NAMES, "logprobs"}
+    assert fields == {*SAMPLING_NAMES, *OWN_NAMES}
 
 
 def test_completions_defaults_are_the_models_then_openais(api, checkpoint):
