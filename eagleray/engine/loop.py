@@ -18,6 +18,7 @@ from eagleray.engine.timeouts import FLUSH_SECONDS, IDLE_POLL_SECONDS, STATS_INT
 from eagleray.errors import EngineFailed, InvalidRequest
 from eagleray.identity import SUPERVISOR, ClientId, EngineId, SupervisorId
 from eagleray.log import get_logger
+from eagleray.messages.control import Command
 from eagleray.messages.lifecycle import Attach, ExpertsFormed, OpenExperts, Stop, Unreachable
 from eagleray.messages.membership import Joined, Left
 from eagleray.messages.outputs import Chunk, Chunks, EngineStats, FinishReason
@@ -153,6 +154,8 @@ class EngineLoop:
                 self._stepper.handle(message)
             case Stop():
                 self._stopping = True
+            case Command():
+                raise AssertionError("the engine executes no commands yet")
             case Left() | Attach():
                 pass  # the stepper handles the engines of its expert group; this engine is attached already
 

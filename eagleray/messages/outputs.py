@@ -67,6 +67,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the first step that computes the request is about to be sent. Set for suspects and if `announce_start`
     asks for it."""
     finish_reason: FinishReason | None = None
+    weight_version: str | None = None
+    """Version of the weights that made `token_ids` and the following tokens, where it changes. The first tokens from
+    an engine have the version "default" unless their chunk says otherwise."""
     stop_token_id: int | None = None
     """Stop token that finished the request; None for the model's own end-of-sequence token."""
     error: str | None = None
@@ -99,6 +102,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Prompt tokens looked up in the prefix cache."""
     num_prefix_hits: int
     """Prompt tokens found in the prefix cache."""
+    update: int = 0
+    """Number of the last weight update that the engine has applied. Prompts are not found in the cache of an earlier
+    one."""
 
 
 class WorkersReturned(msgspec.Struct, frozen=True, kw_only=True, tag=True):

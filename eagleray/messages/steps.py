@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from eagleray.messages.arrays import Array
+from eagleray.messages.control import SleepTag
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 from eagleray.messages.sampling import Sampling
@@ -220,6 +221,25 @@ class LoadNullModel(msgspec.Struct, frozen=True, tag=True):
     """Compute nothing from now on: every row that could sample gets token 0. A step then costs only its transport."""
 
 
+class SleepWorker(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Free memory: that of the weights (with level 2 they are dropped, with level 1 they can be woken without a
+    source), or that of the cache, whose content is lost. Parts that sleep already stay asleep."""
+
+    tags: tuple[SleepTag, ...]
+    level: int
+
+
+class WorkerSlept(msgspec.Struct, frozen=True, tag=True):
+    freed_bytes: int
+    """Memory that was returned to the system, or to the device."""
+
+
+class WakeWorker(msgspec.Struct, frozen=True, tag=True):
+    """Allocate the memory of these parts again, and fill that of the weights. Parts that are awake stay so."""
+
+    tags: tuple[SleepTag, ...]
+
+
 class CallExtension(msgspec.Struct, frozen=True, tag=True):
     """Call a method of the user's worker extension. For `arguments` see `messages.plain`."""
 
@@ -244,6 +264,8 @@ WorkerCall = (
     | AllocateCache
     | CallExtension
     | ReadExpertLoad
+    | SleepWorker
+    | WakeWorker
 )
 WorkerReply = (
     StepResult
@@ -255,6 +277,7 @@ WorkerReply = (
     | StageRoutedExperts
     | StepBroken
     | WorkerExpertLoad
+    | WorkerSlept
     | Ended
 )
 """`Ended` means that the call raised. The worker's state is unknown then, so its engine ends."""
