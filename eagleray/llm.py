@@ -131,8 +131,9 @@ class LLM:
         """Call a method of the worker extension (option `worker_extension_cls`) on every worker of every engine.
 
         Returns the results by engine, then by rank of the worker. Waits for engines that are coming back. Arguments and
-        results are None, bool, int, float, str, bytes, lists, tuples (which become lists), dicts, and numpy arrays,
-        nested. `timeout`: seconds for the workers; None: ten minutes. No tokens are generated during the call.
+        results are None, bool, int, float, str, bytes, lists, tuples (which become lists), dicts, numpy arrays, tensors
+        on the host, dtypes and sizes of torch, and handles of CUDA tensors (`reduce_tensor`), nested. `timeout`:
+        seconds for the workers; None: ten minutes. No tokens are generated during the call.
 
         Raises `InvalidRequest` for a call that is impossible or cannot be sent, `RequestFailed` if the method raised on
         a rank (the engines continue), `DeadlineExceeded`, and `EngineFailed` if an engine exits during the call, which

@@ -241,13 +241,19 @@ class Client:
         return self._in_flight.start(request)
 
     async def call_workers(
-        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, timeout: float | None
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None,
+        as_torch: bool = True,
     ) -> list[Any]:
-        """Call a method of the worker extension on every worker of every engine.
+        """Call a method of the worker extension, or a built-in one, on every worker of every engine.
 
         Returns the results by engine, then by rank of the worker. Arguments and results: see `messages.plain`.
         `timeout`: seconds for all workers together; None: ten minutes. After the timeout the caller continues, but the
-        method does not end on the workers.
+        method does not end on the workers. `as_torch`: whether tensors in the results become torch's, see there.
 
         Raises `InvalidRequest` for a call that is impossible or cannot be sent, `RequestFailed` if the method raised on
         a rank, `EngineFailed` if an engine exited, `DeadlineExceeded`, and `Unavailable` while no engine accepts
@@ -257,7 +263,7 @@ class Client:
         if not self.engines:
             raise Unavailable(f"no engine is ready: {self.cause}")
         engines = sorted(self.engines, key=lambda engine: engine.rank)
-        return await self._rpc_calls.call(engines, method, args, kwargs, timeout=timeout)
+        return await self._rpc_calls.call(engines, method, args, kwargs, timeout=timeout, as_torch=as_torch)
 
     async def close(self) -> None:
         """Abort all requests, and end `run`. Idempotent."""

@@ -51,11 +51,20 @@ class RpcCalls:
         kwargs: Mapping[str, Any] | None,
         *,
         timeout: float | None,
+        as_torch: bool = True,
     ) -> list[Any]:
         """Call `method` on every worker of these engines, and return the results by engine, then by rank.
 
+        `as_torch`: see `messages.plain.unpack`.
+
         Raises the error of the first call that failed; see `Client.call_workers`.
         """
+        if callable(method):
+            raise InvalidRequest(
+                "`method` is a function, and none is sent to workers, because that needs pickle: make it a method of "
+                "your worker extension (option `worker_extension_cls`), and give its name",
+                param="method",
+            )
         check_text(method, "method")
         seconds = DEFAULT_TIMEOUT_SECONDS if timeout is None else timeout
         check_seconds(seconds)
@@ -76,7 +85,7 @@ class RpcCalls:
         finally:
             for call_id in calls:  # replies that arrive later are dropped
                 del self._calls[call_id]
-        return [unpack(value) for engine_values in values for value in engine_values]
+        return [unpack(value, as_torch=as_torch) for engine_values in values for value in engine_values]
 
     def deliver(self, returned: WorkersReturned) -> None:
         call = self._calls.get(returned.call_id)

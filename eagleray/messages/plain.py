@@ -1,32 +1,69 @@
-"""Plain data as bytes: the arguments and results of a worker extension, which belong to the user and have no schema.
+"""Plain data as bytes: the arguments and results of a call of the workers, which belong to the user and have no schema.
 
-Plain are None, bool, int (of 64 bits), float, str, bytes, list, tuple (which arrives as a list), dict, and numpy arrays
-of numbers, texts or times, nested in any way. They are written as msgpack, arrays as an extension type. No pickle:
-reading the bytes never executes anything.
+Plain are None, bool, int (of 64 bits), float, str, bytes, list, tuple (which arrives as a list), dict, numpy arrays of
+numbers, texts or times, and values of torch (`torch_values`), nested in any way. They are written as msgpack: a list of
+buffers, then the value, in which an array or a tensor is an extension type that names its buffer. So large ones are
+copied once into the message and once out of it. No pickle: reading the bytes never executes anything.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from eagleray.messages.arrays import Array
+from eagleray.messages.arrays import Array, Frame
+from eagleray.messages.torch_values import (
+    CudaTensorHandle,
+    TensorBytes,
+    dtype_name,
+    find_dtype,
+    is_cuda_handle,
+    is_dtype,
+    is_size,
+    is_tensor,
+    make_size,
+    make_tensor,
+    tensor_bytes,
+    why_not_sent,
+)
 
-ARRAY = 1
-"""Code of the extension type: the length of a header in two bytes, the header (dtype, shape), the array's bytes."""
+
+class ValueKind(enum.IntEnum):
+    """Code of an extension type."""
+
+    ARRAY = 1
+    """(dtype, shape, number of the buffer), with numpy's text for the dtype."""
+    TENSOR = 2
+    """As an array, with torch's name of the dtype."""
+    DTYPE = 3
+    """The name of a dtype of torch."""
+    SIZE = 4
+    """The numbers of a `torch.Size`."""
+    CUDA_HANDLE = 5
+    """The fields of a `CudaTensorHandle`."""
+
+
 ARRAY_KINDS = "biufcmMSU"
 """dtypes that their `str` describes fully. Objects, records and void are none."""
-HEADER_LENGTH_BYTES = 2
 MOST_BYTES = 2**32 - 1 - 2**16
-"""Size limit of an array, text or bytes: msgpack has 32 bits for a length, and an array's header takes a little."""
+"""Size limit of a value, with all that it contains: msgpack has 32 bits for a length, and headers take a little."""
+PICKLED_HANDLES = "ipc_handles_pickled"
+"""Key under which programs for other engines send pickled handles of CUDA memory over HTTP."""
 MOST_DEPTH = 64
 """Depth beyond which containers are assumed to contain themselves."""
 
 SIMPLE = frozenset({type(None), bool, float})
 KEYS = (type(None), bool, int, float, str, bytes)
+
+PACKED: msgspec.msgpack.Decoder[tuple[list[memoryview], msgspec.Raw]] = msgspec.msgpack.Decoder(
+    tuple[list[memoryview], msgspec.Raw]
+)
+BUFFERED: msgspec.msgpack.Decoder[tuple[str, list[int], int]] = msgspec.msgpack.Decoder(tuple[str, list[int], int])
+HANDLE = msgspec.msgpack.Decoder(CudaTensorHandle)
 
 
 class ValuePath:
@@ -44,17 +81,23 @@ class ValuePath:
         return str(self.key) if self.parent is None else f"{self.parent}[{self.key!r:.50}]"
 
     def refusal(self, what: str) -> TypeError:
-        return TypeError(f"{self}: {what} cannot be sent; plain data and numpy arrays can")
+        return TypeError(f"{self}: {what} cannot be sent; plain data, numpy arrays and tensors can")
 
 
 def pack(value: Any, *, name: str = "value") -> bytes:
     """Encode `value`. Raises `TypeError`, with the path from `name`, for a value that is not plain."""
-    return msgspec.msgpack.encode(_plain(value, ValuePath(name)))
+    packing = _Packing()
+    return packing.encode(packing.plain(value, ValuePath(name)), name)
 
 
-def unpack(packed: bytes) -> Any:
-    """Inverse of `pack`, except that tuples become lists. Arrays are owned and writable."""
-    return msgspec.msgpack.decode(packed, ext_hook=_unpack_array)
+def unpack(packed: bytes, *, as_torch: bool = True) -> Any:
+    """Inverse of `pack`, except that tuples become lists. Arrays and tensors are owned and writable.
+
+    Without `as_torch`, torch is not imported: a tensor becomes `TensorBytes`, a handle `CudaTensorHandle`, a dtype its
+    name and a size a list.
+    """
+    buffers, value = PACKED.decode(packed)
+    return msgspec.msgpack.decode(value, ext_hook=_Unpacking(buffers, as_torch))
 
 
 def pack_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
@@ -66,9 +109,9 @@ def pack_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> byt
     for key in kwargs or {}:
         if not isinstance(key, str):
             raise TypeError(f"kwargs: a name is a str, but one is {key!r:.50}")
-    return msgspec.msgpack.encode(
-        (_plain(list(args), ValuePath("args")), _plain(dict(kwargs or {}), ValuePath("kwargs")))
-    )
+    packing = _Packing()
+    plain = [packing.plain(list(args), ValuePath("args")), packing.plain(dict(kwargs or {}), ValuePath("kwargs"))]
+    return packing.encode(plain, "args")
 
 
 def unpack_arguments(packed: bytes) -> tuple[list[Any], dict[str, Any]]:
@@ -76,42 +119,131 @@ def unpack_arguments(packed: bytes) -> tuple[list[Any], dict[str, Any]]:
     return args, kwargs
 
 
-def _plain(value: Any, place: ValuePath) -> Any:
-    """Convert `value` to types that msgpack has. Subclasses of plain types and numpy scalars lose their type."""
-    if type(value) in SIMPLE:
-        return value
-    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
-        value = value.item()
-    match value:
-        case bool():
+class _Packing:
+    """Converts a value to types that msgpack has, and collects the buffers of its arrays and tensors."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Frame] = []
+        self._num_bytes = 0
+
+    def encode(self, plain: Any, name: str) -> bytes:
+        packed = msgspec.msgpack.encode(plain)
+        if self._num_bytes + len(packed) > MOST_BYTES:
+            raise TypeError(f"{name}: 4 GiB or more in all cannot be sent; send it in several calls")
+        return msgspec.msgpack.encode((self._buffers, msgspec.Raw(packed)))
+
+    def plain(self, value: Any, place: ValuePath) -> Any:
+        """Convert `value`. Subclasses of plain types and numpy scalars lose their type."""
+        if type(value) in SIMPLE:
             return value
-        case int():
-            return _integer(value, place)
-        case float():
-            return float(value)
-        case str():
-            return _text(value, place)
-        case bytes():
-            _check_size(value, len(value), place)
-            return bytes(value)
-        case list() | tuple():
-            _check_depth(place)
-            return [_plain(item, ValuePath(index, place)) for index, item in enumerate(value)]
-        case dict():
-            _check_depth(place)
-            return {_key(key, place): _plain(item, ValuePath(key, place)) for key, item in value.items()}
-        case np.ndarray() if value.dtype.kind in ARRAY_KINDS and not isinstance(value, np.ma.MaskedArray):
-            return _pack_array(value, place)
-        case np.ndarray():
-            raise place.refusal(f"a {type(value).__name__} of dtype {value.dtype}")
-        case _:
-            raise place.refusal(f"a value of type {type(value).__module__}.{type(value).__qualname__}")
+        if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+            value = value.item()
+        match value:
+            case bool():
+                return value
+            case int():
+                return _integer(value, place)
+            case float():
+                return float(value)
+            case str():
+                return _text(value, place)
+            case bytes():
+                _check_size(value, len(value), place)
+                return bytes(value)
+            case list() | tuple():
+                return self._sequence(value, place)
+            case dict():
+                return self._dict(value, place)
+            case np.ndarray():
+                return self._array(value, place)
+            case _ if is_tensor(value):
+                return self._tensor(value, place)
+            case _ if is_dtype(value):
+                return _extension(ValueKind.DTYPE, dtype_name(value))
+            case _:
+                raise place.refusal(f"a value of type {type(value).__module__}.{type(value).__qualname__}")
+
+    def _sequence(self, value: list[Any] | tuple[Any, ...], place: ValuePath) -> Any:
+        _check_depth(place)
+        if is_cuda_handle(value):
+            return _cuda_handle(value[1], place)
+        items = [self.plain(item, ValuePath(index, place)) for index, item in enumerate(value)]
+        return _extension(ValueKind.SIZE, items) if is_size(value) else items
+
+    def _dict(self, value: dict[Any, Any], place: ValuePath) -> dict[Any, Any]:
+        _check_depth(place)
+        if value.get(PICKLED_HANDLES) is not None:
+            raise TypeError(
+                f"{place}: `{PICKLED_HANDLES}` is refused, because reading a pickle executes what it contains: send "
+                "`ipc_handles` from Python, or use backend `nccl` or `shm` over HTTP"
+            )
+        return {self._key(key, place): self.plain(item, ValuePath(key, place)) for key, item in value.items()}
+
+    def _key(self, key: Any, place: ValuePath) -> Any:
+        if not isinstance(key, KEYS):
+            raise place.refusal(f"a dict with a key of type {type(key).__name__}")
+        return self.plain(key, ValuePath(key, place))
+
+    def _array(self, array: Array, place: ValuePath) -> msgspec.msgpack.Ext:
+        if array.dtype.kind not in ARRAY_KINDS or isinstance(array, np.ma.MaskedArray):
+            raise place.refusal(f"a {type(array).__name__} of dtype {array.dtype}")
+        _check_size(array, array.nbytes, place)
+        flat = np.ascontiguousarray(array).reshape(-1)
+        buffer = flat.view(np.uint8).data if array.nbytes > 0 else b""
+        return _extension(ValueKind.ARRAY, (array.dtype.str, array.shape, self._add(buffer)))
+
+    def _tensor(self, tensor: Any, place: ValuePath) -> msgspec.msgpack.Ext:
+        if (cause := why_not_sent(tensor)) is not None:
+            raise place.refusal(cause)
+        _check_size(tensor, tensor.nbytes, place)
+        shape = tuple(tensor.shape)
+        return _extension(ValueKind.TENSOR, (dtype_name(tensor.dtype), shape, self._add(tensor_bytes(tensor))))
+
+    def _add(self, buffer: Frame) -> int:
+        self._buffers.append(buffer)
+        self._num_bytes += len(buffer)
+        return len(self._buffers) - 1
 
 
-def _key(key: Any, place: ValuePath) -> Any:
-    if not isinstance(key, KEYS):
-        raise place.refusal(f"a dict with a key of type {type(key).__name__}")
-    return _plain(key, ValuePath(key, place))
+class _Unpacking:
+    """Makes a value of an extension type, as msgpack's hook for them."""
+
+    def __init__(self, buffers: list[memoryview], as_torch: bool) -> None:
+        self._buffers = buffers
+        self._as_torch = as_torch
+
+    def __call__(self, code: int, data: memoryview) -> Any:
+        match code:
+            case ValueKind.ARRAY:
+                dtype, shape, number = BUFFERED.decode(data)
+                return np.ndarray(tuple(shape), np.dtype(dtype), self._buffers[number]).copy()
+            case ValueKind.TENSOR:
+                dtype, shape, number = BUFFERED.decode(data)
+                if self._as_torch:
+                    return make_tensor(dtype, shape, self._buffers[number])
+                return TensorBytes(f"torch.{dtype}", tuple(shape), bytes(self._buffers[number]))
+            case ValueKind.DTYPE:
+                name = msgspec.msgpack.decode(data, type=str)
+                return find_dtype(name) if self._as_torch else f"torch.{name}"
+            case ValueKind.SIZE:
+                sizes = msgspec.msgpack.decode(data, type=list[int])
+                return make_size(sizes) if self._as_torch else sizes
+            case ValueKind.CUDA_HANDLE:
+                handle = HANDLE.decode(data)
+                return handle.to_torch() if self._as_torch else handle
+            case _:
+                raise msgspec.DecodeError(f"extension type {code} is unknown")
+
+
+def _extension(kind: ValueKind, content: Any) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(int(kind), msgspec.msgpack.encode(content))
+
+
+def _cuda_handle(arguments: Any, place: ValuePath) -> msgspec.msgpack.Ext:
+    try:
+        return _extension(ValueKind.CUDA_HANDLE, CudaTensorHandle.of(arguments))
+    except ValueError as error:  # msgspec.ValidationError is one
+        raise TypeError(f"{place}: a handle of a CUDA tensor that torch did not make: {error}") from None
 
 
 def _check_depth(place: ValuePath) -> None:
@@ -136,18 +268,3 @@ def _text(value: str, place: ValuePath) -> str:
 def _check_size(value: Any, num_bytes: int, place: ValuePath) -> None:
     if num_bytes > MOST_BYTES:
         raise place.refusal(f"a {type(value).__name__} of 4 GiB or more")
-
-
-def _pack_array(array: Array, place: ValuePath) -> msgspec.msgpack.Ext:
-    _check_size(array, array.nbytes, place)
-    header = msgspec.msgpack.encode((array.dtype.str, array.shape))
-    length = len(header).to_bytes(HEADER_LENGTH_BYTES, "big")
-    return msgspec.msgpack.Ext(ARRAY, b"".join((length, header, array.tobytes())))
-
-
-def _unpack_array(code: int, data: memoryview) -> Array:
-    if code != ARRAY:
-        raise msgspec.DecodeError(f"extension type {code} is unknown")
-    start = HEADER_LENGTH_BYTES + int.from_bytes(data[:HEADER_LENGTH_BYTES], "big")
-    dtype, shape = msgspec.msgpack.decode(data[HEADER_LENGTH_BYTES:start])
-    return np.ndarray(tuple(shape), np.dtype(dtype), data, offset=start).copy()

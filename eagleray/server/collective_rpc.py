@@ -1,9 +1,11 @@
-"""/collective_rpc: call a method of the worker extension on every worker. The route exists only if enabled.
+"""/collective_rpc: call a method of the workers or of their extension. The route exists only if enabled.
 
 Arguments and results are plain data (`messages.plain`) as JSON, which has neither arrays nor bytes. An array is
 `{"data", "shape", "dtype"}`: its bytes in C order as base64, and numpy's name of the dtype, such as "<f4". In both
 directions, so an object of exactly these three fields is an array. Bytes become base64, the keys of a dict texts, and
-floats that are not finite null; in arguments they have no form.
+floats that are not finite null; in arguments they have no form. A tensor in a result is an object like that of an
+array, with torch's name of the dtype, such as "torch.bfloat16"; a dtype is this name, and a `torch.Size` a list. This
+process does not import torch.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from eagleray.errors import InvalidRequest
+from eagleray.errors import InvalidRequest, RequestFailed
 from eagleray.messages.arrays import Array
+from eagleray.messages.torch_values import CudaTensorHandle, TensorBytes
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.http_responses import json_response, unless_disconnected
 from eagleray.server.service import Service
@@ -30,7 +33,9 @@ ARRAY_FIELDS = {"data", "shape", "dtype"}
 class CollectiveRpcRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A call. An array is an object of `data` (base64 of its bytes), `shape` and `dtype` ("<f4")."""
 
-    method: Annotated[str, Meta(description="A public method of the server's `worker_extension_cls`.")]
+    method: Annotated[
+        str, Meta(description="A public method of the server's `worker_extension_cls`, or a built-in one.")
+    ]
     args: list[Any] | None = None
     kwargs: dict[str, Any] | None = None
     timeout: Annotated[float, Meta(gt=0, description="Seconds. Default: ten minutes.")] | None = None
@@ -48,7 +53,7 @@ class CollectiveRpcRoute:
     def endpoints(self) -> list[Endpoint]:
         call = Operation(
             self.call,
-            "Call a method of the worker extension on every worker.",
+            "Call a method of the worker extension, or a built-in one, on every worker.",
             request_body=CollectiveRpcRequest,
             response=CollectiveRpcResponse,
             error_statuses=(400, 413, 500, 503, 504),
@@ -59,7 +64,7 @@ class CollectiveRpcRoute:
         body = await self._body.read(request)
         self._service.check_ready()
         args, kwargs = _arguments(body)
-        work = self._service.client.call_workers(body.method, args, kwargs, timeout=body.timeout)
+        work = self._service.client.call_workers(body.method, args, kwargs, timeout=body.timeout, as_torch=False)
         results = await unless_disconnected(request.receive, work)
         return json_response(CollectiveRpcResponse(to_json(results)))
 
@@ -82,6 +87,10 @@ def to_json(value: Any) -> Any:
             return {_key(key): to_json(item) for key, item in value.items()}
         case np.ndarray():
             return {"data": value.tobytes(), "shape": list(value.shape), "dtype": value.dtype.str}
+        case TensorBytes():
+            return {"data": value.data, "shape": list(value.shape), "dtype": value.dtype}
+        case CudaTensorHandle():
+            raise RequestFailed("a result has a handle of CUDA memory, which has no form in JSON: call from Python")
         case _:
             return value
 

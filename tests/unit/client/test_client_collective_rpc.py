@@ -151,7 +151,8 @@ async def test_call_workers_invalid_call_is_not_sent():
     async with attached() as setup:
         call = setup.client.call_workers
         for work, message in (
-            (call(len, timeout=None), "`method` must be a text, but it is a builtin_function"),
+            (call(len, timeout=None), "`method` is a function, and none is sent to workers"),
+            (call(5, timeout=None), "`method` must be a text, but it is a int"),
             (call("weigh", [{"a": {1}}], timeout=None), r"args\[0\]\['a'\]: a value of type builtins.set"),
             (call("weigh", kwargs={"a": object()}, timeout=None), r"kwargs\['a'\]: a value of type builtins.object"),
             (call("weigh", "abc", timeout=None), "args: a list or a tuple is expected"),

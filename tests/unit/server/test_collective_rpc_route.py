@@ -7,6 +7,7 @@ import base64
 
 import numpy as np
 import pytest
+import torch
 from server_fakes import Call, serving, settle
 
 from eagleray.errors import DeadlineExceeded, InvalidRequest
@@ -163,3 +164,21 @@ def test_collective_rpc_after_a_disconnect_is_forgotten(rpc):
         assert call.received == []
 
     rpc.run(leave())
+
+
+def test_collective_rpc_tensors_in_results_have_a_form(rpc):
+    returns(rpc, [torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16), torch.int8, torch.Size([2, 3])])
+    (result,) = rpc.post(PATH, {"method": "weigh"}).json()["results"]
+    assert result == [
+        {"data": base64.b64encode(b"\x80\x3f\x00\x40").decode(), "shape": [1, 2], "dtype": "torch.bfloat16"},
+        "torch.int8",
+        [2, 3],
+    ]
+
+
+def test_collective_rpc_pickled_handles_are_refused(rpc):
+    body = {"method": "weigh", "args": [{"update_info": {"ipc_handles_pickled": "gASV"}}]}
+    response = rpc.post(PATH, body)
+    assert response.status_code == 400
+    assert "use backend `nccl` or `shm` over HTTP" in response.json()["error"]["message"]
+    assert rpc.engine.sent == []
