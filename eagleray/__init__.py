@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from eagleray.messages.sampling import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from eagleray.async_llm import AsyncLLM, AsyncLLMEngine
+    from eagleray.engine_args import AsyncEngineArgs, EngineArgs
     from eagleray.llm import LLM
 
-__all__ = ["LLM", "RequestOutputKind", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "EngineArgs",
+    "RequestOutputKind",
+    "SamplingParams",
+    "__version__",
+]
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    # LLM pulls in sockets and the tokenizer; `eagleray --help` needs neither.
-    if name == "LLM":
-        from eagleray.llm import LLM
+MODULES = {
+    "LLM": "llm",
+    "AsyncLLM": "async_llm",
+    "AsyncLLMEngine": "async_llm",
+    "EngineArgs": "engine_args",
+    "AsyncEngineArgs": "engine_args",
+}
+"""Modules of the names that are imported when they are first used: they pull in sockets and the tokenizer, of which
+`eagleray --help` needs neither."""
 
-        return LLM
+
+def __getattr__(name: str) -> Any:
+    if name in MODULES:
+        return getattr(importlib.import_module(f"eagleray.{MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -55,10 +55,10 @@ class ClientRequest:
     # Slots, because every token of every request passes through here.
     __slots__ = (
         "_announces_start", "_counts_cached_tokens", "_first_index", "_is_started", "_max_delta_tokens",
-        "_max_restarts", "_num_cached_tokens", "_num_exits", "_num_exits_without_token", "_prompt", "_prompt_logprobs",
+        "_max_restarts", "_num_cached_tokens", "_num_exits", "_num_exits_without_token", "_prompt_logprobs",
         "_prompt_logprobs_were_read", "arrival_time", "arrived_at", "awaits_token", "completions", "done", "engine",
         "failure", "finished_at", "first_token_at", "has_more", "has_output", "interrupted_at", "is_queued",
-        "on_output", "prefix_match", "prompt_token_ids", "rank", "request_id", "session", "timeout", "timer",
+        "on_output", "prefix_match", "prompt", "prompt_token_ids", "rank", "request_id", "session", "timeout", "timer",
         "unfinished",
     )  # fmt: skip
 
@@ -114,7 +114,7 @@ class ClientRequest:
         """Set when the request is no longer in flight."""
         self.has_more = False
         """Whether the last delta left something to read, because of its bounded size."""
-        self._prompt = prompt
+        self.prompt = prompt
         self._max_restarts = max_restarts
         self._num_exits = 0
         """Engines that exited and were charged to the request."""
@@ -283,7 +283,7 @@ class ClientRequest:
         prompt_logprobs = self._complete_prompt_logprobs if with_logprobs else None
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self._prompt,
+            prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
             outputs=[completion.output(with_logprobs=with_logprobs) for completion in self.completions],
@@ -337,6 +337,11 @@ class RequestStream:
         return self._request.prompt_token_ids
 
     @property
+    def prompt(self) -> str | None:
+        """Text of the prompt; None if it was given as token ids."""
+        return self._request.prompt
+
+    @property
     def first_token_at(self) -> float | None:
         """Time at which the first token of any completion arrived, by `time.perf_counter`."""
         return self._request.first_token_at
@@ -379,6 +384,16 @@ class RequestStream:
         if delta is None and self._request.failure is not None:
             raise self._request.failure
         return delta
+
+    def check_finished(self) -> bool:
+        """Return whether the request has finished. Raises as the iteration."""
+        if self._request.failure is not None:
+            raise self._request.failure
+        return self._request.is_finished
+
+    def output(self) -> RequestOutput:
+        """Return the whole output so far, read or not."""
+        return self._request.output()
 
     async def wait_until_finished(self) -> None:
         """Wait for the end of the request. Raises as the iteration."""

@@ -30,8 +30,7 @@ def build_config(**options: Any) -> Config:
     sections: dict[str, dict[str, Any]] = {section.name: {} for section in msgspec.structs.fields(Config)}
     for name, value in options.items():
         if name not in owners:
-            close = difflib.get_close_matches(name, owners, n=1)
-            raise ConfigError(f"there is no option `{name}`" + (f"; did you mean `{close[0]}`?" if close else ""))
+            raise unknown_option(name)
         if value is not None:
             sections[owners[name]][name] = _shape(owners[name], name, value)
     built = {}
@@ -47,6 +46,12 @@ def build_config(**options: Any) -> Config:
     check_executor(config)
     check_experts(config)
     return config
+
+
+def unknown_option(name: str) -> ConfigError:
+    """Return the error for an option that does not exist, which names the most similar one."""
+    close = difflib.get_close_matches(name, field_owners(), n=1)
+    return ConfigError(f"there is no option `{name}`" + (f"; did you mean `{close[0]}`?" if close else ""))
 
 
 def _shape(section: str, name: str, value: Any) -> Any:
