@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -221,5 +221,5 @@ def _abort_all(streams: Streams) -> None:
         stream.abort()
 
 
-async def _gather(work: Sequence[Any]) -> list[RequestOutput]:
+async def _gather(work: Sequence[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
     return await asyncio.gather(*work)

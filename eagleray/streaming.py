@@ -15,7 +15,6 @@ from eagleray.errors import Unavailable
 from eagleray.instance import InstanceThread
 from eagleray.messages.sampling import RequestOutputKind
 
-
 CHECK_SECONDS = 1.0
 """A reader that waits looks this often whether the instance still runs."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import signal
 import subprocess
@@ -11,13 +13,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 from checkpoints import make_checkpoint
 from oracle import oracle
 from processes import children_of
 from serving import is_running
 
-from eagleray import LLM, SamplingParams
+from eagleray import LLM, RequestOutputKind, SamplingParams
 from eagleray.errors import CheckpointError, ConfigError, EngineFailed, InvalidRequest, PromptTooLong
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -87,6 +90,41 @@ def test_chat_renders_conversations(llm):
     assert [output.outputs[0].text for output in two] == [one.outputs[0].text] * 2
     rendered = llm.get_tokenizer().apply_chat_template(conversation, add_generation_prompt=True)
     assert one.prompt == rendered
+
+
+def test_stream_yields_outputs_of_every_prompt_as_asked(llm):
+    expected = [output.outputs[0] for output in llm.generate(["a", "b"], GREEDY, use_tqdm=False)]
+    params = [GREEDY, msgspec.structs.replace(GREEDY, output_kind=RequestOutputKind.DELTA)]
+    outputs: dict[int, list] = {0: [], 1: []}
+    for index, output in llm.stream(["a", "b"], params):
+        outputs[index].append(output)
+    for parts in outputs.values():
+        assert len(parts) > 1
+        assert [output.finished for output in parts] == [False] * (len(parts) - 1) + [True]
+    whole, deltas = outputs[0], outputs[1]
+    assert whole[-1].outputs[0].token_ids == expected[0].token_ids
+    lengths = [len(output.outputs[0].token_ids) for output in whole]
+    assert lengths == sorted(lengths)
+    assert "".join(output.outputs[0].text for output in deltas) == expected[1].text
+    assert (
+        functools.reduce(operator.iadd, (output.outputs[0].token_ids for output in deltas), []) == expected[1].token_ids
+    )
+
+
+def test_stream_left_early_aborts_requests(llm):
+    long = msgspec.structs.replace(GREEDY, max_tokens=390)
+    for _, output in llm.stream(["a", "b"], long):
+        assert not output.finished
+        break
+    wait_until(lambda: llm._instance.client.num_in_flight == 0)
+
+
+def test_generate_as_completed_yields_shorter_outputs_first(llm):
+    params = [msgspec.structs.replace(GREEDY, max_tokens=count) for count in (200, 5, 60)]
+    outputs = list(llm.generate_as_completed(["a", "b", "c"], params))
+    assert [index for index, _ in outputs] == [1, 2, 0]
+    assert [len(output.outputs[0].token_ids) for _, output in outputs] == [5, 60, 200]
+    assert all(output.finished for _, output in outputs)
 
 
 def test_generate_one_invalid_prompt_runs_none(llm):
@@ -281,7 +319,7 @@ def test_llm_collected_in_loop_thread_stops_engines(checkpoint):
         collected = threading.Event()
         cycle = [LLM({str(checkpoint)!r})]
         cycle.append(cycle)
-        loop = cycle[0]._loop
+        loop = cycle[0]._thread.loop
         del cycle
         loop.call_soon_threadsafe(collect)
         assert collected.wait(20)
