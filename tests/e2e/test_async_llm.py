@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import operator
 import os
 import signal
+from itertools import chain
 
 import msgspec
 import pytest
@@ -63,15 +62,9 @@ def test_async_generate_kinds_of_output_have_the_same_tokens(llm, checkpoint):
     assert len(whole) > 1 and len(deltas) > 1
     assert whole[-1].outputs == last.outputs
     assert whole[-1].finished and deltas[-1].finished and last.finished
-    assert (
-        functools.reduce(operator.iadd, (output.outputs[0].token_ids for output in deltas), [])
-        == last.outputs[0].token_ids
-    )
+    assert list(chain.from_iterable(output.outputs[0].token_ids for output in deltas)) == last.outputs[0].token_ids
     assert "".join(output.outputs[0].text for output in deltas) == last.outputs[0].text
-    assert (
-        functools.reduce(operator.iadd, (output.outputs[0].logprobs for output in deltas), [])
-        == last.outputs[0].logprobs
-    )
+    assert list(chain.from_iterable(output.outputs[0].logprobs for output in deltas)) == last.outputs[0].logprobs
     assert deltas[-1].outputs[0].finish_reason == "length"
 
 

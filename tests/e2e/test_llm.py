@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import os
 import signal
 import subprocess
@@ -11,6 +9,7 @@ import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -106,9 +105,7 @@ def test_stream_yields_outputs_of_every_prompt_as_asked(llm):
     lengths = [len(output.outputs[0].token_ids) for output in whole]
     assert lengths == sorted(lengths)
     assert "".join(output.outputs[0].text for output in deltas) == expected[1].text
-    assert (
-        functools.reduce(operator.iadd, (output.outputs[0].token_ids for output in deltas), []) == expected[1].token_ids
-    )
+    assert list(chain.from_iterable(output.outputs[0].token_ids for output in deltas)) == expected[1].token_ids
 
 
 def test_stream_left_early_aborts_requests(llm):
