@@ -25,7 +25,7 @@ from gpu_targets import TARGETS, GpuTarget
 
 from eagleray.messages.steps import StepResult
 from eagleray.models.config_file import ConfigFile
-from eagleray.models.registry import FAMILIES
+from eagleray.models.registry import find_family
 from eagleray.models.spec import ModelSpec
 
 HOST_GAP_SECONDS = 5e-6
@@ -89,7 +89,7 @@ class ModelRun:
 
     def spec(self, shape: str) -> ModelSpec:
         config = ConfigFile.read(self.checkpoint(shape))
-        return FAMILIES[config.get("architectures")[0]].read_spec(config)
+        return find_family(config).read_spec(config)
 
     @contextmanager
     def engine(self, section: Section, shape: str, keys: list[str], **options: Any) -> Any:

@@ -1,28 +1,38 @@
 """A decoder-only language model, or the part of one that a rank has: from token ids to hidden states and logits.
 
-Made by the registry, driven by the worker. The ranks of an engine make the same calls. `forward` sends hidden states
-between them, `logits` collects the parts of logits.
+Families are subclasses in modules of their own. Made by the registry, driven by the worker. The ranks of an engine make
+the same calls. `forward` sends hidden states between them, `logits` collects the parts of logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from eagleray.kernels.backend import Context, HiddenStates, KernelBackend, KernelUnavailable, Operation
+from eagleray.kernels.backend import Context, HiddenStates, KernelUnavailable
 from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, PassLimits
 from eagleray.kernels.kv_cache import CacheShape, KVCache
 from eagleray.kernels.rope import Rope
+from eagleray.models.config_file import ConfigFile
 from eagleray.models.layers.decoder import DecoderLayer
+from eagleray.models.layers.embedding import HEAD, EmbeddingAndHead
+from eagleray.models.layers.layer import Layer, WeightGroup
+from eagleray.models.layers.linear import norm
+from eagleray.models.moe.experts import MoeBlock
 from eagleray.models.moe.layout import ExpertLayout
 from eagleray.models.moe.rebalance import Rebalancer
+from eagleray.models.part import ModelPart
 from eagleray.models.sharding import kv_heads
 from eagleray.models.size import activation_bytes
 from eagleray.models.spec import ModelSpec
-from eagleray.parallel.groups import Groups
+from eagleray.models.weights import Param, Weights
+from eagleray.process.malloc import malloc_trim
 
 TRIAL_TOKENS = 16
 """Tokens of the pass by which kernels are tried."""
@@ -31,42 +41,45 @@ LOGIT_COPIES = 4
 """Copies of a step's logits that exist at once while tokens are chosen."""
 
 
-class Model:
-    """A model is immutable after it is made, except for the experts in its expert slots; its only state of a sequence
-    is in the cache.
+FAMILIES: dict[str, type[Model]] = {}
+"""The families that have been imported, by the architecture's name in config.json."""
 
-    The first stage has the `embedding`, the last one the `norm` and the `head`; `layers` are those of this stage. A
-    model with experts has `experts`; if the ranks divide them, it has a `rebalancer`.
+FamilyClass = TypeVar("FamilyClass", bound="type[Model]")
+
+
+def register(architecture: str) -> Callable[[FamilyClass], FamilyClass]:
+    """Register a family under the name of its architecture."""
+
+    def add(family: FamilyClass) -> FamilyClass:
+        FAMILIES[architecture] = family
+        return family
+
+    return add
+
+
+class Model(ABC):
+    """A family of models is a subclass, which reads its config.json and makes its layers.
+
+    The first stage has the embedding, the last one the norm and the head; `_layers` are those of this stage. A model
+    with experts has `experts`; if the ranks divide them, it has a `rebalancer`. A model computes once `load` has made
+    its operations. From then on its only state of a sequence is in the cache.
     """
 
     def __init__(
-        self,
-        *,
-        spec: ModelSpec,
-        groups: Groups,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: KernelBackend,
-        embedding: Operation | None,
-        layers: Sequence[DecoderLayer],
-        norm: Operation | None,
-        head: Operation | None,
-        rope: Rope,
-        num_parameters: int,
-        experts: ExpertLayout | None = None,
-        rebalancer: Rebalancer | None = None,
-        cache_dtype: torch.dtype | None = None,
+        self, part: ModelPart, experts: ExpertLayout | None = None, *, cache_dtype: torch.dtype | None = None
     ) -> None:
+        spec, groups, kernels = part.spec, part.groups, part.kernels
+        self.part = part
+        self.experts = experts
         self.spec = spec
         """The geometry of the whole model."""
         self.groups = groups
-        self.dtype = dtype
-        self.cache_dtype = cache_dtype or dtype
+        self.dtype = part.dtype
+        self.cache_dtype = cache_dtype or part.dtype
         """Dtype of the cache that `forward` takes."""
-        self.device = device
-        self.num_parameters = num_parameters
-        """Number of parameters on this rank."""
-        self.num_local_layers = len(layers)
+        self.device = part.device
+        own = part.mesh.layers(spec.num_layers)
+        self.num_local_layers = len(own)
         self.num_local_kv_heads = len(kv_heads(spec.num_kv_heads, groups.tp))
         self.kernels_name = type(kernels).__name__
         self.ranking = kernels.ranking
@@ -77,18 +90,87 @@ class Model:
         """Whether `trace` has the tokens of this rank's `token_shard`, not those of the whole batch."""
         self.exchanges_tokens = experts is not None and experts.dispatcher is not None
         """Whether tokens go to the ranks that have their experts."""
-        self.rebalancer = rebalancer
-        self._experts = experts
+        self.rebalancer: Rebalancer | None = None
         self._any_engine_busy = False
-        self._hidden_dtype = kernels.hidden_dtype(dtype)
+        self._hidden_dtype = kernels.hidden_dtype(part.dtype)
         self._kernels = kernels
-        self._embedding = embedding
-        self._layers = layers
-        self._norm = norm
-        self._head = head
-        own = groups.mesh.layers(spec.num_layers)
-        windows = frozenset(spec.windows[own.start : own.stop])
-        self._run = kernels.compile(self._compute, rope=rope, windows=windows, device=device, tp=groups.tp)
+        self._vocabulary = EmbeddingAndHead(part)
+        self._layers = [self.make_layer(index) for index in own]
+        self._norm = self._make_norm() if part.mesh.is_last_stage else None
+        self._run = kernels.compile(
+            self._compute,
+            rope=Rope(spec.rope, spec.head_dim, dtype=part.dtype, device=part.device),
+            windows=frozenset(spec.windows[own.start : own.stop]),
+            device=part.device,
+            tp=groups.tp,
+        )
+
+    @staticmethod
+    @abstractmethod
+    def read_spec(config: ConfigFile) -> ModelSpec:
+        """Read the geometry of a model of this family. Raises `CheckpointError`."""
+
+    @abstractmethod
+    def make_layer(self, index: int) -> DecoderLayer:
+        """Declare a layer, which may be one of another stage."""
+
+    def weight_groups(self) -> Iterator[WeightGroup]:
+        """Yield the groups of tensors that this rank has."""
+        for part in self._parts():
+            yield from part.groups()
+
+    def params(self) -> Iterator[Param]:
+        """Yield the tensors that this rank loads; those of an expert once for each of its slots."""
+        for group in self.weight_groups():
+            yield from group.params
+
+    def names(self) -> Iterator[str]:
+        """Yield the names of the whole model's tensors."""
+        yield from self._vocabulary.names()
+        for index in range(self.spec.num_layers):
+            yield from self.make_layer(index).names()
+        yield from self._make_norm().names()
+
+    def may_be_dropped(self, name: str) -> bool:
+        """Whether a checkpoint may have a tensor of this name, although no layer needs it: old ones hold computed
+        tables, some with tied embeddings hold the tied weight twice, and some hold draft layers, which are left out."""
+        first, spec = self.spec.num_layers, self.spec
+        drafts = tuple(f"model.layers.{index}." for index in range(first, first + spec.num_draft_layers))
+        return name.startswith(drafts) or name.endswith("rotary_emb.inv_freq") or (spec.tie_embeddings and name == HEAD)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters on this rank."""
+        return sum(param.local_size * param.parameters for param in self.params())
+
+    def load(self, weights: Weights) -> None:
+        """Make the operations of all layers. Raises `CheckpointError`."""
+
+        def load_part(part: Layer | WeightGroup) -> None:
+            part.load(weights, self._kernels)
+            malloc_trim()
+
+        # on a CPU, every core reads and packs weights
+        pool = ThreadPoolExecutor(torch.get_num_threads() if self.device.type == "cpu" else 1, "load")
+        try:
+            for loaded in [pool.submit(load_part, part) for part in self._parts()]:
+                loaded.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    @property
+    def moe_blocks(self) -> list[MoeBlock]:
+        """The experts of each layer of this stage that has some."""
+        return [layer.feed_forward for layer in self._layers if isinstance(layer.feed_forward, MoeBlock)]
+
+    def _parts(self) -> Iterator[Layer | WeightGroup]:
+        yield self._vocabulary
+        yield from self._layers
+        if self._norm is not None:
+            yield self._norm
+
+    def _make_norm(self) -> WeightGroup:
+        return norm("model.norm", self.spec.hidden_size, self.spec.norm_eps)
 
     def cache_shape(self, block_size: int) -> CacheShape:
         """Return the shape of the cache that `forward` needs, with blocks of `block_size` tokens."""
@@ -104,8 +186,8 @@ class Model:
 
         Raises `ExpertGroupBroken` if one of the engines is gone, as `forward` does.
         """
-        if self._experts is not None and self._experts.spans_engines:
-            self._any_engine_busy = self._experts.agree(is_idle, num_tokens)
+        if self.experts is not None and self.experts.spans_engines:
+            self._any_engine_busy = self.experts.agree(is_idle, num_tokens)
         else:
             self._any_engine_busy = not is_idle
         return self._any_engine_busy
@@ -131,11 +213,12 @@ class Model:
         rank only computes its experts for other engines that are busy.
         """
         num_tokens = batch.num_tokens
-        if self._experts is not None and self.exchanges_tokens:
-            self._experts.set_num_tokens(num_tokens)
+        if self.experts is not None and self.exchanges_tokens:
+            self.experts.set_num_tokens(num_tokens)
         if num_tokens == 0 and not self._any_engine_busy:
             return torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
-        hidden = self._run(self._receive(batch) if self._embedding is None else batch.token_ids, batch, cache)
+        is_first = self.groups.mesh.is_first_stage
+        hidden = self._run(batch.token_ids if is_first else self._receive(batch), batch, cache)
         if self._norm is None and num_tokens > 0:
             assert self.groups.stages is not None
             self.groups.stages.send_hidden(hidden.clone())  # the original may be overwritten before it is sent
@@ -199,8 +282,7 @@ class Model:
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Return float32 [n, vocab_size] of hidden states [n, hidden_size] on the ranks that sample, and None on the
         other ranks of the last stage, which must make the call too. The next call may overwrite the result."""
-        assert self._head is not None, "only the last stage has logits"
-        part: Tensor = self._head(hidden)
+        part = self._vocabulary.logits(hidden)
         if self.groups.tp.size > 1 and self.groups.ranks_sample_alike:
             return self._gather_on_all_ranks(part)
         logits = self.groups.tp.gather(part) if self.groups.tp.size > 1 else part
@@ -218,11 +300,11 @@ class Model:
     @property
     def _input_size(self) -> int | None:
         """Features of the hidden states that the previous stage sends, None in the first stage."""
-        return None if self._embedding is not None else self.spec.hidden_size
+        return None if self.groups.mesh.is_first_stage else self.spec.hidden_size
 
     def _compute(self, x: HiddenStates, caches: Sequence[Tensor], context: Context) -> HiddenStates:
         """Map token ids, or the hidden states of the previous stage, to those for the next stage or the head."""
-        hidden = x if self._embedding is None else self._embedding(x)
+        hidden = self._vocabulary.embed(x) if self.groups.mesh.is_first_stage else x
         for layer, cache in zip(self._layers, caches, strict=True):
             hidden = layer(hidden, cache, context)
         return hidden if self._norm is None else self._norm(hidden)

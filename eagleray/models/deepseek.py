@@ -6,18 +6,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from eagleray.config.json_files import shown
-from eagleray.kernels.backend import KernelBackend, Operation
 from eagleray.kernels.params import RouterParams
+from eagleray.models.base import Model, register
 from eagleray.models.config_file import MAX_EXPERTS, MAX_LAYERS, ConfigFile
-from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
+from eagleray.models.layers.decoder import DecoderLayer
+from eagleray.models.layers.layer import WeightGroup
 from eagleray.models.layers.mla import MLAAttention
 from eagleray.models.layers.mlp import MLP
-from eagleray.models.moe.experts import MoeBlock, load_shared_experts
-from eagleray.models.moe.layout import ExpertLayout
+from eagleray.models.moe.experts import MoeBlock, SharedExperts
 from eagleray.models.rope_config import check_head_dim, softmax_factor
 from eagleray.models.spec import Defaults, MLASpec, ModelSpec, MoeSpec, read_common
-from eagleray.models.weights import Weights
-from eagleray.parallel.group import TensorParallelGroup
+from eagleray.models.weights import Param
 
 DEEPSEEK_V2 = Defaults(
     vocab_size=102400,
@@ -41,102 +40,94 @@ DEEPSEEK_V3 = Defaults(
 )
 
 
-def read_deepseek_v2(config: ConfigFile) -> ModelSpec:
-    _expect(config, "scoring_func", "softmax")
-    if config.boolean("norm_topk_prob", False):
-        config.fail(
-            "`norm_topk_prob` is true, which is not supported for DeepseekV2ForCausalLM: implementations disagree on "
-            "its meaning there"
+class DeepSeek(Model):
+    """The layers of both families."""
+
+    def make_layer(self, index: int) -> DecoderLayer:
+        name, part, layout = f"model.layers.{index}", self.part, self.experts
+        assert layout is not None and part.spec.moe is not None
+        if not part.spec.moe.layers[index]:
+            return DecoderLayer(name, MLAAttention(f"{name}.self_attn", part), MLP(f"{name}.mlp", part), part)
+        has_shared = part.spec.moe.shared_intermediate_size > 0
+        shared = SharedExperts(f"{name}.mlp.shared_experts", part, layout) if has_shared else None
+        moe = MoeBlock(f"{name}.mlp", index, part, layout, router=_router(f"{name}.mlp.gate", part.spec), shared=shared)
+        attention = MLAAttention(f"{name}.self_attn", part, layout.sequence_parallel)
+        return DecoderLayer(name, attention, moe, part, layout.sequence_parallel)
+
+
+@register("DeepseekV2ForCausalLM")
+class DeepSeekV2(DeepSeek):
+    @staticmethod
+    def read_spec(config: ConfigFile) -> ModelSpec:
+        _expect(config, "scoring_func", "softmax")
+        if config.boolean("norm_topk_prob", False):
+            config.fail(
+                "`norm_topk_prob` is true, which is not supported for DeepseekV2ForCausalLM: implementations disagree "
+                "on its meaning there"
+            )
+        method = config.get("topk_method") or "greedy"
+        if method not in ("greedy", "group_limited_greedy"):
+            config.fail(
+                f"`topk_method` {shown(method)} is not supported; supported are greedy and group_limited_greedy"
+            )
+        is_grouped = method == "group_limited_greedy"
+        moe = MoeSpec(
+            num_experts=config.integer("n_routed_experts", 64, maximum=MAX_EXPERTS),
+            router=RouterParams(
+                top_k=config.integer("num_experts_per_tok", None),
+                renormalize=False,
+                round_weights=False,
+                num_groups=config.integer("n_group", None) if is_grouped else 1,
+                top_groups=config.integer("topk_group", None) if is_grouped else 1,
+                scale=config.number("routed_scaling_factor", 1.0),
+            ),
+            intermediate_size=(size := config.integer("moe_intermediate_size", 1407)),
+            layers=(),
+            shared_intermediate_size=size * _num_shared(config, 2),
         )
-    method = config.get("topk_method") or "greedy"
-    if method not in ("greedy", "group_limited_greedy"):
-        config.fail(f"`topk_method` {shown(method)} is not supported; supported are greedy and group_limited_greedy")
-    is_grouped = method == "group_limited_greedy"
-    moe = MoeSpec(
-        num_experts=config.integer("n_routed_experts", 64, maximum=MAX_EXPERTS),
-        router=RouterParams(
-            top_k=config.integer("num_experts_per_tok", None),
-            renormalize=False,
-            round_weights=False,
-            num_groups=config.integer("n_group", None) if is_grouped else 1,
-            top_groups=config.integer("topk_group", None) if is_grouped else 1,
-            scale=config.number("routed_scaling_factor", 1.0),
-        ),
-        intermediate_size=(size := config.integer("moe_intermediate_size", 1407)),
-        layers=(),
-        shared_intermediate_size=size * _num_shared(config, 2),
-    )
-    spec = _read(config, "DeepseekV2ForCausalLM", DEEPSEEK_V2, moe, is_interleaved=True, first_moe_layer=0)
-    return replace(spec, mlp_bias=config.boolean("mlp_bias", False))
+        spec = _read(config, "DeepseekV2ForCausalLM", DEEPSEEK_V2, moe, is_interleaved=True, first_moe_layer=0)
+        return replace(spec, mlp_bias=config.boolean("mlp_bias", False))
 
 
-def read_deepseek_v3(config: ConfigFile) -> ModelSpec:
-    _expect(config, "scoring_func", "sigmoid")
-    _expect(config, "topk_method", "noaux_tc")
-    moe = MoeSpec(
-        num_experts=config.integer("n_routed_experts", 256, maximum=MAX_EXPERTS),
-        router=RouterParams(
-            top_k=config.integer("num_experts_per_tok", 8),
-            renormalize=config.boolean("norm_topk_prob", True),
-            round_weights=False,
-            renormalize_eps=1e-20,
-            scoring="sigmoid",
-            num_groups=config.integer("n_group", 8),
-            top_groups=config.integer("topk_group", 4),
-            group_score="top2",
-            scale=config.number("routed_scaling_factor", 2.5),
-        ),
-        intermediate_size=(size := config.integer("moe_intermediate_size", 2048)),
-        layers=(),
-        has_correction_bias=True,
-        shared_intermediate_size=size * _num_shared(config, 1),
-    )
-    is_interleaved = config.boolean("rope_interleave", True)
-    spec = _read(config, "DeepseekV3ForCausalLM", DEEPSEEK_V3, moe, is_interleaved=is_interleaved, first_moe_layer=3)
-    return replace(spec, num_draft_layers=config.integer("num_nextn_predict_layers", 1, minimum=0, maximum=MAX_LAYERS))
+@register("DeepseekV3ForCausalLM")
+class DeepSeekV3(DeepSeek):
+    @staticmethod
+    def read_spec(config: ConfigFile) -> ModelSpec:
+        _expect(config, "scoring_func", "sigmoid")
+        _expect(config, "topk_method", "noaux_tc")
+        moe = MoeSpec(
+            num_experts=config.integer("n_routed_experts", 256, maximum=MAX_EXPERTS),
+            router=RouterParams(
+                top_k=config.integer("num_experts_per_tok", 8),
+                renormalize=config.boolean("norm_topk_prob", True),
+                round_weights=False,
+                renormalize_eps=1e-20,
+                scoring="sigmoid",
+                num_groups=config.integer("n_group", 8),
+                top_groups=config.integer("topk_group", 4),
+                group_score="top2",
+                scale=config.number("routed_scaling_factor", 2.5),
+            ),
+            intermediate_size=(size := config.integer("moe_intermediate_size", 2048)),
+            layers=(),
+            has_correction_bias=True,
+            shared_intermediate_size=size * _num_shared(config, 1),
+        )
+        is_interleaved = config.boolean("rope_interleave", True)
+        spec = _read(
+            config, "DeepseekV3ForCausalLM", DEEPSEEK_V3, moe, is_interleaved=is_interleaved, first_moe_layer=3
+        )
+        return replace(
+            spec, num_draft_layers=config.integer("num_nextn_predict_layers", 1, minimum=0, maximum=MAX_LAYERS)
+        )
 
 
-def load_layer(
-    index: int,
-    spec: ModelSpec,
-    weights: Weights,
-    kernels: KernelBackend,
-    tp: TensorParallelGroup,
-    experts: ExpertLayout | None,
-) -> DecoderLayer:
+def _router(name: str, spec: ModelSpec) -> WeightGroup:
+    """Declare the router. Its products, and the weights that it gives to experts, are float32 whatever the model's
+    dtype is."""
     assert spec.moe is not None
-    name, sequence_parallel = f"model.layers.{index}", None
-    feed_forward: Operation
-    if spec.moe.layers[index]:
-        assert experts is not None
-        sequence_parallel = experts.sequence_parallel
-        feed_forward = _load_experts(f"{name}.mlp", index, spec, weights, kernels, experts)
-    else:
-        size, bias = spec.intermediate_size, spec.mlp_bias
-        feed_forward = MLP(f"{name}.mlp", weights, kernels, tp, hidden_size=spec.hidden_size, size=size, bias=bias)
-    attention = MLAAttention(f"{name}.self_attn", spec, weights, kernels, tp, sequence_parallel)
-    return load_decoder_layer(
-        index, spec, weights, kernels, tp, feed_forward, attention=attention, sequence_parallel=sequence_parallel
-    )
-
-
-def _load_experts(
-    name: str, index: int, spec: ModelSpec, weights: Weights, kernels: KernelBackend, experts: ExpertLayout
-) -> MoeBlock:
-    """Load the experts of a layer. The router's products, and the weights that it gives to experts, are float32
-    whatever the model's dtype is."""
-    assert spec.moe is not None
-    router = kernels.exact_linear(weights.load(f"{name}.gate.weight", (spec.moe.num_experts, spec.hidden_size)))
-    return MoeBlock(
-        name,
-        index,
-        spec,
-        weights,
-        kernels,
-        experts,
-        router=router,
-        shared=load_shared_experts(name, spec, weights, kernels, experts),
-    )
+    weight = Param(f"{name}.weight", (spec.moe.num_experts, spec.hidden_size))
+    return WeightGroup([weight], lambda weights, kernels: kernels.exact_linear(weights.load(weight)))
 
 
 def _read(

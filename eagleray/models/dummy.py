@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections.abc import Sequence
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagleray.kernels.quantized import FP8_BLOCK, Fp8Weight, Weight, quantize_fp8
-from eagleray.models.weights import Cut
+from eagleray.models.weights import Cut, Param, Part
 
 BLOCK = 1 << 20
 """Count of numbers that are drawn and then repeated; drawing billions would take minutes."""
@@ -29,49 +28,27 @@ class DummyWeights:
     up to rounding. `has_fp8`: the weights of linear layers are in FP8."""
 
     def __init__(self, *, dtype: torch.dtype, device: torch.device, seed: int, has_fp8: bool = False) -> None:
-        self.dtype = dtype
-        self.num_parameters = 0
+        self._dtype = dtype
         self._has_fp8 = has_fp8
-        self._lock = threading.Lock()
         generator = torch.Generator().manual_seed(seed)
         block = torch.randn(BLOCK, generator=generator) * STANDARD_DEVIATION
         self._numbers = block.to(device=device, dtype=dtype)
         self._fp8_numbers = (block / FP8_SCALE).to(device=device, dtype=torch.float8_e4m3fn)
         self._bytes = torch.randint(256, (BLOCK,), generator=generator, dtype=torch.uint8).to(device)
 
-    def load(
-        self, name: str, shape: tuple[int, ...], cut: Cut | None = None, *, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        out = self._filled(name, shape, cut, self._numbers).to(dtype or self.dtype)
-        return torch.ones_like(out) if name.endswith("norm.weight") else out
+    def load(self, param: Param) -> Tensor:
+        if param.dtype == torch.uint8:
+            return self._load_bytes(param)
+        out = self._filled(param, self._numbers).to(param.dtype or self._dtype)
+        return torch.ones_like(out) if param.name.endswith("norm.weight") else out
 
-    def load_part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
-        return self.load(f"{name}.{index}", shape[1:])
+    def load_concatenated(self, params: Sequence[Param]) -> Tensor:
+        return torch.cat([self.load(param) for param in params])
 
-    def load_bytes(self, name: str, shape: tuple[int, ...], index: int, *, parameters: int) -> Tensor:
-        """Return the bytes of four-bit weights (`mxfp4.py`)."""
-        shape = shape[1:]
-        with self._lock:
-            self.num_parameters += torch.Size(shape).numel() * parameters
-        out = self._bytes.new_empty(shape)
-        if name.endswith("_scales"):
-            return out.fill_(SCALE_BYTE)
-        _fill(out.view(-1), self._bytes, zlib.crc32(f"{name}.{index}".encode()))
-        return out
-
-    def load_concatenated(
-        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
-    ) -> Tensor:
-        cuts = cuts or [None] * len(names)
-        return torch.cat([self.load(*wanted) for wanted in zip(names, shapes, cuts, strict=True)])
-
-    def load_weight(
-        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
-    ) -> Weight:
+    def load_weight(self, params: Sequence[Param]) -> Weight:
         if not self._has_fp8:
-            return self.load_concatenated(names, shapes, cuts)
-        cuts = cuts or [None] * len(names)
-        parts = [self._filled(*wanted, self._fp8_numbers) for wanted in zip(names, shapes, cuts, strict=True)]
+            return self.load_concatenated(params)
+        parts = [self._filled(param, self._fp8_numbers) for param in params]
         values = torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
         num_blocks = [-(-size // step) for size, step in zip(values.shape, FP8_BLOCK, strict=True)]
         return Fp8Weight(values, torch.full(num_blocks, FP8_SCALE, device=values.device), FP8_BLOCK)
@@ -79,19 +56,31 @@ class DummyWeights:
     def quantize(self, weight: Tensor) -> Weight:
         return quantize_fp8(weight) if self._has_fp8 else weight
 
-    def _filled(self, name: str, shape: tuple[int, ...], cut: Cut | None, block: Tensor) -> Tensor:
-        """Return a tensor, or the part `cut` of it, of the numbers in `block`."""
-        cut = cut or Cut(0, range(shape[0]))
-        out = block.new_empty(cut.shape(shape))
-        with self._lock:
-            self.num_parameters += out.numel()
-        start = zlib.crc32(name.encode())  # so that layers differ
-        row_size = torch.Size(shape[1:]).numel()
-        if cut.dim == 0:
-            _fill(out.view(-1), block, start + cut.span.start * row_size)
-        else:
-            _fill_columns(out, block, start, row_size, cut.span)
+    def _load_bytes(self, param: Param) -> Tensor:
+        """Return the blocks or the scales of four-bit weights (`mxfp4.py`)."""
+        out = self._bytes.new_empty(param.local_shape)
+        if param.name.endswith("_scales"):
+            return out.fill_(SCALE_BYTE)
+        _fill(out.view(-1), self._bytes, _start(param))
         return out
+
+    def _filled(self, param: Param, block: Tensor) -> Tensor:
+        """Return this rank's shard of a tensor of the numbers in `block`."""
+        out, start = block.new_empty(param.local_shape), _start(param)
+        row_size = torch.Size(param.shape[1:]).numel()
+        if not isinstance(param.shard, Cut):
+            _fill(out.view(-1), block, start)
+        elif param.shard.dim == 0:
+            _fill(out.view(-1), block, start + param.shard.span.start * row_size)
+        else:
+            _fill_columns(out, block, start, row_size, param.shard.span)
+        return out
+
+
+def _start(param: Param) -> int:
+    """Return the place in the block where a tensor begins, so that tensors and experts differ."""
+    name = f"{param.name}.{param.shard.index}" if isinstance(param.shard, Part) else param.name
+    return zlib.crc32(name.encode())
 
 
 def _fill(out: Tensor, block: Tensor, start: int) -> None:

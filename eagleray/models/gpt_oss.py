@@ -3,7 +3,7 @@ one tensor of each kind, as numbers of the model's dtype or in four bits (`mxfp4
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,15 +13,18 @@ from eagleray.kernels.backend import KernelBackend
 from eagleray.kernels.params import ClampedSwiglu, RouterParams
 from eagleray.kernels.quantized import MXFP4_BLOCK, Mxfp4Weight, Weight, WeightFormat
 from eagleray.models import mxfp4
+from eagleray.models.base import Model, register
 from eagleray.models.config_file import MAX_EXPERTS, MAX_POSITIONS, ConfigFile
-from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
-from eagleray.models.layers.linear import load_linear
-from eagleray.models.moe.experts import Expert, LoadExpert, MoeBlock
+from eagleray.models.layers.attention import Attention
+from eagleray.models.layers.decoder import DecoderLayer
+from eagleray.models.layers.layer import WeightGroup
+from eagleray.models.layers.linear import linear
+from eagleray.models.moe.experts import DeclareExpert, Expert, MoeBlock
 from eagleray.models.moe.layout import ExpertLayout
+from eagleray.models.part import ModelPart
 from eagleray.models.sharding import shard
 from eagleray.models.spec import Defaults, ModelSpec, MoeSpec, layer_windows, read_common
-from eagleray.models.weights import Weights
-from eagleray.parallel.group import TensorParallelGroup
+from eagleray.models.weights import Param, Part, Weights
 
 GPT_OSS = Defaults(
     vocab_size=201_088,
@@ -49,74 +52,63 @@ ROPE = {
 QUANTIZATION = "mxfp4"
 
 
-def read_gpt_oss(config: ConfigFile) -> ModelSpec:
-    if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
-        config = ConfigFile(config.path, config.fields | {"rope_parameters": ROPE})
-    spec = read_common(config, "GptOssForCausalLM", GPT_OSS, quantization=QUANTIZATION)
-    has_bias = config.boolean("attention_bias", True)
-    alternating = ["sliding_attention", "full_attention"]
-    kinds = [alternating[layer % 2] for layer in range(spec.num_layers)]
-    window = config.optional_integer("sliding_window", 128, maximum=MAX_POSITIONS)
-    is_mxfp4 = config.get("quantization_config") is not None
-    if is_mxfp4 and (spec.hidden_size % MXFP4_BLOCK or spec.intermediate_size % MXFP4_BLOCK):
-        config.fail(f"with {QUANTIZATION}, `hidden_size` and `intermediate_size` must be multiples of {MXFP4_BLOCK}")
-    return replace(
-        spec,
-        windows=layer_windows(config, spec.num_layers, window, kinds),
-        qkv_bias=has_bias,
-        output_bias=has_bias,
-        has_sinks=True,
-        moe=MoeSpec(
-            num_experts=(count := config.integer("num_local_experts", 128, maximum=MAX_EXPERTS)),
-            router=RouterParams(
-                top_k=config.integer("num_experts_per_tok", 4, maximum=count),
-                renormalize=True,  # a softmax over the chosen experts
-                round_weights=True,
+@register("GptOssForCausalLM")
+class GptOss(Model):
+    @staticmethod
+    def read_spec(config: ConfigFile) -> ModelSpec:
+        if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
+            config = ConfigFile(config.path, config.fields | {"rope_parameters": ROPE})
+        spec = read_common(config, "GptOssForCausalLM", GPT_OSS, quantization=QUANTIZATION)
+        has_bias = config.boolean("attention_bias", True)
+        alternating = ["sliding_attention", "full_attention"]
+        kinds = [alternating[layer % 2] for layer in range(spec.num_layers)]
+        window = config.optional_integer("sliding_window", 128, maximum=MAX_POSITIONS)
+        is_mxfp4 = config.get("quantization_config") is not None
+        if is_mxfp4 and (spec.hidden_size % MXFP4_BLOCK or spec.intermediate_size % MXFP4_BLOCK):
+            config.fail(
+                f"with {QUANTIZATION}, `hidden_size` and `intermediate_size` must be multiples of {MXFP4_BLOCK}"
+            )
+        return replace(
+            spec,
+            windows=layer_windows(config, spec.num_layers, window, kinds),
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+            has_sinks=True,
+            moe=MoeSpec(
+                num_experts=(count := config.integer("num_local_experts", 128, maximum=MAX_EXPERTS)),
+                router=RouterParams(
+                    top_k=config.integer("num_experts_per_tok", 4, maximum=count),
+                    renormalize=True,  # a softmax over the chosen experts
+                    round_weights=True,
+                ),
+                intermediate_size=spec.intermediate_size,
+                layers=(True,) * spec.num_layers,
+                clamp=ClampedSwiglu(
+                    alpha=config.number("swiglu_alpha", 1.702),
+                    limit=config.number("swiglu_limit", 7.0),
+                ),
+                is_mxfp4=is_mxfp4,
             ),
-            intermediate_size=spec.intermediate_size,
-            layers=(True,) * spec.num_layers,
-            clamp=ClampedSwiglu(
-                alpha=config.number("swiglu_alpha", 1.702),
-                limit=config.number("swiglu_limit", 7.0),
-            ),
-            is_mxfp4=is_mxfp4,
-        ),
-    )
+        )
+
+    def make_layer(self, index: int) -> DecoderLayer:
+        name, part, layout = f"model.layers.{index}", self.part, self.experts
+        assert layout is not None and part.spec.moe is not None
+        num_experts, hidden = part.spec.moe.num_experts, part.spec.hidden_size
+        router = linear([f"{name}.mlp.router"], [num_experts], hidden, bias=True, is_quantizable=False)
+        expert = _interleaved_expert(f"{name}.mlp.experts", part, layout)
+        attention = Attention(f"{name}.self_attn", part.spec.windows[index], part, layout.sequence_parallel)
+        moe = MoeBlock(f"{name}.mlp", index, part, layout, expert=expert, router=router)
+        return DecoderLayer(name, attention, moe, part, layout.sequence_parallel)
 
 
-def load_layer(
-    index: int,
-    spec: ModelSpec,
-    weights: Weights,
-    kernels: KernelBackend,
-    tp: TensorParallelGroup,
-    experts: ExpertLayout | None,
-) -> DecoderLayer:
-    assert experts is not None and spec.moe is not None
-    name = f"model.layers.{index}.mlp"
-    router = load_linear(
-        weights, kernels, [f"{name}.router"], [spec.moe.num_experts], spec.hidden_size, bias=True, is_quantizable=False
-    )
-    moe = MoeBlock(
-        name,
-        index,
-        spec,
-        weights,
-        kernels,
-        experts,
-        load_expert=_expert_loader(f"{name}.experts", spec.moe, spec.hidden_size, kernels, experts),
-        router=router,
-    )
-    return load_decoder_layer(index, spec, weights, kernels, tp, moe, sequence_parallel=experts.sequence_parallel)
-
-
-def _expert_loader(
-    name: str, moe: MoeSpec, hidden_size: int, kernels: KernelBackend, layout: ExpertLayout
-) -> LoadExpert:
-    """Return a loader for experts in whose tensors gate and up projection alternate."""
+def _interleaved_expert(name: str, part: ModelPart, layout: ExpertLayout) -> DeclareExpert:
+    """Return the declaration of experts in whose tensors gate and up projection alternate."""
+    moe, hidden = part.spec.moe, part.spec.hidden_size
+    assert moe is not None
     size, tp_size = moe.intermediate_size, 1 if layout.is_divided else layout.tp.size
     keeps_mxfp4 = (
-        moe.is_mxfp4 and WeightFormat.MXFP4 in kernels.kept_formats and size // MXFP4_BLOCK >= tp_size
+        moe.is_mxfp4 and WeightFormat.MXFP4 in part.kernels.kept_formats and size // MXFP4_BLOCK >= tp_size
     )  # else some ranks would have no block
     inner = _inner_features(size, layout, in_blocks=keeps_mxfp4)
     per_column = MXFP4_BLOCK if keeps_mxfp4 else 1
@@ -128,28 +120,45 @@ def _expert_loader(
     def inner_columns(whole: Tensor) -> Tensor:
         return whole[:, inner.start // per_column : inner.stop // per_column].contiguous()
 
-    def load(expert: int, weights: Weights) -> Expert:
-        def matrix(which: str, num_out: int, num_in: int, part: Callable[[Tensor], Tensor]) -> Weight:
-            tensor_name = f"{name}.{which}"
-            if not moe.is_mxfp4:
-                whole = weights.load_part(tensor_name, (moe.num_experts, num_in, num_out), expert)
-                return weights.quantize(part(whole.t()))
-            blocks, scales = _load_mxfp4(weights, tensor_name, (moe.num_experts, num_out, num_in), expert)
-            if keeps_mxfp4:
-                return Mxfp4Weight(part(blocks), part(scales))
-            return part(mxfp4.decode(blocks, scales, weights.dtype))
+    def matrix(weights: Weights, params: Sequence[Param], local: Callable[[Tensor], Tensor]) -> Weight:
+        if not moe.is_mxfp4:
+            return weights.quantize(local(weights.load(params[0]).t()))
+        blocks, scales = map(weights.load, params)
+        if keeps_mxfp4:
+            return Mxfp4Weight(local(blocks), local(scales))
+        return local(mxfp4.decode(blocks, scales, part.dtype))
 
-        def bias(which: str, length: int) -> Tensor:
-            return weights.load_part(f"{name}.{which}_bias", (moe.num_experts, length), expert)
+    def declare(expert: int) -> WeightGroup:
+        place = Part(expert)
+        gate_up = _matrix(f"{name}.gate_up_proj", (moe.num_experts, 2 * size, hidden), place, moe.is_mxfp4)
+        down = _matrix(f"{name}.down_proj", (moe.num_experts, hidden, size), place, moe.is_mxfp4)
+        gate_up_bias = Param(f"{name}.gate_up_proj_bias", (moe.num_experts, 2 * size), place)
+        down_bias = Param(f"{name}.down_proj_bias", (moe.num_experts, hidden), place)
 
-        gate_up = matrix("gate_up_proj", 2 * size, hidden_size, gate_up_rows)
-        down, down_bias = matrix("down_proj", hidden_size, size, inner_columns), bias("down_proj", hidden_size)
-        return (
-            kernels.gated_linear(gate_up, gate_up_rows(bias("gate_up_proj", 2 * size)), moe.clamp),
-            kernels.linear(down, down_bias if adds_bias else torch.zeros_like(down_bias)),
-        )
+        def make(weights: Weights, kernels: KernelBackend) -> Expert:
+            gated, back = matrix(weights, gate_up, gate_up_rows), matrix(weights, down, inner_columns)
+            offset = weights.load(down_bias)
+            return (
+                kernels.gated_linear(gated, gate_up_rows(weights.load(gate_up_bias)), moe.clamp),
+                kernels.linear(back, offset if adds_bias else torch.zeros_like(offset)),
+            )
 
-    return load
+        return WeightGroup([*gate_up, gate_up_bias, *down, down_bias], make)
+
+    return declare
+
+
+def _matrix(name: str, shape: tuple[int, int, int], place: Part, is_mxfp4: bool) -> list[Param]:
+    """Declare one expert's matrix of a tensor with all experts, [num_experts, rows, columns] once it is decoded: plain
+    numbers, which are stored transposed, or the blocks and scales of an `Mxfp4Weight`."""
+    num_experts, rows, columns = shape
+    if not is_mxfp4:
+        return [Param(name, (num_experts, columns, rows), place)]
+    scales = (num_experts, rows, columns // MXFP4_BLOCK)
+    return [
+        Param(f"{name}_blocks", (*scales, mxfp4.BLOCK_BYTES), place, torch.uint8, parameters=2),
+        Param(f"{name}_scales", scales, place, torch.uint8, parameters=0),
+    ]
 
 
 def _inner_features(size: int, layout: ExpertLayout, *, in_blocks: bool) -> range:
@@ -162,13 +171,3 @@ def _inner_features(size: int, layout: ExpertLayout, *, in_blocks: bool) -> rang
     rank, num_ranks, num_blocks = layout.tp.rank, layout.tp.size, size // MXFP4_BLOCK
     first, last = (index * num_blocks // num_ranks for index in (rank, rank + 1))
     return range(first * MXFP4_BLOCK, last * MXFP4_BLOCK)
-
-
-def _load_mxfp4(weights: Weights, name: str, shape: tuple[int, int, int], expert: int) -> tuple[Tensor, Tensor]:
-    """Load the blocks and scales (see `Mxfp4Weight`) of an expert's matrix, part of a tensor of this shape."""
-    *leading, columns = shape
-    blocks, scales = (*leading, columns // MXFP4_BLOCK, mxfp4.BLOCK_BYTES), (*leading, columns // MXFP4_BLOCK)
-    return (
-        weights.load_bytes(f"{name}_blocks", blocks, expert, parameters=2),
-        weights.load_bytes(f"{name}_scales", scales, expert, parameters=0),
-    )

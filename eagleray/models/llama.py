@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from eagleray.models.base import Model, register
 from eagleray.models.config_file import ConfigFile
+from eagleray.models.layers.attention import Attention
+from eagleray.models.layers.decoder import DecoderLayer
+from eagleray.models.layers.mlp import MLP
 from eagleray.models.spec import Defaults, ModelSpec, read_common, uniform_windows
 
 LLAMA = Defaults(
@@ -27,16 +31,31 @@ MISTRAL = Defaults(
 )
 
 
-def read_llama(config: ConfigFile) -> ModelSpec:
-    attention_bias = config.boolean("attention_bias", False)
-    return replace(
-        read_common(config, "LlamaForCausalLM", LLAMA),
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=config.boolean("mlp_bias", False),
-    )
+class PlainDecoder(Model):
+    """Attention and a dense feed-forward part in every layer."""
+
+    def make_layer(self, index: int) -> DecoderLayer:
+        name, part = f"model.layers.{index}", self.part
+        attention = Attention(f"{name}.self_attn", part.spec.windows[index], part)
+        return DecoderLayer(name, attention, MLP(f"{name}.mlp", part), part)
 
 
-def read_mistral(config: ConfigFile) -> ModelSpec:
-    spec = read_common(config, "MistralForCausalLM", MISTRAL)
-    return replace(spec, windows=uniform_windows(config, spec.num_layers, default=4096))
+@register("LlamaForCausalLM")
+class Llama(PlainDecoder):
+    @staticmethod
+    def read_spec(config: ConfigFile) -> ModelSpec:
+        attention_bias = config.boolean("attention_bias", False)
+        return replace(
+            read_common(config, "LlamaForCausalLM", LLAMA),
+            qkv_bias=attention_bias,
+            output_bias=attention_bias,
+            mlp_bias=config.boolean("mlp_bias", False),
+        )
+
+
+@register("MistralForCausalLM")
+class Mistral(PlainDecoder):
+    @staticmethod
+    def read_spec(config: ConfigFile) -> ModelSpec:
+        spec = read_common(config, "MistralForCausalLM", MISTRAL)
+        return replace(spec, windows=uniform_windows(config, spec.num_layers, default=4096))

@@ -6,48 +6,36 @@ on the model's device. Every problem is a `CheckpointError` that names the file 
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from eagleray.config.json_files import read_json_object, shown
 from eagleray.errors import CheckpointError
 from eagleray.kernels.quantized import FP8_COLUMNS, Fp8Weight, Weight, WeightFormat, group_scales, quantize_fp8
 from eagleray.log import get_logger
-from eagleray.models.weights import LAYER, Cut
+from eagleray.models.checkpoint_files import DTYPE_NAMES, PACKED, header_bytes, open_file, weight_files
+from eagleray.models.weights import Cut, Param
 
 logger = get_logger(__name__)
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-
-BYTES_OF_DTYPE = {"F32": 4, "F16": 2, "BF16": 2}
-NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-BYTES_OF_ENCODED_DTYPE = {"U8": 1}
-"""Bytes per element of encoded tensors, whose elements are not parameters themselves."""
 FP8 = "F8_E4M3"
-MAX_INDEX_BYTES = 128 * 2**20
-"""Bound for the size of an index. Published models with the most experts have one of about 20 MiB."""
-ALL_BYTES = BYTES_OF_DTYPE | BYTES_OF_ENCODED_DTYPE | {FP8: 1}
+ITEMSIZES = {"F32": 4, "F16": 2, "BF16": 2, PACKED: 1, FP8: 1}
+SCALES_SUFFIX = "_scale_inv"
+"""Suffix of the scales of a weight in FP8, after its name."""
 
 
 class CheckpointWeights:
     """The `Weights` of one checkpoint, as a context manager.
 
-    `is_elsewhere` says which tensors only other ranks have. Of the others, each of `tp_size` ranks reads its part.
-    The exceptions are tensors that `is_whole`: of these, this rank reads the fraction `parts_wanted` by itself.
-    `on_progress` is called with the bytes read and the total bytes of this rank's part, as stored in the files.
-    `fp8_block`: see `ModelSpec`; without it, weights in FP8 are refused. `kept_formats`: see `KernelBackend`.
-    `quantizes`: the weights of linear layers that are stored as plain numbers are quantized to FP8.
+    `on_progress` is called with the bytes read and the total bytes of `params`, those that this rank reads, as stored
+    in the files. `fp8_block`: see `ModelSpec`; without it, weights in FP8 are refused. `kept_formats`: see
+    `KernelBackend`. `quantizes`: the weights of linear layers that are stored as plain numbers are quantized to FP8.
     """
 
     def __init__(
@@ -56,39 +44,26 @@ class CheckpointWeights:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        on_progress: Callable[[int, int], None] | None,
-        is_elsewhere: Callable[[str], bool] = lambda name: False,
-        is_whole: Callable[[str], bool] = lambda name: False,
-        parts_wanted: Callable[[str], Fraction] = lambda name: Fraction(1),
-        tp_size: int = 1,
+        params: Iterable[Param] = (),
+        on_progress: Callable[[int, int], None] | None = None,
         fp8_block: tuple[int, int] | None = None,
         kept_formats: frozenset[WeightFormat] = frozenset(),
         quantizes: bool = False,
     ) -> None:
-        self.dtype = dtype
+        self._dtype = dtype
         self._device = device
         self._fp8_block = fp8_block
         self._keeps_fp8 = WeightFormat.FP8 in kept_formats
         self._quantizes = quantizes
         self._has_warned = False
         self._on_progress = on_progress
-        self.num_parameters = 0
-        self._units_read = 0  # bytes of this rank, times `tp_size`
         self._lock = threading.Lock()
         with ExitStack() as stack:
-            self._paths = _weight_files(directory)
-            self._files = [stack.enter_context(_open(path)) for path in self._paths]
+            self._paths = weight_files(directory)
+            self._files = [stack.enter_context(open_file(path)) for path in self._paths]
             self._owners = {name: index for index, file in enumerate(self._files) for name in file.keys()}  # noqa: SIM118
-            self._left_over = {name for name in self._owners if not is_elsewhere(name)}
-            self._tp_size = tp_size
-            self._is_whole = is_whole
-            whole = [name for name in self._left_over if is_whole(name)]
-            others = self._owners.keys() - set(whole)
-            all_bytes = sum(path.stat().st_size for path in self._paths)
-            elsewhere_bytes = sum(self._num_bytes(name) for name in others if name not in self._left_over)
-            divided_bytes = all_bytes - elsewhere_bytes - sum(map(self._num_bytes, whole))
-            whole_bytes = sum(self._num_bytes(name) * parts_wanted(name) for name in whole)
-            self._total_bytes = divided_bytes // tp_size + int(whole_bytes)
+            self._bytes_read = sum(map(header_bytes, self._paths))
+            self._total_bytes = self._bytes_read + sum(map(self._num_bytes, params))
             self._close = stack.pop_all().close
 
     def __enter__(self) -> CheckpointWeights:
@@ -99,37 +74,45 @@ class CheckpointWeights:
     ) -> None:
         self._close()
 
-    def load(
-        self, name: str, shape: tuple[int, ...], cut: Cut | None = None, *, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        return self._load([name], [shape], [cut], dtype or self.dtype)
+    def load(self, param: Param) -> Tensor:
+        return self._load([param], param.dtype or self._dtype)
 
-    def load_part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
-        return self._load_part(name, shape, index, self.dtype, parameters=1)
+    def load_concatenated(self, params: Sequence[Param]) -> Tensor:
+        return self._load(params, self._dtype)
 
-    def load_bytes(self, name: str, shape: tuple[int, ...], index: int, *, parameters: int) -> Tensor:
-        return self._load_part(name, shape, index, torch.uint8, parameters=parameters)
-
-    def load_concatenated(
-        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
-    ) -> Tensor:
-        return self._load(names, shapes, cuts or [None] * len(names), self.dtype)
-
-    def load_weight(
-        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
-    ) -> Weight:
-        cuts = cuts or [None] * len(names)
-        are_fp8 = [self._is_fp8(self._kind(name), shape) for name, shape in zip(names, shapes, strict=True)]
+    def load_weight(self, params: Sequence[Param]) -> Weight:
+        are_fp8 = [self._is_fp8(self._kind(param.name), param) for param in params]
         if not any(are_fp8):
-            return self.quantize(self._load(names, shapes, cuts, self.dtype))
+            return self.quantize(self._load(params, self._dtype))
         if self._keeps_fp8 and all(are_fp8):
-            if self._is_kept(columns := _columns(shapes[0], cuts[0])):
-                return self._load_fp8(names, shapes, cuts, columns)
-            self._warn_of_decoding(names[0], columns)
-        return self._load(names, shapes, cuts, self.dtype)
+            if self._is_kept(columns := _spans(params[0])[1]):
+                return self._load_fp8(params, columns)
+            self._warn_of_decoding(params[0].name, columns)
+        return self._load(params, self._dtype)
 
     def quantize(self, weight: Tensor) -> Weight:
         return quantize_fp8(weight) if self._quantizes else weight
+
+    def finish(self, names: Iterable[str], *, may_be_left: Callable[[str], bool]) -> None:
+        """Report full progress when all layers are loaded. `names`: those of the whole model. Raises `CheckpointError`
+        if there are other tensors of which `may_be_left` is false."""
+        left = self._owners.keys() - set(names)
+        left = {name for name in left if not may_be_left(name) and not self._are_scales(name, left)}
+        if left:
+            first = sorted(left)[:3]
+            paths = ", ".join(sorted({str(self._paths[self._owners[name]]) for name in left}))
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            raise CheckpointError(
+                f"{paths}: the model that config.json describes has no place for {', '.join(first)}{more}; "
+                "config.json and the weights do not belong together, or this variant of the model is not supported"
+            )
+        if self._on_progress is not None:
+            self._on_progress(self._total_bytes, self._total_bytes)
+
+    def _are_scales(self, name: str, left: set[str]) -> bool:
+        """Whether these are the scales of a tensor in FP8 that is not left over itself."""
+        weight = name.removesuffix(SCALES_SUFFIX)
+        return weight != name and weight not in left and self._kind(weight) == FP8 and self._fp8_block is not None
 
     def _is_kept(self, columns: range) -> bool:
         """Whether these columns of a weight in FP8 can be a weight of their own, whose blocks products can read."""
@@ -154,84 +137,56 @@ class CheckpointWeights:
             FP8_COLUMNS,
         )
 
-    def _load_fp8(
-        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None], columns: range
-    ) -> Fp8Weight:
+    def _load_fp8(self, params: Sequence[Param], columns: range) -> Fp8Weight:
         """Load weights in FP8 as they are stored. Where parts of blocks of rows are next to each other, blocks of fewer
         rows have the same scales."""
         assert self._fp8_block is not None
         high, wide = self._fp8_block
-        values = self._load(names, shapes, cuts, torch.float8_e4m3fn)
+        values = self._load(params, torch.float8_e4m3fn)
         column_blocks = slice(columns.start // wide, -(-columns.stop // wide))
         scales, places, num_before = [], [], 0
-        for name, shape, cut in zip(names, shapes, cuts, strict=True):
-            rows = cut.span if cut is not None and cut.dim == 0 else range(shape[0])
+        for param in params:
+            rows, _ = _spans(param)
             places.append(num_before + torch.arange(rows.start, rows.stop) // high)
-            scales.append(self._load_scales(name, shape)[:, column_blocks])
+            scales.append(self._load_scales(param)[:, column_blocks])
             num_before += len(scales[-1])
         grouped, block_rows = group_scales(torch.cat(scales), torch.cat(places), high)
         return Fp8Weight(values, grouped.to(self._device), (block_rows, wide))
 
-    def _load_scales(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return float32 [blocks of rows, blocks of columns], on the CPU, of a weight in FP8 of this shape."""
+    def _load_scales(self, param: Param) -> Tensor:
+        """Return float32 [blocks of rows, blocks of columns], on the CPU, of a weight in FP8."""
+        scales = self._scales_of(param)
+        out = torch.empty(scales.shape)
+        self._read(scales, out)
+        return out
+
+    def _scales_of(self, param: Param) -> Param:
         assert self._fp8_block is not None
-        scales = torch.empty([-(-size // step) for size, step in zip(shape, self._fp8_block, strict=True)])
-        self._read(f"{name}_scale_inv", tuple(scales.shape), None, scales)
-        return scales
+        shape = tuple(-(-size // step) for size, step in zip(param.shape, self._fp8_block, strict=True))
+        return Param(f"{param.name}{SCALES_SUFFIX}", shape, dtype=torch.float32)
 
-    def _load_part(
-        self, name: str, shape: tuple[int, ...], index: int, dtype: torch.dtype, *, parameters: int
-    ) -> Tensor:
-        self._stored(name, shape, dtype)
-        out = torch.empty(shape[1:], dtype=dtype, device=self._device)
-        self._read(name, shape, Cut(0, range(index, index + 1)), out[None], is_part=True)
-        with self._lock:
-            self.num_parameters += out.numel() * parameters
+    def _load(self, params: Sequence[Param], dtype: torch.dtype) -> Tensor:
+        for param in params:  # nothing is allocated if a tensor is missing
+            self._stored(param, dtype)
+        shapes = [param.local_shape for param in params]
+        num_rows = [shape[0] for shape in shapes]
+        out = torch.empty((sum(num_rows), *shapes[0][1:]), dtype=dtype, device=self._device)
+        for param, part in zip(params, out.split(num_rows), strict=True):
+            self._read(param, part)
         return out
 
-    def _load(
-        self,
-        names: Sequence[str],
-        shapes: Sequence[tuple[int, ...]],
-        cuts: Sequence[Cut | None],
-        dtype: torch.dtype,
-    ) -> Tensor:
-        for name, shape in zip(names, shapes, strict=True):  # nothing is allocated if a tensor is missing
-            self._stored(name, shape, dtype)
-        wanted = [shape if cut is None else cut.shape(shape) for shape, cut in zip(shapes, cuts, strict=True)]
-        num_rows = [shape[0] for shape in wanted]
-        out = torch.empty((sum(num_rows), *wanted[0][1:]), dtype=dtype, device=self._device)
-        for name, shape, cut, part in zip(names, shapes, cuts, out.split(num_rows), strict=True):
-            self._read(name, shape, cut, part)
-        with self._lock:
-            self.num_parameters += out.numel()
-        return out
-
-    def finish(self, may_be_left: Callable[[str], bool]) -> None:
-        """Report full progress when all layers are loaded. Raises `CheckpointError` if tensors are left of which
-        `may_be_left` is false."""
-        left = sorted(name for name in self._left_over if not may_be_left(name))
-        if left:
-            paths = ", ".join(sorted({str(self._paths[self._owners[name]]) for name in left}))
-            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-            raise CheckpointError(
-                f"{paths}: the model that config.json describes has no place for {', '.join(left[:3])}{more}; "
-                "config.json and the weights do not belong together, or this variant of the model is not supported"
-            )
-        if self._on_progress is not None:
-            self._on_progress(self._total_bytes, self._total_bytes)
-
-    def _stored(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-        """Return the tensor in its file. Raises `CheckpointError` unless it exists, has this shape, and can be read as
+    def _stored(self, param: Param, dtype: torch.dtype) -> Any:
+        """Return the tensor in its file. Raises `CheckpointError` unless it exists, has its shape, and can be read as
         `dtype`."""
+        name, shape = param.name, param.shape
         if name not in self._owners:
             searched = ", ".join(map(str, self._paths))
             raise CheckpointError(f"tensor {name!r} of shape {list(shape)} is missing; searched in {searched}")
         index = self._owners[name]
         path, stored = self._paths[index], self._files[index].get_slice(name)
         kind = stored.get_dtype()
-        expected = BYTES_OF_ENCODED_DTYPE if dtype == torch.uint8 else BYTES_OF_DTYPE
-        if kind not in expected and not self._is_fp8(kind, shape):
+        expected = (PACKED,) if dtype == torch.uint8 else tuple(DTYPE_NAMES)
+        if kind not in expected and not self._is_fp8(kind, param):
             supported = ", ".join(expected)
             raise CheckpointError(f"{path}: tensor {name!r} is stored as {kind}; supported are {supported}")
         if (found := tuple(stored.get_shape())) != shape:
@@ -245,74 +200,45 @@ class CheckpointWeights:
         index = self._owners.get(name)
         return "" if index is None else str(self._files[index].get_slice(name).get_dtype())
 
-    def _is_fp8(self, kind: str, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of this kind and shape is a weight with a scale for each block."""
-        return kind == FP8 and self._fp8_block is not None and len(shape) == 2
+    def _is_fp8(self, kind: str, param: Param) -> bool:
+        """Whether a tensor of this kind is a weight with a scale for each block."""
+        return kind == FP8 and self._fp8_block is not None and len(param.shape) == 2
 
-    def _read(self, name: str, shape: tuple[int, ...], cut: Cut | None, out: Tensor, *, is_part: bool = False) -> None:
-        stored = self._stored(name, shape, out.dtype)
-        part = stored[:] if cut is None else _part(stored, cut)
-        is_decoded = self._is_fp8(stored.get_dtype(), shape) and out.dtype != part.dtype
-        _copy(self._scaled(part, name, shape, cut) if is_decoded else part, out)
+    def _read(self, param: Param, out: Tensor) -> None:
+        stored = self._stored(param, out.dtype)
+        part = stored[:] if param.shard is None else param.shard.of(stored)
+        is_decoded = self._is_fp8(stored.get_dtype(), param) and out.dtype != part.dtype
+        _copy(self._scaled(part, param) if is_decoded else part, out)
         with self._lock:
-            self._left_over.discard(name)
-            num_bytes = self._num_bytes(name) // shape[0] if is_part else self._num_bytes(name)
-            self._units_read += num_bytes * (self._tp_size if self._is_whole(name) else 1)
+            self._bytes_read += part.numel() * part.itemsize
             if self._on_progress is not None:
-                self._on_progress(self._units_read // self._tp_size, self._total_bytes)
+                self._on_progress(self._bytes_read, self._total_bytes)
 
-    def _scaled(self, part: Tensor, name: str, shape: tuple[int, ...], cut: Cut | None) -> Tensor:
-        """Return float32: a weight in FP8, or the part `cut` of it, times the scales of its blocks."""
+    def _scaled(self, part: Tensor, param: Param) -> Tensor:
+        """Return float32: this rank's shard of a weight in FP8 times the scales of its blocks."""
         assert self._fp8_block is not None
-        rows, columns = self._fp8_block
-        scales = self._load_scales(name, shape)
-        wanted = [range(size) for size in shape]
-        if cut is not None:
-            wanted[cut.dim] = cut.span
-        column_scales = scales[
-            :, torch.arange(wanted[1].start, wanted[1].stop) // columns
-        ]  # [row blocks, wanted columns]
+        high, wide = self._fp8_block
+        rows, columns = _spans(param)
+        scales = self._load_scales(param)[:, torch.arange(columns.start, columns.stop) // wide]
         numbers = part.float()
-        for block in range(wanted[0].start // rows, -(-wanted[0].stop // rows)):
-            first, last = block * rows - wanted[0].start, (block + 1) * rows - wanted[0].start
-            numbers[max(first, 0) : last] *= column_scales[block]
+        for block in range(rows.start // high, -(-rows.stop // high)):
+            first, last = block * high - rows.start, (block + 1) * high - rows.start
+            numbers[max(first, 0) : last] *= scales[block]
         return numbers
 
-    def _num_bytes(self, name: str) -> int:
-        stored = self._files[self._owners[name]].get_slice(name)
-        return torch.Size(stored.get_shape()).numel() * ALL_BYTES.get(stored.get_dtype(), 0)
+    def _num_bytes(self, param: Param) -> int:
+        """Return the bytes that this rank reads of a tensor, with its scales; 0 if it is missing."""
+        kind = self._kind(param.name)
+        of_scales = self._num_bytes(self._scales_of(param)) if self._is_fp8(kind, param) else 0
+        return param.local_size * ITEMSIZES.get(kind, 0) + of_scales
 
 
-def stored_dtype(directory: Path) -> str:
-    """Return the dtype of the first weight that is of float32, float16 or bfloat16. Raises `CheckpointError`."""
-    paths = _weight_files(directory)
-    for path in paths:
-        file = _open(path)
-        with file:
-            kinds = (file.get_slice(name).get_dtype() for name in file.keys())  # noqa: SIM118
-            if (kind := next((kind for kind in kinds if kind in NAMES), None)) is not None:
-                return NAMES[kind]
-    raise CheckpointError(f"{paths[0]}: there are no weights of float32, float16 or bfloat16")
-
-
-def read_headers(directory: Path) -> tuple[int, set[int]]:
-    """Return the number of parameters in all weight files, where a byte of four-bit weights counts as two, and the
-    layers that have a tensor. Raises `CheckpointError`."""
-    num_parameters, layers = 0, set[int]()
-    for path in _weight_files(directory):
-        with _open(path) as file:
-            for name in file.keys():  # noqa: SIM118
-                stored = file.get_slice(name)
-                per_element = 2 if stored.get_dtype() in BYTES_OF_ENCODED_DTYPE else 1
-                num_parameters += math.prod(stored.get_shape()) * per_element
-                if (match := LAYER.match(name)) is not None:
-                    layers.add(int(match[1]))
-    return num_parameters, layers
-
-
-def _columns(shape: tuple[int, ...], cut: Cut | None) -> range:
-    """Return the wanted columns."""
-    return cut.span if cut is not None and cut.dim == 1 else range(shape[1])
+def _spans(param: Param) -> list[range]:
+    """Return this rank's rows and columns of a matrix."""
+    spans = [range(size) for size in param.shape]
+    if isinstance(param.shard, Cut):
+        spans[param.shard.dim] = param.shard.span
+    return spans
 
 
 def _copy(source: Tensor, out: Tensor) -> None:
@@ -321,51 +247,3 @@ def _copy(source: Tensor, out: Tensor) -> None:
         out.view(torch.uint8).numpy()[:] = source.view(torch.uint8).numpy()
     else:
         out.copy_(source)
-
-
-def _part(stored: Any, cut: Cut) -> Tensor:
-    """Read the part `cut` of a tensor, and no more."""
-    span = slice(cut.span.start, cut.span.stop)
-    return stored[span] if cut.dim == 0 else stored[:, span]
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """Return the single file, or the shards that the index names."""
-    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        raise CheckpointError(
-            f"{directory}: there is neither {SINGLE_FILE} nor {INDEX_FILE}; weights are read from safetensors files "
-            "only (for random weights instead: --load-format dummy)"
-        )
-    weight_map = read_json_object(index, max_bytes=MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise CheckpointError(
-            f"{index}: is not an index of safetensors files: its `weight_map` must name a file for each tensor, but it "
-            f"is {shown(weight_map)}"
-        )
-    shards = sorted(set(weight_map.values()))
-    if not shards:
-        raise CheckpointError(f"{index}: its `weight_map` names no file")
-    for shard in shards:
-        if not _is_file(path := directory / shard):
-            raise CheckpointError(f"{path}: not found, but {index} names it; the download may be incomplete")
-    return [directory / shard for shard in shards]
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a name that no file can have
-        return False
-
-
-def _open(path: Path) -> Any:
-    """Open a safetensors file. This checks that the file is as long as its header says."""
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path}: is not a complete safetensors file ({error}); it may be truncated or damaged, copy it again"
-        ) from error

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eagleray.kernels.backend import KernelBackend
 from eagleray.kernels.params import RouterParams
+from eagleray.models.base import Model, register
 from eagleray.models.config_file import MAX_EXPERTS, ConfigFile
-from eagleray.models.layers.decoder import DecoderLayer, load_decoder_layer
-from eagleray.models.moe.experts import MoeBlock
-from eagleray.models.moe.layout import ExpertLayout
+from eagleray.models.layers.attention import Attention
+from eagleray.models.layers.decoder import DecoderLayer
+from eagleray.models.moe.experts import MoeBlock, gated_expert
 from eagleray.models.spec import Defaults, ModelSpec, MoeSpec, read_common, uniform_windows
-from eagleray.models.weights import Weights
-from eagleray.parallel.group import TensorParallelGroup
 
 MIXTRAL = Defaults(
     vocab_size=32000,
@@ -28,38 +26,29 @@ MIXTRAL = Defaults(
 )
 
 
-def read_mixtral(config: ConfigFile) -> ModelSpec:
-    spec = read_common(config, "MixtralForCausalLM", MIXTRAL)
-    return replace(
-        spec,
-        windows=uniform_windows(config, spec.num_layers, default=None),
-        moe=MoeSpec(
-            num_experts=(count := config.integer("num_local_experts", 8, maximum=MAX_EXPERTS)),
-            router=RouterParams(
-                top_k=config.integer("num_experts_per_tok", 2, maximum=count), renormalize=True, round_weights=False
+@register("MixtralForCausalLM")
+class Mixtral(Model):
+    @staticmethod
+    def read_spec(config: ConfigFile) -> ModelSpec:
+        spec = read_common(config, "MixtralForCausalLM", MIXTRAL)
+        return replace(
+            spec,
+            windows=uniform_windows(config, spec.num_layers, default=None),
+            moe=MoeSpec(
+                num_experts=(count := config.integer("num_local_experts", 8, maximum=MAX_EXPERTS)),
+                router=RouterParams(
+                    top_k=config.integer("num_experts_per_tok", 2, maximum=count), renormalize=True, round_weights=False
+                ),
+                intermediate_size=spec.intermediate_size,
+                layers=(True,) * spec.num_layers,
             ),
-            intermediate_size=spec.intermediate_size,
-            layers=(True,) * spec.num_layers,
-        ),
-    )
+        )
 
-
-def load_layer(
-    index: int,
-    spec: ModelSpec,
-    weights: Weights,
-    kernels: KernelBackend,
-    tp: TensorParallelGroup,
-    experts: ExpertLayout | None,
-) -> DecoderLayer:
-    assert experts is not None
-    moe = MoeBlock(
-        f"model.layers.{index}.block_sparse_moe",
-        index,
-        spec,
-        weights,
-        kernels,
-        experts,
-        projections=("w1", "w3", "w2"),
-    )
-    return load_decoder_layer(index, spec, weights, kernels, tp, moe, sequence_parallel=experts.sequence_parallel)
+    def make_layer(self, index: int) -> DecoderLayer:
+        name, part, layout = f"model.layers.{index}", self.part, self.experts
+        assert layout is not None
+        block = f"{name}.block_sparse_moe"
+        expert = gated_expert(f"{block}.experts", part, layout, projections=("w1", "w3", "w2"))
+        attention = Attention(f"{name}.self_attn", part.spec.windows[index], part, layout.sequence_parallel)
+        moe = MoeBlock(block, index, part, layout, expert=expert)
+        return DecoderLayer(name, attention, moe, part, layout.sequence_parallel)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from eagleray.models.base import Model, register
 from eagleray.models.config_file import ConfigFile
+from eagleray.models.layers.attention import Attention
+from eagleray.models.layers.decoder import DecoderLayer
+from eagleray.models.layers.mlp import MLP
 from eagleray.models.spec import Defaults, ModelSpec, read_common, windows_by_layer
 
 QWEN2 = Defaults(
@@ -18,6 +22,14 @@ QWEN2 = Defaults(
 )
 
 
-def read_qwen2(config: ConfigFile) -> ModelSpec:
-    spec = read_common(config, "Qwen2ForCausalLM", QWEN2)
-    return replace(spec, windows=windows_by_layer(config, spec.num_layers), qkv_bias=True)
+@register("Qwen2ForCausalLM")
+class Qwen2(Model):
+    @staticmethod
+    def read_spec(config: ConfigFile) -> ModelSpec:
+        spec = read_common(config, "Qwen2ForCausalLM", QWEN2)
+        return replace(spec, windows=windows_by_layer(config, spec.num_layers), qkv_bias=True)
+
+    def make_layer(self, index: int) -> DecoderLayer:
+        name, part = f"model.layers.{index}", self.part
+        attention = Attention(f"{name}.self_attn", part.spec.windows[index], part)
+        return DecoderLayer(name, attention, MLP(f"{name}.mlp", part), part)

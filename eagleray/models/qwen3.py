@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from eagleray.models.base import Model, register
 from eagleray.models.config_file import ConfigFile
+from eagleray.models.layers.attention import Attention
+from eagleray.models.layers.decoder import DecoderLayer
+from eagleray.models.layers.mlp import MLP
 from eagleray.models.spec import Defaults, ModelSpec, read_common, windows_by_layer
 
 QWEN3 = Defaults(
@@ -19,13 +23,21 @@ QWEN3 = Defaults(
 )
 
 
-def read_qwen3(config: ConfigFile) -> ModelSpec:
-    spec = read_common(config, "Qwen3ForCausalLM", QWEN3)
-    attention_bias = config.boolean("attention_bias", False)
-    return replace(
-        spec,
-        windows=windows_by_layer(config, spec.num_layers),
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        qk_norm=True,
-    )
+@register("Qwen3ForCausalLM")
+class Qwen3(Model):
+    @staticmethod
+    def read_spec(config: ConfigFile) -> ModelSpec:
+        spec = read_common(config, "Qwen3ForCausalLM", QWEN3)
+        attention_bias = config.boolean("attention_bias", False)
+        return replace(
+            spec,
+            windows=windows_by_layer(config, spec.num_layers),
+            qkv_bias=attention_bias,
+            output_bias=attention_bias,
+            qk_norm=True,
+        )
+
+    def make_layer(self, index: int) -> DecoderLayer:
+        name, part = f"model.layers.{index}", self.part
+        attention = Attention(f"{name}.self_attn", part.spec.windows[index], part)
+        return DecoderLayer(name, attention, MLP(f"{name}.mlp", part), part)

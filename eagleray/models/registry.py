@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -13,62 +12,36 @@ import torch
 
 from eagleray.config.json_files import shown
 from eagleray.errors import ConfigError
-from eagleray.kernels.backend import KernelBackend, Operation
+from eagleray.kernels.backend import KernelBackend
 from eagleray.kernels.choose import AttentionBackend, ModelTraits, choose_backend
 from eagleray.kernels.expert_trace import MAX_TRACED_EXPERTS
 from eagleray.kernels.quantized import WeightFormat
-from eagleray.kernels.rope import Rope
-from eagleray.models.base import Model
+from eagleray.models.base import FAMILIES, Model
+from eagleray.models.checkpoint_files import read_headers, stored_dtype
 from eagleray.models.config_file import ConfigFile
-from eagleray.models.deepseek import load_layer as load_deepseek_layer
-from eagleray.models.deepseek import read_deepseek_v2, read_deepseek_v3
 from eagleray.models.dummy import DummyWeights
-from eagleray.models.gpt_oss import load_layer as load_gpt_oss_layer
-from eagleray.models.gpt_oss import read_gpt_oss
-from eagleray.models.layers.decoder import DecoderLayer, load_dense_layer
-from eagleray.models.layers.embedding import load_embedding_and_head
-from eagleray.models.llama import read_llama, read_mistral
-from eagleray.models.loading import CheckpointWeights, read_headers, stored_dtype
-from eagleray.models.mixtral import load_layer as load_mixtral_layer
-from eagleray.models.mixtral import read_mixtral
-from eagleray.models.moe.experts import MoeBlock
+from eagleray.models.loading import CheckpointWeights
 from eagleray.models.moe.layout import ExpertLayout, ExpertOptions
 from eagleray.models.moe.rebalance import Rebalancer
-from eagleray.models.qwen2 import read_qwen2
-from eagleray.models.qwen3 import read_qwen3
-from eagleray.models.qwen3_moe import load_layer as load_qwen3_moe_layer
-from eagleray.models.qwen3_moe import read_qwen3_moe
+from eagleray.models.part import ModelPart
 from eagleray.models.sharding import check_experts, check_fits
 from eagleray.models.size import num_parameters, weight_bytes
 from eagleray.models.spec import ModelSpec
-from eagleray.models.tensor_names import is_elsewhere, is_not_a_weight, is_read_whole, parts_wanted
 from eagleray.models.weights import Weights
-from eagleray.parallel.group import TensorParallelGroup
 from eagleray.parallel.groups import Groups
-from eagleray.process.malloc import malloc_trim
 
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """The two functions of a family."""
-
-    read_spec: Callable[[ConfigFile], ModelSpec]
-    load_layer: Callable[
-        [int, ModelSpec, Weights, KernelBackend, TensorParallelGroup, ExpertLayout | None], DecoderLayer
-    ] = load_dense_layer
-
-
-FAMILIES = {
-    "DeepseekV2ForCausalLM": Family(read_deepseek_v2, load_deepseek_layer),
-    "DeepseekV3ForCausalLM": Family(read_deepseek_v3, load_deepseek_layer),
-    "GptOssForCausalLM": Family(read_gpt_oss, load_gpt_oss_layer),
-    "LlamaForCausalLM": Family(read_llama),
-    "MistralForCausalLM": Family(read_mistral),
-    "MixtralForCausalLM": Family(read_mixtral, load_mixtral_layer),
-    "Qwen2ForCausalLM": Family(read_qwen2),
-    "Qwen3ForCausalLM": Family(read_qwen3),
-    "Qwen3MoeForCausalLM": Family(read_qwen3_moe, load_qwen3_moe_layer),
+MODULES = {
+    "DeepseekV2ForCausalLM": "deepseek",
+    "DeepseekV3ForCausalLM": "deepseek",
+    "GptOssForCausalLM": "gpt_oss",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
+"""The module of each family, by the architecture's name in config.json. Only that of the loaded model is imported."""
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -114,7 +87,7 @@ def load_model(
     `deterministic`, or cannot have such weights or such a cache on this device.
     """
     config = ConfigFile.read(directory)
-    family = _family(config)
+    family = find_family(config)
     spec = family.read_spec(config)
     _check_options(spec, experts, groups)
     if dtype == "auto":
@@ -145,61 +118,61 @@ def load_model(
             wait_for_memory(needed)
     if deterministic:
         _check_batch_invariant(spec, kernels, kind, device, groups)
-    layout = None
-    if spec.moe is not None:
-        layout = ExpertLayout(spec, experts, groups=groups, kernels=kernels, device=device)
+    part = ModelPart(spec=spec, groups=groups, kernels=kernels, dtype=kind, device=device)
+    layout = None if spec.moe is None else ExpertLayout(part, experts)
+    model = family(part, layout, cache_dtype=torch.float8_e4m3fn if kv_cache_dtype == "fp8" else None)
 
-    def open_weights(on_progress: Callable[[int, int], None] | None = None) -> AbstractContextManager[Weights]:
-        if load_format == "dummy":
-            return nullcontext(DummyWeights(dtype=kind, device=device, seed=seed or 0, has_fp8=has_fp8))
+    def open_checkpoint(on_progress: Callable[[int, int], None] | None = None) -> CheckpointWeights:
         return CheckpointWeights(
             directory,
             dtype=kind,
             device=device,
+            params=model.params(),
             on_progress=on_progress,
-            is_elsewhere=lambda name: is_elsewhere(name, spec, groups.mesh, layout),
-            is_whole=lambda name: is_read_whole(name, layout),
-            parts_wanted=lambda name: parts_wanted(name, layout),
-            tp_size=groups.mesh.tp_size,
             fp8_block=spec.fp8_block,
             kept_formats=kernels.kept_formats,
             quantizes=quantization is not None,
         )
 
-    with open_weights(on_progress) as weights:
-        embedding, layers, head = _load_parts(family, spec, weights, kernels, groups, layout, device)
-        norm = None
-        if groups.mesh.is_last_stage:
-            norm = kernels.norm(weights.load("model.norm.weight", (spec.hidden_size,)), spec.norm_eps)
-        if isinstance(weights, CheckpointWeights):
-            weights.finish(may_be_left=lambda name: is_not_a_weight(name, spec))
-    return Model(
-        spec=spec,
-        groups=groups,
-        dtype=kind,
-        cache_dtype=torch.float8_e4m3fn if kv_cache_dtype == "fp8" else kind,
-        device=device,
-        kernels=kernels,
-        embedding=embedding,
-        layers=layers,
-        norm=norm,
-        head=head,
-        rope=Rope(spec.rope, spec.head_dim, dtype=kind, device=device),
-        num_parameters=weights.num_parameters,
-        experts=layout,
-        rebalancer=_rebalancer(layers, layout, experts, kernels, open_weights),
-    )
+    def open_weights() -> AbstractContextManager[Weights]:
+        if load_format == "dummy":
+            return nullcontext(DummyWeights(dtype=kind, device=device, seed=seed or 0, has_fp8=has_fp8))
+        return open_checkpoint()
+
+    if load_format == "dummy":
+        with open_weights() as weights:
+            model.load(weights)
+    else:
+        with open_checkpoint(on_progress) as checkpoint:
+            model.load(checkpoint)
+            checkpoint.finish(model.names(), may_be_left=model.may_be_dropped)
+    if layout is not None and layout.is_divided:
+        model.rebalancer = Rebalancer(
+            blocks=model.moe_blocks,
+            layout=layout,
+            interval=experts.balance_interval,
+            kernels=kernels,
+            open_weights=open_weights,
+        )
+    return model
 
 
-def _family(config: ConfigFile) -> Family:
+def find_family(config: ConfigFile) -> type[Model]:
+    """Return the family that config.json names. Raises `CheckpointError`."""
     names = config.get("architectures")
-    supported = ", ".join(FAMILIES)
+    supported = ", ".join(MODULES)
     if not isinstance(names, list) or len(names) != 1:
         config.fail(f"`architectures` must name one architecture, but it is {shown(names)}; supported are {supported}")
     name = names[0]
-    if not isinstance(name, str) or name not in FAMILIES:
+    if not isinstance(name, str) or name not in MODULES:
         config.fail(f"the architecture {shown(name)} is not supported; supported are {supported}")
-    return FAMILIES[name]
+    return import_family(name)
+
+
+def import_family(architecture: str) -> type[Model]:
+    """Return the family of an architecture that is supported."""
+    import_module(f"eagleray.models.{MODULES[architecture]}")
+    return FAMILIES[architecture]
 
 
 def _check_stored(config: ConfigFile, spec: ModelSpec, directory: Path) -> None:
@@ -208,8 +181,9 @@ def _check_stored(config: ConfigFile, spec: ModelSpec, directory: Path) -> None:
     A tensor that is missing or has another shape is reported when it is read.
     """
     described = num_parameters(spec)
-    stored, stored_layers = read_headers(directory)
-    if spec.num_layers - 1 not in stored_layers:
+    stored, names = read_headers(directory)
+    last = f"model.layers.{spec.num_layers - 1}."
+    if not any(name.startswith(last) for name in names):
         config.fail(
             f"`num_hidden_layers` is {spec.num_layers}, but the weight files beside it have no tensor of layer "
             f"{spec.num_layers - 1}; they do not belong together, or the download is incomplete"
@@ -311,47 +285,3 @@ def _check_batch_invariant(
             f"option `deterministic`: sums over {groups.tp.size} tensor-parallel ranks of several hosts are added up "
             "in varying order; keep the ranks on one host, or take 2"
         )
-
-
-def _load_parts(
-    family: Family,
-    spec: ModelSpec,
-    weights: Weights,
-    kernels: KernelBackend,
-    groups: Groups,
-    layout: ExpertLayout | None,
-    device: torch.device,
-) -> tuple[Operation | None, list[DecoderLayer], Operation | None]:
-    """Load the embedding, the layers and the head of this stage, as `Model` takes them."""
-    mesh = groups.mesh
-
-    def load_layer(index: int) -> DecoderLayer:
-        layer = family.load_layer(index, spec, weights, kernels, groups.tp, layout)
-        malloc_trim()
-        return layer
-
-    # on a CPU, every core reads and packs weights
-    pool = ThreadPoolExecutor(torch.get_num_threads() if device.type == "cpu" else 1, "load")
-    try:
-        embedding_and_head = pool.submit(load_embedding_and_head, spec, weights, kernels, mesh, groups.tp)
-        layers = list(pool.map(load_layer, mesh.layers(spec.num_layers)))
-        embedding, head = embedding_and_head.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return embedding, layers, head
-
-
-def _rebalancer(
-    layers: list[DecoderLayer],
-    layout: ExpertLayout | None,
-    options: ExpertOptions,
-    kernels: KernelBackend,
-    open_weights: Callable[[], AbstractContextManager[Weights]],
-) -> Rebalancer | None:
-    """Return None if ranks do not have whole experts."""
-    if layout is None or not layout.is_divided:
-        return None
-    blocks = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, MoeBlock)]
-    return Rebalancer(
-        blocks=blocks, layout=layout, interval=options.balance_interval, kernels=kernels, open_weights=open_weights
-    )

@@ -1,77 +1,100 @@
-"""The source of a layer's weights, each identified by its name and the shape that the model's configuration implies."""
+"""The tensors of a checkpoint that a layer declares, and the sources that they are loaded from.
+
+A `Param` is declared by every rank for the whole model; its `shard` is the part that this rank has.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from eagleray.kernels.quantized import Weight
 
-LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
-"""Matches the names of a layer's tensors; the group is the layer's number."""
-
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The wanted part of a tensor: the indices `span` of its dimension `dim` (0 or 1)."""
+    """A shard of a tensor: the indices `span` of its dimension `dim`, rows (0) or columns (1)."""
 
     dim: int
     span: range
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the part's shape, given that of the whole tensor."""
+        """Return the shard's shape, given that of the whole tensor."""
         return (*whole[: self.dim], len(self.span), *whole[self.dim + 1 :])
+
+    def of(self, whole: Any) -> Tensor:
+        """Return the shard of a tensor, or read it and no more from a tensor in a file."""
+        span = slice(self.span.start, self.span.stop)
+        part: Tensor = whole[span] if self.dim == 0 else whole[:, span]
+        return part
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part, such as an expert, of a tensor whose first dimension counts the parts."""
+
+    index: int
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the part's shape, given that of the whole tensor."""
+        return whole[1:]
+
+    def of(self, whole: Any) -> Tensor:
+        """Return the part of a tensor, or read it and no more from a tensor in a file."""
+        part: Tensor = whole[self.index : self.index + 1][0]
+        return part
+
+
+Shard = Cut | Part | None
+"""The part of a tensor that this rank has; None: all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A tensor of the checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the whole tensor, which the model's configuration implies."""
+    shard: Shard = None
+    dtype: torch.dtype | None = None
+    """Dtype that it is loaded in; None: the model's. uint8 if it is stored in another encoding."""
+    parameters: int = 1
+    """Number of parameters that an element stands for."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's shard."""
+        return self.shape if self.shard is None else self.shard.shape(self.shape)
+
+    @property
+    def local_size(self) -> int:
+        """Elements of this rank's shard."""
+        return torch.Size(self.local_shape).numel()
 
 
 class Weights(Protocol):
-    """Loads tensors in the model's dtype, or in the one that is asked for, onto the model's device. The caller owns
-    them. Each tensor, or each part of one, is loaded once, from any thread.
+    """Loads this rank's shards of tensors onto the model's device, from any thread. The caller owns them.
 
-    Shapes are those of whole tensors, whatever is cut out of them; only the wanted part is read. Every method raises
-    `CheckpointError` if a tensor is missing or has another shape.
+    Every method raises `CheckpointError` if a tensor is missing or has another shape.
     """
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The model's dtype."""
+    def load(self, param: Param) -> Tensor:
+        """Load one tensor."""
         ...
 
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters that the tensors loaded so far stand for."""
+    def load_concatenated(self, params: Sequence[Param]) -> Tensor:
+        """Load several tensors, concatenated along the first dimension."""
         ...
 
-    def load(
-        self, name: str, shape: tuple[int, ...], cut: Cut | None = None, *, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """Load a tensor, or the part `cut` of it."""
-        ...
-
-    def load_part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
-        """Load part `index` of a tensor along its first dimension, of the shape `shape[1:]`."""
-        ...
-
-    def load_bytes(self, name: str, shape: tuple[int, ...], index: int, *, parameters: int) -> Tensor:
-        """Load part `index` of an encoded uint8 tensor, each byte of which stands for `parameters` parameters."""
-        ...
-
-    def load_concatenated(
-        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
-    ) -> Tensor:
-        """Load several tensors, or a part of each, concatenated along the first dimension."""
-        ...
-
-    def load_weight(
-        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], cuts: Sequence[Cut | None] | None = None
-    ) -> Weight:
-        """Load the weights of linear layers, or a part of each, concatenated along the first dimension. They are a
-        quantized weight if they are stored so and the backend keeps their format, or if all weights of linear layers
-        are to be quantized."""
+    def load_weight(self, params: Sequence[Param]) -> Weight:
+        """Load the weights of linear layers, concatenated along the first dimension. They are a quantized weight if
+        they are stored so and the backend keeps their format, or if all weights of linear layers are to be
+        quantized."""
         ...
 
     def quantize(self, weight: Tensor) -> Weight:

@@ -1,1 +1,1 @@
-"""The parts of a model. A layer loads its weights by name when it is made, and computes with kernels."""
+"""The parts of a model. A layer declares its tensors by name when it is made, and computes with kernels."""

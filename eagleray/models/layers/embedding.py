@@ -5,42 +5,69 @@ A tensor-parallel rank has the weight's rows of some tokens of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagleray.kernels.backend import KernelBackend, Operation
+from eagleray.kernels.backend import HiddenStates, KernelBackend, Operation
+from eagleray.models.layers.layer import Layer, WeightGroup
+from eagleray.models.part import ModelPart
 from eagleray.models.sharding import padded_shard
-from eagleray.models.spec import ModelSpec
-from eagleray.models.weights import Cut, Weights
-from eagleray.parallel.group import TensorParallelGroup
-from eagleray.parallel.mesh import Mesh
+from eagleray.models.weights import Cut, Param, Weights
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 
-def load_embedding_and_head(
-    spec: ModelSpec, weights: Weights, kernels: KernelBackend, mesh: Mesh, tp: TensorParallelGroup
-) -> tuple[Operation | None, Operation | None]:
-    """Return the embedding if this is the first stage, and the head if it is the last.
+class EmbeddingAndHead(Layer):
+    """The embedding if this is the first stage, and the head if it is the last."""
 
-    The embedding maps token ids to hidden states. The head maps hidden states to the logits of this rank's tokens.
-    These are equally many on every rank, so the last ones may be padding beyond the vocabulary.
-    """
-    own = padded_shard(spec.vocab_size, tp)
-    embedding: Operation | None = None
-    head: Operation | None = None
-    if spec.tie_embeddings and mesh.is_first_stage and mesh.is_last_stage:
-        embedding, head = kernels.tied_embedding(_load_rows(EMBEDDING, spec, weights, own), own.start)
-    elif mesh.is_first_stage:
-        embedding = kernels.embedding(_load_rows(EMBEDDING, spec, weights, own), own.start)
-    if mesh.is_last_stage and head is None:
-        head = kernels.linear(_load_rows(EMBEDDING if spec.tie_embeddings else HEAD, spec, weights, own), None)
-    return None if embedding is None else lambda token_ids: kernels.all_reduce(embedding(token_ids), tp), head
+    def __init__(self, part: ModelPart) -> None:
+        spec, mesh = part.spec, part.mesh
+        own, is_tied = padded_shard(spec.vocab_size, part.tp), spec.tie_embeddings
+        self._part = part
+        self._embedding: WeightGroup | None = None
+        self._head: WeightGroup | None = None
+        self._tied: WeightGroup | None = None
+        if is_tied and mesh.is_first_stage and mesh.is_last_stage:
+            self._tied = _group(EMBEDDING, part, own, lambda rows, kernels: kernels.tied_embedding(rows, own.start))
+            return
+        if mesh.is_first_stage:
+            self._embedding = _group(EMBEDDING, part, own, lambda rows, kernels: kernels.embedding(rows, own.start))
+        if mesh.is_last_stage:
+            name = EMBEDDING if is_tied else HEAD
+            self._head = _group(name, part, own, lambda rows, kernels: kernels.linear(rows, None))
+
+    def names(self) -> Iterator[str]:
+        yield EMBEDDING
+        if not self._part.spec.tie_embeddings:
+            yield HEAD
+
+    def embed(self, token_ids: HiddenStates) -> HiddenStates:
+        """Map token ids to hidden states."""
+        lookup: Operation | None = self._embedding if self._tied is None else self._tied.operation[0]
+        assert lookup is not None, "only the first stage has the embedding"
+        return self._part.kernels.all_reduce(lookup(token_ids), self._part.tp)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Map hidden states to the logits of this rank's tokens. These are equally many on every rank, so the last ones
+        may be padding beyond the vocabulary."""
+        product: Operation | None = self._head if self._tied is None else self._tied.operation[1]
+        assert product is not None, "only the last stage has the head"
+        return product(hidden)
 
 
-def _load_rows(name: str, spec: ModelSpec, weights: Weights, own: range) -> Tensor:
-    """Load the weight's rows [len(own), hidden_size]; those beyond the vocabulary are zeros."""
+def _group(
+    name: str, part: ModelPart, own: range, make: Callable[[Tensor, KernelBackend], Operation | tuple[Operation, ...]]
+) -> WeightGroup:
+    """Declare the rows `own` of the embedding or the head. Rows beyond the vocabulary are zeros."""
+    spec = part.spec
     present = range(min(own.start, spec.vocab_size), min(own.stop, spec.vocab_size))
-    rows = weights.load(name, (spec.vocab_size, spec.hidden_size), Cut(0, present))
-    return rows if len(present) == len(own) else F.pad(rows, (0, 0, 0, len(own) - len(present)))
+    param = Param(name, (spec.vocab_size, spec.hidden_size), Cut(0, present))
+
+    def make_padded(weights: Weights, kernels: KernelBackend) -> Operation | tuple[Operation, ...]:
+        rows = weights.load(param)
+        return make(F.pad(rows, (0, 0, 0, len(own) - len(present))) if len(present) < len(own) else rows, kernels)
+
+    return WeightGroup([param], make_padded)

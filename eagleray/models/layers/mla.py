@@ -9,67 +9,37 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagleray.kernels.backend import Context, HiddenStates, KernelBackend, Operation
+from eagleray.kernels.backend import AttendLatents, Context, HiddenStates, KernelBackend, Operation
 from eagleray.kernels.params import MLAParams
 from eagleray.kernels.quantized import Fp8Weight, Weight, select_rows
-from eagleray.models.layers.linear import load_linear, load_summed_linear
+from eagleray.models.layers.layer import Layer, WeightGroup
+from eagleray.models.layers.linear import SummedLinear, linear, norm
 from eagleray.models.layers.sequence_parallel import SequenceParallel
+from eagleray.models.part import ModelPart
 from eagleray.models.sharding import features, shard
 from eagleray.models.spec import MLASpec, ModelSpec
-from eagleray.models.weights import Cut, Weights
-from eagleray.parallel.group import TensorParallelGroup
+from eagleray.models.weights import Cut, Param, Weights
 
 NORM_EPS = 1e-6
 """Epsilon of the inner norms, which config.json does not contain."""
 
 
-class MLAAttention:
+class MLAAttention(Layer):
     """The attention of one layer, with this rank's shard of the heads."""
 
-    def __init__(
-        self,
-        name: str,
-        spec: ModelSpec,
-        weights: Weights,
-        kernels: KernelBackend,
-        tp: TensorParallelGroup,
-        sequence_parallel: SequenceParallel | None = None,
-    ) -> None:
-        assert spec.mla is not None
-        mla, hidden, bias = spec.mla, spec.hidden_size, spec.qkv_bias
-        rank, heads = mla.kv_lora_rank, shard(spec.num_heads, tp)
-        self._queries = _load_queries(name, spec, heads, weights, kernels)
-        down = f"{name}.kv_a_proj_with_mqa"
-        self._latents = kernels.linear(
-            _sort_rotated_rows(weights.load_weight([f"{down}.weight"], [(mla.cached_size, hidden)]), mla, num_heads=1),
-            _sort_rotated(weights.load(f"{down}.bias", (mla.cached_size,)), mla, num_heads=1) if bias else None,
-        )
-        kv_dim = mla.qk_nope_head_dim + mla.v_head_dim
-        kv = weights.load(
-            f"{name}.kv_b_proj.weight", (spec.num_heads * kv_dim, rank), Cut(0, features(heads, kv_dim))
-        ).unflatten(0, (len(heads), kv_dim))
-        self._attend = kernels.mla_attention(
-            MLAParams(
-                num_heads=len(heads),
-                plain_dim=mla.qk_nope_head_dim,
-                rotated_dim=mla.qk_rope_head_dim,
-                value_dim=mla.v_head_dim,
-                scale=mla.softmax_scale,
-                norm=weights.load(f"{name}.kv_a_layernorm.weight", (rank,)),
-                norm_eps=NORM_EPS,
-                keys=kv[:, : mla.qk_nope_head_dim].contiguous(),
-                values=kv[:, mla.qk_nope_head_dim :].contiguous(),
-            )
-        )
-        values = mla.v_head_dim
-        self._output = load_summed_linear(
-            weights,
-            kernels,
+    def __init__(self, name: str, part: ModelPart, sequence_parallel: SequenceParallel | None = None) -> None:
+        spec, mla = part.spec, part.spec.mla
+        assert mla is not None
+        heads = shard(spec.num_heads, part.tp)
+        self._queries = MLAQueries(name, spec, mla, heads)
+        self._latents = _latents(f"{name}.kv_a_proj_with_mqa", spec, mla)
+        self._attend = _mla_attention(name, spec, mla, heads)
+        self._output = SummedLinear(
             f"{name}.o_proj",
-            hidden,
-            spec.num_heads * values,
-            inputs=features(heads, values),
-            tp=tp,
+            spec.hidden_size,
+            spec.num_heads * mla.v_head_dim,
+            part,
+            inputs=features(heads, mla.v_head_dim),
             bias=spec.output_bias,
             sequence_parallel=sequence_parallel,
         )
@@ -80,24 +50,69 @@ class MLAAttention:
         return self._output(self._attend(self._queries(x), self._latents(x), cache, context))
 
 
-def _load_queries(name: str, spec: ModelSpec, heads: range, weights: Weights, kernels: KernelBackend) -> Operation:
-    """Return the operation from hidden states to the queries of these heads: one product, or two with a norm
-    between."""
-    assert spec.mla is not None
-    mla, hidden = spec.mla, spec.hidden_size
+class MLAQueries(Layer):
+    """Maps hidden states to the queries of these heads: by one product, or by two with a norm between."""
 
-    def last_product(last: str, in_features: int) -> Operation:
-        shape, cut = (spec.num_heads * mla.query_dim, in_features), Cut(0, features(heads, mla.query_dim))
-        weight = weights.load_weight([f"{name}.{last}.weight"], [shape], [cut])
-        return kernels.linear(_sort_rotated_rows(weight, mla, num_heads=len(heads)), None)
+    def __init__(self, name: str, spec: ModelSpec, mla: MLASpec, heads: range) -> None:
+        rank, hidden = mla.q_lora_rank, spec.hidden_size
+        self._down = self._norm = None
+        if rank is not None:
+            self._down = linear([f"{name}.q_a_proj"], [rank], hidden, bias=spec.qkv_bias)
+            self._norm = norm(f"{name}.q_a_layernorm", rank, NORM_EPS)
+        last, size = ("q_proj", hidden) if rank is None else ("q_b_proj", rank)
+        up = Param(
+            f"{name}.{last}.weight", (spec.num_heads * mla.query_dim, size), Cut(0, features(heads, mla.query_dim))
+        )
 
-    if mla.q_lora_rank is None:
-        return last_product("q_proj", hidden)
-    rank = mla.q_lora_rank
-    down = load_linear(weights, kernels, [f"{name}.q_a_proj"], [rank], hidden, bias=spec.qkv_bias)
-    norm = kernels.norm(weights.load(f"{name}.q_a_layernorm.weight", (rank,)), NORM_EPS)
-    up = last_product("q_b_proj", rank)
-    return lambda x: up(norm(down(x)))
+        def make(weights: Weights, kernels: KernelBackend) -> Operation:
+            return kernels.linear(_sort_rotated_rows(weights.load_weight([up]), mla, num_heads=len(heads)), None)
+
+        self._up = WeightGroup([up], make)
+
+    def __call__(self, x: HiddenStates) -> HiddenStates:
+        if self._down is not None and self._norm is not None:
+            x = self._norm(self._down(x))
+        return self._up(x)
+
+
+def _latents(name: str, spec: ModelSpec, mla: MLASpec) -> WeightGroup:
+    """Declare the product that maps hidden states to latents and the rotated part of the keys."""
+    params = [Param(f"{name}.weight", (mla.cached_size, spec.hidden_size))]
+    if spec.qkv_bias:
+        params.append(Param(f"{name}.bias", (mla.cached_size,)))
+
+    def make(weights: Weights, kernels: KernelBackend) -> Operation:
+        weight = _sort_rotated_rows(weights.load_weight(params[:1]), mla, num_heads=1)
+        return kernels.linear(
+            weight, _sort_rotated(weights.load(params[1]), mla, num_heads=1) if spec.qkv_bias else None
+        )
+
+    return WeightGroup(params, make)
+
+
+def _mla_attention(name: str, spec: ModelSpec, mla: MLASpec, heads: range) -> WeightGroup:
+    """Declare the attention itself, with the matrices that map latents to keys and values."""
+    rank, kv_dim = mla.kv_lora_rank, mla.qk_nope_head_dim + mla.v_head_dim
+    expand = Param(f"{name}.kv_b_proj.weight", (spec.num_heads * kv_dim, rank), Cut(0, features(heads, kv_dim)))
+    latent_norm = Param(f"{name}.kv_a_layernorm.weight", (rank,))
+
+    def make(weights: Weights, kernels: KernelBackend) -> AttendLatents:
+        kv = weights.load(expand).unflatten(0, (len(heads), kv_dim))
+        return kernels.mla_attention(
+            MLAParams(
+                num_heads=len(heads),
+                plain_dim=mla.qk_nope_head_dim,
+                rotated_dim=mla.qk_rope_head_dim,
+                value_dim=mla.v_head_dim,
+                scale=mla.softmax_scale,
+                norm=weights.load(latent_norm),
+                norm_eps=NORM_EPS,
+                keys=kv[:, : mla.qk_nope_head_dim].contiguous(),
+                values=kv[:, mla.qk_nope_head_dim :].contiguous(),
+            )
+        )
+
+    return WeightGroup([expand, latent_norm], make)
 
 
 def _sort_rotated_rows(weight: Weight, mla: MLASpec, *, num_heads: int) -> Weight:

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from eagleray.kernels.backend import HiddenStates, KernelBackend
-from eagleray.models.layers.linear import load_linear, load_partial_linear, load_summed_linear
+from eagleray.kernels.backend import HiddenStates
+from eagleray.models.layers.layer import Layer
+from eagleray.models.layers.linear import SummedLinear, linear
+from eagleray.models.part import ModelPart
 from eagleray.models.sharding import shard
-from eagleray.models.weights import Weights
-from eagleray.parallel.group import TensorParallelGroup
 
 
-class MLP:
-    """A feed-forward layer with this rank's shard of the `size` inner features. If `is_summed` is false, the caller
-    adds up the outputs of the ranks."""
+class MLP(Layer):
+    """A feed-forward layer with this rank's shard of the inner features."""
 
-    def __init__(
-        self,
-        name: str,
-        weights: Weights,
-        kernels: KernelBackend,
-        tp: TensorParallelGroup,
-        *,
-        hidden_size: int,
-        size: int,
-        bias: bool = False,
-        is_summed: bool = True,
-    ) -> None:
-        inner = shard(size, tp)
-        self._gate_up = load_linear(
-            weights,
-            kernels,
-            [f"{name}.gate_proj", f"{name}.up_proj"],
-            [size, size],
-            hidden_size,
-            outputs=[inner, inner],
-            bias=bias,
-            gated=True,
-        )
-        load_down = load_summed_linear if is_summed else load_partial_linear
-        self._down = load_down(weights, kernels, f"{name}.down_proj", hidden_size, size, inputs=inner, tp=tp, bias=bias)
+    def __init__(self, name: str, part: ModelPart) -> None:
+        spec = part.spec
+        hidden, size, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
+        inner = shard(size, part.tp)
+        names = [f"{name}.gate_proj", f"{name}.up_proj"]
+        self._gate_up = linear(names, [size, size], hidden, outputs=[inner, inner], bias=bias, gated=True)
+        self._down = SummedLinear(f"{name}.down_proj", hidden, size, part, inputs=inner, bias=bias)
 
     def __call__(self, x: HiddenStates) -> HiddenStates:
         """Map hidden states [num_tokens, hidden_size] to the same shape."""

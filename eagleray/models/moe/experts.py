@@ -6,82 +6,109 @@ also have shared experts, a feed-forward layer that computes every token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from eagleray.kernels.backend import HiddenStates, KernelBackend, Operation, OperationWithWeights
-from eagleray.models.layers.linear import load_linear
-from eagleray.models.layers.mlp import MLP
+from eagleray.kernels.backend import ComputeExperts, ExpertProducts, HiddenStates, KernelBackend, OperationWithWeights
+from eagleray.kernels.expert_slots import LayerExpertSlots
+from eagleray.kernels.params import RouterParams
+from eagleray.models.layers.layer import Layer, WeightGroup
+from eagleray.models.layers.linear import linear, partial_linear
 from eagleray.models.moe.layout import ExpertLayout
+from eagleray.models.part import ModelPart
 from eagleray.models.sharding import shard
-from eagleray.models.spec import ModelSpec, MoeSpec
-from eagleray.models.weights import Cut, Weights
+from eagleray.models.weights import Cut, Param, Weights
 from eagleray.parallel.group import SingleRankGroup
 
 Expert = tuple[OperationWithWeights, OperationWithWeights]
 """(the gated product, the product that leads back into the hidden state)"""
 
-LoadExpert = Callable[[int, Weights], Expert]
-"""Loads an expert by its number, or this rank's shard of it."""
+DeclareExpert = Callable[[int], WeightGroup]
+"""Declares an expert by its number, or this rank's shard of it. The group's operation is an `Expert`."""
 
 
-class MoeBlock:
+class MoeBlock(Layer):
     """The routed experts of one layer, and its shared experts.
 
-    `projections`: the checkpoint's names of an expert's gate, up and down projection; `load_expert` replaces them for
-    checkpoints that store experts in another form. `router` maps hidden states to scores; by default it is the product
-    with `{name}.gate`. `shared`: see `load_shared_experts`.
+    `router` maps hidden states to scores; by default it is the product with `{name}.gate`. `expert` declares the
+    experts; by default they are `gated_expert`s. `shared`: the model's shared experts, if it has some.
     """
 
     def __init__(
         self,
         name: str,
         index: int,
-        spec: ModelSpec,
-        weights: Weights,
-        kernels: KernelBackend,
+        part: ModelPart,
         layout: ExpertLayout,
         *,
-        projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
-        load_expert: LoadExpert | None = None,
-        router: Operation | None = None,
-        shared: Operation | None = None,
+        expert: DeclareExpert | None = None,
+        router: WeightGroup | None = None,
+        shared: SharedExperts | None = None,
     ) -> None:
-        assert spec.moe is not None
-        moe, hidden = spec.moe, spec.hidden_size
-        self._kernels = kernels
+        assert part.spec.moe is not None
+        moe, hidden = part.spec.moe, part.spec.hidden_size
+        self._kernels = part.kernels
         self._layout = layout
         self._size = hidden
-        self._shared = shared
-        self.moe_index = layout.moe_index(index)
-        """The index of this layer among the stage's layers with experts."""
-        self.slots = layout.slots(index)
-        """None if this rank has a shard of every expert."""
-        self.load_expert = load_expert or _expert_loader(name, moe, hidden, kernels, layout, projections)
-        here = range(moe.num_experts) if self.slots is None else self.slots.local_experts
-        experts = [self.load_expert(expert, weights) for expert in here]
-        gate_up, down = [first for first, _ in experts], [last for _, last in experts]
-        self.products = kernels.expert_products(gate_up, down)
-        """The products of this rank's experts, by expert slot."""
-        self._router = router or load_linear(
-            weights, kernels, [f"{name}.gate"], [moe.num_experts], hidden, is_quantizable=False
-        )
-        self._router_params = moe.router
+        self._num_experts = moe.num_experts
+        self._index = index
+        self.expert = expert or gated_expert(f"{name}.experts", part, layout)
+        self._router = router or linear([f"{name}.gate"], [moe.num_experts], hidden, is_quantizable=False)
+        self._correction_bias = None
         if moe.has_correction_bias:
-            bias_name = f"{name}.gate.e_score_correction_bias"
-            bias = weights.load(bias_name, (moe.num_experts,), dtype=torch.float32)
-            self._router_params = replace(moe.router, correction_bias=bias)
+            self._correction_bias = _correction_bias(f"{name}.gate.e_score_correction_bias", moe.num_experts)
+        self._shared = shared
+        self._router_params: RouterParams = moe.router
+        self._products: ExpertProducts | None = None
+        self._experts: ComputeExperts | None = None
+
+    def load(self, weights: Weights, kernels: KernelBackend) -> None:
+        super().load(weights, kernels)
+        experts: list[Expert] = [self.expert(expert).make(weights, kernels) for expert in self.local_experts]
+        gate_up, down = [first for first, _ in experts], [last for _, last in experts]
+        self._products = kernels.expert_products(gate_up, down)
+        if self._correction_bias is not None:
+            self._router_params = replace(self._router_params, correction_bias=self._correction_bias.operation)
         self._experts = kernels.experts(
             self._router_params,
             gate_up,
             down,
             slots=None if self.slots is None else self.slots.local_map,
-            trace=layout.trace,
+            trace=self._layout.trace,
             layer=self.moe_index,
         )
+
+    def groups(self) -> Iterator[WeightGroup]:
+        yield from super().groups()
+        yield from map(self.expert, self.local_experts)
+
+    def names(self) -> Iterator[str]:
+        yield from super().names()
+        yield from dict.fromkeys(name for expert in range(self._num_experts) for name in self.expert(expert).names())
+
+    @property
+    def moe_index(self) -> int:
+        """The index of this layer among the stage's layers with experts."""
+        return self._layout.moe_index(self._index)
+
+    @property
+    def slots(self) -> LayerExpertSlots | None:
+        """The expert slots; None if this rank has a shard of every expert."""
+        return self._layout.slots(self._index)
+
+    @property
+    def local_experts(self) -> Sequence[int]:
+        """The experts that this rank has, by expert slot."""
+        return range(self._num_experts) if self.slots is None else self.slots.local_experts
+
+    @property
+    def products(self) -> ExpertProducts:
+        """The products of this rank's experts, by expert slot."""
+        assert self._products is not None, "the experts are loaded"
+        return self._products
 
     def __call__(self, x: HiddenStates) -> HiddenStates:
         """Map hidden states [num_tokens, hidden_size] to the same shape; with `layout.sequence_parallel` these are this
@@ -90,6 +117,7 @@ class MoeBlock:
         if self._layout.dispatcher is not None:
             out = self._kernels.host(self._exchange, [x, scores], size=self._size)
         else:
+            assert self._experts is not None, "the experts are loaded"
             out = self._experts(x, scores)
         if self._shared is not None:
             out = self._kernels.add(out, self._shared(x))
@@ -104,41 +132,50 @@ class MoeBlock:
         return out.to(self._kernels.hidden_dtype(x.dtype))
 
 
-def load_shared_experts(
-    name: str, spec: ModelSpec, weights: Weights, kernels: KernelBackend, layout: ExpertLayout
-) -> Operation | None:
-    """Return the shared experts of the layer `name` as one operation, or None if the model has no shared experts. They
-    are whole if each rank has tokens of its own; otherwise they are this rank's shard, whose output `MoeBlock` adds to
-    that of the routed experts before the sum over the ranks."""
-    assert spec.moe is not None
-    size = spec.moe.shared_intermediate_size
-    if size == 0:
-        return None
-    tp = layout.tp if layout.dispatcher is None else SingleRankGroup()
-    return MLP(
-        f"{name}.shared_experts",
-        weights,
-        kernels,
-        tp,
-        hidden_size=spec.hidden_size,
-        size=size,
-        bias=spec.mlp_bias,
-        is_summed=False,
-    )
+class SharedExperts(Layer):
+    """A feed-forward layer that computes every token. It is whole if each rank has tokens of its own; otherwise it is
+    this rank's shard, whose output `MoeBlock` adds to that of the routed experts before the sum over the ranks."""
+
+    def __init__(self, name: str, part: ModelPart, layout: ExpertLayout) -> None:
+        assert part.spec.moe is not None
+        hidden, size, bias = part.spec.hidden_size, part.spec.moe.shared_intermediate_size, part.spec.mlp_bias
+        tp = part.tp if layout.dispatcher is None else SingleRankGroup()
+        inner = shard(size, tp)
+        names = [f"{name}.gate_proj", f"{name}.up_proj"]
+        self._gate_up = linear(names, [size, size], hidden, outputs=[inner, inner], bias=bias, gated=True)
+        self._down = partial_linear(f"{name}.down_proj", hidden, size, inputs=inner, tp=tp, bias=bias)
+
+    def __call__(self, x: HiddenStates) -> HiddenStates:
+        """Map hidden states [num_tokens, hidden_size] to the same shape."""
+        return self._down(self._gate_up(x))
 
 
-def _expert_loader(
-    name: str, moe: MoeSpec, hidden_size: int, kernels: KernelBackend, layout: ExpertLayout, projections: Sequence[str]
-) -> LoadExpert:
-    size = moe.intermediate_size
+def gated_expert(
+    name: str,
+    part: ModelPart,
+    layout: ExpertLayout,
+    projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+) -> DeclareExpert:
+    """Return the declaration of experts that have tensors of their own. `projections`: the checkpoint's names of an
+    expert's gate, up and down projection."""
+    assert part.spec.moe is not None
+    hidden, size = part.spec.hidden_size, part.spec.moe.intermediate_size
     inner = range(size) if layout.is_divided else shard(size, layout.tp)
 
-    def load(expert: int, weights: Weights) -> Expert:
-        gate, up, down = (f"{name}.experts.{expert}.{part}" for part in projections)
-        outputs = [inner, inner]
-        return (
-            load_linear(weights, kernels, [gate, up], [size, size], hidden_size, outputs=outputs, gated=True),
-            kernels.linear(weights.load_weight([f"{down}.weight"], [(hidden_size, size)], [Cut(1, inner)]), None),
-        )
+    def declare(expert: int) -> WeightGroup:
+        gate, up, down = (f"{name}.{expert}.{projection}.weight" for projection in projections)
+        gates = [Param(each, (size, hidden), Cut(0, inner)) for each in (gate, up)]
+        back = Param(down, (hidden, size), Cut(1, inner))
 
-    return load
+        def make(weights: Weights, kernels: KernelBackend) -> Expert:
+            gated = kernels.gated_linear(weights.load_weight(gates), None)
+            return gated, kernels.linear(weights.load_weight([back]), None)
+
+        return WeightGroup([*gates, back], make)
+
+    return declare
+
+
+def _correction_bias(name: str, num_experts: int) -> WeightGroup:
+    bias = Param(name, (num_experts,), dtype=torch.float32)
+    return WeightGroup([bias], lambda weights, kernels: weights.load(bias))

@@ -13,18 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from eagleray.kernels.backend import KernelBackend
 from eagleray.kernels.expert_slots import LayerExpertSlots
 from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.models.layers.sequence_parallel import SequenceParallel
 from eagleray.models.moe.expert_placement import initial_slots
 from eagleray.models.moe.token_dispatcher import AllGatherTokenDispatcher, AllToAllTokenDispatcher, TokenDispatcher
-from eagleray.models.spec import ModelSpec
+from eagleray.models.part import ModelPart
 from eagleray.parallel.expert_group import ExpertGroup
 from eagleray.parallel.group import TensorParallelGroup
-from eagleray.parallel.groups import Groups
 from eagleray.parallel.token_shards import token_counts
 
 
@@ -45,9 +41,8 @@ class ExpertOptions:
 class ExpertLayout:
     """`tp` has the ranks of the engine's stage, `group` the ranks that divide the experts."""
 
-    def __init__(
-        self, spec: ModelSpec, options: ExpertOptions, *, groups: Groups, kernels: KernelBackend, device: torch.device
-    ) -> None:
+    def __init__(self, part: ModelPart, options: ExpertOptions) -> None:
+        spec, groups = part.spec, part.groups
         assert spec.moe is not None
         moe = spec.moe
         self.layers = [index for index in groups.mesh.layers(spec.num_layers) if moe.layers[index]]
@@ -57,7 +52,7 @@ class ExpertLayout:
             num_layers=len(self.layers),
             num_experts=moe.num_experts,
             top_k=moe.top_k,
-            device=device,
+            device=part.device,
             keeps_ids=options.keeps_ids,
         )
         self.tp: TensorParallelGroup = groups.tp
@@ -70,7 +65,7 @@ class ExpertLayout:
             kind = AllToAllTokenDispatcher if options.dispatch == "all-to-all" else AllGatherTokenDispatcher
             self.dispatcher = kind(self.group)
             if self.tp.size > 1:
-                self.sequence_parallel = SequenceParallel(kernels, self.tp, spec.hidden_size)
+                self.sequence_parallel = SequenceParallel(part.kernels, self.tp, spec.hidden_size)
         self.spans_engines = self.dispatcher is not None and self.group.spans_engines
         self.token_counts = [0] * self.group.size
         """Tokens of each rank of `group` in this step; changed in place."""
@@ -94,11 +89,6 @@ class ExpertLayout:
     def slots(self, index: int) -> LayerExpertSlots | None:
         """Return the expert slots of the layer `index`, or None if every rank has a shard of every expert."""
         return self._slots[self.moe_index(index)] if self.is_divided else None
-
-    def has_expert(self, index: int, expert: int) -> bool:
-        """Whether this rank reads the expert, or its shard of it, from the checkpoint."""
-        slots = self.slots(index)
-        return slots is None or expert in slots.local_experts
 
     def set_num_tokens(self, num_tokens: int) -> None:
         """Set the number of tokens of the next step. If the group spans engines, `agree` has set it."""

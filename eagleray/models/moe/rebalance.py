@@ -130,7 +130,7 @@ class Rebalancer:
         logger.info("reading %d experts again that were lost with another rank", len(lost))
         with self._open_weights() as weights:
             for block, slot, expert in lost:
-                gate_up, down = block.load_expert(expert, weights)
+                gate_up, down = block.expert(expert).make(weights, self._kernels)
                 made = self._kernels.expert_products([gate_up], [down])
                 _write(block, slot, torch.cat(made.storage(0)))
 

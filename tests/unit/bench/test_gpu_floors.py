@@ -20,7 +20,7 @@ from gpu_floors import (
 from gpu_shapes import SHAPES, write_config
 
 from eagleray.models.config_file import ConfigFile
-from eagleray.models.registry import FAMILIES
+from eagleray.models.registry import find_family
 from eagleray.models.size import num_parameters
 
 H200 = DeviceRates(read=4.3e12, products=790e12)
@@ -30,7 +30,7 @@ H200 = DeviceRates(read=4.3e12, products=790e12)
 def spec_of(tmp_path):
     def read(name, **options):
         config = ConfigFile.read(write_config(tmp_path, name, **options))
-        return FAMILIES[config.get("architectures")[0]].read_spec(config)
+        return find_family(config).read_spec(config)
 
     return read
 

@@ -9,7 +9,7 @@ import pytest
 
 from eagleray.errors import CheckpointError
 from eagleray.models.config_file import ConfigFile
-from eagleray.models.registry import FAMILIES
+from eagleray.models.registry import import_family
 from eagleray.models.spec import ModelSpec
 
 PATH = Path("/somewhere/config.json")
@@ -18,7 +18,7 @@ PATH = Path("/somewhere/config.json")
 def read(version: int, **fields) -> ModelSpec:
     """Read the spec. `num_experts_per_tok` has no default in V2."""
     needed = {"num_experts_per_tok": 6} if version == 2 else {}
-    return FAMILIES[f"DeepseekV{version}ForCausalLM"].read_spec(ConfigFile(PATH, needed | fields))
+    return import_family(f"DeepseekV{version}ForCausalLM").read_spec(ConfigFile(PATH, needed | fields))
 
 
 def test_read_spec_absent_fields_have_transformers_defaults():

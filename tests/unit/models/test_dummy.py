@@ -10,7 +10,7 @@ from model_runs import load, logits_in_chunks
 
 from eagleray.kernels.quantized import Fp8Weight
 from eagleray.models.dummy import BLOCK, FP8_SCALE, DummyWeights
-from eagleray.models.weights import Cut
+from eagleray.models.weights import Cut, Param, Part
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS = Cut(0, range(3, 5)), Cut(1, range(130, 270))
@@ -21,33 +21,33 @@ PROMPT = random_prompt(0, 60, 384)
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
 def test_dummy_weights_cut_equals_part_of_whole(shape, name):
     weights = DummyWeights(dtype=torch.float32, device=CPU, seed=1)
-    whole = weights.load(name, shape)
-    assert torch.equal(weights.load(name, shape, Cut(0, range(3, 5))), whole[3:5])
+    whole = weights.load(Param(name, shape))
+    assert torch.equal(weights.load(Param(name, shape, Cut(0, range(3, 5)))), whole[3:5])
     if len(shape) == 2:
-        assert torch.equal(weights.load(name, shape, Cut(1, range(2, 7))), whole[:, 2:7])
-        both = weights.load_concatenated([name, name], [shape, shape], [Cut(0, range(1)), None])
+        assert torch.equal(weights.load(Param(name, shape, Cut(1, range(2, 7)))), whole[:, 2:7])
+        both = weights.load_concatenated([Param(name, shape, Cut(0, range(1))), Param(name, shape)])
         assert torch.equal(both, torch.cat([whole[:1], whole]))
-    assert not torch.equal(weights.load("another", shape), whole)
+    assert not torch.equal(weights.load(Param("another", shape)), whole)
 
 
 @pytest.mark.parametrize("shape", [(6, 300), (BLOCK // 100, 400)])
 def test_dummy_weights_fp8_cut_equals_part_of_whole(shape):
     weights = DummyWeights(dtype=torch.bfloat16, device=CPU, seed=1, has_fp8=True)
-    whole = weights.load_weight(["a"], [shape])
-    assert isinstance(whole, Fp8Weight) and whole.shape == shape and weights.num_parameters == shape[0] * shape[1]
+    whole = weights.load_weight([Param("a", shape)])
+    assert isinstance(whole, Fp8Weight) and whole.shape == shape
     decoded = whole.dequantize(torch.float32)
-    rows, columns = (weights.load_weight(["a", "a"], [shape] * 2, [cut] * 2) for cut in (ROWS, COLUMNS))
+    rows, columns = (weights.load_weight([Param("a", shape, cut)] * 2) for cut in (ROWS, COLUMNS))
     assert torch.equal(rows.dequantize(torch.float32), decoded[3:5].repeat(2, 1))
     assert torch.equal(columns.dequantize(torch.float32), decoded[:, 130:270].repeat(2, 1))
-    plain = DummyWeights(dtype=torch.float32, device=CPU, seed=1).load("a", shape)
+    plain = DummyWeights(dtype=torch.float32, device=CPU, seed=1).load(Param("a", shape))
     torch.testing.assert_close(decoded, plain, rtol=2**-4, atol=FP8_SCALE * 2**-9)
 
 
 def test_dummy_weights_bytes_depend_on_name_part_and_seed():
     def draw(name: str = "a_blocks", index: int = 0, seed: int = 0) -> torch.Tensor:
         weights = DummyWeights(dtype=torch.bfloat16, device=CPU, seed=seed)
-        drawn = weights.load_bytes(name, (2, 30, 3, 16), index, parameters=2)
-        assert drawn.shape == (30, 3, 16) and weights.num_parameters == 2 * drawn.numel()
+        drawn = weights.load(Param(name, (2, 30, 3, 16), Part(index), torch.uint8))
+        assert drawn.shape == (30, 3, 16)
         return drawn
 
     assert torch.equal(draw(), draw())

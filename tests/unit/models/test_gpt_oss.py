@@ -34,7 +34,7 @@ PATH = Path("/somewhere/config.json")
 
 
 def read(**fields: Any):
-    return registry.FAMILIES["GptOssForCausalLM"].read_spec(ConfigFile(PATH, fields))
+    return registry.import_family("GptOssForCausalLM").read_spec(ConfigFile(PATH, fields))
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

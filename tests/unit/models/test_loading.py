@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from eagleray.errors import CheckpointError, ConfigError
 from eagleray.models.loading import CheckpointWeights
-from eagleray.models.weights import Cut
+from eagleray.models.weights import Cut, Param, Part
 
 CPU = torch.device("cpu")
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -252,14 +252,17 @@ def test_checkpoint_weights_cut_equals_part_of_whole(kind, tmp_path):
     whole, other = torch.randn(6, 8).to(kind), torch.randn(4, 8).to(kind)
     save_file({"a": whole, "b": other}, tmp_path / "model.safetensors")
     with CheckpointWeights(tmp_path, dtype=torch.float32, device=CPU, on_progress=None) as weights:
-        shapes = [(6, 8), (4, 8)]
-        assert torch.equal(weights.load("a", (6, 8), Cut(0, range(2, 5))), whole[2:5].float())
-        assert torch.equal(weights.load("a", (6, 8), Cut(1, range(2, 5))), whole[:, 2:5].float())
-        assert weights.load("a", (6, 8), Cut(0, range(6, 6))).shape == (0, 8)
-        rows = weights.load_concatenated(["a", "b"], shapes, [Cut(0, range(2)), Cut(0, range(3, 4))])
+
+        def pair(first: Cut, second: Cut) -> list[Param]:
+            return [Param("a", (6, 8), first), Param("b", (4, 8), second)]
+
+        assert torch.equal(weights.load(Param("a", (6, 8), Cut(0, range(2, 5)))), whole[2:5].float())
+        assert torch.equal(weights.load(Param("a", (6, 8), Cut(1, range(2, 5)))), whole[:, 2:5].float())
+        assert torch.equal(weights.load(Param("a", (6, 8), Part(4))), whole[4].float())
+        assert weights.load(Param("a", (6, 8), Cut(0, range(6, 6)))).shape == (0, 8)
+        rows = weights.load_concatenated(pair(Cut(0, range(2)), Cut(0, range(3, 4))))
         assert torch.equal(rows, torch.cat([whole[:2], other[3:]]).float())
-        columns = weights.load_concatenated(["a", "b"], shapes, [Cut(1, range(4, 8))] * 2)
+        columns = weights.load_concatenated(pair(*[Cut(1, range(4, 8))] * 2))
         assert torch.equal(columns, torch.cat([whole, other])[:, 4:].float())
-        assert weights.num_parameters == 24 + 18 + 0 + 24 + 40
         with pytest.raises(CheckpointError, match=r"tensor 'a' has the shape \[6, 8\], but .* implies \[6, 4\]"):
-            weights.load("a", (6, 4), Cut(1, range(2)))
+            weights.load(Param("a", (6, 4), Cut(1, range(2))))

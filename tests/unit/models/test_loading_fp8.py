@@ -24,7 +24,7 @@ from eagleray.kernels.quantized import Fp8Weight, WeightFormat
 from eagleray.models import registry
 from eagleray.models.loading import CheckpointWeights
 from eagleray.models.moe.layout import ExpertOptions
-from eagleray.models.weights import Cut
+from eagleray.models.weights import Cut, Param
 from eagleray.parallel.groups import Groups
 
 BLOCK = (24, 40)
@@ -67,8 +67,8 @@ def test_load_part_of_fp8_weight_equals_dequantized_part(data, shape, tmp_path_f
     span = range(first, data.draw(st.integers(first, shape[dim])))
     options = {"dtype": torch.float32, "device": torch.device("cpu"), "on_progress": None}
     with CheckpointWeights(directory, **options, fp8_block=block) as weights:
-        assert torch.equal(weights.load("a", shape), expected)
-        part = weights.load("a", shape, Cut(dim, span))
+        assert torch.equal(weights.load(Param("a", shape)), expected)
+        part = weights.load(Param("a", shape, Cut(dim, span)))
         assert torch.equal(part, expected[span.start : span.stop] if dim == 0 else expected[:, span.start : span.stop])
 
 
@@ -132,9 +132,9 @@ def test_load_weight_fp8_equals_dequantized_parts(data, sizes, columns, tmp_path
         CheckpointWeights(directory, **options) as decoding,
         CheckpointWeights(directory, **options, kept_formats=frozenset({WeightFormat.FP8})) as keeping,
     ):
-        expected = decoding.load_weight(names, shapes, cuts)
-        found = keeping.load_weight(names, shapes, cuts)
-        assert keeping.num_parameters == decoding.num_parameters == expected.numel()
+        params = [Param(*one) for one in zip(names, shapes, cuts, strict=True)]
+        expected = decoding.load_weight(params)
+        found = keeping.load_weight(params)
     span = cuts[0].span if cuts[0].dim == 1 else range(columns)
     is_aligned = span.start % block[1] == 0 or span.start // block[1] == (span.stop - 1) // block[1]
     assert isinstance(expected, Tensor) and isinstance(found, Fp8Weight) == is_aligned
@@ -149,8 +149,8 @@ def test_load_weight_fp8_whole_blocks_stay_as_stored(tmp_path):
     save_file({"a": small, "a_scale_inv": scales}, tmp_path / "model.safetensors")
     options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "on_progress": None, "fp8_block": (128, 128)}
     with CheckpointWeights(tmp_path, **options, kept_formats=frozenset({WeightFormat.FP8})) as weights:
-        shapes, cuts = [(512, 256)] * 2, [Cut(0, range(128, 384)), Cut(0, range(384, 512))]
-        found = weights.load_weight(["a", "a"], shapes, cuts)
+        cuts = [Cut(0, range(128, 384)), Cut(0, range(384, 512))]
+        found = weights.load_weight([Param("a", (512, 256), cut) for cut in cuts])
     assert isinstance(found, Fp8Weight) and found.block == (128, 128)
     assert torch.equal(found.scales, scales[1:])
     assert torch.equal(found.values.view(torch.uint8), small[128:].view(torch.uint8))
@@ -162,7 +162,7 @@ def test_load_weight_fp8_cut_within_blocks_of_columns_warns_once(tmp_path, caplo
     options = {"dtype": torch.float32, "device": torch.device("cpu"), "on_progress": None, "fp8_block": (8, 128)}
     with CheckpointWeights(tmp_path, **options, kept_formats=frozenset({WeightFormat.FP8})) as weights:
         for _ in range(2):
-            assert torch.equal(weights.load_weight(["a"], [(8, 256)], [Cut(1, range(64, 256))]), expected[:, 64:])
+            assert torch.equal(weights.load_weight([Param("a", (8, 256), Cut(1, range(64, 256)))]), expected[:, 64:])
     (message,) = caplog.messages
     assert "a and others are decoded" in message and "columns 64 to 255" in message
 

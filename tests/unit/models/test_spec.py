@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from eagleray.errors import CheckpointError
 from eagleray.kernels.rope import DefaultRope, DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope
 from eagleray.models.config_file import ConfigFile
-from eagleray.models.registry import FAMILIES
+from eagleray.models.registry import MODULES, import_family
 from eagleray.models.size import num_parameters
 
 PATH = Path("/somewhere/config.json")
 
 
 def read(architecture: str = "LlamaForCausalLM", **fields):
-    return FAMILIES[architecture].read_spec(ConfigFile(PATH, fields))
+    return import_family(architecture).read_spec(ConfigFile(PATH, fields))
 
 
 def refusal(architecture: str = "LlamaForCausalLM", **fields) -> str:
@@ -307,14 +307,14 @@ ROPES = st.dictionaries(
 
 @settings(max_examples=400, deadline=None)
 @given(
-    architecture=st.sampled_from(sorted(FAMILIES)),
+    architecture=st.sampled_from(sorted(MODULES)),
     fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4),
     rope=st.one_of(st.none(), ROPES),
 )
 def test_read_spec_any_config_is_a_model_or_refused(architecture, fields, rope):
     fields = fields if rope is None else fields | {"rope_scaling": rope}
     try:
-        spec = FAMILIES[architecture].read_spec(ConfigFile(PATH, fields))
+        spec = import_family(architecture).read_spec(ConfigFile(PATH, fields))
     except CheckpointError as error:
         assert len(str(error)) < 500
         return

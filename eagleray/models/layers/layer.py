@@ -1,0 +1,59 @@
+"""The base of all layers: a layer declares its tensors when it is made, and has operations once these are loaded.
+
+A layer can be made on every rank, also on one that has no part of it, because declaring takes no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from eagleray.kernels.backend import KernelBackend
+from eagleray.models.weights import Param, Weights
+
+Make = Callable[[Weights, KernelBackend], Any]
+"""Loads the tensors of a `WeightGroup` and makes its operation of them."""
+
+
+class WeightGroup:
+    """Tensors that are packed into one operation, and that operation once they are loaded."""
+
+    def __init__(self, params: Sequence[Param], make: Make) -> None:
+        self.params = params
+        self.make = make
+        self.operation: Any = None
+
+    def load(self, weights: Weights, kernels: KernelBackend) -> None:
+        self.operation = self.make(weights, kernels)
+
+    def groups(self) -> Iterator[WeightGroup]:
+        yield self
+
+    def names(self) -> Iterator[str]:
+        for param in self.params:
+            yield param.name
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.operation(*inputs)
+
+
+class Layer:
+    """A part of a model. Its attributes that are layers or weight groups belong to it."""
+
+    def load(self, weights: Weights, kernels: KernelBackend) -> None:
+        """Make the operations of all groups."""
+        for child in self._children():
+            child.load(weights, kernels)
+
+    def groups(self) -> Iterator[WeightGroup]:
+        """Yield the groups of tensors that this rank has."""
+        for child in self._children():
+            yield from child.groups()
+
+    def names(self) -> Iterator[str]:
+        """Yield the names of the tensors that any rank has."""
+        for child in self._children():
+            yield from child.names()
+
+    def _children(self) -> Iterator[Layer | WeightGroup]:
+        return (child for child in vars(self).values() if isinstance(child, Layer | WeightGroup))
