@@ -186,7 +186,7 @@ class EngineLoop:
     def _report(self) -> None:
         """Send the load to every client: at intervals, when work begins, and when the engine becomes idle."""
         scheduler, now = self._core.scheduler, time.monotonic()
-        is_idle = not scheduler.has_work
+        is_idle = not (scheduler.has_work or scheduler.num_requests)
         if now < self._stats_due and is_idle == self._has_reported_idle:
             return
         self._check_connections()

@@ -84,6 +84,14 @@ class BlockPool:
             assert self._ref_counts[block] > 0
             self._drop_hash(block)
 
+    def clear(self) -> bool:
+        """Remove all blocks from the prefix cache. Returns False, and removes none, if one of them is referenced."""
+        if self.num_free < self.num_blocks:
+            return False
+        for block in list(self._free_cached):
+            self._uncache(block)
+        return True
+
     def _allocate_one(self) -> int:
         block = self._free_uncached.pop() if self._free_uncached else self._free_cached.popitem(last=False)[0]
         self._drop_hash(block)

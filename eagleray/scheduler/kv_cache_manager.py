@@ -68,7 +68,7 @@ class KVCacheManager:
     def commit(self, run: Run) -> None:
         """Register the blocks whose tokens are all known and computed, or planned to be: a step writes the cache before
         it reads it, so requests of the same step may share them."""
-        if not self.enable_prefix_caching:
+        if not (self.enable_prefix_caching and run.is_cacheable):
             return
         num_full = min(run.num_computed_tokens, len(run.request.token_ids)) // self.block_size
         if num_full == run.num_committed_blocks:
@@ -95,6 +95,10 @@ class KVCacheManager:
     def invalidate(self, block_ids: Iterable[int]) -> None:
         """Remove these blocks from the prefix cache."""
         self._pool.invalidate(block_ids)
+
+    def clear(self) -> bool:
+        """Empty the prefix cache. Returns False, and changes nothing, if a block is in use."""
+        return self._pool.clear()
 
     def _num_blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -14,9 +14,11 @@ from hashlib import blake2b
 HASH_BYTES = 16
 
 
-def root_hash(cache_salt: str) -> bytes:
-    """Return the parent of a sequence's first block hash: prefixes with different salts share no hash."""
-    return blake2b(cache_salt.encode(), digest_size=HASH_BYTES, person=b"eagleray salt").digest()
+def root_hash(cache_salt: str, update: int = 0) -> bytes:
+    """Return the parent of a sequence's first block hash. Prefixes with different salts share no hash, nor do those
+    that were computed with the weights of different updates."""
+    salt = update.to_bytes(8, "little")
+    return blake2b(cache_salt.encode(), digest_size=HASH_BYTES, salt=salt, person=b"eagleray salt").digest()
 
 
 def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], *, block_size: int, root: bytes) -> None:

@@ -47,6 +47,7 @@ class Request:
     num_prompt_tokens: int
     max_num_tokens: int
     """Number of tokens, prompt included, at which the request finishes."""
+    cache_salt: str
     root_hash: bytes
     block_hashes: list[bytes] = field(default_factory=list)
     """Hashes of the first full blocks of `token_ids`; extended when needed."""
@@ -61,9 +62,16 @@ class Request:
     announce_start: bool = False
     """Whether the client receives a chunk before the first step that computes the request."""
     was_started: bool = False
+    weight_version: str = "default"
+    """Version of the weights that made the last token that was delivered, as the client knows it."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the cache at the first admission; 0 again once reported to the client."""
     run: Run | None = None
+
+    @property
+    def is_underway(self) -> bool:
+        """Whether the request has had a row, here or in another engine."""
+        return self.was_started or self.is_suspect or len(self.token_ids) > self.num_prompt_tokens
 
     @property
     def num_readable_tokens(self) -> int:
@@ -88,6 +96,11 @@ class Request:
             if token_id in self.stopping.stop_token_ids:
                 return Finish(FinishReason.STOP, token_id)
         return Finish(FinishReason.LENGTH) if len(self.token_ids) >= self.max_num_tokens else None
+
+    def set_update(self, update: int) -> None:
+        """Look up, and register, blocks that were computed with the weights of this update only."""
+        self.root_hash = root_hash(self.cache_salt, update)
+        self.block_hashes.clear()
 
     def make_chunk(self, **fields: Any) -> AddressedChunk:
         """Make the next chunk with these fields of `Chunk`; the first one reports the cached prompt tokens."""
@@ -114,6 +127,10 @@ class Run:
     """Number of first blocks that are registered in the prefix cache."""
     first_step: int
     """First step that computes tokens of this run."""
+    num_initial_tokens: int
+    """Number of tokens that the request had at its admission."""
+    is_cacheable: bool = True
+    """Whether its blocks may be found by others: not once a weight update came while the request ran."""
     num_placeholders: int = 0
     """Number of tokens that planned steps sample and whose ids only the worker knows so far."""
     last_step: int = -1
@@ -123,6 +140,11 @@ class Run:
     def is_current(self) -> bool:
         """Whether the run has not ended."""
         return self.request.run is self
+
+    @property
+    def has_sampled(self) -> bool:
+        """Whether a token that this run made has been applied."""
+        return len(self.request.token_ids) > self.num_initial_tokens
 
     @property
     def num_known_tokens(self) -> int:
@@ -162,11 +184,18 @@ class Run:
 
 
 def new_request(
-    message: Generate, *, priority: int, arrival: int, max_model_len: int, vocab_size: int, has_routing: bool = False
+    message: Generate,
+    *,
+    priority: int,
+    arrival: int,
+    max_model_len: int,
+    vocab_size: int,
+    has_routing: bool = False,
+    update: int = 0,
 ) -> Request:
     """Make the state of a request; one that resumes looks as if it had been preempted after its last token.
 
-    Raises `InvalidRequest` if the request can never run.
+    `update`: number of the last weight update. Raises `InvalidRequest` if the request can never run.
     """
     check_admission(message, max_model_len=max_model_len, vocab_size=vocab_size, has_routing=has_routing)
     num_prompt_tokens = len(message.prompt_token_ids)
@@ -180,7 +209,8 @@ def new_request(
         token_ids=[*message.prompt_token_ids, *message.output_token_ids],
         num_prompt_tokens=num_prompt_tokens,
         max_num_tokens=min(num_prompt_tokens + message.stopping.max_tokens, max_model_len),
-        root_hash=root_hash(message.cache_salt),
+        cache_salt=message.cache_salt,
+        root_hash=root_hash(message.cache_salt, update),
         prompt_logprobs_from=message.prompt_logprobs_from,
         skip_reading_prefix_cache=message.skip_reading_prefix_cache,
         routed_experts_from=message.routed_experts_from,

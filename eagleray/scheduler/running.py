@@ -41,6 +41,7 @@ class RowTable:
             num_reported_tokens=num_cached_tokens,
             num_committed_blocks=num_cached_blocks,
             first_step=step,
+            num_initial_tokens=len(request.token_ids),
         )
         request.run = self._runs[run.row] = run
         return run
@@ -93,6 +94,8 @@ class InFlightStep:
     """A step that is planned and not applied yet."""
 
     step: int
+    weight_version: str
+    """Version of the weights that compute it."""
     runs: dict[Run, int] = field(default_factory=dict)
     """Runs of the step and the number of tokens that it computes of each."""
     block_tables: list[list[int]] = field(default_factory=list)

@@ -3,7 +3,10 @@
 It owns every request of the engine, the rows of the workers' tables and the blocks. The engine core drives it: `add`
 and `abort` as clients ask, `plan` before a step, `apply` with its result. Several steps may be planned before the first
 is applied; results come back in the order of the plans. In an expert group there are also idle steps (`idle_plan`), and
-when another engine of the group exits, the steps in flight are dropped (`rewind`)."""
+when another engine of the group exits, the steps in flight are dropped (`rewind`).
+
+Planning can be stopped and started again (`stop`, `drain`, `start`). Requests keep their rows and blocks meanwhile,
+unless `preempt_all` takes them. What changes weights or the cache is called between steps, when `is_settled`."""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from eagleray.scheduler.request import AddressedChunk, Request, Run, new_request
 from eagleray.scheduler.routed_experts import RoutedExpertsStore
 from eagleray.scheduler.running import InFlightStep, RowTable, StepDraft
 from eagleray.scheduler.stats import Counters, SchedulerStats
-from eagleray.scheduler.waiting import Quarantine, WaitingQueue
+from eagleray.scheduler.waiting import Backlog
 
 
 class Scheduler:
@@ -69,27 +72,36 @@ class Scheduler:
             num_findable = num_blocks if enable_prefix_caching else 0
             self._routed = RoutedExpertsStore(routing, num_blocks=num_findable, block_size=block_size)
         self._requests: dict[tuple[ClientId, str], Request] = {}
-        self._waiting = WaitingQueue()
-        self._quarantine = Quarantine()
+        self._waiting = Backlog()
         self._running = RowTable(max_num_seqs)
         self._in_flight: deque[InFlightStep] = deque()
         self._next_step = 0
         self._is_rewound = False  # True from `rewind` to the next plan that is not idle
+        self._is_stopped = False
+        self._update = 0
+        self._weight_version = "default"
         self._num_arrivals = 0
         self._early_chunks: list[AddressedChunk] = []
         self._counters = Counters()
 
     @property
     def has_work(self) -> bool:
-        """Whether a request wants tokens or a planned step has not been applied yet."""
-        return bool(self._requests or self._in_flight)
+        """Whether a step can be planned, now or soon, or a planned one has not been applied yet."""
+        may_plan = not self._is_stopped and (len(self._running) or self._waiting.num_to_admit)
+        return bool(self._in_flight or may_plan)
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests that have not finished."""
+        return len(self._requests)
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting) + len(self._quarantine),
+            num_waiting=len(self._waiting),
             num_kv_blocks=self._cache.num_blocks,
             num_free_kv_blocks=self._cache.num_free_blocks,
+            update=self._update,
             **asdict(self._counters),
         )
 
@@ -114,16 +126,24 @@ class Scheduler:
             max_model_len=self._max_model_len,
             vocab_size=self._vocab_size,
             has_routing=self._routed is not None,
+            update=self._update,
         )
         self._num_arrivals += 1
         self._requests[key] = state
-        (self._quarantine if state.is_suspect else self._waiting).push(state)
+        self._waiting.push(state)
 
     def abort(self, client: ClientId, request_ids: Iterable[str]) -> list[AddressedChunk]:
         """Abort these requests and return a last chunk for each that exists."""
         found = [
             self._requests[client, name] for name in dict.fromkeys(request_ids) if (client, name) in self._requests
         ]
+        for request in found:
+            self._remove(request)
+        return [request.make_chunk(finish_reason=FinishReason.ABORT) for request in found]
+
+    def abort_all(self) -> list[AddressedChunk]:
+        """Abort all requests and return a last chunk for each."""
+        found = list(self._requests.values())
         for request in found:
             self._remove(request)
         return [request.make_chunk(finish_reason=FinishReason.ABORT) for request in found]
@@ -135,10 +155,68 @@ class Scheduler:
             self._remove(request)
         return len(found)
 
+    # Planning is stopped and started, weights and cache change.
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no step of a request is in flight."""
+        return not any(flight.runs for flight in self._in_flight)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether no request is under way. After `drain`, the others are held back."""
+        return not self._running and self._waiting.num_to_admit == 0
+
+    def stop(self) -> None:
+        """Plan no steps until `start`."""
+        self._is_stopped = True
+
+    def drain(self) -> None:
+        """Plan only steps of requests that are under way, until `start`."""
+        self._is_stopped = False
+        self._waiting.hold_back()
+
+    def start(self) -> None:
+        """Plan steps of all requests."""
+        self._is_stopped = False
+        self._waiting.release()
+
+    def preempt_all(self) -> None:
+        """Take the rows and blocks of all running requests, which are then computed again."""
+        assert self.is_settled, "steps in flight use the blocks"
+        for run in list(self._running):
+            self._preempt(run)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. Returns False, and changes nothing, if a request or a step in flight has blocks."""
+        return self._cache.clear()
+
+    def set_weights(self, *, update: int, version: str) -> None:
+        """Adopt the number of the last update and the version of the weights that compute the next steps.
+
+        With a new number, requests that have no token from their row yet start their prompt again. The others continue
+        with what the cache has; what they compute from now on is found by no other request.
+        """
+        self._weight_version = version
+        if update == self._update:
+            return
+        assert self.is_settled, "a step in flight would be counted for the wrong weights"
+        self._update = update
+        for run in list(self._running):
+            if run.has_sampled:
+                run.is_cacheable = False
+            else:
+                self._preempt(run)
+        for request in self._requests.values():
+            request.set_update(update)
+
     # One step.
 
     def plan(self) -> StepPlan | None:
-        """Plan the next step. Returns None if nothing can be computed before a step in flight is applied."""
+        """Plan the next step. Returns None if nothing can be computed before a step in flight is applied, or planning
+        is stopped."""
+        if self._is_stopped:
+            return None
         draft = StepDraft(self._max_num_batched_tokens)
         if self._is_rewound:
             draft.new_rows = {run: run.new_row() for run in self._running}
@@ -152,7 +230,7 @@ class Scheduler:
         plan = StepPlan(
             step=self._next_step, freed_rows=[], new_rows=[], new_blocks=[], rows=[], num_tokens=[], is_idle=True
         )
-        self._in_flight.append(InFlightStep(plan.step))
+        self._in_flight.append(InFlightStep(plan.step, self._weight_version))
         self._next_step += 1
         return plan
 
@@ -183,7 +261,7 @@ class Scheduler:
             if run.row in failures:
                 outputs.append(self._fail(run, failures[run.row], routed))
             elif run.row in tokens or run.row in result.prompt_logprobs or routed:
-                outputs.append(self._deliver(run, tokens.get(run.row), result, routed))
+                outputs.append(self._deliver(run, tokens.get(run.row), result, routed, flight.weight_version))
         self._release_ended_runs(flight)
         return outputs
 
@@ -244,10 +322,8 @@ class Scheduler:
         return True
 
     def _admit_waiting(self, draft: StepDraft) -> None:
-        if (suspect := self._quarantine.release_next(self._in_flight)) is not None:
-            self._waiting.push(suspect)
-        while self._waiting and self._running.has_free and draft.budget > 0:
-            request = self._waiting.first()
+        self._waiting.release_suspect(self._in_flight)
+        while self._running.has_free and draft.budget > 0 and (request := self._waiting.first()) is not None:
             cached = self._cache.lookup(request)
             # There must be room for the whole prompt, although its first chunk needs less: otherwise the request would
             # soon be preempted for the rest.
@@ -298,7 +374,7 @@ class Scheduler:
             num_tokens=list(draft.num_tokens.values()),
             capture_rows=[run.row for run in draft.num_tokens if run.request.routed_experts_from is not None],
         )
-        self._in_flight.append(InFlightStep(self._next_step, draft.num_tokens))
+        self._in_flight.append(InFlightStep(self._next_step, self._weight_version, draft.num_tokens))
         self._next_step += 1
         self._is_rewound = False
         return plan
@@ -311,7 +387,9 @@ class Scheduler:
 
     # Parts of apply().
 
-    def _deliver(self, run: Run, token_id: int | None, result: StepResult, routed: bytes) -> AddressedChunk:
+    def _deliver(
+        self, run: Run, token_id: int | None, result: StepResult, routed: bytes, weight_version: str
+    ) -> AddressedChunk:
         """Return the chunk for one request's part of a step result; the request may finish with it."""
         request = run.request
         prompt_logprobs = result.prompt_logprobs.get(run.row)
@@ -322,6 +400,8 @@ class Scheduler:
             return request.make_chunk(prompt_logprobs=prompt_logprobs, routed_experts=routed)
         self._counters.num_generation_tokens += 1
         run.num_placeholders -= 1
+        new_version = None if weight_version == request.weight_version else weight_version
+        request.weight_version = weight_version
         finish = request.append(token_id)
         self._cache.commit(run)
         if finish is not None:
@@ -331,6 +411,7 @@ class Scheduler:
             logprobs=[result.logprobs[run.row]] if run.row in result.logprobs else [],
             prompt_logprobs=prompt_logprobs,
             routed_experts=routed,
+            weight_version=new_version,
             finish_reason=finish.reason if finish else None,
             stop_token_id=finish.stop_token_id if finish else None,
         )
@@ -349,11 +430,9 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         """Remove a request from the queue, the quarantine or its row."""
         del self._requests[request.client, request.request_id]
-        was_quarantined = request.is_suspect and self._quarantine.remove(request)
+        self._waiting.on_finished(request, has_row=request.run is not None)
         if request.run is not None:
             self._end_run(request.run)
-        elif not was_quarantined:
-            self._waiting.remove(request)
 
     def _end_run(self, run: Run) -> None:
         """End a run. Its blocks are released at once, or when the last step in flight that uses them is applied."""

@@ -32,3 +32,4 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_generation_tokens: int
     num_prefix_queries: int
     num_prefix_hits: int
+    update: int

@@ -1,4 +1,4 @@
-"""Waiting requests: the queue for a row, and the quarantine of suspects. Owned by the scheduler.
+"""Requests without a row. Owned by the scheduler.
 
 Suspects are requests that were running at several engine exits. They run one at a time among the other requests, so
 that the next exit of the engine identifies the one at fault."""
@@ -27,6 +27,9 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        return _key(request) in self._requests
 
     def push(self, request: Request) -> None:
         self._requests[_key(request)] = request
@@ -65,6 +68,10 @@ class Quarantine:
     def push(self, suspect: Request) -> None:
         self._queue.push(suspect)
 
+    def is_current(self, suspect: Request) -> bool:
+        """Whether it is this suspect's turn."""
+        return suspect is self._current
+
     def release_next(self, in_flight: Iterable[InFlightStep]) -> Request | None:
         """Release the next suspect to the waiting queue. Returns None if none is queued, if the current one has not
         finished, or if a step in flight still computes it."""
@@ -82,6 +89,65 @@ class Quarantine:
             return False
         self._queue.remove(suspect)
         return True
+
+
+class Backlog:
+    """The requests without a row: those that may be admitted, suspects that wait for their turn, and those that are
+    held back because the engine only finishes what is under way."""
+
+    def __init__(self) -> None:
+        self._admissible = WaitingQueue()
+        self._quarantine = Quarantine()
+        self._held_back = WaitingQueue()
+        self._holds_back = False
+
+    def __len__(self) -> int:
+        return len(self._held_back) + self.num_to_admit
+
+    @property
+    def num_to_admit(self) -> int:
+        """Number of requests that will be admitted once there is room, without those that are held back."""
+        return len(self._admissible) + len(self._quarantine)
+
+    def push(self, request: Request) -> None:
+        """Add a request that is new, or was preempted."""
+        if request.is_suspect and not self._quarantine.is_current(request):
+            self._quarantine.push(request)
+        elif self._holds_back and not request.is_underway:
+            self._held_back.push(request)
+        else:
+            self._admissible.push(request)
+
+    def release_suspect(self, in_flight: Iterable[InFlightStep]) -> None:
+        """Let the next suspect be admitted, if none runs."""
+        if (suspect := self._quarantine.release_next(in_flight)) is not None:
+            self._admissible.push(suspect)
+
+    def first(self) -> Request | None:
+        """Return the next request to admit without removing it."""
+        return self._admissible.first() if self._admissible else None
+
+    def pop(self) -> Request:
+        return self._admissible.pop()
+
+    def on_finished(self, request: Request, *, has_row: bool) -> None:
+        """Note that a request finished or was aborted; it is removed unless it has a row."""
+        was_quarantined = request.is_suspect and self._quarantine.remove(request)
+        if not has_row and not was_quarantined:
+            (self._held_back if request in self._held_back else self._admissible).remove(request)
+
+    def hold_back(self) -> None:
+        """Admit only requests that are under way until `release`."""
+        self._holds_back = True
+        waiting, self._admissible = self._admissible, WaitingQueue()
+        while waiting:
+            self.push(waiting.pop())
+
+    def release(self) -> None:
+        """Admit every request again."""
+        self._holds_back = False
+        while self._held_back:
+            self._admissible.push(self._held_back.pop())
 
 
 def _key(request: Request) -> Key:

@@ -29,13 +29,20 @@ BOB = ClientId("test", 1)
 ROUTING = RoutingInfo(num_layers=2, num_experts=256, top_k=3)
 
 
-def prefix_digests(token_ids, *, seed, known=()):
-    """Return a digest of each position's prefix, that token included. `known` are the first digests."""
+def prefix_digests(token_ids, *, seed, known=(), update=0):
+    """Return a digest of each position's prefix, that token included. `known` are the first digests; the others are
+    computed with the weights of `update`."""
     digests = list(known)
     for token in token_ids[len(digests) :]:
         parent = digests[-1] if digests else seed.to_bytes(8, "little")
-        digests.append(blake2b(parent + token.to_bytes(4, "little"), digest_size=8).digest())
+        content = parent + token.to_bytes(4, "little") + update.to_bytes(bool(update))
+        digests.append(blake2b(content, digest_size=8).digest())
     return digests
+
+
+def version_of(update):
+    """Return the version that the fake engine gives to the weights of an update."""
+    return f"v{update}" if update else "default"
 
 
 def token_after(digest):
@@ -82,14 +89,14 @@ def request(
     )
 
 
-def undisturbed(message, *, max_model_len):
+def undisturbed(message, *, max_model_len, update=0):
     """Return (generated tokens, finish reason, stop token) of the request when it runs alone, from its prompt even if
-    it resumes."""
+    it resumes, with the weights of `update`."""
     tokens, stopping = list(message.prompt_token_ids), message.stopping
     digests = []
     generated = []
     while True:
-        digests = prefix_digests(tokens, seed=message.sampling.seed, known=digests)
+        digests = prefix_digests(tokens, seed=message.sampling.seed, known=digests, update=update)
         token = token_after(digests[-1])
         tokens.append(token)
         generated.append(token)
@@ -124,6 +131,8 @@ class FakeWorker:
         self.max_model_len = max_model_len
         self.rows: dict[int, Row] = {}
         self.cells: dict[tuple[int, int], bytes] = {}
+        self.update = 0
+        """Number of the weight update that computes the next steps."""
         self.failing: set[str] = set()
         self.num_steps = 0
         self.written: deque[set[tuple[int, int]]] = deque()
@@ -212,13 +221,29 @@ class FakeWorker:
         written = set()
         for index, num_tokens in zip(plan.rows, plan.num_tokens, strict=True):
             row = self.rows[index]
-            row.digests = prefix_digests(row.token_ids, seed=row.sampling.seed, known=row.digests)
+            if self.restarts_all and not row.digests:
+                row.digests = self._digests_of_continued(row)
+            tokens = row.token_ids[: row.num_computed + num_tokens]
+            row.digests = prefix_digests(tokens, seed=row.sampling.seed, known=row.digests, update=self.update)
             for position in range(row.num_computed, row.num_computed + num_tokens):
                 cell = self._cell(row, position)
                 assert cell not in written, "two rows write the same slot"
                 written.add(cell)
                 self.cells[cell] = row.digests[position]
         self.written.append(written)
+
+    def _digests_of_continued(self, row):
+        """Return the digests of a run that continues after steps were dropped: updates may have come within it, each
+        of which changed the weights for all later positions."""
+        digests, update = [], 0
+        for position in range(row.num_computed):
+            cell, tokens = self.cells.get(self._cell(row, position)), row.token_ids[: position + 1]
+            options = {
+                number: prefix_digests(tokens, seed=row.sampling.seed, known=digests, update=number)
+                for number in range(update, self.update + 1)
+            }
+            update, digests = next((number, option) for number, option in options.items() if option[-1] == cell)
+        return digests
 
     def _read(self, row, num_tokens):
         for position in range(row.num_computed + num_tokens):
@@ -329,6 +354,14 @@ class Engine:
         self.in_flight: deque[StepResult] = deque()
         self.started: list[str] = []
         """Requests whose start was announced."""
+        self.updates_of_steps: deque[int] = deque()
+        """Number of the weight update that each step in flight is computed with."""
+        self.versions: dict[tuple[ClientId, str], str] = defaultdict(lambda: "default")
+        """Version of the last token of each request, as its client knows it."""
+        self.first_updates: dict[tuple[ClientId, str], int] = {}
+        """Number of the last weight update when each request came."""
+        self.updated: set[tuple[ClientId, str]] = set()
+        """Requests during which the weights were updated."""
         self.suspects_of_steps: deque[set[str]] = deque()
         """Suspects that each step in flight computes."""
         self.plans: list[StepPlan] = []
@@ -339,6 +372,7 @@ class Engine:
         for message in messages:
             self.scheduler.add(message)
             self.messages[message.client, message.request_id] = message
+            self.first_updates[message.client, message.request_id] = self.worker.update
 
     def plan(self) -> StepPlan | None:
         num_preemptions = self.scheduler.stats().num_preemptions
@@ -355,6 +389,7 @@ class Engine:
             if not self.in_flight and self.num_stages == 1:
                 assert plan.rows == list(self.worker.rows), "a running request is left out"
             self.in_flight.append(result)
+            self.updates_of_steps.append(self.worker.update)
             self._check_suspects(plan)
             self._check_capture(plan)
         return plan
@@ -363,19 +398,45 @@ class Engine:
         """Take an idle step."""
         self.plans.append(self.scheduler.idle_plan())
         self.in_flight.append(self.worker.execute(self.plans[-1]))
+        self.updates_of_steps.append(self.worker.update)
         self.suspects_of_steps.append(set())
 
     def rewind(self) -> None:
         """Drop the steps in flight."""
         self.worker.lose()
         self.in_flight.clear()
+        self.updates_of_steps.clear()
         self.suspects_of_steps.clear()
         self.scheduler.rewind()
 
     def apply(self) -> list[Chunk]:
         self.suspects_of_steps.popleft()
         self.worker.written.popleft()
-        return self.receive(self.scheduler.apply(self.in_flight.popleft()))
+        result, update = self.in_flight.popleft(), self.updates_of_steps.popleft()
+        chunks = self.receive(self.scheduler.apply(result))
+        for (client, name), version in self._versions_of(chunks):
+            assert version == version_of(update), f"a token of {name} for {client} has a wrong version"
+        return chunks
+
+    def _versions_of(self, chunks):
+        """Yield the version of each chunk that has a token, by its request."""
+        for key in [key for key in self.messages if key[1] in {chunk.request_id for chunk in chunks}]:
+            chunk = self.chunks[key][-1]
+            if chunk in chunks and chunk.token_ids:
+                self.versions[key] = chunk.weight_version or self.versions[key]
+                yield key, self.versions[key]
+
+    def settle(self) -> None:
+        """Apply the steps in flight."""
+        while self.in_flight:
+            self.apply()
+
+    def apply_update(self) -> None:
+        """Finish the steps in flight, then give the worker new weights."""
+        self.settle()
+        self.worker.update += 1
+        self.scheduler.set_weights(update=self.worker.update, version=version_of(self.worker.update))
+        self.updated |= {key for key in self.messages if not self.is_ended(key)}
 
     def _record_started(self, notices: list[AddressedChunk]) -> None:
         for client, chunk in notices:
@@ -438,9 +499,15 @@ class Engine:
 
     def check_as_undisturbed(self, key):
         """Check that the chunks equal those of a run alone, cut off where the request was aborted or failed, and
-        without the part that another engine has delivered."""
+        without the part that another engine has delivered. If the weights were updated, only the length is known."""
         message, chunks = self.messages[key], self.chunks[key]
-        expected, reason, stop_token = undisturbed(message, max_model_len=self.max_model_len)
+        if key in self.updated:
+            num_tokens = len(self.tokens(message.request_id, message.client)) + len(message.output_token_ids)
+            room = min(message.stopping.max_tokens, self.max_model_len - len(message.prompt_token_ids))
+            assert num_tokens == room if chunks[-1].finish_reason is FinishReason.LENGTH else num_tokens <= room
+            return
+        update = self.first_updates[key]
+        expected, reason, stop_token = undisturbed(message, max_model_len=self.max_model_len, update=update)
         num_computed = len(message.prompt_token_ids) + len(expected) - 1
         expected = expected[len(message.output_token_ids) :]
         routed_until = self.routed_experts_until(key)
@@ -469,8 +536,9 @@ class Engine:
         """Return the first position whose experts were not sent, and check the sent ones: right, once each, in
         order."""
         message = self.messages[key]
-        output, _, _ = undisturbed(message, max_model_len=self.max_model_len)
-        experts = experts_of(prefix_digests([*message.prompt_token_ids, *output], seed=message.sampling.seed))
+        update, seed = self.first_updates[key], message.sampling.seed
+        output, _, _ = undisturbed(message, max_model_len=self.max_model_len, update=update)
+        experts = experts_of(prefix_digests([*message.prompt_token_ids, *output], seed=seed, update=update))
         until = message.routed_experts_from
         for chunk in self.chunks[key]:
             if chunk.routed_experts:

@@ -19,6 +19,13 @@ def test_block_hashes_different_salts_share_nothing():
     assert not set(block_hashes(tokens, block_size=2)) & set(block_hashes(tokens, block_size=2, cache_salt="tenant"))
 
 
+def test_root_hash_different_updates_share_nothing():
+    assert (
+        len({root_hash("tenant", update) for update in range(3)} | {root_hash("", update) for update in range(3)}) == 6
+    )
+    assert root_hash("tenant", 0) == root_hash("tenant")
+
+
 def test_root_hash_salt_cannot_equal_a_block_hash():
     """The bytes that a block's hash is made of, used as a salt, must not give that block's hash as the root."""
     hashes: list[bytes] = []

@@ -33,7 +33,7 @@ def engines(draw, max_model_len=None):
 
 
 @st.composite
-def messages(draw, request_id, max_model_len):
+def messages(draw, request_id, max_model_len, update=0):
     own = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=6))
     prompt = [*draw(st.sampled_from(PREFIXES)), *own][-(max_model_len - 1) :]
     message = request(
@@ -51,7 +51,7 @@ def messages(draw, request_id, max_model_len):
         routed_experts_from=draw(st.none() | st.just(0) | st.integers(0, len(prompt))),
         suspect=draw(st.sampled_from([False, False, True])),
     )
-    output, _, _ = undisturbed(message, max_model_len=max_model_len)
+    output, _, _ = undisturbed(message, max_model_len=max_model_len, update=update)
     num_known = draw(st.integers(0, len(output) - 1))
     return msgspec.structs.replace(message, output_token_ids=output[:num_known])
 
@@ -71,7 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def add(self, data) -> None:
         name = str(len(self.engine.messages))
-        self.engine.add(data.draw(messages(name, self.engine.max_model_len)))
+        self.engine.add(data.draw(messages(name, self.engine.max_model_len, self.engine.worker.update)))
 
     @precondition(lambda self: len(self.engine.in_flight) < self.engine.depth)
     @rule()
@@ -97,6 +97,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def rewind(self) -> None:
         self.engine.rewind()
+
+    @rule(how=st.sampled_from(["stop", "drain", "start"]))
+    def change_planning(self, how) -> None:
+        getattr(self.engine.scheduler, how)()
+
+    @rule()
+    def preempt_all(self) -> None:
+        self.engine.settle()
+        self.engine.scheduler.preempt_all()
+        assert self.engine.scheduler.stats().num_running == 0
+        assert self.engine.scheduler.reset_prefix_cache()
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        stats = self.engine.scheduler.stats()
+        assert self.engine.scheduler.reset_prefix_cache() == (stats.num_free_kv_blocks == stats.num_kv_blocks)
+
+    @rule()
+    def update_weights(self) -> None:
+        self.engine.apply_update()
 
     @precondition(lambda self: self.open_requests())
     @rule(data=st.data())
@@ -130,6 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not self.engine.worker.is_sound:
             return  # the failure that counts was raised by the plan
+        self.engine.scheduler.start()
         self.engine.run()
         self.engine.check_all_free()
         for key in self.engine.messages.keys() - self.gone:
