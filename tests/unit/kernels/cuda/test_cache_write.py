@@ -146,7 +146,6 @@ def test_write_keys_values_kernel_compiles(tmp_path, capability, num_heads, num_
         capability=capability,
         num_warps=4,
         num_stages=3,
-        disassemble=capability == 90,
         directory=tmp_path,
     )
     assert not compiled.spills

@@ -150,7 +150,6 @@ def test_attend_splits_kernel_compiles(
         capability=capability,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        disassemble=capability == 90,
         directory=tmp_path,
     )
     per_program = MAX_SHARED_BYTES // decode_attention.PROGRAMS_PER_MULTIPROCESSOR
@@ -174,7 +173,6 @@ def test_merge_splits_kernel_compiles(tmp_path, num_heads, features, capability)
         capability=capability,
         num_warps=4,
         num_stages=3,
-        disassemble=capability == 90,
         directory=tmp_path,
     )
     assert not compiled.spills

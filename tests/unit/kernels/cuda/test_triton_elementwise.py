@@ -187,7 +187,6 @@ def test_elementwise_kernels_compile(capability: int, tmp_path: Path) -> None:
             capability=capability,
             num_warps=warps,
             num_stages=3,
-            disassemble=capability == 90,
             directory=tmp_path,
         )
         assert not compiled.spills

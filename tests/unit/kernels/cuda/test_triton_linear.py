@@ -157,7 +157,6 @@ def test_quantized_linear_with_scales_of_fewer_rows_compiles(block_rows: int, tm
             capability=90,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            disassemble=True,
             directory=tmp_path,
         )
         assert compiled.shared_bytes <= MAX_SHARED_BYTES and not compiled.spills

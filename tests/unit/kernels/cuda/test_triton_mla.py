@@ -274,7 +274,7 @@ def test_attend_latents_kernel_compiles(tmp_path, kind, num_heads, types, capabi
         capability=capability,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        disassemble=capability == 90,
+        disassemble=tiling.queries >= 64,
         directory=tmp_path,
     )
     assert compiled.shared_bytes <= (MAX_SHARED_BYTES if capability == 90 else 99 * 1024)
@@ -299,7 +299,6 @@ def test_write_latents_kernel_compiles(tmp_path, capability, cache_type):
         capability=capability,
         num_warps=4,
         num_stages=3,
-        disassemble=capability == 90,
         directory=tmp_path,
     )
     assert not compiled.spills

@@ -291,7 +291,6 @@ def test_routing_kernels_compile(capability: int, tmp_path: Path) -> None:
             capability=capability,
             num_warps=warps,
             num_stages=3,
-            disassemble=capability == 90,
             directory=tmp_path,
         )
         assert not compiled.spills

@@ -96,7 +96,6 @@ def test_sampling_kernels_compile_for_every_gpu_without_spills(monkeypatch: pyte
                 capability=capability,
                 num_warps=options.get("num_warps", 4),
                 num_stages=3,
-                disassemble=capability == 90,
                 directory=tmp_path,
             )
             assert not result.spills, configuration

@@ -34,6 +34,9 @@ MAX_SHARED_BYTES = 227 * 1024
 OPCODE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?(\w+)", re.MULTILINE)
 """The first word of a line of machine code, behind its predicate."""
 
+USAGE = re.compile(r"\b(REG|STACK|LOCAL):(\d+)")
+"""What a thread of the kernel uses: registers, and bytes of local memory."""
+
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -43,12 +46,9 @@ class CompiledKernel:
     registers: int
     """Registers of a thread."""
     instructions: frozenset[str]
-    """Opcodes of the machine code, without their modifiers: `HGMMA`, `STL` …; empty if they were not asked for."""
-
-    @property
-    def spills(self) -> bool:
-        """Whether registers are stored in local memory."""
-        return bool(self.instructions & {"STL", "LDL"})
+    """Opcodes of the machine code, without their modifiers: `HGMMA`, `LDGSTS` …; empty if they were not asked for."""
+    spills: bool
+    """Whether registers are stored in local memory: in the stack of a thread, or beside it."""
 
 
 def compile_kernel(
@@ -66,7 +66,7 @@ def compile_kernel(
 
     `signature` has the type of each run-time parameter, such as `*bf16`, `*i32`, `i32` or `fp32`; `constants` has the
     value of each `constexpr`. Pointers are multiples of 16, as torch allocates them. `directory` is for temporary
-    files.
+    files. `disassemble` asks for the opcodes, which takes longer than the rest for a small kernel.
     """
     arguments = dict(signature), dict(constants), capability, num_warps, num_stages, disassemble, directory
     with mock.patch.dict(os.environ):
@@ -124,14 +124,13 @@ def _compile_function(
     )
     binary = directory / f"{function.fn.__name__}-{capability}.cubin"
     binary.write_bytes(compiled.asm["cubin"])
-    usage = _cuobjdump("-res-usage", binary)
-    registers = re.search(r"REG:(\d+)", usage)
-    assert registers is not None, usage
+    usage = {name: int(number) for name, number in USAGE.findall(_cuobjdump("-res-usage", binary))}
     opcodes: frozenset[str] = frozenset()
     if disassemble:
         opcodes = frozenset(OPCODE.findall(_cuobjdump("-sass", binary)))
         assert "EXIT" in opcodes
-    return CompiledKernel(compiled.metadata.shared, int(registers[1]), opcodes)
+    spills = usage["STACK"] > 0 or usage["LOCAL"] > 0
+    return CompiledKernel(compiled.metadata.shared, usage["REG"], opcodes, spills)
 
 
 def _cuobjdump(option: str, binary: Path) -> str:
