@@ -124,7 +124,8 @@ class LLM:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of the worker extension (option `worker_extension_cls`) on every worker of every engine.
+        """Call a method of the worker extension (option `worker_extension_cls`), or a built-in one, on every worker of
+        every engine.
 
         Returns the results by engine, then by rank of the worker. Waits for engines that are coming back. Arguments and
         results are None, bool, int, float, str, bytes, lists, tuples (which become lists), dicts, numpy arrays, tensors

@@ -144,7 +144,10 @@ class ExecutionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = 10.0
     worker_extension_cls: Annotated[
         str | None,
-        Meta(description="`module:Class` whose methods `LLM.collective_rpc` can call on every worker."),
+        Meta(
+            description="`package.module.Class` or `package.module:Class` whose methods `collective_rpc` can call on "
+            "every worker. Its constructor takes the worker; without such a constructor it is a mixin of the worker."
+        ),
     ] = None
     instance_name: Annotated[
         str | None,
@@ -391,7 +394,7 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(description="Seconds after which a connection is cut whose client takes nothing of its answer."),
     ] = 300.0
     enable_collective_rpc: Annotated[
-        bool, Meta(description="Serve /collective_rpc: whoever may send requests may call the worker extension.")
+        bool, Meta(description="Serve /collective_rpc: whoever may send requests may call methods of the workers.")
     ] = False
     shutdown_timeout: Annotated[
         float, Meta(ge=0, description="Seconds that running requests get to finish when the server is told to stop.")

@@ -40,18 +40,10 @@ class TorchProcessGroups:
         self, store: Store, name: str, *, rank: int, size: int, host: str, device: torch.device, timeout: float
     ) -> None:
         self.rank, self.size = rank, size
-        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=timeout)
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]  # by default it listens on any address
-        began = time.monotonic()
-        try:
-            self._host = ProcessGroupGloo(PrefixStore(f"{name}/gloo", store), rank, size, options)
-        except RuntimeError as error:
-            if time.monotonic() - began < timeout:
-                raise ChannelClosed(f"a rank of {name} is gone while they connect: {error}") from error
-            raise DeadlineExceeded(
-                f"the {size} ranks of {name} were not connected within {timeout:g} s: {error}"
-            ) from error
+        limit = timedelta(seconds=timeout)
+        self._host = connect_gloo(
+            PrefixStore(f"{name}/gloo", store), name, rank=rank, size=size, host=host, timeout=limit
+        )
         self._device = _nccl(PrefixStore(f"{name}/nccl", store), rank, size) if device.type == "cuda" else None
 
     @property
@@ -71,6 +63,26 @@ class TorchProcessGroups:
         self._host.abort()
         if self._device is not None:
             self._device.abort()
+
+
+def connect_gloo(store: Store, name: str, *, rank: int, size: int, host: str, timeout: timedelta) -> ProcessGroupGloo:
+    """Connect the ranks by gloo, listening on `host`, an address of this machine. `timeout` also limits operations.
+
+    Raises `DeadlineExceeded` after `timeout`, and `ChannelClosed` if a rank is gone. `name` is the group's, for errors.
+    """
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]  # by default it listens on any address
+    began = time.monotonic()
+    try:
+        return ProcessGroupGloo(store, rank, size, options)
+    except RuntimeError as error:
+        seconds = timeout.total_seconds()
+        if time.monotonic() - began < seconds:
+            raise ChannelClosed(f"a rank of {name} is gone while they connect: {error}") from error
+        raise DeadlineExceeded(
+            f"the {size} ranks of {name} were not connected within {seconds:g} s: {error}"
+        ) from error
 
 
 def _nccl(store: Store, rank: int, size: int) -> Operations:

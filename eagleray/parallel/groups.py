@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from eagleray.messages.steps import GroupOpened
 from eagleray.messages.workers import Topology
+from eagleray.parallel.default_group import DefaultGroup, open_default_group
 from eagleray.parallel.distributed import TorchGroup, TorchProcessGroups
 from eagleray.parallel.expert_group import ExpertGroup
 from eagleray.parallel.group import SingleRankGroup, TensorParallelGroup
@@ -48,6 +49,7 @@ class Groups:
         """Whether every rank of the last stage has the logits and samples, all with the same result, so that no token
         travels between them. Otherwise the first of them samples and sends the tokens to the others."""
         self._store = store
+        self._default: DefaultGroup | None = None
 
     @property
     def is_sampling(self) -> bool:
@@ -60,8 +62,18 @@ class Groups:
         tp = SingleRankGroup()
         return cls(Mesh(), tp, None, ExpertGroup(tp))
 
+    def open_default(self, *, host: str, device: torch.device, timeout: float) -> None:
+        """Initialize torch's default process group over the ranks of the engine, unless this process has one. All ranks
+        call this, and the groups must have been opened with `needs_store`. See `open_default_group`."""
+        size = self.mesh.world_size
+        self._default = open_default_group(
+            self._store, rank=self.mesh.rank, size=size, host=host, device=device, timeout=timeout
+        )
+
     def close(self) -> None:
         """Leave all groups; harmless when repeated."""
+        if self._default is not None:
+            self._default.close()
         self.experts.leave()
         self.tp.close()
         if self.stages is not None:
@@ -80,8 +92,10 @@ class OpenedGroups:
         device: torch.device,
         engines: EnginePosition = SINGLE_ENGINE,
         ranks_sample_alike: bool | None = None,
+        needs_store: bool = False,
     ) -> None:
         """Open this rank's resources. `engines` is the engine's position among the engines that divide the experts.
+        `needs_store`: several ranks meet in a store even if no group of theirs does, for `Groups.open_default`.
         `ranks_sample_alike`: see `Groups`; by default on GPUs, where a token on its way through the host would keep the
         device waiting. Raises `ConfigError` for an address that is not this machine's, and for too little shared
         memory."""
@@ -96,8 +110,8 @@ class OpenedGroups:
             if mesh.tp_rank == 0 and _can_share_memory(mesh.tp_ranks, topology, device):
                 self._segment = Segment.create(mesh.tp_size)
                 stack.callback(self._segment.close)
-            if mesh.rank == 0 and _needs_store(mesh, topology, device):
-                self._store, address = bind_store(_listen_address(mesh.rank, topology))
+            if mesh.rank == 0 and (_needs_store(mesh, topology, device) or (needs_store and mesh.world_size > 1)):
+                self._store, address = bind_store(listen_address(mesh.rank, topology))
             stack.pop_all()
         self.opened = GroupOpened(store=address, segment=None if self._segment is None else self._segment.handle)
         """The handles that the other ranks need to join."""
@@ -167,7 +181,7 @@ class OpenedGroups:
 
     def _connect(self, name: str, rank: int, size: int, timeout: float) -> TorchProcessGroups:
         assert self._store is not None, "rank 0 binds the store"
-        host = _listen_address(self._mesh.rank, self._topology)
+        host = listen_address(self._mesh.rank, self._topology)
         return TorchProcessGroups(
             self._store, name, rank=rank, size=size, host=host, device=self._device, timeout=timeout
         )
@@ -184,6 +198,6 @@ def _needs_store(mesh: Mesh, topology: Topology, device: torch.device) -> bool:
     return mesh.pp_size > 1 or (mesh.tp_size > 1 and not uses_memory)
 
 
-def _listen_address(rank: int, topology: Topology) -> str:
+def listen_address(rank: int, topology: Topology) -> str:
     """Return the address that this rank listens on; without other nodes, one that only this machine can reach."""
     return LOOPBACK if len(set(topology.nodes)) == 1 else topology.addresses[rank]

@@ -30,7 +30,7 @@ from eagleray.messages.workers import Topology
 from eagleray.models.base import Model
 from eagleray.models.moe.layout import ExpertOptions
 from eagleray.models.registry import load_model
-from eagleray.parallel.groups import Groups, OpenedGroups
+from eagleray.parallel.groups import Groups, OpenedGroups, listen_address
 from eagleray.parallel.mesh import EnginePosition, Mesh
 from eagleray.worker.device import choose_device, set_threads
 from eagleray.worker.extension import Extension
@@ -95,7 +95,13 @@ class OpenedWorker:
         engines = EnginePosition()
         if parallel.enable_expert_parallel:
             engines = EnginePosition(rank=setup.worker.engine.rank, size=parallel.data_parallel_size)
-        self._groups = OpenedGroups(mesh=setup.mesh, topology=setup.topology, device=self.device, engines=engines)
+        self._groups = OpenedGroups(
+            mesh=setup.mesh,
+            topology=setup.topology,
+            device=self.device,
+            engines=engines,
+            needs_store=execution.worker_extension_cls is not None,  # a mixin gets torch's default process group
+        )
 
     @property
     def opened(self) -> GroupOpened:
@@ -127,7 +133,7 @@ class JoinedWorker:
 class LoadedWorker:
     """Fourth state: the model is loaded, and the worker extension is made, which sees this object.
 
-    A worker extension may use `rank`, `mesh`, `device` and `model`.
+    A worker extension that gets the worker may use `rank`, `mesh`, `device` and `model`.
     """
 
     def __init__(self, joined: JoinedWorker) -> None:
@@ -138,8 +144,8 @@ class LoadedWorker:
         self.groups = joined.groups
         self.model = self._load_with_kernels()
         self.max_model_len = self._max_model_len()
-        extension = self.setup.config.execution.worker_extension_cls
-        self.extension = None if extension is None else Extension.load(extension, self)
+        path = self.setup.config.execution.worker_extension_cls
+        self.extension = Extension.load(path, self, open_default_group=self._open_default_group)
 
     def describe(self) -> ModelLoaded:
         """Return the facts about the model that the engine needs."""
@@ -202,6 +208,12 @@ class LoadedWorker:
         """Leave the groups."""
         self.model.close()  # before the groups, see there
         self.groups.close()
+
+    def _open_default_group(self) -> None:
+        """Make torch's default process group over the ranks of the engine."""
+        host = listen_address(self.rank, self.setup.topology)
+        timeout = self.setup.config.execution.startup_timeout
+        self.groups.open_default(host=host, device=self.device, timeout=timeout)
 
     def _load_with_kernels(self) -> Model:
         """Load the model with kernels that run here: plain torch if others were not asked for and fail."""

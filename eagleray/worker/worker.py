@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from eagleray.config.sections import Config
-from eagleray.errors import ChannelClosed, ExpertGroupBroken, InvalidRequest
+from eagleray.errors import ChannelClosed, ExpertGroupBroken
 from eagleray.identity import WorkerId
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.log import get_logger
@@ -280,9 +280,6 @@ class ServingWorker:
         return WorkerExpertLoad(counts)
 
     def call_extension(self, method: str, arguments: bytes) -> ExtensionReturned:
-        if self._extension is None:
-            message = "no worker extension: set the option `worker_extension_cls` to `module:Class`"
-            return ExtensionReturned(failure=Failure.of(InvalidRequest(message)))
         return self._extension.call(method, arguments)
 
     def close(self) -> None:

@@ -1,18 +1,25 @@
-"""The worker extension: it is found and made, and calls do not harm the worker."""
+"""The worker extension: it is found and made, and calls do not harm the worker. Built-in methods need none."""
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from ranks import topology
 
+from eagleray.config.build import build_config
 from eagleray.errors import ConfigError, InvalidRequest
+from eagleray.identity import EngineId, WorkerId
 from eagleray.messages.plain import pack_arguments, unpack
 from eagleray.worker.extension import Extension
+from eagleray.worker.worker_view import WorkerView, view_arguments
 
 MODULE = """
 import numpy as np
+import torch
 from eagleray.errors import InvalidRequest
 
 class Base:
@@ -53,8 +60,60 @@ class Demanding:
     def __init__(self, worker, more):
         pass
 
+class Verbose(Mine):
+    def __init__(self, worker, verbose=False):
+        super().__init__(worker)
+
+class Bare:
+    def describe(self):
+        return [self.rank, self.local_rank, str(self.device), self.vllm_config.parallel_config.data_parallel_rank]
+
+    def load(self, name, dtype, shape):
+        assert dtype == self.model_config.dtype
+        self.model_runner.model.load_weights(weights=[(name, torch.ones(shape, dtype=dtype))])
+
+    def liveness_probe(self):
+        return "mine"
+
+class Prepared:
+    # before the worker's attributes exist, it has the keywords alone
+    def __new__(cls, **kwargs):
+        made = super().__new__(cls)
+        made.seen = [kwargs["vllm_config"].model_config.max_model_len, kwargs["rank"], kwargs["local_rank"]]
+        return made
+
+    def show(self):
+        return [self.seen, self.rank]
+
+class Passing:
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.twice = 2 * self.rank
+
+    def show(self):
+        return self.twice
+
+class Keeping:
+    def __init__(self, **kwargs):
+        pass
+
+class Closed:
+    def __init__(self):
+        self.state = {}
+
 not_a_class = 5
 """
+
+
+class FakeModel:
+    dtype = torch.bfloat16
+
+    def __init__(self):
+        self.loaded = []
+
+    def load_weights(self, weights):
+        self.loaded += weights
+        return {name for name, _ in weights}
 
 
 @pytest.fixture
@@ -66,8 +125,29 @@ def module(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def extension(module):
-    return Extension.load("users_module:Mine", SimpleNamespace(rank=3))
+def worker(tmp_path):
+    """The parts of a loaded worker that an extension sees: rank 3 of the second engine, on a node with rank 2."""
+    fields = {"hidden_size": 8, "rope_scaling": {"factor": 2.0}, "architectures": ["Qwen3ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = build_config(model=str(tmp_path), tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
+    setup = SimpleNamespace(
+        config=config, topology=topology(tp=2, pp=2, nodes="aabb"), worker=WorkerId(EngineId("test", 1))
+    )
+    return SimpleNamespace(
+        rank=3, setup=setup, device=torch.device("cpu"), model=FakeModel(), max_model_len=64, groups_opened=0
+    )
+
+
+def load(path, worker):
+    def open_default_group():
+        worker.groups_opened += 1
+
+    return Extension.load(path, worker, open_default_group=open_default_group)
+
+
+@pytest.fixture
+def extension(module, worker):
+    return load("users_module:Mine", worker)
 
 
 def call(extension, method, *args, **kwargs):
@@ -111,23 +191,87 @@ def test_extension_call_not_a_public_method_is_refused(extension, method):
     assert (failure.kind, failure.is_user_error) == (InvalidRequest.__name__, True)
     assert failure.message == (
         f"worker extension `users_module:Mine` has no public method `{method}`: it has `double`, `fail`, `rank`, "
-        "`refuse`, `show`, `still`, `strange`"
+        "`refuse`, `show`, `still`, `strange`; every worker has `check_health`, `liveness_probe`"
     )
+
+
+def test_extension_call_finds_built_in_methods_without_extension(worker):
+    extension = load(None, worker)
+    assert call(extension, "check_health") is None
+    assert call(extension, "liveness_probe") is None
+    failure = failure_of(extension, "weigh")
+    assert (failure.kind, failure.is_user_error) == (InvalidRequest.__name__, True)
+    assert failure.message == (
+        "the workers have no method `weigh`: every worker has `check_health`, `liveness_probe`; for methods of your "
+        "own set the option `worker_extension_cls` to `package.module.Class`"
+    )
+    assert worker.groups_opened == 0
+
+
+@pytest.mark.parametrize("path", ["users_module:Mine", "users_module.Mine", "users_module.Verbose"])
+def test_extension_load_with_one_positional_argument_gives_the_worker(module, worker, path):
+    extension = load(path, worker)
+    assert call(extension, "rank") == 3
+    assert call(extension, "check_health") is None  # built in
+    assert worker.groups_opened == 0
+
+
+def test_extension_load_without_constructor_makes_a_mixin(module, worker):
+    extension = load("users_module.Bare", worker)
+    assert worker.groups_opened == 1
+    assert call(extension, "describe") == [3, 1, "cpu", 1]
+    assert call(extension, "liveness_probe") == "mine"
+    assert call(extension, "check_health") is None
+    call(extension, "load", "model.norm.weight", torch.bfloat16, torch.Size([2]))
+    ((name, tensor),) = worker.model.loaded
+    assert (name, tensor.tolist()) == ("model.norm.weight", [1, 1])
+    assert "AssertionError" in str(failure_of(extension, "load", "model.norm.weight", torch.float16, [2]))
+    assert failure_of(extension, "weigh").message == (
+        "worker extension `users_module:Bare` has no public method `weigh`: it has `describe`, `liveness_probe`, "
+        "`load`; every worker has `check_health`, `liveness_probe`"
+    )
+
+
+def test_extension_load_with_keywords_makes_a_mixin(module, worker):
+    assert call(load("users_module:Prepared", worker), "show") == [[64, 3, 1], 3]
+    assert call(load("users_module:Passing", worker), "show") == 6
+
+
+def test_worker_view_describes_model_and_engine(tmp_path, worker):
+    view = WorkerView(**view_arguments(worker))
+    model, parallel = view.model_config, view.parallel_config
+    assert (model.model, model.dtype, model.max_model_len) == (str(tmp_path), torch.bfloat16, 64)
+    assert (model.hf_config.hidden_size, model.hf_config.rope_scaling.factor) == (8, 2.0)
+    assert model.hf_config.to_dict()["rope_scaling"] == {"factor": 2.0}
+    assert not hasattr(model.hf_config, "quantization_config")
+    assert (parallel.rank, parallel.world_size, parallel.data_parallel_rank) == (3, 4, 1)
+    assert (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size) == (2, 2, 2)
+    assert view.vllm_config.model_config is view.model_runner.model_config is model
+    assert (view.load_config.load_format, view.model_runner.model) == ("auto", worker.model)
+    for place, name in ((model, "dtype"), (parallel, "rank"), (view.load_config, "load_format")):
+        with pytest.raises(AttributeError):
+            setattr(place, name, None)
+    with pytest.raises(AttributeError, match="`hidden_size` cannot be changed: the model is loaded"):
+        model.hf_config.hidden_size = 16
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("users_module", "it must be of the form `module:Class`"),
-        (":Mine", "it must be of the form `module:Class`"),
+        ("users_module", "it must be of the form `package.module.Class` or `package.module:Class`"),
+        (":Mine", "it must be of the form `package.module.Class`"),
+        ("users_module.", "it must be of the form `package.module.Class`"),
+        ("users_modul.Mine", "no module `users_modul` can be imported"),
         ("users_modul:Mine", "no module `users_modul` can be imported; add its directory to PYTHONPATH"),
         ("users_lacking:Mine", "no module `no_such_dependency` can be imported"),
         ("users_broken:Mine", "importing `users_broken` raised RuntimeError: not today"),
         ("users_module:Yours", "module `users_module` has no `Yours`"),
         ("users_module:not_a_class", "module `users_module` has a int, not a class, of name `not_a_class`"),
-        ("users_module:Demanding", "making it with the worker raised TypeError: .*'more'"),
+        ("users_module:Demanding", r"its constructor needs `worker`, `more`: it must take the worker as its only"),
+        ("users_module:Keeping", r"its constructor must pass its keywords on: `super\(\).__init__\(\*\*kwargs\)`"),
+        ("users_module:Closed", "making it with the worker raised TypeError: .*'worker'"),
     ],
 )
-def test_extension_load_invalid_option_raises_config_error(module, path, message):
+def test_extension_load_invalid_option_raises_config_error(module, worker, path, message):
     with pytest.raises(ConfigError, match=f"option `worker_extension_cls` = '{path}': {message}"):
-        Extension.load(path, SimpleNamespace(rank=0))
+        load(path, worker)

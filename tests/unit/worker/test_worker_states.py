@@ -156,6 +156,21 @@ def test_worker_extension_sees_loaded_worker(checkpoint, tmp_path, monkeypatch):
     worker.close()
 
 
+def test_worker_extension_that_is_a_mixin_has_the_default_group(checkpoint, tmp_path, monkeypatch):
+    code = "import torch.distributed as dist\n\nclass Mixin:\n    def ranks(self):\n"
+    (tmp_path / "users_mixin.py").write_text(
+        code + "        return [self.rank, dist.get_rank(), dist.get_world_size()]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = build_config(model=str(checkpoint), num_threads=1, worker_extension_cls="users_mixin.Mixin")
+    worker = Worker(ID, 0, config, ONE_RANK)
+    bring_to(worker, "ServingWorker")
+    returned = call(worker, CallExtension("ranks", pack_arguments((), {})))
+    assert unpack(returned.value) == [0, 0, 1]
+    worker.close()
+    assert not torch.distributed.is_initialized()
+
+
 def fail_to_compile(program, limits, last_tokens):
     raise RuntimeError("Failed to find C compiler")
 
