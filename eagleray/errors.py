@@ -7,9 +7,14 @@
     │   ├── ClusterError              Ray: not reachable, or lacks resources; says which there are
     │   ├── InvalidRequest            a request; `param` names the field
     │   │   └── PromptTooLong
-    │   └── UnknownModel
+    │   ├── UnknownModel
+    │   ├── NotFound                  a directory or an adapter that does not exist
+    │   ├── WrongState                a call that the instance's state forbids; says which call ends that state
+    │   └── WeightsMismatch           weights that were pushed: names the tensor, expected and found
     ├── Unavailable                   cannot be served now, perhaps later; `retry_after` in seconds
-    │   └── Overloaded                too much is in flight already
+    │   ├── Overloaded                too much is in flight already
+    │   ├── EnginesMissing            a weight update needs engines that are not there
+    │   └── TransferBroken            the connection to the trainer of a weight update broke
     ├── RequestFailed                 this request alone failed while it ran
     ├── EngineFailed                  an engine exited; `cause` says why
     ├── WorkerFailed                  a worker raised; identity, type, message and traceback of the original
@@ -63,6 +68,18 @@ class UnknownModel(UserError):
     """The request names a model that is not served here."""
 
 
+class NotFound(UserError):
+    """A directory or an adapter that does not exist."""
+
+
+class WrongState(UserError):
+    """The state of the instance forbids the call. The message says which call ends that state."""
+
+
+class WeightsMismatch(UserError):
+    """Weights that were pushed do not fit the model. The old ones stay."""
+
+
 class Unavailable(EagleRayError):
     """The request cannot be served at present."""
 
@@ -73,6 +90,14 @@ class Unavailable(EagleRayError):
 
 class Overloaded(Unavailable):
     """The limit of requests in flight is reached."""
+
+
+class EnginesMissing(Unavailable):
+    """A weight update needs engines that are not there. The message says why."""
+
+
+class TransferBroken(Unavailable):
+    """The transfer of weights from a trainer broke. The old weights stay."""
 
 
 class RequestFailed(EagleRayError):

@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from eagleray.client.collective_rpc import RpcCalls
+from eagleray.client.control import ControlCalls, execute
 from eagleray.client.in_flight import InFlightRequests, RecoveryObserver
 from eagleray.client.preprocess import Prompt, RequestBuilder
 from eagleray.client.request import RequestStream
@@ -28,6 +30,7 @@ from eagleray.errors import ChannelClosed, DeadlineExceeded, EngineFailed, Unava
 from eagleray.identity import SUPERVISOR, ClientId, EngineId, MemberId, SupervisorId
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
+from eagleray.messages.control import Command, ControlRequest, ControlReturned, InstanceState, StateChanged
 from eagleray.messages.lifecycle import (
     Attach,
     ClientStarted,
@@ -66,6 +69,8 @@ class Client:
         """Set when the supervisor has sent the list of engines that have joined, or are coming back."""
         self.grace = 0.0
         """Seconds for which running requests may continue once `stopping` is set."""
+        self.state = InstanceState()
+        """State of the instance. Requests can be sent in every state; engines run them when it is `serving`."""
         self.tokenizer = builder.tokenizer
         """The model's tokenizer, or None under `skip_tokenizer_init`."""
         self.engines: Mapping[EngineId, EngineInfo] = router.known_engines.engines
@@ -83,6 +88,7 @@ class Client:
         self._engines_changed = asyncio.Event()
         self._in_flight = InFlightRequests(client_id, router=router, send=outbox.send)
         self._rpc_calls = RpcCalls(client_id, send=outbox.send)
+        self._control_calls = ControlCalls(client_id, send=partial(outbox.send, SUPERVISOR))
         self._heartbeat: HeartbeatSender | None = None
         self._failure: str | None = None
         """Cause with which this client fails every request, now and later; None while it works."""
@@ -149,8 +155,9 @@ class Client:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of requests that have not finished, and of calls of the worker extension, one for each engine."""
-        return len(self._in_flight) + len(self._rpc_calls)
+        """Number of requests that have not finished, of calls of the worker extension, one for each engine, and of
+        control calls."""
+        return len(self._in_flight) + len(self._rpc_calls) + len(self._control_calls)
 
     @property
     def num_queued_seqs(self) -> int:
@@ -265,6 +272,24 @@ class Client:
         engines = sorted(self.engines, key=lambda engine: engine.rank)
         return await self._rpc_calls.call(engines, method, args, kwargs, timeout=timeout, as_torch=as_torch)
 
+    async def control(
+        self, request: ControlRequest, *, timeout: float | None = None, operation_id: str | None = None
+    ) -> dict[str, Any]:
+        """Have the instance execute a control call, such as `Pause`, on all its engines, and return the answer.
+
+        `timeout`: seconds, ten minutes by default. After it, or if the caller is cancelled, the call is still executed.
+        `operation_id`: calls with the same id that ask for the same are one call; by default one is made.
+
+        Raises `WrongState` for a call that the state of the instance forbids, `NotFound`, `WeightsMismatch` and other
+        errors of the user, `EnginesMissing`, `TransferBroken`, `DeadlineExceeded` with the members that it waited for,
+        and `Unavailable` before the client is attached.
+        """
+        if self._failure is not None:
+            raise EngineFailed(self._failure)
+        if self._is_closed or not self.attached.is_set():
+            raise Unavailable("this client is not attached to an instance, or was closed")
+        return await self._control_calls.call(request, timeout=timeout, operation_id=operation_id)
+
     async def close(self) -> None:
         """Abort all requests, and end `run`. Idempotent."""
         if self._is_closed:
@@ -272,6 +297,7 @@ class Client:
         self._is_closed = True
         self._stop_heartbeat()
         self._rpc_calls.fail(Unavailable("this client was closed before the workers had answered"))
+        self._control_calls.fail(Unavailable("this client was closed before the supervisor had answered"))
         self._in_flight.abort_all()
         self._inbox.close()
         self._outbox.close()
@@ -296,7 +322,14 @@ class Client:
                 self._known_engines.record_report(message)
             case WorkersReturned():
                 self._rpc_calls.deliver(message)
-            case Attach(supervisor=supervisor, members=members, heartbeat=heartbeat, missing=missing):
+            case ControlReturned():
+                self._control_calls.deliver(message)
+            case Command():
+                self._outbox.send(SUPERVISOR, execute(message, self._client_id, self._in_flight))
+            case StateChanged(state):
+                self.state = state
+            case Attach(supervisor=supervisor, members=members, heartbeat=heartbeat, missing=missing, state=state):
+                self.state = state
                 self._outbox.connect(SUPERVISOR, supervisor)
                 for member in members:
                     self._on_joined(member)
@@ -337,6 +370,7 @@ class Client:
         self._failure = cause
         self._in_flight.fail_all(cause)
         self._rpc_calls.fail(EngineFailed(cause))
+        self._control_calls.fail(EngineFailed(cause))
         self._engines_changed.set()
 
     # The supervisor.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -24,6 +25,9 @@ from eagleray.messages.outputs import Chunk
 from eagleray.messages.requests import Abort, Generate
 
 logger = get_logger(__name__)
+
+SERIAL = re.compile(r"-\d+$")
+"""Serial number that an API server adds to the id of a request."""
 
 
 class RecoveryObserver(Protocol):
@@ -104,6 +108,21 @@ class InFlightRequests:
     def abort_all(self) -> None:
         for request in list(self._requests.values()):
             self.abort(request)
+
+    def abort_matching(self, request_ids: Sequence[str] | None) -> int:
+        """Abort requests as users name them; None: all. Returns their number.
+
+        An API server adds a serial number to a user's id, so that an id stands for all requests that were sent with it.
+        """
+        wanted = None if request_ids is None else set(request_ids)
+        found = [
+            request
+            for name, request in self._requests.items()
+            if wanted is None or name in wanted or SERIAL.sub("", name) in wanted
+        ]
+        for request in found:
+            self.abort(request)
+        return len(found)
 
     def fail_all(self, cause: str) -> None:
         """Fail every request, because there are no engines and there will be none."""

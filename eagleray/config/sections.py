@@ -312,6 +312,14 @@ class RecoveryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "counts as hung and is replaced.",
         ),
     ] = 60.0
+    weight_update_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Seconds without a call of the trainer after which a weight update that is open is aborted; "
+            "the old weights stay.",
+        ),
+    ] = 300.0
 
 
 class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,6 +16,7 @@ import msgspec
 from eagleray.fleet import timeouts
 from eagleray.identity import ClientId, EngineId, MemberId
 from eagleray.messages.codec import Codec
+from eagleray.messages.control import Command, ControlReturned, InstanceState, StateChanged
 from eagleray.messages.lifecycle import Attach, ExpertsFormed, OpenExperts, Stop, SupervisorToClient, SupervisorToEngine
 from eagleray.messages.membership import EngineInfo, Joined, Left
 from eagleray.messages.wires import SUPERVISOR_OUTBOX
@@ -92,6 +93,8 @@ class MembershipPublisher:
     ) -> None:
         self._supervisor = supervisor
         self._membership = Membership()
+        self._state = InstanceState()
+        """The state of the instance that was published last."""
         self._addresses: dict[MemberId, str] = {}
         self._heartbeat_numbers: dict[MemberId, int] = {}
         self._members: dict[int, MemberId] = {}
@@ -133,7 +136,7 @@ class MembershipPublisher:
             number, handle = self._heartbeats.invite(within=timeouts.FIRST_HEARTBEAT_TIMEOUT_SECONDS)
             self._heartbeat_numbers[member], self._members[number] = number, member
         joined, missing = self._membership.attach(member)
-        self._outbox.send(member, Attach(member, self._supervisor, joined, handle, missing))
+        self._outbox.send(member, Attach(member, self._supervisor, joined, handle, missing, self._state))
 
     def join(self, member: MemberId, info: EngineInfo | None) -> None:
         """Publish that an attached member has started. `info` is set for engines."""
@@ -151,6 +154,17 @@ class MembershipPublisher:
         self._publish([*self._membership.leave(left), left.member], left)
         self._forget(left.member)
         self._outbox.disconnect(left.member)
+
+    def publish_state(self, state: InstanceState) -> None:
+        """Send the state of the instance to all clients. Members that are attached from now on receive it too."""
+        self._state = state
+        for client in self.clients:
+            self._outbox.send(client, StateChanged(state))
+
+    def send(self, member: MemberId, message: Command | ControlReturned) -> None:
+        """Send `message`, unless the member has left."""
+        if member in self._addresses:
+            self._outbox.send(member, message)
 
     def send_stop(self, members: Iterable[MemberId], stop: Stop) -> None:
         for member in members:

@@ -26,6 +26,7 @@ from eagleray.errors import ChannelClosed, EagleRayError, EngineFailed
 from eagleray.fleet import timeouts
 from eagleray.fleet.attach_file import attach_file
 from eagleray.fleet.connection_monitor import ConnectionMonitor
+from eagleray.fleet.control.plane import ControlPlane
 from eagleray.fleet.expert_rendezvous import ExpertRendezvous
 from eagleray.fleet.external_clients import ExternalClients
 from eagleray.fleet.launcher import Launcher, OnExit, OnMessage, ProcessLauncher, Spawned
@@ -36,6 +37,7 @@ from eagleray.fleet.restart_policy import EndInstance, GiveUp, RestartDecision, 
 from eagleray.identity import SUPERVISOR, ClientId, EngineId, MemberId, new_instance_name
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
+from eagleray.messages.control import CommandDone, ControlCall
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.lifecycle import (
     Alive,
@@ -108,6 +110,15 @@ class Supervisor:
             on_silent=partial(self._post, self._on_silent),
         )
         exit_stack.callback(self._publisher.close)
+        self._control = ControlPlane(
+            config,
+            instance,
+            self._publisher,
+            join=self._join,
+            replace=self._replace,
+            guarded=self._guarded,
+        )
+        exit_stack.callback(self._control.close)
         self._external_clients = ExternalClients(instance, self._publisher)
         self._connections = ConnectionMonitor(
             self._publisher, self._external_clients, replace=partial(self._guarded, self._replace)
@@ -190,6 +201,7 @@ class Supervisor:
     def adopt(self, client: ClientId, address: str) -> None:
         """Attach a client in this process, whose inbox is bound at `address`."""
         self._adopted.add(client)
+        self._control.attach(client)
         self._publisher.attach(client, address, has_heartbeat=False)
 
     async def stop(self, grace: float) -> None:
@@ -266,12 +278,15 @@ class Supervisor:
         )
 
     def _on_bound(self, member: MemberId, address: str) -> None:
+        self._control.attach(member)
         self._publisher.attach(member, address, has_heartbeat=True)
         if isinstance(member, EngineId):
             self._send_rendezvous()
 
     def _on_failed(self, ended: ProcessExit) -> None:
-        self._publisher.leave(Left(ended.member, str(ended.cause), returns=ended.is_replaced))
+        left = Left(ended.member, str(ended.cause), returns=ended.is_replaced)
+        self._publisher.leave(left)
+        self._control.leave(left)
         if ended.decision is None:
             return
         logger.warning("%s is gone: %s; %s", ended.member.label, ended.cause, ended.next_step)
@@ -339,10 +354,14 @@ class Supervisor:
 
     def _handle(self, message: MemberToSupervisor) -> None:
         match message:
-            case EngineStarted(engine, info):
-                self._on_started(engine, info)
+            case EngineStarted(engine):
+                if self._set_up(engine):
+                    self._control.start(message)
             case ClientStarted(client):
-                self._on_started(client, None)
+                if self._set_up(client):
+                    self._join(client, None)
+            case ControlCall() | CommandDone():
+                self._control.handle(message)
             case Knows(client, engine):
                 if not self.serving.is_set():
                     self._known.add((client, engine))
@@ -362,15 +381,19 @@ class Supervisor:
             case Ended() | Alive():
                 pass  # workers report to their engines, and engines send heartbeats
 
-    def _on_started(self, member: MemberId, info: EngineInfo | None) -> None:
+    def _set_up(self, member: MemberId) -> bool:
+        """Record that a member has started. Returns False if it has left, or had started already."""
         if member not in self._publisher:  # it has left, or was never attached
-            return
+            return False
         if replica := self._replica_of(member):
             if replica.phase is not ReplicaPhase.STARTING:  # a repeated message
-                return
+                return False
             seconds_away = replica.set_up()
             if seconds_away is not None:
                 logger.info("%s serves again after %.1f s", member.label, seconds_away)
+        return True
+
+    def _join(self, member: MemberId, info: EngineInfo | None) -> None:
         self._publisher.join(member, info)
         self._check_serving()
 

@@ -14,14 +14,19 @@ import msgspec
 from eagleray.errors import (
     DeadlineExceeded,
     EngineFailed,
+    EnginesMissing,
     InvalidRequest,
+    NotFound,
     Overloaded,
     PromptTooLong,
     RequestFailed,
+    TransferBroken,
     Unavailable,
     UnknownModel,
     UserError,
+    WeightsMismatch,
     WorkerFailed,
+    WrongState,
 )
 from eagleray.log import get_logger
 
@@ -60,11 +65,16 @@ TABLE: dict[type[Exception], ErrorRule] = {
     InvalidRequest: ErrorRule(400, "invalid_request_error", None),
     PromptTooLong: ErrorRule(400, "invalid_request_error", "context_length_exceeded"),
     UnknownModel: ErrorRule(404, "invalid_request_error", "model_not_found"),
+    NotFound: ErrorRule(404, "invalid_request_error", "not_found"),
+    WrongState: ErrorRule(409, "invalid_request_error", "wrong_state"),
+    WeightsMismatch: ErrorRule(400, "invalid_request_error", "weights_mismatch"),
     Overloaded: ErrorRule(429, "requests", "rate_limit_exceeded"),
     RequestFailed: ErrorRule(500, "server_error", "request_failed"),
     EngineFailed: ErrorRule(500, "server_error", "engine_failed"),
     WorkerFailed: ErrorRule(500, "server_error", "worker_failed"),
     Unavailable: ErrorRule(503, "server_error", "unavailable"),
+    EnginesMissing: ErrorRule(503, "server_error", "engines_missing"),
+    TransferBroken: ErrorRule(503, "server_error", "transfer_broken"),
     DeadlineExceeded: ErrorRule(504, "server_error", "deadline_exceeded"),
     Exception: ErrorRule(500, "server_error", "internal_error"),
 }

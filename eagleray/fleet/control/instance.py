@@ -1,0 +1,261 @@
+"""The state of an instance and of its engines, and the commands that change them.
+
+Pure: commands, joins and published states are collected as effects. Owned by `Control`; operations change it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from eagleray.errors import TransferBroken
+from eagleray.identity import ClientId, EngineId, MemberId
+from eagleray.messages.control import (
+    AbortWeightUpdate,
+    CloseWeightTransfer,
+    Command,
+    CommandBody,
+    ControlReturned,
+    InstanceState,
+    OpenWeightTransfer,
+    SetState,
+)
+from eagleray.messages.failure import Failure
+
+STATE_TIMEOUT_SECONDS = 600.0
+"""Time for an engine that starts to adopt the state of the instance, before it is replaced."""
+
+
+class SendCommand(NamedTuple):
+    member: MemberId
+    command: Command
+
+
+class SendAnswer(NamedTuple):
+    client: ClientId
+    answer: ControlReturned
+
+
+class PublishState(NamedTuple):
+    state: InstanceState
+
+
+class JoinEngine(NamedTuple):
+    """The engine has the instance's state and weights: clients may send it requests."""
+
+    engine: EngineId
+
+
+class ReplaceEngine(NamedTuple):
+    engine: EngineId
+    cause: str
+
+
+Effect = SendCommand | SendAnswer | PublishState | JoinEngine | ReplaceEngine
+
+
+@dataclass
+class EngineRecord:
+    """An attached engine."""
+
+    engine: EngineId
+    sent: InstanceState
+    """The newest state that was sent to it."""
+    is_started: bool = False
+    has_joined: bool = False
+    update: int | None = 0
+    """Number of the update whose weights it has; None if its weights are empty."""
+    takes_part: bool = False
+    """Whether it has all that came in the open update."""
+    unanswered: dict[int, SetState] = field(default_factory=dict)
+    """Commands of a state that it has not answered, by number."""
+    due: float | None = None
+    """Time at which it must have adopted the state to join."""
+
+
+@dataclass
+class WeightTransfer:
+    """A prepared transfer of weights from a trainer."""
+
+    init_info: dict[str, Any]
+    is_collective: bool
+    """Whether it breaks when an engine exits."""
+    broken: str | None = None
+    """Cause, if it broke."""
+
+
+class Instance:
+    """State, engines and clients of an instance.
+
+    `ranks`: data-parallel ranks of its engines. `workers_per_engine`: tensor-parallel times pipeline-parallel size.
+    `num_workers`: workers of the whole deployment. `shares_experts`: whether the engines step together.
+    """
+
+    def __init__(self, name: str, *, ranks: range, workers_per_engine: int, num_workers: int, shares_experts: bool):
+        self.name = name
+        self.ranks = ranks
+        self.workers_per_engine = workers_per_engine
+        self.num_workers = num_workers
+        self.shares_experts = shares_experts
+        self.now = 0.0
+        """Time of the event that is being handled, in seconds of a monotonic clock."""
+        self.state = InstanceState()
+        self.since = {"pause": 0.0, "sleep": 0.0, "update": 0.0}
+        """Times at which the pause, the sleep and the open update began."""
+        self.engines: dict[EngineId, EngineRecord] = {}
+        self.clients: set[ClientId] = set()
+        """The instance's own clients."""
+        self.absent: dict[int, tuple[str, bool]] = {}
+        """Causes of exits of engines that have not started again, by rank, and whether they will."""
+        self.transfer: WeightTransfer | None = None
+        self.labels: dict[int | None, str] = {0: InstanceState().weight_version}
+        """Names of the updates that were committed, by number."""
+        self.effects: list[Effect] = []
+        self._numbers = itertools.count(1)
+
+    # Engines.
+
+    @property
+    def started(self) -> list[EngineRecord]:
+        """Engines that execute commands, by rank."""
+        return sorted((record for record in self.engines.values() if record.is_started), key=lambda it: it.engine.rank)
+
+    @property
+    def participants(self) -> list[EngineRecord]:
+        """Engines that have all that came in the open update."""
+        return [record for record in self.started if record.takes_part]
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """Ranks without an engine that executes commands."""
+        return sorted(set(self.ranks) - {record.engine.rank for record in self.started})
+
+    @property
+    def lacks_engines(self) -> bool:
+        """Whether an engine is missing and will not start again."""
+        return any(rank in self.absent and not self.absent[rank][1] for rank in self.missing_ranks)
+
+    def describe_missing(self) -> str:
+        """Return the ranks that are missing with the causes."""
+        causes = {rank: self.absent.get(rank, ("it is still starting", True))[0] for rank in self.missing_ranks}
+        return "; ".join(f"engine {rank} is missing: {cause}" for rank, cause in causes.items()) or "no engine"
+
+    def first_rank(self, engine: EngineId) -> int:
+        """Return the rank of the engine's first worker among all workers."""
+        return engine.rank * self.workers_per_engine
+
+    def review(self) -> None:
+        """Join the engines that wait for nothing any longer, and bring the others up to date."""
+        for record in self.started:
+            if record.has_joined:
+                continue
+            if record.sent != self.state:
+                self._send_state(record, SetState(state=self.state))
+                record.due = self.now + STATE_TIMEOUT_SECONDS
+            elif not record.unanswered:
+                record.due = None
+                if not self.waits(record):
+                    record.has_joined = True
+                    self.effects.append(JoinEngine(record.engine))
+
+    def waits(self, record: EngineRecord) -> bool:
+        """Whether an engine that has not joined may not join now: it has older weights than are required, or an update
+        is open, after which it would have."""
+        has_successors = self.state.open_update is not None and bool(self.participants) and not record.takes_part
+        return record.update != self.state.update or has_successors
+
+    # State.
+
+    def changed(self, **changes: Any) -> InstanceState:
+        """Return the state with these changes."""
+        return msgspec.structs.replace(self.state, **changes)
+
+    def assign(self, state: InstanceState) -> None:
+        """Change the state and publish it. Engines are sent it by `set_state_bodies` or `post_state`."""
+        before, self.state = self.state, state
+        if before == state:
+            return
+        for latch, was, is_now in (
+            ("pause", before.pause, self.state.pause),
+            ("sleep", before.asleep, self.state.asleep),
+            ("update", before.open_update, self.state.open_update),
+        ):
+            if is_now and not was:
+                self.since[latch] = self.now
+        self.labels[self.state.update] = self.state.weight_version
+        self.effects.append(PublishState(self.state))
+
+    def set_state_bodies(self, **fields: Any) -> dict[MemberId, CommandBody]:
+        """Return the command to adopt the state for every engine. `fields`: others of `SetState`."""
+        return {record.engine: SetState(state=self.state, **fields) for record in self.started}
+
+    def post_state(self) -> None:
+        """Send the state to every engine. The replies are not awaited; an engine that cannot adopt it is replaced."""
+        for record in self.started:
+            self._send_state(record, SetState(state=self.state))
+
+    def drop_update(self) -> None:
+        """Close the open update without a commit, everywhere."""
+        self.post(AbortWeightUpdate())
+        for record in self.engines.values():
+            record.takes_part = False
+        self.assign(self.changed(open_update=None, is_in_place=False, is_held=False))
+        self.post_state()
+
+    def close_transfer(self, cause: str) -> None:
+        """Close the transfer on every engine, because it broke."""
+        if self.transfer is not None and self.transfer.broken is None:
+            self.transfer.broken = cause
+            self.post(CloseWeightTransfer())
+
+    def check_transfer(self) -> None:
+        """Raise `TransferBroken` if the transfer broke."""
+        if self.transfer is not None and self.transfer.broken is not None:
+            raise TransferBroken(
+                f"the transfer of weights broke: {self.transfer.broken}; the old weights stay: call "
+                "init_weight_transfer_engine again, then start the update again"
+            )
+
+    # Commands.
+
+    def post(self, body: CommandBody, engines: Iterable[EngineId] | None = None) -> None:
+        """Send a command to engines, all of them by default, without awaiting the replies."""
+        for engine in [record.engine for record in self.started] if engines is None else engines:
+            self.send(engine, body, STATE_TIMEOUT_SECONDS)
+
+    def send(self, member: MemberId, body: CommandBody, timeout: float) -> int:
+        """Send a command. Returns its number."""
+        if isinstance(body, SetState) and (record := self.engines.get(member)):  # type: ignore[arg-type]
+            return self._send_state(record, body, timeout)
+        number = next(self._numbers)
+        self.effects.append(SendCommand(member, Command(number=number, body=body, timeout=timeout)))
+        return number
+
+    def _send_state(self, record: EngineRecord, body: SetState, timeout: float = STATE_TIMEOUT_SECONDS) -> int:
+        number = next(self._numbers)
+        record.sent = body.state
+        record.unanswered[number] = body
+        self.effects.append(SendCommand(record.engine, Command(number=number, body=body, timeout=timeout)))
+        return number
+
+    def replace(self, engine: EngineId, cause: str) -> None:
+        """Have the engine replaced."""
+        self.effects.append(ReplaceEngine(engine, cause))
+
+    def open_transfer_on(self, engine: EngineId) -> None:
+        """Prepare the transfer on an engine that started after it was prepared on the others."""
+        if self.transfer is not None and not self.transfer.is_collective:
+            body = OpenWeightTransfer(init_info=self.transfer.init_info, first_rank=self.first_rank(engine))
+            self.post(body, [engine])
+
+
+class MemberFailed(Exception):
+    """A member could not execute a command. Ends the operation with this failure."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure

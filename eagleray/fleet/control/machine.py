@@ -1,0 +1,461 @@
+"""The state machine of an instance: one operation at a time, from call to answer, whatever exits meanwhile.
+
+Pure: it is driven by events with their times (calls, replies, joins, exits, passing of time), and returns effects. Each
+operation is a generator (`operations`, `weight_update`); this module queues them, matches replies to what they await,
+and ends them at their deadlines. A caller that disappears does not end its operation. Driven by `ControlPlane`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from eagleray.errors import DeadlineExceeded, EagleRayError, EnginesMissing, TransferBroken, WrongState
+from eagleray.fleet.control import operations
+from eagleray.fleet.control.instance import Effect, EngineRecord, Instance, MemberFailed, SendAnswer
+from eagleray.fleet.control.operations import Answer, Commands, Condition, Replies, Steps
+from eagleray.fleet.control.rules import NAMES, check_state
+from eagleray.fleet.control.weight_update import WeightUpdates
+from eagleray.identity import ClientId, EngineId, MemberId
+from eagleray.messages.control import (
+    AbortRequests,
+    AbortWeightUpdate,
+    CommandDone,
+    ControlCall,
+    ControlRequest,
+    ControlReturned,
+    FinishWeightUpdate,
+    GetWeightInfo,
+    InitWeightTransfer,
+    InstanceState,
+    Pause,
+    ResetPrefixCache,
+    Resume,
+    SetState,
+    SetWeightVersion,
+    ShutdownWeightTransfer,
+    Sleep,
+    StartWeightUpdate,
+    UpdateWeights,
+    WakeUp,
+)
+from eagleray.messages.failure import Failure
+from eagleray.messages.plain import pack
+
+MAX_OUTCOMES = 256
+"""Answers that are kept for repeated calls."""
+
+OUTCOME_SECONDS = 600.0
+"""Time for which an answer is kept."""
+
+LONGEST_SECONDS = 7 * 86_400.0
+"""Longest timeout of a call."""
+
+UPDATE_CALLS = (StartWeightUpdate, UpdateWeights, FinishWeightUpdate)
+"""Calls of a trainer that show that it is still there."""
+
+
+@dataclass
+class Caller:
+    client: ClientId
+    call_id: int
+    deadline: float
+
+
+@dataclass
+class ControlOperation:
+    """A call that is executed or queued, with everyone who made it."""
+
+    key: bytes
+    operation_id: str
+    request: ControlRequest
+    callers: list[Caller]
+    began: float | None = None
+    """Time at which it was begun; None while it is queued."""
+    deadline: float = 0.0
+    steps: Steps | None = None
+    condition: Condition | None = None
+    awaited: dict[int, MemberId] = field(default_factory=dict)
+    """Members that have not replied, by the numbers of their commands."""
+    replies: Replies = field(default_factory=Replies)
+    fails_fast: bool = False
+
+    @property
+    def name(self) -> str:
+        return NAMES[type(self.request)]
+
+
+class Control:
+    """See the module. `weight_update_timeout`: seconds without a call of the trainer after which an open update is
+    aborted."""
+
+    def __init__(self, instance: Instance, *, weight_update_timeout: float) -> None:
+        self._instance = instance
+        self._updates = WeightUpdates(instance)
+        self._weight_update_timeout = weight_update_timeout
+        self._trainer_due: float | None = None
+        """Time at which the open update is aborted unless the trainer calls; None without an open update."""
+        self._current: ControlOperation | None = None
+        self._queue: list[ControlOperation] = []
+        self._outcomes: OrderedDict[bytes, tuple[float, Answer]] = OrderedDict()
+        """Times and answers of operations that succeeded, by key, the oldest first."""
+
+    @property
+    def state(self) -> InstanceState:
+        return self._instance.state
+
+    @property
+    def deadline(self) -> float | None:
+        """Time of the next `pass_time`; None if there is nothing to wait for."""
+        operations = [*self._queue, *([self._current] if self._current else [])]
+        times = [caller.deadline for operation in operations for caller in operation.callers]
+        times += [operation.deadline for operation in operations]
+        times += [record.due for record in self._instance.engines.values() if record.due is not None]
+        if self._trainer_due is not None and self._current is None:
+            times.append(self._trainer_due)
+        return min(times, default=None)
+
+    # Events.
+
+    def call(self, call: ControlCall, now: float) -> list[Effect]:
+        """Queue a call, or let it join the same one."""
+        self._instance.now = now
+        timeout = call.timeout if 0 < call.timeout < LONGEST_SECONDS else LONGEST_SECONDS
+        caller = Caller(call.client, call.call_id, now + timeout)
+        if isinstance(call.request, GetWeightInfo):
+            self._answer(caller, operations.weight_info(self._instance, self._describe_current()))
+            return self._effects()
+        key, request = _key(call), call.request
+        self._forget_outcomes()
+        if key in self._outcomes:
+            self._answer(caller, self._outcomes[key][1])
+        elif same := self._find_same(key, request):
+            same.callers.append(caller)
+            same.deadline = max(same.deadline, caller.deadline)
+        else:
+            self._make_way_for(call.request)
+            self._queue.append(
+                ControlOperation(key, call.operation_id, call.request, [caller], deadline=caller.deadline)
+            )
+        return self._effects()
+
+    def on_done(self, done: CommandDone, now: float) -> list[Effect]:
+        """Handle a reply. Replies that nothing awaits still tell what the engine has adopted."""
+        self._instance.now = now
+        record = self._instance.engines.get(done.member) if isinstance(done.member, EngineId) else None
+        state_command = record.unanswered.pop(done.number, None) if record is not None else None
+        if record is not None and state_command is not None:
+            self._on_adopted(record, done)
+        current = self._current
+        if current is not None and current.awaited.get(done.number) == done.member:
+            del current.awaited[done.number]
+            if done.failure is None:
+                current.replies.results[done.member] = done.result
+            else:
+                current.replies.failures[done.member] = done.failure
+                if current.fails_fast:
+                    current.awaited.clear()
+        elif record is not None and state_command is not None and done.failure is not None:
+            self._on_late_failure(record, state_command, done.failure)
+        return self._effects()
+
+    def attach(self, member: MemberId, now: float) -> InstanceState:
+        """Add a member that was attached. Returns the state that `Attach` carries."""
+        self._instance.now = now
+        if isinstance(member, EngineId):
+            self._instance.engines[member] = EngineRecord(member, sent=self.state)
+        else:
+            self._instance.clients.add(member)
+        return self.state
+
+    def start(self, engine: EngineId, update: int, now: float) -> list[Effect]:
+        """Handle the start of an engine, which has the weights of `update`. It joins when it is up to date."""
+        self._instance.now = now
+        if (record := self._instance.engines.get(engine)) and not record.is_started:
+            record.is_started, record.update = True, update
+            self._instance.absent.pop(engine.rank, None)
+            self._instance.open_transfer_on(engine)
+        return self._effects()
+
+    def leave(self, member: MemberId, cause: str, returns: bool, now: float) -> list[Effect]:
+        """Handle the exit of a member, which need not have been attached."""
+        self._instance.now = now
+        if isinstance(member, ClientId):
+            self._instance.clients.discard(member)
+            for operation in [*self._queue, *([self._current] if self._current else [])]:
+                operation.callers = [caller for caller in operation.callers if caller.client != member]
+        else:
+            record = self._instance.engines.pop(member, None)
+            self._instance.absent[member.rank] = cause, returns
+            if record is not None and record.is_started:
+                self._break_transfer(f"{member.label} ended: {cause}")
+        if current := self._current:
+            for number in [number for number, awaited in current.awaited.items() if awaited == member]:
+                del current.awaited[number]
+                current.replies.exits[member] = cause
+        return self._effects()
+
+    def pass_time(self, now: float) -> list[Effect]:
+        """Answer the callers, and end the operations, whose deadlines have passed."""
+        self._instance.now = now
+        if (current := self._current) and now >= current.deadline:
+            self._throw(DeadlineExceeded(f"{current.name}: time limit reached: {self._describe_wait(current)}"))
+        for operation in [*self._queue, *([self._current] if self._current else [])]:
+            for caller in [caller for caller in operation.callers if now >= caller.deadline]:
+                operation.callers.remove(caller)
+                reason = self._describe_wait(operation)
+                self._answer(caller, DeadlineExceeded(f"{operation.name}: time limit reached: {reason}"))
+        self._queue = [operation for operation in self._queue if now < operation.deadline]
+        for record in self._instance.engines.values():
+            if record.due is not None and now >= record.due:
+                record.due = None
+                self._instance.replace(record.engine, "it did not adopt the state of the instance in time")
+        if self._trainer_due is not None and now >= self._trainer_due and self._current is None:
+            number, seconds = self.state.open_update, self._weight_update_timeout
+            self._updates.drop(
+                WrongState(
+                    f"weight update {number} was aborted, because no call of it came for {seconds:g} s (option "
+                    "`weight_update_timeout`); the old weights stay: start another"
+                )
+            )
+        return self._effects()
+
+    # Replies.
+
+    def _on_adopted(self, record: EngineRecord, done: CommandDone) -> None:
+        if done.failure is None:
+            record.update = done.result.get("update", record.update)
+
+    def _on_late_failure(self, record: EngineRecord, command: SetState, failure: Failure) -> None:
+        """Replace an engine that could not adopt the state that it still has to have."""
+        if command.state == record.sent:
+            self._instance.replace(record.engine, f"it could not adopt the state of the instance: {failure}")
+
+    def _break_transfer(self, cause: str) -> None:
+        """React to the exit of an engine: a collective transfer breaks, and so does what it was receiving. An update
+        that no engine takes part in any longer is dropped."""
+        instance, current = self._instance, self._current
+        if instance.transfer is not None and instance.transfer.is_collective and instance.transfer.broken is None:
+            instance.close_transfer(cause)
+            is_receiving = current is not None and (
+                isinstance(current.request, InitWeightTransfer)
+                or (isinstance(current.request, UpdateWeights) and current.request.weight_dir is None)
+            )
+            if is_receiving and current is not None and current.awaited:
+                self._throw(TransferBroken(f"the transfer of weights broke: {cause}; the old weights stay"))
+        is_orphaned = instance.state.open_update is not None and not instance.participants
+        if is_orphaned and not (current is not None and isinstance(current.request, UPDATE_CALLS)):
+            self._updates.drop(EnginesMissing(f"no engine has what came in the weight update any longer: {cause}"))
+
+    # The queue.
+
+    def _find_same(self, key: bytes, request: ControlRequest) -> ControlOperation | None:
+        """Return the operation in progress that a call repeats."""
+        for operation in [*([self._current] if self._current else []), *self._queue]:
+            is_one_shot = isinstance(request, UpdateWeights) and request.weight_dir is not None
+            if operation.key == key or (is_one_shot and operation.request == request):
+                return operation
+        last = self._queue[-1] if self._queue else self._current
+        if isinstance(request, Pause) and last is not None and last.request == request:
+            return last
+        return None
+
+    def _make_way_for(self, request: ControlRequest) -> None:
+        """End what a new call cancels: `resume` a pause, `abort_weight_update` a call of the update."""
+        current = self._current.request if self._current is not None else None
+        if isinstance(request, Resume):
+            pauses = [operation for operation in self._queue if isinstance(operation.request, Pause)]
+            self._queue = [operation for operation in self._queue if operation not in pauses]
+            error = WrongState("the pause was ended by resume before all engines had paused")
+            for operation in pauses:
+                self._finish(operation, error)
+            if isinstance(current, Pause):
+                self._throw(error)
+        elif isinstance(request, AbortWeightUpdate) and isinstance(current, UPDATE_CALLS) and self.state.open_update:
+            self._throw(WrongState(f"{NAMES[type(current)]} was ended by abort_weight_update; the old weights stay"))
+
+    def _run_queue(self) -> None:
+        """Begin and continue operations as far as possible."""
+        while True:
+            current = self._current
+            if current is None:
+                if not self._queue:
+                    return
+                self._begin(self._queue.pop(0))
+            elif current.awaited or (current.condition is not None and not current.condition.holds()):
+                return
+            else:
+                self._advance(current)
+
+    def _begin(self, operation: ControlOperation) -> None:
+        instance, request = self._instance, operation.request
+        operation.began = instance.now
+        try:
+            dropped = self._updates.dropped_because
+            is_late = isinstance(request, FinishWeightUpdate) or (
+                isinstance(request, UpdateWeights) and request.weight_dir is None
+            )
+            if dropped is not None and self.state.open_update is None and is_late:
+                raise dropped
+            check_state(
+                request,
+                instance,
+                has_received=self._updates.received.num_calls > 0,
+                repeats_commit=isinstance(request, FinishWeightUpdate) and self._updates.may_repeat(request),
+            )
+        except (EagleRayError, MemberFailed) as error:
+            self._finish(operation, error)
+        else:
+            self._current = operation
+            operation.steps = self._steps(request)
+            self._resume(operation, None)
+
+    def _steps(self, request: ControlRequest) -> Steps:
+        instance, updates = self._instance, self._updates
+        match request:
+            case Pause():
+                return operations.pause(instance, request)
+            case Resume():
+                return operations.resume(instance)
+            case Sleep():
+                return operations.sleep(instance, request)
+            case WakeUp():
+                return operations.wake_up(instance, request)
+            case ResetPrefixCache():
+                return operations.reset_prefix_cache(instance, request)
+            case AbortRequests():
+                return operations.abort_requests(instance, request)
+            case SetWeightVersion():
+                return operations.set_weight_version(instance, request)
+            case InitWeightTransfer():
+                return updates.init(request)
+            case ShutdownWeightTransfer():
+                return updates.shutdown()
+            case StartWeightUpdate():
+                return updates.start(request)
+            case UpdateWeights():
+                return updates.update(request)
+            case FinishWeightUpdate():
+                return updates.finish(request)
+            case AbortWeightUpdate():
+                return updates.abort()
+            case GetWeightInfo():
+                raise AssertionError("it is answered at once")
+
+    def _advance(self, operation: ControlOperation) -> None:
+        """Give an operation what it awaited."""
+        replies, operation.replies, operation.condition = operation.replies, Replies(), None
+        self._resume(operation, replies)
+
+    def _resume(self, operation: ControlOperation, replies: Replies | None) -> None:
+        assert operation.steps is not None
+        try:
+            awaited = next(operation.steps) if replies is None else operation.steps.send(replies)
+        except StopIteration as stop:
+            self._finish(operation, stop.value)
+        except (EagleRayError, MemberFailed) as error:
+            self._finish(operation, error)
+        else:
+            self._await(operation, awaited)
+
+    def _await(self, operation: ControlOperation, awaited: Commands | Condition) -> None:
+        if isinstance(awaited, Condition):
+            operation.condition = awaited
+            return
+        operation.fails_fast = awaited.fails_fast
+        timeout = operation.deadline - self._instance.now
+        for member, body in awaited.bodies.items():
+            operation.awaited[self._instance.send(member, body, timeout)] = member
+
+    def _throw(self, error: Exception) -> None:
+        """End the current operation with an error; its generator restores what it has to."""
+        operation = self._current
+        assert operation is not None
+        assert operation.steps is not None
+        try:
+            operation.steps.throw(error)
+        except (EagleRayError, MemberFailed) as raised:
+            self._finish(operation, raised)
+        else:
+            raise AssertionError(f"{operation.name} continued after {error!r}")
+
+    def _finish(self, operation: ControlOperation, outcome: Answer | Exception) -> None:
+        """Answer the callers."""
+        if operation is self._current:
+            self._current = None
+            if isinstance(operation.request, UPDATE_CALLS):
+                self._trainer_due = None  # set again by `_effects`
+        for caller in operation.callers:
+            self._answer(caller, outcome)
+        operation.callers = []
+        if not isinstance(outcome, Exception):
+            self._outcomes[operation.key] = self._instance.now, outcome
+
+    def _answer(self, caller: Caller, outcome: Answer | Exception) -> None:
+        if isinstance(outcome, Exception):
+            returned = ControlReturned(call_id=caller.call_id, failure=_failure_of(outcome))
+        else:
+            returned = ControlReturned(call_id=caller.call_id, answer=pack(outcome))
+        self._instance.effects.append(SendAnswer(caller.client, returned))
+
+    def _forget_outcomes(self) -> None:
+        while self._outcomes:
+            key, (time, _) = next(iter(self._outcomes.items()))
+            if len(self._outcomes) <= MAX_OUTCOMES and time > self._instance.now - OUTCOME_SECONDS:
+                return
+            del self._outcomes[key]
+
+    def _effects(self) -> list[Effect]:
+        """Continue as far as possible, and return all effects since the last call."""
+        instance = self._instance
+        self._run_queue()
+        if self.state.open_update is None:
+            self._trainer_due = None
+        elif self._trainer_due is None:
+            self._trainer_due = instance.now + self._weight_update_timeout
+        instance.review()
+        effects, instance.effects = instance.effects, []
+        return effects
+
+    # Descriptions.
+
+    def _describe_wait(self, operation: ControlOperation) -> str:
+        """Return what an operation waits for."""
+        if operation is not self._current:
+            other = self._current
+            if other is None or other.began is None:
+                return "it was queued"
+            seconds = self._instance.now - other.began
+            return f"it waits for {other.name} (operation {other.operation_id}), which has run for {seconds:.0f} s"
+        if operation.condition is not None:
+            return operation.condition.reason()
+        members = sorted({member.label for member in operation.awaited.values()})
+        return f"{', '.join(members)} {'has' if len(members) == 1 else 'have'} not replied"
+
+    def _describe_current(self) -> dict[str, Any] | None:
+        """Return the operation in progress, for users."""
+        if (current := self._current) is None or current.began is None:
+            return None
+        waiting = {member.label: "waiting" for member in current.awaited.values()}
+        done = {member.label: "done" for member in current.replies.results}
+        return {
+            "name": current.name,
+            "id": current.operation_id,
+            "seconds": round(self._instance.now - current.began, 3),
+            "members": waiting | done,
+            "num_queued": len(self._queue),
+        }
+
+
+def _key(call: ControlCall) -> bytes:
+    """Return the key of the operation: its id and what it asks for."""
+    asked = msgspec.msgpack.encode((call.operation_id, call.request))
+    return hashlib.blake2b(asked, digest_size=16).digest()
+
+
+def _failure_of(error: Exception) -> Failure:
+    return error.failure if isinstance(error, MemberFailed) else Failure.of(error)

@@ -1,0 +1,191 @@
+"""The operations on an instance that have no weights in them, as generators.
+
+A generator yields what it awaits and receives the replies; it returns the answer, or raises the error, of the call. It
+changes the state at once, so that an engine that starts meanwhile adopts the new one. If an engine cannot adopt it,
+the former state is restored everywhere. A generator that is thrown an error (the deadline has passed, another call ends
+this one) yields nothing more. Driven by `Control`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from eagleray.fleet.control.instance import Instance, MemberFailed
+from eagleray.identity import EngineId, MemberId
+from eagleray.messages.control import (
+    AbortRequests,
+    CommandBody,
+    Pause,
+    ResetPrefixCache,
+    SetWeightVersion,
+    Sleep,
+    SleepTag,
+    WakeUp,
+)
+from eagleray.messages.failure import Failure
+
+Answer = dict[str, Any]
+
+
+@dataclass
+class Replies:
+    """Replies to the commands of one operation that were sent together."""
+
+    results: dict[MemberId, dict[str, Any]] = field(default_factory=dict)
+    failures: dict[MemberId, Failure] = field(default_factory=dict)
+    exits: dict[MemberId, str] = field(default_factory=dict)
+    """Causes of members that exited."""
+
+    def total(self, key: str) -> int:
+        """Return the sum of a number over all results."""
+        return sum(int(result.get(key, 0)) for result in self.results.values())
+
+    def most(self, key: str) -> int:
+        """Return the largest value of a number in the results."""
+        return max((int(result.get(key, 0)) for result in self.results.values()), default=0)
+
+    def raise_failure(self) -> None:
+        """Raise `MemberFailed` for the first failure, if there is one."""
+        for member, failure in self.failures.items():
+            raise MemberFailed(failure if failure.is_user_error else _named(member, failure))
+
+
+def _named(member: MemberId, failure: Failure) -> Failure:
+    """Return the failure with the member's name in its message."""
+    return replace(failure, message=f"{member.label}: {failure.message}")
+
+
+@dataclass
+class Commands:
+    """Commands to send, and to await the replies of. With `fails_fast`, the first failure ends the wait."""
+
+    bodies: dict[MemberId, CommandBody]
+    fails_fast: bool = False
+
+
+@dataclass
+class Condition:
+    """A condition to wait for, which `holds` reports and `reason` describes while it does not."""
+
+    holds: Callable[[], bool]
+    reason: Callable[[], str]
+
+
+Steps = Generator[Commands | Condition, Replies, Answer]
+Adoption = Generator[Commands | Condition, Replies, Replies]
+
+
+def adopt(instance: Instance, changes: dict[str, Any], **fields: Any) -> Adoption:
+    """Change fields of the state, and wait until all engines have adopted it. `fields`: others of `SetState`.
+
+    Restores the fields and raises `MemberFailed` if an engine cannot adopt them.
+    """
+    former = {name: getattr(instance.state, name) for name in changes}
+    instance.assign(instance.changed(**changes))
+    replies = yield Commands(instance.set_state_bodies(**fields))
+    if replies.failures:
+        instance.assign(instance.changed(**former))
+        instance.post_state()
+        replies.raise_failure()
+    return replies
+
+
+def pause(instance: Instance, request: Pause) -> Steps:
+    """Latch the pause. Its caller is answered when no step runs and aborted requests have delivered what they have."""
+    replies = yield from adopt(
+        instance,
+        {"pause": request.mode},
+        clear_cache=request.clear_cache and request.mode != "keep",
+        abort_running=request.mode == "abort",
+    )
+    return {"status": "paused", "num_kept": replies.total("num_kept"), "num_aborted": replies.total("num_aborted")}
+
+
+def resume(instance: Instance) -> Steps:
+    """Release the pause."""
+    yield from adopt(instance, {"pause": None})
+    return {"status": "resumed"}
+
+
+def sleep(instance: Instance, request: Sleep) -> Steps:
+    """Put parts to sleep, besides those that sleep already."""
+    if request.mode == "wait":
+        yield from _wait_for_requests(instance)
+    former = instance.state
+    tags = tuple(dict.fromkeys((*former.asleep, *request.tags)))
+    level = max(former.sleep_level, request.level)
+    replies = yield from adopt(instance, {"asleep": tags, "sleep_level": level}, abort_running=request.mode == "abort")
+    return {"status": "sleeping", "level": level, "freed_bytes": replies.total("freed_bytes")}
+
+
+def _wait_for_requests(instance: Instance) -> Adoption:
+    """Wait until no request runs, in a pause that this function ends. The caller sends the next state."""
+    former = instance.state.pause
+    try:
+        return (yield from adopt(instance, {"pause": "wait"}))
+    except Exception:
+        instance.assign(instance.changed(pause=former))
+        instance.post_state()
+        raise
+    finally:
+        instance.assign(instance.changed(pause=former))
+
+
+def wake_up(instance: Instance, request: WakeUp) -> Steps:
+    """Wake parts. A pause stays."""
+    tags: tuple[SleepTag, ...] = tuple(tag for tag in instance.state.asleep if tag not in request.tags)
+    yield from adopt(instance, {"asleep": tags, "sleep_level": instance.state.sleep_level if tags else 0})
+    return {"status": "sleeping" if tags else "awake", "tags": list(tags)}
+
+
+def reset_prefix_cache(instance: Instance, request: ResetPrefixCache) -> Steps:
+    """Empty the prefix caches of all engines."""
+    replies = yield Commands({record.engine: request for record in instance.started})
+    replies.raise_failure()
+    return {"success": all(result.get("success", False) for result in replies.results.values())}
+
+
+def abort_requests(instance: Instance, request: AbortRequests) -> Steps:
+    """Abort requests in the clients that have them."""
+    bodies: dict[MemberId, CommandBody] = dict.fromkeys(instance.clients, request)
+    replies = yield Commands(bodies)
+    replies.raise_failure()
+    return {"status": "aborted", "aborted": replies.total("aborted")}
+
+
+def set_weight_version(instance: Instance, request: SetWeightVersion) -> Steps:
+    """Rename the weights."""
+    yield from adopt(instance, {"weight_version": request.new_version})
+    return {"success": True, "new_version": request.new_version}
+
+
+def weight_info(instance: Instance, operation: Answer | None) -> Answer:
+    """Return the answer to `GetWeightInfo`. `operation`: the one that is executed, with its phases."""
+    state = instance.state
+    records = sorted(instance.engines.values(), key=lambda record: record.engine.rank)
+    joined = [record.update for record in records if record.has_joined and record.update is not None]
+    return {
+        "weight_version": instance.labels[max(joined, default=state.update)],
+        "update": max(joined, default=state.update),
+        "required": state.update,
+        "instance": instance.name,
+        "state": state.name,
+        "is_paused": state.pause is not None,
+        "asleep": list(state.asleep),
+        "operation": operation,
+        "engines": [_engine_info(instance, record.engine) for record in records],
+    }
+
+
+def _engine_info(instance: Instance, engine: EngineId) -> Answer:
+    record = instance.engines[engine]
+    if not record.is_started:
+        phase = "starting"
+    else:
+        phase = "ready" if record.has_joined and record.update is not None else "waiting"
+    label = instance.labels.get(record.update) if record.is_started else None
+    return {"rank": engine.rank, "incarnation": engine.incarnation, "weight_version": label, "state": phase}

@@ -1,0 +1,320 @@
+"""The operations of a weight update, as generators (see `operations`).
+
+An update is opened, receives tensors in any number of calls, and is committed by one assignment in the state after
+every engine that takes part has checked that it can apply them. Whatever fails before drops it: what was staged goes,
+the old weights stay. Nothing undoes a commit: an engine that cannot apply it is replaced, and its successor is held
+back until it has the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from eagleray.errors import DeadlineExceeded, EnginesMissing, InvalidRequest, WrongState
+from eagleray.fleet.control.instance import Instance, WeightTransfer
+from eagleray.fleet.control.operations import Answer, Commands, Condition, Replies, Steps, adopt
+from eagleray.identity import EngineId, MemberId
+from eagleray.messages.control import (
+    AbortWeightUpdate,
+    CheckWeights,
+    CloseWeightTransfer,
+    CommandBody,
+    FinishWeightUpdate,
+    InitWeightTransfer,
+    OpenWeightTransfer,
+    ReceiveWeights,
+    StartWeightUpdate,
+    UpdateWeights,
+)
+
+MOST_NAMES = 20
+"""Names of missing weights in an answer."""
+
+
+@dataclass
+class ReceivedWeights:
+    """Tensors that have come in the open update."""
+
+    num_calls: int = 0
+    num_tensors: int = 0
+    num_bytes: int = 0
+
+
+@dataclass
+class LastCommit:
+    """The last update that was committed."""
+
+    answer: Answer
+    was_one_shot: bool
+
+
+class WeightUpdates:
+    """The open update and the last commit of an instance."""
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+        self.received = ReceivedWeights()
+        self.last_commit: LastCommit | None = None
+        self.dropped_because: Exception | None = None
+        """Error with which the last update was dropped, for further calls of the trainer until it starts another."""
+
+    def may_repeat(self, request: FinishWeightUpdate) -> bool:
+        """Whether a finish without an open update repeats the last commit, or names the weights of a one-shot one."""
+        if self.last_commit is None:
+            return False
+        version = self._instance.state.weight_version
+        return self.last_commit.was_one_shot or request.weight_version in (None, version)
+
+    def drop(self, cause: Exception) -> None:
+        """Close the open update without a commit."""
+        if self._instance.state.open_update is not None:
+            self.dropped_because = cause
+            self._instance.drop_update()
+
+    # The transfer.
+
+    def init(self, request: InitWeightTransfer) -> Steps:
+        """Wait for all engines, close an earlier transfer, and prepare the new one."""
+        instance = self._instance
+        try:
+            yield Condition(lambda: not instance.missing_ranks or instance.lacks_engines, instance.describe_missing)
+        except DeadlineExceeded as error:
+            raise EnginesMissing(str(error)) from None
+        if instance.missing_ranks:
+            raise EnginesMissing(f"not all engines are there: {instance.describe_missing()}")
+        yield from self.shutdown()
+        instance.transfer = WeightTransfer(request.init_info, is_collective=True)
+        bodies: dict[MemberId, CommandBody] = {
+            record.engine: OpenWeightTransfer(
+                init_info=request.init_info, first_rank=instance.first_rank(record.engine)
+            )
+            for record in instance.started
+        }
+        try:
+            replies = yield Commands(bodies, fails_fast=True)
+            replies.raise_failure()
+            instance.transfer.is_collective = any(it.get("is_collective", True) for it in replies.results.values())
+            if instance.transfer.is_collective and replies.exits:
+                instance.close_transfer(_exits(replies))
+            instance.check_transfer()
+        except Exception as error:
+            instance.close_transfer(str(error))
+            raise
+        return {"message": "Weight transfer initialized"}
+
+    def shutdown(self) -> Steps:
+        """Close the transfer, if there is one."""
+        if self._instance.transfer is not None:
+            self._instance.transfer = None
+            replies = yield Commands(_to_all(self._instance, CloseWeightTransfer()))
+            replies.raise_failure()
+        return {"message": "Weight transfer shut down"}
+
+    # The update.
+
+    def start(self, request: StartWeightUpdate) -> Steps:
+        """Open an update, unless one is open that has received nothing."""
+        if self._instance.state.open_update is None:
+            yield from self._open(request.num_bytes)
+        return {"message": "Weight update started", "update": self._instance.state.open_update}
+
+    def update(self, request: UpdateWeights) -> Steps:
+        """Receive tensors into the open update; from a directory: open, receive and commit."""
+        if request.weight_dir is None:
+            yield from self._receive(request)
+            received = self.received
+            return {
+                "message": "Weights updated",
+                "num_tensors": received.num_tensors,
+                "num_bytes": received.num_bytes,
+            }
+        yield from self._open(None)
+        yield from self._receive(request)
+        finish = FinishWeightUpdate(weight_version=request.weight_version)
+        answer = yield from self._commit(finish, message="Weights updated", is_one_shot=True)
+        return {
+            "message": answer["message"],
+            "num_tensors": self.received.num_tensors,
+            "num_bytes": self.received.num_bytes,
+            "weight_version": answer["weight_version"],
+            "update": answer["update"],
+        }
+
+    def finish(self, request: FinishWeightUpdate) -> Steps:
+        """Commit the open update; without one, return or rename the last commit."""
+        if self._instance.state.open_update is not None:
+            return (yield from self._commit(request, message="Weight update finished", is_one_shot=False))
+        assert self.last_commit is not None
+        version = request.weight_version
+        if version is not None and version != self._instance.state.weight_version:
+            yield from adopt(self._instance, {"weight_version": version})
+        answer = self.last_commit.answer | {
+            "message": "Weight update finished",
+            "weight_version": self._instance.state.weight_version,
+        }
+        self.last_commit.answer = answer
+        return answer
+
+    def abort(self) -> Steps:
+        """Drop the open update, if there is one. Its caller is answered when nothing is staged any longer."""
+        instance = self._instance
+        if (number := instance.state.open_update) is not None:
+            self.drop(WrongState(f"weight update {number} was aborted by abort_weight_update: start another"))
+            yield Commands(_to_all(instance, AbortWeightUpdate()))
+        return {"message": "Weight update aborted", "update": instance.state.update}
+
+    def _open(self, num_bytes: int | None) -> Generator[Commands | Condition, Replies, None]:
+        instance = self._instance
+        if not instance.started:
+            raise EnginesMissing(f"no engine can receive weights: {instance.describe_missing()}")
+        self.received = ReceivedWeights()
+        self.dropped_because = None
+        for record in instance.engines.values():
+            record.takes_part = record.is_started
+        instance.assign(instance.changed(open_update=instance.state.update + 1))
+        try:
+            replies = yield Commands(instance.set_state_bodies(num_bytes=num_bytes))
+            replies.raise_failure()
+            if not instance.participants:
+                raise EnginesMissing(f"no engine can receive weights: {_exits(replies)}")
+        except Exception as error:
+            self.drop(error)
+            raise
+
+    def _receive(self, request: UpdateWeights) -> Generator[Commands | Condition, Replies, None]:
+        instance, is_pushed = self._instance, request.weight_dir is None
+        bodies = self._parts(request)
+        try:
+            if is_pushed:
+                instance.check_transfer()
+            replies = yield Commands(bodies, fails_fast=True)
+            replies.raise_failure()
+            if not replies.results:
+                raise EnginesMissing(f"no engine has received the weights: {_exits(replies)}")
+        except Exception as error:
+            self.drop(error)
+            if is_pushed and instance.transfer is not None and instance.transfer.is_collective:
+                instance.close_transfer(str(error))  # the trainer may be in a broadcast, and must not wait for ever
+            raise
+        self.received.num_calls += 1
+        self.received.num_tensors += replies.most("num_tensors")
+        self.received.num_bytes += replies.most("num_bytes")
+
+    def _parts(self, request: UpdateWeights) -> dict[MemberId, CommandBody]:
+        """Return the command of each engine that takes part. A list has an entry for each worker of the deployment."""
+        instance = self._instance
+        engines = [record.engine for record in instance.participants]
+        parts = _list_of(request.update_info)
+        if parts is None:
+            body = ReceiveWeights(update_info=request.update_info, weight_dir=request.weight_dir)
+            return dict.fromkeys(engines, body)
+        if len(parts) != instance.num_workers:
+            raise InvalidRequest(
+                f"`update_info` is a list of {len(parts)}, but there are {instance.num_workers} workers: send one for "
+                "each worker, or one object for all",
+                param="update_info",
+            )
+        return {engine: ReceiveWeights(update_info=self._part(parts, engine)) for engine in engines}
+
+    def _part(self, parts: list[msgspec.Raw], engine: EngineId) -> bytes:
+        first = self._instance.first_rank(engine)
+        return msgspec.msgpack.encode(parts[first : first + self._instance.workers_per_engine])
+
+    def _commit(
+        self, request: FinishWeightUpdate, *, message: str, is_one_shot: bool
+    ) -> Generator[Commands | Condition, Replies, Answer]:
+        instance = self._instance
+        number = instance.state.open_update
+        assert number is not None
+        try:
+            missing, num_missing = yield from self._check(request)
+            if instance.shares_experts:
+                yield from adopt(instance, {"is_held": True})
+        except Exception as error:
+            self.drop(error)
+            raise
+        answer = {
+            "message": message,
+            "weight_version": request.weight_version or str(number),
+            "update": number,
+            "num_tensors": self.received.num_tensors,
+            "num_missing": num_missing,
+            "missing": missing[:MOST_NAMES],
+        }
+        self.last_commit = LastCommit(answer, was_one_shot=is_one_shot)
+        committed = instance.changed(
+            update=number, open_update=None, is_in_place=False, weight_version=answer["weight_version"]
+        )
+        instance.assign(committed)
+        yield from self._apply(number)
+        return answer
+
+    def _check(self, request: FinishWeightUpdate) -> Generator[Commands | Condition, Replies, tuple[list[str], int]]:
+        """Have every engine check what it has. Returns the names of missing weights, and their number.
+
+        An engine with older weights than the instance's needs all; if it has not all, it no longer takes part.
+        """
+        instance = self._instance
+        behind = {record.engine for record in instance.participants if record.update != instance.state.update}
+        replies = yield Commands(
+            {
+                record.engine: CheckWeights(require_complete=request.require_complete or record.engine in behind)
+                for record in instance.participants
+            }
+        )
+        if replies.failures.keys() <= behind and replies.results:
+            for record in instance.participants:
+                record.takes_part = record.engine not in replies.failures
+        else:
+            replies.raise_failure()
+        if not replies.results:
+            raise EnginesMissing(f"no engine has the weights: {_exits(replies)}")
+        names = sorted({name for result in replies.results.values() for name in result.get("missing", ())})
+        return names, replies.most("num_missing")
+
+    def _apply(self, number: int) -> Generator[Commands | Condition, Replies, None]:
+        """Have the engines apply a committed update. Engines that share experts go on when all have done so."""
+        instance = self._instance
+        engines = [record.engine for record in instance.participants]
+        for record in instance.engines.values():
+            record.takes_part = False
+        try:
+            replies = yield Commands(instance.set_state_bodies())
+            self._replace_unapplied(engines, number, replies)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(
+                f"weight update {number} is committed, but not applied everywhere: {error}"
+            ) from None
+        finally:
+            if instance.state.is_held:
+                instance.assign(instance.changed(is_held=False))
+                instance.post_state()
+
+    def _replace_unapplied(self, engines: list[EngineId], number: int, replies: Replies) -> None:
+        """Replace the engines that took part and did not apply the update."""
+        instance = self._instance
+        for engine in engines:
+            if failure := replies.failures.get(engine):
+                instance.replace(engine, f"it could not apply weight update {number}: {failure}")
+            elif engine in replies.results and (record := instance.engines.get(engine)) and record.update != number:
+                instance.replace(engine, f"it did not apply weight update {number}")
+
+
+def _to_all(instance: Instance, body: CommandBody) -> dict[MemberId, CommandBody]:
+    return {record.engine: body for record in instance.started}
+
+
+def _list_of(update_info: bytes) -> list[Any] | None:
+    """Return the entries of an encoded list, or None if it is none."""
+    try:
+        return msgspec.msgpack.decode(update_info, type=list[msgspec.Raw])
+    except msgspec.MsgspecError:
+        return None
+
+
+def _exits(replies: Replies) -> str:
+    return "; ".join(f"{member.label} ended: {cause}" for member, cause in replies.exits.items()) or "no engine is left"
