@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from eagleray.messages.sampling import RequestOutputKind, SamplingParams
-
 if TYPE_CHECKING:
     from eagleray.async_llm import AsyncLLM, AsyncLLMEngine
     from eagleray.engine_args import AsyncEngineArgs, EngineArgs
     from eagleray.llm import LLM
+    from eagleray.messages.sampling import RequestOutputKind, SamplingParams
 
 __all__ = [
     "LLM",
@@ -24,16 +23,17 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-
 MODULES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "AsyncLLMEngine": "async_llm",
     "EngineArgs": "engine_args",
     "AsyncEngineArgs": "engine_args",
+    "RequestOutputKind": "messages.sampling",
+    "SamplingParams": "messages.sampling",
 }
 """Modules of the names that are imported when they are first used: they pull in sockets and the tokenizer, of which
-`eagleray --help` needs neither."""
+`eagleray --help` needs neither, and a trainer that imports `eagleray.weights` may have torch alone."""
 
 
 def __getattr__(name: str) -> Any:

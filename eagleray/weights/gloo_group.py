@@ -1,0 +1,107 @@
+"""A gloo group between a trainer, rank 0, and workers, made as torch's own groups are: keys of the same names in the
+same store, so that a trainer may also join it by `torch.distributed`."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work  # type: ignore[attr-defined]
+
+from eagleray.errors import DeadlineExceeded, TransferBroken
+
+SENDER = 0
+"""Rank of the trainer."""
+CONNECT_INTERVAL_SECONDS = 0.05
+"""Time between two attempts to reach the trainer's store."""
+GROUP_NAME = "weights"
+BUCKET_BYTES = 64 * 2**20
+"""Size of a bucket: large enough that its broadcast runs at full speed, and small enough that one bucket can be copied
+while the next one is received."""
+
+
+def reach_store(
+    host: str, port: int, *, world_size: int, timeout: float, is_cancelled: Callable[[], bool]
+) -> tuple[TCPStore, str]:
+    """Connect to the trainer's store. Returns it with the address of this machine on the way there.
+
+    Raises `DeadlineExceeded` if the trainer does not listen within `timeout` seconds, and `TransferBroken` if
+    `is_cancelled` returns True meanwhile.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        if is_cancelled():
+            raise TransferBroken(f"the transfer was closed while the trainer at {host}:{port} was awaited")
+        try:
+            with socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())) as probe:
+                own_address = probe.getsockname()[0]
+            break
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(
+                    f"the trainer was not reached at {host}:{port} within {timeout:g} s: {error}"
+                ) from error
+            time.sleep(CONNECT_INTERVAL_SECONDS)
+    remaining = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    try:
+        # counts this rank, because the trainer's store may wait until it has `world_size` ranks
+        store = TCPStore(host, port, world_size, is_master=False, timeout=remaining)
+    except RuntimeError as error:
+        raise TransferBroken(f"the store of the trainer at {host}:{port} does not answer: {error}") from error
+    return store, own_address
+
+
+class GlooGroup:
+    """Rank `rank` of a group of `size`, which listens on `host`, an address of this machine. The constructor returns
+    when all ranks are connected; it raises `DeadlineExceeded` or `TransferBroken`."""
+
+    def __init__(self, store: Store, name: str, *, rank: int, size: int, host: str, timeout: float) -> None:
+        self._rank, self._size = rank, size
+        self._timeout = timedelta(seconds=timeout)
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = self._timeout
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        began = time.monotonic()
+        try:
+            keys = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+            self._group: Any = ProcessGroupGloo(keys, rank, size, options)
+        except RuntimeError as error:
+            if time.monotonic() - began < timeout:
+                raise TransferBroken(f"a rank of the group {name!r} left while the ranks connected: {error}") from error
+            raise DeadlineExceeded(
+                f"the {size} ranks of the group {name!r} were not connected within {timeout:g} s: {error}"
+            ) from error
+
+    def broadcast(self, tensor: Tensor) -> Callable[[], None]:
+        """Begin to broadcast a contiguous tensor on the host from rank 0. Returns a function that waits for the end and
+        raises `TransferBroken`."""
+        group = self._group
+        if group is None:
+            raise TransferBroken("the group was closed")
+        began = time.monotonic()
+        try:
+            work: Work = group.broadcast(tensor, SENDER, self._timeout)
+        except RuntimeError as error:
+            raise self._broken(error, began) from error
+
+        def wait() -> None:
+            try:
+                work.wait(self._timeout)
+            except RuntimeError as error:
+                raise self._broken(error, began) from error
+
+        return wait
+
+    def close(self) -> None:
+        """Leave the group: operations that other ranks have begun with this one fail. Idempotent."""
+        self._group = None  # gloo closes its connections when nothing refers to them
+
+    def _broken(self, error: RuntimeError, began: float) -> TransferBroken:
+        peer = "the workers" if self._rank == SENDER else "the trainer"
+        if time.monotonic() - began >= self._timeout.total_seconds():
+            return TransferBroken(f"{peer} took longer than {self._timeout.total_seconds():g} s for one broadcast")
+        return TransferBroken(f"the connection to {peer} broke: {error}")

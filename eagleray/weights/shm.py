@@ -1,0 +1,110 @@
+"""Backend `shm`: weights in shared memory of the node, or in a file of the same form.
+
+Each rank reads the segment through the page cache; only what its part of the model needs is touched.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from eagleray.errors import InvalidRequest, NotFound, WeightsMismatch
+from eagleray.weights.receiver import CheckTensors, ReceiverPosition, read_fields
+from eagleray.weights.shared_memory_sender import SHARED_MEMORY_DIR, node_id
+from eagleray.weights.tensors import SentTensor, read_update_info, view_as
+
+
+class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of an `update_info` that say where the tensors are."""
+
+    offsets: list[int]
+    """Byte at which each tensor begins."""
+    name: str
+    """Name of a POSIX segment, or the absolute path of a file."""
+    size: int
+    """Number of bytes that are mapped."""
+    node: str = ""
+    """Id of the trainer's node, see `node_id`; empty if it is not known."""
+
+
+def open_receiver(init_info: Mapping[str, Any], position: ReceiverPosition, timeout: float) -> SharedMemoryReceiver:
+    """Make the receiver of a worker, see `receiver.open_receiver`. `init_info` needs no fields."""
+    return SharedMemoryReceiver()
+
+
+class SharedMemoryReceiver:
+    """See `receiver.WeightReceiver`. There is no group: the tensors are in the segment before the call."""
+
+    def connect(self) -> None:
+        """Do nothing: a segment is mapped when tensors are received."""
+
+    def receive(self, update_info: Mapping[str, Any], check: CheckTensors) -> Iterator[tuple[str, Tensor]]:
+        tensors = read_update_info(update_info)
+        segment = read_fields("shm", "update_info", update_info, SegmentInfo)
+        _check_offsets(tensors, segment)
+        check(tensors)
+        if segment.size == 0:
+            return
+        buffer = _map(segment)
+        for tensor, offset in zip(tensors, segment.offsets, strict=True):
+            yield tensor.name, view_as(buffer[offset : offset + tensor.num_bytes], tensor)
+
+    def close(self) -> None:
+        """Do nothing: a segment stays mapped only while its tensors are received."""
+
+
+def _check_offsets(tensors: list[SentTensor], segment: SegmentInfo) -> None:
+    """Raise `WeightsMismatch` unless every tensor lies inside the segment."""
+    if len(segment.offsets) != len(tensors):
+        raise WeightsMismatch(f"update_info: {len(tensors)} `names`, but {len(segment.offsets)} `offsets`")
+    for tensor, offset in zip(tensors, segment.offsets, strict=True):
+        if not 0 <= offset <= segment.size - tensor.num_bytes:
+            raise WeightsMismatch(
+                f"{tensor.name}: {tensor.num_bytes} bytes at offset {offset} are not inside the {segment.size} bytes "
+                f"of {segment.name}"
+            )
+
+
+def _map(segment: SegmentInfo) -> Tensor:
+    """Return the bytes of the segment. Raises `NotFound` if it is not on this node."""
+    if segment.node and segment.node != node_id():
+        raise NotFound(
+            f"the segment {segment.name} is on another node than this worker; backend shm needs the trainer on the "
+            "node of the workers: send by gloo or nccl"
+        )
+    path = _path(segment.name)
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise NotFound(
+            f"{path} cannot be opened ({error.strerror}): the segment must exist on the node of the workers, and their "
+            "user must be allowed to read it"
+        ) from error
+    try:
+        if (size := os.fstat(file).st_size) < segment.size:
+            raise WeightsMismatch(f"{path} has {size} bytes, but update_info says {segment.size}")
+        # private, so that torch may have it as writable; nobody writes to it
+        mapped = mmap.mmap(file, segment.size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(file)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _path(name: str) -> Path:
+    """Return the file of a segment: `name` and `/name` are POSIX segments, anything longer a path."""
+    path = Path(name)
+    if path.is_absolute() and len(path.parts) > 2:
+        return path
+    bare = name.removeprefix("/")
+    if not bare or "/" in bare or bare in (".", ".."):
+        raise InvalidRequest(
+            f"update_info: {name!r:.80} is neither the name of a POSIX segment nor an absolute path", param="name"
+        )
+    return SHARED_MEMORY_DIR / bare

@@ -1,0 +1,105 @@
+"""Parts of the backends nccl and ipc that need no GPU: what they refuse, and what they read of other processes."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+from eagleray.errors import ConfigError, InvalidRequest, NotFound, WeightsMismatch
+from eagleray.weights.ipc import check_sizes, find_handles
+from eagleray.weights.nccl import check_id, read_pickled_id
+from eagleray.weights.receiver import ReceiverPosition, open_receiver
+from eagleray.weights.tensors import SentTensor
+
+UUID = "6a1c4b0e-0000-4000-8000-000000000001"
+
+
+def handle(device: int = 3) -> tuple[Any, tuple[Any, ...]]:
+    """Make a handle with the arguments of a float32 tensor of shape [2, 4]."""
+    storage = (torch.UntypedStorage, torch.float32, device, b"h" * 64, 32, 0, False, b"r" * 64, 0, b"e" * 64, True)
+    return rebuild_cuda_tensor, (torch.Tensor, torch.Size([2, 4]), (4, 1), 0, *storage)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "ipc"])
+def test_gpu_backend_on_a_cpu_is_refused(backend: str) -> None:
+    with pytest.raises(ConfigError, match=f"backend {backend} .* but the workers compute on the CPU: send by"):
+        open_receiver(backend, {"world_size": 2}, ReceiverPosition(0, torch.device("cpu")), 1.0)
+
+
+def test_nccl_init_info_without_store_and_id_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="either `master_address` and `master_port` or `nccl_unique_id_b64`"):
+        open_receiver("nccl", {"world_size": 2}, ReceiverPosition(0, torch.device("cuda", 0)), 1.0)
+
+
+def test_read_pickled_id_struct_of_another_module_gives_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("trainer_nccl")
+    kind = type(
+        "ncclUniqueId",
+        (ctypes.Structure,),
+        {"_fields_": [("internal", ctypes.c_byte * 128)], "__module__": "trainer_nccl"},
+    )
+    module.ncclUniqueId = kind  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trainer_nccl", module)
+    unique_id = bytes(range(128))
+    pickled = pickle.dumps(kind.from_buffer_copy(unique_id))  # type: ignore[attr-defined]
+    monkeypatch.delitem(sys.modules, "trainer_nccl")
+    assert read_pickled_id(pickled) == unique_id
+
+
+class RunsCode:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize("value", [RunsCode(), b"bytes", b"x" * 2000, {"a": 1}, None])
+def test_read_pickled_id_anything_else_is_refused_and_not_executed(
+    value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InvalidRequest, match="NCCL's id"):
+        read_pickled_id(pickle.dumps(value))
+    assert capsys.readouterr().out == ""
+
+
+def test_check_id_of_wrong_length_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="127 bytes, but 128"):
+        check_id(b"x" * 127)
+
+
+@pytest.mark.parametrize("gpu", [UUID, f"GPU-{UUID}", UUID.upper()])
+def test_find_handles_either_form_of_the_gpu_uuid_matches(gpu: str) -> None:
+    found = find_handles([{gpu: handle(), "GPU-other": handle(0)}], UUID, 1)
+    assert (found[0].device, found[0].size, found[0].dtype) == (3, (2, 4), "float32")
+
+
+def test_find_handles_dict_of_one_buffer_is_accepted() -> None:
+    assert len(find_handles({UUID: handle()}, UUID, 1)) == 1
+
+
+def test_find_handles_no_handle_for_the_gpu_names_both() -> None:
+    with pytest.raises(NotFound, match=f"none for GPU {UUID}.*there are handles for GPU-other"):
+        find_handles([{"GPU-other": handle()}], UUID, 1)
+
+
+@pytest.mark.parametrize(
+    "handles",
+    [None, [], "x", [handle()], [{UUID: handle()[1]}], [{UUID: (rebuild_cuda_tensor, (1, 2))}], [{UUID: 1}]],
+)
+def test_find_handles_anything_else_is_refused(handles: Any) -> None:
+    with pytest.raises(WeightsMismatch, match="update_info: "):
+        find_handles(handles, UUID, 1)
+
+
+def test_check_sizes_buffer_smaller_than_the_tensors_is_refused() -> None:
+    tensors = [SentTensor("a", torch.float32, (2, 4)), SentTensor("b", torch.uint8, (3,))]
+    check_sizes(tensors, [32, 3], 35)
+    with pytest.raises(WeightsMismatch, match="35 bytes, but the shared buffer has 34"):
+        check_sizes(tensors, [32, 3], 34)
+    with pytest.raises(WeightsMismatch, match="`tensor_sizes` are not the bytes"):
+        check_sizes(tensors, [32, 4], 40)
