@@ -158,6 +158,10 @@ class Model(ABC):
         finally:
             pool.shutdown(cancel_futures=True)
 
+    def storage(self) -> list[Tensor]:
+        """Return the memory of all weights that this rank has, see `OwnsWeights`."""
+        return [memory for part in self._parts() for memory in part.storage()]
+
     @property
     def moe_blocks(self) -> list[MoeBlock]:
         """The experts of each layer of this stage that has some."""

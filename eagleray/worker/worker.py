@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Collection
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from eagleray.identity import WorkerId
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.log import get_logger
 from eagleray.messages.codec import Codec
+from eagleray.messages.control import SleepTag
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.steps import (
     AllocateCache,
@@ -50,6 +52,7 @@ from eagleray.worker.downloads import downloads_of
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.prefault import CachePrefaulter
 from eagleray.worker.runner import Runner, UnfinishedStep
+from eagleray.worker.sleep import SleepableMemory
 from eagleray.worker.startup import JoinedWorker, LoadedWorker, OpenedWorker, WorkerSetup, sampler_of
 from eagleray.worker.timeouts import (
     DEVICE_POLL_SECONDS,
@@ -217,7 +220,8 @@ class ServingWorker:
             model.cache_shape(block_size), num_blocks=num_blocks, dtype=model.cache_dtype, device=model.device
         )
         sampler = sampler_of(model, num_rows)
-        model.warm_up(cache, loaded.limits(max_num_batched_tokens), sampler.last_tokens)
+        limits = loaded.limits(max_num_batched_tokens)
+        model.warm_up(cache, limits, sampler.last_tokens)
         sampler.warm_up(num_rows, num_logprobs=config.model.max_logprobs)
         self._runner = Runner(
             model,
@@ -226,11 +230,15 @@ class ServingWorker:
             sampler,
             downloads_of(model.device),
         )
+        self._cache = cache
+        self._memory = SleepableMemory(model, cache, lambda: model.warm_up(cache, limits, sampler.last_tokens))
         self._prefaulter = CachePrefaulter(cache, self._runner)
 
     def begin(self, plan: StepPlan) -> UnfinishedStep | StepBroken:
         """Begin the step. The exit of another engine of the expert group breaks the step and leaves this worker
         intact."""
+        if not self._memory.is_awake:
+            raise RuntimeError(f"{plan.label} was planned for a worker that sleeps")
         if self._broken is None:
             try:
                 return self._runner.begin(plan)
@@ -281,6 +289,18 @@ class ServingWorker:
 
     def call_extension(self, method: str, arguments: bytes) -> ExtensionReturned:
         return self._extension.call(method, arguments)
+
+    def sleep(self, tags: Collection[SleepTag], level: int) -> int:
+        """Return memory to the system, see `SleepableMemory.sleep`. No step must be unfinished."""
+        self._prefaulter.close()  # before the cache sleeps, whose pages it would request
+        return self._memory.sleep(tags, level)
+
+    def wake_up(self, tags: Collection[SleepTag]) -> None:
+        """Take back memory, see `SleepableMemory.wake_up`. Steps can be taken when all parts are awake."""
+        self._memory.wake_up(tags)
+        if self._memory.is_awake:
+            self._prefaulter.close()
+            self._prefaulter = CachePrefaulter(self._cache, self._runner)
 
     def close(self) -> None:
         """Leave the groups."""

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from eagleray.kernels.backend import KernelBackend
+from eagleray.kernels.storage import memory_of
 from eagleray.models.weights import Param, Weights
 
 Make = Callable[[Weights, KernelBackend], Any]
@@ -28,6 +31,11 @@ class WeightGroup:
 
     def groups(self) -> Iterator[WeightGroup]:
         yield self
+
+    def storage(self) -> Iterator[Tensor]:
+        """Yield the memory of the loaded tensors, see `OwnsWeights`."""
+        for operation in self.operation if isinstance(self.operation, tuple) else (self.operation,):
+            yield from memory_of(operation) if isinstance(operation, Tensor) else operation.storage()
 
     def names(self) -> Iterator[str]:
         for param in self.params:
@@ -49,6 +57,11 @@ class Layer:
         """Yield the groups of tensors that this rank has."""
         for child in self._children():
             yield from child.groups()
+
+    def storage(self) -> Iterator[Tensor]:
+        """Yield the memory of all loaded tensors, see `OwnsWeights`."""
+        for child in self._children():
+            yield from child.storage()
 
     def names(self) -> Iterator[str]:
         """Yield the names of the tensors that any rank has."""

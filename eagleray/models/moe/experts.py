@@ -85,6 +85,11 @@ class MoeBlock(Layer):
         yield from super().groups()
         yield from map(self.expert, self.local_experts)
 
+    def storage(self) -> Iterator[Tensor]:
+        yield from super().storage()
+        for slot in range(self.products.num_slots):
+            yield from self.products.storage(slot)
+
     def names(self) -> Iterator[str]:
         yield from super().names()
         yield from dict.fromkeys(name for expert in range(self._num_experts) for name in self.expert(expert).names())

@@ -1,0 +1,80 @@
+"""Sleep of a worker: the memory of its weights and of its cache is returned to the system, and later taken back.
+
+Owned by the serving worker, which takes no steps meanwhile. All ranks of an engine sleep and wake together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor
+
+from eagleray.kernels.kv_cache import KVCache
+from eagleray.kernels.memory_release import ReleasableMemory, releasable_memory
+from eagleray.messages.control import SleepTag
+from eagleray.models.base import Model
+from eagleray.process.malloc import malloc_trim
+from eagleray.worker.memory import out_of_memory
+
+KEEPING_LEVEL = 1
+"""Highest level at which weights can be woken without a source: on a CPU they stay, on a GPU they are on the host."""
+
+
+MEMORY_TAGS: frozenset[SleepTag] = frozenset(("weights", "kv_cache"))
+
+
+class SleepableMemory:
+    """The weights of a model and its cache. `warm_up`: prepares the model's passes with the cache; called when both are
+    awake again."""
+
+    def __init__(self, model: Model, cache: KVCache, warm_up: Callable[[], None]) -> None:
+        self._model = model
+        self._cache = cache
+        self._warm_up = warm_up
+        self._asleep: dict[SleepTag, ReleasableMemory] = {}
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether the model can compute with the cache."""
+        return not self._asleep
+
+    @torch.inference_mode()
+    def sleep(self, tags: Collection[SleepTag], level: int) -> int:
+        """Return the memory of these parts to the system, and return the number of bytes. Their contents are lost, and
+        are zeros when they are awake again, except for weights at level 1. Parts that are asleep may go deeper."""
+        if not MEMORY_TAGS.intersection(tags):
+            return 0
+        self._model.close()  # graphs hold the addresses of the weights and of the cache
+        num_bytes = 0
+        if "weights" in tags:
+            num_bytes += self._memory_of("weights", self._model.storage).release(keeps=level <= KEEPING_LEVEL)
+        if "kv_cache" in tags:
+            num_bytes += self._memory_of("kv_cache", lambda: self._cache.layers).release(keeps=False)
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        malloc_trim()
+        return num_bytes
+
+    @torch.inference_mode()
+    def wake_up(self, tags: Collection[SleepTag]) -> None:
+        """Take back the memory of these parts. Weights that were dropped are zeros until they are written through
+        `Model.storage`. Raises `ConfigError` if a GPU has too little memory; parts that remain asleep can be woken
+        later."""
+        woken = [tag for tag in self._asleep if tag in tags]
+        for tag in woken:
+            try:
+                self._asleep[tag].restore()
+            except torch.OutOfMemoryError as error:
+                part = "the cache" if tag == "kv_cache" else "the weights"
+                advice = "free what other programs have taken since it was put to sleep, and wake it again"
+                raise out_of_memory(f"{part} of a worker that wakes", advice, self._model.device) from error
+            del self._asleep[tag]
+        if woken and self.is_awake:
+            self._warm_up()
+
+    def _memory_of(self, tag: SleepTag, tensors: Callable[[], list[Tensor]]) -> ReleasableMemory:
+        """Return the memory of a part, which counts as asleep from now on."""
+        if tag not in self._asleep:
+            self._asleep[tag] = releasable_memory(tensors(), self._model.device)
+        return self._asleep[tag]
