@@ -42,6 +42,11 @@ class EngineCore:
         """Step that the engine's thread waits for right now. Safe to read from any thread."""
         return self._pipeline.awaited
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no step of a request is in flight, and no wave of the expert group is on."""
+        return self.scheduler.is_settled and not (self.waves is not None and self.waves.is_on)
+
     def call_workers(self, call: CallWorkers) -> WorkersReturned:
         """Call the worker extension on every worker and return their values, or the first failure."""
         body = CallExtension(call.method, call.arguments)

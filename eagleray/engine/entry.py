@@ -141,6 +141,7 @@ class Engine:
             stepper=group_member,
             has_experts=started.info.has_experts,
         )
+        loop.adopt(attach.state, timeout=max(0.0, deadline - time.monotonic()))
         for member in attach.members:
             loop.join(member)
         freeze_gc()

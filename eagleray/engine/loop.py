@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from eagleray.engine.control import ApplyUpdate, EngineControl, keep_weights
 from eagleray.engine.core import EngineCore
 from eagleray.engine.early_requests import EarlyRequests
 from eagleray.engine.expert_load import ExpertLoadReporter
@@ -18,7 +19,7 @@ from eagleray.engine.timeouts import FLUSH_SECONDS, IDLE_POLL_SECONDS, STATS_INT
 from eagleray.errors import EngineFailed, InvalidRequest
 from eagleray.identity import SUPERVISOR, ClientId, EngineId, SupervisorId
 from eagleray.log import get_logger
-from eagleray.messages.control import Command
+from eagleray.messages.control import Command, InstanceState
 from eagleray.messages.lifecycle import Attach, ExpertsFormed, OpenExperts, Stop, Unreachable
 from eagleray.messages.membership import Joined, Left
 from eagleray.messages.outputs import Chunk, Chunks, EngineStats, FinishReason
@@ -62,6 +63,7 @@ class EngineLoop:
     """Runs until `Stop` arrives or a step raises.
 
     `stepper` is given for an engine of an expert group. With `has_experts`, clients receive the load of the experts.
+    `apply_update`: see `EngineControl`.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class EngineLoop:
         *,
         stepper: EngineStepper | None = None,
         has_experts: bool = False,
+        apply_update: ApplyUpdate = keep_weights,
     ) -> None:
         self._engine = engine
         self._core = core
@@ -81,6 +84,13 @@ class EngineLoop:
         self._inbox = inbox
         self._outbox = outbox
         self._clients: set[ClientId] = set()
+        self._control = EngineControl(
+            engine,
+            core,
+            publish=self._publish,
+            reply=lambda done: outbox.send(SUPERVISOR, done),
+            apply_update=apply_update,
+        )
         self._early_requests = EarlyRequests()
         self._stopping = False
         self._stats_due = 0.0
@@ -89,8 +99,14 @@ class EngineLoop:
     def run(self) -> None:
         while not self._stopping:
             self._handle_messages()
+            self._execute_commands()
             self._publish(self._stepper.step(self._send_early))
+            self._execute_commands()  # the step may have been the last that a command waits for
             self._report()
+
+    def adopt(self, state: InstanceState, *, timeout: float) -> None:
+        """Start in this state, within `timeout` seconds."""
+        self._control.adopt(state, timeout=timeout)
 
     def join(self, member: Joined) -> None:
         """Connect to a new client and handle its requests that arrived before this message."""
@@ -155,9 +171,13 @@ class EngineLoop:
             case Stop():
                 self._stopping = True
             case Command():
-                raise AssertionError("the engine executes no commands yet")
+                self._control.add(message, time.monotonic())
             case Left() | Attach():
                 pass  # the stepper handles the engines of its expert group; this engine is attached already
+
+    def _execute_commands(self) -> None:
+        if self._control.advance(time.monotonic()):
+            self._stats_due = 0.0
 
     def _add(self, request: Generate) -> None:
         try:

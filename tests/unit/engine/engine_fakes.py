@@ -24,11 +24,14 @@ from eagleray.messages.steps import (
     OpenGroup,
     ReadExpertLoad,
     Reply,
+    SleepWorker,
     StepBroken,
     StepPlan,
     StepResult,
+    WakeWorker,
     WorkerExpertLoad,
     WorkerReply,
+    WorkerSlept,
 )
 from eagleray.messages.workers import Topology
 
@@ -54,6 +57,8 @@ class CountingGroup:
         self.broken_epochs: list[int] = []
         """In which somebody is gone before all have joined."""
         self.is_broken = False
+        self.on_step: Callable[[int], None] = lambda step: None
+        """Called with the number of each step before it is computed."""
         self.works_for_others: Callable[[StepPlan], bool] = lambda plan: False
         self._replies: deque[Reply] = deque()
 
@@ -102,7 +107,12 @@ class CountingGroup:
                 return CallDone()
             case ReadExpertLoad():
                 return WorkerExpertLoad(np.full((2, 4), sum(self.known.values()), np.int64))
+            case SleepWorker(tags=tags):
+                return WorkerSlept(1000 * len(tags))
+            case WakeWorker():
+                return CallDone()
             case StepPlan():
+                self.on_step(body.step)
                 return self._step(body)
         raise AssertionError(body)
 

@@ -1,0 +1,228 @@
+"""Execution of the supervisor's commands: pauses, sleep, the moment at which an update is applied.
+
+Owns the engine's copy of the instance's state. A command is a generator that yields, as long as it has to wait, what it
+waits for; the engine's loop resumes it after every step, so that messages are handled and steps go on meanwhile.
+Commands are executed one after the other. Workers are called between steps: a step in flight is finished before, on
+all stages, because every worker handles its calls in order.
+
+Engines that share experts are stopped one by one, and one that is stopped takes part in the others' waves until all
+are. So before their memory changes, the supervisor has all of them stopped (`InstanceState.is_held`).
+
+Driven by the engine loop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from eagleray.engine.core import EngineCore
+from eagleray.errors import DeadlineExceeded
+from eagleray.identity import EngineId
+from eagleray.log import get_logger
+from eagleray.messages.control import Command, CommandDone, InstanceState, ResetPrefixCache, SetState
+from eagleray.messages.failure import Failure
+from eagleray.messages.steps import CallDone, SleepWorker, WakeWorker, WorkerSlept
+from eagleray.scheduler.request import AddressedChunk
+
+logger = get_logger(__name__)
+
+Result = dict[str, Any] | Failure
+Execution = Generator[str, None, Result]
+"""Yields what it waits for, as a part of a sentence."""
+
+ApplyUpdate = Callable[[int, float], bool]
+"""Has the workers apply what they have staged for the update of this number, within these seconds. Returns False if
+they have nothing for it."""
+
+DROPPING_LEVEL = 2
+"""Level of sleep at which the weights are dropped."""
+
+
+def keep_weights(number: int, timeout: float) -> bool:
+    """Apply nothing, because nothing is staged."""
+    return False
+
+
+@dataclass
+class _Task:
+    command: Command
+    deadline: float
+    execution: Execution | None = None
+    """None until it is its turn."""
+    waits_for: str = "its turn"
+
+
+class EngineControl:
+    """Executes commands. `publish` sends chunks of aborted requests, `reply` sends replies to the supervisor."""
+
+    def __init__(
+        self,
+        engine: EngineId,
+        core: EngineCore,
+        *,
+        publish: Callable[[list[AddressedChunk]], None],
+        reply: Callable[[CommandDone], None],
+        apply_update: ApplyUpdate = keep_weights,
+    ) -> None:
+        self.state = InstanceState()
+        """State of the instance, as far as this engine has been told."""
+        self.update: int | None = 0
+        """Number of the update whose weights the engine has; None if they were dropped."""
+        self._engine = engine
+        self._core = core
+        self._publish = publish
+        self._reply = reply
+        self._apply_update = apply_update
+        self._tasks: deque[_Task] = deque()
+
+    def adopt(self, state: InstanceState, *, timeout: float) -> None:
+        """Adopt the state of the instance that this engine joins, before it has requests."""
+        execution = self._set_state(SetState(state=state), timeout, is_start=True)
+        for waits_for in execution:
+            raise AssertionError(f"an engine without requests waits for {waits_for}")
+
+    def add(self, command: Command, now: float) -> None:
+        """Queue a command."""
+        self._tasks.append(_Task(command, now + command.timeout))
+
+    def advance(self, now: float) -> bool:
+        """Execute commands as far as possible, and return whether one was finished."""
+        has_finished = False
+        while self._tasks:
+            result = self._result(self._tasks[0], now)
+            if result is None:
+                break
+            self._finish(self._tasks.popleft(), result)
+            has_finished = True
+        return has_finished
+
+    def _result(self, task: _Task, now: float) -> Result | None:
+        """Continue a command. Returns None while it waits."""
+        if task.execution is None:
+            task.execution = self._execute(task.command)
+        try:
+            task.waits_for = next(task.execution)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        if now < task.deadline:
+            return None
+        task.execution.close()
+        seconds, name = task.command.timeout, type(task.command.body).__name__
+        error = f"{self._engine.label} has not executed {name} within {seconds:g} s: it waits for {task.waits_for}"
+        return Failure.of(DeadlineExceeded(error))
+
+    def _finish(self, task: _Task, result: Result) -> None:
+        number = task.command.number
+        if isinstance(result, Failure):
+            self._reply(CommandDone(member=self._engine, number=number, failure=result))
+        else:
+            self._reply(CommandDone(member=self._engine, number=number, result=result))
+
+    def _execute(self, command: Command) -> Execution:
+        match command.body:
+            case SetState():
+                return (yield from self._set_state(command.body, command.timeout))
+            case ResetPrefixCache(reset_running_requests=reset_running_requests):
+                return (yield from self._reset_prefix_cache(reset_running_requests))
+            case body:
+                return Failure.noticed(f"{self._engine.label} does not execute {type(body).__name__}")
+
+    # The state.
+
+    def _set_state(self, command: SetState, timeout: float, *, is_start: bool = False) -> Execution:
+        scheduler = self._core.scheduler
+        before, state = self.state, command.state
+        changes_memory = state.asleep != before.asleep or state.sleep_level > before.sleep_level
+        applies_update = state.update not in (before.update, self.update)
+        if self._core.waves is not None and not is_start and before.may_step and (changes_memory or applies_update):
+            return Failure.noticed(f"{self._engine.label} shares experts, so all engines must be held before")
+        self.state = state
+        num_aborted = 0
+        if command.abort_running:
+            yield from self._stop()
+            num_aborted = self._abort_all()
+        if _drains(before, state):
+            scheduler.drain()
+            while not scheduler.is_drained:
+                if self._is_superseded:
+                    return self._describe(num_aborted)
+                yield f"{scheduler.stats().num_running} running requests"
+        if not state.may_step or changes_memory or applies_update or command.clear_cache:
+            yield from self._stop()
+        freed_bytes = self._change_sleep(before, state, timeout)
+        if applies_update and self._apply_update(state.update, timeout):
+            self.update = state.update
+        if state.update == self.update:
+            scheduler.set_weights(update=state.update, version=state.weight_version)
+        if command.clear_cache and not scheduler.reset_prefix_cache():
+            logger.info("the prefix cache is not emptied, because requests that were kept have blocks of it")
+        self._continue()
+        return self._describe(num_aborted, freed_bytes)
+
+    def _stop(self) -> Execution:
+        """Plan no more steps, and wait until none is in flight."""
+        self._core.scheduler.stop()
+        while not self._core.is_settled:
+            yield "steps in flight"
+        return {}
+
+    def _continue(self) -> None:
+        """Plan steps again if the state allows it."""
+        if self.state.may_step and self.update is not None:
+            self._core.scheduler.start()
+
+    def _abort_all(self) -> int:
+        chunks = self._core.scheduler.abort_all()
+        self._publish(chunks)
+        return len(chunks)
+
+    def _change_sleep(self, before: InstanceState, state: InstanceState, timeout: float) -> int:
+        """Have the workers release and allocate memory. Returns the number of bytes that they have released."""
+        memory_before, memory = set(before.asleep) - {"scheduling"}, set(state.asleep) - {"scheduling"}
+        executor, freed_bytes = self._core.executor, 0
+        if woken := tuple(tag for tag in before.asleep if tag in memory_before - memory):
+            executor.call(WakeWorker(tags=woken), CallDone, timeout=timeout)
+        if memory - memory_before or (memory and state.sleep_level > before.sleep_level):
+            if "kv_cache" in memory - memory_before:
+                self._core.scheduler.preempt_all()
+                self._core.scheduler.reset_prefix_cache()
+            tags = tuple(tag for tag in state.asleep if tag in memory)
+            slept = executor.call(SleepWorker(tags=tags, level=state.sleep_level), WorkerSlept, timeout=timeout)
+            freed_bytes = sum(reply.freed_bytes for reply in slept)
+            if "weights" in memory and state.sleep_level >= DROPPING_LEVEL:
+                self.update = None
+        return freed_bytes
+
+    @property
+    def _is_superseded(self) -> bool:
+        """Whether a later state ends the wait for the current one."""
+        return any(isinstance(task.command.body, SetState) for task in list(self._tasks)[1:])
+
+    def _describe(self, num_aborted: int, freed_bytes: int = 0) -> dict[str, Any]:
+        return {
+            "num_kept": self._core.scheduler.num_requests,
+            "num_aborted": num_aborted,
+            "freed_bytes": freed_bytes,
+            "update": self.update,
+        }
+
+    # The prefix cache.
+
+    def _reset_prefix_cache(self, reset_running_requests: bool) -> Execution:
+        scheduler = self._core.scheduler
+        if reset_running_requests:
+            yield from self._stop()
+            scheduler.preempt_all()
+        success = scheduler.reset_prefix_cache()
+        self._continue()
+        return {"success": success}
+
+
+def _drains(before: InstanceState, state: InstanceState) -> bool:
+    """Whether requests that run are to finish before this state holds."""
+    is_awake = not state.asleep and not state.is_held and not (state.open_update is not None and state.is_in_place)
+    return is_awake and state.pause == "wait" and before.pause != "wait"
