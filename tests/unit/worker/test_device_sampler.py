@@ -110,6 +110,7 @@ def test_device_sampler_random_requests_equal_cpu_sampler(vocab_size: int, split
 LOGITS = {
     "equal": torch.zeros(200),
     "almost_equal": torch.linspace(0, 1e-5, 200)[torch.randperm(200, generator=torch.Generator().manual_seed(0))],
+    "zeros_of_both_signs": torch.zeros(200).copysign(torch.arange(200) % 3 - 0.5),
     "two_values": torch.arange(200).remainder(2).float(),
     "one_likely": torch.eye(200)[150] * 80,
     "steep": torch.arange(200).float().neg(),

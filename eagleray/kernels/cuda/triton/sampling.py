@@ -327,7 +327,7 @@ def _choose(line, token, failure, rows, positions, memory, counts, last_tokens, 
 def _load_keys(logits, ids, vocab_size, highest, temperature):
     """Return the keys of tokens; those beyond the vocabulary have the key of -inf."""
     values = tl.load(logits + ids, mask=ids < vocab_size, other=float("-inf"))
-    distances = highest - values
+    distances = tl.abs(highest - values)  # 0.0 below -0.0 is -0.0, whose bits are not the lowest key
     return tl.div_rn(distances, tl.zeros_like(distances) + temperature).to(tl.int32, bitcast=True)
 
 
