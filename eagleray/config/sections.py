@@ -12,6 +12,8 @@ Rank = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 SocketSeconds = Annotated[float, Meta(gt=0, le=86_400)]
 
+LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The model and how it is loaded."""
@@ -63,6 +65,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(description="Let requests ask which experts computed each token (models with experts only)."),
     ] = False
     max_logprobs: Annotated[int, Meta(ge=0, description="Most log-probabilities a request may ask for.")] = 20
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        Meta(
+            description="Numbers that requests for log-probabilities get. raw_logprobs, raw_logits: the model's own. "
+            "processed_logprobs, processed_logits: after bias, forbidden tokens, penalties, temperature, min_p, top_k "
+            "and top_p; dropped tokens are minus infinity (-9999 in JSON). Those of a prompt are always raw."
+        ),
+    ] = "raw_logprobs"
     seed: Annotated[
         int | None,
         Meta(description="Seeds the requests that bring none (and dummy weights), so that a run can be repeated."),

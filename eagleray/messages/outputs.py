@@ -21,8 +21,8 @@ class FinishReason(enum.StrEnum):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities (natural logarithm, of the model's own distribution, before any sampling parameter) at one
-    position.
+    """Log-probabilities (natural logarithms) or logits at one position, of the kind that the engine's option
+    `logprobs_mode` names. Minus infinity stands for a token that the sampling parameters drop.
 
     `token_ids[0]` is the chosen token, then the likeliest ones in order, then the ids that were asked for.
     """
@@ -30,11 +30,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     logprobs: list[float]
     rank: int
-    """Rank of the chosen token: 1 is the likeliest."""
+    """Rank of the chosen token by these numbers: 1 is the likeliest."""
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, eq=False):
-    """Log-probabilities of the prompt's tokens `start`, `start + 1`, … given the tokens before them.
+    """Log-probabilities of the prompt's tokens `start`, `start + 1`, … given the tokens before them, or logits in a
+    `logprobs_mode` of logits: always the model's own.
 
     Columns are ordered as in `TokenLogprobs`: the prompt's own token first, then the likeliest.
     """

@@ -23,9 +23,10 @@ from eagleray.kernels.cuda.triton.sampling_records import collect_reported
 from eagleray.kernels.forward_batch import DeviceNumbers
 from eagleray.messages.outputs import TokenLogprobs
 from eagleray.messages.sampling import Sampling
+from eagleray.worker.device_processed_logits import process_logits
 from eagleray.worker.device_sampling_state import DeviceSamplingState, RowChanges, Words
 from eagleray.worker.downloads import HostArray
-from eagleray.worker.logprobs import make_reports, score_tokens
+from eagleray.worker.logprobs import RAW_LOGPROBS, ScoreKind, make_reports, score_tokens
 from eagleray.worker.sampler import NOT_FINITE, NOTHING_LEFT, Sampled, TokenSampler, gather_sampled
 from eagleray.worker.sampling_state import SamplingFeature
 from eagleray.worker.token_table import IntArray
@@ -47,6 +48,10 @@ class PreparedSampling:
     """`SamplingFeature` flags of all rows together."""
     has_top_k: bool
     has_top_p: bool
+    max_reported_top_k: int
+    """The largest top_k that restricts a reported row, or 0."""
+    drops_by_weight: bool
+    """Whether a reported row has top_p or min_p."""
     reported: IntArray
     """Indices into `rows` of the rows whose log-probabilities are reported."""
     num_logprobs: list[int]
@@ -93,9 +98,16 @@ class DeviceSampler(TokenSampler[PreparedSampling]):
     """Owns the sampling state of the rows, and the memory of the kernels."""
 
     def __init__(
-        self, *, num_rows: int, vocab_size: int, device: torch.device, split_size: int = sampling.SPLIT
+        self,
+        *,
+        num_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        split_size: int = sampling.SPLIT,
+        reported_kind: ScoreKind = RAW_LOGPROBS,
     ) -> None:
         self._device = device
+        self._kind = reported_kind
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)
         """int32 [num_rows]; each step writes the tokens that it chooses, 0 for a row that fails."""
         self._state = DeviceSamplingState(num_rows=num_rows, vocab_size=vocab_size, device=self._device)
@@ -135,6 +147,8 @@ class DeviceSampler(TokenSampler[PreparedSampling]):
             used=int(np.bitwise_or.reduce(use)),
             has_top_k=bool(state.has_top_k[rows].any()),
             has_top_p=bool(state.has_top_p[rows].any()),
+            max_reported_top_k=int(state.restricting_top_k[rows[reported]].max(initial=0)),
+            drops_by_weight=bool(state.drops_by_weight[rows[reported]].any()),
             reported=reported,
             num_logprobs=state.num_logprobs[rows[reported]].tolist(),
             num_requested=state.num_reported[rows[reported]].tolist(),
@@ -163,7 +177,7 @@ class DeviceSampler(TokenSampler[PreparedSampling]):
         sampling.find_first(
             tensors, self._workspace, is_adjusted=False, is_chosen=is_first_chosen and not plan.is_adjusted
         )
-        raw = self._raw(logits, reported, plan)
+        raw = logits if self._kind.is_processed else self._raw(logits, reported, plan)
         if plan.is_adjusted:
             self._adjust(tensors, plan.used)
             sampling.find_first(tensors, self._workspace, is_adjusted=True, is_chosen=is_first_chosen)
@@ -173,7 +187,7 @@ class DeviceSampler(TokenSampler[PreparedSampling]):
         num_top = 0
         if num_reported:
             num_top = min(max(plan.num_logprobs), logits.shape[1])
-            downloads += self._report(raw, tensors, reported, num_top, max(plan.num_requested))
+            downloads += self._report(raw, tensors, reported, plan, num_top)
         return DeviceSamplingStep(tensors.token_ids, downloads, plan, num_top)
 
     def _raw(self, logits: Tensor, reported: Tensor, prepared: PreparedSampling) -> Tensor:
@@ -203,14 +217,28 @@ class DeviceSampler(TokenSampler[PreparedSampling]):
         sampling.draw(tensors, self._workspace)
 
     def _report(
-        self, raw: Tensor, tensors: SamplingTensors, reported: Tensor, num_top: int, num_requested: int
+        self, raw: Tensor, tensors: SamplingTensors, reported: Tensor, prepared: PreparedSampling, num_top: int
     ) -> list[Tensor]:
-        """Return the reported tokens, their log-probabilities and the ranks of the chosen ones, by reported row."""
+        """Return the reported tokens, their scores and the ranks of the chosen ones, by reported row."""
         chosen = tensors.token_ids.index_select(0, reported)
-        given = torch.empty((len(reported), 1 + num_requested), dtype=torch.int64, device=self._device)
+        num_given = 1 + max(prepared.num_requested)
+        given = torch.empty((len(reported), num_given), dtype=torch.int64, device=self._device)
         collect_reported(tensors.memory, tensors.rows, reported, chosen, out=given)
-        token_ids, logprobs, ranks = score_tokens(raw, given, num_top, self._ranking)
-        return [token_ids.to(torch.int32), logprobs, ranks.to(torch.int32)]
+        processed = None
+        if self._kind.is_processed:
+            raw, processed = process_logits(
+                tensors,
+                self._workspace,
+                reported,
+                chosen,
+                self._ranking,
+                max_top_k=prepared.max_reported_top_k,
+                drops_by_weight=prepared.drops_by_weight,
+            )
+        token_ids, scores, ranks = score_tokens(
+            raw, given, num_top, self._ranking, processed=processed, is_logits=self._kind.is_logits
+        )
+        return [token_ids.to(torch.int32), scores, ranks.to(torch.int32)]
 
 
 def _aligned_size(size: int) -> int:

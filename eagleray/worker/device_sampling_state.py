@@ -29,7 +29,7 @@ from eagleray.kernels.cuda.sampling_record import (
 from eagleray.kernels.cuda.triton.sampling_records import SEGMENT_WORDS, apply_segments, write_counts
 from eagleray.messages.sampling import Sampling
 from eagleray.worker.random_sampler import stream_of
-from eagleray.worker.sampling_state import MAX_TEMPERATURE, SamplingFeature, features_of
+from eagleray.worker.sampling_state import GREEDY_BELOW, MAX_TEMPERATURE, SamplingFeature, features_of
 
 Words = npt.NDArray[np.int32]
 
@@ -76,6 +76,10 @@ class DeviceSamplingState:
         """`SamplingFeature` flags; 0 for a greedy row without other features, and for a free one."""
         self.has_top_k = np.zeros(num_rows, dtype=np.bool_)
         self.has_top_p = np.zeros(num_rows, dtype=np.bool_)
+        self.restricting_top_k = np.zeros(num_rows, dtype=np.int64)
+        """top_k, or 0 if it drops no token of the row."""
+        self.drops_by_weight = np.zeros(num_rows, dtype=np.bool_)
+        """Whether the row has top_p or min_p, and is not greedy."""
         self.num_logprobs = np.zeros(num_rows, dtype=np.int64)
         self.num_reported = np.zeros(num_rows, dtype=np.int64)
         """Number of ids in `logprob_token_ids`."""
@@ -97,6 +101,10 @@ class DeviceSamplingState:
         self.use[row] = use
         self.has_top_k[row] = is_random and 0 < sampling.top_k < self.vocab_size
         self.has_top_p[row] = is_random and sampling.top_p < 1
+        is_greedy = sampling.temperature < GREEDY_BELOW
+        restricts = 0 < sampling.top_k < self.vocab_size and not is_greedy
+        self.restricting_top_k[row] = sampling.top_k if restricts else 0
+        self.drops_by_weight[row] = (sampling.top_p < 1 or sampling.min_p > 0) and not is_greedy
         self.num_logprobs[row] = sampling.logprobs or 0
         self.num_reported[row] = len(sampling.logprob_token_ids)
         lists = _lists_of(sampling, use, self.vocab_size, token_ids, num_prompt_tokens)
@@ -265,11 +273,17 @@ def _record_of(sampling: Sampling, use: int, vocab_size: int, num_prompt_tokens:
     """Return the record of a row without lists and penalties' entry."""
     record = np.zeros(RECORD_WORDS, dtype=np.int32)
     record[RecordField.ALLOWED] = -1
+    scale, top_k, top_p, min_p = np.float32(1), vocab_size, 1.0, 0.0  # as for a greedy row
+    if sampling.temperature >= GREEDY_BELOW:
+        scale = np.float32(min(sampling.temperature, MAX_TEMPERATURE))
+        top_k = min(sampling.top_k, vocab_size) if sampling.top_k > 0 else vocab_size
+        top_p, min_p = sampling.top_p, sampling.min_p
     if use & SamplingFeature.RANDOM:
-        _put(record, RecordField.TEMPERATURE, np.float32(min(sampling.temperature, MAX_TEMPERATURE)))
-    record[RecordField.TOP_K] = min(sampling.top_k, vocab_size) if sampling.top_k > 0 else vocab_size
-    _put(record, RecordField.MIN_WEIGHT, np.int64(np.ceil(sampling.min_p * ONE)))
-    _put(record, RecordField.TOP_P, np.float64(sampling.top_p))
+        _put(record, RecordField.TEMPERATURE, scale)
+    _put(record, RecordField.SCALE, scale)
+    record[RecordField.TOP_K] = top_k
+    _put(record, RecordField.MIN_WEIGHT, np.int64(np.ceil(min_p * ONE)))
+    _put(record, RecordField.TOP_P, np.float64(top_p))
     _put(record, RecordField.STREAM, stream_of(sampling.seed))
     _put(record, RecordField.REPETITION, np.float32(sampling.repetition_penalty))
     _put(record, RecordField.FREQUENCY, np.float32(sampling.frequency_penalty))

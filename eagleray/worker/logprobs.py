@@ -1,13 +1,19 @@
-"""Log-probabilities of the model's own distribution, before any sampling parameter."""
+"""Numbers that are reported of tokens: log-probabilities or logits, raw or after the sampling parameters.
+
+Raw ones are those of the model's own distribution. Processed ones are those of the distribution that a token is drawn
+from: a token that top_k, top_p or min_p drops has minus infinity.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from eagleray.config.sections import LogprobsMode
 from eagleray.kernels.ranking import Ranking
 from eagleray.messages.outputs import TokenLogprobs
 from eagleray.worker.token_table import Entries, IntArray
@@ -16,27 +22,56 @@ CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**23}
 """Logits processed at once, which bounds the memory."""
 
 
-def score_prompt(logits: Tensor, next_token_ids: Tensor, k: int, ranking: Ranking) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token ids int32 [n, 1 + k], their log-probabilities [n, 1 + k] and ranks int32 [n] for positions of a
-    prompt: the prompt's own token, then the `k` likeliest.
+@dataclass(frozen=True, slots=True)
+class ScoreKind:
+    """Kind of the reported numbers."""
+
+    is_processed: bool = False
+    """Whether the numbers of generated tokens are those after the sampling parameters."""
+    is_logits: bool = False
+    """Whether the numbers are logits, and not log-probabilities."""
+
+    @classmethod
+    def of(cls, mode: LogprobsMode) -> ScoreKind:
+        """Return the kind that the option `logprobs_mode` asks for."""
+        return cls(is_processed=mode.startswith("processed"), is_logits=mode.endswith("logits"))
+
+
+RAW_LOGPROBS = ScoreKind()
+
+
+def score_prompt(
+    logits: Tensor, next_token_ids: Tensor, k: int, ranking: Ranking, *, is_logits: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return token ids int32 [n, 1 + k], their log-probabilities or logits [n, 1 + k], always raw ones, and ranks int32
+    [n] for positions of a prompt: the prompt's own token, then the `k` likeliest.
 
     logits: float32 [n, vocab_size], of the positions before them; next_token_ids: int64 [n], the prompt's tokens.
     """
-    token_ids, logprobs, ranks = score_tokens(logits, next_token_ids[:, None], k, ranking)
+    given = next_token_ids[:, None]
+    token_ids, logprobs, ranks = score_tokens(logits, given, k, ranking, is_logits=is_logits)
     return token_ids.to(torch.int32), logprobs, ranks.to(torch.int32)
 
 
 def sample_logprobs(
-    logits: Tensor, chosen: Tensor, num_top: Sequence[int], requested: Entries, ranking: Ranking
+    logits: Tensor,
+    chosen: Tensor,
+    num_top: Sequence[int],
+    requested: Entries,
+    ranking: Ranking,
+    *,
+    processed: Tensor | None = None,
+    is_logits: bool = False,
 ) -> list[TokenLogprobs]:
-    """Return the report for each of the raw logits [n, vocab_size].
+    """Return the report for each of the logits [n, vocab_size].
 
     chosen: int64 [n], the sampled tokens; num_top: [n], how many of the likeliest to report; requested: the token ids
-    that were requested by name, owned by logit indices.
+    that were requested by name, owned by logit indices. For the others see `score_tokens`.
     """
     num_requested = np.bincount(requested.owners, minlength=len(chosen))
     k = min(max(num_top), logits.shape[1])
-    scores = score_tokens(logits, _given(chosen, requested, num_requested), k, ranking)
+    given = _given(chosen, requested, num_requested)
+    scores = score_tokens(logits, given, k, ranking, processed=processed, is_logits=is_logits)
     token_ids, logprobs, ranks = (tensor.tolist() for tensor in scores)
     return make_reports(token_ids, logprobs, ranks, num_top, num_requested.tolist(), k)
 
@@ -73,19 +108,34 @@ def _given(chosen: Tensor, requested: Entries, num_requested: IntArray) -> Tenso
     return given
 
 
-def score_tokens(logits: Tensor, given: Tensor, k: int, ranking: Ranking) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token ids [n, k + g], their log-probabilities, and the ranks [n] of the first given ids, for ids [n, g].
+def score_tokens(
+    logits: Tensor,
+    given: Tensor,
+    k: int,
+    ranking: Ranking,
+    *,
+    processed: Tensor | None = None,
+    is_logits: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return token ids [n, k + g], their scores, and the ranks [n] of the first given ids, for ids [n, g].
 
-    Columns: the first given token, the k likeliest, the other given ones.
+    Columns: the first given token, the k likeliest, the other given ones. The scores are those of `processed` [n,
+    vocab_size], or of the logits themselves: log-probabilities, or with `is_logits` the values. A rank is 1 plus the
+    number of tokens with a higher score. The likeliest are in the order of the logits, so tokens that `processed` drops
+    come behind the others.
     """
     size = max(1, CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
-    chunks = [_score_chunk(*chunk, k, ranking) for chunk in zip(logits.split(size), given.split(size), strict=True)]
-    token_ids, logprobs, ranks = (torch.cat(tensors) for tensors in zip(*chunks, strict=True))
-    return token_ids, logprobs, ranks
+    values = logits if processed is None else processed
+    parts = zip(logits.split(size), values.split(size), given.split(size), strict=True)
+    chunks = [_score_chunk(*part, k, ranking, is_logits) for part in parts]
+    token_ids, scores, ranks = (torch.cat(tensors) for tensors in zip(*chunks, strict=True))
+    return token_ids, scores, ranks
 
 
-def _score_chunk(logits: Tensor, given: Tensor, k: int, ranking: Ranking) -> tuple[Tensor, Tensor, Tensor]:
+def _score_chunk(
+    logits: Tensor, values: Tensor, given: Tensor, k: int, ranking: Ranking, is_logits: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     token_ids = torch.cat([given[:, :1], ranking.top(logits, k), given[:, 1:]], dim=1)
-    logprobs = torch.log_softmax(logits, dim=-1).gather(1, token_ids)
-    ranks = 1 + (logits > logits.gather(1, given[:, :1])).sum(dim=1)
-    return token_ids, logprobs, ranks
+    scores = values if is_logits else torch.log_softmax(values, dim=-1)
+    ranks = 1 + (values > values.gather(1, given[:, :1])).sum(dim=1)
+    return token_ids, scores.gather(1, token_ids), ranks

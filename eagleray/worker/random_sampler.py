@@ -113,6 +113,40 @@ class RandomSampler:
                 own = torch.index_select(logits, 0, at, out=self._logits[: len(part)])
                 out[at] = draw(own, highest[at], settings.at(part))
 
+    def process(self, logits: Tensor, highest: Tensor, settings: DrawSettings, chosen: Tensor) -> Tensor:
+        """Return the logits [n, vocab_size] by temperature, with minus infinity for the tokens that top_k, top_p and
+        min_p drop.
+
+        highest: as in `draw`; chosen: int64 [n], the drawn tokens. The uniform numbers do not matter.
+        """
+        processed = logits / _tensor(settings.temperature, logits)[:, None]
+        drops = (settings.top_k < self._vocab_size) | _drops_by_weight(settings)
+        is_few = settings.top_k <= FEW
+        for indices in (np.flatnonzero(drops & is_few), np.flatnonzero(drops & ~is_few)):
+            for part in np.split(indices, range(self._num_rows, max(1, len(indices)), self._num_rows)):
+                if len(part):
+                    at = torch.from_numpy(part).to(self._device)
+                    own = torch.index_select(logits, 0, at, out=self._logits[: len(part)])
+                    is_kept = self._is_kept(own, highest[at], settings.at(part))
+                    is_kept.scatter_(1, chosen[at][:, None], True)
+                    processed[at] = processed[at].masked_fill_(is_kept.logical_not_(), -torch.inf)
+        return processed
+
+    def _is_kept(self, logits: Tensor, highest: Tensor, settings: DrawSettings) -> Tensor:
+        """Return whether each token is kept, bool [n, vocab_size], where every top_k is small or none is."""
+        is_kept = torch.ones_like(logits, dtype=torch.bool)
+        if (settings.top_k < self._vocab_size).any():
+            is_kept = keep_top(logits, _tensor(settings.top_k, logits), int(settings.top_k.max()), self._ranking)
+        by_weight = _drops_by_weight(settings)
+        if by_weight.any():
+            if settings.top_k.max() > FEW:
+                has_weight = self._weigh_front(logits, highest, settings)[:, : self._vocab_size] > 0
+            else:
+                ids, weights = self._weigh_few(logits, highest, settings)
+                has_weight = torch.zeros_like(is_kept).scatter_(1, ids, weights > 0)
+            is_kept &= has_weight | _tensor(~by_weight, logits)[:, None]
+        return is_kept
+
     def _groups(self, settings: DrawSettings) -> list[tuple[IntArray, Callable[..., Tensor]]]:
         """Group the draws by the method that serves them."""
         is_few = settings.top_k <= FEW
@@ -132,19 +166,28 @@ class RandomSampler:
 
     def _draw_from_few(self, logits: Tensor, highest: Tensor, settings: DrawSettings) -> Tensor:
         """Draw where every top_k is small."""
+        ids, weights = self._weigh_few(logits, highest, settings)
+        ids, order = ids.sort(dim=1)
+        ends = weights.gather(1, order).cumsum(dim=1)
+        index = (ends <= _target(ends[:, -1], _tensor(settings.uniforms, logits))[:, None]).sum(dim=1, keepdim=True)
+        return ids.gather(1, index)[:, 0]
+
+    def _weigh_few(self, logits: Tensor, highest: Tensor, settings: DrawSettings) -> tuple[Tensor, Tensor]:
+        """Return the first token ids of each row, for the largest top_k, and their weights: 0 for dropped ones."""
         ids = self._ranking.top(logits, int(settings.top_k.max()))
         distances = _distances(logits.gather(1, ids), highest, settings)
         weights = _weigh(distances, settings, torch.empty_like(ids))
         columns = torch.arange(ids.shape[1], device=ids.device)
         weights.masked_fill_(columns >= _tensor(settings.top_k, logits)[:, None], 0)
         is_behind = weights.cumsum(dim=1) - weights >= _mass(weights, settings)[:, None]
-        ids, order = ids.sort(dim=1)
-        ends = weights.masked_fill_(is_behind, 0).gather(1, order).cumsum(dim=1)
-        index = (ends <= _target(ends[:, -1], _tensor(settings.uniforms, logits))[:, None]).sum(dim=1, keepdim=True)
-        return ids.gather(1, index)[:, 0]
+        return ids, weights.masked_fill_(is_behind, 0)
 
     def _draw_from_front(self, logits: Tensor, highest: Tensor, settings: DrawSettings) -> Tensor:
         """Draw where top_k or top_p drop a number of tokens that is not known yet."""
+        return _pick(self._weigh_front(logits, highest, settings), _tensor(settings.uniforms, logits))
+
+    def _weigh_front(self, logits: Tensor, highest: Tensor, settings: DrawSettings) -> Tensor:
+        """Return the weights of all tokens, [n, padded size]: 0 for dropped ones."""
         n, vocab_size = logits.shape
         distances = _distances(logits, highest, settings, self._distances[:n])
         buckets = torch.bitwise_right_shift(distances.view(torch.int32), BUCKET_SHIFT, out=self._buckets[:n])
@@ -156,7 +199,20 @@ class RandomSampler:
             _keep_front(weights, each, _tensor(settings.top_k, logits), logits, buckets, bucket_ids)
         if (settings.top_p < 1).any():
             _keep_front(weights, weights, _mass(weights, settings), logits, buckets, bucket_ids)
-        return _pick(weights, _tensor(settings.uniforms, logits))
+        return weights
+
+
+def keep_top(logits: Tensor, top_k: Tensor, largest: int, ranking: Ranking) -> Tensor:
+    """Return whether each token is among the first `top_k` [n] of its row, bool [n, vocab_size]. `largest`: the largest
+    top_k, or more."""
+    ids = ranking.top(logits, largest)
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, ids, columns < top_k[:, None])
+
+
+def _drops_by_weight(settings: DrawSettings) -> npt.NDArray[np.bool_]:
+    """Return whether top_p or min_p restrict each row, [n]."""
+    return (settings.top_p < 1) | (settings.min_p > 0)
 
 
 def _distances(logits: Tensor, highest: Tensor, settings: DrawSettings, out: Tensor | None = None) -> Tensor:

@@ -91,7 +91,14 @@ class Runner:
     """Runs the steps of one worker. The public attributes describe its activity for a thread beside it."""
 
     def __init__(
-        self, model: Model, cache: KVCache, rows: InputBatch, sampler: TokenSampler[Any], downloads: DownloadQueue
+        self,
+        model: Model,
+        cache: KVCache,
+        rows: InputBatch,
+        sampler: TokenSampler[Any],
+        downloads: DownloadQueue,
+        *,
+        reports_logits: bool = False,
     ) -> None:
         self.num_steps = 0
         """Number of steps begun."""
@@ -101,6 +108,8 @@ class Runner:
         self._rows = rows
         self._sampler = sampler
         self._downloads = downloads
+        self._reports_logits = reports_logits
+        """Whether prompts are scored by logits, and not by log-probabilities."""
         mesh = model.groups.mesh
         self._is_reporter = mesh.is_sampler
         self._is_sampling = model.groups.is_sampling
@@ -280,7 +289,8 @@ class Runner:
         for i in range(0, len(hidden), PROMPT_CHUNK_SIZE):
             logits = self._model.logits(hidden[i : i + PROMPT_CHUNK_SIZE])
             if logits is not None and self._is_reporter:
-                chunks.append(score_prompt(logits, targets[i : i + PROMPT_CHUNK_SIZE], k, self._model.ranking))
+                part = targets[i : i + PROMPT_CHUNK_SIZE]
+                chunks.append(score_prompt(logits, part, k, self._model.ranking, is_logits=self._reports_logits))
         return chunks
 
 

@@ -1,8 +1,9 @@
 """Chooses the next token of each row of a step.
 
-In the order of vLLM: log-probabilities of the raw logits; allowed ids, bad words and the ids that min_tokens forbids;
-bias; penalties; then the highest logit for greedy rows, a draw (`random_sampler`) for the others. Each of these is done
-at once for all rows that use it, and skipped if no row of the step does. Driven by the runner.
+In the order of vLLM: raw log-probabilities; allowed ids, bad words and the ids that min_tokens forbids; bias;
+penalties; then the highest logit for greedy rows, a draw (`random_sampler`) for the others; or processed
+log-probabilities at the end. Each of these is done at once for all rows that use it, and skipped if no row of the step
+does. Driven by the runner.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from eagleray.messages.outputs import TokenLogprobs
 from eagleray.messages.sampling import Sampling
 from eagleray.messages.steps import RowFailure
 from eagleray.worker.downloads import HostArray
-from eagleray.worker.logprobs import sample_logprobs
-from eagleray.worker.random_sampler import DrawSettings, RandomSampler, uniform
+from eagleray.worker.logprobs import RAW_LOGPROBS, ScoreKind, sample_logprobs
+from eagleray.worker.random_sampler import RandomSampler, uniform
 from eagleray.worker.sampling_state import SamplingFeature, SamplingState
 from eagleray.worker.token_table import IntArray
 
@@ -143,9 +144,10 @@ class HostSampler(TokenSampler[HostPlan]):
 
     last_tokens = None
 
-    def __init__(self, state: SamplingState, ranking: Ranking) -> None:
+    def __init__(self, state: SamplingState, ranking: Ranking, reported_kind: ScoreKind = RAW_LOGPROBS) -> None:
         self._state = state
         self._ranking = ranking
+        self._kind = reported_kind
         self._device = state.device
         self._random: RandomSampler | None = None  # made when first needed, because it has large buffers
 
@@ -177,14 +179,18 @@ class HostSampler(TokenSampler[HostPlan]):
         chosen, highest = self._ranking.first(logits)
         failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOT_FINITE)
         reported = step.logit_indices(SamplingFeature.LOGPROBS)
-        raw = self._raw(logits, reported, step)
+        raw = logits if self._kind.is_processed else self._raw(logits, reported, step)
         if step.used & SamplingFeature.ADJUSTED:
             self._adjust(logits, step)
             chosen, highest = self._ranking.first(logits)
             failed = dict.fromkeys(_clear_broken(logits, chosen, highest), NOTHING_LEFT) | failed
         if step.used & SamplingFeature.RANDOM:
             self._draw(logits, highest, step, out=chosen)
-        reports = self._report(raw, reported, chosen, step) if len(reported) else {}
+        reports: dict[int, TokenLogprobs] = {}
+        if len(reported) and self._kind.is_processed:
+            reports = self._report_processed(logits, highest, reported, chosen, step)
+        elif len(reported):
+            reports = self._report(raw, None, reported, chosen, step)
         return gather_sampled(rows.tolist(), chosen.tolist(), reports, failed)
 
     def _raw(self, logits: Tensor, reported: IntArray, step: _Batch) -> Tensor:
@@ -218,19 +224,16 @@ class HostSampler(TokenSampler[HostPlan]):
             state.penalties.apply(logits, self._tensor(penalised), step.rows[penalised])
 
     def _draw(self, logits: Tensor, highest: Tensor, step: _Batch, *, out: Tensor) -> None:
-        state = self._state
-        if self._random is None:
-            self._random = self._make_random()
         indices = step.logit_indices(SamplingFeature.RANDOM)
         rows = step.rows[indices]
-        settings = DrawSettings(
-            uniform(state.streams[rows], step.positions[indices]),
-            state.temperature[rows],
-            state.min_p[rows],
-            state.top_k[rows],
-            state.top_p[rows],
-        )
-        self._random.draw(logits, highest, indices, settings, out=out)
+        uniforms = uniform(self._state.streams[rows], step.positions[indices])
+        self._random_sampler.draw(logits, highest, indices, self._state.draw_settings(rows, uniforms), out=out)
+
+    @property
+    def _random_sampler(self) -> RandomSampler:
+        if self._random is None:
+            self._random = self._make_random()
+        return self._random
 
     def _make_random(self) -> RandomSampler:
         state = self._state
@@ -238,14 +241,27 @@ class HostSampler(TokenSampler[HostPlan]):
             max_rows=len(state.use), vocab_size=state.vocab_size, device=self._device, ranking=self._ranking
         )
 
-    def _report(self, raw: Tensor, reported: IntArray, chosen: Tensor, step: _Batch) -> dict[int, TokenLogprobs]:
+    def _report_processed(
+        self, logits: Tensor, highest: Tensor, reported: IntArray, chosen: Tensor, step: _Batch
+    ) -> dict[int, TokenLogprobs]:
+        at = self._tensor(reported)
+        settings = self._state.draw_settings(step.rows[reported], np.zeros(len(reported)))
+        adjusted = logits[at]
+        processed = self._random_sampler.process(adjusted, highest[at], settings, chosen[at])
+        return self._report(adjusted, processed, reported, chosen, step)
+
+    def _report(
+        self, logits: Tensor, processed: Tensor | None, reported: IntArray, chosen: Tensor, step: _Batch
+    ) -> dict[int, TokenLogprobs]:
         rows = step.rows[reported]
         reports = sample_logprobs(
-            raw,
+            logits,
             chosen[self._tensor(reported)],
             self._state.num_logprobs[rows].tolist(),
             self._state.reported.select(self._state.logit_index_of_row(rows)),
             self._ranking,
+            processed=processed,
+            is_logits=self._kind.is_logits,
         )
         return dict(zip(rows.tolist(), reports, strict=True))
 

@@ -10,12 +10,13 @@ import enum
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from eagleray.messages.sampling import Sampling
 from eagleray.worker.bad_words import BadWords
 from eagleray.worker.penalties import Penalties
-from eagleray.worker.random_sampler import stream_of
+from eagleray.worker.random_sampler import DrawSettings, stream_of
 from eagleray.worker.token_table import IntArray, TokenTable
 
 GREEDY_BELOW = 1e-5
@@ -109,6 +110,18 @@ class SamplingState:
             self.bad_words.free_row(row)
         if use & SamplingFeature.PENALTIES:
             self.penalties.free_row(row)
+
+    def draw_settings(self, rows: IntArray, uniforms: npt.NDArray[np.float64]) -> DrawSettings:
+        """Return the parameters of draws for `rows` [n] with these uniform numbers. A greedy row has a temperature of
+        1 and drops nothing."""
+        is_greedy = self.temperature[rows] < GREEDY_BELOW
+        return DrawSettings(
+            uniforms,
+            np.where(is_greedy, np.float32(1), self.temperature[rows]),
+            np.where(is_greedy, 0.0, self.min_p[rows]),
+            np.where(is_greedy, self.vocab_size, self.top_k[rows]),
+            np.where(is_greedy, 1.0, self.top_p[rows]),
+        )
 
     def append_tokens(self, rows: Sequence[int] | IntArray, token_ids: Sequence[int] | IntArray) -> None:
         """Append one generated token to each of `rows`. Shapes [n], rows without duplicates."""

@@ -34,6 +34,7 @@ from eagleray.parallel.groups import Groups, OpenedGroups, listen_address
 from eagleray.parallel.mesh import EnginePosition, Mesh
 from eagleray.worker.device import choose_device, set_threads
 from eagleray.worker.extension import Extension
+from eagleray.worker.logprobs import RAW_LOGPROBS, ScoreKind
 from eagleray.worker.memory import (
     EXPERT_GROUP_BYTES,
     GRAPH_BYTES,
@@ -176,7 +177,7 @@ class LoadedWorker:
         gc.collect()
         torch.cuda.empty_cache()  # what loading took besides the weights
         num_weight_bytes = torch.cuda.memory_allocated(self.device)
-        sampler = sampler_of(model, limits.num_rows)
+        sampler = sampler_of(model, limits.num_rows, ScoreKind.of(config.model.logprobs_mode))
         try:
             rehearse(
                 model,
@@ -299,11 +300,13 @@ def _free_bytes(device: torch.device) -> int:
     return free
 
 
-def sampler_of(model: Model, num_rows: int) -> TokenSampler[Any]:
+def sampler_of(model: Model, num_rows: int, reported_kind: ScoreKind = RAW_LOGPROBS) -> TokenSampler[Any]:
     """Return the sampler of the device that computes the model. Ranks that do not sample need none on a GPU."""
     if model.groups.is_sampling and isinstance(model.ranking, DeviceRanking):
         from eagleray.worker.device_sampler import DeviceSampler  # needs Triton, which GPUs alone have
 
-        return DeviceSampler(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device)
+        return DeviceSampler(
+            num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device, reported_kind=reported_kind
+        )
     state = SamplingState(num_rows=num_rows, vocab_size=model.spec.vocab_size, device=model.device)
-    return HostSampler(state, model.ranking)
+    return HostSampler(state, model.ranking, reported_kind)

@@ -50,6 +50,7 @@ from eagleray.process.gc_freeze import freeze_gc
 from eagleray.transport.message_queue_peer import MessageQueuePeer
 from eagleray.worker.downloads import downloads_of
 from eagleray.worker.input_batch import InputBatch
+from eagleray.worker.logprobs import ScoreKind
 from eagleray.worker.prefault import CachePrefaulter
 from eagleray.worker.runner import Runner, UnfinishedStep
 from eagleray.worker.sleep import SleepableMemory
@@ -219,7 +220,8 @@ class ServingWorker:
         cache = KVCache.allocate(
             model.cache_shape(block_size), num_blocks=num_blocks, dtype=model.cache_dtype, device=model.device
         )
-        sampler = sampler_of(model, num_rows)
+        reported_kind = ScoreKind.of(config.model.logprobs_mode)
+        sampler = sampler_of(model, num_rows, reported_kind)
         limits = loaded.limits(max_num_batched_tokens)
         model.warm_up(cache, limits, sampler.last_tokens)
         sampler.warm_up(num_rows, num_logprobs=config.model.max_logprobs)
@@ -229,6 +231,7 @@ class ServingWorker:
             InputBatch(num_rows=num_rows, max_model_len=loaded.max_model_len, block_size=block_size),
             sampler,
             downloads_of(model.device),
+            reports_logits=reported_kind.is_logits,
         )
         self._cache = cache
         self._memory = SleepableMemory(model, cache, lambda: model.warm_up(cache, limits, sampler.last_tokens))

@@ -45,6 +45,8 @@ class RecordField(IntEnum):
     PREFIX_LENGTH = 20
     REPORTED = 21
     NUM_REPORTED = 22
+    SCALE = 23
+    """float32: the temperature that reported logits are divided by; 1 for a greedy row."""
 
 
 RECORD_WORDS = 24

@@ -9,6 +9,7 @@ from sampler_launch import launch
 
 from eagleray.kernels.ranking import Ranking
 from eagleray.messages.sampling import Sampling
+from eagleray.worker.logprobs import ScoreKind
 from eagleray.worker.sampler import HostSampler
 from eagleray.worker.sampling_state import SamplingState
 
@@ -24,14 +25,17 @@ SAMPLINGS = [
     Sampling(seed=5, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.2),
     Sampling(seed=6, allowed_token_ids=tuple(range(0, VOCAB_SIZE, 7)), logit_bias={7: 3.0, 8: 90.0}, logprobs=5),
     Sampling(seed=7, temperature=0.0, bad_words=tuple((token,) for token in range(200)), logprobs=2),
+    Sampling(seed=8, temperature=0.7, top_k=1000, top_p=0.9, min_p=1e-4, logprobs=4),
 ]
 
 
-def test_device_sampler_on_gpu_equals_cpu_sampler_without_waiting() -> None:
+@pytest.mark.parametrize("kind", [ScoreKind(), ScoreKind(is_processed=True), ScoreKind(True, is_logits=True)])
+def test_device_sampler_on_gpu_equals_cpu_sampler_without_waiting(kind: ScoreKind) -> None:
     from eagleray.worker.device_sampler import DeviceSampler
 
-    host = HostSampler(SamplingState(num_rows=NUM_ROWS, vocab_size=VOCAB_SIZE, device=torch.device("cpu")), Ranking())
-    sampler = DeviceSampler(num_rows=NUM_ROWS, vocab_size=VOCAB_SIZE, device=torch.device("cuda"))
+    state = SamplingState(num_rows=NUM_ROWS, vocab_size=VOCAB_SIZE, device=torch.device("cpu"))
+    host = HostSampler(state, Ranking(), kind)
+    sampler = DeviceSampler(num_rows=NUM_ROWS, vocab_size=VOCAB_SIZE, device=torch.device("cuda"), reported_kind=kind)
     for row in range(NUM_ROWS):
         for each in (host, sampler):
             each.add_row(row, SAMPLINGS[row % len(SAMPLINGS)], PROMPT, len(PROMPT))
