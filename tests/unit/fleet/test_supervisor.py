@@ -192,6 +192,7 @@ async def test_supervisor_user_error_after_serving_is_restarted():
 
 @in_loop
 async def test_supervisor_killed_thirty_times_is_restarted_each_time(monkeypatch):
+    monkeypatch.setattr(timeouts, "MAX_API_SERVER_DELAY_SECONDS", 0.015)
     monkeypatch.setattr(timeouts, "MAX_ENGINE_DELAY_SECONDS", 0.02)
     async with fleet(data_parallel_size=2, api_server_count=1, max_engine_restarts=1) as it:
         processes = {process.id: process for process in [await it.launcher.next() for _ in range(3)]}
