@@ -220,6 +220,7 @@ def _server_with_a_request(http: httpx.Client) -> int:
     raise AssertionError
 
 
+@pytest.mark.grid  # test_streams_survive.py kills the only engine too
 def test_fleet_only_engine_killed_stream_resumes_after_restart(checkpoint):
     with serve(checkpoint, *OPTIONS) as server, connect(server) as http:
         expected = tokens(http, PROMPT, max_tokens=LONG, temperature=0)

@@ -180,7 +180,7 @@ def test_generate_several_engines_share_batch(checkpoint, undisturbed):
         assert all(cpu_seconds(pid) > then for pid, then in zip(pids, before, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["engine", "worker"])
+@pytest.mark.parametrize("kind", [pytest.param("engine", marks=pytest.mark.grid), "worker"])
 def test_generate_killed_process_keeps_outputs(checkpoint, undisturbed, kind):
     executor = {"engine": "in-process", "worker": "processes"}[kind]
     with LLM(str(checkpoint), executor=executor, **OPTIONS) as llm, ThreadPoolExecutor(1) as pool:

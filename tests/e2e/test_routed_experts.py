@@ -35,7 +35,6 @@ PROMPTS = [random_prompt(length, length, VOCAB) for length in (1, 2, 15, 16, 17,
 PATH = "/inference/v1/generate"
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "alone": {},
     "small chunks": {"max_num_batched_tokens": 16},
     "without a prefix cache": {"enable_prefix_caching": False},
     "every request preempted": {"block_size": 4, "max_model_len": 160, "num_kv_blocks": 42},
@@ -98,6 +97,7 @@ DENSE_FIRST = {"norm_topk_prob": False, "num_hidden_layers": 4, "mlp_only_layers
 @pytest.mark.parametrize(
     "options",
     [
+        pytest.param({}, id="alone", marks=pytest.mark.grid),  # as the engine of the tests below
         *(pytest.param(options, id=name) for name, options in LAYOUTS.items()),
         *(pytest.param(options, id=name, marks=pytest.mark.grid) for name, options in GRID.items()),
     ],

@@ -102,7 +102,7 @@ def workers_of(engine: int) -> list[int]:
     return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.grid), signal.SIGSTOP])
 def test_streams_with_one_of_two_engines_lost_are_unchanged(checkpoint, undisturbed, how):
     with serve(checkpoint, *OPTIONS, *TWO_ENGINES) as server:
         engine = server.child("engine-0")

@@ -162,7 +162,7 @@ def port_grabber():
 
 
 def test_supervisor_start_and_stop_repeatedly_leaves_nothing():
-    rounds(6)
+    rounds(3)
 
 
 @pytest.mark.slow

@@ -295,7 +295,7 @@ async def test_ray_launcher_resources_held_by_others_waits(cluster, make_group: 
     ("policy", "nodes"),
     [
         ("pack", ["head", "head", "other"]),
-        ("spread", ["127.0.0.2", "127.0.0.3", "127.0.0.4", "head"]),
+        pytest.param("spread", ["127.0.0.2", "127.0.0.3", "127.0.0.4", "head"], marks=pytest.mark.grid),
         ("strict-spread", ["127.0.0.2", "127.0.0.3", "127.0.0.4", "head"]),
     ],
 )

@@ -43,12 +43,6 @@ def num_groups() -> int:
     return sum(entry["state"] != "REMOVED" for entry in placement_group_table().values())
 
 
-def test_llm_in_a_driver_creates_one_placement_group(cluster, checkpoint, expected):
-    with LLM(checkpoint, executor="ray", tensor_parallel_size=2, ray_worker_resources=ACC, **ON_RAY) as llm:
-        assert texts(llm) == expected
-        assert num_groups() == 1
-
-
 def test_llm_uses_the_users_placement_group(cluster, checkpoint, expected, make_group):
     group = placement_groups.handle(make_group({"acc": 1}, {"acc": 1}, {"acc": 1}))
     with LLM(
@@ -72,6 +66,7 @@ class Program:
             return texts(llm)
 
 
+@pytest.mark.grid  # test_ray_workers.py starts workers in an actor's group, and the test below an LLM in an actor
 def test_llm_in_an_actor_uses_its_placement_group(cluster, checkpoint, expected, make_group):
     """The program itself checks that no second group is created."""
     group = placement_groups.handle(make_group({"CPU": 1, "acc": 1}, {"acc": 1}))
@@ -123,9 +118,10 @@ def kill_a_worker() -> None:
     os.kill(ray_cluster.pid_of(name), signal.SIGKILL)
 
 
-def test_llm_killed_worker_is_replaced(cluster, checkpoint, expected):
+def test_llm_in_a_driver_creates_one_placement_group_and_replaces_a_killed_worker(cluster, checkpoint, expected):
     with LLM(checkpoint, executor="ray", tensor_parallel_size=2, ray_worker_resources=ACC, **ON_RAY) as llm:
         assert texts(llm) == expected
+        assert num_groups() == 1
         kill_a_worker()
         assert texts(llm) == expected
 
