@@ -155,6 +155,7 @@ def _new_output(delta: CompletionDelta) -> CompletionOutput:
         stop_reason=delta.stop_reason,
         routed_experts=delta.routed_experts,
         routed_experts_start=delta.routed_experts_start,
+        weight_versions=delta.weight_versions,
     )
 
 

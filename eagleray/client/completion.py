@@ -15,6 +15,7 @@ from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob
 from eagleray.client.routed_experts import RoutedExpertsBuffer
 from eagleray.client.text.detokenizer import Detokenizer
 from eagleray.client.text.tokenizer import Tokenizer
+from eagleray.client.weight_versions import FIRST_VERSION, WeightVersions
 from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.requests import Generate
@@ -31,8 +32,8 @@ class Completion:
     __slots__ = (
         "_detokenizer", "_has_stop_strings", "_include_stop", "_logprobs", "_num_decoded", "_num_read_texts",
         "_num_read_tokens", "_num_requested_ids", "_num_sends", "_num_visible", "_routed_experts", "_text_ends",
-        "_texts", "_tokenizer", "engine_request_id", "finish_reason", "index", "is_read", "message", "stop_reason",
-        "token_ids",
+        "_texts", "_tokenizer", "_weight_versions", "engine_request_id", "finish_reason", "index", "is_read", "message",
+        "stop_reason", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -54,6 +55,7 @@ class Completion:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._num_sends = 0
+        self._weight_versions = WeightVersions()
         self._routed_experts: RoutedExpertsBuffer | None = None
         if routing is not None:
             self._routed_experts = RoutedExpertsBuffer(
@@ -98,6 +100,7 @@ class Completion:
         self._num_sends += 1
         if self._num_sends == 1:
             return self.message
+        self._weight_versions.begin(FIRST_VERSION, len(self.token_ids))
         self.engine_request_id = f"{self.message.request_id}~{self._num_sends}"
         return msgspec.structs.replace(
             self.message,
@@ -122,6 +125,8 @@ class Completion:
     def deliver(self, chunk: Chunk) -> None:
         """Append the output of a step. No chunk may follow the end."""
         assert self.finish_reason is None, "a chunk after the end"
+        if chunk.weight_version is not None:
+            self._weight_versions.begin(chunk.weight_version, len(self.token_ids))
         self.token_ids += chunk.token_ids
         if chunk.logprobs and self._logprobs is not None:
             self._logprobs.extend(chunk.logprobs)
@@ -177,6 +182,8 @@ class Completion:
             finish_reason=self.finish_reason if has_all else None,
             stop_reason=self.stop_reason if has_all else None,
         )
+        if is_end:
+            delta.weight_versions = self._weight_versions.spans(len(self.token_ids))
         if routed is not None:
             delta.routed_experts_start, delta.routed_experts = routed
         self._num_read_texts, self._num_read_tokens = num_texts, end
@@ -194,6 +201,7 @@ class Completion:
             logprobs=self._positions(0, len(self.token_ids)) if with_logprobs else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            weight_versions=self._weight_versions.spans(len(self.token_ids)),
         )
         if self._routed_experts is not None:
             output.routed_experts = self._routed_experts.all()

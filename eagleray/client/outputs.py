@@ -26,6 +26,18 @@ class Logprob:
     """None without a tokenizer, or with `detokenize` off."""
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class WeightVersionSpan:
+    """Consecutive tokens of a completion that weights of one version made."""
+
+    version: str
+    """The trainer's name for the weights; "default" for those of the checkpoint."""
+    start: int
+    """Index of the first of the tokens among the completion's."""
+    end: int
+    """Index after the last of them."""
+
+
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
     """The output of one of the `n` completions of a prompt."""
@@ -49,6 +61,9 @@ class CompletionOutput:
     [num_tokens - 1 - start, num_moe_layers, top_k]. The last token has none, because it was not computed; an aborted
     completion has those of the tokens that were computed. None if not requested."""
     routed_experts_start: int = 0
+    weight_versions: list[WeightVersionSpan] | None = None
+    """The versions of the weights that made `token_ids`, without gaps; None in a part of a stream before the last one.
+    The last part has those of the whole completion."""
     lora_request: Any = None
     """None, as there are no adapters."""
     kv_transfer_params: dict[str, Any] | None = None
@@ -118,6 +133,8 @@ class CompletionDelta:
     """New rows, as in `CompletionOutput`; rows of the prompt come before there are tokens. None without new rows."""
     routed_experts_start: int = 0
     """Position of the first new row; the rows of consecutive deltas are consecutive."""
+    weight_versions: list[WeightVersionSpan] | None = None
+    """The versions of the weights that made the tokens of the whole completion; None in every delta but the last."""
 
 
 @dataclass(slots=True, kw_only=True)

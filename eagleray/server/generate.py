@@ -17,6 +17,7 @@ from eagleray.server.generation import Generation, GenerationGroup, Usage
 from eagleray.server.generation_route import ParsedRequest
 from eagleray.server.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs
 from eagleray.server.routed_experts import RoutedExpertsField, RoutedExpertsFormat, routed_experts
+from eagleray.server.weight_versions import WeightVersionsField
 
 
 class GenerateSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -69,6 +70,7 @@ class GenerateChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     routed_experts: RoutedExpertsField = UNSET
+    weight_versions: WeightVersionsField = UNSET
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True):
@@ -147,6 +149,8 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
             finish_reason=part.finish_reason,
             stop_reason=part.stop_reason,
         )
+        if part.weight_versions is not None:
+            choice.weight_versions = part.weight_versions
         if part.routed_experts is not None:
             choice.routed_experts = routed_experts(part, self.body.routed_experts_format)
         return choice

@@ -56,6 +56,8 @@ class _EngineLoad:
     """Completions of this client that are in flight there."""
     num_others: int = 0
     """Completions of other clients, by the engine's last report."""
+    update: int = 0
+    """Number of the last weight update that the engine has applied, by its last report."""
     cache_usage: float = 0.0
     """Fraction of the cache blocks in use, by the engine's last report."""
 
@@ -92,6 +94,7 @@ class Router:
         self.known_engines.record_report(stats)
         if load := self._loads.get(stats.engine):
             load.num_others = max(0, stats.num_running + stats.num_waiting - load.num_ours)
+            load.update = stats.update
             load.cache_usage = 1 - stats.num_free_kv_blocks / max(1, stats.num_kv_blocks)
 
     def choose(
@@ -141,7 +144,11 @@ class Router:
         if not self._match_prefixes or (len(self._loads) < 2 and not self.known_engines.expects_engines):
             return []
         load = next(iter(self._loads.values()), None)
-        return block_hashes(token_ids, block_size=load.block_size, cache_salt=cache_salt) if load else []
+        if load is None:
+            return []
+        # Engines apply an update at almost the same time; those that have not yet will forget their blocks soon.
+        update = max(other.update for other in self._loads.values())
+        return block_hashes(token_ids, block_size=load.block_size, cache_salt=cache_salt, update=update)
 
     def _engine_of_rank(self, rank: int) -> EngineId | None:
         if (cause := self.known_engines.given_up_cause(rank)) is not None:

@@ -25,6 +25,7 @@ from eagleray.server.openai.responses import (
     ChatResponse,
 )
 from eagleray.server.routed_experts import routed_experts
+from eagleray.server.weight_versions import weight_versions
 
 FIELD_NAMES = {"prompt": "messages"}
 
@@ -87,6 +88,7 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
             stop_reason=output.stop_reason,
             token_ids=output.token_ids if self.shows_token_ids else UNSET,
             routed_experts=routed_experts(output, self.body.routed_experts_format),
+            weight_versions=weight_versions(output),
         )
 
     async def _response(self, group: GenerationGroup, choices: list[ChatChoice]) -> ChatResponse:
@@ -107,6 +109,7 @@ class ParsedChat(ParsedRequest[ChatRequest, ChatChunk]):
             delta=ChatDelta(content=delta.text),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
+            weight_versions=weight_versions(delta),
         )
         if delta.logprobs is not None:
             choice.logprobs = self._logprobs(generation, delta)

@@ -15,6 +15,7 @@ from eagleray.server.logprobs import CompletionLogprobs, LogprobsCollector, Posi
 from eagleray.server.openai.requests import CompletionRequest
 from eagleray.server.openai.responses import CompletionChoice, CompletionResponse
 from eagleray.server.routed_experts import routed_experts
+from eagleray.server.weight_versions import weight_versions
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -118,6 +119,7 @@ class ParsedCompletion(ParsedRequest[CompletionRequest, CompletionResponse]):
         )
         if self.shows_token_ids:
             choice.token_ids = part.token_ids
+        choice.weight_versions = weight_versions(part)
         if part.routed_experts is not None:
             choice.routed_experts = routed_experts(part, self.body.routed_experts_format)
         return choice

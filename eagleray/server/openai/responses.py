@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from eagleray.server.generation import Usage
 from eagleray.server.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobList
 from eagleray.server.routed_experts import RoutedExpertsField
+from eagleray.server.weight_versions import WeightVersionsField
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -23,6 +24,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     routed_experts: RoutedExpertsField = UNSET
+    weight_versions: WeightVersionsField = UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
@@ -50,6 +52,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     routed_experts: RoutedExpertsField = UNSET
+    weight_versions: WeightVersionsField = UNSET
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):
@@ -76,6 +79,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     routed_experts: RoutedExpertsField = UNSET
+    weight_versions: WeightVersionsField = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):

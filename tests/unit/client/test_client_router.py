@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -295,3 +296,17 @@ def test_num_requests_any_order_of_events_is_exact(num_engines, events, seed):
         for rank, incarnation in here.items():
             assert router.num_requests(engine(rank, incarnation)) == running.count(engine(rank, incarnation))
         assert router.known_engines.ranks == list(range(num_engines))
+
+
+def test_choose_after_a_weight_update_expects_no_older_blocks():
+    """Engines that report a new update do not have what older weights computed; what they compute since is expected."""
+    router = router_of(2)
+    rank, match = send(router, PROMPT)
+    router.record_started(engine(rank), match, 0)
+    assert send(router, PROMPT)[1].expected
+    for one in range(2):
+        router.record_stats(msgspec.structs.replace(stats(one, 0), update=1))
+    rank, match = send(router, PROMPT)
+    assert not match.expected
+    router.record_started(engine(rank), match, 0)
+    assert send(router, PROMPT)[1].expected

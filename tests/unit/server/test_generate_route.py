@@ -22,6 +22,7 @@ USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5, "prompt_
 def test_generate_whole_answer_has_token_ids(api):
     answer = generate(api, sampling_params={"max_tokens": 2})
     choice = {"index": 0, "token_ids": api.speech[:2], "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    choice["weight_versions"] = [{"version": "default", "start": 0, "end": 2}]
     assert answer == {"request_id": "mine", "choices": [choice], "prompt_logprobs": None, "usage": USAGE}
     assert api.engine.requests[-1].prompt_token_ids == [5, 6, 7]
     assert generate(api, request_id="other")["request_id"] == "other"
@@ -33,9 +34,11 @@ def test_generate_stream_events_join_to_the_answer(api):
     head = {"request_id": "mine", "prompt_logprobs": None}
     choice = {"index": 0, "logprobs": None, "stop_reason": None}
     first, second = api.speech[:2]
+    versions = [{"version": "default", "start": 0, "end": 2}]
+    last = choice | {"token_ids": [second], "finish_reason": "length", "weight_versions": versions}
     assert events == [
         head | {"choices": [choice | {"token_ids": [first], "finish_reason": None}], "usage": None},
-        head | {"choices": [choice | {"token_ids": [second], "finish_reason": "length"}], "usage": None},
+        head | {"choices": [last], "usage": None},
         head | {"choices": [], "usage": USAGE},
     ]
 
@@ -106,3 +109,29 @@ def test_generate_wrong_field_is_refused_by_name(api, fields, param, stream):
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
     assert not api.engine.requests
+
+
+def of_new_weights(request):
+    """Yield a token of the checkpoint's weights and one of the trainer's."""
+    yield EngineChunk(request_id=request.request_id, token_ids=[8])
+    last = {"weight_version": "step-1", "finish_reason": FinishReason.LENGTH}
+    yield EngineChunk(request_id=request.request_id, token_ids=[9], **last)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, {"token_ids": [5], "sampling_params": {"max_tokens": 2}}),
+        ("/v1/completions", {"prompt": [5], "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}),
+    ],
+)
+def test_answers_have_weight_versions_after_an_update(api, path, body):
+    """OpenAI's routes leave them out before; streams have them in the last event."""
+    before = api.post(path, body).json()["choices"][0]
+    assert ("weight_versions" in before) == (path == PATH)
+    api.engine.script = of_new_weights
+    versions = [{"version": "default", "start": 0, "end": 1}, {"version": "step-1", "start": 1, "end": 2}]
+    assert api.post(path, body).json()["choices"][0]["weight_versions"] == versions
+    events = [choice for event in api.events(path, body) for choice in event["choices"]]
+    assert [event.get("weight_versions") for event in events] == [None] * (len(events) - 1) + [versions]
