@@ -21,7 +21,7 @@ DEFAULT_TIMEOUT_SECONDS = 600.0
 """Timeout of a call whose caller sets none."""
 
 REPORT_SECONDS = 5.0
-"""The supervisor answers at the deadline with what it waited for; the client waits this much longer for that."""
+"""Time after the deadline for the supervisor's answer, which names the members that have not replied."""
 
 
 class ControlCalls:

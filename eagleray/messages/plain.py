@@ -100,6 +100,27 @@ def unpack(packed: bytes, *, as_torch: bool = True) -> Any:
     return msgspec.msgpack.decode(value, ext_hook=_Unpacking(buffers, as_torch))
 
 
+def packed_list_length(packed: bytes) -> int | None:
+    """Return the number of items of an encoded list; None if another value is encoded."""
+    items = _packed_items(packed)
+    return None if items is None else len(items[1])
+
+
+def slice_packed_list(packed: bytes, start: int, stop: int) -> bytes:
+    """Return the encoded list of these items of an encoded list, without decoding them."""
+    items = _packed_items(packed)
+    assert items is not None
+    return msgspec.msgpack.encode((items[0], items[1][start:stop]))
+
+
+def _packed_items(packed: bytes) -> tuple[list[memoryview], list[msgspec.Raw]] | None:
+    buffers, value = PACKED.decode(packed)
+    try:
+        return buffers, msgspec.msgpack.decode(value, type=list[msgspec.Raw])
+    except msgspec.ValidationError:
+        return None
+
+
 def pack_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
     """Encode the arguments of a call. Raises `TypeError` like `pack`."""
     if not isinstance(args, list | tuple):

@@ -88,7 +88,7 @@ class WeightTransfer:
     """Cause, if it broke."""
 
 
-class Instance:
+class SteeredInstance:
     """State, engines and clients of an instance.
 
     `ranks`: data-parallel ranks of its engines. `workers_per_engine`: tensor-parallel times pipeline-parallel size.

@@ -16,7 +16,7 @@ import msgspec
 
 from eagleray.errors import DeadlineExceeded, EagleRayError, EnginesMissing, TransferBroken, WrongState
 from eagleray.fleet.control import operations
-from eagleray.fleet.control.instance import Effect, EngineRecord, Instance, MemberFailed, SendAnswer
+from eagleray.fleet.control.instance import Effect, EngineRecord, MemberFailed, SendAnswer, SteeredInstance
 from eagleray.fleet.control.operations import Answer, Commands, Condition, Replies, Steps
 from eagleray.fleet.control.rules import NAMES, check_state
 from eagleray.fleet.control.weight_update import WeightUpdates
@@ -93,7 +93,7 @@ class Control:
     """See the module. `weight_update_timeout`: seconds without a call of the trainer after which an open update is
     aborted."""
 
-    def __init__(self, instance: Instance, *, weight_update_timeout: float) -> None:
+    def __init__(self, instance: SteeredInstance, *, weight_update_timeout: float) -> None:
         self._instance = instance
         self._updates = WeightUpdates(instance)
         self._weight_update_timeout = weight_update_timeout
@@ -236,8 +236,8 @@ class Control:
             self._instance.replace(record.engine, f"it could not adopt the state of the instance: {failure}")
 
     def _break_transfer(self, cause: str) -> None:
-        """React to the exit of an engine: a collective transfer breaks, and so does what it was receiving. An update
-        that no engine takes part in any longer is dropped."""
+        """React to the exit of an engine: a collective transfer breaks, with the call that receives tensors by it. An
+        update in which no engine takes part any longer is dropped."""
         instance, current = self._instance, self._current
         if instance.transfer is not None and instance.transfer.is_collective and instance.transfer.broken is None:
             instance.close_transfer(cause)
@@ -265,7 +265,7 @@ class Control:
         return None
 
     def _make_way_for(self, request: ControlRequest) -> None:
-        """End what a new call cancels: `resume` a pause, `abort_weight_update` a call of the update."""
+        """End the calls that a new one cancels: `resume` a pause, `abort_weight_update` a call of the update."""
         current = self._current.request if self._current is not None else None
         if isinstance(request, Resume):
             pauses = [operation for operation in self._queue if isinstance(operation.request, Pause)]
@@ -347,7 +347,7 @@ class Control:
                 raise AssertionError("it is answered at once")
 
     def _advance(self, operation: ControlOperation) -> None:
-        """Give an operation what it awaited."""
+        """Continue an operation with the replies that it awaited."""
         replies, operation.replies, operation.condition = operation.replies, Replies(), None
         self._resume(operation, replies)
 
@@ -372,7 +372,7 @@ class Control:
             operation.awaited[self._instance.send(member, body, timeout)] = member
 
     def _throw(self, error: Exception) -> None:
-        """End the current operation with an error; its generator restores what it has to."""
+        """End the current operation with an error; its generator cleans up."""
         operation = self._current
         assert operation is not None
         assert operation.steps is not None
@@ -424,7 +424,7 @@ class Control:
     # Descriptions.
 
     def _describe_wait(self, operation: ControlOperation) -> str:
-        """Return what an operation waits for."""
+        """Return the reason why an operation has not ended."""
         if operation is not self._current:
             other = self._current
             if other is None or other.began is None:
@@ -452,7 +452,7 @@ class Control:
 
 
 def _key(call: ControlCall) -> bytes:
-    """Return the key of the operation: its id and what it asks for."""
+    """Return the key of the operation: a digest of its id and its request."""
     asked = msgspec.msgpack.encode((call.operation_id, call.request))
     return hashlib.blake2b(asked, digest_size=16).digest()
 

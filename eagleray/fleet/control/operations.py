@@ -1,9 +1,9 @@
 """The operations on an instance that have no weights in them, as generators.
 
-A generator yields what it awaits and receives the replies; it returns the answer, or raises the error, of the call. It
-changes the state at once, so that an engine that starts meanwhile adopts the new one. If an engine cannot adopt it,
-the former state is restored everywhere. A generator that is thrown an error (the deadline has passed, another call ends
-this one) yields nothing more. Driven by `Control`.
+A generator yields commands, or a condition to wait for, and receives the replies; it returns the answer, or raises the
+error, of the call. It changes the state at once, so that an engine that starts meanwhile adopts the new one. If an
+engine cannot adopt it, the former state is restored everywhere. A generator that is thrown an error (the deadline has
+passed, another call ends this one) yields nothing more. Driven by `Control`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from eagleray.fleet.control.instance import Instance, MemberFailed
+from eagleray.fleet.control.instance import MemberFailed, SteeredInstance
 from eagleray.identity import EngineId, MemberId
 from eagleray.messages.control import (
     AbortRequests,
@@ -79,7 +79,7 @@ Steps = Generator[Commands | Condition, Replies, Answer]
 Adoption = Generator[Commands | Condition, Replies, Replies]
 
 
-def adopt(instance: Instance, changes: dict[str, Any], **fields: Any) -> Adoption:
+def adopt(instance: SteeredInstance, changes: dict[str, Any], **fields: Any) -> Adoption:
     """Change fields of the state, and wait until all engines have adopted it. `fields`: others of `SetState`.
 
     Restores the fields and raises `MemberFailed` if an engine cannot adopt them.
@@ -94,8 +94,8 @@ def adopt(instance: Instance, changes: dict[str, Any], **fields: Any) -> Adoptio
     return replies
 
 
-def pause(instance: Instance, request: Pause) -> Steps:
-    """Latch the pause. Its caller is answered when no step runs and aborted requests have delivered what they have."""
+def pause(instance: SteeredInstance, request: Pause) -> Steps:
+    """Latch the pause. The call returns when no step runs and aborted requests have delivered their output."""
     replies = yield from adopt(
         instance,
         {"pause": request.mode},
@@ -105,13 +105,13 @@ def pause(instance: Instance, request: Pause) -> Steps:
     return {"status": "paused", "num_kept": replies.total("num_kept"), "num_aborted": replies.total("num_aborted")}
 
 
-def resume(instance: Instance) -> Steps:
+def resume(instance: SteeredInstance) -> Steps:
     """Release the pause."""
     yield from adopt(instance, {"pause": None})
     return {"status": "resumed"}
 
 
-def sleep(instance: Instance, request: Sleep) -> Steps:
+def sleep(instance: SteeredInstance, request: Sleep) -> Steps:
     """Put parts to sleep, besides those that sleep already."""
     if request.mode == "wait":
         yield from _wait_for_requests(instance)
@@ -122,7 +122,7 @@ def sleep(instance: Instance, request: Sleep) -> Steps:
     return {"status": "sleeping", "level": level, "freed_bytes": replies.total("freed_bytes")}
 
 
-def _wait_for_requests(instance: Instance) -> Adoption:
+def _wait_for_requests(instance: SteeredInstance) -> Adoption:
     """Wait until no request runs, in a pause that this function ends. The caller sends the next state."""
     former = instance.state.pause
     try:
@@ -135,21 +135,21 @@ def _wait_for_requests(instance: Instance) -> Adoption:
         instance.assign(instance.changed(pause=former))
 
 
-def wake_up(instance: Instance, request: WakeUp) -> Steps:
+def wake_up(instance: SteeredInstance, request: WakeUp) -> Steps:
     """Wake parts. A pause stays."""
     tags: tuple[SleepTag, ...] = tuple(tag for tag in instance.state.asleep if tag not in request.tags)
     yield from adopt(instance, {"asleep": tags, "sleep_level": instance.state.sleep_level if tags else 0})
     return {"status": "sleeping" if tags else "awake", "tags": list(tags)}
 
 
-def reset_prefix_cache(instance: Instance, request: ResetPrefixCache) -> Steps:
+def reset_prefix_cache(instance: SteeredInstance, request: ResetPrefixCache) -> Steps:
     """Empty the prefix caches of all engines."""
     replies = yield Commands({record.engine: request for record in instance.started})
     replies.raise_failure()
     return {"success": all(result.get("success", False) for result in replies.results.values())}
 
 
-def abort_requests(instance: Instance, request: AbortRequests) -> Steps:
+def abort_requests(instance: SteeredInstance, request: AbortRequests) -> Steps:
     """Abort requests in the clients that have them."""
     bodies: dict[MemberId, CommandBody] = dict.fromkeys(instance.clients, request)
     replies = yield Commands(bodies)
@@ -157,13 +157,13 @@ def abort_requests(instance: Instance, request: AbortRequests) -> Steps:
     return {"status": "aborted", "aborted": replies.total("aborted")}
 
 
-def set_weight_version(instance: Instance, request: SetWeightVersion) -> Steps:
+def set_weight_version(instance: SteeredInstance, request: SetWeightVersion) -> Steps:
     """Rename the weights."""
     yield from adopt(instance, {"weight_version": request.new_version})
     return {"success": True, "new_version": request.new_version}
 
 
-def weight_info(instance: Instance, operation: Answer | None) -> Answer:
+def weight_info(instance: SteeredInstance, operation: Answer | None) -> Answer:
     """Return the answer to `GetWeightInfo`. `operation`: the one that is executed, with its phases."""
     state = instance.state
     records = sorted(instance.engines.values(), key=lambda record: record.engine.rank)
@@ -181,7 +181,7 @@ def weight_info(instance: Instance, operation: Answer | None) -> Answer:
     }
 
 
-def _engine_info(instance: Instance, engine: EngineId) -> Answer:
+def _engine_info(instance: SteeredInstance, engine: EngineId) -> Answer:
     record = instance.engines[engine]
     if not record.is_started:
         phase = "starting"

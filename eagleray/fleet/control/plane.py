@@ -13,12 +13,12 @@ from eagleray.config.resolve import expert_engines, local_ranks
 from eagleray.config.sections import Config
 from eagleray.fleet.control.instance import (
     Effect,
-    Instance,
     JoinEngine,
     PublishState,
     ReplaceEngine,
     SendAnswer,
     SendCommand,
+    SteeredInstance,
 )
 from eagleray.fleet.control.machine import Control
 from eagleray.fleet.membership import MembershipPublisher
@@ -46,7 +46,7 @@ class ControlPlane:
     ) -> None:
         parallel = config.parallel
         self._control = Control(
-            Instance(
+            SteeredInstance(
                 instance,
                 ranks=local_ranks(config),
                 workers_per_engine=parallel.world_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eagleray.errors import WrongState
-from eagleray.fleet.control.instance import Instance
+from eagleray.fleet.control.instance import SteeredInstance
 from eagleray.messages.control import (
     AbortRequests,
     AbortWeightUpdate,
@@ -41,7 +41,9 @@ NAMES: dict[type[ControlRequest], str] = {
 """Names of the calls for users."""
 
 
-def check_state(request: ControlRequest, instance: Instance, *, has_received: bool, repeats_commit: bool) -> None:
+def check_state(
+    request: ControlRequest, instance: SteeredInstance, *, has_received: bool, repeats_commit: bool
+) -> None:
     """Raise `WrongState` if the state forbids the call.
 
     `has_received`: tensors of the open update have come. `repeats_commit`: there is a last commit that a finish without
@@ -70,8 +72,8 @@ def check_state(request: ControlRequest, instance: Instance, *, has_received: bo
         raise WrongState(f"{NAMES[type(request)]} is not possible now: {_obstacle(instance)}")
 
 
-def _obstacle(instance: Instance) -> str:
-    """Return what is open, for how long, and the call that ends it."""
+def _obstacle(instance: SteeredInstance) -> str:
+    """Describe the latch that forbids the call: its age, and the call that ends it."""
     state, now, since = instance.state, instance.now, instance.since
     if state.open_update is not None:
         return (

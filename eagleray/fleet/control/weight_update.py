@@ -1,21 +1,20 @@
 """The operations of a weight update, as generators (see `operations`).
 
 An update is opened, receives tensors in any number of calls, and is committed by one assignment in the state after
-every engine that takes part has checked that it can apply them. Whatever fails before drops it: what was staged goes,
-the old weights stay. Nothing undoes a commit: an engine that cannot apply it is replaced, and its successor is held
-back until it has the weights.
+every engine that takes part has checked that it can apply them. Any failure before that drops it: the staged tensors
+are freed, and the old weights stay. Nothing undoes a commit: an engine that cannot apply it is replaced, and its
+successor is held back until it has the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from eagleray.errors import DeadlineExceeded, EnginesMissing, InvalidRequest, WrongState
-from eagleray.fleet.control.instance import Instance, WeightTransfer
+from eagleray.fleet.control.instance import SteeredInstance, WeightTransfer
 from eagleray.fleet.control.operations import Answer, Commands, Condition, Replies, Steps, adopt
 from eagleray.identity import EngineId, MemberId
 from eagleray.messages.control import (
@@ -30,6 +29,7 @@ from eagleray.messages.control import (
     StartWeightUpdate,
     UpdateWeights,
 )
+from eagleray.messages.plain import packed_list_length, slice_packed_list
 
 MOST_NAMES = 20
 """Names of missing weights in an answer."""
@@ -55,7 +55,7 @@ class LastCommit:
 class WeightUpdates:
     """The open update and the last commit of an instance."""
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: SteeredInstance) -> None:
         self._instance = instance
         self.received = ReceivedWeights()
         self.last_commit: LastCommit | None = None
@@ -206,23 +206,27 @@ class WeightUpdates:
 
     def _parts(self, request: UpdateWeights) -> dict[MemberId, CommandBody]:
         """Return the command of each engine that takes part. A list has an entry for each worker of the deployment."""
-        instance = self._instance
+        instance, info = self._instance, request.update_info
         engines = [record.engine for record in instance.participants]
-        parts = _list_of(request.update_info)
-        if parts is None:
-            body = ReceiveWeights(update_info=request.update_info, weight_dir=request.weight_dir)
-            return dict.fromkeys(engines, body)
-        if len(parts) != instance.num_workers:
+        try:
+            length = packed_list_length(info) if request.weight_dir is None else None
+        except msgspec.MsgspecError:
+            raise InvalidRequest("`update_info` is missing or not encoded", param="update_info") from None
+        if length is None:
+            return dict.fromkeys(engines, ReceiveWeights(update_info=info, weight_dir=request.weight_dir))
+        if length != instance.num_workers:
             raise InvalidRequest(
-                f"`update_info` is a list of {len(parts)}, but there are {instance.num_workers} workers: send one for "
-                "each worker, or one object for all",
+                f"`update_info` is a list of {length}, but there are {instance.num_workers} workers: send one for each "
+                "worker, or one object for all",
                 param="update_info",
             )
-        return {engine: ReceiveWeights(update_info=self._part(parts, engine)) for engine in engines}
-
-    def _part(self, parts: list[msgspec.Raw], engine: EngineId) -> bytes:
-        first = self._instance.first_rank(engine)
-        return msgspec.msgpack.encode(parts[first : first + self._instance.workers_per_engine])
+        parts: dict[MemberId, CommandBody] = {}
+        for engine in engines:
+            first = instance.first_rank(engine)
+            parts[engine] = ReceiveWeights(
+                update_info=slice_packed_list(info, first, first + instance.workers_per_engine)
+            )
+        return parts
 
     def _commit(
         self, request: FinishWeightUpdate, *, message: str, is_one_shot: bool
@@ -254,7 +258,7 @@ class WeightUpdates:
         return answer
 
     def _check(self, request: FinishWeightUpdate) -> Generator[Commands | Condition, Replies, tuple[list[str], int]]:
-        """Have every engine check what it has. Returns the names of missing weights, and their number.
+        """Have every engine check its staged tensors. Returns the names of missing weights, and their number.
 
         An engine with older weights than the instance's needs all; if it has not all, it no longer takes part.
         """
@@ -304,16 +308,8 @@ class WeightUpdates:
                 instance.replace(engine, f"it did not apply weight update {number}")
 
 
-def _to_all(instance: Instance, body: CommandBody) -> dict[MemberId, CommandBody]:
+def _to_all(instance: SteeredInstance, body: CommandBody) -> dict[MemberId, CommandBody]:
     return {record.engine: body for record in instance.started}
-
-
-def _list_of(update_info: bytes) -> list[Any] | None:
-    """Return the entries of an encoded list, or None if it is none."""
-    try:
-        return msgspec.msgpack.decode(update_info, type=list[msgspec.Raw])
-    except msgspec.MsgspecError:
-        return None
 
 
 def _exits(replies: Replies) -> str:

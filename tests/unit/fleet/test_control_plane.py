@@ -102,7 +102,6 @@ async def test_control_plane_state_changed_during_start_engine_joins_when_it_has
 
 @in_loop
 async def test_control_plane_engine_without_the_weights_that_are_required_does_not_join():
-    """Its weights are those of an update that this instance has not had, so they are not those that it serves."""
     async with fleet() as it:
         client, process = await it.adopt(), await it.launcher.next()
         engine = await it.bind(process)
