@@ -10,12 +10,30 @@ import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from eagleray.client.control_requests import (
+    init_transfer_request,
+    pause_request,
+    sleep_request,
+    start_request,
+    update_request,
+    wake_up_request,
+)
 from eagleray.client.outputs import RequestOutput
 from eagleray.client.request import RequestStream
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.engine_args import EngineArgs
 from eagleray.errors import DeadlineExceeded, EngineFailed
 from eagleray.instance import POLL_INTERVAL_SECONDS, InstanceThread
+from eagleray.messages.control import (
+    AbortWeightUpdate,
+    ControlRequest,
+    FinishWeightUpdate,
+    GetWeightInfo,
+    ResetPrefixCache,
+    Resume,
+    SetWeightVersion,
+    ShutdownWeightTransfer,
+)
 from eagleray.messages.sampling import SamplingParams
 from eagleray.prompts import PromptLike
 from eagleray.streaming import OutputReader
@@ -113,6 +131,83 @@ class AsyncLLM:
         """Return the number of requests that have been sent and have not ended."""
         return self._instance.client.num_in_flight
 
+    # Steering: the methods of `LLM`, and their answers.
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> dict[str, Any]:
+        """See `LLM.pause_generation`."""
+        return await self._control(pause_request(mode, clear_cache))
+
+    async def resume_generation(self) -> None:
+        """See `LLM.resume_generation`."""
+        await self._control(Resume())
+
+    async def sleep(self, level: int = 1, mode: str = "abort", tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """See `LLM.sleep`."""
+        return await self._control(sleep_request(level, mode, tags))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """See `LLM.wake_up`."""
+        answer = await self._control(wake_up_request(tags))
+        return bool(answer["status"] == "awake")
+
+    async def release_kv_cache_memory(self) -> None:
+        """See `LLM.release_kv_cache_memory`."""
+        await self._control(sleep_request(1, "keep", ["kv_cache"]))
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """See `LLM.reset_prefix_cache`."""
+        answer = await self._control(ResetPrefixCache(reset_running_requests=reset_running_requests))
+        return bool(answer["success"])
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        """See `LLM.init_weight_transfer_engine`."""
+        await self._control(init_transfer_request(request))
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        """See `LLM.shutdown_weight_transfer_engine`."""
+        await self._control(ShutdownWeightTransfer())
+
+    async def start_weight_update(
+        self, is_checkpoint_format: bool = True, num_bytes: int | None = None
+    ) -> dict[str, Any]:
+        """See `LLM.start_weight_update`."""
+        return await self._control(start_request(is_checkpoint_format, num_bytes))
+
+    async def update_weights(self, request: Any) -> dict[str, Any]:
+        """See `LLM.update_weights`."""
+        return await self._control(update_request(request))
+
+    async def finish_weight_update(
+        self, weight_version: str | None = None, require_complete: bool = False
+    ) -> dict[str, Any]:
+        """See `LLM.finish_weight_update`."""
+        return await self._control(FinishWeightUpdate(weight_version=weight_version, require_complete=require_complete))
+
+    async def abort_weight_update(self) -> None:
+        """See `LLM.abort_weight_update`."""
+        await self._control(AbortWeightUpdate())
+
+    async def update_weight_version(self, new_version: str) -> None:
+        """See `LLM.update_weight_version`."""
+        await self._control(SetWeightVersion(new_version))
+
+    async def get_weight_version(self) -> str:
+        """See `LLM.get_weight_version`."""
+        answer = await self._control(GetWeightInfo())
+        return str(answer["weight_version"])
+
+    async def get_weight_info(self) -> dict[str, Any]:
+        """See `LLM.get_weight_info`."""
+        return await self._control(GetWeightInfo())
+
+    async def is_paused(self) -> bool:
+        """See `LLM.is_paused`."""
+        return bool(self._instance.client.state.pause)
+
+    async def is_sleeping(self) -> bool:
+        """See `LLM.is_sleeping`."""
+        return bool(self._instance.client.state.asleep)
+
     # The instance.
 
     async def collective_rpc(
@@ -158,6 +253,9 @@ class AsyncLLM:
         """Stop the engines. Requests that run end with what they have. Idempotent. `timeout` is accepted for programs
         written for vLLM; stopping has limits of its own."""
         self._thread.close()
+
+    async def _control(self, request: ControlRequest) -> dict[str, Any]:
+        return await self._await(self._instance.control(request))
 
     async def _await(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in the instance's loop and wait for it here."""

@@ -25,6 +25,7 @@ from eagleray.errors import EngineFailed, InvalidRequest, Unavailable
 from eagleray.fleet.supervisor import Supervisor
 from eagleray.identity import ClientId
 from eagleray.log import setup_logging
+from eagleray.messages.control import ControlRequest
 from eagleray.messages.sampling import SamplingParams
 from eagleray.messages.workers import RayContext
 from eagleray.prompts import PromptLike, parse_prompt
@@ -36,7 +37,7 @@ POLL_INTERVAL_SECONDS = 0.02
 STOP_TIMEOUT_SECONDS = 30.0
 
 
-class Instance:
+class LocalInstance:
     """The supervisor, and a client with the task that runs it. Everything happens in one event loop."""
 
     def __init__(self, config: Config, supervisor: Supervisor, client: Client) -> None:
@@ -46,7 +47,7 @@ class Instance:
         self._client_task = asyncio.create_task(client.run())
 
     @classmethod
-    async def start(cls, config: Config, ray: RayContext | None) -> Instance:
+    async def start(cls, config: Config, ray: RayContext | None) -> LocalInstance:
         """Start the engines, and wait until they serve."""
         async with AsyncExitStack() as stack:
             supervisor = await Supervisor.open(config, ray=ray)
@@ -107,6 +108,11 @@ class Instance:
             await self.guard(self._wait_for_all_engines())
             return await self.guard(self.client.call_workers(method, args, kwargs, timeout=timeout))
 
+    async def control(self, request: ControlRequest, timeout: float | None = None) -> dict[str, Any]:
+        """Execute a control call and return its answer, see `Client.control`."""
+        with self.raising_failure():
+            return await self.guard(self.client.control(request, timeout=timeout))
+
     @contextmanager
     def raising_failure(self) -> Iterator[None]:
         """Within the block, replace the error of a lack of engines by the instance's failure, if it has failed."""
@@ -149,8 +155,8 @@ class Instance:
 
 
 class InstanceThread:
-    """Runs an `Instance` in the event loop of a thread. It stops when `close` is called, when this object is collected,
-    or when the program exits."""
+    """Runs a `LocalInstance` in the event loop of a thread, until `close` is called, this object is collected, or the
+    program exits."""
 
     def __init__(self, config: Config) -> None:
         setup_logging("llm", config.execution.log_level)
@@ -159,7 +165,7 @@ class InstanceThread:
         self._thread.start()
         try:
             # Read here, because Ray knows the current task in the calling thread, but not in the loop's.
-            self.instance: Instance = self.run(Instance.start(config, context.current_ray_context()))
+            self.instance: LocalInstance = self.run(LocalInstance.start(config, context.current_ray_context()))
         except BaseException:
             _stop_loop(self.loop, self._thread)
             raise
@@ -193,7 +199,7 @@ class InstanceThread:
             raise
 
 
-def _close(instance: Instance, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+def _close(instance: LocalInstance, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     if not thread.is_alive():  # in a forked process, which must not stop the engines of its parent
         return
     if thread is threading.current_thread():  # garbage collected there, and the loop cannot wait for itself

@@ -8,11 +8,29 @@ from typing import Any
 
 from tqdm import tqdm
 
+from eagleray.client.control_requests import (
+    init_transfer_request,
+    pause_request,
+    sleep_request,
+    start_request,
+    update_request,
+    wake_up_request,
+)
 from eagleray.client.outputs import RequestOutput
 from eagleray.client.request import RequestStream
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.engine_args import EngineArgs
 from eagleray.instance import InstanceThread
+from eagleray.messages.control import (
+    AbortWeightUpdate,
+    ControlRequest,
+    FinishWeightUpdate,
+    GetWeightInfo,
+    ResetPrefixCache,
+    Resume,
+    SetWeightVersion,
+    ShutdownWeightTransfer,
+)
 from eagleray.messages.sampling import RequestOutputKind, SamplingParams
 from eagleray.prompts import Conversation, PromptLike, as_prompts, chat_prompts, one_for_each
 from eagleray.streaming import OutputCollector
@@ -115,6 +133,97 @@ class LLM:
             *self._thread.run(self._collect(as_prompts(prompts), sampling_params, priority, kind=kind))
         )
 
+    # Steering.
+
+    def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> dict[str, Any]:
+        """Run no steps until `resume_generation`, and return the numbers of requests kept and aborted.
+
+        `mode`: `abort` ends the requests that run, with what they have; `wait` lets them finish; `keep` freezes them,
+        and they continue after the pause. Requests that come meanwhile wait. The prefix cache is emptied unless
+        `clear_cache` is False or the mode is `keep`.
+        """
+        return self._control(pause_request(mode, clear_cache))
+
+    def resume_generation(self) -> None:
+        """End a pause."""
+        self._control(Resume())
+
+    def sleep(self, level: int = 1, mode: str = "abort", tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """Return memory to the system until `wake_up`, and return the number of bytes.
+
+        Level 1: the cache, and on GPUs the weights, which move to the host; level 2: the weights too, which are
+        dropped; level 0 only stops the steps. `mode`: see `pause_generation`. `tags`: `weights` or `kv_cache` for only
+        one of them.
+        """
+        return self._control(sleep_request(level, mode, tags))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """End the sleep of these parts, by default of all. Return whether steps may run again."""
+        answer = self._control(wake_up_request(tags))
+        return bool(answer["status"] == "awake")
+
+    def release_kv_cache_memory(self) -> None:
+        """Return the cache's memory to the system until `wake_up`; the weights stay."""
+        self._control(sleep_request(1, "keep", ["kv_cache"]))
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Empty the prefix cache. Return False if requests hold blocks of it.
+
+        With `reset_running_requests` they give them up and are computed again. `reset_connector` has no effect, since
+        there are no caches outside of the engines.
+        """
+        answer = self._control(ResetPrefixCache(reset_running_requests=reset_running_requests))
+        return bool(answer["success"])
+
+    def init_weight_transfer_engine(self, request: Any) -> None:
+        """Prepare the transfer of weights: `request` has `init_info`, see docs/rl.md."""
+        self._control(init_transfer_request(request))
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Leave the trainer's group."""
+        self._control(ShutdownWeightTransfer())
+
+    def start_weight_update(self, is_checkpoint_format: bool = True, num_bytes: int | None = None) -> dict[str, Any]:
+        """Open an update of the weights. Names of tensors are those of the checkpoint; other formats are refused."""
+        return self._control(start_request(is_checkpoint_format, num_bytes))
+
+    def update_weights(self, request: Any) -> dict[str, Any]:
+        """Receive tensors of the open update: `request` has `update_info`.
+
+        With `weight_dir` instead, the directory of a checkpoint, the update is started, read and finished in this call.
+        """
+        return self._control(update_request(request))
+
+    def finish_weight_update(self, weight_version: str | None = None, require_complete: bool = False) -> dict[str, Any]:
+        """Commit the open update: from the next step on, all engines compute with the new weights. Returns their number
+        and name, and the names of the weights that did not come."""
+        return self._control(FinishWeightUpdate(weight_version=weight_version, require_complete=require_complete))
+
+    def abort_weight_update(self) -> None:
+        """Drop what has come of the open update; the weights from before stay."""
+        self._control(AbortWeightUpdate())
+
+    def update_weight_version(self, new_version: str) -> None:
+        """Change the name of the weights."""
+        self._control(SetWeightVersion(new_version))
+
+    def get_weight_version(self) -> str:
+        """Return the name of the weights, which the trainer gave."""
+        answer = self._control(GetWeightInfo())
+        return str(answer["weight_version"])
+
+    def get_weight_info(self) -> dict[str, Any]:
+        """Return the state, the number and the name of the weights, and those of every engine."""
+        return self._control(GetWeightInfo())
+
+    def is_paused(self) -> bool:
+        """Return whether steps are paused."""
+        return bool(self._instance.client.state.pause)
+
+    def is_sleeping(self) -> bool:
+        """Return whether some part sleeps."""
+        return bool(self._instance.client.state.asleep)
+
     # The instance.
 
     def collective_rpc(
@@ -158,6 +267,9 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _control(self, request: ControlRequest) -> dict[str, Any]:
+        return self._thread.run(self._instance.control(request))
 
     # Parts of `generate` and `stream`, in the instance's loop unless they are plain functions.
 

@@ -14,7 +14,7 @@ from oracle import oracle
 from processes import children_of
 
 from eagleray import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
-from eagleray.errors import ConfigError, DeadlineExceeded, InvalidRequest
+from eagleray.errors import ConfigError, DeadlineExceeded, InvalidRequest, WrongState
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 LONG = msgspec.structs.replace(GREEDY, max_tokens=380)
@@ -136,6 +136,66 @@ def test_async_generate_killed_engine_loses_nothing(llm):
         return [outputs[-1].outputs[0].token_ids for outputs in await asyncio.gather(*requests)]
 
     assert run(work(kill=True)) == run(work(kill=False))
+
+
+def test_async_pause_keep_freezes_requests_until_resume(llm):
+    async def work(*, pause: bool):
+        requests = [asyncio.create_task(outputs_of(llm, [index + 5] * 3, LONG)) for index in range(8)]
+        if pause:
+            while not any(stream.num_tokens for stream in llm._streams.values()):
+                await asyncio.sleep(0.01)
+            answer = await llm.pause_generation(mode="keep")
+            assert answer["num_aborted"] == 0
+            assert await llm.is_paused()
+            before = [stream.num_tokens for stream in llm._streams.values()]
+            late = asyncio.create_task(outputs_of(llm, [3, 4], GREEDY, request_id="late"))
+            await asyncio.sleep(0.3)
+            assert [stream.num_tokens for stream in llm._streams.values()][:8] == before
+            assert not late.done()
+            await llm.resume_generation()
+            assert (await late)[-1].outputs[0].finish_reason == "length"
+            assert not await llm.is_paused()
+        return [outputs[-1].outputs[0].token_ids for outputs in await asyncio.gather(*requests)]
+
+    assert run(work(pause=True)) == run(work(pause=False))
+
+
+def test_async_pause_abort_delivers_what_there_is(llm):
+    async def work():
+        requests = [asyncio.create_task(outputs_of(llm, [index + 5] * 3, LONG)) for index in range(4)]
+        while not any(stream.num_tokens for stream in llm._streams.values()):
+            await asyncio.sleep(0.01)
+        answer = await llm.pause_generation()
+        outputs = [outputs[-1].outputs[0] for outputs in await asyncio.gather(*requests)]
+        await llm.resume_generation()
+        return answer, outputs
+
+    answer, outputs = run(work())
+    assert answer["num_aborted"] == 4
+    assert {output.finish_reason for output in outputs} == {"abort"}
+    assert any(output.token_ids for output in outputs)
+
+
+def test_async_control_wrong_values_are_refused(llm):
+    for work, message in [
+        (llm.pause_generation(mode="stop"), "`mode` must be one of abort, wait, keep"),
+        (llm.sleep(level=3), "`level` must be"),
+        (llm.wake_up(["cache"]), "`tags` may have weights, kv_cache, scheduling"),
+        (llm.update_weights({"names": []}), "`update_info`"),
+        (llm.start_weight_update(is_checkpoint_format=False), "`is_checkpoint_format`"),
+    ]:
+        with pytest.raises(InvalidRequest, match=message):
+            run(work)
+    with pytest.raises(WrongState, match="start_weight_update"):
+        run(llm.finish_weight_update())
+
+
+def test_async_update_weight_version_names_the_weights(llm):
+    assert run(llm.get_weight_version()) == "default"
+    run(llm.update_weight_version("step-1"))
+    info = run(llm.get_weight_info())
+    assert (info["weight_version"], info["update"]) == ("step-1", 0)
+    assert len(info["engines"]) == 2
 
 
 def test_engine_args_unknown_option_names_the_similar_one(checkpoint):

@@ -1,0 +1,102 @@
+"""Control requests made from what users write, over HTTP and in Python, with the names and defaults of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from eagleray.errors import InvalidRequest
+from eagleray.messages.control import (
+    InitWeightTransfer,
+    Pause,
+    PauseMode,
+    Sleep,
+    SleepTag,
+    StartWeightUpdate,
+    UpdateWeights,
+    WakeUp,
+)
+from eagleray.messages.plain import pack
+
+TAGS: tuple[SleepTag, ...] = get_args(SleepTag)
+TAGS_OF_LEVEL: dict[int, tuple[SleepTag, ...]] = {
+    0: ("scheduling",),
+    1: ("weights", "kv_cache"),
+    2: ("weights", "kv_cache"),
+}
+
+
+def pause_request(mode: str, clear_cache: bool) -> Pause:
+    return Pause(mode=_mode(mode), clear_cache=clear_cache)
+
+
+def sleep_request(level: int, mode: str, tags: Sequence[str] | None = None) -> Sleep:
+    """`tags`: parts of the level that are put to sleep; None: all."""
+    if isinstance(level, bool) or level not in TAGS_OF_LEVEL:
+        raise InvalidRequest(
+            f"`level` must be 0 (no steps run), 1 (memory of the cache returned, weights kept) or 2 (weights dropped "
+            f"too), but it is {level!r}",
+            param="level",
+        )
+    return Sleep(
+        tags=TAGS_OF_LEVEL[level] if tags is None else _tags(tags, TAGS_OF_LEVEL[level]), level=level, mode=_mode(mode)
+    )
+
+
+def wake_up_request(tags: Sequence[str] | None) -> WakeUp:
+    return WakeUp() if tags is None else WakeUp(tags=_tags(tags, TAGS))
+
+
+def init_transfer_request(request: Any) -> InitWeightTransfer:
+    """`request`: a dict with `init_info`, or an object that has it as an attribute, as in vLLM."""
+    return InitWeightTransfer(init_info=_field(request, "init_info", "init_weight_transfer_engine"))
+
+
+def start_request(is_checkpoint_format: bool, num_bytes: int | None) -> StartWeightUpdate:
+    if not is_checkpoint_format:
+        raise InvalidRequest(
+            "`is_checkpoint_format` must be true: tensors have the checkpoint's names, and each worker takes its part",
+            param="is_checkpoint_format",
+        )
+    return StartWeightUpdate(num_bytes=num_bytes)
+
+
+def update_request(request: Any) -> UpdateWeights:
+    """`request`: a dict, or an object with such attributes: `update_info`, a dict or a list of one for each worker; or
+    `weight_dir`, the directory of a checkpoint, with an optional `weight_version`."""
+    given = dict(request) if isinstance(request, Mapping) else vars(request)
+    directory = given.get("weight_dir")
+    if directory is not None:
+        return UpdateWeights(weight_dir=str(directory), weight_version=given.get("weight_version"))
+    info = given.get("update_info")
+    items = info if isinstance(info, list) else [info]
+    if not all(isinstance(item, Mapping) for item in items):
+        raise InvalidRequest(
+            "an update needs `update_info`, an object or a list of one for each worker, or `weight_dir`",
+            param="update_info",
+        )
+    try:
+        return UpdateWeights(update_info=pack(info, name="update_info"))
+    except TypeError as error:
+        raise InvalidRequest(str(error), param="update_info") from None
+
+
+def _mode(mode: str) -> PauseMode:
+    if mode not in get_args(PauseMode):
+        known = ", ".join(get_args(PauseMode))
+        raise InvalidRequest(f"`mode` must be one of {known}, but it is {mode!r}", param="mode")
+    return mode  # type: ignore[return-value]
+
+
+def _tags(tags: Sequence[str], known: tuple[SleepTag, ...]) -> tuple[SleepTag, ...]:
+    given = (tags,) if isinstance(tags, str) else tuple(tags)
+    if unknown := [tag for tag in given if tag not in known]:
+        raise InvalidRequest(f"`tags` may have {', '.join(known)}, but one is {unknown[0]!r}", param="tags")
+    return tuple(tag for tag in known if tag in given)
+
+
+def _field(request: Any, name: str, call: str) -> dict[str, Any]:
+    value = request.get(name) if isinstance(request, Mapping) else getattr(request, name, None)
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"`{call}` needs `{name}`, an object with the fields of the backend", param=name)
+    return dict(value)
