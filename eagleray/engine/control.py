@@ -22,9 +22,9 @@ from eagleray.engine.core import EngineCore
 from eagleray.errors import DeadlineExceeded
 from eagleray.identity import EngineId
 from eagleray.log import get_logger
-from eagleray.messages.control import Command, CommandDone, InstanceState, ResetPrefixCache, SetState
+from eagleray.messages.control import Command, CommandDone, InstanceState, ResetPrefixCache, SetState, SleepTag
 from eagleray.messages.failure import Failure
-from eagleray.messages.steps import CallDone, SleepWorker, WakeWorker, WorkerSlept
+from eagleray.messages.steps import SleepWorker, WakeWorker, WorkerSlept, WorkerWoke
 from eagleray.scheduler.request import AddressedChunk
 
 logger = get_logger(__name__)
@@ -153,7 +153,10 @@ class EngineControl:
                 yield f"{scheduler.stats().num_running} running requests"
         if not state.may_step or changes_memory or applies_update or command.clear_cache:
             yield from self._stop()
-        freed_bytes = self._change_sleep(before, state, timeout)
+        if failure := self._wake(before, state, timeout):
+            self.state = before
+            return failure
+        freed_bytes = self._sleep(before, state, timeout)
         if applies_update and self._apply_update(state.update, timeout):
             self.update = state.update
         if state.update == self.update:
@@ -180,22 +183,34 @@ class EngineControl:
         self._publish(chunks)
         return len(chunks)
 
-    def _change_sleep(self, before: InstanceState, state: InstanceState, timeout: float) -> int:
-        """Have the workers release and allocate memory. Returns the number of bytes that they have released."""
-        memory_before, memory = set(before.asleep) - {"scheduling"}, set(state.asleep) - {"scheduling"}
-        executor, freed_bytes = self._core.executor, 0
-        if woken := tuple(tag for tag in before.asleep if tag in memory_before - memory):
-            executor.call(WakeWorker(tags=woken), CallDone, timeout=timeout)
-        if memory - memory_before or (memory and state.sleep_level > before.sleep_level):
-            if "kv_cache" in memory - memory_before:
-                self._core.scheduler.preempt_all()
-                self._core.scheduler.reset_prefix_cache()
-            tags = tuple(tag for tag in state.asleep if tag in memory)
-            slept = executor.call(SleepWorker(tags=tags, level=state.sleep_level), WorkerSlept, timeout=timeout)
-            freed_bytes = sum(reply.freed_bytes for reply in slept)
-            if "weights" in memory and state.sleep_level >= DROPPING_LEVEL:
-                self.update = None
-        return freed_bytes
+    def _wake(self, before: InstanceState, state: InstanceState, timeout: float) -> Failure | None:
+        """Have the workers allocate the memory of what wakes. Returns a failure, and all of it is asleep still, if a
+        device has too little memory."""
+        asleep = _memory_tags(before)
+        woken = tuple(tag for tag in asleep if tag not in state.asleep)
+        if not woken:
+            return None
+        replies = self._core.executor.call(WakeWorker(tags=woken), WorkerWoke, timeout=timeout)
+        failure = next((reply.failure for reply in replies if reply.failure is not None), None)
+        if failure is not None:
+            self._call_sleep(asleep, before.sleep_level, timeout)
+        return failure
+
+    def _sleep(self, before: InstanceState, state: InstanceState, timeout: float) -> int:
+        """Have the workers release the memory of what falls asleep. Returns the number of bytes."""
+        asleep, tags = _memory_tags(before), _memory_tags(state)
+        if set(tags) <= set(asleep) and state.sleep_level <= before.sleep_level:
+            return 0
+        if "kv_cache" in tags and "kv_cache" not in asleep:
+            self._core.scheduler.preempt_all()
+            self._core.scheduler.reset_prefix_cache()
+        if "weights" in tags and state.sleep_level >= DROPPING_LEVEL:
+            self.update = None
+        return self._call_sleep(tags, state.sleep_level, timeout)
+
+    def _call_sleep(self, tags: tuple[SleepTag, ...], level: int, timeout: float) -> int:
+        replies = self._core.executor.call(SleepWorker(tags=tags, level=level), WorkerSlept, timeout=timeout)
+        return sum(reply.freed_bytes for reply in replies)
 
     @property
     def _is_superseded(self) -> bool:
@@ -226,3 +241,8 @@ def _drains(before: InstanceState, state: InstanceState) -> bool:
     """Whether requests that run are to finish before this state holds."""
     is_awake = not state.asleep and not state.is_held and not (state.open_update is not None and state.is_in_place)
     return is_awake and state.pause == "wait" and before.pause != "wait"
+
+
+def _memory_tags(state: InstanceState) -> tuple[SleepTag, ...]:
+    """Return the parts that are asleep and have memory."""
+    return tuple(tag for tag in state.asleep if tag != "scheduling")

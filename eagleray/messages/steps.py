@@ -240,6 +240,12 @@ class WakeWorker(msgspec.Struct, frozen=True, tag=True):
     tags: tuple[SleepTag, ...]
 
 
+class WorkerWoke(msgspec.Struct, frozen=True, tag=True):
+    """Reply to `WakeWorker`. With a failure, there is too little memory, and parts may still be asleep."""
+
+    failure: Failure | None = None
+
+
 class CallExtension(msgspec.Struct, frozen=True, tag=True):
     """Call a method of the user's worker extension. For `arguments` see `messages.plain`."""
 
@@ -278,6 +284,7 @@ WorkerReply = (
     | StepBroken
     | WorkerExpertLoad
     | WorkerSlept
+    | WorkerWoke
     | Ended
 )
 """`Ended` means that the call raised. The worker's state is unknown then, so its engine ends."""

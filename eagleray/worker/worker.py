@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from eagleray.config.sections import Config
-from eagleray.errors import ChannelClosed, ExpertGroupBroken
+from eagleray.errors import ChannelClosed, ConfigError, ExpertGroupBroken
 from eagleray.identity import WorkerId
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.log import get_logger
@@ -36,13 +36,17 @@ from eagleray.messages.steps import (
     OpenGroup,
     ReadExpertLoad,
     Reply,
+    SleepWorker,
     StageRoutedExperts,
     StepBroken,
     StepPlan,
     StepResult,
+    WakeWorker,
     WorkerCall,
     WorkerExpertLoad,
     WorkerReply,
+    WorkerSlept,
+    WorkerWoke,
 )
 from eagleray.messages.workers import Topology
 from eagleray.parallel.mesh import Mesh
@@ -177,6 +181,10 @@ class Worker:
                 return state.call_extension(method, arguments)
             case ServingWorker(), ReadExpertLoad():
                 return state.read_expert_load()
+            case ServingWorker(), SleepWorker(tags=tags, level=level):
+                return WorkerSlept(state.sleep(tags, level))
+            case ServingWorker(), WakeWorker(tags):
+                return state.wake_up(tags)
             case ServingWorker(), OpenGroup("expert", epoch):
                 return state.open_expert_group(epoch)
             case ServingWorker(), JoinGroup("expert", epoch, members):
@@ -298,12 +306,16 @@ class ServingWorker:
         self._prefaulter.close()  # before the cache sleeps, whose pages it would request
         return self._memory.sleep(tags, level)
 
-    def wake_up(self, tags: Collection[SleepTag]) -> None:
+    def wake_up(self, tags: Collection[SleepTag]) -> WorkerWoke:
         """Take back memory, see `SleepableMemory.wake_up`. Steps can be taken when all parts are awake."""
-        self._memory.wake_up(tags)
+        try:
+            self._memory.wake_up(tags)
+        except ConfigError as error:
+            return WorkerWoke(Failure.of(error))
         if self._memory.is_awake:
             self._prefaulter.close()
             self._prefaulter = CachePrefaulter(self._cache, self._runner)
+        return WorkerWoke()
 
     def close(self) -> None:
         """Leave the groups."""

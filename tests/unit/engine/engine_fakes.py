@@ -32,6 +32,7 @@ from eagleray.messages.steps import (
     WorkerExpertLoad,
     WorkerReply,
     WorkerSlept,
+    WorkerWoke,
 )
 from eagleray.messages.workers import Topology
 
@@ -59,6 +60,8 @@ class CountingGroup:
         self.is_broken = False
         self.on_step: Callable[[int], None] = lambda step: None
         """Called with the number of each step before it is computed."""
+        self.wake_failure: Failure | None = None
+        """Cause for which memory cannot be allocated again."""
         self.works_for_others: Callable[[StepPlan], bool] = lambda plan: False
         self._replies: deque[Reply] = deque()
 
@@ -110,7 +113,7 @@ class CountingGroup:
             case SleepWorker(tags=tags):
                 return WorkerSlept(1000 * len(tags))
             case WakeWorker():
-                return CallDone()
+                return WorkerWoke(self.wake_failure)
             case StepPlan():
                 self.on_step(body.step)
                 return self._step(body)

@@ -25,6 +25,7 @@ from eagleray.messages.control import (
     ResetPrefixCache,
     SetState,
 )
+from eagleray.messages.failure import Failure
 from eagleray.messages.lifecycle import Stop
 from eagleray.messages.membership import Joined
 from eagleray.messages.outputs import Chunk, Chunks, EngineStats
@@ -61,9 +62,11 @@ class Run:
         executor: str = "auto",
         state: InstanceState = SERVING,
         has_staged: bool = False,
+        wake_failure: Failure | None = None,
         **options: Any,
     ) -> None:
         self.group, self.outbox = CountingGroup(), ListOutbox()
+        self.group.wake_failure = wake_failure
         inbox, left = ListInbox(Joined(CLIENT, "c"), *messages), iter([*idle, Stop(0.0)])
         inbox.on_empty = lambda: next(left)
         self.group.on_step = lambda step: inbox.messages.extend((at or {}).get(step, ()))
@@ -218,6 +221,14 @@ def test_sleep_goes_deeper_and_wakes_in_parts():
         WakeWorker(tags=("weights",)),
     ]
     assert all(done.failure is None for done in run.replies.values())
+
+
+def test_wake_up_without_memory_stays_asleep():
+    asleep = InstanceState(asleep=("weights", "kv_cache"), sleep_level=1)
+    failure = Failure(kind="ConfigError", message="too little memory", is_user_error=True)
+    run = Run(command(1, asleep), generate("a"), idle=[command(2, SERVING)], wake_failure=failure)
+    assert run.replies[2].failure == failure and run.tokens("a") == []
+    assert run.calls(SleepWorker) == [SleepWorker(tags=("weights", "kv_cache"), level=1)] * 2
 
 
 def test_sleep_that_drops_weights_requests_wait_for_an_update():
