@@ -1,23 +1,35 @@
-"""/inference/v1/generate: token ids in, token ids out. Needs no tokenizer."""
+"""/inference/v1/generate: token ids in, token ids out, or a text. Needs a tokenizer only for texts.
+
+Bodies and answers are those of vLLM. As there, the model's generation_config.json does not change sampling parameters
+that the body leaves out, so a trainer knows the distribution; only its limit of tokens counts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
+from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import RequestOutputKind, SamplingParams
-from eagleray.server.body import Null
+from eagleray.server.body import UNSUPPORTED, Null
 from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions, Timeout
 from eagleray.server.generation import Generation, GenerationGroup, Usage
 from eagleray.server.generation_route import ParsedRequest
-from eagleray.server.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs
+from eagleray.server.logprobs import GenerateLogprobs, PromptLogprobList, generate_logprobs
 from eagleray.server.routed_experts import RoutedExpertsField, RoutedExpertsFormat, routed_experts
 from eagleray.server.weight_versions import WeightVersionsField
+
+OutputMode = Literal["tokens", "text"]
+
+NoParams = Annotated[
+    Annotated[dict[str, Any], Meta(max_length=0)] | None,
+    Meta(description="Not supported: null or {} only.", extra_json_schema={UNSUPPORTED: True}),
+]
 
 
 class GenerateSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -61,12 +73,21 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     timeout: Timeout | None = None
     routed_experts_format: RoutedExpertsFormat | None = None
+    output_mode: Annotated[
+        OutputMode | None, Meta(description="tokens (default): token ids alone. text: a text beside them.")
+    ] = None
+    features: Null = None
+    assistant_tokens_mask: Null = None
+    token_offsets: Null = None
+    kv_transfer_params: NoParams = None
+    ec_transfer_params: NoParams = None
 
 
 class GenerateChoice(msgspec.Struct, kw_only=True):
     index: int
     token_ids: list[int]
-    logprobs: Annotated[ChatLogprobs | None, Meta(description="Tokens are shown as `token_id:ID`.")] = None
+    text: Annotated[str | UnsetType, Meta(description="With `output_mode` text.")] = UNSET
+    logprobs: GenerateLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     routed_experts: RoutedExpertsField = UNSET
@@ -77,9 +98,13 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     """A whole answer, or with `stream` one event of it."""
 
     request_id: str
+    model: str
+    created: int
+    output_mode: OutputMode
     choices: list[GenerateChoice]
     prompt_logprobs: PromptLogprobList | None = None
     usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: None = None
 
 
 OWN_NAMES = tuple(GenerateSampling.__annotations__)
@@ -94,28 +119,47 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
     body_type = GenerateRequest
     response_type = GenerateResponse
     chunk_type = GenerateResponse
-    logprobs_type = ChatLogprobs
+    logprobs_type = GenerateLogprobs
     gives_msgpack = True
     field_names = FIELD_NAMES
 
     def _sampling_params(self) -> SamplingParams:
         fields = self.body.sampling_params
-        given = {name: value for name in OWN_NAMES if (value := getattr(fields, name)) is not None}
-        decided: dict[str, Any] = {"logprobs": fields.logprobs} | given
-        if fields.detokenize is None:
-            decided["detokenize"] = bool(fields.stop)
-        if fields.return_routed_experts is None:
-            decided["return_routed_experts"] = self.service.keeps_routed_experts
-        return self._merge_sampling(fields, **decided)
+        names = (*SAMPLING_NAMES, *OWN_NAMES)
+        given = {name: value for name in names if (value := getattr(fields, name)) is not None}
+        given.setdefault("max_tokens", self.service.default_sampling.get("max_tokens"))
+        given.setdefault("detokenize", bool(fields.stop) or self._shows_text)
+        given.setdefault("return_routed_experts", self.service.keeps_routed_experts)
+        if self._shows_text:
+            self._check_text(detokenize=given["detokenize"])
+        return SamplingParams(**given)
+
+    @property
+    def _shows_text(self) -> bool:
+        return self.body.output_mode == "text"
+
+    def _check_text(self, *, detokenize: bool) -> None:
+        """Raise `InvalidRequest` if there can be no text."""
+        if not detokenize:
+            raise InvalidRequest(
+                "`output_mode` text needs `detokenize`, which is false in `sampling_params`: drop one of them",
+                param="output_mode",
+            )
+        if self.service.client.tokenizer is None:
+            raise InvalidRequest(
+                "`output_mode` text needs a tokenizer, which this server does not have (its option "
+                "`skip_tokenizer_init`): ask for tokens",
+                param="output_mode",
+            )
 
     async def _make_prompts(self) -> list[Prompt]:
         return [Prompt(token_ids=self.body.token_ids)]
 
-    def _logprobs(self, generation: Generation, delta: CompletionDelta) -> ChatLogprobs:
-        return chat_logprobs(delta, self.task.params.logprobs or 0, None)
+    def _logprobs(self, generation: Generation, delta: CompletionDelta) -> GenerateLogprobs:
+        return generate_logprobs(delta, self.task.params.logprobs or 0)
 
     async def _choice(
-        self, generation: Generation, output: CompletionOutput, logprobs: ChatLogprobs | None
+        self, generation: Generation, output: CompletionOutput, logprobs: GenerateLogprobs | None
     ) -> GenerateChoice:
         return self._make_choice(output, logprobs)
 
@@ -135,13 +179,22 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
         yield chunk
 
     def _make_chunk(self, choices: list[GenerateChoice]) -> GenerateResponse:
-        return GenerateResponse(request_id=self.body.request_id or self.id, choices=choices, usage=self.usage)
+        return GenerateResponse(
+            request_id=self.body.request_id or self.id,
+            model=self.model_name,
+            created=self.created,
+            output_mode=self.body.output_mode or "tokens",
+            choices=choices,
+            usage=self.usage,
+        )
 
     async def _show_prompt(self, generation: Generation, response: GenerateResponse) -> None:
         logprobs = await self._prompt_logprobs(generation, self.task.params.prompt_logprobs)
         response.prompt_logprobs = None if logprobs is UNSET else logprobs
 
-    def _make_choice(self, part: CompletionDelta | CompletionOutput, logprobs: ChatLogprobs | None) -> GenerateChoice:
+    def _make_choice(
+        self, part: CompletionDelta | CompletionOutput, logprobs: GenerateLogprobs | None
+    ) -> GenerateChoice:
         choice = GenerateChoice(
             index=part.index,
             token_ids=part.token_ids,
@@ -151,6 +204,8 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
         )
         if part.weight_versions is not None:
             choice.weight_versions = part.weight_versions
+        if self._shows_text:
+            choice.text = part.text
         if part.routed_experts is not None:
             choice.routed_experts = routed_experts(part, self.body.routed_experts_format)
         return choice

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two forms of OpenAI's API, and those of a prompt as vLLM gives them.
+"""Log-probabilities in the two forms of OpenAI's API, and by token id as vLLM gives them.
 
 Pure, except that the event loop serves others while those of a long prompt are formatted.
 """
@@ -19,7 +19,7 @@ ENTRIES_AT_ONCE = 1024
 """Number of log-probabilities that are formatted before the event loop serves others: some milliseconds' work."""
 
 LEAST = -9999.0
-"""Stand-in for minus infinity, the log-probability of a token that was ruled out, which JSON does not have."""
+"""Stand-in for minus infinity, the number of a token that was ruled out, which JSON does not have."""
 
 ENCODER = msgspec.json.Encoder()
 
@@ -58,6 +58,25 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
 class ChatLogprobs(msgspec.Struct, frozen=True):
     content: list[ChatTokenLogprob]
     refusal: None = None
+
+
+class TokenIdLogprob(msgspec.Struct, frozen=True):
+    token_id: int
+    logprob: float
+    rank: int | None
+    """None for a token that was reported only because its id was asked for."""
+
+
+class SampledTokenLogprob(msgspec.Struct, frozen=True):
+    token_id: int
+    logprob: float
+    rank: int | None
+    top_logprobs: list[TokenIdLogprob]
+    """The sampled token, then the likeliest others in order, then those asked for by id."""
+
+
+class GenerateLogprobs(msgspec.Struct, frozen=True):
+    content: list[SampledTokenLogprob]
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
@@ -110,17 +129,24 @@ def completion_logprobs(
     return logprobs
 
 
-def chat_logprobs(delta: CompletionDelta, k: int, tokenizer: Tokenizer | None) -> ChatLogprobs:
-    """Return the log-probabilities of a delta in the form of /v1/chat/completions.
-
-    Without a tokenizer a token is shown as `token_id:ID`.
-    """
+def chat_logprobs(delta: CompletionDelta, k: int, tokenizer: Tokenizer) -> ChatLogprobs:
+    """Return the log-probabilities of a delta in the form of /v1/chat/completions."""
     content = []
     for token_id, position in zip(delta.token_ids, delta.logprobs or (), strict=True):
         chosen = _entry(token_id, position, tokenizer)
         top = [_entry(other, position, tokenizer) for other in _top(token_id, position, k)]
         content.append(ChatTokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
     return ChatLogprobs(content)
+
+
+def generate_logprobs(delta: CompletionDelta, k: int) -> GenerateLogprobs:
+    """Return the log-probabilities of a delta in the form of /inference/v1/generate."""
+    content = []
+    for token_id, position in zip(delta.token_ids, delta.logprobs or (), strict=True):
+        others = [other for other in _top(token_id, position, k) if other != token_id]
+        top = [TokenIdLogprob(one, _finite(position[one]), position[one].rank) for one in (token_id, *others)]
+        content.append(SampledTokenLogprob(token_id, top[0].logprob, top[0].rank, top))
+    return GenerateLogprobs(content)
 
 
 class LogprobsCollector:
@@ -187,10 +213,8 @@ def _top_by_text(chosen: int, position: Position, k: int, tokenizer: Tokenizer) 
     return entries
 
 
-def _entry(token_id: int, position: Position, tokenizer: Tokenizer | None) -> TokenLogprob:
+def _entry(token_id: int, position: Position, tokenizer: Tokenizer) -> TokenLogprob:
     logprob = _finite(position[token_id])
-    if tokenizer is None:
-        return TokenLogprob(f"token_id:{token_id}", logprob, None)
     return TokenLogprob(tokenizer.token_to_text(token_id), logprob, list(tokenizer.token_bytes(token_id)))
 
 

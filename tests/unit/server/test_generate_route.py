@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any, Literal
+
+import pydantic
 import pytest
 from server_fakes import Chunk as EngineChunk
 from server_fakes import FinishReason, serving
+
+from eagleray.messages.outputs import TokenLogprobs
 
 PATH = "/inference/v1/generate"
 
@@ -19,11 +25,15 @@ def generate(api, token_ids=(5, 6, 7), **fields):
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1}}
 
 
+HEAD = {"request_id": "mine", "model": "tiny", "output_mode": "tokens", "kv_transfer_params": None}
+
+
 def test_generate_whole_answer_has_token_ids(api):
     answer = generate(api, sampling_params={"max_tokens": 2})
     choice = {"index": 0, "token_ids": api.speech[:2], "logprobs": None, "finish_reason": "length", "stop_reason": None}
     choice["weight_versions"] = [{"version": "default", "start": 0, "end": 2}]
-    assert answer == {"request_id": "mine", "choices": [choice], "prompt_logprobs": None, "usage": USAGE}
+    assert answer.pop("created") > 10**9
+    assert answer == HEAD | {"choices": [choice], "prompt_logprobs": None, "usage": USAGE}
     assert api.engine.requests[-1].prompt_token_ids == [5, 6, 7]
     assert generate(api, request_id="other")["request_id"] == "other"
 
@@ -31,7 +41,8 @@ def test_generate_whole_answer_has_token_ids(api):
 def test_generate_stream_events_join_to_the_answer(api):
     body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 2}, "stream_options": {"include_usage": True}}
     events = api.events(PATH, {**body, "request_id": "mine"})
-    head = {"request_id": "mine", "prompt_logprobs": None}
+    assert all(event.pop("created") > 10**9 for event in events)
+    head = HEAD | {"prompt_logprobs": None}
     choice = {"index": 0, "logprobs": None, "stop_reason": None}
     first, second = api.speech[:2]
     versions = [{"version": "default", "start": 0, "end": 2}]
@@ -47,13 +58,124 @@ def test_generate_logprobs_name_tokens_by_id(api):
     params = {"max_tokens": 1, "logprobs": 1, "prompt_logprobs": 1}
     answer = generate(api, sampling_params=params)
     first = api.speech[0]
-    top = {"token": f"token_id:{first + 1}", "logprob": -1.0, "bytes": None}
-    chosen = {"token": f"token_id:{first}", "logprob": -1.5, "bytes": None, "top_logprobs": [top]}
-    assert answer["choices"][0]["logprobs"] == {"content": [chosen], "refusal": None}
+    chosen = {"token_id": first, "logprob": -1.5, "rank": 2}
+    top = [chosen, {"token_id": first + 1, "logprob": -1.0, "rank": 1}]
+    assert answer["choices"][0]["logprobs"] == {"content": [{**chosen, "top_logprobs": top}]}
     assert [position and list(position) for position in answer["prompt_logprobs"]] == [None, ["6", "7"], ["7", "8"]]
     (event,) = api.events(PATH, {"token_ids": [5, 6, 7], "sampling_params": params})
     assert event["choices"] == answer["choices"]
     assert event["prompt_logprobs"] == answer["prompt_logprobs"]
+
+
+def test_generate_logprobs_of_zero_report_the_sampled_token(api):
+    (entry,) = generate(api, sampling_params={"max_tokens": 1, "logprobs": 0})["choices"][0]["logprobs"]["content"]
+    chosen = {"token_id": api.speech[0], "logprob": -1.5, "rank": 2}
+    assert entry == {**chosen, "top_logprobs": [chosen]}
+
+
+def test_generate_dropped_tokens_have_a_finite_number(api):
+    def script(message):
+        reported = TokenLogprobs([8, 8, 9], [0.0, 0.0, -math.inf], 1)
+        yield EngineChunk(
+            request_id=message.request_id, token_ids=[8], logprobs=[reported], finish_reason=FinishReason.LENGTH
+        )
+
+    api.engine.script = script
+    (entry,) = generate(api, sampling_params={"logprobs": 2})["choices"][0]["logprobs"]["content"]
+    assert [(one["token_id"], one["logprob"]) for one in entry["top_logprobs"]] == [(8, 0.0), (9, -9999.0)]
+
+
+class TokenLogprobModel(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(strict=True)
+    token_id: int
+    logprob: float
+    rank: int | None
+
+
+class SampledLogprobModel(TokenLogprobModel):
+    top_logprobs: list[TokenLogprobModel]
+
+
+class LogprobsModel(pydantic.BaseModel):
+    content: list[SampledLogprobModel] | None
+
+
+class PromptLogprobModel(pydantic.BaseModel):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+class ChoiceModel(pydantic.BaseModel):
+    index: int
+    logprobs: LogprobsModel | None
+    finish_reason: str | None
+    token_ids: list[int]
+    routed_experts: str | None = None
+
+
+class UsageModel(pydantic.BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+
+
+class GenerateModel(pydantic.BaseModel):
+    """The fields that a client of vLLM reads of an answer, or of an event."""
+
+    request_id: str
+    model: str
+    created: int
+    output_mode: Literal["tokens", "text"]
+    choices: list[ChoiceModel]
+    usage: UsageModel | None = None
+    prompt_logprobs: list[dict[int, PromptLogprobModel] | None] | None
+    kv_transfer_params: dict[str, Any] | None
+
+
+@pytest.mark.parametrize("num_logprobs", [None, 0, 3])
+def test_generate_answers_parse_as_those_of_vllm(api, num_logprobs):
+    params = {"max_tokens": 2, "n": 2, "temperature": 1.0} | ({} if num_logprobs is None else {"prompt_logprobs": 1})
+    body = {"token_ids": [5, 6, 7], "sampling_params": params | {"logprobs": num_logprobs}}
+    answer = GenerateModel.model_validate_json(api.post(PATH, body).content)
+    streamed = [GenerateModel.model_validate(event) for event in api.events(PATH, body)]
+    for index, choice in enumerate(answer.choices):
+        parts = [part for event in streamed for part in event.choices if part.index == index]
+        assert [token for part in parts for token in part.token_ids] == choice.token_ids
+        if num_logprobs is None:
+            assert choice.logprobs is None
+        else:
+            content = [entry for part in parts for entry in part.logprobs.content]
+            assert content == choice.logprobs.content
+            assert [entry.token_id for entry in content] == choice.token_ids
+            assert all(entry.top_logprobs[0].token_id == entry.token_id for entry in content)
+    assert (answer.prompt_logprobs is None) == (num_logprobs is None)
+
+
+def test_generate_without_max_tokens_fills_the_models_length(api, checkpoint):
+    generate(api, sampling_params={})
+    (request,) = api.engine.requests
+    assert request.stopping.max_tokens == api.client.engine_info.max_model_len - 3
+    # the model's generation_config.json has other values
+    assert (request.sampling.temperature, request.sampling.top_k) == (1.0, 0)
+
+
+def test_generate_body_of_a_client_of_vllm_is_accepted(api):
+    off = {"spaces_between_special_tokens": True, "output_kind": 2, "skip_clone": True, "flat_logprobs": False}
+    off |= {"skip_reading_prefix_cache": True, "extra_args": {}, "structured_outputs": None, "stop": [], "seed": -1}
+    off |= {"thinking_token_budget": None, "stream_interval": None, "repetition_detection": None, "max_tokens": 1}
+    fields = {"features": None, "kv_transfer_params": None, "ec_transfer_params": {}, "output_mode": "tokens"}
+    generate(api, sampling_params=off, **fields, assistant_tokens_mask=None, token_offsets=None)
+    assert api.engine.requests[-1].skip_reading_prefix_cache
+
+
+def test_generate_output_mode_text_adds_the_text(api):
+    body = {"sampling_params": {"max_tokens": 2}, "output_mode": "text"}
+    answer = generate(api, **body)
+    choice = answer["choices"][0]
+    assert (answer["output_mode"], choice["text"], choice["token_ids"]) == ("text", "hello world", api.speech[:2])
+    events = api.events(PATH, {"token_ids": [5], **body})
+    assert "".join(event["choices"][0]["text"] for event in events) == "hello world"
 
 
 def test_generate_stop_string_ends_the_token_ids(api):
@@ -73,6 +195,8 @@ def test_generate_without_a_tokenizer_works(checkpoint):
             [EngineChunk(request_id=request.request_id, token_ids=[8, 9], finish_reason=FinishReason.LENGTH)]
         )
         assert generate(api, sampling_params={"max_tokens": 2})["choices"][0]["token_ids"] == [8, 9]
+        text = api.post(PATH, {"token_ids": [5], "sampling_params": {}, "output_mode": "text"})
+        assert (text.status_code, text.json()["error"]["param"]) == (400, "output_mode")
         for path, body in [
             ("/v1/completions", {"prompt": "hello"}),
             ("/v1/completions", {"prompt": [5, 6]}),
@@ -99,6 +223,11 @@ def test_generate_without_a_tokenizer_works(checkpoint):
         ({"sampling_params": {"n": "2"}}, "sampling_params.n"),
         ({"sampling_params": {"stop_token_ids": [999]}}, "sampling_params.stop_token_ids"),
         ({"sampling_params": {"best_of": 2}}, "sampling_params.best_of"),
+        ({"sampling_params": {"extra_args": {"a": 1}}}, "sampling_params.extra_args"),
+        ({"sampling_params": {"flat_logprobs": True}}, "sampling_params.flat_logprobs"),
+        ({"sampling_params": {"detokenize": False}, "output_mode": "text"}, "output_mode"),
+        ({"output_mode": "derender"}, "output_mode"),
+        ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
         ({"priority": 1}, "priority"),
         ({"prompt": "hello"}, "prompt"),
     ],
