@@ -43,3 +43,6 @@ WATCHDOG_STOP_SECONDS = 5.0
 """Time for the watchdog's thread to end, which is at most one tick away."""
 
 assert WATCHDOG_TICK_SECONDS < WATCHDOG_MARGIN_SECONDS, "a late step of the executor must not look like a hang"
+
+TRANSFER_POLL_SECONDS = 0.02
+"""Interval at which workers are asked whether they have received weights, while the engine steps."""

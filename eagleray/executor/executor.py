@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import msgspec
 import numpy as np
@@ -29,6 +29,23 @@ from eagleray.messages.steps import (
 )
 
 Body = TypeVar("Body", bound=WorkerReply)
+
+
+class PendingCall(Generic[Body]):
+    """A call that was sent without waiting for its replies. Made by `Executor.begin`."""
+
+    def __init__(self, poll: Callable[[], dict[int, Body] | None], drop: Callable[[], None]) -> None:
+        self._poll = poll
+        self._drop = drop
+
+    def poll(self) -> dict[int, Body] | None:
+        """Return the replies of all workers, by rank, once; None if some have not arrived. Raises `WorkerFailed` or
+        `WorkerLost`."""
+        return self._poll()
+
+    def drop(self) -> None:
+        """Ignore the replies."""
+        self._drop()
 
 
 class PendingStep:
@@ -81,6 +98,23 @@ class Executor:
         stops = None if until is None else lambda body: until(_expect(reply, body))
         replies = self._collect(call_id, reply.__name__, range(self.world_size), timeout, stops)
         return {rank: _expect(reply, body) for rank, body in replies.items()}
+
+    def begin(self, body: WorkerCall, reply: type[Body]) -> PendingCall[Body]:
+        """Send `body` to every worker. Steps may be sent and awaited before its replies are polled."""
+        call_id = self._send(body)
+
+        def poll() -> dict[int, Body] | None:
+            self.check()
+            replies = self._replies[call_id]
+            if len(replies) < self.world_size:
+                return None
+            del self._replies[call_id]
+            return {rank: _expect(reply, replies[rank]) for rank in sorted(replies)}
+
+        def drop() -> None:
+            self._replies.pop(call_id, None)
+
+        return PendingCall(poll, drop)
 
     def check(self) -> None:
         """Raise `WorkerLost` or `WorkerFailed` if a worker exited or failed since the last call."""

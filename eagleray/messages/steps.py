@@ -16,6 +16,7 @@ from eagleray.messages.control import SleepTag
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.outputs import PromptLogprobs, TokenLogprobs
 from eagleray.messages.sampling import Sampling
+from eagleray.messages.weight_transfer import TransferCall, TransferReply
 from eagleray.messages.workers import Topology
 
 GroupName = Literal["engine", "expert"]
@@ -272,6 +273,7 @@ WorkerCall = (
     | ReadExpertLoad
     | SleepWorker
     | WakeWorker
+    | TransferCall
 )
 WorkerReply = (
     StepResult
@@ -285,6 +287,7 @@ WorkerReply = (
     | WorkerExpertLoad
     | WorkerSlept
     | WorkerWoke
+    | TransferReply
     | Ended
 )
 """`Ended` means that the call raised. The worker's state is unknown then, so its engine ends."""

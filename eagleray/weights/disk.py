@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from eagleray.errors import InvalidRequest, NotFound, WeightsMismatch
 from eagleray.models.checkpoint_files import open_file, weight_files
-from eagleray.weights.receiver import CheckTensors, ReceiverPosition
-from eagleray.weights.tensors import SentTensor
+from eagleray.weights.receiver import CheckTensors, NamedTensors, ReceiverPosition
+from eagleray.weights.tensors import MAPPED_BUCKET_BYTES, SentTensor, into_buckets
 
 STORED_DTYPES = {
     "F64": torch.float64,
@@ -46,7 +45,7 @@ class DirectoryReceiver:
     def connect(self) -> None:
         """Do nothing: files are opened when tensors are received."""
 
-    def receive(self, update_info: Mapping[str, Any], check: CheckTensors) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, update_info: Mapping[str, Any], check: CheckTensors) -> Iterator[NamedTensors]:
         directory = update_info.get("weight_dir")
         if not isinstance(directory, str) or not directory:
             raise InvalidRequest(
@@ -55,10 +54,11 @@ class DirectoryReceiver:
             )
         with ExitStack() as stack:
             files = [(path, stack.enter_context(open_file(path))) for path in _weight_files(Path(directory))]
-            check([tensor for path, file in files for tensor in _read_header(path, file)])
-            for _, file in files:
-                for name in file.keys():  # noqa: SIM118
-                    yield name, file.get_tensor(name)
+            headers = [list(_read_header(path, file)) for path, file in files]
+            check([tensor for tensors in headers for tensor in tensors])
+            for tensors, (_, file) in zip(headers, files, strict=True):
+                for bucket in into_buckets(tensors, MAPPED_BUCKET_BYTES):
+                    yield [(tensor.name, file.get_tensor(tensor.name)) for tensor in bucket]
 
     def close(self) -> None:
         """Do nothing: files are closed when their tensors are received."""

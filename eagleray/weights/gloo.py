@@ -12,8 +12,16 @@ from torch import Tensor
 
 from eagleray.errors import TransferBroken
 from eagleray.weights.gloo_group import BUCKET_BYTES, GROUP_NAME, GlooGroup, reach_store
-from eagleray.weights.receiver import CheckTensors, ReceiverPosition, check_rank, read_fields
-from eagleray.weights.tensors import SentTensor, bucket_bytes, into_buckets, read_update_info, unpack_bucket
+from eagleray.weights.receiver import CheckTensors, NamedTensors, ReceiverPosition, check_rank, read_fields
+from eagleray.weights.tensors import (
+    SentTensor,
+    aligned,
+    bucket_bytes,
+    into_buckets,
+    read_update_info,
+    unpack_bucket,
+    view_as,
+)
 
 
 class GlooInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,11 +41,12 @@ class GlooInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpectedBucket(NamedTuple):
-    """Tensors of a broadcast that this rank has joined."""
+    """Tensors of broadcasts that this rank has joined."""
 
-    tensors: list[SentTensor]
     buffer: Tensor
-    wait: Callable[[], None]
+    waits: list[Callable[[], None]]
+    unpack: Callable[[], Iterator[tuple[str, Tensor]]]
+    """Returns the tensors, once they have come."""
 
 
 def open_receiver(init_info: Mapping[str, Any], position: ReceiverPosition, timeout: float) -> GlooReceiver:
@@ -74,7 +83,7 @@ class GlooReceiver:
         if self._is_closed:
             self.close()
 
-    def receive(self, update_info: Mapping[str, Any], check: CheckTensors) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, update_info: Mapping[str, Any], check: CheckTensors) -> Iterator[NamedTensors]:
         group = self._group
         if group is None:
             raise TransferBroken("the group was closed; the trainer must open another")
@@ -82,10 +91,11 @@ class GlooReceiver:
         try:
             tensors = read_update_info(update_info)
             check(tensors)
-            for bucket in self._buckets(tensors, is_packed=bool(update_info.get("packed", self._info.packed))):
-                begun.append(self._join(group, bucket))
+            join = self._join_packed if update_info.get("packed", self._info.packed) else self._join_each
+            for bucket in into_buckets(tensors, self._info.packed_buffer_size_bytes):
                 if len(begun) == self._info.packed_num_buffers:
                     yield from self._finish(begun.popleft())
+                begun.append(join(group, bucket))
             while begun:
                 yield from self._finish(begun.popleft())
         except BaseException:
@@ -99,21 +109,31 @@ class GlooReceiver:
         self._group = None
         self._buffers.clear()
 
-    def _buckets(self, tensors: list[SentTensor], *, is_packed: bool) -> Iterator[list[SentTensor]]:
-        """Return the tensors of each broadcast."""
-        if is_packed:
-            return into_buckets(tensors, self._info.packed_buffer_size_bytes)
-        return ([tensor] for tensor in tensors)
-
-    def _join(self, group: GlooGroup, bucket: list[SentTensor]) -> ExpectedBucket:
-        """Begin to receive a bucket, so that it arrives while the one before it is used."""
+    def _join_packed(self, group: GlooGroup, bucket: list[SentTensor]) -> ExpectedBucket:
+        """Begin to receive a bucket by one broadcast, so that it arrives while the one before it is used."""
         size = bucket_bytes(bucket)
-        buffer = self._buffers.pop() if self._buffers else torch.empty(0, dtype=torch.uint8)
-        if len(buffer) < size:
-            buffer = torch.empty(size, dtype=torch.uint8)
-        return ExpectedBucket(bucket, buffer, group.broadcast(buffer[:size]))
+        buffer = self._take_buffer(size)
+        wait = group.broadcast(buffer[:size])
+        return ExpectedBucket(buffer, [wait], lambda: unpack_bucket(buffer, bucket))
 
-    def _finish(self, bucket: ExpectedBucket) -> Iterator[tuple[str, Tensor]]:
-        bucket.wait()
-        yield from unpack_bucket(bucket.buffer, bucket.tensors)
+    def _join_each(self, group: GlooGroup, bucket: list[SentTensor]) -> ExpectedBucket:
+        """Begin to receive a bucket by one broadcast for each tensor."""
+        buffer = self._take_buffer(sum(aligned(tensor.num_bytes) for tensor in bucket))
+        tensors, waits, begin = [], [], 0
+        for tensor in bucket:
+            part = buffer[begin : begin + tensor.num_bytes]
+            waits.append(group.broadcast(part))
+            tensors.append((tensor.name, view_as(part, tensor)))
+            begin += aligned(tensor.num_bytes)
+        return ExpectedBucket(buffer, waits, lambda: iter(tensors))
+
+    def _take_buffer(self, size: int) -> Tensor:
+        """Return a buffer of at least this size."""
+        buffer = self._buffers.pop() if self._buffers else torch.empty(0, dtype=torch.uint8)
+        return buffer if len(buffer) >= size else torch.empty(size, dtype=torch.uint8)
+
+    def _finish(self, bucket: ExpectedBucket) -> Iterator[NamedTensors]:
+        for wait in bucket.waits:
+            wait()
+        yield list(bucket.unpack())
         self._buffers.append(bucket.buffer)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from eagleray.errors import ConfigError, NotFound, WeightsMismatch
 from eagleray.messages.torch_values import CudaTensorHandle
-from eagleray.weights.receiver import CheckTensors, ReceiverPosition
-from eagleray.weights.tensors import SentTensor, read_update_info, unpack_bucket
+from eagleray.weights.receiver import CheckTensors, NamedTensors, ReceiverPosition
+from eagleray.weights.tensors import MAPPED_BUCKET_BYTES, SentTensor, into_buckets, read_update_info, unpack_bucket
 
 DEVICE = 6
 """Index of the argument that is the number of the device."""
@@ -42,7 +42,7 @@ class IpcReceiver:
     def connect(self) -> None:
         """Do nothing: memory is mapped when tensors are received."""
 
-    def receive(self, update_info: Mapping[str, Any], check: CheckTensors) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, update_info: Mapping[str, Any], check: CheckTensors) -> Iterator[NamedTensors]:
         tensors = read_update_info(update_info)
         if "ipc_handles" not in update_info:
             raise WeightsMismatch(
@@ -55,19 +55,23 @@ class IpcReceiver:
         if is_packed:
             buffer = self._map(handles[0]).view(-1).view(torch.uint8)
             check_sizes(tensors, update_info.get("tensor_sizes"), len(buffer))
-            yield from unpack_bucket(buffer, tensors)
+            yield list(unpack_bucket(buffer, tensors))
             return
-        for tensor, handle in zip(tensors, handles, strict=True):
-            mapped = self._map(handle)
-            if (mapped.dtype, tuple(mapped.shape)) != (tensor.dtype, tensor.shape):
-                raise WeightsMismatch(
-                    f"{tensor.name}: the handle has {mapped.dtype} {list(mapped.shape)}, but update_info says "
-                    f"{tensor.dtype} {list(tensor.shape)}"
-                )
-            yield tensor.name, mapped
+        remaining = iter(handles)
+        for bucket in into_buckets(tensors, MAPPED_BUCKET_BYTES):
+            yield [(tensor.name, self._map_as(tensor, next(remaining))) for tensor in bucket]
 
     def close(self) -> None:
         """Do nothing: memory is unmapped when its tensors are no longer used."""
+
+    def _map_as(self, tensor: SentTensor, handle: CudaTensorHandle) -> Tensor:
+        mapped = self._map(handle)
+        if (mapped.dtype, tuple(mapped.shape)) != (tensor.dtype, tensor.shape):
+            raise WeightsMismatch(
+                f"{tensor.name}: the handle has {mapped.dtype} {list(mapped.shape)}, but update_info says "
+                f"{tensor.dtype} {list(tensor.shape)}"
+            )
+        return mapped
 
     def _map(self, handle: CudaTensorHandle) -> Tensor:
         rebuild, arguments = handle.to_torch()

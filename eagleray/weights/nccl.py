@@ -22,8 +22,8 @@ from torch import Tensor
 from eagleray.errors import ConfigError, DeadlineExceeded, InvalidRequest, TransferBroken
 from eagleray.weights.gloo_group import reach_store
 from eagleray.weights.nccl_library import UNIQUE_ID_BYTES, NcclCommunicator
-from eagleray.weights.receiver import CheckTensors, ReceiverPosition, check_rank, read_fields
-from eagleray.weights.tensors import bucket_bytes, into_buckets, read_update_info, unpack_bucket
+from eagleray.weights.receiver import CheckTensors, NamedTensors, ReceiverPosition, check_rank, read_fields
+from eagleray.weights.tensors import MAPPED_BUCKET_BYTES, bucket_bytes, into_buckets, read_update_info, unpack_bucket
 
 ID_KEY = "broadcast_from/0/0"
 """Key of the store under which the trainer publishes NCCL's id."""
@@ -86,7 +86,7 @@ class NcclReceiver:
         if self._is_closed:
             self.close()
 
-    def receive(self, update_info: Mapping[str, Any], check: CheckTensors) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, update_info: Mapping[str, Any], check: CheckTensors) -> Iterator[NamedTensors]:
         communicator = self._communicator
         if communicator is None:
             raise TransferBroken("the group was closed; the trainer must open another")
@@ -98,10 +98,13 @@ class NcclReceiver:
                 buckets = into_buckets(tensors, self._info.packed_buffer_size_bytes)
                 for bucket in buckets:
                     buffer = self._receive(communicator, stream, (bucket_bytes(bucket),), torch.uint8)
-                    yield from unpack_bucket(buffer, bucket)
+                    yield list(unpack_bucket(buffer, bucket))
             else:
-                for tensor in tensors:
-                    yield tensor.name, self._receive(communicator, stream, tensor.shape, tensor.dtype)
+                for bucket in into_buckets(tensors, MAPPED_BUCKET_BYTES):
+                    yield [
+                        (tensor.name, self._receive(communicator, stream, tensor.shape, tensor.dtype))
+                        for tensor in bucket
+                    ]
         except BaseException:
             self.close()
             raise

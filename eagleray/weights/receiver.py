@@ -27,6 +27,8 @@ GROUPLESS = ("shm", "ipc", "disk")
 """Backends that need no `init_info`."""
 ENTRY_POINTS = "eagleray.weight_transfer"
 
+NamedTensors = list[tuple[str, Tensor]]
+
 CheckTensors = Callable[[Sequence[SentTensor]], None]
 """Raises `WeightsMismatch` if the model has no place for one of the tensors."""
 
@@ -48,9 +50,9 @@ class WeightReceiver(Protocol):
         receiver is closed meanwhile."""
         ...
 
-    def receive(self, update_info: Mapping[str, Any], check: CheckTensors) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and whole tensors that `update_info` describes, on any device. A tensor may be overwritten
-        when the next one is requested.
+    def receive(self, update_info: Mapping[str, Any], check: CheckTensors) -> Iterator[NamedTensors]:
+        """Yield the tensors that `update_info` describes, in buckets of names and whole tensors, on any device. A
+        bucket may be overwritten when the next one is requested.
 
         Calls `check` before anything is received. If that raises, or the consumer does, the group is closed, so that
         the trainer does not wait for this rank. Raises `WeightsMismatch`, `NotFound`, or `TransferBroken`.

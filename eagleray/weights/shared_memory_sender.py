@@ -19,11 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagleray.weights.tensors import as_bytes, describe, to_update_info
+from eagleray.weights.tensors import aligned, as_bytes, describe, to_update_info
 
 SHARED_MEMORY_DIR = Path("/dev/shm")
-ALIGNMENT = 64
-"""Alignment of each tensor in the segment, in bytes."""
 
 
 def node_id() -> str:
@@ -57,7 +55,7 @@ class SharedMemorySender:
         offsets, size = [], 0
         for _, tensor in weights:
             offsets.append(size)
-            size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            size += aligned(tensor.nbytes)
         self._grow(max(size, 1))
         for offset, (_, tensor) in zip(offsets, weights, strict=True):
             self._buffer[offset : offset + tensor.nbytes].copy_(as_bytes(tensor))

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from eagleray.errors import InvalidRequest, NotFound, WeightsMismatch
-from eagleray.weights.receiver import CheckTensors, ReceiverPosition, read_fields
+from eagleray.weights.receiver import CheckTensors, NamedTensors, ReceiverPosition, read_fields
 from eagleray.weights.shared_memory_sender import SHARED_MEMORY_DIR, node_id
-from eagleray.weights.tensors import SentTensor, read_update_info, view_as
+from eagleray.weights.tensors import MAPPED_BUCKET_BYTES, SentTensor, into_buckets, read_update_info, view_as
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class SharedMemoryReceiver:
     def connect(self) -> None:
         """Do nothing: a segment is mapped when tensors are received."""
 
-    def receive(self, update_info: Mapping[str, Any], check: CheckTensors) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, update_info: Mapping[str, Any], check: CheckTensors) -> Iterator[NamedTensors]:
         tensors = read_update_info(update_info)
         segment = read_fields("shm", "update_info", update_info, SegmentInfo)
         _check_offsets(tensors, segment)
@@ -53,8 +53,12 @@ class SharedMemoryReceiver:
         if segment.size == 0:
             return
         buffer = _map(segment)
-        for tensor, offset in zip(tensors, segment.offsets, strict=True):
-            yield tensor.name, view_as(buffer[offset : offset + tensor.num_bytes], tensor)
+        offsets = iter(segment.offsets)
+        for bucket in into_buckets(tensors, MAPPED_BUCKET_BYTES):
+            yield [
+                (tensor.name, view_as(buffer[offset : offset + tensor.num_bytes], tensor))
+                for tensor, offset in zip(bucket, offsets, strict=False)
+            ]
 
     def close(self) -> None:
         """Do nothing: a segment stays mapped only while its tensors are received."""

@@ -33,6 +33,12 @@ DTYPES = {
 
 MAX_DIMS = 8
 
+MAPPED_BUCKET_BYTES = 256 * 2**20
+"""Size of a bucket of tensors that are in memory already."""
+
+ALIGNMENT = 64
+"""Alignment, in bytes, of tensors that are received into one buffer, or shared."""
+
 
 @dataclass(frozen=True, slots=True)
 class SentTensor:
@@ -99,6 +105,11 @@ def into_buckets(tensors: Iterable[SentTensor], num_bytes: int) -> Iterator[list
 def bucket_bytes(bucket: Sequence[SentTensor]) -> int:
     """Return the size of a bucket, in which tensors follow each other without gaps."""
     return sum(tensor.num_bytes for tensor in bucket)
+
+
+def aligned(num_bytes: int) -> int:
+    """Return the bytes that an aligned tensor takes."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def pack_bucket(weights: Iterable[Tensor], out: Tensor) -> None:

@@ -32,3 +32,6 @@ QUIET_SECONDS = 1.0
 
 STOP_TIMEOUT_SECONDS = 5.0
 """Time for the prefault thread to finish its current page."""
+
+TRANSFER_STOP_SECONDS = 0.5
+"""Time for the thread that receives weights to end after its group was closed, before it is left to its time limit."""

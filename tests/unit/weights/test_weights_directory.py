@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from received_weights import accept, collect
 from safetensors.torch import save_file
 
 from eagleray.errors import CheckpointError, InvalidRequest, NotFound, WeightsMismatch
@@ -35,12 +36,8 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def accept(tensors: Sequence[SentTensor]) -> None:
-    """Have a place for every tensor."""
-
-
 def test_disk_receiver_shards_yield_every_tensor(receiver: WeightReceiver, directory: Path) -> None:
-    received = {name: t.clone() for name, t in receiver.receive({"weight_dir": str(directory)}, accept)}
+    received = dict(collect(receiver, {"weight_dir": str(directory)}))
     expected = {name: tensor for tensors in SHARDS.values() for name, tensor in tensors.items()}
     assert received.keys() == expected.keys()
     assert all(torch.equal(received[name], tensor) for name, tensor in expected.items())

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from received_weights import accept, collect
 from torch.distributed.distributed_c10d import _new_process_group_helper, rendezvous
 
 from eagleray.errors import DeadlineExceeded, InvalidRequest, TransferBroken, WeightsMismatch
@@ -31,10 +32,6 @@ WEIGHTS: Weights = [
 ]
 
 
-def accept(tensors: Sequence[SentTensor]) -> None:
-    """Have a place for every tensor."""
-
-
 def receiver_of(sender: Sender, rank: int) -> Any:
     return open_receiver("gloo", sender.init_info, ReceiverPosition(rank, CPU), TIMEOUT)
 
@@ -50,7 +47,7 @@ def receive_twice(sender: Sender, rank: int, weights: Weights, *, check: Callabl
     receiver = receiver_of(sender, rank)
     receiver.connect()
     info = sender.update_info(weights)
-    received = [[(name, tensor.clone()) for name, tensor in receiver.receive(info, check)] for _ in range(2)]
+    received = [collect(receiver, info, check) for _ in range(2)]
     receiver.close()
     return received
 
@@ -172,7 +169,7 @@ def test_gloo_receiver_group_of_torch_distributed_gets_its_broadcasts() -> None:
     with ThreadPoolExecutor() as pool:
         trainer = pool.submit(train)
         receiver.connect()
-        received = [(name, tensor.clone()) for name, tensor in receiver.receive(update_info, accept)]
+        received = collect(receiver, update_info)
         trainer.result(TIMEOUT)
     receiver.close()
     assert_equal(received, WEIGHTS)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from received_weights import collect
 
 from eagleray.errors import EagleRayError, InvalidRequest, NotFound, WeightsMismatch
 from eagleray.weights import SharedMemorySender
@@ -33,7 +34,7 @@ def sender() -> Iterator[SharedMemorySender]:
 def receive(update_info: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     receiver = open_receiver("shm", {}, ReceiverPosition(0, torch.device("cpu")), 1.0)
     receiver.connect()
-    return [(name, tensor.clone()) for name, tensor in receiver.receive(update_info, lambda tensors: None)]
+    return collect(receiver, update_info)
 
 
 def test_shm_receiver_tensors_of_a_grown_segment_are_equal(sender: SharedMemorySender) -> None:

@@ -1,0 +1,148 @@
+"""The phases of a weight update on the workers of an engine, whose reports are merged into one.
+
+Receiving takes as long as the trainer does, so it is a generator that yields what it waits for; the engine takes steps
+meanwhile. The other phases are calls of a moment between two steps. Driven by `EngineControl`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+from eagleray.engine.timeouts import TRANSFER_POLL_SECONDS
+from eagleray.errors import EngineFailed, TransferBroken
+from eagleray.executor.executor import Executor
+from eagleray.messages.control import CheckWeights, OpenWeightTransfer, ReceiveWeights
+from eagleray.messages.failure import Failure
+from eagleray.messages.weight_transfer import (
+    ApplyUpdate,
+    CheckUpdate,
+    CloseTransfer,
+    DropUpdate,
+    OpenTransfer,
+    PollTransfer,
+    ReceiveTensors,
+    StartUpdate,
+    TransferDone,
+    TransferProgress,
+    UpdateApplied,
+    UpdateChecked,
+)
+
+MOST_MISSING = 100
+"""Names of missing weights in a reply."""
+
+Outcome = dict[str, Any] | Failure
+"""Result of a command, see `CommandDone`, or why it failed."""
+
+
+class EngineWeightUpdate:
+    """Has the workers of `executor` connect to a trainer, and receive, check and apply weights. A failure of one worker
+    is that of the engine: nothing is applied then.
+
+    `wait_seconds` returns the time limit of a call that is queued behind the steps in flight.
+    """
+
+    def __init__(self, executor: Executor, *, wait_seconds: Callable[[], float]) -> None:
+        self._executor = executor
+        self._wait_seconds = wait_seconds
+
+    def open_transfer(
+        self, command: OpenWeightTransfer, *, is_cancelled: Callable[[], bool]
+    ) -> Generator[str, None, Outcome]:
+        """Connect to the trainer. Ends with a failure once `is_cancelled` returns True, as `receive` does."""
+        call = OpenTransfer(init_info=command.init_info, first_rank=command.first_rank)
+        replies = yield from self._run(
+            call, "the trainer and the other workers to connect", CloseTransfer(), is_cancelled
+        )
+        if isinstance(replies, Failure):
+            return replies
+        return {"is_collective": any(reply.is_collective for reply in replies)}
+
+    def close_transfer(self) -> Outcome:
+        """Leave the trainer's group."""
+        return self._done(CloseTransfer())
+
+    def start(self, number: int, *, is_in_place: bool, num_bytes: int | None) -> Outcome:
+        """Open the update of this number."""
+        return self._done(StartUpdate(number=number, is_in_place=is_in_place, num_bytes=num_bytes))
+
+    def receive(self, command: ReceiveWeights, *, is_cancelled: Callable[[], bool]) -> Generator[str, None, Outcome]:
+        """Receive tensors into the open update."""
+        call = ReceiveTensors(update_info=command.update_info, weight_dir=command.weight_dir)
+        replies = yield from self._run(call, "tensors of the trainer", DropUpdate(), is_cancelled)
+        if isinstance(replies, Failure):
+            return replies
+        return {
+            "num_tensors": max(reply.num_tensors for reply in replies),
+            "num_bytes": max(reply.num_bytes for reply in replies),
+        }
+
+    def check(self, command: CheckWeights) -> Outcome:
+        """Check that the open update can be applied on every worker."""
+        call = CheckUpdate(require_complete=command.require_complete)
+        replies = self._executor.call(call, UpdateChecked, timeout=self._wait_seconds())
+        if (failure := _first_failure(replies)) is not None:
+            self._done(DropUpdate())
+            return failure
+        missing = sorted({name for reply in replies for name in reply.missing})
+        return {"missing": missing[:MOST_MISSING], "num_missing": len(missing)}
+
+    def apply(self, number: int, timeout: float) -> bool:
+        """Apply the update of this number. Returns False if the workers have none. No step may be in flight that other
+        workers have finished with other weights.
+
+        Raises `EngineFailed` if only some of them have it: the engine would mix weights.
+        """
+        replies = self._executor.call(ApplyUpdate(number), UpdateApplied, timeout=timeout)
+        applied = [rank for rank, reply in enumerate(replies) if reply.is_applied]
+        if applied and len(applied) < len(replies):
+            raise EngineFailed(f"weight update {number} was applied by rank {', '.join(map(str, applied))} alone")
+        return bool(applied)
+
+    def drop(self) -> Outcome:
+        """Drop the open update."""
+        return self._done(DropUpdate())
+
+    def _run(
+        self,
+        call: OpenTransfer | ReceiveTensors,
+        awaited: str,
+        undo: CloseTransfer | DropUpdate,
+        is_cancelled: Callable[[], bool],
+    ) -> Generator[str, None, list[TransferProgress] | Failure]:
+        """Begin something on every worker and poll until it is done. If it fails on one, is cancelled, or the generator
+        is closed, `undo` is called on all."""
+        is_done = False
+        pending = self._executor.begin(call, TransferProgress)
+        try:
+            while True:
+                while (replies := pending.poll()) is None:
+                    yield "the workers"
+                if (failure := _first_failure(replies.values())) is not None:
+                    return failure
+                if all(reply.is_done for reply in replies.values()):
+                    is_done = True
+                    return list(replies.values())
+                due = time.monotonic() + TRANSFER_POLL_SECONDS
+                while time.monotonic() < due:
+                    if is_cancelled():
+                        return Failure.of(TransferBroken(f"waiting for {awaited} was broken off"))
+                    yield awaited
+                pending = self._executor.begin(PollTransfer(), TransferProgress)
+        finally:
+            pending.drop()
+            if not is_done:
+                self._done(undo)
+
+    def _done(self, call: StartUpdate | DropUpdate | CloseTransfer) -> Outcome:
+        return _first_failure(self._executor.call(call, TransferDone, timeout=self._wait_seconds())) or {}
+
+
+def _first_failure(replies: Iterable[TransferProgress | UpdateChecked | TransferDone]) -> Failure | None:
+    """Return the failure of the first rank that has one and is its cause: not that a group was left, if another says
+    why."""
+    failures = [reply.failure for reply in replies if reply.failure is not None]
+    causes = [failure for failure in failures if failure.kind != TransferBroken.__name__]
+    return next(iter(causes or failures), None)

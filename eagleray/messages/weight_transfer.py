@@ -1,0 +1,104 @@
+"""Calls of an engine to its workers about weights from a trainer, and their replies.
+
+Connecting and receiving run in a thread of the worker, so that steps go on meanwhile: `OpenTransfer` and
+`ReceiveTensors` are answered at once, and `PollTransfer` asks for the outcome. Failures are values; the worker is
+intact, and its weights are those from before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from eagleray.messages.failure import Failure
+
+
+class OpenTransfer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Begin to connect to the trainer. An earlier transfer is closed."""
+
+    init_info: dict[str, Any]
+    """Fields of the backend, see `eagleray.weights`."""
+    first_rank: int
+    """Rank of the engine's first worker among the workers of the instance."""
+
+
+class StartUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Open an update. One that is open already is dropped."""
+
+    number: int
+    is_in_place: bool
+    """Whether tensors are written over the weights when they come, instead of beside them."""
+    num_bytes: int | None = None
+    """Bytes that will come, if known."""
+
+
+class ReceiveTensors(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Begin to receive tensors into the open update."""
+
+    update_info: bytes = b""
+    """Encoded by `plain.pack`: a dict, or a list with one for each worker of the engine."""
+    weight_dir: str | None = None
+    """Directory to read instead."""
+
+
+class PollTransfer(msgspec.Struct, frozen=True, tag=True):
+    """Report the progress of what was begun last."""
+
+
+class TransferProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Reply to `OpenTransfer`, `ReceiveTensors` and `PollTransfer`."""
+
+    is_done: bool
+    """Whether nothing runs any longer: it has succeeded, or `failure` says why it has not."""
+    num_tensors: int = 0
+    num_bytes: int = 0
+    """Tensors that were received in this call, and their bytes."""
+    is_collective: bool = True
+    """Whether the exit of another worker breaks the transfer."""
+    failure: Failure | None = None
+
+
+class CheckUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Check that the open update can be applied."""
+
+    require_complete: bool = False
+    """Whether every weight of this rank must have come."""
+
+
+class UpdateChecked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    missing: list[str] = []
+    """Names of this rank's weights that have not come and stay as they are."""
+    failure: Failure | None = None
+    """Error if the update cannot be applied; it is dropped then."""
+
+
+class ApplyUpdate(msgspec.Struct, frozen=True, tag=True):
+    """Make the weights of the open update those of the model, between two steps."""
+
+    number: int
+
+
+class UpdateApplied(msgspec.Struct, frozen=True, tag=True):
+    is_applied: bool
+    """Whether this rank had an update of this number."""
+
+
+class DropUpdate(msgspec.Struct, frozen=True, tag=True):
+    """Drop the open update, and stop receiving."""
+
+
+class CloseTransfer(msgspec.Struct, frozen=True, tag=True):
+    """Leave the trainer's group, and stop receiving."""
+
+
+class TransferDone(msgspec.Struct, frozen=True, tag=True):
+    """Reply to a call of this module that has no result."""
+
+    failure: Failure | None = None
+
+
+TransferCall = (
+    OpenTransfer | StartUpdate | ReceiveTensors | PollTransfer | CheckUpdate | ApplyUpdate | DropUpdate | CloseTransfer
+)
+TransferReply = TransferProgress | UpdateChecked | UpdateApplied | TransferDone
