@@ -96,19 +96,20 @@ def release_pages(tensors: Iterable[Tensor]) -> int:
     their addresses and contain zeros afterwards. Pages that hold something else, too, stay where they are.
 
     The memory must not be shared with other processes, since they would keep it. Raises `OSError` if the system refuses
-    because memory is locked.
+    because memory is locked; contents are undefined then.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    num_bytes = 0
-    for begin, end in _ranges(tensors):
-        first, last = _whole_pages(begin, end)
-        num_before = _resident_bytes(libc, first, last)
+    ranges = _ranges(tensors)
+    pages = [_whole_pages(*each) for each in ranges]
+    num_before = sum(_resident_bytes(libc, *each) for each in pages)
+    for (begin, end), (first, last) in zip(ranges, pages, strict=True):
+        # before any page is returned, since an access may bring a huge page, of which other ranges have a part
+        _clear(begin, first)
+        _clear(last, end)
+    for first, last in pages:
         if first < last and libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED):
             raise OSError(ctypes.get_errno(), "madvise")
-        num_bytes += num_before - _resident_bytes(libc, first, last)
-        for edge, size in ((begin, first - begin), (last, end - last)) if first < last else ((begin, end - begin),):
-            ctypes.memset(edge, 0, size)
-    return num_bytes
+    return num_before - sum(_resident_bytes(libc, *each) for each in pages)
 
 
 def resident_bytes(tensors: Iterable[Tensor]) -> int:
@@ -130,10 +131,16 @@ def _ranges(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
     return ranges
 
 
+def _clear(begin: int, end: int) -> None:
+    """Overwrite memory with zeros. If it has only zeros, it is not written to, which would bring pages into memory."""
+    if any(ctypes.string_at(begin, end - begin)):
+        ctypes.memset(begin, 0, end - begin)
+
+
 def _whole_pages(begin: int, end: int) -> tuple[int, int]:
-    """Return the first and the end of the pages that lie within a range; they are equal if there are none."""
+    """Return the first and the end of the pages that lie within a range; both are its end if there are none."""
     first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-    return first, max(first, last)
+    return (first, last) if first < last else (end, end)
 
 
 def _resident_bytes(libc: ctypes.CDLL, first: int, last: int) -> int:

