@@ -8,7 +8,8 @@ passed, another call ends this one) yields nothing more. Driven by `Control`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +119,11 @@ def sleep(instance: SteeredInstance, request: Sleep) -> Steps:
     former = instance.state
     tags = tuple(dict.fromkeys((*former.asleep, *request.tags)))
     level = max(former.sleep_level, request.level)
-    replies = yield from adopt(instance, {"asleep": tags, "sleep_level": level}, abort_running=request.mode == "abort")
+    with _released_afterwards(instance):
+        if instance.shares_experts and instance.state.may_step:
+            yield from adopt(instance, {"is_held": True})
+        changes = {"asleep": tags, "sleep_level": level, "is_held": False}
+        replies = yield from adopt(instance, changes, abort_running=request.mode == "abort")
     return {"status": "sleeping", "level": level, "freed_bytes": replies.total("freed_bytes")}
 
 
@@ -135,10 +140,24 @@ def _wait_for_requests(instance: SteeredInstance) -> Adoption:
         instance.assign(instance.changed(pause=former))
 
 
+@contextmanager
+def _released_afterwards(instance: SteeredInstance) -> Iterator[None]:
+    """Let engines step afterwards that were held: those that share experts step together, so none of them may change
+    its memory while another may step."""
+    try:
+        yield
+    finally:
+        if instance.state.is_held:
+            instance.assign(instance.changed(is_held=False))
+            instance.post_state()
+
+
 def wake_up(instance: SteeredInstance, request: WakeUp) -> Steps:
     """Wake parts. A pause stays."""
     tags: tuple[SleepTag, ...] = tuple(tag for tag in instance.state.asleep if tag not in request.tags)
-    yield from adopt(instance, {"asleep": tags, "sleep_level": instance.state.sleep_level if tags else 0})
+    level = instance.state.sleep_level if tags else 0
+    with _released_afterwards(instance):
+        yield from adopt(instance, {"asleep": tags, "sleep_level": level, "is_held": instance.shares_experts})
     return {"status": "sleeping" if tags else "awake", "tags": list(tags)}
 
 

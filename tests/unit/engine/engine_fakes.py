@@ -168,6 +168,8 @@ class ListOutbox:
         self.peers: dict[Any, str] = {}
         self.broken: list[Any] = []
         self.sent: list[tuple[Any, Any]] = []
+        self.on_send: Callable[[Any], Any] = lambda message: None
+        """Called with every message."""
 
     def connect(self, peer: Any, address: str) -> None:
         self.peers[peer] = address
@@ -181,3 +183,4 @@ class ListOutbox:
 
     def send(self, peer: Any, message: Any) -> None:
         self.sent.append((peer, message))
+        self.on_send(message)

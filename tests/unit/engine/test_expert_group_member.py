@@ -15,6 +15,7 @@ from eagleray.engine.startup import start_engine
 from eagleray.errors import DeadlineExceeded
 from eagleray.executor.executor import Executor
 from eagleray.identity import SUPERVISOR, ClientId, EngineId, next_incarnation
+from eagleray.messages.control import Command, CommandDone, InstanceState, SetState
 from eagleray.messages.lifecycle import EngineStarted, ExpertsFormed, ExpertsOpened, OpenExperts, Stop
 from eagleray.messages.membership import Joined
 from eagleray.messages.outputs import Chunks
@@ -51,15 +52,21 @@ def generate(request_id: str, *, max_tokens: int = 3) -> Generate:
 
 
 def run(
-    *messages: Any, later: Any = (), group: CountingGroup | None = None, missing_seconds: float = 100.0
+    *messages: Any,
+    later: Any = (),
+    at: dict[int, list[Any]] | None = None,
+    group: CountingGroup | None = None,
+    outbox: ListOutbox | None = None,
+    missing_seconds: float = 100.0,
 ) -> ListOutbox:
-    """Run a loop that receives these messages, the `later` ones once it has no step to take, and then `Stop`.
+    """Run a loop that receives these messages, the `later` ones once it has no step to take, and then `Stop`. Those of
+    `at` come while a step, by its number, is computed.
 
     A message None stands for a poll without a message.
     """
+    group, outbox = group or CountingGroup(top_k=2), outbox or ListOutbox()
     config = build_config(enable_expert_parallel=True, data_parallel_size=2, enable_prefix_caching=False)
-    executor, outbox = Executor(group or CountingGroup(top_k=2)), ListOutbox()
-    started = start_engine(config, executor, deadline=math.inf)
+    started = start_engine(config, Executor(group), deadline=math.inf)
     assert started.core.waves is not None
     group_member = ExpertGroupMember(
         EngineStarted(HERE, started.info),
@@ -72,8 +79,13 @@ def run(
     )
     inbox, left = ListInbox(*messages), iter([*later, Stop(0.0)])
     inbox.on_empty = lambda: next(left)
+    group.on_step = lambda step: inbox.messages.extend((at or {}).get(step, ()))
     EngineLoop(HERE, started.core, inbox, outbox, stepper=group_member).run()
     return outbox
+
+
+def set_state(number: int, **fields: Any) -> Command:
+    return Command(number=number, body=SetState(state=InstanceState(**fields)), timeout=60.0)
 
 
 def said(outbox: ListOutbox, peer: Any) -> list[Any]:
@@ -174,3 +186,34 @@ def test_group_member_missing_engine_timeout_names_it():
         match=r"engine-0 waited .* for its expert group \(epoch 1\): engine 1 is missing, no update for",
     ):
         run(OpenExperts(1, [1]), later=[None] * 3, missing_seconds=-1.0)
+
+
+def test_group_member_paused_starts_no_wave_but_idles_in_those_of_others():
+    """Engines are paused one by one: one that would not idle would block the others."""
+    group = CountingGroup(top_k=2)
+    group.works_for_others = lambda plan: plan.step == 0
+    wave = WaveStarted(OTHER, 1, 1)
+    outbox = run(*FORMED, set_state(1, pause="keep"), generate("a"), later=[wave, set_state(2)], group=group)
+    assert [plan.is_idle for plan in steps(group)][:2] == [True, True]
+    assert said(outbox, OTHER) == [WaveStarted(HERE, 1, 2)]
+    assert tokens(outbox) == {"a": [5, 6, 7]}
+
+
+def test_group_member_pause_is_reached_when_the_wave_is_over():
+    """The reply follows the last step of the wave, which the other engine keeps busy for two more steps."""
+    group, steps_at_reply = CountingGroup(top_k=2), []
+    group.works_for_others = lambda plan: plan.step < 4
+    outbox = ListOutbox()
+    outbox.on_send = lambda message: isinstance(message, CommandDone) and steps_at_reply.append(len(steps(group)))
+    pause = set_state(1, pause="keep")
+    run(*FORMED, generate("a", max_tokens=50), group=group, at={1: [pause]}, outbox=outbox)
+    assert [plan.is_idle for plan in steps(group)] == [False, False, True, True, True]
+    assert steps_at_reply == [5] and tokens(outbox) == {"a": [5, 6]}
+
+
+def test_group_member_memory_changes_only_while_it_is_held():
+    asleep = {"asleep": ("weights",), "sleep_level": 1}
+    outbox = run(*FORMED, set_state(1, **asleep), set_state(2, is_held=True), set_state(3, **asleep))
+    replies = [one for one in said(outbox, SUPERVISOR) if isinstance(one, CommandDone)]
+    assert [one.failure is None for one in replies] == [False, True, True]
+    assert "all engines must be held before" in replies[0].failure.message

@@ -472,3 +472,17 @@ def test_control_expert_group_steps_with_one_version():
     fleet.run(FinishWeightUpdate())
     states = [(body.state.is_held, body.state.update) for body in fleet.of_rank(0).received if hasattr(body, "state")]
     assert states == [(False, 0), (True, 0), (True, 1), (False, 1)]
+
+
+def test_control_expert_group_sleeps_and_wakes_while_no_engine_steps():
+    """While the memory of an engine changes, none may step: not before all have stopped, nor until all are awake."""
+    fleet = SteeredFleet(shares_experts=True)
+    fleet.run(Sleep(tags=("weights",), level=1, mode="keep"))
+    fleet.run(WakeUp())
+    states = [body.state for body in fleet.of_rank(0).received if hasattr(body, "state")]
+    assert [(state.is_held, state.asleep) for state in states] == [
+        (True, ()),
+        (False, ("weights",)),
+        (True, ()),
+        (False, ()),
+    ]
