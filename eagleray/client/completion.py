@@ -10,6 +10,7 @@ from bisect import bisect_right
 
 import msgspec
 
+from eagleray.client.flat_logprobs import FlatLogprobs
 from eagleray.client.logprobs import OutputLogprobs
 from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob
 from eagleray.client.routed_experts import RoutedExpertsBuffer
@@ -30,10 +31,10 @@ class Completion:
 
     # Slots, because every token of every request passes through here.
     __slots__ = (
-        "_detokenizer", "_has_stop_strings", "_include_stop", "_logprobs", "_num_decoded", "_num_read_texts",
-        "_num_read_tokens", "_num_requested_ids", "_num_sends", "_num_visible", "_routed_experts", "_text_ends",
-        "_texts", "_tokenizer", "_weight_versions", "engine_request_id", "finish_reason", "index", "is_read", "message",
-        "stop_reason", "token_ids",
+        "_detokenizer", "_has_stop_strings", "_include_stop", "_is_flat", "_logprobs", "_num_decoded",
+        "_num_read_texts", "_num_read_tokens", "_num_requested_ids", "_num_sends", "_num_visible", "_routed_experts",
+        "_text_ends", "_texts", "_tokenizer", "_weight_versions", "engine_request_id", "finish_reason", "index",
+        "is_read", "message", "stop_reason", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +79,7 @@ class Completion:
         """None unless the request asks for log-probabilities."""
         if params.logprobs is not None or params.logprob_token_ids:
             self._logprobs = OutputLogprobs()
+        self._is_flat = params.flat_logprobs
         self._num_requested_ids = len(set(params.logprob_token_ids or ()))
         self._texts: list[str] = []
         """The text so far, in parts."""
@@ -208,11 +210,14 @@ class Completion:
             output.routed_experts_start = self._routed_experts.start
         return output
 
-    def _positions(self, start: int, end: int) -> list[dict[int, Logprob]] | None:
+    def _positions(self, start: int, end: int) -> list[dict[int, Logprob]] | FlatLogprobs | None:
         """Return the log-probabilities of the tokens `start` to `end` - 1, or None if they were not requested."""
         if self._logprobs is None:
             return None
-        return self._logprobs.positions(start, end, num_requested=self._num_requested_ids, tokenizer=self._tokenizer)
+        positions = self._logprobs.positions(
+            start, end, num_requested=self._num_requested_ids, tokenizer=self._tokenizer
+        )
+        return FlatLogprobs.of(positions) if self._is_flat else positions
 
     def _truncate(self, num_tokens: int) -> None:
         """Drop everything that was generated after the first `num_tokens` tokens."""

@@ -49,8 +49,9 @@ class CompletionOutput:
     """The tokens, with the one that ended the completion, if one did."""
     cumulative_logprob: float | None = None
     """Sum over `token_ids`; None if no log-probabilities were requested."""
-    logprobs: list[dict[int, Logprob]] | None = None
-    """A mapping by token id for each of `token_ids`: the chosen token, the likeliest, then those requested by id."""
+    logprobs: Sequence[dict[int, Logprob]] | None = None
+    """A mapping by token id for each of `token_ids`: the chosen token, the likeliest, then those requested by id. A
+    list, or a `FlatLogprobs` if `flat_logprobs` asks for it."""
     finish_reason: FinishReason | None = None
     """`stop`, `length` or `abort`; None before the end."""
     stop_reason: int | str | None = None
@@ -98,7 +99,7 @@ class RequestOutput:
     prompt: str | None
     """None if the prompt was given as token ids."""
     prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     """An entry for each prompt token, as in `CompletionOutput.logprobs`; None for the first, which nothing precedes."""
     outputs: list[CompletionOutput]
     finished: bool
@@ -124,7 +125,7 @@ class CompletionDelta:
     text: str
     """Empty although there are tokens if a character is incomplete, or the text may become a stop string."""
     token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None
     """An entry for each of `token_ids`; None if not requested."""
     finish_reason: FinishReason | None = None
     """None in every delta of a completion but its last."""

@@ -20,6 +20,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from eagleray.client.completion import Completion
+from eagleray.client.flat_logprobs import FlatLogprobs
 from eagleray.client.logprobs import PromptPositions
 from eagleray.client.outputs import CompletionDelta, RequestDelta, RequestOutput, RequestStateStats
 from eagleray.client.routing.recent_blocks import PrefixMatch
@@ -54,7 +55,7 @@ class ClientRequest:
 
     # Slots, because every token of every request passes through here.
     __slots__ = (
-        "_announces_start", "_counts_cached_tokens", "_first_index", "_is_started", "_max_delta_tokens",
+        "_announces_start", "_counts_cached_tokens", "_first_index", "_is_started", "_list_type", "_max_delta_tokens",
         "_max_restarts", "_num_cached_tokens", "_num_exits", "_num_exits_without_token", "_prompt_logprobs",
         "_prompt_logprobs_were_read", "arrival_time", "arrived_at", "awaits_token", "completions", "done", "engine",
         "failure", "finished_at", "first_token_at", "has_more", "has_output", "interrupted_at", "is_queued",
@@ -130,6 +131,7 @@ class ClientRequest:
             self._prompt_logprobs = PromptPositions(
                 len(self.prompt_token_ids), tokenizer if params.detokenize else None
             )
+        self._list_type = FlatLogprobs.of if params.flat_logprobs else list
         self._prompt_logprobs_were_read = False
         self._num_cached_tokens = 0
         self._counts_cached_tokens = True
@@ -285,7 +287,7 @@ class ClientRequest:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
+            prompt_logprobs=None if prompt_logprobs is None else self._list_type(prompt_logprobs),
             outputs=[completion.output(with_logprobs=with_logprobs) for completion in self.completions],
             finished=self._has_all,
             num_cached_tokens=self._num_cached_tokens,

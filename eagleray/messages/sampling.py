@@ -115,9 +115,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     `prompt_logprobs` needs."""
     skip_clone: bool = False
     """Has no effect."""
+    flat_logprobs: bool = False
+    """Whether outputs have log-probabilities as `FlatLogprobs`, which spares Python's garbage collector."""
 
     # Of the following fields only the values that change nothing are accepted.
-    flat_logprobs: bool = False
     stream_interval: int | None = None
     prompt_logprob_token_ids: list[int] | None = None
     prompt_logprob_start: int | None = None
@@ -201,7 +202,6 @@ def _check(params: SamplingParams) -> None:
 
 
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "flat_logprobs": ((False,), "log-probabilities are reported as a dict for each position"),
     "stream_interval": ((None, 1), "a stream yields tokens as soon as they come"),
     "prompt_logprob_token_ids": ((None, []), "`prompt_logprobs` reports the likeliest tokens of every position"),
     "prompt_logprob_start": ((None, 0), "`prompt_logprobs` reports every position"),

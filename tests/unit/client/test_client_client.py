@@ -10,6 +10,7 @@ from client_fakes import CLIENT, INFO, FakeEngine, Setup, asynchronous, attached
 from client_tokenizers import write_checkpoint
 
 from eagleray.client.client import Client
+from eagleray.client.flat_logprobs import FlatLogprobs
 from eagleray.client.preprocess import Prompt
 from eagleray.config.build import build_config
 from eagleray.errors import (
@@ -24,7 +25,7 @@ from eagleray.errors import (
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.lifecycle import Attach, ClientStarted, Knows, Stop
 from eagleray.messages.membership import Joined, Left
-from eagleray.messages.outputs import EngineStats, ExpertLoad, FinishReason, TokenLogprobs
+from eagleray.messages.outputs import EngineStats, ExpertLoad, FinishReason, PromptLogprobs, TokenLogprobs
 from eagleray.messages.sampling import SamplingParams
 
 PROMPT = Prompt(token_ids=[5, 6, 7])
@@ -272,6 +273,25 @@ async def test_output_has_the_attributes_that_users_of_vllm_read():
     times = output.metrics
     assert times.num_generation_tokens == 1 and times.first_token_latency >= 0
     assert 0 < times.first_token_ts <= times.last_token_ts
+
+
+@asynchronous
+async def test_output_flat_logprobs_equal_the_lists():
+    reported = [TokenLogprobs([9, 8], [-1.5, -0.5], 2), TokenLogprobs([7, 7], [-0.1, -0.1], 1)]
+    prompt = PromptLogprobs(1, np.array([[6], [7]]), np.array([[-1.0], [-2.0]]), np.array([3, 1]))
+    chunk = {"token_ids": [9, 7], "logprobs": reported, "prompt_logprobs": prompt, "finish_reason": LENGTH}
+    outputs = []
+    for flat in (False, True):
+        async with attached() as setup:
+            params = SamplingParams(logprobs=1, prompt_logprobs=0, flat_logprobs=flat)
+            stream = setup.client.generate(PROMPT, params)
+            await setup.engine.send((0, chunk))
+            outputs.append(await stream.result())
+    listed, flat = (output.outputs[0].logprobs for output in outputs)
+    assert isinstance(flat, FlatLogprobs) and list(flat) == listed and flat[-1] == listed[-1]
+    assert list(flat[1:]) == listed[1:]
+    assert (flat.token_ids, flat.ranks, flat.end_indices) == ([9, 8, 7], [2, 1, 1], [2, 3])
+    assert [position or None for position in outputs[1].prompt_logprobs] == outputs[0].prompt_logprobs
 
 
 @asynchronous

@@ -161,7 +161,13 @@ def test_generate_without_max_tokens_fills_the_models_length(api, checkpoint):
 
 
 def test_generate_body_of_a_client_of_vllm_is_accepted(api):
-    off = {"spaces_between_special_tokens": True, "output_kind": 2, "skip_clone": True, "flat_logprobs": False}
+    off = {
+        "spaces_between_special_tokens": True,
+        "output_kind": 2,
+        "skip_clone": True,
+        "flat_logprobs": True,
+        "logprobs": 1,
+    }
     off |= {"skip_reading_prefix_cache": True, "extra_args": {}, "structured_outputs": None, "stop": [], "seed": -1}
     off |= {"thinking_token_budget": None, "stream_interval": None, "repetition_detection": None, "max_tokens": 1}
     fields = {"features": None, "kv_transfer_params": None, "ec_transfer_params": {}, "output_mode": "tokens"}
@@ -224,7 +230,6 @@ def test_generate_without_a_tokenizer_works(checkpoint):
         ({"sampling_params": {"stop_token_ids": [999]}}, "sampling_params.stop_token_ids"),
         ({"sampling_params": {"best_of": 2}}, "sampling_params.best_of"),
         ({"sampling_params": {"extra_args": {"a": 1}}}, "sampling_params.extra_args"),
-        ({"sampling_params": {"flat_logprobs": True}}, "sampling_params.flat_logprobs"),
         ({"sampling_params": {"detokenize": False}, "output_mode": "text"}, "output_mode"),
         ({"output_mode": "derender"}, "output_mode"),
         ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
