@@ -176,6 +176,23 @@ def test_async_pause_abort_delivers_what_there_is(llm):
     assert any(output.token_ids for output in outputs)
 
 
+def test_async_sleep_returns_memory_and_wakes_with_the_same_tokens(llm):
+    async def work():
+        expected = await outputs_of(llm, "Hello", GREEDY)
+        answer = await llm.sleep(level=1)
+        assert answer["freed_bytes"] > 0
+        assert await llm.is_sleeping()
+        with pytest.raises(WrongState, match="wake"):
+            await llm.resume_generation()
+        waiting = asyncio.create_task(outputs_of(llm, "Hello", GREEDY))
+        assert not await llm.wake_up(["weights"])
+        assert await llm.wake_up(["kv_cache"])
+        return expected[-1].outputs, (await waiting)[-1].outputs
+
+    expected, after = run(work())
+    assert after == expected
+
+
 def test_async_control_wrong_values_are_refused(llm):
     for work, message in [
         (llm.pause_generation(mode="stop"), "`mode` must be one of abort, wait, keep"),
