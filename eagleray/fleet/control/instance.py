@@ -27,7 +27,8 @@ from eagleray.messages.control import (
 from eagleray.messages.failure import Failure
 
 STATE_TIMEOUT_SECONDS = 600.0
-"""Time for an engine that starts to adopt the state of the instance, before it is replaced."""
+"""Time for an engine that starts to adopt the state of the instance, before it is replaced. Also the time beyond the
+deadline of a call for which an engine goes on adopting its state, because the state holds although the call failed."""
 
 
 class SendCommand(NamedTuple):
@@ -71,8 +72,8 @@ class EngineRecord:
     """Number of the update whose weights it has; None if its weights are empty."""
     takes_part: bool = False
     """Whether it has all that came in the open update."""
-    unanswered: dict[int, SetState] = field(default_factory=dict)
-    """Commands of a state that it has not answered, by number."""
+    unanswered: dict[int, SetState | AbortWeightUpdate] = field(default_factory=dict)
+    """Commands that it has not answered and must not fail to execute, by number."""
     due: float | None = None
     """Time at which it must have adopted the state to join."""
 
@@ -154,6 +155,8 @@ class SteeredInstance:
             if record.has_joined:
                 continue
             if record.sent != self.state:
+                if self.shares_experts and record.sent.may_step:
+                    self._send_state(record, SetState(state=msgspec.structs.replace(record.sent, is_held=True)))
                 self._send_state(record, SetState(state=self.state))
                 record.due = self.now + STATE_TIMEOUT_SECONDS
             elif not record.unanswered:
@@ -229,9 +232,11 @@ class SteeredInstance:
 
     def send(self, member: MemberId, body: CommandBody, timeout: float) -> int:
         """Send a command. Returns its number."""
-        if isinstance(body, SetState) and (record := self.engines.get(member)):  # type: ignore[arg-type]
-            return self._send_state(record, body, timeout)
+        if isinstance(body, SetState) and isinstance(member, EngineId):
+            return self._send_state(self.engines[member], body, timeout + STATE_TIMEOUT_SECONDS)
         number = next(self._numbers)
+        if isinstance(body, AbortWeightUpdate) and isinstance(member, EngineId):
+            self.engines[member].unanswered[number] = body
         self.effects.append(SendCommand(member, Command(number=number, body=body, timeout=timeout)))
         return number
 
@@ -243,7 +248,9 @@ class SteeredInstance:
         return number
 
     def replace(self, engine: EngineId, cause: str) -> None:
-        """Have the engine replaced."""
+        """Have the engine replaced. It takes part in nothing from now on."""
+        self.engines.pop(engine, None)
+        self.absent[engine.rank] = cause, True
         self.effects.append(ReplaceEngine(engine, cause))
 
     def open_transfer_on(self, engine: EngineId) -> None:

@@ -1,4 +1,4 @@
-"""The state machine of an instance: one operation at a time, from call to answer, whatever exits meanwhile.
+"""The state machine of an instance: one operation at a time, from call to answer, also when members exit.
 
 Pure: it is driven by events with their times (calls, replies, joins, exits, passing of time), and returns effects. Each
 operation is a generator (`operations`, `weight_update`); this module queues them, matches replies to what they await,
@@ -144,14 +144,15 @@ class Control:
         return self._effects()
 
     def on_done(self, done: CommandDone, now: float) -> list[Effect]:
-        """Handle a reply. Replies that nothing awaits still tell what the engine has adopted."""
+        """Handle a reply. A reply that nothing awaits still reports the update that the engine has."""
         self._instance.now = now
         record = self._instance.engines.get(done.member) if isinstance(done.member, EngineId) else None
-        state_command = record.unanswered.pop(done.number, None) if record is not None else None
-        if record is not None and state_command is not None:
-            self._on_adopted(record, done)
+        command = record.unanswered.pop(done.number, None) if record is not None else None
+        if record is not None and isinstance(command, SetState) and done.failure is None:
+            record.update = done.result.get("update", record.update)
         current = self._current
-        if current is not None and current.awaited.get(done.number) == done.member:
+        is_awaited = current is not None and current.awaited.get(done.number) == done.member
+        if current is not None and is_awaited:
             del current.awaited[done.number]
             if done.failure is None:
                 current.replies.results[done.member] = done.result
@@ -159,8 +160,8 @@ class Control:
                 current.replies.failures[done.member] = done.failure
                 if current.fails_fast:
                     current.awaited.clear()
-        elif record is not None and state_command is not None and done.failure is not None:
-            self._on_late_failure(record, state_command, done.failure)
+        if record is not None and command is not None and done.failure is not None:
+            self._on_failure(record, command, done.failure, is_awaited=is_awaited)
         return self._effects()
 
     def attach(self, member: MemberId, now: float) -> InstanceState:
@@ -210,7 +211,7 @@ class Control:
                 reason = self._describe_wait(operation)
                 self._answer(caller, DeadlineExceeded(f"{operation.name}: time limit reached: {reason}"))
         self._queue = [operation for operation in self._queue if now < operation.deadline]
-        for record in self._instance.engines.values():
+        for record in list(self._instance.engines.values()):
             if record.due is not None and now >= record.due:
                 record.due = None
                 self._instance.replace(record.engine, "it did not adopt the state of the instance in time")
@@ -226,13 +227,15 @@ class Control:
 
     # Replies.
 
-    def _on_adopted(self, record: EngineRecord, done: CommandDone) -> None:
-        if done.failure is None:
-            record.update = done.result.get("update", record.update)
-
-    def _on_late_failure(self, record: EngineRecord, command: SetState, failure: Failure) -> None:
-        """Replace an engine that could not adopt the state that it still has to have."""
-        if command.state == record.sent:
+    def _on_failure(
+        self, record: EngineRecord, command: SetState | AbortWeightUpdate, failure: Failure, *, is_awaited: bool
+    ) -> None:
+        """Replace an engine that keeps tensors of an update that was dropped, or that could not adopt the state that it
+        still has to have. One that only waits too long, for requests to end, has adopted it."""
+        is_late = failure.kind == DeadlineExceeded.__name__ and record.has_joined
+        if isinstance(command, AbortWeightUpdate):
+            self._instance.replace(record.engine, f"it could not drop a weight update: {failure}")
+        elif not is_awaited and not is_late and command.state == record.sent:
             self._instance.replace(record.engine, f"it could not adopt the state of the instance: {failure}")
 
     def _break_transfer(self, cause: str) -> None:

@@ -1,4 +1,4 @@
-"""Which call is allowed in which state. Pure."""
+"""The calls that each state allows. Pure."""
 
 from __future__ import annotations
 

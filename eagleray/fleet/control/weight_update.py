@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from eagleray.errors import DeadlineExceeded, EnginesMissing, InvalidRequest, WrongState
+from eagleray.errors import DeadlineExceeded, EnginesMissing, InvalidRequest, WeightsMismatch, WrongState
 from eagleray.fleet.control.instance import SteeredInstance, WeightTransfer
 from eagleray.fleet.control.operations import Answer, Commands, Condition, Replies, Steps, adopt
 from eagleray.identity import EngineId, MemberId
@@ -235,6 +235,10 @@ class WeightUpdates:
         number = instance.state.open_update
         assert number is not None
         try:
+            if not self.received.num_calls:
+                raise WeightsMismatch(
+                    f"weight update {number} has received no weights; the old ones stay"
+                )
             missing, num_missing = yield from self._check(request)
             if instance.shares_experts:
                 yield from adopt(instance, {"is_held": True})

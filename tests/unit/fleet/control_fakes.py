@@ -44,6 +44,7 @@ SECONDS = 100.0
 class SteeredEngine:
     engine: EngineId
     state: InstanceState
+    shares_experts: bool = False
     update: int = 0
     staged: int | None = None
     """Number of the update that it has staged tensors of."""
@@ -70,6 +71,10 @@ class SteeredEngine:
                 if self.waiting is not None:
                     replies.append(self.reply(self.waiting))
                     self.waiting = None
+                if self.shares_experts and self.state.may_step:
+                    is_applied = self.staged is not None and self.staged == state.update
+                    assert not is_applied, "others may be in a step"
+                    assert state.asleep == self.state.asleep, "others may be in a step"
                 self.state = state
                 if self.staged is not None and self.staged == state.update:
                     self.update, self.staged = state.update, None
@@ -107,6 +112,7 @@ class SteeredFleet:
 
     def __init__(self, num_engines: int = 2, *, num_clients: int = 2, shares_experts: bool = False, workers: int = 1):
         self.now = 1000.0
+        self.shares_experts = shares_experts
         self.control = Control(
             SteeredInstance(
                 "i",
@@ -165,7 +171,9 @@ class SteeredFleet:
     def attach_engine(self, rank: int) -> SteeredEngine:
         engine = self.next_ids[rank]
         self.next_ids[rank] = next_incarnation(engine)
-        self.engines[engine] = made = SteeredEngine(engine, self.control.attach(engine, self.now))
+        self.engines[engine] = made = SteeredEngine(
+            engine, self.control.attach(engine, self.now), shares_experts=self.shares_experts
+        )
         return made
 
     def report_started(self, engine: SteeredEngine, update: int = 0) -> None:
@@ -247,7 +255,7 @@ class SteeredFleet:
         return any(engine.engine.rank == rank for engine in self.engines.values())
 
     def _handle(self, effects) -> None:
-        for effect in effects:
+        for effect in sorted(effects, key=lambda effect: isinstance(effect, ReplaceEngine)):
             match effect:
                 case SendCommand(EngineId() as engine, command):
                     if engine in self.engines:

@@ -384,6 +384,13 @@ def test_control_engine_that_waits_for_weights_takes_a_complete_push():
     assert next(body for body in successor.received if hasattr(body, "require_complete")).require_complete
 
 
+def test_control_finish_of_an_update_without_weights_is_refused():
+    fleet = SteeredFleet()
+    fleet.run(StartWeightUpdate())
+    assert fleet.run(FinishWeightUpdate()).kind == "WeightsMismatch"
+    assert fleet.control.state == InstanceState()
+
+
 def test_control_all_engines_exit_update_is_dropped():
     fleet = SteeredFleet()
     fleet.run(StartWeightUpdate())
