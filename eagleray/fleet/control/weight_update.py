@@ -236,9 +236,7 @@ class WeightUpdates:
         assert number is not None
         try:
             if not self.received.num_calls:
-                raise WeightsMismatch(
-                    f"weight update {number} has received no weights; the old ones stay"
-                )
+                raise WeightsMismatch(f"weight update {number} has received no weights; the old ones stay")
             missing, num_missing = yield from self._check(request)
             if instance.shares_experts:
                 yield from adopt(instance, {"is_held": True})
