@@ -170,6 +170,20 @@ def test_processed_logprobs_of_a_resumed_request_equal_the_first_run(kind: str) 
         assert sample(kind, "processed_logprobs", logits[start], [request]).logprobs[0] == reports[start]
 
 
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_processed_logprobs_of_rows_that_fail_leave_the_others_right(kind: str) -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).repeat(4, 1)
+    logits[1, 2] = torch.nan
+    forbidden = {"allowed_token_ids": (1, 2), "bad_words": ((1,), (2,))}
+    parameters: list[dict[str, Any]] = [{"top_k": 2}, {"top_p": 0.5}, forbidden, {"min_p": 0.9}]
+    requests = [Request(Sampling(seed=3, logprobs=3, **own), [0], []) for own in parameters]
+    sampled = sample(kind, "processed_logprobs", logits, requests)
+    assert [(failure.row, failure.is_user_error) for failure in sampled.failures] == [(1, False), (2, True)]
+    assert set(sampled.logprobs) == {0, 3}
+    for row in (0, 3):
+        check(sampled.logprobs[row], processed(logits[row], requests[row])[0], is_logits=False)
+
+
 def test_device_sampler_processed_reports_read_nothing_on_the_host() -> None:
     sampler = make_sampler("device", "processed_logprobs", 3, 90)
     for row, sampling in enumerate([Sampling(seed=0, logprobs=2), Sampling(seed=1, top_p=0.5, logprobs=0)]):
