@@ -68,7 +68,7 @@ class EngineControl:
         apply_update: ApplyUpdate = keep_weights,
     ) -> None:
         self.state = InstanceState()
-        """State of the instance, as far as this engine has been told."""
+        """State of the instance that this engine has adopted."""
         self.update: int | None = 0
         """Number of the update whose weights the engine has; None if they were dropped."""
         self._engine = engine
@@ -140,22 +140,19 @@ class EngineControl:
         applies_update = state.update not in (before.update, self.update)
         if self._core.waves is not None and not is_start and before.may_step and (changes_memory or applies_update):
             return Failure.noticed(f"{self._engine.label} shares experts, so all engines must be held before")
-        self.state = state
         num_aborted = 0
         if command.abort_running:
             yield from self._stop()
             num_aborted = self._abort_all()
         if _drains(before, state):
             scheduler.drain()
-            while not scheduler.is_drained:
-                if self._is_superseded:
-                    return self._describe(num_aborted)
+            while not scheduler.is_drained and not self._is_superseded:
                 yield f"{scheduler.stats().num_running} running requests"
         if not state.may_step or changes_memory or applies_update or command.clear_cache:
             yield from self._stop()
         if failure := self._wake(before, state, timeout):
-            self.state = before
             return failure
+        self.state = state  # only now: a deadline may have ended the waits above
         freed_bytes = self._sleep(before, state, timeout)
         if applies_update and self._apply_update(state.update, timeout):
             self.update = state.update

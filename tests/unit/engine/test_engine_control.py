@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 from engine_fakes import ENGINE, CountingGroup, ListInbox, ListOutbox
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from eagleray.config.build import build_config
 from eagleray.engine.loop import EngineLoop
@@ -50,9 +53,12 @@ def generate(request_id: str, *, num_prompt: int = 5, max_tokens: int = 6) -> Ge
 
 
 class Run:
-    """A run of an engine's loop. `at`: messages that arrive while a step, by its number, is computed; `idle`: those
-    that arrive one by one when the engine has nothing to do; then it stops. `has_staged`: the workers have received
-    weights for every update."""
+    """A run of an engine's loop.
+
+    `at`: messages that arrive while a step, by its number, is computed, or when the engine has nothing to do before;
+    `idle`: those that arrive one by one when the engine has nothing to do after these; then it stops. `has_staged`: the
+    workers have received weights for every update.
+    """
 
     def __init__(
         self,
@@ -67,9 +73,11 @@ class Run:
     ) -> None:
         self.group, self.outbox = CountingGroup(), ListOutbox()
         self.group.wake_failure = wake_failure
-        inbox, left = ListInbox(Joined(CLIENT, "c"), *messages), iter([*idle, Stop(0.0)])
-        inbox.on_empty = lambda: next(left)
-        self.group.on_step = lambda step: inbox.messages.extend((at or {}).get(step, ()))
+        inbox = ListInbox(Joined(CLIENT, "c"), *messages)
+        self._coming = deque((step, message) for step, some in sorted((at or {}).items()) for message in some)
+        self._idle = iter([*idle, Stop(0.0)])
+        self.group.on_step = lambda step: inbox.messages.extend(self._pop_coming(step))
+        inbox.on_empty = lambda: self._coming.popleft()[1] if self._coming else next(self._idle)
         config = build_config(executor=executor, **options)
         core = start_engine(config, Executor(self.group), deadline=math.inf).core
         self.applied: list[tuple[int, int]] = []
@@ -78,6 +86,10 @@ class Run:
         loop = EngineLoop(ENGINE, core, inbox, self.outbox, apply_update=self._apply_update)
         loop.adopt(state, timeout=1)
         loop.run()
+
+    def _pop_coming(self, step: int) -> Iterator[Any]:
+        while self._coming and self._coming[0][0] <= step:
+            yield self._coming.popleft()[1]
 
     def _apply_update(self, number: int, timeout: float) -> bool:
         if self._has_staged:
@@ -170,6 +182,17 @@ def test_pause_wait_deadline_names_what_it_waits_for():
     failure = run.replies[1].failure
     assert failure is not None and failure.kind == "DeadlineExceeded"
     assert failure.message == "engine-0 has not executed SetState within 0 s: it waits for 1 running requests"
+
+
+def test_update_deadline_while_it_waits_is_applied_by_the_next_state():
+    update = InstanceState(pause="wait", update=1, weight_version="one")
+    run = Run(
+        generate("a", max_tokens=9),
+        at={2: [command(1, update, timeout=0)], 5: [command(2, msgspec.structs.replace(update, pause=None))]},
+        has_staged=True,
+    )
+    assert run.replies[1].failure is not None and run.applied == [(1, 6)]
+    assert run.chunks[6].weight_version == "one" and len(run.tokens("a")) == 9
 
 
 def test_pause_wait_after_keep_kept_requests_finish():
@@ -307,3 +330,48 @@ def test_commands_are_executed_in_order():
     assert run.replies[2].result == {"success": True} and len(run.tokens("a")) == 20
     assert all(peer == SUPERVISOR for peer, done in run.outbox.sent if isinstance(done, CommandDone))
     assert msgspec.structs.asdict(run.replies[1])["member"] == ENGINE
+
+
+STATES = st.builds(
+    InstanceState,
+    pause=st.sampled_from([None, None, "keep", "wait"]),
+    asleep=st.sampled_from([(), (), ("kv_cache",), ("scheduling",), ("weights", "kv_cache")]),
+    sleep_level=st.just(1),
+    is_held=st.sampled_from([False, False, True]),
+    weight_version=st.sampled_from(["default", "blue"]),
+)
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> list[CommandBody]:
+    """Draw commands as a supervisor may send them: the number of the update only grows."""
+    bodies: list[CommandBody] = []
+    update = 0
+    for _ in range(draw(st.integers(1, 8))):
+        if draw(st.integers(0, 4)) == 0:
+            bodies.append(ResetPrefixCache(reset_running_requests=draw(st.booleans())))
+            continue
+        update += draw(st.sampled_from([0, 0, 1]))
+        state = msgspec.structs.replace(draw(STATES), update=update)
+        bodies.append(SetState(state=state, clear_cache=draw(st.booleans())))
+    serving = InstanceState(update=update, weight_version="blue")
+    return [*bodies, SetState(state=serving)]
+
+
+@settings(deadline=None, max_examples=150)
+@given(script=scripts(), data=st.data(), executor=st.sampled_from(["auto", "processes"]))
+def test_commands_any_sequence_requests_get_their_tokens_and_commands_their_replies(script, data, executor):
+    """Commands come at any steps, or when the engine is idle; the last state lets it serve again."""
+    steps = st.lists(st.integers(0, 12), min_size=len(script), max_size=len(script))
+    at: dict[int, list[Any]] = {}
+    for number, step in enumerate(sorted(data.draw(steps))):
+        at.setdefault(step, []).append(command(number, script[number]))
+    requests = [generate(str(index), num_prompt=1 + index, max_tokens=3 + index % 5) for index in range(6)]
+    run = Run(*requests, at=at, executor=executor, has_staged=True, max_num_seqs=4)
+    for index, request in enumerate(requests):
+        assert run.tokens(request.request_id) == list(range(1 + index, 4 + index + index % 5))
+    replies = [done for _, done in run.outbox.sent if isinstance(done, CommandDone)]
+    assert [(done.number, done.failure) for done in replies] == [(number, None) for number in range(len(script))]
+    last = script[-1]
+    assert isinstance(last, SetState)
+    assert [number for number, _ in run.applied] == list(range(1, last.state.update + 1))
