@@ -5,11 +5,12 @@ Owned by the serving worker, which takes no steps meanwhile. All ranks of an eng
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
+from eagleray.kernels.forward_batch import PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.memory_release import ReleasableMemory, releasable_memory
 from eagleray.messages.control import SleepTag
@@ -25,13 +26,13 @@ MEMORY_TAGS: frozenset[SleepTag] = frozenset(("weights", "kv_cache"))
 
 
 class SleepableMemory:
-    """The weights of a model and its cache. `warm_up`: prepares the model's passes with the cache; called when both are
-    awake again."""
+    """The weights of a model and its cache. `limits` and `last_tokens` are those of its steps, see `Model.warm_up`."""
 
-    def __init__(self, model: Model, cache: KVCache, warm_up: Callable[[], None]) -> None:
+    def __init__(self, model: Model, cache: KVCache, limits: PassLimits, last_tokens: Tensor | None) -> None:
         self._model = model
         self._cache = cache
-        self._warm_up = warm_up
+        self._limits = limits
+        self._last_tokens = last_tokens
         self._asleep: dict[SleepTag, ReleasableMemory] = {}
 
     @property
@@ -51,27 +52,54 @@ class SleepableMemory:
             num_bytes += self._memory_of("weights", self._model.storage).release(keeps=level <= KEEPING_LEVEL)
         if "kv_cache" in tags:
             num_bytes += self._memory_of("kv_cache", lambda: self._cache.layers).release(keeps=False)
-        if self._model.device.type == "cuda":
-            torch.cuda.empty_cache()
-        malloc_trim()
+        self._return_freed()
         return num_bytes
 
     @torch.inference_mode()
     def wake_up(self, tags: Collection[SleepTag]) -> None:
-        """Take back the memory of these parts. Weights that were dropped are zeros until they are written through
-        `Model.storage`. Raises `ConfigError` if a GPU has too little memory; parts that remain asleep can be woken
-        later."""
-        woken = [tag for tag in self._asleep if tag in tags]
-        for tag in woken:
-            try:
-                self._asleep[tag].restore()
-            except torch.OutOfMemoryError as error:
-                part = "the cache" if tag == "kv_cache" else "the weights"
+        """Take back the memory of these parts, and prepare passes when all parts are awake. Weights that were dropped
+        are zeros until they are written through `Model.storage`.
+
+        If a GPU has too little memory, the parts stay asleep on all tensor-parallel ranks, and this raises
+        `ConfigError` on those that lack it.
+        """
+        waking = [tag for tag in self._asleep if tag in tags]
+        if not waking:
+            return
+        flag = torch.zeros((1, 1), device=self._model.device)
+        lack = self._restore(waking)
+        # before passes are prepared, whose sums would wait for a rank that lacks memory
+        if self._model.groups.tp.all_reduce(flag + (lack is not None)).item():
+            self._model.close()
+            for tag in waking:
+                self._asleep[tag].release(keeps=tag == "weights")
+            self._return_freed()
+            if lack is not None:
                 advice = "free what other programs have taken since it was put to sleep, and wake it again"
-                raise out_of_memory(f"{part} of a worker that wakes", advice, self._model.device) from error
+                raise out_of_memory("a worker that wakes", advice, self._model.device) from lack
+            return
+        for tag in waking:
             del self._asleep[tag]
-        if woken and self.is_awake:
-            self._warm_up()
+        if self.is_awake:
+            self._model.warm_up(self._cache, self._limits, self._last_tokens)
+
+    def _restore(self, waking: Sequence[SleepTag]) -> torch.OutOfMemoryError | None:
+        """Take back the memory of these parts and, if all are awake then, that of passes on a GPU. Returns the error if
+        there is too little."""
+        try:
+            for tag in waking:
+                self._asleep[tag].restore()
+            if len(waking) == len(self._asleep) and self._model.device.type == "cuda":
+                self._model.reserve(self._cache, self._limits)
+        except torch.OutOfMemoryError as error:
+            return error
+        return None
+
+    def _return_freed(self) -> None:
+        """Return memory that allocators keep after it was freed."""
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        malloc_trim()
 
     def _memory_of(self, tag: SleepTag, tensors: Callable[[], list[Tensor]]) -> ReleasableMemory:
         """Return the memory of a part, which counts as asleep from now on."""

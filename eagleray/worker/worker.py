@@ -242,7 +242,7 @@ class ServingWorker:
             reports_logits=reported_kind.is_logits,
         )
         self._cache = cache
-        self._memory = SleepableMemory(model, cache, lambda: model.warm_up(cache, limits, sampler.last_tokens))
+        self._memory = SleepableMemory(model, cache, limits, sampler.last_tokens)
         self._prefaulter = CachePrefaulter(cache, self._runner)
 
     def begin(self, plan: StepPlan) -> UnfinishedStep | StepBroken:

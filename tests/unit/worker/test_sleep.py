@@ -5,19 +5,21 @@ from __future__ import annotations
 import gc
 import json
 import mmap
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from ranks import topology
+from ranks import run_ranks, topology
 from torch import Tensor
 
 from eagleray.config.build import build_config
 from eagleray.errors import ConfigError
 from eagleray.identity import EngineId, WorkerId
-from eagleray.kernels.forward_batch import ForwardBatch
+from eagleray.kernels.forward_batch import ForwardBatch, PassLimits
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.kernels.memory_release import ReleasableStorages, resident_bytes
 from eagleray.kernels.torch.backend import TorchBackend
@@ -35,6 +37,7 @@ from eagleray.messages.steps import (
 from eagleray.models import registry
 from eagleray.models.base import Model
 from eagleray.models.registry import load_model
+from eagleray.parallel.groups import Groups
 from eagleray.worker import sleep as sleep_module
 from eagleray.worker import worker as worker_module
 from eagleray.worker.runner import UnfinishedStep
@@ -49,8 +52,10 @@ NOISE = 4 << 20
 """Bytes by which the memory of the process may grow meanwhile, by a huge page or two of something else."""
 
 
-def load(directory: Path, seed: int, dtype: str = "float32") -> Model:
-    return load_model(directory, dtype=dtype, load_format="dummy", device=CPU, seed=seed, on_progress=None)
+def load(directory: Path, seed: int, **options: Any) -> Model:
+    return load_model(
+        directory, dtype="float32", load_format="dummy", device=CPU, seed=seed, on_progress=None, **options
+    )
 
 
 class Running:
@@ -61,14 +66,18 @@ class Running:
         self.cache = KVCache.allocate(
             model.cache_shape(BLOCK_SIZE), num_blocks=num_blocks, dtype=model.cache_dtype, device=CPU
         )
+        self.memory = SleepableMemory(model, self.cache, PassLimits(64, 2, 64), None)
         self.num_prepared = 0
-        self.memory = SleepableMemory(model, self.cache, self.prepare)
+        warm_up = model.warm_up
 
-    def prepare(self) -> None:
-        self.num_prepared += 1
+        def prepare(*arguments: Any) -> None:
+            self.num_prepared += 1
+            warm_up(*arguments)
+
+        model.warm_up = prepare  # type: ignore[method-assign]
 
     def logits(self) -> Tensor:
-        """Return the logits of a prompt, and of the token behind it."""
+        """Return the hidden states, and the logits where they are gathered, of a prompt and the token behind it."""
         parts = []
         for positions in (np.arange(40, dtype=np.int32), np.arange(40, 41, dtype=np.int32)):
             batch = ForwardBatch(
@@ -81,9 +90,9 @@ class Running:
                 num_decodes=int(len(positions) == 1),
             )
             self.model.begin_step(False, len(positions))
-            logits = self.model.logits(self.model.forward(batch, self.cache))
-            assert logits is not None
-            parts.append(logits.clone())
+            hidden = self.model.forward(batch, self.cache).clone()
+            logits = self.model.logits(hidden)
+            parts += [part.flatten().clone() for part in (hidden, logits) if part is not None]
         return torch.cat(parts)
 
 
@@ -206,23 +215,37 @@ def test_sleep_of_storages_frees_passes_first_and_restores_them(
     assert torch.equal(running.logits(), expected)
 
 
-def test_wake_up_without_memory_says_what_to_do_and_can_be_repeated(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tp", [1, 2])
+def test_wake_up_without_memory_leaves_all_asleep_and_can_be_repeated(
+    tp: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = Running(load(checkpoint, 1))
-    running.memory.sleep(("kv_cache",), 1)
+    """The way of a GPU, of which others have taken memory: the last rank finds too little for the cache."""
+    monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: TorchBackend())
+    monkeypatch.setattr(sleep_module, "releasable_memory", lambda tensors, device: ReleasableStorages(tensors))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**34))
 
-    def refuse(self: object) -> None:
+    def refuse() -> None:
         raise torch.OutOfMemoryError
 
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**34))
-        patch.setattr("eagleray.kernels.memory_release.ReleasablePages.restore", refuse)
-        with pytest.raises(ConfigError, match="too little memory for the cache of a worker that wakes: 1"):
-            running.memory.wake_up(("kv_cache",))
-    assert not running.memory.is_awake and running.num_prepared == 0
-    running.memory.wake_up(("kv_cache",))
-    assert running.memory.is_awake and running.num_prepared == 1
+    def work(groups: Groups) -> None:
+        running = Running(load(checkpoint, 1, groups=groups))
+        running.cache.layers = [layer.clone() for layer in running.cache.layers]
+        tensors = [*running.model.storage(), *running.cache.layers]
+        expected = running.logits()
+        running.memory.sleep(("weights", "kv_cache"), 1)
+        is_last = groups.tp.rank == tp - 1
+        with monkeypatch.context() as patch, ExitStack() as stack:
+            if is_last:
+                patch.setattr(running.memory._asleep["kv_cache"], "restore", refuse)
+                stack.enter_context(pytest.raises(ConfigError, match="too little memory for a worker that wakes: 1"))
+            running.memory.wake_up(("weights", "kv_cache"))
+        assert not running.memory.is_awake and running.num_prepared == 0
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+        running.memory.wake_up(("weights", "kv_cache"))
+        assert running.memory.is_awake and running.num_prepared == 1
+        assert torch.equal(running.logits(), expected)
+
+    run_ranks(work, topology(tp=tp))
 
 
 class RecordedPrefaulter:
