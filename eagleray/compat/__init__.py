@@ -1,0 +1,1 @@
+"""Packages for programs that were written for another engine."""

@@ -1,0 +1,1 @@
+"""The directory that a program is given in PYTHONPATH."""

@@ -1,0 +1,30 @@
+"""eagleray under the names of vLLM 0.32, for programs that import `vllm`.
+
+A program gets it as `vllm` by its path, `PYTHONPATH=$(python -m eagleray.compat.vllm)`, or by a call,
+`eagleray.compat.alias.install()`, before it imports `vllm`. Names that are not here raise an ImportError.
+"""
+
+from __future__ import annotations
+
+from eagleray.client.outputs import CompletionOutput, RequestOutput
+from eagleray.compat.vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from eagleray.compat.vllm.engine.async_llm_engine import AsyncLLMEngine
+from eagleray.compat.vllm.entrypoints import LLM
+from eagleray.compat.vllm.inputs import TextPrompt, TokensPrompt
+from eagleray.messages.sampling import SamplingParams
+
+__all__ = [
+    "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLMEngine",
+    "CompletionOutput",
+    "EngineArgs",
+    "RequestOutput",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
+
+__version__ = "0.32.0"
+"""Version of vLLM whose names these are; programs compare it."""

@@ -1,0 +1,1 @@
+"""Ranks of workers, and requests of weight transfers."""

@@ -1,0 +1,1 @@
+"""The engine's options and its asynchronous interface."""

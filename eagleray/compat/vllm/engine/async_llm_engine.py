@@ -1,0 +1,14 @@
+"""The asynchronous interface, with the attributes that programs reach into."""
+
+from __future__ import annotations
+
+from eagleray import async_llm
+
+
+class AsyncLLMEngine(async_llm.AsyncLLM):
+    """`eagleray.AsyncLLM`."""
+
+    @property
+    def output_processor(self) -> AsyncLLMEngine:
+        """This object, which counts the unfinished requests as vLLM's output processor does."""
+        return self

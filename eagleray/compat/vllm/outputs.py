@@ -1,0 +1,5 @@
+"""Outputs of requests."""
+
+from eagleray.client.outputs import CompletionOutput, RequestOutput
+
+__all__ = ["CompletionOutput", "RequestOutput"]

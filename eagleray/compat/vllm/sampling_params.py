@@ -1,0 +1,17 @@
+"""Parameters of requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eagleray.errors import InvalidRequest
+from eagleray.messages.sampling import RequestOutputKind, SamplingParams
+
+__all__ = ["RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
+
+
+class StructuredOutputsParams:
+    """A grammar for the output, which cannot be had yet. Raises `InvalidRequest`."""
+
+    def __init__(self, **_: Any) -> None:
+        raise InvalidRequest("structured outputs are not supported: leave `structured_outputs` out")
