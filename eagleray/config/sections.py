@@ -159,6 +159,21 @@ class ExecutionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "every worker. Its constructor takes the worker; without such a constructor it is a mixin of the worker."
         ),
     ] = None
+    weight_transfer_config: Annotated[
+        dict[str, Any],
+        Meta(
+            description="Fields that `init_info` of a weight transfer may leave out, as JSON; above all `backend`: "
+            "gloo, nccl, shm, ipc or disk. Default: nccl on GPUs, else gloo."
+        ),
+    ] = {}
+    weight_update: Annotated[
+        Literal["staged", "in-place"],
+        Meta(
+            description="Where weights of a trainer are kept until an update is finished. staged: beside those that "
+            "serve, which takes memory for both. in-place: over them, so that no request is computed meanwhile, and an "
+            "update that breaks off leaves no usable weights."
+        ),
+    ] = "staged"
     instance_name: Annotated[
         str | None,
         Meta(

@@ -19,10 +19,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagleray.engine.core import EngineCore
+from eagleray.engine.weight_update import EngineWeightUpdate
 from eagleray.errors import DeadlineExceeded
 from eagleray.identity import EngineId
 from eagleray.log import get_logger
-from eagleray.messages.control import Command, CommandDone, InstanceState, ResetPrefixCache, SetState, SleepTag
+from eagleray.messages.control import (
+    AbortWeightUpdate,
+    CheckWeights,
+    CloseWeightTransfer,
+    Command,
+    CommandDone,
+    InstanceState,
+    OpenWeightTransfer,
+    ReceiveWeights,
+    ResetPrefixCache,
+    SetState,
+    SleepTag,
+)
 from eagleray.messages.failure import Failure
 from eagleray.messages.steps import SleepWorker, WakeWorker, WorkerSlept, WorkerWoke
 from eagleray.scheduler.request import AddressedChunk
@@ -33,17 +46,8 @@ Result = dict[str, Any] | Failure
 Execution = Generator[str, None, Result]
 """Yields what it waits for, as a part of a sentence."""
 
-ApplyUpdate = Callable[[int, float], bool]
-"""Has the workers apply what they have staged for the update of this number, within these seconds. Returns False if
-they have nothing for it."""
-
 DROPPING_LEVEL = 2
 """Level of sleep at which the weights are dropped."""
-
-
-def keep_weights(number: int, timeout: float) -> bool:
-    """Apply nothing, because nothing is staged."""
-    return False
 
 
 @dataclass
@@ -65,7 +69,6 @@ class EngineControl:
         *,
         publish: Callable[[list[AddressedChunk]], None],
         reply: Callable[[CommandDone], None],
-        apply_update: ApplyUpdate = keep_weights,
     ) -> None:
         self.state = InstanceState()
         """State of the instance that this engine has adopted."""
@@ -75,8 +78,13 @@ class EngineControl:
         self._core = core
         self._publish = publish
         self._reply = reply
-        self._apply_update = apply_update
+        self._updates = EngineWeightUpdate(core.executor, wait_seconds=lambda: core.call_seconds)
         self._tasks: deque[_Task] = deque()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a command is being executed, so that `advance` must be called soon."""
+        return bool(self._tasks)
 
     def adopt(self, state: InstanceState, *, timeout: float) -> None:
         """Adopt the state of the instance that this engine joins, before it has requests."""
@@ -128,6 +136,16 @@ class EngineControl:
                 return (yield from self._set_state(command.body, command.timeout))
             case ResetPrefixCache(reset_running_requests=reset_running_requests):
                 return (yield from self._reset_prefix_cache(reset_running_requests))
+            case OpenWeightTransfer() as body:
+                return (yield from self._updates.open_transfer(body, is_cancelled=lambda: self._is_broken_off))
+            case CloseWeightTransfer():
+                return self._updates.close_transfer()
+            case ReceiveWeights() as body:
+                return (yield from self._updates.receive(body, is_cancelled=lambda: self._is_broken_off))
+            case CheckWeights() as body:
+                return self._updates.check(body)
+            case AbortWeightUpdate():
+                return self._drop_update()
             case body:
                 return Failure.noticed(f"{self._engine.label} does not execute {type(body).__name__}")
 
@@ -138,6 +156,7 @@ class EngineControl:
         before, state = self.state, command.state
         changes_memory = state.asleep != before.asleep or state.sleep_level > before.sleep_level
         applies_update = state.update not in (before.update, self.update)
+        starts_update = not is_start and state.open_update not in (None, before.open_update)
         if self._core.waves is not None and not is_start and before.may_step and (changes_memory or applies_update):
             return Failure.noticed(f"{self._engine.label} shares experts, so all engines must be held before")
         num_aborted = 0
@@ -154,7 +173,9 @@ class EngineControl:
             return failure
         self.state = state  # only now: a deadline may have ended the waits above
         freed_bytes = self._sleep(before, state, timeout)
-        if applies_update and self._apply_update(state.update, timeout):
+        if starts_update and isinstance(outcome := self._start_update(command), Failure):
+            return outcome
+        if applies_update and self._updates.apply(state.update, timeout):
             self.update = state.update
         if state.update == self.update:
             scheduler.set_weights(update=state.update, version=state.weight_version)
@@ -162,6 +183,20 @@ class EngineControl:
             logger.info("the prefix cache is not emptied, because requests that were kept have blocks of it")
         self._continue()
         return self._describe(num_aborted, freed_bytes)
+
+    def _start_update(self, command: SetState) -> Result:
+        """Have the workers open the update of the state."""
+        assert command.state.open_update is not None
+        return self._updates.start(
+            command.state.open_update, is_in_place=command.state.is_in_place, num_bytes=command.num_bytes
+        )
+
+    def _drop_update(self) -> Result:
+        """Have the workers drop the open update. The weights are unusable if some were overwritten in place."""
+        outcome = self._updates.drop()
+        if self._updates.is_torn:
+            self.update = None
+        return outcome
 
     def _stop(self) -> Execution:
         """Plan no more steps, and wait until none is in flight."""
@@ -213,6 +248,12 @@ class EngineControl:
     def _is_superseded(self) -> bool:
         """Whether a later state ends the wait for the current one."""
         return any(isinstance(task.command.body, SetState) for task in list(self._tasks)[1:])
+
+    @property
+    def _is_broken_off(self) -> bool:
+        """Whether a later command ends receiving."""
+        later = (task.command.body for task in list(self._tasks)[1:])
+        return any(isinstance(body, AbortWeightUpdate | CloseWeightTransfer) for body in later)
 
     def _describe(self, num_aborted: int, freed_bytes: int = 0) -> dict[str, Any]:
         return {

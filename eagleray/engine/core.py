@@ -47,6 +47,11 @@ class EngineCore:
         """Whether no step of a request is in flight, and no wave of the expert group is on."""
         return self.scheduler.is_settled and not (self.waves is not None and self.waves.is_on)
 
+    @property
+    def call_seconds(self) -> float:
+        """Time limit, in seconds, of a call that is queued behind the steps in flight."""
+        return self._pipeline.seconds
+
     def call_workers(self, call: CallWorkers) -> WorkersReturned:
         """Call the worker extension on every worker and return their values, or the first failure."""
         body = CallExtension(call.method, call.arguments)
@@ -86,7 +91,7 @@ class EngineCore:
 
     def read_expert_load(self) -> list[WorkerExpertLoad]:
         """Read the token counts of each expert from every worker, by rank. Waits for the steps in flight."""
-        return self.executor.call(ReadExpertLoad(), WorkerExpertLoad, timeout=self._pipeline.seconds)
+        return self.executor.call(ReadExpertLoad(), WorkerExpertLoad, timeout=self.call_seconds)
 
     def _plan(self) -> StepPlan | None:
         """Plan the next step, if there is one. During a wave there always is."""

@@ -10,12 +10,12 @@ from typing import Protocol
 
 import msgspec
 
-from eagleray.engine.control import ApplyUpdate, EngineControl, keep_weights
+from eagleray.engine.control import EngineControl
 from eagleray.engine.core import EngineCore
 from eagleray.engine.early_requests import EarlyRequests
 from eagleray.engine.expert_load import ExpertLoadReporter
 from eagleray.engine.mailbox import EngineInbox, EngineMessage, EngineOutbox
-from eagleray.engine.timeouts import FLUSH_SECONDS, IDLE_POLL_SECONDS, STATS_INTERVAL_SECONDS
+from eagleray.engine.timeouts import FLUSH_SECONDS, IDLE_POLL_SECONDS, STATS_INTERVAL_SECONDS, TRANSFER_POLL_SECONDS
 from eagleray.errors import EngineFailed, InvalidRequest
 from eagleray.identity import SUPERVISOR, ClientId, EngineId, SupervisorId
 from eagleray.log import get_logger
@@ -63,7 +63,6 @@ class EngineLoop:
     """Runs until `Stop` arrives or a step raises.
 
     `stepper` is given for an engine of an expert group. With `has_experts`, clients receive the load of the experts.
-    `apply_update`: see `EngineControl`.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class EngineLoop:
         *,
         stepper: EngineStepper | None = None,
         has_experts: bool = False,
-        apply_update: ApplyUpdate = keep_weights,
     ) -> None:
         self._engine = engine
         self._core = core
@@ -89,7 +87,6 @@ class EngineLoop:
             core,
             publish=self._publish,
             reply=lambda done: outbox.send(SUPERVISOR, done),
-            apply_update=apply_update,
         )
         self._early_requests = EarlyRequests()
         self._stopping = False
@@ -122,7 +119,8 @@ class EngineLoop:
     def _handle_messages(self) -> None:
         """Handle every message that has arrived. An idle engine waits for one and checks its workers meanwhile."""
         is_idle = not self._stepper.is_busy
-        message = self._receive(IDLE_POLL_SECONDS if is_idle else 0)
+        idle_seconds = TRANSFER_POLL_SECONDS if self._control.is_busy else IDLE_POLL_SECONDS
+        message = self._receive(idle_seconds if is_idle else 0)
         if is_idle:
             self._core.executor.check()
             self._check_connections()

@@ -47,6 +47,9 @@ class EngineWeightUpdate:
     def __init__(self, executor: Executor, *, wait_seconds: Callable[[], float]) -> None:
         self._executor = executor
         self._wait_seconds = wait_seconds
+        self._is_in_place = False
+        self.is_torn = False
+        """Whether weights were overwritten by an update in place that was not applied."""
 
     def open_transfer(
         self, command: OpenWeightTransfer, *, is_cancelled: Callable[[], bool]
@@ -66,13 +69,18 @@ class EngineWeightUpdate:
 
     def start(self, number: int, *, is_in_place: bool, num_bytes: int | None) -> Outcome:
         """Open the update of this number."""
+        self._is_in_place = is_in_place
         return self._done(StartUpdate(number=number, is_in_place=is_in_place, num_bytes=num_bytes))
 
     def receive(self, command: ReceiveWeights, *, is_cancelled: Callable[[], bool]) -> Generator[str, None, Outcome]:
         """Receive tensors into the open update."""
         call = ReceiveTensors(update_info=command.update_info, weight_dir=command.weight_dir)
+        was_torn = self.is_torn
+        self.is_torn |= self._is_in_place
         replies = yield from self._run(call, "tensors of the trainer", DropUpdate(), is_cancelled)
         if isinstance(replies, Failure):
+            if replies.is_user_error:
+                self.is_torn = was_torn  # nothing is taken of a call with a wrong tensor
             return replies
         return {
             "num_tensors": max(reply.num_tensors for reply in replies),
@@ -99,6 +107,8 @@ class EngineWeightUpdate:
         applied = [rank for rank, reply in enumerate(replies) if reply.is_applied]
         if applied and len(applied) < len(replies):
             raise EngineFailed(f"weight update {number} was applied by rank {', '.join(map(str, applied))} alone")
+        if applied:
+            self.is_torn = False
         return bool(applied)
 
     def drop(self) -> Outcome:
@@ -126,10 +136,12 @@ class EngineWeightUpdate:
                     is_done = True
                     return list(replies.values())
                 due = time.monotonic() + TRANSFER_POLL_SECONDS
-                while time.monotonic() < due:
+                is_due = False
+                while not is_due:
                     if is_cancelled():
                         return Failure.of(TransferBroken(f"waiting for {awaited} was broken off"))
                     yield awaited
+                    is_due = time.monotonic() >= due
                 pending = self._executor.begin(PollTransfer(), TransferProgress)
         finally:
             pending.drop()

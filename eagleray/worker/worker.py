@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from eagleray.config.sections import Config
-from eagleray.errors import ChannelClosed, ConfigError, ExpertGroupBroken
+from eagleray.errors import ChannelClosed, ConfigError, ExpertGroupBroken, InvalidRequest
 from eagleray.identity import WorkerId
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.log import get_logger
@@ -48,6 +48,7 @@ from eagleray.messages.steps import (
     WorkerSlept,
     WorkerWoke,
 )
+from eagleray.messages.weight_transfer import PollTransfer, TransferCall, TransferReply
 from eagleray.messages.workers import Topology
 from eagleray.parallel.mesh import Mesh
 from eagleray.process.gc_freeze import freeze_gc
@@ -65,6 +66,7 @@ from eagleray.worker.timeouts import (
     POLL_INTERVAL_SECONDS,
     SEND_TIMEOUT_SECONDS,
 )
+from eagleray.worker.weight_update import StagedUpdate, WeightUpdater
 
 logger = get_logger(__name__)
 
@@ -109,7 +111,7 @@ class Worker:
         if isinstance(call.body, OpenGroup):
             # On a GPU, steps in flight may wait forever for a rank of another host, until their group is left.
             self._break_steps("its group was left")
-        if not isinstance(call.body, StepPlan):
+        if not isinstance(call.body, StepPlan | PollTransfer):
             replies = self._finish_all()
         if self._has_failed:
             return replies
@@ -185,6 +187,8 @@ class Worker:
                 return WorkerSlept(state.sleep(tags, level))
             case ServingWorker(), WakeWorker(tags):
                 return state.wake_up(tags)
+            case ServingWorker(), _ if isinstance(body, TransferCall):
+                return state.transfer_weights(body)
             case ServingWorker(), OpenGroup("expert", epoch):
                 return state.open_expert_group(epoch)
             case ServingWorker(), JoinGroup("expert", epoch, members):
@@ -244,6 +248,13 @@ class ServingWorker:
         self._cache = cache
         self._memory = SleepableMemory(model, cache, limits, sampler.last_tokens)
         self._prefaulter = CachePrefaulter(cache, self._runner)
+        self._weights = WeightUpdater(
+            _start_staging,
+            rank=loaded.rank,
+            device=loaded.device,
+            init_defaults=config.execution.weight_transfer_config,
+            timeout=config.recovery.weight_update_timeout,
+        )
 
     def begin(self, plan: StepPlan) -> UnfinishedStep | StepBroken:
         """Begin the step. The exit of another engine of the expert group breaks the step and leaves this worker
@@ -301,6 +312,9 @@ class ServingWorker:
     def call_extension(self, method: str, arguments: bytes) -> ExtensionReturned:
         return self._extension.call(method, arguments)
 
+    def transfer_weights(self, call: TransferCall) -> TransferReply:
+        return self._weights.handle(call)
+
     def sleep(self, tags: Collection[SleepTag], level: int) -> int:
         """Return memory to the system, see `SleepableMemory.sleep`. No step must be unfinished."""
         self._prefaulter.close()  # before the cache sleeps, whose pages it would request
@@ -319,9 +333,14 @@ class ServingWorker:
 
     def close(self) -> None:
         """Leave the groups."""
+        self._weights.close()
         self._prefaulter.close()
         self._model.close()  # before the groups, see there
         self._groups.close()
+
+
+def _start_staging(is_in_place: bool, num_bytes: int | None) -> StagedUpdate:
+    raise InvalidRequest("the weights of a running model cannot be updated yet")
 
 
 class NullWorker:

@@ -94,14 +94,25 @@ class SteeredInstance:
 
     `ranks`: data-parallel ranks of its engines. `workers_per_engine`: tensor-parallel times pipeline-parallel size.
     `num_workers`: workers of the whole deployment. `shares_experts`: whether the engines step together.
+    `updates_in_place`: whether updates overwrite the weights before they are finished.
     """
 
-    def __init__(self, name: str, *, ranks: range, workers_per_engine: int, num_workers: int, shares_experts: bool):
+    def __init__(
+        self,
+        name: str,
+        *,
+        ranks: range,
+        workers_per_engine: int,
+        num_workers: int,
+        shares_experts: bool,
+        updates_in_place: bool = False,
+    ) -> None:
         self.name = name
         self.ranks = ranks
         self.workers_per_engine = workers_per_engine
         self.num_workers = num_workers
         self.shares_experts = shares_experts
+        self.updates_in_place = updates_in_place
         self.now = 0.0
         """Time of the event that is being handled, in seconds of a monotonic clock."""
         self.state = InstanceState()

@@ -52,6 +52,7 @@ class ControlPlane:
                 workers_per_engine=parallel.world_size,
                 num_workers=parallel.data_parallel_size * parallel.world_size,
                 shares_experts=expert_engines(config) > 1,
+                updates_in_place=config.execution.weight_update == "in-place",
             ),
             weight_update_timeout=config.recovery.weight_update_timeout,
         )

@@ -175,7 +175,8 @@ class WeightUpdates:
         self.dropped_because = None
         for record in instance.engines.values():
             record.takes_part = record.is_started
-        instance.assign(instance.changed(open_update=instance.state.update + 1))
+        number = instance.state.update + 1
+        instance.assign(instance.changed(open_update=number, is_in_place=instance.updates_in_place))
         try:
             replies = yield Commands(instance.set_state_bodies(num_bytes=num_bytes))
             replies.raise_failure()

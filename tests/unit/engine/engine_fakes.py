@@ -34,6 +34,19 @@ from eagleray.messages.steps import (
     WorkerSlept,
     WorkerWoke,
 )
+from eagleray.messages.weight_transfer import (
+    ApplyUpdate,
+    CheckUpdate,
+    CloseTransfer,
+    DropUpdate,
+    PollTransfer,
+    ReceiveTensors,
+    StartUpdate,
+    TransferDone,
+    TransferProgress,
+    UpdateApplied,
+    UpdateChecked,
+)
 from eagleray.messages.workers import Topology
 
 ENGINE = EngineId("i", 0)
@@ -63,6 +76,10 @@ class CountingGroup:
         self.wake_failure: Failure | None = None
         """Cause for which memory cannot be allocated again."""
         self.works_for_others: Callable[[StepPlan], bool] = lambda plan: False
+        self.has_staged = False
+        """Whether it has received weights for every update."""
+        self.num_polls = 0
+        """Number of times that it is asked before tensors have come."""
         self._replies: deque[Reply] = deque()
 
     def send(self, call: Call) -> None:
@@ -114,6 +131,17 @@ class CountingGroup:
                 return WorkerSlept(1000 * len(tags))
             case WakeWorker():
                 return WorkerWoke(self.wake_failure)
+            case StartUpdate() | DropUpdate() | CloseTransfer():
+                return TransferDone()
+            case ReceiveTensors():
+                return TransferProgress(is_done=False)
+            case PollTransfer():
+                self.num_polls -= 1
+                return TransferProgress(is_done=self.num_polls <= 0, num_tensors=3, num_bytes=30)
+            case CheckUpdate():
+                return UpdateChecked(missing=["up"])
+            case ApplyUpdate():
+                return UpdateApplied(self.has_staged)
             case StepPlan():
                 self.on_step(body.step)
                 return self._step(body)

@@ -20,11 +20,15 @@ from eagleray.engine.startup import start_engine
 from eagleray.executor.executor import Executor
 from eagleray.identity import SUPERVISOR, ClientId
 from eagleray.messages.control import (
+    AbortRequests,
+    AbortWeightUpdate,
+    CheckWeights,
+    CloseWeightTransfer,
     Command,
     CommandBody,
     CommandDone,
     InstanceState,
-    OpenWeightTransfer,
+    ReceiveWeights,
     ResetPrefixCache,
     SetState,
 )
@@ -35,6 +39,7 @@ from eagleray.messages.outputs import Chunk, Chunks, EngineStats
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, Stopping
 from eagleray.messages.steps import SleepWorker, StepPlan, WakeWorker
+from eagleray.messages.weight_transfer import ApplyUpdate, StartUpdate
 
 CLIENT = ClientId("i", 0)
 SERVING, KEEP = InstanceState(), InstanceState(pause="keep")
@@ -69,10 +74,12 @@ class Run:
         state: InstanceState = SERVING,
         has_staged: bool = False,
         wake_failure: Failure | None = None,
+        num_polls: int = 1,
         **options: Any,
     ) -> None:
         self.group, self.outbox = CountingGroup(), ListOutbox()
         self.group.wake_failure = wake_failure
+        self.group.num_polls = num_polls
         inbox = ListInbox(Joined(CLIENT, "c"), *messages)
         self._coming = deque((step, message) for step, some in sorted((at or {}).items()) for message in some)
         self._idle = iter([*idle, Stop(0.0)])
@@ -80,10 +87,8 @@ class Run:
         inbox.on_empty = lambda: self._coming.popleft()[1] if self._coming else next(self._idle)
         config = build_config(executor=executor, **options)
         core = start_engine(config, Executor(self.group), deadline=math.inf).core
-        self.applied: list[tuple[int, int]] = []
-        """Updates that were applied, with the number of steps sent before."""
-        self._has_staged = has_staged
-        loop = EngineLoop(ENGINE, core, inbox, self.outbox, apply_update=self._apply_update)
+        self.group.has_staged = has_staged
+        loop = EngineLoop(ENGINE, core, inbox, self.outbox)
         loop.adopt(state, timeout=1)
         loop.run()
 
@@ -91,10 +96,15 @@ class Run:
         while self._coming and self._coming[0][0] <= step:
             yield self._coming.popleft()[1]
 
-    def _apply_update(self, number: int, timeout: float) -> bool:
-        if self._has_staged:
-            self.applied.append((number, len(self.calls(StepPlan))))
-        return self._has_staged
+    @property
+    def applied(self) -> list[tuple[int, int]]:
+        """Updates that were applied, with the number of steps sent before."""
+        calls = self.group.calls
+        return [
+            (call.number, sum(isinstance(earlier, StepPlan) for earlier in calls[:index]))
+            for index, call in enumerate(calls)
+            if isinstance(call, ApplyUpdate) and self.group.has_staged
+        ]
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -316,9 +326,73 @@ def test_engine_attached_during_pause_or_sleep_starts_in_it():
 
 
 def test_command_that_engines_do_not_execute_is_refused():
-    run = Run(command(1, OpenWeightTransfer(init_info={}, first_rank=0)))
+    run = Run(command(1, AbortRequests()))
     failure = run.replies[1].failure
-    assert failure is not None and "does not execute OpenWeightTransfer" in failure.message
+    assert failure is not None and "does not execute AbortRequests" in failure.message
+
+
+UPDATING = InstanceState(open_update=1)
+RECEIVE = ReceiveWeights(update_info=b"")
+
+
+@pytest.fixture
+def polls_always(monkeypatch):
+    monkeypatch.setattr("eagleray.engine.weight_update.TRANSFER_POLL_SECONDS", 0)
+
+
+@pytest.mark.usefixtures("polls_always")
+@DEPTHS
+def test_update_staged_steps_go_on_while_tensors_come(executor):
+    messages = [
+        command(1, UPDATING, num_bytes=30),
+        command(2, RECEIVE),
+        command(3, CheckWeights(require_complete=False)),
+        command(4, InstanceState(update=1, weight_version="v1")),
+    ]
+    run = Run(generate("a", max_tokens=40), at={2: messages}, executor=executor, has_staged=True, num_polls=10)
+    assert run.calls(StartUpdate) == [StartUpdate(number=1, is_in_place=False, num_bytes=30)]
+    assert run.replies[2].result == {"num_tensors": 3, "num_bytes": 30}
+    assert run.replies[3].result == {"missing": ["up"], "num_missing": 1}
+    assert run.replies[4].result["update"] == 1
+    assert run.num_steps_before(2) - run.num_steps_before(1) >= 5, "one step or more for each two polls"
+    assert len(run.tokens("a")) == 40
+
+
+@pytest.mark.usefixtures("polls_always")
+@pytest.mark.parametrize("ends_by", [AbortWeightUpdate(), CloseWeightTransfer()])
+def test_receive_is_broken_off_by_a_later_command(ends_by):
+    run = Run(
+        generate("a", max_tokens=40),
+        at={2: [command(1, UPDATING), command(2, RECEIVE)], 6: [command(3, ends_by)]},
+        num_polls=10_000,
+    )
+    failure = run.replies[2].failure
+    assert failure is not None and failure.kind == "TransferBroken"
+    assert run.replies[3].failure is None
+    assert len(run.tokens("a")) == 40
+
+
+@pytest.mark.usefixtures("polls_always")
+def test_update_in_place_broken_off_leaves_no_weights_until_the_next_one():
+    updating = InstanceState(open_update=1, is_in_place=True)
+    torn = Run(
+        generate("a", max_tokens=8),
+        at={2: [command(1, updating), command(2, RECEIVE), command(3, AbortWeightUpdate()), command(4, SERVING)]},
+    )
+    assert torn.replies[4].result["update"] is None
+    assert len(torn.tokens("a")) < 8, "no step is taken with a mixture of weights"
+    mended = Run(
+        generate("a", max_tokens=8),
+        at={2: [command(1, updating), command(2, RECEIVE), command(3, AbortWeightUpdate())]},
+        idle=[
+            command(4, updating),
+            command(5, RECEIVE),
+            command(6, InstanceState(update=1)),
+        ],
+        has_staged=True,
+    )
+    assert mended.replies[6].result["update"] == 1
+    assert len(mended.tokens("a")) == 8
 
 
 def test_commands_are_executed_in_order():
