@@ -46,6 +46,9 @@ ODD = tuple(
 
 Graph = dict[str, set[str]]
 
+FOREIGN_NAMES = "/compat/"
+"""Part of the paths of modules whose classes and exports have the names of another project."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -229,7 +232,8 @@ class Tree:
     def repeated_classes(self) -> dict[str, list[Found]]:
         by_name: defaultdict[str, list[Found]] = defaultdict(list)
         for found in self.classes:
-            by_name[found.text].append(found)
+            if FOREIGN_NAMES not in found.path:
+                by_name[found.text].append(found)
         return {name: places for name, places in sorted(by_name.items()) if len(places) > 1}
 
     @cached_property
@@ -246,8 +250,12 @@ class Tree:
 
     @cached_property
     def internal_exports(self) -> list[Found]:
-        """Every `__all__` outside an `__init__.py`."""
-        inner = (source for source in self.sources if not source.path.endswith("__init__.py"))
+        """Every `__all__` outside an `__init__.py`, except in modules that have the names of another project."""
+        inner = (
+            source
+            for source in self.sources
+            if not source.path.endswith("__init__.py") and FOREIGN_NAMES not in source.path
+        )
         return [found for source in inner for found in source.exports()]
 
     @cached_property
