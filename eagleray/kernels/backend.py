@@ -144,6 +144,14 @@ class ExpertProducts(Protocol):
         ...
 
 
+class WeightAllocator(Protocol):
+    """Memory for packed weights."""
+
+    def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return [num_elements] with any contents. May be called from any thread."""
+        ...
+
+
 class KernelUnavailable(Exception):
     """A kernel that a model needs cannot be compiled or launched on this machine."""
 
@@ -163,6 +171,11 @@ class KernelBackend(Protocol):
     kept_formats: frozenset[WeightFormat]
     """The formats of quantized weights that `linear` and `gated_linear` take; other weights are decoded when they are
     loaded. The blocks of an `Fp8Weight` must have a multiple of `FP8_COLUMNS` columns, or all columns."""
+
+    def with_memory(self, memory: WeightAllocator) -> KernelBackend:
+        """Return a backend whose operations have the same storage. Weights that it packs into another layout are in
+        pieces of `memory`; all else is where this backend has it."""
+        return self
 
     def linear(self, weight: Weight, bias: Tensor | None) -> OperationWithWeights:
         """Make a product with a weight [out_features, in_features]."""

@@ -93,15 +93,15 @@ def unquantized(weight: Weight) -> Tensor:
     return weight
 
 
-def quantize_fp8(weight: Tensor) -> Fp8Weight:
-    """Return a weight [rows, columns] in FP8. The largest number of each `FP8_BLOCK` becomes the largest of float8."""
-    (rows, columns), (high, wide) = weight.shape, FP8_BLOCK
+def quantize_fp8(weight: Tensor, block: tuple[int, int] = FP8_BLOCK) -> Fp8Weight:
+    """Return a weight [rows, columns] in FP8. The largest number of each block becomes the largest of float8."""
+    (rows, columns), (high, wide) = weight.shape, block
     padded = F.pad(weight.float(), (0, -columns % wide, 0, -rows % high))
     blocks = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high))  # [row blocks, high, column blocks, wide]
     scales = blocks.abs().amax(dim=(1, 3)) / MAX_FP8
     scales.clamp_min_(torch.finfo(torch.float32).tiny)  # a block of zeros
     values = (blocks / scales[:, None, :, None]).view(padded.shape)[:rows, :columns].to(torch.float8_e4m3fn)
-    return Fp8Weight(values.contiguous(), scales, FP8_BLOCK)
+    return Fp8Weight(values.contiguous(), scales, block)
 
 
 def select_rows(weight: Fp8Weight, order: Tensor) -> Fp8Weight:

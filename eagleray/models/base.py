@@ -7,8 +7,9 @@ the same calls. `forward` sends hidden states between them, `logits` collects th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from eagleray.kernels.kv_cache import CacheShape, KVCache
 from eagleray.kernels.rope import Rope
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.layers.decoder import DecoderLayer
-from eagleray.models.layers.embedding import HEAD, EmbeddingAndHead
+from eagleray.models.layers.embedding import EMBEDDING, HEAD, EmbeddingAndHead
 from eagleray.models.layers.layer import Layer, WeightGroup
 from eagleray.models.layers.linear import norm
 from eagleray.models.moe.experts import MoeBlock
@@ -31,6 +32,8 @@ from eagleray.models.part import ModelPart
 from eagleray.models.sharding import kv_heads
 from eagleray.models.size import activation_bytes
 from eagleray.models.spec import ModelSpec
+from eagleray.models.staging import StagingMemory
+from eagleray.models.update import TensorNames, WeightUpdate
 from eagleray.models.weights import Param, Weights
 from eagleray.process.malloc import malloc_trim
 
@@ -91,6 +94,11 @@ class Model(ABC):
         self.exchanges_tokens = experts is not None and experts.dispatcher is not None
         """Whether tokens go to the ranks that have their experts."""
         self.rebalancer: Rebalancer | None = None
+        self.kept_fp8: frozenset[str] = frozenset()
+        """See `StoredWeights`."""
+        self._update: WeightUpdate | None = None
+        self._loading: WeightUpdate | None = None
+        """What `load_weights` has done without an update."""
         self._any_engine_busy = False
         self._hidden_dtype = kernels.hidden_dtype(part.dtype)
         self._kernels = kernels
@@ -143,6 +151,35 @@ class Model(ABC):
         """Number of parameters on this rank."""
         return sum(param.local_size * param.parameters for param in self.params())
 
+    def named_parameters(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Yield the name in the checkpoint, the whole shape and the dtype of each tensor of which this rank has a
+        part."""
+        params = {param.name: param for param in self.params()}
+        for name, param in params.items():
+            yield name, param.shape, param.dtype or self.dtype
+
+    def start_update(self, *, in_place: bool = False) -> WeightUpdate:
+        """Start an update of the weights. The one before must be dropped; tensors that wait since a `load_weights` are
+        forgotten."""
+        assert not self._is_updating, "an update is open"
+        self._forget_loading()
+        self._update = self._make_update(in_place)
+        return self._update
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Replace weights by tensors under the names of the checkpoint, in any order and any number of calls, and
+        return the names that the model has. Tensors that are packed together, such as the projections of queries, keys
+        and values, are applied when all have come; until then they wait for the next call. Once they have, one of them
+        may come alone. While an update is open, they are added to it. Raises `WeightsMismatch`, see
+        `WeightUpdate.add`."""
+        if self._update is not None and self._update.is_open:
+            return self._update.add(weights)
+        if self._loading is None:
+            self._loading = self._make_update()
+        names = self._loading.add(weights)
+        self._loading.apply()
+        return names
+
     def load(self, weights: Weights) -> None:
         """Make the operations of all layers. Raises `CheckpointError`."""
 
@@ -150,8 +187,7 @@ class Model(ABC):
             part.load(weights, self._kernels)
             malloc_trim()
 
-        # on a CPU, every core reads and packs weights
-        pool = ThreadPoolExecutor(torch.get_num_threads() if self.device.type == "cpu" else 1, "load")
+        pool = ThreadPoolExecutor(self._num_threads, "load")
         try:
             for loaded in [pool.submit(load_part, part) for part in self._parts()]:
                 loaded.result()
@@ -166,6 +202,49 @@ class Model(ABC):
     def moe_blocks(self) -> list[MoeBlock]:
         """The experts of each layer of this stage that has some."""
         return [layer.feed_forward for layer in self._layers if isinstance(layer.feed_forward, MoeBlock)]
+
+    @property
+    def _num_threads(self) -> int:
+        """Number of threads that read and pack weights; on a CPU, every core does."""
+        return torch.get_num_threads() if self.device.type == "cpu" else 1
+
+    @property
+    def _is_updating(self) -> bool:
+        return self._update is not None and self._update.is_open
+
+    def _forget_loading(self) -> None:
+        if self._loading is not None:
+            self._loading.drop()
+            self._loading = None
+
+    def _make_update(self, in_place: bool = False) -> WeightUpdate:
+        return WeightUpdate(
+            self.weight_groups(),
+            self._tensor_names,
+            self.part.rules,
+            self._kernels,
+            self._staging,
+            kept_fp8=self.kept_fp8,
+            num_threads=self._num_threads,
+            in_place=in_place,
+        )
+
+    @cached_property
+    def _staging(self) -> StagingMemory:
+        return StagingMemory(self.device)
+
+    @cached_property
+    def _tensor_names(self) -> TensorNames:
+        layers = map(self.make_layer, range(self.spec.num_layers))
+        aliases = [alias for layer in layers for alias in layer.aliases()]
+        tied = (EMBEDDING, HEAD) if self.spec.tie_embeddings else None
+        return TensorNames(
+            self.names(),
+            aliases,
+            has_scales=self.spec.fp8_block is not None,
+            may_be_dropped=self.may_be_dropped,
+            tied=tied,
+        )
 
     def _parts(self) -> Iterator[Layer | WeightGroup]:
         yield self._vocabulary
@@ -198,9 +277,12 @@ class Model(ABC):
 
     @torch.inference_mode()
     def rebalance_if_due(self) -> None:
-        """Count a step that is done, and move experts to balance their load if it is time to."""
-        if self.rebalancer is not None:
-            self.rebalancer.step()
+        """Count a step that is done, and move experts to balance their load if it is time to. No expert moves while an
+        update of the weights is open, which has to be so on all ranks of the expert group alike."""
+        if self.rebalancer is None or self._is_updating or (self._loading is not None and self._loading.is_waiting):
+            return
+        self._forget_loading()
+        self.rebalancer.step()
 
     @torch.inference_mode()
     def on_group_formed(self) -> None:

@@ -24,7 +24,7 @@ from eagleray.models.moe.layout import ExpertLayout
 from eagleray.models.part import ModelPart
 from eagleray.models.sharding import shard
 from eagleray.models.spec import Defaults, ModelSpec, MoeSpec, layer_windows, read_common
-from eagleray.models.weights import Param, Part, Weights
+from eagleray.models.weights import Alias, Param, Part, Weights
 
 GPT_OSS = Defaults(
     vocab_size=201_088,
@@ -98,7 +98,8 @@ class GptOss(Model):
         router = linear([f"{name}.mlp.router"], [num_experts], hidden, bias=True, is_quantizable=False)
         expert = _interleaved_expert(f"{name}.mlp.experts", part, layout)
         attention = Attention(f"{name}.self_attn", part.spec.windows[index], part, layout.sequence_parallel)
-        moe = MoeBlock(f"{name}.mlp", index, part, layout, expert=expert, router=router)
+        aliases = _plain_matrices(f"{name}.mlp.experts", part) if part.spec.is_mxfp4 else []
+        moe = MoeBlock(f"{name}.mlp", index, part, layout, expert=expert, router=router, aliases=aliases)
         return DecoderLayer(name, attention, moe, part, layout.sequence_parallel)
 
 
@@ -121,17 +122,21 @@ def _interleaved_expert(name: str, part: ModelPart, layout: ExpertLayout) -> Dec
         return whole[:, inner.start // per_column : inner.stop // per_column].contiguous()
 
     def matrix(weights: Weights, params: Sequence[Param], local: Callable[[Tensor], Tensor]) -> Weight:
-        if not moe.is_mxfp4:
+        is_plain = len(params) == 1
+        if is_plain and not keeps_mxfp4:
             return weights.quantize(local(weights.load(params[0]).t()))
-        blocks, scales = map(weights.load, params)
+        blocks, scales = mxfp4.encode(weights.load(params[0]).t()) if is_plain else map(weights.load, params)
         if keeps_mxfp4:
             return Mxfp4Weight(local(blocks), local(scales))
         return local(mxfp4.decode(blocks, scales, part.dtype))
 
     def declare(expert: int) -> WeightGroup:
+        return declare_form(expert, True, declare_form(expert, False)) if moe.is_mxfp4 else declare_form(expert, False)
+
+    def declare_form(expert: int, is_mxfp4: bool, alternative: WeightGroup | None = None) -> WeightGroup:
         place = Part(expert)
-        gate_up = _matrix(f"{name}.gate_up_proj", (moe.num_experts, 2 * size, hidden), place, moe.is_mxfp4)
-        down = _matrix(f"{name}.down_proj", (moe.num_experts, hidden, size), place, moe.is_mxfp4)
+        gate_up = _matrix(f"{name}.gate_up_proj", (moe.num_experts, 2 * size, hidden), place, is_mxfp4)
+        down = _matrix(f"{name}.down_proj", (moe.num_experts, hidden, size), place, is_mxfp4)
         gate_up_bias = Param(f"{name}.gate_up_proj_bias", (moe.num_experts, 2 * size), place)
         down_bias = Param(f"{name}.down_proj_bias", (moe.num_experts, hidden), place)
 
@@ -143,7 +148,7 @@ def _interleaved_expert(name: str, part: ModelPart, layout: ExpertLayout) -> Dec
                 kernels.linear(back, offset if adds_bias else torch.zeros_like(offset)),
             )
 
-        return WeightGroup([*gate_up, gate_up_bias, *down, down_bias], make)
+        return WeightGroup([*gate_up, gate_up_bias, *down, down_bias], make, alternative=alternative)
 
     return declare
 
@@ -158,6 +163,17 @@ def _matrix(name: str, shape: tuple[int, int, int], place: Part, is_mxfp4: bool)
     return [
         Param(f"{name}_blocks", (*scales, mxfp4.BLOCK_BYTES), place, torch.uint8, parameters=2),
         Param(f"{name}_scales", scales, place, torch.uint8, parameters=0),
+    ]
+
+
+def _plain_matrices(name: str, part: ModelPart) -> list[Alias]:
+    """Return the tensors of plain numbers that an update may bring in place of blocks and scales."""
+    assert part.spec.moe is not None
+    count, size, hidden = part.spec.moe.num_experts, part.spec.moe.intermediate_size, part.spec.hidden_size
+    shapes = {f"{name}.gate_up_proj": (count, hidden, 2 * size), f"{name}.down_proj": (count, size, hidden)}
+    return [
+        Alias(alias, shape, lambda tensor, alias=alias: iter([(alias, tensor)]))  # type: ignore[misc]
+        for alias, shape in shapes.items()
     ]
 
 

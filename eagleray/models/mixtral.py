@@ -10,8 +10,10 @@ from eagleray.models.base import Model, register
 from eagleray.models.config_file import MAX_EXPERTS, ConfigFile
 from eagleray.models.layers.attention import Attention
 from eagleray.models.layers.decoder import DecoderLayer
-from eagleray.models.moe.experts import MoeBlock, gated_expert
+from eagleray.models.moe.experts import MoeBlock, fused_experts, gated_expert
+from eagleray.models.part import ModelPart
 from eagleray.models.spec import Defaults, ModelSpec, MoeSpec, read_common, uniform_windows
+from eagleray.models.weights import Alias
 
 MIXTRAL = Defaults(
     vocab_size=32000,
@@ -24,6 +26,10 @@ MIXTRAL = Defaults(
     norm_eps=1e-5,
     rope_theta=1_000_000.0,
 )
+
+
+PROJECTIONS = ("w1", "w3", "w2")
+"""Names of an expert's gate, up and down projection."""
 
 
 @register("MixtralForCausalLM")
@@ -48,7 +54,18 @@ class Mixtral(Model):
         name, part, layout = f"model.layers.{index}", self.part, self.experts
         assert layout is not None
         block = f"{name}.block_sparse_moe"
-        expert = gated_expert(f"{block}.experts", part, layout, projections=("w1", "w3", "w2"))
+        expert = gated_expert(f"{block}.experts", part, layout, PROJECTIONS)
         attention = Attention(f"{name}.self_attn", part.spec.windows[index], part, layout.sequence_parallel)
-        moe = MoeBlock(block, index, part, layout, expert=expert)
+        moe = MoeBlock(block, index, part, layout, expert=expert, aliases=_aliases(name, block, part))
         return DecoderLayer(name, attention, moe, part, layout.sequence_parallel)
+
+
+def _aliases(name: str, block: str, part: ModelPart) -> list[Alias]:
+    """Return the names that transformers 5 gives to the router and the experts of the layer `name`."""
+    assert part.spec.moe is not None
+    router = Alias(
+        f"{name}.mlp.gate.weight",
+        (part.spec.moe.num_experts, part.spec.hidden_size),
+        lambda tensor: iter([(f"{block}.gate.weight", tensor)]),
+    )
+    return [router, *fused_experts(f"{name}.mlp.experts", f"{block}.experts", part, PROJECTIONS)]

@@ -8,6 +8,7 @@ import torch
 
 from eagleray.kernels.backend import KernelBackend
 from eagleray.models.spec import ModelSpec
+from eagleray.models.stored_weights import WeightRules
 from eagleray.parallel.group import TensorParallelGroup
 from eagleray.parallel.groups import Groups
 from eagleray.parallel.mesh import Mesh
@@ -19,8 +20,16 @@ class ModelPart:
     """The geometry of the whole model."""
     groups: Groups
     kernels: KernelBackend
-    dtype: torch.dtype
-    device: torch.device
+    rules: WeightRules
+    """The forms in which its weights are kept."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rules.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.rules.device
 
     @property
     def mesh(self) -> Mesh:

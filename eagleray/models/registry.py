@@ -27,6 +27,7 @@ from eagleray.models.part import ModelPart
 from eagleray.models.sharding import check_experts, check_fits
 from eagleray.models.size import num_parameters, weight_bytes
 from eagleray.models.spec import ModelSpec
+from eagleray.models.stored_weights import WeightRules
 from eagleray.models.weights import Weights
 from eagleray.parallel.groups import Groups
 
@@ -118,21 +119,19 @@ def load_model(
             wait_for_memory(needed)
     if deterministic:
         _check_batch_invariant(spec, kernels, kind, device, groups)
-    part = ModelPart(spec=spec, groups=groups, kernels=kernels, dtype=kind, device=device)
+    rules = WeightRules(
+        dtype=kind,
+        device=device,
+        fp8_block=spec.fp8_block,
+        kept_formats=kernels.kept_formats,
+        quantizes=quantization is not None,
+    )
+    part = ModelPart(spec=spec, groups=groups, kernels=kernels, rules=rules)
     layout = None if spec.moe is None else ExpertLayout(part, experts)
     model = family(part, layout, cache_dtype=torch.float8_e4m3fn if kv_cache_dtype == "fp8" else None)
 
     def open_checkpoint(on_progress: Callable[[int, int], None] | None = None) -> CheckpointWeights:
-        return CheckpointWeights(
-            directory,
-            dtype=kind,
-            device=device,
-            params=model.params(),
-            on_progress=on_progress,
-            fp8_block=spec.fp8_block,
-            kept_formats=kernels.kept_formats,
-            quantizes=quantization is not None,
-        )
+        return CheckpointWeights(directory, rules, params=model.params(), on_progress=on_progress)
 
     def open_weights() -> AbstractContextManager[Weights]:
         if load_format == "dummy":
@@ -146,6 +145,7 @@ def load_model(
         with open_checkpoint(on_progress) as checkpoint:
             model.load(checkpoint)
             checkpoint.finish(model.names(), may_be_left=model.may_be_dropped)
+            model.kept_fp8 = frozenset(checkpoint.kept_fp8)
     if layout is not None and layout.is_divided:
         model.rebalancer = Rebalancer(
             blocks=model.moe_blocks,

@@ -5,7 +5,7 @@ A `Param` is declared by every rank for the whole model; its `shard` is the part
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,6 +75,16 @@ class Param:
     def local_size(self) -> int:
         """Elements of this rank's shard."""
         return torch.Size(self.local_shape).numel()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Alias:
+    """A tensor in whose form an update may bring other ones."""
+
+    name: str
+    shape: tuple[int, ...]
+    split: Callable[[Tensor], Iterator[tuple[str, Tensor]]]
+    """Yields the names and tensors that it stands for, as views."""
 
 
 class Weights(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eagleray.kernels.backend import ExpertProducts
+from eagleray.kernels.backend import ExpertProducts, WeightAllocator
 from eagleray.kernels.cpu.abi import abi
 from eagleray.kernels.cpu.experts import ExpertScratch, NativeProducts, native_route
 from eagleray.kernels.cpu.huge_pages import WeightMemory
@@ -35,12 +35,14 @@ class CpuBackend(RecordingBackend):
     is_batch_invariant = True
     kept_formats: frozenset[WeightFormat] = frozenset()
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, *, num_threads: int) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, dtype: torch.dtype, *, num_threads: int, memory: WeightAllocator | None = None
+    ) -> None:
         super().__init__(dtype)
         self.library = library
         self.num_threads = num_threads
         self._kind = int(dtype == torch.bfloat16)
-        self._memory = WeightMemory()
+        self._memory = memory or WeightMemory()
         self._scratch = ExpertScratch()
 
     @staticmethod
@@ -48,6 +50,9 @@ class CpuBackend(RecordingBackend):
         """Whether there are kernels for a model of this dtype. `feature_sizes`: see `ModelSpec.feature_sizes`."""
         is_even = all(size % 2 == 0 for size in feature_sizes)
         return dtype in (torch.float32, torch.bfloat16) and is_even and head_dim <= abi.MAX_HEAD_DIM
+
+    def with_memory(self, memory: WeightAllocator) -> CpuBackend:
+        return CpuBackend(self.library, self.dtype, num_threads=self.num_threads, memory=memory)
 
     def pack_linear(self, weight: Weight, bias: Tensor | None) -> NativeLinear:
         weight = unquantized(weight)

@@ -126,10 +126,10 @@ def _sort_rotated_rows(weight: Weight, mla: MLASpec, *, num_heads: int) -> Weigh
 
 
 def _sort_rotated(weight: Tensor, mla: MLASpec, *, num_heads: int) -> Tensor:
-    """Reorder, in place, the outputs of a weight or a bias as `kernels.torch.functional.rotate` expects them. Of the
-    rotated features, which are the last ones of each head, the first halves of all pairs come first, then the second
-    halves. The sums over queries and keys do not depend on the order."""
-    if mla.is_interleaved:
-        rotated = weight.unflatten(0, (num_heads, -1))[:, -mla.qk_rope_head_dim :]
-        rotated.copy_(torch.cat((rotated[:, 0::2], rotated[:, 1::2]), dim=1))
-    return weight
+    """Reorder the outputs of a weight or a bias as `kernels.torch.functional.rotate` expects them. Of the rotated
+    features, which are the last ones of each head, the first halves of all pairs come first, then the second halves.
+    The sums over queries and keys do not depend on the order."""
+    if not mla.is_interleaved:
+        return weight
+    plain, rotated = weight.unflatten(0, (num_heads, -1)).tensor_split([-mla.qk_rope_head_dim], dim=1)
+    return torch.cat((plain, rotated[:, 0::2], rotated[:, 1::2]), dim=1).flatten(0, 1)

@@ -20,7 +20,7 @@ from eagleray.models.layers.linear import linear, partial_linear
 from eagleray.models.moe.layout import ExpertLayout
 from eagleray.models.part import ModelPart
 from eagleray.models.sharding import shard
-from eagleray.models.weights import Cut, Param, Weights
+from eagleray.models.weights import Alias, Cut, Param, Weights
 from eagleray.parallel.group import SingleRankGroup
 
 Expert = tuple[OperationWithWeights, OperationWithWeights]
@@ -34,7 +34,8 @@ class MoeBlock(Layer):
     """The routed experts of one layer, and its shared experts.
 
     `router` maps hidden states to scores; by default it is the product with `{name}.gate`. `expert` declares the
-    experts; by default they are `gated_expert`s. `shared`: the model's shared experts, if it has some.
+    experts; by default they are `gated_expert`s, which have `fused_experts` as aliases. `shared`: the model's shared
+    experts, if it has some.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class MoeBlock(Layer):
         expert: DeclareExpert | None = None,
         router: WeightGroup | None = None,
         shared: SharedExperts | None = None,
+        aliases: Sequence[Alias] | None = None,
     ) -> None:
         assert part.spec.moe is not None
         moe, hidden = part.spec.moe, part.spec.hidden_size
@@ -56,6 +58,7 @@ class MoeBlock(Layer):
         self._num_experts = moe.num_experts
         self._index = index
         self.expert = expert or gated_expert(f"{name}.experts", part, layout)
+        self._aliases = aliases or ([] if expert else fused_experts(f"{name}.experts", f"{name}.experts", part))
         self._router = router or linear([f"{name}.gate"], [moe.num_experts], hidden, is_quantizable=False)
         self._correction_bias = None
         if moe.has_correction_bias:
@@ -83,7 +86,8 @@ class MoeBlock(Layer):
 
     def groups(self) -> Iterator[WeightGroup]:
         yield from super().groups()
-        yield from map(self.expert, self.local_experts)
+        for expert in self.local_experts:
+            yield PlacedExpert(self, expert)
 
     def storage(self) -> Iterator[Tensor]:
         yield from super().storage()
@@ -93,6 +97,10 @@ class MoeBlock(Layer):
     def names(self) -> Iterator[str]:
         yield from super().names()
         yield from dict.fromkeys(name for expert in range(self._num_experts) for name in self.expert(expert).names())
+
+    def aliases(self) -> Iterator[Alias]:
+        yield from super().aliases()
+        yield from self._aliases
 
     @property
     def moe_index(self) -> int:
@@ -137,6 +145,20 @@ class MoeBlock(Layer):
         return out.to(self._kernels.hidden_dtype(x.dtype))
 
 
+class PlacedExpert(WeightGroup):
+    """An expert that this rank has in one or several expert slots of a layer."""
+
+    def __init__(self, block: MoeBlock, expert: int) -> None:
+        declared = block.expert(expert)
+        super().__init__(declared.params, declared.make, alternative=declared.alternative)
+        self._block = block
+        self._expert = expert
+
+    def places(self) -> list[list[Tensor]]:
+        slots = (slot for slot, expert in enumerate(self._block.local_experts) if expert == self._expert)
+        return [self._block.products.storage(slot) for slot in slots]
+
+
 class SharedExperts(Layer):
     """A feed-forward layer that computes every token. It is whole if each rank has tokens of its own; otherwise it is
     this rank's shard, whose output `MoeBlock` adds to that of the routed experts before the sum over the ranks."""
@@ -155,11 +177,12 @@ class SharedExperts(Layer):
         return self._down(self._gate_up(x))
 
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""The usual names of an expert's gate, up and down projection."""
+
+
 def gated_expert(
-    name: str,
-    part: ModelPart,
-    layout: ExpertLayout,
-    projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    name: str, part: ModelPart, layout: ExpertLayout, projections: Sequence[str] = PROJECTIONS
 ) -> DeclareExpert:
     """Return the declaration of experts that have tensors of their own. `projections`: the checkpoint's names of an
     expert's gate, up and down projection."""
@@ -179,6 +202,28 @@ def gated_expert(
         return WeightGroup([*gates, back], make)
 
     return declare
+
+
+def fused_experts(fused: str, name: str, part: ModelPart, projections: Sequence[str] = PROJECTIONS) -> list[Alias]:
+    """Return the form in which modules of transformers 5 have the experts `name`: in two tensors, `fused`.gate_up_proj
+    and `fused`.down_proj."""
+    assert part.spec.moe is not None
+    count, size, hidden = part.spec.moe.num_experts, part.spec.moe.intermediate_size, part.spec.hidden_size
+    gate, up, down = projections
+
+    def split_gate_up(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for expert, matrix in enumerate(tensor):
+            yield f"{name}.{expert}.{gate}.weight", matrix[:size]
+            yield f"{name}.{expert}.{up}.weight", matrix[size:]
+
+    def split_down(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for expert, matrix in enumerate(tensor):
+            yield f"{name}.{expert}.{down}.weight", matrix
+
+    return [
+        Alias(f"{fused}.gate_up_proj", (count, 2 * size, hidden), split_gate_up),
+        Alias(f"{fused}.down_proj", (count, hidden, size), split_down),
+    ]
 
 
 def _correction_bias(name: str, num_experts: int) -> WeightGroup:

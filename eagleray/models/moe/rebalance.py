@@ -20,6 +20,7 @@ from torch import Tensor
 from eagleray.kernels.backend import KernelBackend
 from eagleray.kernels.expert_slots import Slots
 from eagleray.log import get_logger
+from eagleray.models.layers.layer import storage_of
 from eagleray.models.moe.expert_placement import Move, balance, find_moves, rank_loads
 from eagleray.models.moe.experts import MoeBlock
 from eagleray.models.moe.layout import ExpertLayout
@@ -130,9 +131,8 @@ class Rebalancer:
         logger.info("reading %d experts again that were lost with another rank", len(lost))
         with self._open_weights() as weights:
             for block, slot, expert in lost:
-                gate_up, down = block.expert(expert).make(weights, self._kernels)
-                made = self._kernels.expert_products([gate_up], [down])
-                _write(block, slot, torch.cat(made.storage(0)))
+                made = block.expert(expert).make(weights, self._kernels)
+                _write(block, slot, torch.cat(storage_of(made)))
 
 
 def restore_missing(slots: Slots, num_experts: int) -> Slots:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from eagleray.kernels.backend import Operation
 from eagleray.kernels.quantized import Weight, WeightFormat
+from eagleray.kernels.storage import FunctionWithWeights
 from eagleray.kernels.torch.backend import TorchBackend
 
 
@@ -24,7 +25,7 @@ class KeepingBackend(TorchBackend):
 
     def exact_linear(self, weight: Tensor) -> Operation:
         product = super().linear(weight.float(), None)  # not one of `weights`
-        return lambda x: product(x.float())
+        return FunctionWithWeights(lambda x: product(x.float()), product.storage())
 
     def count(self, kind: type) -> int:
         """Return the number of products with a weight of this kind."""

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from eagleray.errors import CheckpointError, ConfigError
 from eagleray.models.loading import CheckpointWeights
+from eagleray.models.stored_weights import WeightRules
 from eagleray.models.weights import Cut, Param, Part
 
 CPU = torch.device("cpu")
@@ -251,7 +252,7 @@ def test_load_model_tensor_missing_in_all_shards_is_refused(sharded):
 def test_checkpoint_weights_cut_equals_part_of_whole(kind, tmp_path):
     whole, other = torch.randn(6, 8).to(kind), torch.randn(4, 8).to(kind)
     save_file({"a": whole, "b": other}, tmp_path / "model.safetensors")
-    with CheckpointWeights(tmp_path, dtype=torch.float32, device=CPU, on_progress=None) as weights:
+    with CheckpointWeights(tmp_path, WeightRules(dtype=torch.float32, device=CPU)) as weights:
 
         def pair(first: Cut, second: Cut) -> list[Param]:
             return [Param("a", (6, 8), first), Param("b", (4, 8), second)]

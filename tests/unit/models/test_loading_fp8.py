@@ -24,6 +24,7 @@ from eagleray.kernels.quantized import Fp8Weight, WeightFormat
 from eagleray.models import registry
 from eagleray.models.loading import CheckpointWeights
 from eagleray.models.moe.layout import ExpertOptions
+from eagleray.models.stored_weights import WeightRules
 from eagleray.models.weights import Cut, Param
 from eagleray.parallel.groups import Groups
 
@@ -65,8 +66,8 @@ def test_load_part_of_fp8_weight_equals_dequantized_part(data, shape, tmp_path_f
     dim = data.draw(st.integers(0, 1))
     first = data.draw(st.integers(0, shape[dim]))
     span = range(first, data.draw(st.integers(first, shape[dim])))
-    options = {"dtype": torch.float32, "device": torch.device("cpu"), "on_progress": None}
-    with CheckpointWeights(directory, **options, fp8_block=block) as weights:
+    options = {"dtype": torch.float32, "device": torch.device("cpu")}
+    with CheckpointWeights(directory, WeightRules(**options, fp8_block=block)) as weights:
         assert torch.equal(weights.load(Param("a", shape)), expected)
         part = weights.load(Param("a", shape, Cut(dim, span)))
         assert torch.equal(part, expected[span.start : span.stop] if dim == 0 else expected[:, span.start : span.stop])
@@ -127,10 +128,10 @@ def test_load_weight_fp8_equals_dequantized_parts(data, sizes, columns, tmp_path
     else:
         first = data.draw(st.sampled_from([column for column in (0, 128, 200, 256, 300) if column < columns]))
         cuts = [Cut(1, range(first, data.draw(st.integers(first + 1, columns))))] * len(sizes)
-    options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "on_progress": None, "fp8_block": block}
+    options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "fp8_block": block}
     with (
-        CheckpointWeights(directory, **options) as decoding,
-        CheckpointWeights(directory, **options, kept_formats=frozenset({WeightFormat.FP8})) as keeping,
+        CheckpointWeights(directory, WeightRules(**options)) as decoding,
+        CheckpointWeights(directory, WeightRules(**options, kept_formats=frozenset({WeightFormat.FP8}))) as keeping,
     ):
         params = [Param(*one) for one in zip(names, shapes, cuts, strict=True)]
         expected = decoding.load_weight(params)
@@ -147,8 +148,8 @@ def test_load_weight_fp8_equals_dequantized_parts(data, sizes, columns, tmp_path
 def test_load_weight_fp8_whole_blocks_stay_as_stored(tmp_path):
     small, scales, _ = quantize_blocks(torch.randn(512, 256), (128, 128))
     save_file({"a": small, "a_scale_inv": scales}, tmp_path / "model.safetensors")
-    options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "on_progress": None, "fp8_block": (128, 128)}
-    with CheckpointWeights(tmp_path, **options, kept_formats=frozenset({WeightFormat.FP8})) as weights:
+    options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "fp8_block": (128, 128)}
+    with CheckpointWeights(tmp_path, WeightRules(**options, kept_formats=frozenset({WeightFormat.FP8}))) as weights:
         cuts = [Cut(0, range(128, 384)), Cut(0, range(384, 512))]
         found = weights.load_weight([Param("a", (512, 256), cut) for cut in cuts])
     assert isinstance(found, Fp8Weight) and found.block == (128, 128)
@@ -159,8 +160,8 @@ def test_load_weight_fp8_whole_blocks_stay_as_stored(tmp_path):
 def test_load_weight_fp8_cut_within_blocks_of_columns_warns_once(tmp_path, caplog):
     small, scales, expected = quantize_blocks(torch.randn(8, 256), (8, 128))
     save_file({"a": small, "a_scale_inv": scales}, tmp_path / "model.safetensors")
-    options = {"dtype": torch.float32, "device": torch.device("cpu"), "on_progress": None, "fp8_block": (8, 128)}
-    with CheckpointWeights(tmp_path, **options, kept_formats=frozenset({WeightFormat.FP8})) as weights:
+    options = {"dtype": torch.float32, "device": torch.device("cpu"), "fp8_block": (8, 128)}
+    with CheckpointWeights(tmp_path, WeightRules(**options, kept_formats=frozenset({WeightFormat.FP8}))) as weights:
         for _ in range(2):
             assert torch.equal(weights.load_weight([Param("a", (8, 256), Cut(1, range(64, 256)))]), expected[:, 64:])
     (message,) = caplog.messages

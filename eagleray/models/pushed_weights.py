@@ -1,0 +1,113 @@
+"""Weights made of tensors in memory, which a trainer has pushed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagleray.kernels.quantized import Fp8Weight, Weight, group_scales, quantize_fp8
+from eagleray.models.staging import Scratch
+from eagleray.models.stored_weights import StoredWeights, WeightRules, spans
+from eagleray.models.weights import Param
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pushed:
+    """A tensor that has come: the whole one, or a copy of this rank's shard."""
+
+    tensor: Tensor
+    is_local: bool = False
+
+    def local(self, param: Param) -> Tensor:
+        """Return this rank's shard."""
+        return self.tensor if self.is_local or param.shard is None else param.shard.of(self.tensor)
+
+    def copied(self, param: Param) -> Pushed:
+        """Return a copy of this rank's shard."""
+        return self if self.is_local else Pushed(self.local(param).clone(), is_local=True)
+
+
+class PushedWeights(StoredWeights):
+    """The `Weights` of one group whose tensors have all come. What it loads may be in `scratch`, or be a pushed tensor
+    itself: it must not be changed, and lasts until the next group. `kept_fp8`: see `StoredWeights`."""
+
+    def __init__(
+        self, rules: WeightRules, came: Mapping[str, Pushed], scratch: Scratch, *, kept_fp8: Set[str] = frozenset()
+    ) -> None:
+        super().__init__(rules)
+        self._came = came
+        self._scratch = scratch
+        self._was_fp8 = kept_fp8
+
+    def load_weight(self, params: Sequence[Param]) -> Weight:
+        weight = super().load_weight(params)
+        is_plain = isinstance(weight, Tensor)
+        return self._quantize_in_blocks(params) if is_plain and params[0].name in self._was_fp8 else weight
+
+    def _check(self, param: Param, dtype: torch.dtype) -> None:
+        assert param.name in self._came, "the group is complete"
+
+    def _is_fp8(self, param: Param) -> bool:
+        return self.rules.can_be_fp8(param) and self._came[param.name].tensor.dtype == FP8
+
+    def _read(self, param: Param) -> Tensor:
+        return self._came[param.name].local(param)
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._scratch.empty(shape, dtype)
+
+    def _load(self, params: Sequence[Param], dtype: torch.dtype) -> Tensor:
+        if len(params) == 1:
+            part = self._read(params[0])
+            if part.dtype == dtype and part.device == self.rules.device and part.is_contiguous():
+                return part
+        return super()._load(params, dtype)
+
+    def _quantize_in_blocks(self, params: Sequence[Param]) -> Fp8Weight:
+        """Return plain numbers in FP8, in the layout of weights that are stored so."""
+        assert self.rules.fp8_block is not None
+        high, wide = self.rules.fp8_block
+        values, scales, places, num_before = [], [], [], 0
+        for param in params:
+            rows, columns = spans(param)
+            above, left = rows.start % high, columns.start % wide
+            padded = F.pad(self._load([param], self.rules.dtype), (left, 0, above, 0))
+            quantized = quantize_fp8(padded, (high, wide))
+            values.append(quantized.values.view(torch.uint8)[above:, left:])
+            places.append(num_before + torch.arange(above, above + len(rows)) // high)
+            scales.append(quantized.scales)
+            num_before += len(quantized.scales)
+        grouped, block_rows = group_scales(torch.cat(scales), torch.cat(places), high)
+        return Fp8Weight(torch.cat(values).view(FP8), grouped, (block_rows, wide))
+
+
+class PartialWeights(PushedWeights):
+    """The `Weights` of a group some of whose tensors have come; the others are zeros."""
+
+    def _is_fp8(self, param: Param) -> bool:
+        return param.name in self._came and super()._is_fp8(param)
+
+    def _load(self, params: Sequence[Param], dtype: torch.dtype) -> Tensor:
+        return StoredWeights._load(self, params, dtype)
+
+    def _check(self, param: Param, dtype: torch.dtype) -> None:
+        pass
+
+    def _copy(self, param: Param, out: Tensor) -> None:
+        if param.name in self._came:
+            super()._copy(param, out)
+        else:
+            out.zero_()
+
+
+class MaskWeights(PartialWeights):
+    """Bits that are one for the tensors that have come, and zero for the others."""
+
+    def _copy(self, param: Param, out: Tensor) -> None:
+        out.view(torch.uint8).fill_(255 if param.name in self._came else 0)

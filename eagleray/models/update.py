@@ -1,0 +1,330 @@
+"""The update of a model's weights by tensors that a trainer pushes, under the names of the checkpoint.
+
+New weights are packed beside the old ones and then copied to their memory, which never moves: recorded passes and
+captured graphs keep pointers to it. Made by the model, driven by the worker between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor
+
+from eagleray.errors import WeightsMismatch, WrongState
+from eagleray.kernels.backend import KernelBackend
+from eagleray.models.layers.layer import WeightGroup, storage_of
+from eagleray.models.pushed_weights import FP8, MaskWeights, PartialWeights, Pushed, PushedWeights
+from eagleray.models.staging import Scratch, StagingMemory, copy_memory
+from eagleray.models.stored_weights import SCALES_SUFFIX, WeightRules
+from eagleray.models.weights import Alias, Param, Weights
+
+BATCH_BYTES = 256 << 20
+"""Bytes of tensors that are taken from an iterator before those that complete a group are packed."""
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class TensorNames:
+    """The names by which tensors of a model may come. `has_scales`: also those of scales of weights in FP8; `tied`: two
+    names of one tensor, the second of which is dropped if it is equal to the first."""
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        aliases: Iterable[Alias],
+        *,
+        has_scales: bool,
+        may_be_dropped: Callable[[str], bool],
+        tied: tuple[str, str] | None = None,
+    ) -> None:
+        self._names = frozenset(names)
+        self._has_scales = has_scales
+        self._tied = tied
+        self._aliases = {alias.name: alias for alias in aliases}
+        self._may_be_dropped = may_be_dropped
+
+    def resolve(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the checkpoint that a tensor stands for; none if it is to be dropped. Raises
+        `WeightsMismatch`."""
+        if (alias := self._aliases.get(name)) is not None:
+            if tuple(tensor.shape) != alias.shape:
+                raise _wrong_shape(name, tensor, alias.shape)
+            yield from alias.split(tensor)
+        elif name in self._names or (self._has_scales and name.removesuffix(SCALES_SUFFIX) in self._names):
+            yield name, tensor
+        elif not self._may_be_dropped(name):
+            nearest = get_close_matches(name, self._names | self._aliases.keys(), n=3)
+            hint = f"; the nearest names are {', '.join(nearest)}" if nearest else ""
+            raise WeightsMismatch(f"the model has no tensor {name!r}{hint}")
+
+    def check_tied(self, batch: Mapping[str, Tensor]) -> None:
+        """Raise `WeightsMismatch` if both tied tensors come and differ."""
+        if self._tied is None or any(name not in batch for name in self._tied):
+            return
+        first, second = (batch[name] for name in self._tied)
+        if not torch.equal(first, second.to(first)):
+            raise WeightsMismatch(f"{self._tied[1]!r} differs from {self._tied[0]!r}, to which config.json ties it")
+
+
+@dataclass(eq=False)
+class GroupUpdate:
+    """The tensors of a group that have come, and its new weights once all have."""
+
+    group: WeightGroup
+    rules: WeightRules
+    came: dict[str, Pushed] = field(default_factory=dict)
+    staged: list[Tensor] | None = None
+    """Memory of the new weights, as `WeightGroup.places` has that of the old ones."""
+    is_touched: bool = False
+    is_packed: bool = False
+    """Whether the group was complete before in this update. From then on its tensors may come alone."""
+
+    def forms(self) -> Iterator[WeightGroup]:
+        """Yield the group in each form in which it may come."""
+        yield self.group
+        if self.group.alternative is not None:
+            yield self.group.alternative
+
+    def params(self) -> Iterator[Param]:
+        """Yield every tensor that may come, also in another form, and scales."""
+        for form in self.forms():
+            for param in form.params:
+                yield param
+                if self.rules.can_be_fp8(param):
+                    yield self.rules.scales_of(param)
+
+    def complete_form(self) -> WeightGroup | None:
+        """Return the form of which all tensors have come, if there is one."""
+        return next((form for form in self.forms() if not self.missing(form)), None)
+
+    def is_number(self, name: str) -> bool:
+        """Whether a tensor that has come is one of numbers, or there is all that is needed to decode it."""
+        weight = name.removesuffix(SCALES_SUFFIX)
+        if weight not in self.came or weight not in {param.name for param in self.group.params}:
+            return False
+        kind = self.came[weight].tensor.dtype
+        return kind in FLOATS or (kind == FP8 and f"{weight}{SCALES_SUFFIX}" in self.came)
+
+    def missing(self, form: WeightGroup) -> list[str]:
+        """Return the names that have not come of a form."""
+        lacking = [param.name for param in form.params if param.name not in self.came]
+        there = [param for param in form.params if param.name in self.came]
+        scales = [self.rules.scales_of(param).name for param in there if self.came[param.name].tensor.dtype == FP8]
+        return lacking + [name for name in scales if name not in self.came]
+
+
+class WeightUpdate:
+    """New weights for the groups of a model, until they are applied or dropped.
+
+    Tensors that complete a group are packed; the others wait, as copies of this rank's shards. With `in_place`, packed
+    weights replace the old ones at once. `num_threads` pack and copy, until the update is dropped.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[WeightGroup],
+        names: TensorNames,
+        rules: WeightRules,
+        kernels: KernelBackend,
+        memory: StagingMemory,
+        *,
+        kept_fp8: frozenset[str] = frozenset(),
+        num_threads: int = 1,
+        in_place: bool = False,
+    ) -> None:
+        self.is_open = True
+        """Whether the update was not dropped yet."""
+        self.num_bytes = 0
+        """Bytes of the staged weights."""
+        self._names = names
+        self._rules = rules
+        self._kernels = kernels.with_memory(memory)
+        self._memory = memory
+        self._scratch = Scratch(rules.device)
+        self._kept_fp8 = kept_fp8
+        self._in_place = in_place
+        self._pool = ThreadPoolExecutor(num_threads, "update")
+        self._groups = [GroupUpdate(group, rules) for group in _distinct(groups)]
+        self._owners: dict[str, list[tuple[GroupUpdate, Param]]] = {}
+        for group in self._groups:
+            for param in group.params():
+                self._owners.setdefault(param.name, []).append((group, param))
+
+    def add(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take tensors, whole ones of any device and stride, and return their names without those that are dropped.
+        They must not be changed until the call returns.
+
+        Of equal names the last one counts, also in another call; but if a quantized group is complete already, it is
+        expected as a whole again when one of its tensors comes. Raises `WeightsMismatch` for a name, shape or dtype
+        that does not fit, and takes neither the tensor nor those beside it; and `WrongState` after `drop`.
+        """
+        accepted: set[str] = set()
+        for batch in _batches(weights):
+            accepted |= self._add_batch(batch)
+        return accepted
+
+    def check(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise `WeightsMismatch` for a name that no rank has, or a shape or dtype that this rank cannot take. The
+        tensors' elements are not read, so they may be on the device `meta`."""
+        for name, tensor in weights:
+            self._resolve(name, tensor)
+
+    def missing(self) -> list[str]:
+        """Return the names that have not come of groups of which other tensors have."""
+        waiting = [group for group in self._groups if group.came]
+        return sorted(name for group in waiting for name in min(map(group.missing, group.forms()), key=len))
+
+    def untouched(self) -> list[str]:
+        """Return the names of this rank's tensors of whose groups none has come."""
+        return sorted({param.name for group in self._groups if not group.is_touched for param in group.group.params})
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether tensors have come that are neither applied nor dropped."""
+        return any(group.came or group.staged is not None for group in self._groups)
+
+    def apply(self) -> None:
+        """Copy the new weights of complete groups over the old ones, between two steps."""
+        staged = [group for group in self._groups if group.staged is not None]
+        self._run(self._replace, staged)
+        self.num_bytes = 0
+
+    def drop(self) -> None:
+        """Forget what has come and was not applied. The memory is kept for the next update."""
+        self.is_open = False
+        self._pool.shutdown(cancel_futures=True)  # first: another thread may still be in `add`
+        self.num_bytes = 0
+        self._groups.clear()
+        self._owners.clear()
+        self._memory.reset()
+
+    def _add_batch(self, batch: Mapping[str, Tensor]) -> set[str]:
+        self._names.check_tied(batch)
+        accepted, resolved = set[str](), dict[str, Tensor]()
+        for name, tensor in batch.items():
+            parts = self._resolve(name, tensor.detach())
+            resolved |= parts
+            if parts:
+                accepted.add(name)
+        touched = {group: None for name, tensor in resolved.items() for group in self._take(name, tensor)}
+        self._run(self._stage, [group for group in touched if group.complete_form() is not None])
+        self._run(self._merge, [group for group in touched if group.came and self._can_merge(group)])
+        for group in touched:
+            for param in group.params():
+                if param.name in group.came:
+                    group.came[param.name] = group.came[param.name].copied(param)
+        self.num_bytes = sum(len(part) for group in self._groups for part in group.staged or ())
+        return accepted
+
+    def _resolve(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of the checkpoint that a tensor stands for. Raises `WeightsMismatch`."""
+        parts = dict(self._names.resolve(name, tensor))
+        for each, part in parts.items():
+            for _, param in self._owners.get(each, ()):
+                self._check(param, part)
+        return parts
+
+    def _check(self, param: Param, tensor: Tensor) -> None:
+        """Raise `WeightsMismatch` unless the tensor has the shape and a dtype of `param`."""
+        if tuple(tensor.shape) != param.shape:
+            raise _wrong_shape(param.name, tensor, param.shape)
+        if param.dtype == torch.uint8:
+            expected: Sequence[torch.dtype] = (torch.uint8,)
+        else:
+            expected = (*FLOATS, FP8) if self._rules.can_be_fp8(param) else FLOATS
+        if tensor.dtype not in expected:
+            supported = ", ".join(map(_dtype_name, expected))
+            raise WeightsMismatch(f"tensor {param.name!r} is of {_dtype_name(tensor.dtype)}; supported are {supported}")
+
+    def _take(self, name: str, tensor: Tensor) -> Iterator[GroupUpdate]:
+        for group, _ in self._owners.get(name, ()):
+            group.is_touched = True
+            group.came[name] = Pushed(tensor)
+            yield group
+
+    def _stage(self, group: GroupUpdate) -> None:
+        """Pack the new weights of a complete group."""
+        form = group.complete_form()
+        assert form is not None
+        weights = PushedWeights(self._rules, group.came, self._scratch, kept_fp8=self._kept_fp8)
+        self._finish(group, self._pack(form, weights))
+
+    def _can_merge(self, group: GroupUpdate) -> bool:
+        """Whether tensors that have come can replace a part of the packed weights: these are the same numbers in
+        another order, and not quantized ones."""
+        names = {param.name for param in group.group.params}
+        is_quantized = self._rules.quantizes or not names.isdisjoint(self._kept_fp8)
+        return group.is_packed and not is_quantized and all(map(group.is_number, group.came))
+
+    def _merge(self, group: GroupUpdate) -> None:
+        """Replace the part of packed weights that tensors of the group stand for. Packing tells which it is: a mask of
+        ones for these tensors and of zeros for the others is packed in the same way."""
+        form, before = group.group, group.staged or group.group.places()[0]
+        new = self._pack(form, PartialWeights(self._rules, group.came, self._scratch))
+        masks = self._pack(form, MaskWeights(self._rules, group.came, self._scratch))
+        for old, part, mask in zip(before, new, masks, strict=True):
+            part.bitwise_and_(mask).bitwise_or_(mask.bitwise_not_().bitwise_and_(old))
+        self._memory.release(masks)
+        self._finish(group, new)
+
+    def _pack(self, form: WeightGroup, weights: Weights) -> list[Tensor]:
+        self._scratch.reset()
+        return self._memory.keep(storage_of(form.make(weights, self._kernels)))
+
+    def _finish(self, group: GroupUpdate, packed: list[Tensor]) -> None:
+        sizes = [len(part) for part in packed]
+        assert all([len(part) for part in place] == sizes for place in group.group.places()), "the layout is the same"
+        self._memory.release(group.staged or ())
+        group.staged = packed
+        group.came.clear()
+        group.is_packed = True
+        if self._in_place:
+            self._replace(group)
+
+    def _replace(self, group: GroupUpdate) -> None:
+        assert group.staged is not None
+        for place in group.group.places():
+            for old, new in zip(place, group.staged, strict=True):
+                copy_memory(new, old)
+        self._memory.release(group.staged)
+        group.staged = None
+
+    def _run(self, function: Callable[[GroupUpdate], None], groups: Sequence[GroupUpdate]) -> None:
+        if not self.is_open:
+            raise WrongState("the weight update was dropped")
+        for _ in self._pool.map(function, groups):
+            pass
+
+
+def _distinct(groups: Iterable[WeightGroup]) -> Iterator[WeightGroup]:
+    """Yield the groups that have tensors; an expert with several copies on this rank once."""
+    seen: set[Param] = set()
+    for group in groups:
+        if group.params and group.params[0] not in seen:
+            seen.add(group.params[0])
+            yield group
+
+
+def _batches(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    batch: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, tensor in weights:
+        batch[name] = tensor
+        num_bytes += tensor.nbytes
+        if num_bytes > BATCH_BYTES:
+            yield batch
+            batch, num_bytes = {}, 0
+    if batch:
+        yield batch
+
+
+def _wrong_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> WeightsMismatch:
+    return WeightsMismatch(f"tensor {name!r} has the shape {list(tensor.shape)}, but the model's has {list(expected)}")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,407 @@
+"""Weights that are pushed into a model equal, bit by bit, those of a model that was loaded with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import CLASSES, FAMILIES, edit_config, make_checkpoint
+from harness import random_prompt
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from keeping_backend import KeepingBackend
+from model_runs import PagedRun, load, logits_in_chunks
+from quantized_checkpoints import pack_mxfp4, write_fp8_checkpoint
+from torch import Tensor
+from weight_pushes import copy_of_weights, have_equal_bytes, load_rank, memory_of_weights, tensors_of
+
+from eagleray.errors import WeightsMismatch, WrongState
+from eagleray.kernels.torch.backend import TorchBackend
+from eagleray.kernels.torch.onednn import OneDnnBackend
+from eagleray.models import mxfp4, registry
+from eagleray.models.base import Model
+from eagleray.models.moe.layout import ExpertOptions
+from eagleray.parallel.mesh import Mesh
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+K_PROJ = "model.layers.0.self_attn.k_proj.weight"
+V_PROJ = "model.layers.0.self_attn.v_proj.weight"
+PROMPT = random_prompt(0, 20, 384)
+
+BACKENDS = {"native": None, "torch": TorchBackend, "onednn": OneDnnBackend}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Return a function that makes two checkpoints of a family, with different weights."""
+    made: dict[tuple[str, str], tuple[Path, Path]] = {}
+
+    def make(family: str, dtype: str = "bfloat16") -> tuple[Path, Path]:
+        if (family, dtype) not in made:
+            first, second = (
+                make_checkpoint(tmp_path_factory.mktemp(family), family, tokenizer=False, dtype=dtype, seed=seed)
+                for seed in (1, 2)
+            )
+            made[family, dtype] = first, second
+        return made[family, dtype]
+
+    return make
+
+
+def use_backend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if (make := BACKENDS[name]) is not None:
+        monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: make())
+
+
+class Ranks:
+    """The ranks of a model, the weights that each has when it is loaded from either of two checkpoints, and the tensors
+    of both."""
+
+    def __init__(self, checkpoints: tuple[Path, Path], meshes: list[Mesh], **options: object) -> None:
+        loaded = [[load_rank(checkpoint, mesh, **options) for mesh in meshes] for checkpoint in checkpoints]
+        self.weights = [[copy_of_weights(model) for model in ranks] for ranks in loaded]
+        self.tensors = [tensors_of(checkpoint) for checkpoint in checkpoints]
+        self.models = loaded[0]
+        self.addresses = [[part.data_ptr() for part in memory_of_weights(model)] for model in self.models]
+
+
+def draw_pushes(data: st.DataObject, tensors: list[list[tuple[str, Tensor]]], target: int) -> list:
+    """Draw calls that push some tensors of both checkpoints and then all of `target`, in any order and split."""
+    count = len(tensors[0])
+    some = data.draw(st.lists(st.tuples(st.integers(0, 1), st.integers(0, count - 1)), max_size=12))
+    order = [*some, *((target, index) for index in data.draw(st.permutations(range(count))))]
+    pushes = [tensors[which][index] for which, index in order]
+    ends = sorted(data.draw(st.sets(st.integers(1, len(pushes)), max_size=6)) | {len(pushes)})
+    return [pushes[first:last] for first, last in zip([0, *ends], ends, strict=False)]
+
+
+CASES = {
+    "llama, one rank": ("llama", [Mesh()], "native", {}),
+    "llama, tp": ("llama", [Mesh(rank=rank, tp_size=2) for rank in range(2)], "native", {}),
+    "qwen3 tied, pp": ("qwen3", [Mesh(rank=rank, pp_size=2) for rank in range(2)], "native", {}),
+    "deepseek_v3, tp, torch": ("deepseek_v3", [Mesh(rank=rank, tp_size=2) for rank in range(2)], "torch", {}),
+    "deepseek_v2, one rank": ("deepseek_v2", [Mesh()], "native", {}),
+    "gpt_oss, tp": ("gpt_oss", [Mesh(rank=1, tp_size=2)], "native", {}),
+    "mixtral, onednn": ("mixtral", [Mesh()], "onednn", {}),
+    "qwen3_moe, ep": (
+        "qwen3_moe",
+        [Mesh(rank=rank, tp_size=2) for rank in range(2)],
+        "native",
+        {"experts": ExpertOptions(dispatch="all-gather", num_redundant=4)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_load_weights_any_sequence_equals_fresh_load(case, checkpoints, monkeypatch):
+    family, meshes, backend, options = CASES[case]
+    use_backend(monkeypatch, backend)
+    ranks = Ranks(checkpoints(family), meshes, **options)
+
+    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(data=st.data(), target=st.integers(0, 1))
+    def check(data: st.DataObject, target: int) -> None:
+        calls = draw_pushes(data, ranks.tensors, target)
+        for model, addresses, expected in zip(ranks.models, ranks.addresses, ranks.weights[target], strict=True):
+            for call in calls:
+                assert model.load_weights(call) == {name for name, _ in call}
+            assert have_equal_bytes(memory_of_weights(model), expected)
+            assert [part.data_ptr() for part in memory_of_weights(model)] == addresses
+
+    check()
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_load_weights_moved_experts_get_their_weights_in_every_slot(checkpoints, data):
+    old, new = checkpoints("qwen3_moe")
+    mesh = Mesh(rank=data.draw(st.integers(0, 1)), tp_size=2)
+    model = load_rank(old, mesh, experts=ExpertOptions(dispatch="all-to-all", num_redundant=2))
+    whole = load(new)
+    for block in model.moe_blocks:
+        assert block.slots is not None
+        extra = data.draw(st.lists(st.integers(0, 7), min_size=2, max_size=2))
+        block.slots.assign(torch.tensor(data.draw(st.permutations([*range(8), *extra]))).numpy())
+    model.load_weights(data.draw(st.permutations(tensors_of(new))))
+    for block, single in zip(model.moe_blocks, whole.moe_blocks, strict=True):
+        for slot, expert in enumerate(block.local_experts):
+            assert have_equal_bytes(block.products.storage(slot), single.products.storage(expert))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_load_weights_running_model_computes_with_the_new_ones(family, checkpoints):
+    """The recorded pass of a model that has computed before reads the new weights, also the names of transformers."""
+    old, new = checkpoints(family)
+    expected = logits_in_chunks(load(new), PROMPT, 20)
+    model = load(old)
+    run = PagedRun(model)
+    names = ("before", "after", "again")
+    for name in names:
+        run.add(name, PROMPT)
+    before = run.run("before", 20)
+    theirs = CLASSES[family][1].from_pretrained(new, dtype=torch.bfloat16)
+    biases = [(name, bias) for name, bias in theirs.named_buffers() if name.endswith("correction_bias")]
+    model.load_weights([*theirs.named_parameters(), *biases])
+    assert not torch.equal(before, expected) and torch.equal(run.run("after", 20), expected)
+    model.load_weights(tensors_of(new))
+    assert torch.equal(run.run("again", 20), expected)
+
+
+# ---- staged updates
+
+
+@pytest.fixture
+def llama(checkpoints) -> tuple[Model, list[tuple[str, Tensor]]]:
+    """A model and the tensors of another checkpoint."""
+    old, new = checkpoints("llama")
+    return load(old), tensors_of(new)
+
+
+def test_start_update_staged_weights_wait_for_apply(llama, checkpoints):
+    model, tensors = llama
+    before = copy_of_weights(model)
+    update = model.start_update()
+    update.add(tensors[:-1])
+    update.add(tensors[-1:])
+    assert have_equal_bytes(memory_of_weights(model), before)
+    assert update.num_bytes == sum(map(len, before))
+    assert update.missing() == update.untouched() == []
+    update.apply()
+    assert update.num_bytes == 0
+    assert have_equal_bytes(memory_of_weights(model), memory_of_weights(load(checkpoints("llama")[1])))
+
+
+def test_start_update_in_place_replaces_complete_groups_at_once(llama, checkpoints):
+    model, tensors = llama
+    update = model.start_update(in_place=True)
+    update.add(tensors)
+    assert update.num_bytes == 0
+    assert have_equal_bytes(memory_of_weights(model), memory_of_weights(load(checkpoints("llama")[1])))
+
+
+def test_add_in_inference_mode_equals_fresh_load(llama, checkpoints):
+    model, tensors = llama
+    with torch.inference_mode():
+        update = model.start_update()
+        for name, tensor in tensors:
+            update.add([(name, tensor * 1)])
+        update.apply()
+    assert have_equal_bytes(memory_of_weights(model), memory_of_weights(load(checkpoints("llama")[1])))
+
+
+def test_check_reads_no_elements(llama):
+    model, tensors = llama
+    update = model.start_update()
+    update.check((name, tensor.to("meta")) for name, tensor in tensors)
+    assert update.untouched() == sorted(name for name, _ in tensors)
+    with pytest.raises(WeightsMismatch, match=r"the shape \[64\]"):
+        update.check([(Q_PROJ, torch.empty(64, device="meta"))])
+
+
+def test_add_after_drop_is_refused(llama):
+    model, tensors = llama
+    update = model.start_update()
+    update.drop()
+    with pytest.raises(WrongState, match="the weight update was dropped"):
+        update.add(tensors)
+
+
+def test_drop_staged_weights_leaves_the_old_ones(llama):
+    model, tensors = llama
+    before = copy_of_weights(model)
+    update = model.start_update()
+    update.add(tensors)
+    update.drop()
+    assert have_equal_bytes(memory_of_weights(model), before)
+    assert model.start_update().missing() == []
+
+
+def test_missing_names_the_rest_of_groups_that_were_begun(llama):
+    model, tensors = llama
+    pushed = dict(tensors)
+    update = model.start_update()
+    assert update.add([(Q_PROJ, pushed[Q_PROJ])]) == {Q_PROJ}
+    assert update.missing() == [K_PROJ, V_PROJ]
+    assert update.untouched() == sorted(pushed.keys() - {Q_PROJ, K_PROJ, V_PROJ})
+    update.add([(V_PROJ, pushed[V_PROJ])])
+    assert update.missing() == [K_PROJ]
+
+
+def test_add_tensor_may_change_after_the_call(llama, checkpoints):
+    model, tensors = llama
+    for name, tensor in tensors:
+        model.load_weights([(name, buffer := tensor.clone())])
+        buffer.fill_(7)
+    assert have_equal_bytes(memory_of_weights(model), memory_of_weights(load(checkpoints("llama")[1])))
+
+
+def test_second_update_takes_the_memory_of_the_first(llama, monkeypatch):
+    model, tensors = llama
+    model.load_weights(tensors)
+    monkeypatch.setattr(model._staging, "_make", lambda num_bytes: pytest.fail("fresh memory"))
+    model.load_weights(reversed(tensors))
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """Return the tensor with gaps between its numbers."""
+    return torch.stack((tensor, tensor), dim=-1)[..., 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_load_weights_of_another_dtype_and_stride_are_cast(dtype, llama):
+    model, tensors = llama
+    model.load_weights(tensors)
+    expected = copy_of_weights(model)
+    model.load_weights((name, torch.zeros_like(tensor)) for name, tensor in tensors)
+    model.load_weights((name, strided(tensor.to(dtype)).requires_grad_()) for name, tensor in tensors)
+    assert have_equal_bytes(memory_of_weights(model), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_named_parameters_are_those_of_the_checkpoint(family, checkpoints):
+    old, _ = checkpoints(family)
+    expected = {name: tuple(tensor.shape) for name, tensor in tensors_of(old)}
+    assert {name: shape for name, shape, _ in load(old).named_parameters()} == expected
+    found: dict[str, tuple[int, ...]] = {}
+    for rank in range(4):
+        model = load_rank(old, Mesh(rank=rank, tp_size=2, pp_size=2))
+        found |= {name: shape for name, shape, _ in model.named_parameters()}
+    assert found == expected
+
+
+# ---- tensors that do not fit
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "problem"),
+    [
+        (
+            "model.layers.0.self_attn.q_prj.weight",
+            torch.zeros(64, 64),
+            f"no tensor .*q_prj.*nearest.* are {Q_PROJ}",
+        ),
+        ("model.layers.3.self_attn.q_proj.weight", torch.zeros(64, 64), "the model has no tensor 'model.layers.3"),
+        (Q_PROJ, torch.zeros(64, 32), rf"'{Q_PROJ}' has the shape \[64, 32\], but the model's has \[64, 64\]"),
+        (Q_PROJ, torch.zeros(64, 64, dtype=torch.int8), f"'{Q_PROJ}' is of int8; supported are bfloat16, float16"),
+        (Q_PROJ, torch.zeros(64, 64).to(torch.float8_e4m3fn), f"'{Q_PROJ}' is of float8_e4m3fn"),
+        (f"{Q_PROJ}_scale_inv", torch.zeros(1, 1), "no tensor .*_scale_inv'"),
+    ],
+)
+def test_load_weights_tensor_that_does_not_fit_is_refused(name, tensor, problem, llama):
+    model, tensors = llama
+    before = copy_of_weights(model)
+    with pytest.raises(WeightsMismatch, match=problem):
+        model.load_weights([*tensors, (name, tensor)])
+    assert have_equal_bytes(memory_of_weights(model), before)
+    model.load_weights(tensors)
+    assert not have_equal_bytes(memory_of_weights(model), before)
+
+
+def test_load_weights_wrong_fused_experts_are_refused(checkpoints):
+    model = load(checkpoints("qwen3_moe")[0])
+    with pytest.raises(WeightsMismatch, match=r"experts.gate_up_proj' has the shape \[8, 96, 32\].*\[8, 96, 64\]"):
+        model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros(8, 96, 32))])
+
+
+def test_load_weights_of_other_stages_and_computed_tables_are_passed_over(checkpoints):
+    old, new = checkpoints("llama")
+    model = load_rank(old, Mesh(rank=0, pp_size=2))
+    tables = [("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(8))]
+    assert model.load_weights([*tensors_of(new), *tables]) == {name for name, _ in tensors_of(new)}
+    assert have_equal_bytes(memory_of_weights(model), memory_of_weights(load_rank(new, Mesh(rank=0, pp_size=2))))
+
+
+def test_load_weights_tied_head_is_dropped_unless_it_differs(checkpoints):
+    old, new = checkpoints("qwen3")
+    model, tensors = load(old), dict(tensors_of(new))
+    embedding = tensors["model.embed_tokens.weight"]
+    assert "lm_head.weight" not in model.load_weights((tensors | {"lm_head.weight": embedding}).items())
+    assert have_equal_bytes(memory_of_weights(model), memory_of_weights(load(new)))
+    with pytest.raises(WeightsMismatch, match=r"'lm_head.weight' differs from 'model.embed_tokens.weight'"):
+        model.load_weights((tensors | {"lm_head.weight": embedding + 1}).items())
+
+
+# ---- quantized weights
+
+
+@pytest.fixture
+def keeping(monkeypatch):
+    monkeypatch.setattr(registry, "choose_backend", lambda device, model, *_: KeepingBackend(model.dtype))
+
+
+FP8_FIELDS = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("backend", ["native", "keeping"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_load_weights_fp8_with_scales_equals_fresh_load(family, backend, tmp_path, request):
+    if backend == "keeping":
+        request.getfixturevalue("keeping")
+    fields = FP8_FIELDS if family == "llama" else {}
+    small, plain = write_fp8_checkpoint(tmp_path / "plain", family, tmp_path / "small", (24, 128), **fields)
+    model = load(small, dtype="bfloat16")
+    expected = copy_of_weights(model)
+    tensors = tensors_of(small)
+    zeros = [(name, torch.zeros_like(tensor)) for name, tensor in tensors_of(plain)]
+    model.load_weights(zeros)
+    assert not have_equal_bytes(memory_of_weights(model), expected)
+    for name, tensor in tensors:
+        model.load_weights([(name, tensor)])
+    assert have_equal_bytes(memory_of_weights(model), expected)
+    if backend == "native":  # it decodes them, so plain numbers are the same
+        model.load_weights(zeros)
+        model.load_weights(tensors_of(plain))
+        assert have_equal_bytes(memory_of_weights(model), expected)
+
+
+def test_missing_fp8_weight_waits_for_its_scales(tmp_path):
+    small, _ = write_fp8_checkpoint(tmp_path / "plain", "llama", tmp_path / "small", (24, 40))
+    update, tensors = load(small).start_update(), dict(tensors_of(small))
+    name = "model.layers.0.self_attn.o_proj.weight"
+    update.add([(name, tensors[name])])
+    assert update.missing() == [f"{name}_scale_inv"]
+    with pytest.raises(WeightsMismatch, match=r"_scale_inv' has the shape \[1, 1\], but the model's has \[3, 2\]"):
+        update.add([(f"{name}_scale_inv", torch.zeros(1, 1))])
+
+
+@pytest.mark.parametrize("backend", ["native", "keeping"])
+def test_load_weights_mxfp4_and_plain_numbers_equal_fresh_load(backend, tmp_path, request):
+    if backend == "keeping":
+        request.getfixturevalue("keeping")
+    packed = make_checkpoint(tmp_path / "packed", "gpt_oss", tokenizer=False)
+    pack_mxfp4(packed)
+    model, tensors = load(packed), tensors_of(packed)
+    expected = copy_of_weights(model)
+    model.load_weights((name, torch.zeros_like(tensor)) for name, tensor in tensors)
+    assert not have_equal_bytes(memory_of_weights(model), expected)
+    model.load_weights(tensors)
+    assert have_equal_bytes(memory_of_weights(model), expected)
+    plain = dict(tensors)
+    for name in [name.removesuffix("_blocks") for name in plain if name.endswith("_blocks")]:
+        blocks, scales = plain.pop(f"{name}_blocks"), plain.pop(f"{name}_scales")
+        decoded = [mxfp4.decode(*one, torch.float32).T for one in zip(blocks, scales, strict=True)]
+        plain[name] = torch.stack(decoded)
+    model.load_weights((name, torch.zeros_like(tensor)) for name, tensor in tensors)
+    model.load_weights(plain.items())
+    assert have_equal_bytes(memory_of_weights(model), expected)
+
+
+def test_encode_decoded_numbers_are_the_same(tmp_path):
+    blocks = torch.randint(256, (16, 5, 16), dtype=torch.uint8)
+    scales = torch.randint(100, 150, (16, 5), dtype=torch.uint8)
+    numbers = mxfp4.decode(blocks, scales, torch.float32)
+    assert torch.equal(mxfp4.decode(*mxfp4.encode(numbers), torch.float32), numbers)
+    assert not mxfp4.decode(*mxfp4.encode(torch.zeros(2, 64)), torch.float32).any()
+    ties = torch.tensor([[6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.7, 0.1] + [0.0] * 22])
+    rounded = [6.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -0.5, 0.0]
+    assert mxfp4.decode(*mxfp4.encode(ties), torch.float32)[0, :10].tolist() == rounded
+
+
+def test_load_weights_draft_layers_are_dropped(tmp_path):
+    checkpoint = make_checkpoint(tmp_path, "deepseek_v3", tokenizer=False)
+    model = load(checkpoint)
+    assert model.load_weights([("model.layers.3.eh_proj.weight", torch.zeros(64, 128))]) == set()
+    edit_config(checkpoint, num_nextn_predict_layers=0)
+    with pytest.raises(WeightsMismatch, match=r"no tensor 'model\.layers\.3\.eh_proj\.weight'"):
+        load(checkpoint).load_weights([("model.layers.3.eh_proj.weight", torch.zeros(64, 128))])
