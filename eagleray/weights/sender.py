@@ -78,7 +78,8 @@ class Sender:
             self._store, GROUP_NAME, rank=SENDER, size=self._world_size, host=self._address, timeout=self._timeout
         )
 
-    def update_info(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+    @staticmethod
+    def update_info(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
         """Return the fields for `update_weights`, which describe the tensors of `send`."""
         return to_update_info(describe(weights))
 
