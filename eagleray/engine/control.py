@@ -267,8 +267,9 @@ class EngineControl:
 
     def _reset_prefix_cache(self, reset_running_requests: bool) -> Execution:
         scheduler = self._core.scheduler
+        if reset_running_requests or scheduler.stats().num_running == 0:
+            yield from self._stop()  # steps in flight have blocks, also those of requests that have just finished
         if reset_running_requests:
-            yield from self._stop()
             scheduler.preempt_all()
         success = scheduler.reset_prefix_cache()
         self._continue()

@@ -316,6 +316,14 @@ def test_reset_prefix_cache_running_request_is_reset_or_refuses(resets_running):
     assert run.tokens("a") == [5, 6, 7, 8, 9, 10, 11, 12, 13]
 
 
+def test_reset_prefix_cache_after_the_last_request_waits_for_the_step_in_flight():
+    """The step after the last token of a request was planned before that token was known, and has its blocks."""
+    stop = msgspec.structs.replace(generate("a"), stopping=Stopping(max_tokens=50, stop_token_ids=(8,)))
+    run = Run(stop, at={4: [command(1, ResetPrefixCache())]}, executor="processes")
+    assert run.finish("a") == "stop" and run.num_steps_before(1) == 4 < len(run.calls(StepPlan))
+    assert run.replies[1].result == {"success": True}
+
+
 def test_engine_attached_during_pause_or_sleep_starts_in_it():
     paused = Run(generate("a"), state=KEEP, idle=[command(1, SERVING)])
     assert paused.tokens("a") == [5, 6, 7, 8, 9, 10]
