@@ -81,8 +81,10 @@ class StagedUpdate(Protocol):
         ...
 
 
-StartStaging = Callable[[bool, int | None], StagedUpdate]
-"""Makes the update of a model, given whether it is in place, and the bytes that will come, if known."""
+class StartStaging(Protocol):
+    """Makes the update of a model."""
+
+    def __call__(self, *, in_place: bool) -> StagedUpdate: ...
 
 
 @dataclass
@@ -246,7 +248,7 @@ class WeightUpdater:
 
     def _start(self, call: StartUpdate) -> None:
         self._drop()
-        self._update = OpenUpdate(call.number, self._start_staging(call.is_in_place, call.num_bytes))
+        self._update = OpenUpdate(call.number, self._start_staging(in_place=call.is_in_place))
 
     def _drop(self) -> None:
         update, self._update = self._update, None

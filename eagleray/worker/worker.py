@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from eagleray.config.sections import Config
-from eagleray.errors import ChannelClosed, ConfigError, ExpertGroupBroken, InvalidRequest
+from eagleray.errors import ChannelClosed, ConfigError, ExpertGroupBroken
 from eagleray.identity import WorkerId
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.log import get_logger
@@ -66,7 +66,7 @@ from eagleray.worker.timeouts import (
     POLL_INTERVAL_SECONDS,
     SEND_TIMEOUT_SECONDS,
 )
-from eagleray.worker.weight_update import StagedUpdate, WeightUpdater
+from eagleray.worker.weight_update import WeightUpdater
 
 logger = get_logger(__name__)
 
@@ -249,7 +249,7 @@ class ServingWorker:
         self._memory = SleepableMemory(model, cache, limits, sampler.last_tokens)
         self._prefaulter = CachePrefaulter(cache, self._runner)
         self._weights = WeightUpdater(
-            _start_staging,
+            model.start_update,
             rank=loaded.rank,
             device=loaded.device,
             init_defaults=config.execution.weight_transfer_config,
@@ -337,10 +337,6 @@ class ServingWorker:
         self._prefaulter.close()
         self._model.close()  # before the groups, see there
         self._groups.close()
-
-
-def _start_staging(is_in_place: bool, num_bytes: int | None) -> StagedUpdate:
-    raise InvalidRequest("the weights of a running model cannot be updated yet")
 
 
 class NullWorker:

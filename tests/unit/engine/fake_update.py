@@ -20,8 +20,8 @@ class FakeModel:
         self.weights = {name: torch.zeros(size) for name in self.OWN}
         self.num_dropped = 0
 
-    def start_staging(self, is_in_place: bool, num_bytes: int | None) -> FakeUpdate:
-        return FakeUpdate(self, is_in_place)
+    def start_update(self, *, in_place: bool) -> FakeUpdate:
+        return FakeUpdate(self, in_place)
 
 
 class FakeUpdate:

@@ -46,7 +46,7 @@ class UpdatingGroup:
         )
         self.models = [FakeModel() for _ in range(num_workers)]
         self.workers = [
-            WeightUpdater(model.start_staging, rank=rank, device=torch.device("cpu"), init_defaults={}, timeout=timeout)
+            WeightUpdater(model.start_update, rank=rank, device=torch.device("cpu"), init_defaults={}, timeout=timeout)
             for rank, model in enumerate(self.models)
         ]
         self._replies: deque[Reply] = deque()

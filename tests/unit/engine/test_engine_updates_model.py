@@ -1,0 +1,173 @@
+"""Weights of a trainer in the model of an engine, which must be that of a fresh start on them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eagleray.config.build import build_config
+from eagleray.config.resolve import DEMO_MODEL_DIR
+from eagleray.engine.startup import start_engine
+from eagleray.engine.weight_update import EngineWeightUpdate, Outcome
+from eagleray.executor.executor import Executor
+from eagleray.executor.in_process import InProcessGroup
+from eagleray.identity import EngineId
+from eagleray.messages.control import CheckWeights, OpenWeightTransfer, ReceiveWeights
+from eagleray.messages.failure import Failure
+from eagleray.messages.plain import pack
+from eagleray.weights import Sender, SharedMemorySender
+
+ENGINE = EngineId("i", 0)
+TIMEOUT = 60.0
+Weights = dict[str, torch.Tensor]
+
+
+class StartedModel:
+    """An engine with the model of a directory."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        config = build_config(model=str(directory), num_kv_blocks=32, max_model_len=64, **options)
+        self._group = InProcessGroup(ENGINE, config)
+        self._executor = Executor(self._group)
+        start_engine(config, self._executor, deadline=math.inf)
+        self.updates = EngineWeightUpdate(self._executor, wait_seconds=lambda: TIMEOUT)
+
+    def memory(self) -> list[bytes]:
+        """Return the bytes of all packed weights."""
+        model = self._group._worker._state._model  # type: ignore[union-attr]
+        return [part.numpy().tobytes() for part in model.storage()]
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+@pytest.fixture(scope="module")
+def pushed() -> Weights:
+    """Weights of another step of training."""
+    old = load_file(DEMO_MODEL_DIR / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: (tensor.float() + 0.01 * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
+        for name, tensor in old.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def pushed_dir(pushed: Weights, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("pushed")
+    for path in DEMO_MODEL_DIR.iterdir():
+        if path.name != "model.safetensors" and path.is_file():
+            (directory / path.name).symlink_to(path)
+    save_file(pushed, directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(pushed_dir: Path) -> list[bytes]:
+    """Memory of a model that was started on the pushed weights."""
+    started = StartedModel(pushed_dir)
+    memory = started.memory()
+    started.close()
+    return memory
+
+
+@pytest.fixture
+def started() -> Iterator[StartedModel]:
+    started = StartedModel(DEMO_MODEL_DIR)
+    yield started
+    started.close()
+
+
+def run(execution: Generator[str, None, Outcome]) -> Outcome:
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        try:
+            next(execution)
+        except StopIteration as end:
+            outcome: Outcome = end.value
+            return outcome
+        time.sleep(0.001)
+    raise AssertionError("the generator did not return")
+
+
+def receive(updates: EngineWeightUpdate, update_info: dict[str, Any]) -> Outcome:
+    return run(updates.receive(ReceiveWeights(update_info=pack(update_info)), is_cancelled=lambda: False))
+
+
+def push_by_gloo(updates: EngineWeightUpdate, weights: Weights) -> None:
+    sender = Sender(1, timeout=TIMEOUT, bucket_bytes=10_000)
+    named = list(weights.items())
+    with ThreadPoolExecutor() as pool:
+        connected = pool.submit(sender.connect)
+        run(
+            updates.open_transfer(
+                OpenWeightTransfer(init_info=sender.init_info, first_rank=0), is_cancelled=lambda: False
+            )
+        )
+        connected.result(TIMEOUT)
+        sent = pool.submit(sender.send, named)
+        assert receive(updates, Sender.update_info(named)) == {
+            "num_tensors": len(named),
+            "num_bytes": sum(tensor.nbytes for _, tensor in named),
+        }
+        sent.result(TIMEOUT)
+    updates.close_transfer()
+    sender.close()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm", "disk"])
+def test_update_memory_equals_that_of_a_fresh_start(
+    started: StartedModel, pushed: Weights, pushed_dir: Path, expected: list[bytes], backend: str
+) -> None:
+    updates, before = started.updates, started.memory()
+    assert before != expected
+    assert updates.start(1, is_in_place=False, num_bytes=None) == {}
+    match backend:
+        case "gloo":
+            push_by_gloo(updates, pushed)
+        case "shm":
+            with SharedMemorySender() as sender:
+                half = len(pushed) // 2
+                for part in (list(pushed.items())[half:], list(pushed.items())[:half]):
+                    assert "num_tensors" in receive(updates, sender.write(part))
+        case "disk":
+            command = ReceiveWeights(update_info=b"", weight_dir=str(pushed_dir))
+            assert "num_tensors" in run(updates.receive(command, is_cancelled=lambda: False))
+    assert updates.check(CheckWeights(require_complete=True)) == {"missing": [], "num_missing": 0}
+    assert started.memory() == before, "the old weights serve until the update is applied"
+    assert updates.apply(1, TIMEOUT)
+    assert started.memory() == expected
+
+
+def test_update_wrong_shape_changes_nothing(started: StartedModel, pushed: Weights) -> None:
+    before = started.memory()
+    name = next(iter(pushed))
+    with SharedMemorySender() as sender:
+        started.updates.start(1, is_in_place=False, num_bytes=None)
+        failure = receive(started.updates, sender.write([*list(pushed.items())[1:], (name, torch.zeros(3))]))
+    assert isinstance(failure, Failure) and failure.kind == "WeightsMismatch"
+    assert f"tensor {name!r} has the shape [3]" in failure.message
+    assert not started.updates.apply(1, TIMEOUT)
+    assert started.memory() == before
+
+
+def test_update_dropped_can_be_followed_by_another(
+    started: StartedModel, pushed: Weights, expected: list[bytes]
+) -> None:
+    with SharedMemorySender() as sender:
+        info = sender.write(pushed.items())
+        for number in (1, 2):
+            started.updates.start(number, is_in_place=False, num_bytes=None)
+            receive(started.updates, info)
+            if number == 1:
+                assert started.updates.drop() == {}
+    assert started.updates.apply(2, TIMEOUT)
+    assert started.memory() == expected
