@@ -53,12 +53,19 @@ class EngineCore:
         return self._pipeline.seconds
 
     def call_workers(self, call: CallWorkers) -> WorkersReturned:
-        """Call the worker extension on every worker and return their values, or the first failure."""
+        """Call the worker extension on every worker and return their values, or the first failure.
+
+        Weights that the method loads count from the next step on, so no block of the old ones is found any longer. A
+        method that failed, or still runs, may have loaded some on any rank.
+        """
         body = CallExtension(call.method, call.arguments)
         try:
             returned = self.executor.gather(body, ExtensionReturned, timeout=call.timeout, until=_has_failed)
         except DeadlineExceeded as error:
+            self.scheduler.on_weights_loaded()
             return WorkersReturned(call_id=call.call_id, failure=Failure.of(error))
+        if any(one.has_loaded_weights or _has_raised(one) for one in returned.values()):
+            self.scheduler.on_weights_loaded()
         for rank, one in returned.items():
             if one.failure is not None:
                 return WorkersReturned(call_id=call.call_id, failure=one.failure, rank=rank)
@@ -106,3 +113,8 @@ class EngineCore:
 def _has_failed(returned: ExtensionReturned) -> bool:
     """Whether the rank failed: other ranks may wait for it in a collective, and would never reply."""
     return returned.failure is not None
+
+
+def _has_raised(returned: ExtensionReturned) -> bool:
+    """Whether the method was called and raised."""
+    return returned.failure is not None and not returned.failure.is_user_error

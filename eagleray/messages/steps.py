@@ -259,6 +259,8 @@ class ExtensionReturned(msgspec.Struct, frozen=True, tag=True):
 
     value: bytes | None = None
     failure: Failure | None = None
+    has_loaded_weights: bool = False
+    """Whether the method has loaded weights, which the next step uses."""
 
 
 WorkerCall = (

@@ -99,6 +99,8 @@ class Model(ABC):
         self._update: WeightUpdate | None = None
         self._loading: WeightUpdate | None = None
         """What `load_weights` has done without an update."""
+        self.num_loads = 0
+        """Number of calls of `load_weights` that replaced weights without an update."""
         self._any_engine_busy = False
         self._hidden_dtype = kernels.hidden_dtype(part.dtype)
         self._kernels = kernels
@@ -176,6 +178,7 @@ class Model(ABC):
             return self._update.add(weights)
         if self._loading is None:
             self._loading = self._make_update()
+        self.num_loads += 1
         names = self._loading.add(weights)
         self._loading.apply()
         return names

@@ -14,10 +14,10 @@ from hashlib import blake2b
 HASH_BYTES = 16
 
 
-def root_hash(cache_salt: str, update: int = 0) -> bytes:
+def root_hash(cache_salt: str, update: int = 0, num_loads: int = 0) -> bytes:
     """Return the parent of a sequence's first block hash. Prefixes with different salts share no hash, nor do those
-    that were computed with the weights of different updates."""
-    salt = update.to_bytes(8, "little")
+    that were computed with the weights of different updates, or before and after another load of weights."""
+    salt = update.to_bytes(8, "little") + num_loads.to_bytes(8, "little")
     return blake2b(cache_salt.encode(), digest_size=HASH_BYTES, salt=salt, person=b"eagleray salt").digest()
 
 

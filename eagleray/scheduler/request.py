@@ -97,9 +97,9 @@ class Request:
                 return Finish(FinishReason.STOP, token_id)
         return Finish(FinishReason.LENGTH) if len(self.token_ids) >= self.max_num_tokens else None
 
-    def set_update(self, update: int) -> None:
-        """Look up, and register, blocks that were computed with the weights of this update only."""
-        self.root_hash = root_hash(self.cache_salt, update)
+    def set_update(self, update: int, num_loads: int) -> None:
+        """Look up, and register, blocks that were computed with the weights of this update and load only."""
+        self.root_hash = root_hash(self.cache_salt, update, num_loads)
         self.block_hashes.clear()
 
     def make_chunk(self, **fields: Any) -> AddressedChunk:
@@ -192,10 +192,12 @@ def new_request(
     vocab_size: int,
     has_routing: bool = False,
     update: int = 0,
+    num_loads: int = 0,
 ) -> Request:
     """Make the state of a request; one that resumes looks as if it had been preempted after its last token.
 
-    `update`: number of the last weight update. Raises `InvalidRequest` if the request can never run.
+    `update`: number of the last weight update. `num_loads`: number of calls of `Scheduler.on_weights_loaded`. Raises
+    `InvalidRequest` if the request can never run.
     """
     check_admission(message, max_model_len=max_model_len, vocab_size=vocab_size, has_routing=has_routing)
     num_prompt_tokens = len(message.prompt_token_ids)
@@ -210,7 +212,7 @@ def new_request(
         num_prompt_tokens=num_prompt_tokens,
         max_num_tokens=min(num_prompt_tokens + message.stopping.max_tokens, max_model_len),
         cache_salt=message.cache_salt,
-        root_hash=root_hash(message.cache_salt, update),
+        root_hash=root_hash(message.cache_salt, update, num_loads),
         prompt_logprobs_from=message.prompt_logprobs_from,
         skip_reading_prefix_cache=message.skip_reading_prefix_cache,
         routed_experts_from=message.routed_experts_from,

@@ -79,6 +79,7 @@ class Scheduler:
         self._is_rewound = False  # True from `rewind` to the next plan that is not idle
         self._is_stopped = False
         self._update = 0
+        self._num_loads = 0
         self._weight_version = "default"
         self._num_arrivals = 0
         self._early_chunks: list[AddressedChunk] = []
@@ -127,6 +128,7 @@ class Scheduler:
             vocab_size=self._vocab_size,
             has_routing=self._routed is not None,
             update=self._update,
+            num_loads=self._num_loads,
         )
         self._num_arrivals += 1
         self._requests[key] = state
@@ -207,8 +209,22 @@ class Scheduler:
                 run.is_cacheable = False
             else:
                 self._preempt(run)
+        self._leave_cached_blocks()
+
+    def on_weights_loaded(self) -> None:
+        """Find no block from before in the prefix cache any longer, because a method of the workers has loaded weights.
+
+        Running requests continue with what the cache has; what they compute is found by no other request. Steps may be
+        in flight: what they compute is found by none either.
+        """
+        self._num_loads += 1
+        for run in self._running:
+            run.is_cacheable = False
+        self._leave_cached_blocks()
+
+    def _leave_cached_blocks(self) -> None:
         for request in self._requests.values():
-            request.set_update(update)
+            request.set_update(self._update, self._num_loads)
 
     # One step.
 

@@ -49,6 +49,7 @@ class Extension:
     def __init__(self, instance: Any | None, view: WorkerView) -> None:
         self._instance = instance
         self._view = view
+        self._model = view.model_runner.model
 
     @classmethod
     def load(cls, path: str | None, worker: LoadedWorker, *, open_default_group: Callable[[], None]) -> Extension:
@@ -73,12 +74,14 @@ class Extension:
         found = next((one for one in (self._instance, self._view) if method in _methods(type(one))), None)
         if found is None:
             return ExtensionReturned(failure=Failure.of(self._unknown(method)))
+        num_loads = self._model.num_loads
         try:
             args, kwargs = unpack_arguments(arguments)
             result = getattr(found, method)(*args, **kwargs)
-            return ExtensionReturned(value=pack(result, name=f"the result of `{method}`"))
+            value = pack(result, name=f"the result of `{method}`")
         except Exception as error:  # the method is the user's code, and the meaning of its exceptions is the user's too
             return ExtensionReturned(failure=msgspec.structs.replace(Failure.of(error), is_user_error=False))
+        return ExtensionReturned(value=value, has_loaded_weights=self._model.num_loads > num_loads)
 
     def _unknown(self, method: str) -> InvalidRequest:
         built_in = _methods(WorkerView)

@@ -6,13 +6,16 @@ built-in ones of `LLM.collective_rpc`. Made by `extension`, from a loaded worker
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from eagleray.config.json_files import read_json_object
 from eagleray.config.resolve import checkpoint_dir
+from eagleray.weights.disk import DirectoryReceiver
 
 if TYPE_CHECKING:
     from eagleray.models.base import Model
@@ -90,7 +93,8 @@ class ModelRunnerView:
     """The holder of the model: `model_runner` of a worker."""
 
     model: Model
-    """This rank's part of the model, whose attributes may change without notice."""
+    """This rank's part of the model. `load_weights` and `named_parameters` stay as they are; all other attributes may
+    change without notice."""
     vllm_config: EngineView
     model_config: ModelView
     device: torch.device
@@ -127,6 +131,22 @@ class WorkerView:
 
     def liveness_probe(self) -> None:
         """Do nothing: the reply shows that the worker handles calls."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Load whole tensors under their names in the checkpoint, see `Model.load_weights`. Every rank takes its part.
+        Return the sorted names that the model has."""
+        return sorted(self.model_runner.model.load_weights((name, tensor) for name, tensor in weights))
+
+    def reload_weights(
+        self, weights_path: str | None = None, weights_iterator: Iterable[tuple[str, Tensor]] | None = None
+    ) -> None:
+        """Load these weights, or those of a directory with safetensors files, by default the model's own."""
+        if weights_iterator is not None:
+            self.load_weights(weights_iterator)
+            return
+        info = {"weight_dir": self.model_config.model if weights_path is None else weights_path}
+        for bucket in DirectoryReceiver().receive(info, lambda sent: None):
+            self.load_weights(bucket)
 
 
 def view_arguments(worker: LoadedWorker) -> dict[str, Any]:

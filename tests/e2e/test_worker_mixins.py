@@ -13,9 +13,10 @@ from datetime import timedelta
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from safetensors.torch import load_file
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from eagleray import LLM
+from eagleray import LLM, SamplingParams
 from eagleray.errors import RequestFailed
 
 OPTIONS = {"max_model_len": 200, "num_threads": 1, "log_level": "warning"}
@@ -50,7 +51,7 @@ class Receiver(Base):
         assert dtype == self.model_config.dtype, f"mismatch dtype: src {dtype}, dst {self.model_config.dtype}"
         weight = torch.empty(shape, dtype=dtype, device=self.device)
         self._model_update_group.broadcast(weight, 0).wait()
-        return weight
+        self.model_runner.model.load_weights(weights=[(name, weight)])
 
     def ranks(self):
         gathered = [None] * torch.distributed.get_world_size()
@@ -89,8 +90,8 @@ def module(tmp_path_factory):
         yield
 
 
-def push(llm, name, weight, *, num_workers):
-    """Broadcast the weight to the workers, as a trainer of rank 0 does, and return what each worker received."""
+def connect(llm, *, num_workers):
+    """Return a group of this process, the trainer of rank 0, and the workers."""
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=DEADLINE, wait_for_workers=False)
     options = ProcessGroupGloo._Options()
     options._timeout = DEADLINE
@@ -102,9 +103,22 @@ def push(llm, name, weight, *, num_workers):
         )
         group = ProcessGroupGloo(PrefixStore("trainer", store), 0, size, options)
         assert joined.result(60) == list(range(1, size))
-        received = pool.submit(llm.collective_rpc, "update_weight", 60, (name, weight.dtype, weight.shape))
+    return group
+
+
+def push(llm, group, name, weight):
+    """Broadcast the weight to the workers, which load it."""
+    with ThreadPoolExecutor(1) as pool:
+        loaded = pool.submit(llm.collective_rpc, "update_weight", 60, (name, weight.dtype, weight.shape))
         group.broadcast(weight, 0).wait()
-        return received.result(60)
+        loaded.result(60)
+
+
+def generate(llm):
+    """Return the tokens of a prompt of several blocks, and how many of its tokens were found in the cache."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    (output,) = llm.generate({"prompt_token_ids": list(range(3, 43))}, params, use_tqdm=False)
+    return output.outputs[0].token_ids, output.num_cached_tokens
 
 
 @pytest.mark.parametrize(
@@ -113,14 +127,21 @@ def push(llm, name, weight, *, num_workers):
     ids=["in-process", "processes"],
 )
 def test_mixin_receives_a_weight_by_its_rank_in_the_default_group(checkpoint, options, num_workers):
-    weight = torch.arange(64, dtype=torch.float32)
+    name = "model.norm.weight"
+    weight = load_file(checkpoint / "model.safetensors")[name]
     with LLM(str(checkpoint), worker_extension_cls="users_mixins.Receiver", **OPTIONS, **options) as llm:
         ranks = [[rank, rank] for rank in range(num_workers)]
         assert llm.collective_rpc("ranks") == [ranks] * num_workers
-        received = push(llm, "model.norm.weight", weight, num_workers=num_workers)
-        assert [torch.equal(one, weight) for one in received] == [True] * num_workers
-        with pytest.raises(RequestFailed, match=r"AssertionError: mismatch dtype: src torch\.float16"):
-            llm.collective_rpc("update_weight", args=("model.norm.weight", torch.float16, weight.shape))
+        (first, _), (second, num_cached) = generate(llm), generate(llm)
+        assert first == second and num_cached > 0
+        group = connect(llm, num_workers=num_workers)
+        push(llm, group, name, -weight)
+        changed, num_cached = generate(llm)
+        assert changed != first and num_cached == 0, "blocks of the weights from before must not be found"
+        assert llm.collective_rpc("load_weights", args=[[(name, weight)]]) == [[name]] * num_workers
+        assert generate(llm) == (first, 0)
+        with pytest.raises(RequestFailed, match=r"AssertionError: mismatch dtype: src torch\.int8"):
+            llm.collective_rpc("update_weight", args=(name, torch.int8, weight.shape))
         assert llm.collective_rpc("check_health") == [None] * num_workers
 
 

@@ -15,6 +15,8 @@ from eagleray.messages.steps import (
     AllocateCache,
     Call,
     CallDone,
+    CallExtension,
+    ExtensionReturned,
     GroupOpened,
     JoinGroup,
     LoadModel,
@@ -75,6 +77,8 @@ class CountingGroup:
         """Called with the number of each step before it is computed."""
         self.wake_failure: Failure | None = None
         """Cause for which memory cannot be allocated again."""
+        self.returned = ExtensionReturned(value=b"")
+        """Reply to calls of the worker extension."""
         self.works_for_others: Callable[[StepPlan], bool] = lambda plan: False
         self.has_staged = False
         """Whether it has received weights for every update."""
@@ -142,6 +146,8 @@ class CountingGroup:
                 return UpdateChecked(missing=["up"])
             case ApplyUpdate():
                 return UpdateApplied(self.has_staged)
+            case CallExtension():
+                return self.returned
             case StepPlan():
                 self.on_step(body.step)
                 return self._step(body)

@@ -141,3 +141,23 @@ def test_set_weights_version_tagged_where_it_changes_with_steps_in_flight():
         chunks.append(engine.scheduler.apply(engine.in_flight.popleft()))
     versions = [out.chunk.weight_version for outputs in chunks for out in outputs]
     assert versions == [None, "blue", None, None, None]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_on_weights_loaded_blocks_from_before_and_of_running_requests_are_not_found(depth):
+    engine = Engine(depth=depth, max_num_seqs=2)
+    engine.add(request("before", range(9), max_tokens=1))
+    engine.run()
+    engine.add(request("running", range(7, 16), max_tokens=9), request("other", range(9), max_tokens=9))
+    engine.add(request("waiting", range(9), max_tokens=1))
+    engine.step()
+    assert len(engine.in_flight) == depth - 1
+    engine.scheduler.on_weights_loaded()
+    engine.run()
+    for key in engine.messages:
+        engine.check_as_undisturbed(key)
+    assert [engine.chunks[ALICE, name][0].num_cached_tokens for name in ("other", "waiting")] == [8, 0]
+    engine.add(request("again", range(7, 16), max_tokens=1), request("found", range(9), max_tokens=1))
+    engine.run()
+    assert [engine.last(name).num_cached_tokens for name in ("again", "found")] == [0, 8]
+    engine.check_all_free()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import topology
+from safetensors.torch import save_file
 
 from eagleray.config.build import build_config
 from eagleray.errors import ConfigError, InvalidRequest
@@ -110,8 +111,11 @@ class FakeModel:
 
     def __init__(self):
         self.loaded = []
+        self.num_loads = 0
 
     def load_weights(self, weights):
+        self.num_loads += 1
+        weights = list(weights)
         self.loaded += weights
         return {name for name, _ in weights}
 
@@ -191,7 +195,8 @@ def test_extension_call_not_a_public_method_is_refused(extension, method):
     assert (failure.kind, failure.is_user_error) == (InvalidRequest.__name__, True)
     assert failure.message == (
         f"worker extension `users_module:Mine` has no public method `{method}`: it has `double`, `fail`, `rank`, "
-        "`refuse`, `show`, `still`, `strange`; every worker has `check_health`, `liveness_probe`"
+        "`refuse`, `show`, `still`, `strange`; every worker has `check_health`, `liveness_probe`, `load_weights`, "
+        "`reload_weights`"
     )
 
 
@@ -202,8 +207,8 @@ def test_extension_call_finds_built_in_methods_without_extension(worker):
     failure = failure_of(extension, "weigh")
     assert (failure.kind, failure.is_user_error) == (InvalidRequest.__name__, True)
     assert failure.message == (
-        "the workers have no method `weigh`: every worker has `check_health`, `liveness_probe`; for methods of your "
-        "own set the option `worker_extension_cls` to `package.module.Class`"
+        "the workers have no method `weigh`: every worker has `check_health`, `liveness_probe`, `load_weights`, "
+        "`reload_weights`; for methods of your own set the option `worker_extension_cls` to `package.module.Class`"
     )
     assert worker.groups_opened == 0
 
@@ -228,8 +233,35 @@ def test_extension_load_without_constructor_makes_a_mixin(module, worker):
     assert "AssertionError" in str(failure_of(extension, "load", "model.norm.weight", torch.float16, [2]))
     assert failure_of(extension, "weigh").message == (
         "worker extension `users_module:Bare` has no public method `weigh`: it has `describe`, `liveness_probe`, "
-        "`load`; every worker has `check_health`, `liveness_probe`"
+        "`load`; every worker has `check_health`, `liveness_probe`, `load_weights`, "
+        "`reload_weights`"
     )
+
+
+def test_extension_call_that_loads_weights_says_so(module, worker):
+    weights = [["model.norm.weight", torch.ones(2)], ("lm_head.weight", torch.zeros(3))]
+    extension = load(None, worker)
+    returned = extension.call("load_weights", pack_arguments([weights], {}))
+    assert (unpack(returned.value), returned.has_loaded_weights) == (["lm_head.weight", "model.norm.weight"], True)
+    assert [(name, len(tensor)) for name, tensor in worker.model.loaded] == [
+        ("model.norm.weight", 2),
+        ("lm_head.weight", 3),
+    ]
+    assert not extension.call("check_health", pack_arguments((), {})).has_loaded_weights
+
+
+def test_extension_reload_weights_reads_directory_or_pairs(tmp_path, worker):
+    extension = load(None, worker)
+    (tmp_path / "other").mkdir()
+    for directory, value in ((tmp_path, 1.0), (tmp_path / "other", 2.0)):
+        save_file({"model.norm.weight": torch.full((2,), value)}, directory / "model.safetensors")
+    call(extension, "reload_weights")
+    call(extension, "reload_weights", str(tmp_path / "other"))
+    call(extension, "reload_weights", weights_iterator=[("model.norm.weight", torch.full((2,), 3.0))])
+    assert [(name, tensor.tolist()) for name, tensor in worker.model.loaded] == [
+        ("model.norm.weight", [value] * 2) for value in (1.0, 2.0, 3.0)
+    ]
+    assert "there is no such directory" in str(failure_of(extension, "reload_weights", str(tmp_path / "none")))
 
 
 def test_extension_load_with_keywords_makes_a_mixin(module, worker):
