@@ -57,9 +57,16 @@ class TensorNames:
         elif name in self._names or (self._has_scales and name.removesuffix(SCALES_SUFFIX) in self._names):
             yield name, tensor
         elif not self._may_be_dropped(name):
-            nearest = get_close_matches(name, self._names | self._aliases.keys(), n=3)
+            nearest = self._nearest(name)
             hint = f"; the nearest names are {', '.join(nearest)}" if nearest else ""
             raise WeightsMismatch(f"the model has no tensor {name!r}{hint}")
+
+    def _nearest(self, name: str) -> list[str]:
+        known = [*self._names, *self._aliases]
+        layer = name.split(".")[:3]
+        same_layer = [each for each in known if each.split(".")[:3] == layer]
+        # there may be tens of thousands of experts, and comparing texts is slow
+        return get_close_matches(name, same_layer or [each for each in known if ".experts." not in each])
 
     def check_tied(self, batch: Mapping[str, Tensor]) -> None:
         """Raise `WeightsMismatch` if both tied tensors come and differ."""
@@ -217,6 +224,7 @@ class WeightUpdate:
             for param in group.params():
                 if param.name in group.came:
                     group.came[param.name] = group.came[param.name].copied(param)
+        self._synchronize()  # tensors may be overwritten now
         self.num_bytes = sum(len(part) for group in self._groups for part in group.staged or ())
         return accepted
 
@@ -296,8 +304,15 @@ class WeightUpdate:
     def _run(self, function: Callable[[GroupUpdate], None], groups: Sequence[GroupUpdate]) -> None:
         if not self.is_open:
             raise WrongState("the weight update was dropped")
+        self._synchronize()
         for _ in self._pool.map(function, groups):
             pass
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        """Wait for the device: steps, trainers and the threads of this update have streams of their own."""
+        if self._rules.device.type == "cuda":
+            torch.cuda.synchronize(self._rules.device)
 
 
 def _distinct(groups: Iterable[WeightGroup]) -> Iterator[WeightGroup]:

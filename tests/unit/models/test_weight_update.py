@@ -17,6 +17,7 @@ from torch import Tensor
 from weight_pushes import copy_of_weights, have_equal_bytes, load_rank, memory_of_weights, tensors_of
 
 from eagleray.errors import WeightsMismatch, WrongState
+from eagleray.kernels.cuda.backend import CudaBackend
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.kernels.torch.onednn import OneDnnBackend
 from eagleray.models import mxfp4, registry
@@ -29,7 +30,12 @@ K_PROJ = "model.layers.0.self_attn.k_proj.weight"
 V_PROJ = "model.layers.0.self_attn.v_proj.weight"
 PROMPT = random_prompt(0, 20, 384)
 
-BACKENDS = {"native": None, "torch": TorchBackend, "onednn": OneDnnBackend}
+BACKENDS = {
+    "native": None,
+    "torch": lambda dtype: TorchBackend(),
+    "onednn": lambda dtype: OneDnnBackend(),
+    "cuda": CudaBackend,
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +57,7 @@ def checkpoints(tmp_path_factory):
 
 def use_backend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     if (make := BACKENDS[name]) is not None:
-        monkeypatch.setattr(registry, "choose_backend", lambda *_, **__: make())
+        monkeypatch.setattr(registry, "choose_backend", lambda device, model, *_: make(model.dtype))
 
 
 class Ranks:
@@ -84,6 +90,8 @@ CASES = {
     "deepseek_v2, one rank": ("deepseek_v2", [Mesh()], "native", {}),
     "gpt_oss, tp": ("gpt_oss", [Mesh(rank=1, tp_size=2)], "native", {}),
     "mixtral, onednn": ("mixtral", [Mesh()], "onednn", {}),
+    "qwen3_moe, cuda": ("qwen3_moe", [Mesh()], "cuda", {}),
+    "deepseek_v3, cuda": ("deepseek_v3", [Mesh()], "cuda", {}),
     "qwen3_moe, ep": (
         "qwen3_moe",
         [Mesh(rank=rank, tp_size=2) for rank in range(2)],
@@ -325,19 +333,22 @@ def test_load_weights_tied_head_is_dropped_unless_it_differs(checkpoints):
 # ---- quantized weights
 
 
-@pytest.fixture
-def keeping(monkeypatch):
-    monkeypatch.setattr(registry, "choose_backend", lambda device, model, *_: KeepingBackend(model.dtype))
+KEEPING = {"native": None, "keeping": KeepingBackend, "cuda": CudaBackend}
+"""Backends that decode quantized weights, keep them and decode them later, and compute with them."""
+
+
+@pytest.fixture(params=KEEPING)
+def backend(request, monkeypatch):
+    if (make := KEEPING[request.param]) is not None:
+        monkeypatch.setattr(registry, "choose_backend", lambda device, model, *_: make(model.dtype))
+    return request.param
 
 
 FP8_FIELDS = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-@pytest.mark.parametrize("backend", ["native", "keeping"])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_load_weights_fp8_with_scales_equals_fresh_load(family, backend, tmp_path, request):
-    if backend == "keeping":
-        request.getfixturevalue("keeping")
+def test_load_weights_fp8_with_scales_equals_fresh_load(family, backend, tmp_path):
     fields = FP8_FIELDS if family == "llama" else {}
     small, plain = write_fp8_checkpoint(tmp_path / "plain", family, tmp_path / "small", (24, 128), **fields)
     model = load(small, dtype="bfloat16")
@@ -349,10 +360,20 @@ def test_load_weights_fp8_with_scales_equals_fresh_load(family, backend, tmp_pat
     for name, tensor in tensors:
         model.load_weights([(name, tensor)])
     assert have_equal_bytes(memory_of_weights(model), expected)
+    model.load_weights(zeros)
+    model.load_weights(tensors_of(plain))
     if backend == "native":  # it decodes them, so plain numbers are the same
-        model.load_weights(zeros)
-        model.load_weights(tensors_of(plain))
         assert have_equal_bytes(memory_of_weights(model), expected)
+
+
+def test_load_weights_plain_numbers_are_quantized_where_fp8_is_kept(backend, tmp_path):
+    small, plain = write_fp8_checkpoint(tmp_path / "plain", "llama", tmp_path / "small", (24, 128), **FP8_FIELDS)
+    model = load(small, dtype="float32")
+    expected = logits_in_chunks(model, PROMPT, 20) if backend != "cuda" else None
+    model.load_weights((name, torch.zeros_like(tensor)) for name, tensor in tensors_of(plain))
+    model.load_weights(tensors_of(plain))
+    if expected is not None:
+        torch.testing.assert_close(logits_in_chunks(model, PROMPT, 20), expected, atol=1e-3, rtol=0)
 
 
 def test_missing_fp8_weight_waits_for_its_scales(tmp_path):
@@ -365,10 +386,7 @@ def test_missing_fp8_weight_waits_for_its_scales(tmp_path):
         update.add([(f"{name}_scale_inv", torch.zeros(1, 1))])
 
 
-@pytest.mark.parametrize("backend", ["native", "keeping"])
-def test_load_weights_mxfp4_and_plain_numbers_equal_fresh_load(backend, tmp_path, request):
-    if backend == "keeping":
-        request.getfixturevalue("keeping")
+def test_load_weights_mxfp4_and_plain_numbers_equal_fresh_load(backend, tmp_path):
     packed = make_checkpoint(tmp_path / "packed", "gpt_oss", tokenizer=False)
     pack_mxfp4(packed)
     model, tensors = load(packed), tensors_of(packed)
