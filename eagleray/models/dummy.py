@@ -30,6 +30,8 @@ class DummyWeights:
     def __init__(self, *, dtype: torch.dtype, device: torch.device, seed: int, has_fp8: bool = False) -> None:
         self._dtype = dtype
         self._has_fp8 = has_fp8
+        self.kept_fp8: set[str] = set()
+        """The first name of each weight that is in FP8."""
         generator = torch.Generator().manual_seed(seed)
         block = torch.randn(BLOCK, generator=generator) * STANDARD_DEVIATION
         self._numbers = block.to(device=device, dtype=dtype)
@@ -48,6 +50,7 @@ class DummyWeights:
     def load_weight(self, params: Sequence[Param]) -> Weight:
         if not self._has_fp8:
             return self.load_concatenated(params)
+        self.kept_fp8.add(params[0].name)
         parts = [self._filled(param, self._fp8_numbers) for param in params]
         values = torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
         num_blocks = [-(-size // step) for size, step in zip(values.shape, FP8_BLOCK, strict=True)]

@@ -46,9 +46,11 @@ class PushedWeights(StoredWeights):
         self._was_fp8 = kept_fp8
 
     def load_weight(self, params: Sequence[Param]) -> Weight:
+        was_fp8 = params[0].name in self._was_fp8
+        if not was_fp8 and not self.rules.quantizes:
+            return self._load(params, self.rules.dtype)
         weight = super().load_weight(params)
-        is_plain = isinstance(weight, Tensor)
-        return self._quantize_in_blocks(params) if is_plain and params[0].name in self._was_fp8 else weight
+        return self._quantize_in_blocks(params) if was_fp8 and isinstance(weight, Tensor) else weight
 
     def _check(self, param: Param, dtype: torch.dtype) -> None:
         assert param.name in self._came, "the group is complete"

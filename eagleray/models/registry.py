@@ -133,14 +133,16 @@ def load_model(
     def open_checkpoint(on_progress: Callable[[int, int], None] | None = None) -> CheckpointWeights:
         return CheckpointWeights(directory, rules, params=model.params(), on_progress=on_progress)
 
+    def make_dummy() -> DummyWeights:
+        return DummyWeights(dtype=kind, device=device, seed=seed or 0, has_fp8=has_fp8)
+
     def open_weights() -> AbstractContextManager[Weights]:
-        if load_format == "dummy":
-            return nullcontext(DummyWeights(dtype=kind, device=device, seed=seed or 0, has_fp8=has_fp8))
-        return open_checkpoint()
+        return nullcontext(make_dummy()) if load_format == "dummy" else open_checkpoint()
 
     if load_format == "dummy":
-        with open_weights() as weights:
-            model.load(weights)
+        dummy = make_dummy()
+        model.load(dummy)
+        model.kept_fp8 = frozenset(dummy.kept_fp8)
     else:
         with open_checkpoint(on_progress) as checkpoint:
             model.load(checkpoint)

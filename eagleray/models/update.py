@@ -285,7 +285,11 @@ class WeightUpdate:
 
     def _finish(self, group: GroupUpdate, packed: list[Tensor]) -> None:
         sizes = [len(part) for part in packed]
-        assert all([len(part) for part in place] == sizes for place in group.group.places()), "the layout is the same"
+        if any([len(part) for part in place] != sizes for place in group.group.places()):
+            self._memory.release(packed)
+            group.came.clear()
+            name = group.group.params[0].name
+            raise WeightsMismatch(f"tensor {name!r} has another quantization than the weights of the model have")
         self._memory.release(group.staged or ())
         group.staged = packed
         group.came.clear()

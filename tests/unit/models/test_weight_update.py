@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from keeping_backend import KeepingBackend
 from model_runs import PagedRun, load, logits_in_chunks
 from quantized_checkpoints import pack_mxfp4, write_fp8_checkpoint
+from safetensors.torch import save_file
 from torch import Tensor
 from weight_pushes import copy_of_weights, have_equal_bytes, load_rank, memory_of_weights, tensors_of
 
@@ -374,6 +375,42 @@ def test_load_weights_plain_numbers_are_quantized_where_fp8_is_kept(backend, tmp
     model.load_weights(tensors_of(plain))
     if expected is not None:
         torch.testing.assert_close(logits_in_chunks(model, PROMPT, 20), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_load_weights_model_quantized_at_load_quantizes_pushes(load_format, tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "choose_backend", lambda device, model, *_: CudaBackend(model.dtype))
+    checkpoint = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    expected = copy_of_weights(load(checkpoint, quantization="fp8"))
+    model = load(checkpoint, quantization="fp8", load_format=load_format)
+    model.load_weights((name, torch.ones_like(tensor)) for name, tensor in tensors_of(checkpoint))
+    assert not have_equal_bytes(memory_of_weights(model), expected)
+    model.load_weights(tensors_of(checkpoint))
+    assert have_equal_bytes(memory_of_weights(model), expected)
+
+
+def test_load_weights_fp8_onto_dummy_weights_equals_fresh_load(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "choose_backend", lambda device, model, *_: CudaBackend(model.dtype))
+    fields = {**FP8_FIELDS, "intermediate_size": 256}  # of whole blocks, as in dummy weights
+    small, _ = write_fp8_checkpoint(tmp_path / "plain", "llama", tmp_path / "small", (128, 128), **fields)
+    model = load(small, load_format="dummy")
+    model.load_weights(tensors_of(small))
+    assert have_equal_bytes(memory_of_weights(model), memory_of_weights(load(small)))
+
+
+def test_load_weights_fp8_onto_plain_weight_is_decoded(tmp_path, monkeypatch):
+    """A checkpoint in FP8 may have plain weights, too."""
+    monkeypatch.setattr(registry, "choose_backend", lambda device, model, *_: CudaBackend(model.dtype))
+    small, plain = write_fp8_checkpoint(tmp_path / "plain", "llama", tmp_path / "small", (128, 128), **FP8_FIELDS)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    tensors, decoded = dict(tensors_of(small)), dict(tensors_of(plain))[name]
+    scales = tensors.pop(f"{name}_scale_inv")
+    save_file(tensors | {name: decoded}, small / "model.safetensors", metadata={"format": "pt"})
+    model = load(small)
+    expected = copy_of_weights(model)
+    model.load_weights([(name, torch.zeros_like(decoded))])
+    model.load_weights([(name, tensors[name]), (f"{name}_scale_inv", scales)])
+    assert have_equal_bytes(memory_of_weights(model), expected)
 
 
 def test_missing_fp8_weight_waits_for_its_scales(tmp_path):
