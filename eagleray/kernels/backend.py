@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from eagleray.kernels.adapters import AdapterSite
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits
@@ -193,6 +194,11 @@ class KernelBackend(Protocol):
         of the first half times the second, or as `clamp` says."""
         ...
 
+    def adapt(self, product: OperationWithWeights, site: AdapterSite) -> OperationWithWeights:
+        """Return the product of a `linear` or `gated_linear` plus the low-rank adapters of the tokens that have one,
+        before the gate if it is gated. Its storage is that of `product`; the adapters are in `site`."""
+        ...
+
     def norm(self, weight: Tensor, eps: float) -> OperationWithWeights:
         """Make an RMS norm over the features of each token."""
         ...
@@ -297,6 +303,10 @@ class KernelBackend(Protocol):
 
     def mla_cache_block(self, block_size: int, size: int) -> tuple[int, ...]:
         """Return the shape of a block in a layer's cache of latents, `size` features for each token."""
+        ...
+
+    def serves_adapters(self, device: torch.device) -> bool:
+        """Whether products on this device can have adapters, see `adapt`."""
         ...
 
     def serves_fp8_cache(self, device: torch.device) -> bool:

@@ -33,6 +33,29 @@ class DeviceNumbers:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterGroups:
+    """The tokens of a batch that have adapters, grouped by the slot of the adapter."""
+
+    slots: Int32Array
+    """[num_groups] in ascending order"""
+    offsets: Int32Array
+    """[num_groups + 1] index into `tokens` of each group's first token, and the number of all"""
+    tokens: Int32Array
+    """Indices of the tokens in the batch."""
+
+    @staticmethod
+    def of(slots: Int32Array) -> AdapterGroups | None:
+        """Group the tokens of a batch by `slots` [num_tokens], -1 for a token without an adapter. Returns None if no
+        token has one."""
+        order = np.argsort(slots, kind="stable").astype(np.int32)
+        tokens = order[np.count_nonzero(slots < 0) :]
+        if len(tokens) == 0:
+            return None
+        of_groups, firsts = np.unique(slots[tokens], return_index=True)
+        return AdapterGroups(of_groups.astype(np.int32), np.append(firsts, len(tokens)).astype(np.int32), tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """Contiguous host arrays over the rows of a batch. Rows that compute one token come first."""
 
@@ -53,6 +76,8 @@ class ForwardBatch:
     numbers: DeviceNumbers = field(default_factory=lambda: DeviceNumbers(np.empty(0, np.int32)))
     last_tokens: Tensor | None = None
     """[most rows] the last token sampled for each row, on the device, if `token_ids` may refer to it"""
+    adapters: AdapterGroups | None = None
+    """The tokens that have adapters, if there are any."""
 
     @property
     def num_tokens(self) -> int:

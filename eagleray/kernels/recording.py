@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from eagleray.kernels.adapters import AdapterSite
 from eagleray.kernels.backend import ExpertProducts, OwnsWeights
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.expert_trace import ExpertTrace
@@ -111,6 +112,8 @@ class LinearOp(RecordedOp):
 
     x: Value
     weight: LinearWeight
+    adapters: AdapterSite | None = None
+    """The adapters that are added to the product, see `KernelBackend.adapt`."""
 
     @property
     def reads(self) -> Sequence[Value]:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from eagleray.kernels.adapters import AdapterSite
 from eagleray.kernels.backend import (
     SINGLE_RANK,
     Attend,
@@ -76,18 +77,21 @@ class Program(Protocol):
 class RecordedLinear:
     """A product as an `Operation`. Called with a tensor it computes at once."""
 
-    def __init__(self, weight: LinearWeight) -> None:
+    def __init__(self, weight: LinearWeight, adapters: AdapterSite | None = None) -> None:
         self.weight = weight
+        self._adapters = adapters
 
     def storage(self) -> list[Tensor]:
         return self.weight.storage()
 
     def __call__(self, x: Value | Tensor) -> Value | Tensor:
         if isinstance(x, Tensor):
+            assert self._adapters is None, "adapters are added within a pass"
             return self.weight(x)
         recording, weight = x.recording, self.weight
         x = recording.rounded(x)
-        return recording.append(LinearOp(x=x, weight=weight, out=x.another(weight.size, is_float32=weight.is_float32)))
+        out = x.another(weight.size, is_float32=weight.is_float32)
+        return recording.append(LinearOp(x=x, weight=weight, adapters=self._adapters, out=out))
 
 
 class RecordingBackend(KernelBackend):
@@ -135,6 +139,10 @@ class RecordingBackend(KernelBackend):
 
     def gated_linear(self, weight: Weight, bias: Tensor | None, clamp: ClampedSwiglu | None = None) -> RecordedLinear:
         return RecordedLinear(self.pack_gated_linear(weight, bias, clamp))
+
+    def adapt(self, product: OperationWithWeights, site: AdapterSite) -> RecordedLinear:
+        assert isinstance(product, RecordedLinear)
+        return RecordedLinear(product.weight, site)
 
     def norm(self, weight: Tensor, eps: float) -> OperationWithWeights:
         kept = weight.float().contiguous()
@@ -242,6 +250,9 @@ class RecordingBackend(KernelBackend):
         tp: TensorParallelGroup = SINGLE_RANK,
     ) -> Forward:
         return RecordedForward(self, compute, rope=rope, device=device, tp=tp)
+
+    def serves_adapters(self, device: torch.device) -> bool:
+        return False
 
     def hidden_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32

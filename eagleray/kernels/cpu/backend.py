@@ -97,6 +97,9 @@ class CpuBackend(RecordingBackend):
     def ranking(self) -> Ranking:
         return NativeRanking(self.library, num_threads=self.num_threads)
 
+    def serves_adapters(self, device: torch.device) -> bool:
+        return True
+
     def serves_fp8_cache(self, device: torch.device) -> bool:
         return False
 

@@ -101,8 +101,9 @@ class _OpLowering:
                 self._native(abi.OP_EMBED, table.c_embed(), {}, {"out": op.out})
             case RoundOp():
                 self._native(abi.OP_ROUND, abi.CElementwise(size=op.x.size), {"x": op.x}, {"out": op.out})
-            case LinearOp(weight=NativeLinear() as weight):
-                args = weight.c_multiply(adds=folded.addition is not None)
+            case LinearOp(weight=NativeLinear() as weight, adapters=adapters):
+                assert adapters is None or not op.out.is_sequence_sharded, "adapters are by tokens of the whole batch"
+                args = weight.c_multiply(adds=folded.addition is not None, adapters=adapters)
                 self._native(abi.OP_MULTIPLY, args, {"x": op.x}, {"out": folded.out}, folded.total)
             case NormOp():
                 args = abi.CNormalize(size=op.x.size, weight=op.weight.data_ptr(), eps=op.eps)

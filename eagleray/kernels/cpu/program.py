@@ -120,6 +120,7 @@ class CpuProgram(Program):
         products = [op.args for op in _native(lowered.ops) if op.operation == abi.OP_MULTIPLY]
         self._num_weights = sum(product.n * product.k for product in products)
         self._num_weights += sum(3 * mix.router.top_k * mix.experts.hidden * mix.experts.inner for mix in self._mixes)
+        self._adapted = [args for args in products if args.adapters]
         self._batch = abi.CBatch()
         self._metadata = self._batch.metadata  # shares its memory
         self._tables = (torch.empty(0), torch.empty(0))
@@ -180,6 +181,12 @@ class CpuProgram(Program):
         metadata.positions = _address(batch.positions)
         metadata.slot_mapping = _address(batch.slot_mapping)
         self._batch.token_ids = _address(batch.token_ids)
+        adapters = batch.adapters if self._adapted else None
+        self._batch.num_adapter_groups = 0 if adapters is None else len(adapters.slots)
+        if adapters is not None:
+            self._batch.adapter_slots = _address(adapters.slots)
+            self._batch.adapter_offsets = _address(adapters.offsets)
+            self._batch.adapter_tokens = _address(adapters.tokens)
 
     def _grow(self, num_tokens: int) -> None:
         """Enlarge all buffers for `num_tokens`."""
@@ -212,11 +219,12 @@ class CpuProgram(Program):
         sizes = self._scratch_bytes(self._capacity, self._max_context)
         self._scratch = [torch.zeros(-(-size // 8) + 8, dtype=torch.int64) for size in sizes]
         batch = self._batch
-        batch.attention_scratch, batch.expert_scratch, batch.expert_ids = map(aligned, self._scratch)
+        addresses = map(aligned, self._scratch)
+        batch.attention_scratch, batch.expert_scratch, batch.expert_ids, batch.adapter_scratch = addresses
         batch.expert_tokens = min(EXPERT_TOKENS, self._capacity)
 
-    def _scratch_bytes(self, capacity: int, max_context: int) -> tuple[int, int, int]:
-        """Return the bytes of the working memory of attention and of experts, and of the experts' ids."""
+    def _scratch_bytes(self, capacity: int, max_context: int) -> tuple[int, int, int, int]:
+        """Return the bytes of the working memory of attention and of experts, of the experts' ids, and of adapters."""
         library, kind = self._library, int(self._dtype == torch.bfloat16)
         attention = [
             library.er_attention_scratch_size(params, max_context, self._num_threads)
@@ -225,7 +233,8 @@ class CpuProgram(Program):
         tokens = min(EXPERT_TOKENS, capacity)
         experts = [library.er_experts_scratch_size(mix.experts, mix.router.top_k, tokens, kind) for mix in self._mixes]
         top_k = max((mix.router.top_k for mix in self._mixes), default=0)
-        return max(attention, default=0), max(experts, default=0), 4 * capacity * top_k
+        adapters = [library.er_adapter_scratch_size(args, capacity) for args in self._adapted]
+        return max(attention, default=0), max(experts, default=0), 4 * capacity * top_k, max(adapters, default=0)
 
 
 def _with_room(number: int) -> int:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagleray.kernels.adapters import AdapterSite
 from eagleray.kernels.backend import (
     SINGLE_RANK,
     Attend,
@@ -36,7 +37,7 @@ from eagleray.kernels.storage import FunctionWithWeights, memory_of
 from eagleray.kernels.torch.attention import DeviceBatch, ForwardContext, SelfAttention, build_attention_metadata
 from eagleray.kernels.torch.experts import TorchProducts, compute_experts
 from eagleray.kernels.torch.functional import clamped_swiglu, rms_norm, silu_and_mul
-from eagleray.kernels.torch.linear import GatedLinear, PlainLinear
+from eagleray.kernels.torch.linear import AdaptedLinear, GatedLinear, PlainLinear
 from eagleray.kernels.torch.mla import LatentAttention, mla_cache_block
 from eagleray.kernels.torch.routing import route
 from eagleray.parallel.group import TensorParallelGroup
@@ -61,6 +62,9 @@ class TorchBackend(KernelBackend):
         product = self.linear(weight, bias)
         gate = silu_and_mul if clamp is None else partial(clamped_swiglu, clamp=clamp)
         return GatedLinear(product, gate)
+
+    def adapt(self, product: OperationWithWeights, site: AdapterSite) -> OperationWithWeights:
+        return product.adapted(site) if isinstance(product, GatedLinear) else AdaptedLinear(product, site)
 
     def norm(self, weight: Tensor, eps: float) -> OperationWithWeights:
         weight = weight.contiguous()
@@ -139,6 +143,9 @@ class TorchBackend(KernelBackend):
 
     def hidden_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
+
+    def serves_adapters(self, device: torch.device) -> bool:
+        return device.type == "cpu"
 
     def serves_fp8_cache(self, device: torch.device) -> bool:
         return False

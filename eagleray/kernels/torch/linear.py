@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagleray.kernels.adapters import AdapterSite
 from eagleray.kernels.backend import Operation, OperationWithWeights
 from eagleray.kernels.storage import contiguous, memory_of
 
@@ -30,6 +31,26 @@ class GatedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._gate(self._product(x))
+
+    def storage(self) -> list[Tensor]:
+        return self._product.storage()
+
+    def adapted(self, site: AdapterSite) -> GatedLinear:
+        """Return the same with adapters, which are added before the gate."""
+        return GatedLinear(AdaptedLinear(self._product, site), self._gate)
+
+
+class AdaptedLinear:
+    """A product and the adapters that are added to it."""
+
+    def __init__(self, product: OperationWithWeights, site: AdapterSite) -> None:
+        self._product = product
+        self._site = site
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self._product(x)
+        self._site.add_to(y, x)
+        return y
 
     def storage(self) -> list[Tensor]:
         return self._product.storage()

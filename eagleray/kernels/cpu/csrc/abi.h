@@ -224,6 +224,24 @@ void er_argmax(const float* logits, int64_t stride, int64_t num_rows, int64_t si
 void er_top_k(const float* logits, int64_t stride, int64_t num_rows, int64_t size, int64_t k, int32_t* ids,
               float* values, void* scratch, int num_threads);
 
+// ---- adapters
+
+// The low-rank adapters of a product: y[layer] += scale * B (A x) for the tokens whose adapter is in a slot. The product
+// concatenates the outputs of layers, each with factors of its own.
+typedef struct {
+  int64_t num_layers;
+  int64_t max_rank;
+  int64_t k;             // inputs
+  int64_t a_stride;      // a multiple of 32; zeros follow the k inputs
+  int64_t b_stride;
+  const void* a;         // T [num_slots, num_layers, max_rank, a_stride]
+  const void* b;         // T [num_slots, max_rank, b_stride], B transposed: the outputs of each layer, padded to a
+                         // multiple of 16 by zeros
+  const int32_t* ranks;  // [num_slots, num_layers]; 0: no adapter
+  const float* scales;   // [num_slots, num_layers]
+  const int64_t* sizes;  // [num_layers] outputs of each layer
+} CAdapterSite;
+
 // ---- programs: the operations of a recorded forward pass
 
 // Each operation has a struct with its arguments, in which int64_t x, out, ... are numbers of buffers.
@@ -255,6 +273,7 @@ typedef struct {
   CClampedSwiglu swiglu;
   const void* weight;
   const float* bias;
+  const CAdapterSite* adapters;  // null: the product has none
 } CMultiply;
 
 typedef struct {
@@ -306,10 +325,19 @@ typedef struct {
   void* expert_scratch;
   int64_t expert_tokens;     // the `max_tokens` of expert_scratch
   int32_t* expert_ids;       // [num_tokens, top_k] memory for the ids that a layer chooses
+  int64_t num_adapter_groups;      // 0: no token has an adapter
+  const int32_t* adapter_slots;    // [num_adapter_groups]
+  const int32_t* adapter_offsets;  // [num_adapter_groups + 1] first entry of each group in adapter_tokens, and their
+                                   // number
+  const int32_t* adapter_tokens;   // tokens, group by group
+  float* adapter_scratch;          // see `adapter_scratch_size` in adapters.h
 } CBatch;
 
 // Run the operations in order, by one team of threads.
 void er_run(int dtype, const COp* ops, int64_t count, const CBuffer* buffers, const CBatch* batch, int num_threads);
+
+// Bytes of scratch that a product with adapters needs for `num_tokens` tokens.
+int64_t er_adapter_scratch_size(const CMultiply* args, int64_t num_tokens);
 
 // The hash of this file, as of the time when the library was compiled.
 const char* er_abi_fingerprint(void);

@@ -146,17 +146,9 @@ class Block {
     for (int64_t row = rows.begin; row < rows.end; row++, sums += PANEL) {
       T edge[LANES], *y = reinterpret_cast<T*>(results(row, panel));
       Floats gate = load(sums) + load(gate_bias), up = load(sums + LANES) + load(up_bias);
-      store(count == LANES ? y : edge, apply_gate(gate, up));
+      store(count == LANES ? y : edge, apply_gate(product.epilogue, product.swiglu, gate, up));
       if (count < LANES) std::copy_n(edge, count, y);
     }
-  }
-
-  Floats apply_gate(Floats gate, Floats up) const {
-    if (product.epilogue == EPILOGUE_SILU) return silu(gate) * up;
-    const Floats limit = splat(product.swiglu.limit), alpha = splat(product.swiglu.alpha);
-    gate = gate > limit ? limit : gate;  // not `min`, because NaN must stay NaN
-    up = up > limit ? limit : up < -limit ? -limit : up;
-    return gate / (1.0f + exp(-max(alpha * gate, splat(-87.0f)))) * (up + 1.0f);
   }
 };
 

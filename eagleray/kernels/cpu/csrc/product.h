@@ -33,6 +33,15 @@ void unpack_row(const T* packed, int64_t row, int64_t k, Out* out);
 
 inline bool is_gated(int64_t epilogue) { return epilogue == EPILOGUE_SILU || epilogue == EPILOGUE_CLAMPED_SWIGLU; }
 
+// The result of a gated epilogue.
+inline Floats apply_gate(int64_t epilogue, const CClampedSwiglu& swiglu, Floats gate, Floats up) {
+  if (epilogue == EPILOGUE_SILU) return silu(gate) * up;
+  const Floats limit = splat(swiglu.limit), alpha = splat(swiglu.alpha);
+  gate = gate > limit ? limit : gate;  // not `min`, because NaN must stay NaN
+  up = up > limit ? limit : up < -limit ? -limit : up;
+  return gate / (1.0f + exp(-max(alpha * gate, splat(-87.0f)))) * (up + 1.0f);
+}
+
 // `CProduct` with typed pointers.
 template <class T>
 struct Product {
