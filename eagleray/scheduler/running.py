@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from eagleray.messages.steps import NewRow
+from eagleray.messages.steps import NewRow, StepPlan
 from eagleray.scheduler.request import Request, Run
 
 
@@ -81,6 +81,18 @@ class StepDraft:
     def add(self, run: Run, num_tokens: int) -> None:
         self.num_tokens[run] = num_tokens
         self.budget -= num_tokens
+
+    def make_plan(self, step: int, freed_rows: list[int]) -> StepPlan:
+        """Make the plan of the step with this number."""
+        return StepPlan(
+            step=step,
+            freed_rows=freed_rows,
+            new_rows=list(self.new_rows.values()),
+            new_blocks=[(run.row, added) for run, added in self.new_blocks.items()],
+            rows=[run.row for run in self.num_tokens],
+            num_tokens=list(self.num_tokens.values()),
+            capture_rows=[run.row for run in self.num_tokens if run.request.routed_experts_from is not None],
+        )
 
     def drop(self, run: Run) -> None:
         """Remove a run that ended before the step was sent."""

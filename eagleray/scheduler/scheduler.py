@@ -139,23 +139,15 @@ class Scheduler:
         found = [
             self._requests[client, name] for name in dict.fromkeys(request_ids) if (client, name) in self._requests
         ]
-        for request in found:
-            self._remove(request)
-        return [request.make_chunk(finish_reason=FinishReason.ABORT) for request in found]
+        return self._abort(found)
 
     def abort_all(self) -> list[AddressedChunk]:
         """Abort all requests and return a last chunk for each."""
-        found = list(self._requests.values())
-        for request in found:
-            self._remove(request)
-        return [request.make_chunk(finish_reason=FinishReason.ABORT) for request in found]
+        return self._abort(list(self._requests.values()))
 
     def abort_client(self, client: ClientId) -> int:
         """Abort all requests of a client that has left, without chunks, and return their number."""
-        found = [request for request in self._requests.values() if request.client == client]
-        for request in found:
-            self._remove(request)
-        return len(found)
+        return len(self._abort([request for request in self._requests.values() if request.client == client]))
 
     # Planning is stopped and started, weights and cache change.
 
@@ -381,15 +373,7 @@ class Scheduler:
             self._counters.num_prefix_hits += num_cached
 
     def _make_plan(self, draft: StepDraft) -> StepPlan:
-        plan = StepPlan(
-            step=self._next_step,
-            freed_rows=self._running.pop_freed_rows(),
-            new_rows=list(draft.new_rows.values()),
-            new_blocks=[(run.row, added) for run, added in draft.new_blocks.items()],
-            rows=[run.row for run in draft.num_tokens],
-            num_tokens=list(draft.num_tokens.values()),
-            capture_rows=[run.row for run in draft.num_tokens if run.request.routed_experts_from is not None],
-        )
+        plan = draft.make_plan(self._next_step, self._running.pop_freed_rows())
         self._in_flight.append(InFlightStep(self._next_step, self._weight_version, draft.num_tokens))
         self._next_step += 1
         self._is_rewound = False
@@ -442,6 +426,11 @@ class Scheduler:
         )
 
     # Requests leave.
+
+    def _abort(self, requests: list[Request]) -> list[AddressedChunk]:
+        for request in requests:
+            self._remove(request)
+        return [request.make_chunk(finish_reason=FinishReason.ABORT) for request in requests]
 
     def _remove(self, request: Request) -> None:
         """Remove a request from the queue, the quarantine or its row."""
