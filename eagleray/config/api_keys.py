@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from eagleray.config.environment import API_KEY_VARIABLE, take_api_keys
+from eagleray.config.environment import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, take_api_keys
 from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
 
@@ -18,15 +18,18 @@ def with_api_keys(config: Config) -> Config:
     A source that was given and holds no key is an error, because a server without keys would not be what was meant.
     Raises `ConfigError`, which names no key.
     """
-    keys = [*config.serving.api_key, *_of_file(config.serving.api_key_file), *_of_environment()]
-    if not all(keys):
-        raise ConfigError("option `api_key`: a key is empty: give one that is not, or drop the option")
-    return _replace(config, keys)
+    options = config.serving
+    keys = [*options.api_key, *_of_file(options.api_key_file), *_of_environment(API_KEY_VARIABLE)]
+    admin_keys = [*options.admin_api_key, *_of_environment(ADMIN_API_KEY_VARIABLE)]
+    for name, given in (("api_key", keys), ("admin_api_key", admin_keys)):
+        if not all(given):
+            raise ConfigError(f"option `{name}`: a key is empty: give one that is not, or drop the option")
+    return _replace(config, keys, admin_keys)
 
 
 def without_api_keys(config: Config) -> Config:
     """Return the configuration for processes that check no keys."""
-    return _replace(config, [])
+    return _replace(config, [], [])
 
 
 def divided_keys(text: str) -> list[str]:
@@ -34,8 +37,9 @@ def divided_keys(text: str) -> list[str]:
     return [key.strip() for key in re.split(r"[,\n]", text) if key.strip()]
 
 
-def _replace(config: Config, keys: list[str]) -> Config:
-    return msgspec.structs.replace(config, serving=msgspec.structs.replace(config.serving, api_key=keys))
+def _replace(config: Config, keys: list[str], admin_keys: list[str]) -> Config:
+    serving = msgspec.structs.replace(config.serving, api_key=keys, admin_api_key=admin_keys)
+    return msgspec.structs.replace(config, serving=serving)
 
 
 def _of_file(path: str | None) -> list[str]:
@@ -54,12 +58,12 @@ def _of_file(path: str | None) -> list[str]:
     raise ConfigError(f"option `api_key_file`: {path!r} holds no key: write one a line, or drop the option")
 
 
-def _of_environment() -> list[str]:
-    text = take_api_keys()
+def _of_environment(variable: str) -> list[str]:
+    text = take_api_keys(variable)
     if text is None:
         return []
     if keys := divided_keys(text):
         return keys
     raise ConfigError(
-        f"the environment variable {API_KEY_VARIABLE} is set but holds no key: unset it, or give keys divided by commas"
+        f"the environment variable {variable} is set but holds no key: unset it, or give keys divided by commas"
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 API_KEY_VARIABLE = "EAGLERAY_API_KEY"
+ADMIN_API_KEY_VARIABLE = "EAGLERAY_ADMIN_API_KEY"
 
 SPINS = "1000"
 """Spins of OpenMP's threads, about ten microseconds: enough to bridge two products of a layer, too short to keep a core
@@ -33,9 +34,9 @@ def see_devices(names: Sequence[str]) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
 
 
-def take_api_keys() -> str | None:
-    """Remove EAGLERAY_API_KEY from the environment, so that no child inherits it, and return its value or None."""
-    return os.environ.pop(API_KEY_VARIABLE, None)
+def take_api_keys(variable: str = API_KEY_VARIABLE) -> str | None:
+    """Remove the variable from the environment, so that no child inherits it, and return its value or None."""
+    return os.environ.pop(variable, None)
 
 
 @dataclass(frozen=True)

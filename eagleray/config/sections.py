@@ -395,6 +395,21 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "others can read until it is overwritten."
         ),
     ] = []
+    admin_api_key: Annotated[
+        list[str],
+        Meta(
+            description="Keys of whoever may pause the instance, put it to sleep and change its weights, besides those "
+            "of the variable EAGLERAY_ADMIN_API_KEY; none: the keys of `api_key`. Without any key these routes serve "
+            "clients of this host only."
+        ),
+    ] = []
+    enable_rl: Annotated[
+        bool,
+        Meta(description="Without API keys, let clients of other hosts pause the instance and change its weights too."),
+    ] = False
+    enable_sleep_mode: Annotated[bool, Meta(description="Implies `enable_rl`; the routes are there in any case.")] = (
+        False
+    )
     api_key_file: Annotated[
         str | None,
         Meta(description="File with more of such keys, one a line; lines that begin with # are comments."),

@@ -17,6 +17,7 @@ from eagleray.client.client import Client
 from eagleray.config.sections import Config
 from eagleray.metrics.ledger import Ledger
 from eagleray.server.collective_rpc import CollectiveRpcRoute
+from eagleray.server.control import ControlRoutes
 from eagleray.server.endpoint import Endpoint, Operation, RequestMiddleware
 from eagleray.server.error_responses import UNKNOWN_ROUTE, RefusedRequest
 from eagleray.server.generate import ParsedGenerate
@@ -30,6 +31,7 @@ from eagleray.server.server_info import ServerInfoRoute
 from eagleray.server.service import Service
 from eagleray.server.status import StatusRoutes
 from eagleray.server.tokens import TokenRoutes
+from eagleray.server.weight_routes import weight_endpoints
 
 
 def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddleware:
@@ -46,6 +48,12 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
         *GenerationRoute(service, ParsedChat).endpoints(),
         *GenerationRoute(service, ParsedGenerate).endpoints(),
         *TokenRoutes(service).endpoints(),
+        *ControlRoutes(
+            service,
+            world_size=config.parallel.data_parallel_size * config.parallel.world_size,
+            engine_world_size=config.parallel.world_size,
+        ).endpoints(),
+        *weight_endpoints(service),
     ]
     if config.serving.enable_collective_rpc:
         endpoints += CollectiveRpcRoute(service).endpoints()
@@ -53,7 +61,7 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
     # `methods=None`: an endpoint refuses other methods itself, so that the refusal looks like every other error.
     routes = [Route(endpoint.pattern, endpoint, methods=None) for endpoint in endpoints]
     router = Router(routes, redirect_slashes=False, default=_unknown_route)
-    return RequestMiddleware(router, endpoints, config.serving.api_key, service.metrics.requests)
+    return RequestMiddleware(router, endpoints, config, service.metrics.requests)
 
 
 def _openapi_endpoint(endpoints: list[Endpoint], service: Service, *, needs_key: bool) -> Endpoint:

@@ -62,6 +62,16 @@ class BodyDecoder(Generic[T]):
 
     async def read(self, request: Request) -> T:
         """Return the request's body. Raises `InvalidRequest`, and `RefusedRequest` as soon as it is known too large."""
+        body = await self.read_bytes(request)
+        if len(body) < LARGE_BODY_BYTES:
+            return self.decode(body)
+        self._on_large()
+        self._check_values(body)
+        with _without_gc():
+            return self.decode(body)
+
+    async def read_bytes(self, request: Request) -> bytearray:
+        """Return the bytes of the request's body. Raises `RefusedRequest` as soon as it is known too large."""
         announced = request.headers.get("content-length", "")
         if announced.isascii() and announced.isdigit():
             self._check_length(int(announced[:MAX_LENGTH_DIGITS]))
@@ -69,12 +79,14 @@ class BodyDecoder(Generic[T]):
         async for chunk in request.stream():
             self._check_length(len(body) + len(chunk))
             body += chunk
-        if len(body) < LARGE_BODY_BYTES:
-            return self.decode(body)
-        self._on_large()
-        self._check_values(body)
-        with _without_gc():
-            return self.decode(body)
+        return body
+
+    def convert(self, fields: Mapping[str, Any]) -> T:
+        """Convert decoded fields, in which texts may stand for numbers. Raises `InvalidRequest`."""
+        try:
+            return msgspec.convert(fields, self._kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise self._explain(str(error)) from None
 
     def decode(self, body: bytes | bytearray) -> T:
         """Decode `body`. Raises `InvalidRequest`."""

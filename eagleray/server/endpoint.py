@@ -1,13 +1,12 @@
 """The endpoints of the API, and the middleware through which every request and every answer passes.
 
 The table of endpoints is the one source for routing, for the API key rule and for /openapi.json. The middleware owns
-the rule that every answer carries `X-Request-Id`, the API key check, the one place where exceptions become answers, and
+the rule that every answer carries `X-Request-Id`, the check of keys, the one place where exceptions become answers, and
 the count of answers.
 """
 
 from __future__ import annotations
 
-import hmac
 import re
 import secrets
 import time
@@ -18,11 +17,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from eagleray.config.sections import Config
 from eagleray.errors import InvalidRequest
 from eagleray.log import get_logger
 from eagleray.metrics.requests import RequestMetrics
-from eagleray.server.error_responses import WRONG_API_KEY, WRONG_METHOD, RefusedRequest, error_response
+from eagleray.server.error_responses import WRONG_METHOD, RefusedRequest, error_response
 from eagleray.server.http_responses import json_response
+from eagleray.server.key_check import KeyCheck
 
 logger = get_logger(__name__)
 
@@ -39,6 +40,8 @@ class Operation(NamedTuple):
     summary: str
     request_body: type | None = None
     """Struct of the JSON body; None: no body."""
+    takes_query: bool = False
+    """Whether the fields of the body may come as query parameters too, and the body may be left out."""
     response: Any = None
     """Type of the JSON answer; None: plain text, or nothing."""
     gives_msgpack: bool = False
@@ -52,14 +55,18 @@ class Operation(NamedTuple):
 
 
 class Endpoint:
-    """A URL pattern and its operations, as an ASGI application. `is_open`: whether it needs no API key."""
+    """A URL pattern and its operations, as an ASGI application. `is_open`: whether it needs no API key. `is_control`:
+    whether it is for whoever may pause the instance and change its weights."""
 
-    def __init__(self, pattern: str, *, is_open: bool = False, **operations: Operation) -> None:
+    def __init__(
+        self, pattern: str, *, is_open: bool = False, is_control: bool = False, **operations: Operation
+    ) -> None:
         self.pattern = pattern
         """Pattern for the router, such as `/models/{name:path}`."""
         self.path = re.sub(r"\{(\w+):\w+\}", r"{\1}", pattern)
         """Path for people and OpenAPI, such as `/models/{name}`."""
         self.is_open = is_open
+        self.is_control = is_control
         self.operations = {method.upper(): operation for method, operation in operations.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,13 +86,15 @@ class Endpoint:
 class RequestMiddleware:
     """ASGI middleware around the router of `endpoints`. Handlers find `request_id` and `arrival` in the state."""
 
-    def __init__(
-        self, router: ASGIApp, endpoints: list[Endpoint], api_keys: list[str], metrics: RequestMetrics
-    ) -> None:
+    def __init__(self, router: ASGIApp, endpoints: list[Endpoint], config: Config, metrics: RequestMetrics) -> None:
         self._router = router
         self.open_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_open)
         """Paths that need no API key, because they show nothing but the server's state."""
-        self._keys = [key.encode() for key in api_keys]
+        self._keys = KeyCheck(
+            open_paths=self.open_paths,
+            control_paths=frozenset(endpoint.path for endpoint in endpoints if endpoint.is_control),
+            config=config,
+        )
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,7 +107,7 @@ class RequestMiddleware:
         try:
             headers = Headers(scope=scope)
             state["request_id"] = answer.request_id = _request_id(headers, answer.request_id)
-            self._check_key(scope["path"], headers)
+            self._keys.check(scope["path"], headers, scope.get("client"))
             await self._router(scope, receive, answer.send)
         except ClientDisconnect:
             logger.debug("request %s: the client has disconnected", answer.request_id)
@@ -116,19 +125,6 @@ class RequestMiddleware:
     def count_refusal(self, status: int) -> None:
         """Count an answer of the HTTP protocol to a request that did not reach the application."""
         self._metrics.http_answered("unknown", "other", status)
-
-    def _check_key(self, path: str, headers: Headers) -> None:
-        if not self._keys or path in self.open_paths:
-            return
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        # Every key is compared, in constant time, so that the time taken reveals nothing about any of them.
-        matches = [hmac.compare_digest(key.encode("latin-1"), known) for known in self._keys]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise RefusedRequest(
-                "wrong or missing API key; send it as `Authorization: Bearer KEY`",
-                WRONG_API_KEY,
-                {"www-authenticate": "Bearer"},
-            )
 
 
 class ResponseSender:

@@ -81,6 +81,8 @@ TABLE: dict[type[Exception], ErrorRule] = {
 
 MALFORMED_REQUEST = ErrorRule(400, "invalid_request_error", "malformed_request")
 WRONG_API_KEY = ErrorRule(401, "invalid_request_error", "invalid_api_key")
+CONTROL_FORBIDDEN = ErrorRule(403, "invalid_request_error", "control_forbidden")
+ENGINE_UNRESPONSIVE = ErrorRule(503, "server_error", "engine_unresponsive")
 UNKNOWN_ROUTE = ErrorRule(404, "invalid_request_error", "unknown_url")
 WRONG_METHOD = ErrorRule(405, "invalid_request_error", "method_not_allowed")
 REQUEST_TIMED_OUT = ErrorRule(408, "invalid_request_error", "request_timeout")

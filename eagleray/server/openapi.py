@@ -17,7 +17,9 @@ from eagleray.server.http_responses import MSGPACK
 REASONS = {
     400: "The request is wrong; `param` names the field.",
     401: "No API key, or an unknown one.",
-    404: "The model is not served here.",
+    403: "The route is for clients of this host, or for whoever has a key.",
+    404: "The model is not served here, or what the request names does not exist.",
+    409: "The state of the instance forbids the call; the message says which call ends it.",
     413: "The request's body is too large.",
     429: "Too many requests are in flight; try again after the seconds of the header Retry-After.",
     500: "The request failed.",
@@ -53,6 +55,8 @@ def _path_item(endpoint: Endpoint, schema_of: dict[Any, Any], needs_key: bool) -
     for method, operation in endpoint.operations.items():
         item[method.lower()] = described = _operation(operation, schema_of)
         described["operationId"] = f"{method.lower()}_{re.sub(r'[^a-z0-9]+', '_', endpoint.path.lower()).strip('_')}"
+        if endpoint.is_control:
+            described["responses"]["403"] = _response(REASONS[403], schema_of[ErrorResponse])
         if needs_key and not endpoint.is_open:
             described["security"] = [{"api_key": []}]
             described["responses"]["401"] = _response(REASONS[401], schema_of[ErrorResponse])
@@ -74,15 +78,28 @@ def _operation(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any
     described: dict[str, Any] = {"summary": operation.summary, "responses": {"200": success}}
     if operation.request_body is not None:
         body = {"application/json": {"schema": schema_of[operation.request_body]}}
-        described["requestBody"] = {"required": True, "content": body}
-    if operation.headers:
-        described["parameters"] = [
-            {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}
-            for name, text in operation.headers.items()
-        ]
+        described["requestBody"] = {"required": not operation.takes_query, "content": body}
+    parameters = [
+        {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}
+        for name, text in operation.headers.items()
+    ]
+    if operation.takes_query and operation.request_body is not None:
+        parameters += _query_parameters(operation.request_body)
+    if parameters:
+        described["parameters"] = parameters
     for status in operation.error_statuses:
         described["responses"][str(status)] = _response(REASONS[status], schema_of[ErrorResponse])
     return described
+
+
+def _query_parameters(kind: type) -> list[dict[str, Any]]:
+    """Describe the fields of a struct as query parameters. Objects are left out, because only a body holds them."""
+    properties = msgspec.json.schema_components([kind])[1][kind.__name__]["properties"]
+    return [
+        {"name": name, "in": "query", "schema": schema}
+        for name, schema in properties.items()
+        if "object" not in {part.get("type") for part in (schema, *schema.get("anyOf", []))}
+    ]
 
 
 def _response(text: str, schema: Any) -> dict[str, Any]:

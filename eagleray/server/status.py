@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from eagleray.metrics.exposition import CONTENT_TYPE
 from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.error_responses import ErrorRule, RefusedRequest
 from eagleray.server.http_responses import json_response
 from eagleray.server.service import Service
 
@@ -59,7 +60,18 @@ class StatusRoutes:
 
     async def ready(self, request: Request) -> Response:
         self._service.check_ready()
+        self._check_serving()
         return json_response(Status())
+
+    def _check_serving(self) -> None:
+        """Raise `RefusedRequest` with the name of a state in which requests wait. While an update is open they run,
+        unless it overwrites the weights."""
+        state = self._service.client.state
+        if state.may_step or state.is_held:  # held for a moment only
+            return
+        name = "sleeping" if state.asleep else "paused" if state.pause is not None else "updating"
+        reason = f"the instance is {name}: requests that come now wait"
+        raise RefusedRequest(reason, ErrorRule(503, "server_error", name), {"retry-after": "1"})
 
     async def version(self, request: Request) -> Response:
         return json_response(Version(self._service.version))

@@ -22,6 +22,7 @@ from eagleray.config.build import build_config
 from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed
 from eagleray.identity import ClientId, EngineId
+from eagleray.messages.control import ControlCall, ControlReturned
 from eagleray.messages.lifecycle import Knows, Stop
 from eagleray.messages.membership import EngineInfo, Joined, Left, RoutingInfo
 from eagleray.messages.outputs import (
@@ -79,6 +80,8 @@ class ScriptedEngine:
         self.script: Callable[[Generate], Iterator[Chunk]] | None = None
         self.call_workers: Callable[[CallWorkers], WorkersReturned] | None = None
         """Answers calls of the worker extension. None: they are not answered."""
+        self.control: Callable[[ControlCall], ControlReturned] | None = None
+        """Answers control calls, in place of the supervisor. None: they are not answered."""
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._playing: set[asyncio.Task[None]] = set()
 
@@ -117,6 +120,8 @@ class ScriptedEngine:
             task.add_done_callback(self._playing.discard)
         if isinstance(message, CallWorkers) and self.call_workers is not None:
             self.deliver(self.call_workers(message))
+        if isinstance(message, ControlCall) and self.control is not None:
+            self.deliver(self.control(message))
 
     def deliver(self, *messages: Any, engine: EngineId = ENGINE) -> None:
         """Put messages into the client's inbox, all chunks as those of one step."""

@@ -1,0 +1,74 @@
+"""The API keys that a request must show: any key of the server, or, for control routes, an admin key.
+
+Pure; driven by the middleware for every request.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+
+from eagleray.config.sections import Config
+from eagleray.server.error_responses import CONTROL_FORBIDDEN, WRONG_API_KEY, RefusedRequest
+
+
+class KeyCheck:
+    """`open_paths` need no key. `control_paths` need an admin key, or a key if there are no admin keys; without any key
+    they serve clients of this host, and others with `--enable-rl` or an option that implies it."""
+
+    def __init__(self, *, open_paths: Collection[str], control_paths: Collection[str], config: Config) -> None:
+        options = config.serving
+        self._open_paths = open_paths
+        self._control_paths = control_paths
+        admin_keys = _encoded(options.admin_api_key)
+        self._keys = _encoded(options.api_key)
+        self._all_keys = self._keys + admin_keys
+        self._control_keys = admin_keys or self._keys
+        self._serves_remote_control = bool(
+            options.enable_rl or options.enable_sleep_mode or config.execution.weight_transfer_config
+        )
+
+    def check(self, path: str, headers: Headers, client: tuple[str, int] | None) -> None:
+        """Raise `RefusedRequest` if a request from this address may not use the path."""
+        if path in self._control_paths:
+            if self._control_keys:
+                _check_key(
+                    headers, self._control_keys, "admin API key" if self._control_keys != self._keys else "API key"
+                )
+            elif not self._serves_remote_control and not _is_local(client):
+                raise RefusedRequest(
+                    f"{path} pauses the instance or changes its weights: without API keys it serves clients of this "
+                    "host only. Start the server with `--admin-api-key`, or with `--enable-rl` to let everyone in",
+                    CONTROL_FORBIDDEN,
+                )
+        elif self._keys and path not in self._open_paths:
+            _check_key(headers, self._all_keys, "API key")
+
+
+def _check_key(headers: Headers, keys: list[bytes], name: str) -> None:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    # Every key is compared, in constant time, so that the time taken reveals nothing about any of them.
+    matches = [hmac.compare_digest(key.encode("latin-1"), known) for known in keys]
+    if scheme.lower() != "bearer" or not any(matches):
+        raise RefusedRequest(
+            f"wrong or missing {name}; send it as `Authorization: Bearer KEY`",
+            WRONG_API_KEY,
+            {"www-authenticate": "Bearer"},
+        )
+
+
+def _encoded(keys: list[str]) -> list[bytes]:
+    return [key.encode() for key in keys]
+
+
+def _is_local(client: tuple[str, int] | None) -> bool:
+    """Whether the connection comes from this host."""
+    try:
+        address = ipaddress.ip_address((client or ("",))[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

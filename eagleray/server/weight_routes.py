@@ -1,0 +1,198 @@
+"""Control routes of weight updates. The names and answers are those of vLLM.
+
+/init_weight_transfer_engine                                      once, with the trainer's address
+/start_weight_update, /update_weights …, /finish_weight_update    for each update
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from eagleray.client.control_requests import init_transfer_request, start_request, update_request
+from eagleray.errors import InvalidRequest
+from eagleray.messages.control import (
+    AbortWeightUpdate,
+    ControlRequest,
+    FinishWeightUpdate,
+    GetWeightInfo,
+    SetWeightVersion,
+    ShutdownWeightTransfer,
+)
+from eagleray.server.control import ControlParameters, SuccessResponse, control_endpoint
+from eagleray.server.endpoint import Endpoint
+from eagleray.server.service import Service
+
+
+class InitParameters(ControlParameters, kw_only=True):
+    init_info: Annotated[dict[str, Any], Meta(description="Fields of the transfer's backend.")]
+
+
+class StartParameters(ControlParameters, kw_only=True):
+    is_checkpoint_format: Annotated[bool, Meta(description="Only true: names are those of the checkpoint.")] = True
+    num_bytes: Annotated[int, Meta(ge=0, description="Bytes that will come.")] | None = None
+
+
+class UpdateParameters(ControlParameters, kw_only=True):
+    update_info: Annotated[
+        dict[str, Any] | list[dict[str, Any]] | None,
+        Meta(description="Names, shapes and dtypes of the tensors; a list has an entry for each worker."),
+    ] = None
+    weight_dir: Annotated[
+        str | None, Meta(description="Directory of a checkpoint: it is read, and the update finished, in this call.")
+    ] = None
+    weight_version: Annotated[str | None, Meta(description="Name of the weights, with `weight_dir`.")] = None
+
+
+class FinishParameters(ControlParameters, kw_only=True):
+    weight_version: Annotated[str | None, Meta(description="Name of the weights. Default: the update's number.")] = None
+    require_complete: Annotated[bool, Meta(description="Refuse an update that lacks a weight.")] = False
+
+
+class VersionParameters(ControlParameters, kw_only=True):
+    new_version: str
+
+
+class UpdateMessage(msgspec.Struct, frozen=True, kw_only=True):
+    message: str
+
+
+class StartResponse(UpdateMessage, frozen=True, kw_only=True):
+    update: int
+
+
+class UpdateResponse(UpdateMessage, frozen=True, kw_only=True):
+    num_tensors: int
+    num_bytes: int
+    weight_version: str | msgspec.UnsetType = msgspec.UNSET
+    update: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class FinishResponse(UpdateMessage, frozen=True, kw_only=True):
+    weight_version: str
+    update: int
+    num_tensors: int
+    num_missing: int
+    missing: list[str]
+
+
+class VersionResponse(SuccessResponse, frozen=True):
+    new_version: str
+
+
+class OperationInfo(msgspec.Struct, frozen=True):
+    """The call that is executed."""
+
+    name: str
+    id: str
+    seconds: float
+    members: dict[str, str]
+    num_queued: int
+
+
+class EngineWeights(msgspec.Struct, frozen=True):
+    """Weights of one engine."""
+
+    rank: int
+    incarnation: int
+    weight_version: str | None
+    state: Annotated[str, Meta(description="starting, waiting (for weights or the end of an update) or ready.")]
+
+
+class WeightInfo(msgspec.Struct, frozen=True):
+    """Weights of the instance."""
+
+    weight_version: str
+    update: Annotated[int, Meta(description="Number of the last update that an engine serves.")]
+    required: Annotated[int, Meta(description="Number of the last update that was committed.")]
+    instance: Annotated[str, Meta(description="Another one has the checkpoint's weights again.")]
+    state: str
+    is_paused: bool
+    asleep: list[str]
+    operation: OperationInfo | None
+    engines: list[EngineWeights]
+
+
+def weight_endpoints(service: Service) -> list[Endpoint]:
+    """Return the endpoints of weight updates."""
+    return [
+        control_endpoint(
+            "/init_weight_transfer_engine",
+            service,
+            InitParameters,
+            lambda given: init_transfer_request({"init_info": given.init_info}),
+            "Connect to the trainer.",
+            UpdateMessage,
+        ),
+        control_endpoint(
+            "/shutdown_weight_transfer_engine",
+            service,
+            ControlParameters,
+            lambda given: ShutdownWeightTransfer(),
+            "Disconnect from the trainer.",
+            UpdateMessage,
+        ),
+        control_endpoint(
+            "/start_weight_update",
+            service,
+            StartParameters,
+            lambda given: start_request(given.is_checkpoint_format, given.num_bytes),
+            "Open a weight update.",
+            StartResponse,
+        ),
+        control_endpoint("/update_weights", service, UpdateParameters, _update, "Receive weights.", UpdateResponse),
+        control_endpoint(
+            "/finish_weight_update",
+            service,
+            FinishParameters,
+            lambda given: FinishWeightUpdate(
+                weight_version=given.weight_version, require_complete=given.require_complete
+            ),
+            "Commit the open weight update.",
+            FinishResponse,
+        ),
+        control_endpoint(
+            "/abort_weight_update",
+            service,
+            ControlParameters,
+            lambda given: AbortWeightUpdate(),
+            "Drop the open weight update.",
+            StartResponse,
+        ),
+        control_endpoint(
+            "/update_weight_version",
+            service,
+            VersionParameters,
+            lambda given: SetWeightVersion(given.new_version),
+            "Rename the weights.",
+            VersionResponse,
+        ),
+        control_endpoint(
+            "/weight_info",
+            service,
+            ControlParameters,
+            lambda given: GetWeightInfo(),
+            "The weights of the instance and of each engine.",
+            WeightInfo,
+            method="get",
+        ),
+    ]
+
+
+def _update(given: UpdateParameters) -> ControlRequest:
+    if (given.update_info is None) == (given.weight_dir is None):
+        raise InvalidRequest("give either `update_info` or `weight_dir`", param="update_info")
+    if given.weight_dir is None and given.weight_version is not None:
+        raise InvalidRequest(
+            "`weight_version` is for `weight_dir`; with `update_info`, give it to /finish_weight_update",
+            param="weight_version",
+        )
+    return update_request(
+        {
+            "update_info": given.update_info,
+            "weight_dir": given.weight_dir,
+            "weight_version": given.weight_version,
+        }
+    )
