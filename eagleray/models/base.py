@@ -99,6 +99,8 @@ class Model(ABC):
         self._update: WeightUpdate | None = None
         self._loading: WeightUpdate | None = None
         """What `load_weights` has done without an update."""
+        self._staging: StagingMemory | None = None
+        """Memory of updates, kept for the next one."""
         self.num_loads = 0
         """Number of calls of `load_weights` that replaced weights without an update."""
         self._any_engine_busy = False
@@ -215,12 +217,18 @@ class Model(ABC):
     def _is_updating(self) -> bool:
         return self._update is not None and self._update.is_open
 
+    @property
+    def _has_new_weights(self) -> bool:
+        """Whether an update is open, or tensors wait since a `load_weights`."""
+        return self._is_updating or (self._loading is not None and self._loading.is_waiting)
+
     def _forget_loading(self) -> None:
         if self._loading is not None:
             self._loading.drop()
             self._loading = None
 
     def _make_update(self, in_place: bool = False) -> WeightUpdate:
+        self._staging = self._staging or StagingMemory(self.device)
         return WeightUpdate(
             self.weight_groups(),
             self._tensor_names,
@@ -231,10 +239,6 @@ class Model(ABC):
             num_threads=self._num_threads,
             in_place=in_place,
         )
-
-    @cached_property
-    def _staging(self) -> StagingMemory:
-        return StagingMemory(self.device)
 
     @cached_property
     def _tensor_names(self) -> TensorNames:
@@ -282,10 +286,9 @@ class Model(ABC):
     def rebalance_if_due(self) -> None:
         """Count a step that is done, and move experts to balance their load if it is time to. No expert moves while an
         update of the weights is open, which has to be so on all ranks of the expert group alike."""
-        if self.rebalancer is None or self._is_updating or (self._loading is not None and self._loading.is_waiting):
-            return
-        self._forget_loading()
-        self.rebalancer.step()
+        if self.rebalancer is not None and not self._has_new_weights:
+            self._forget_loading()
+            self.rebalancer.step()
 
     @torch.inference_mode()
     def on_group_formed(self) -> None:
@@ -363,9 +366,12 @@ class Model(ABC):
         self._run.warm_up(cache, limits, size=self._input_size, last_tokens=last_tokens)
 
     def close(self) -> None:
-        """Free what passes have made; later ones make it again. To be called before the groups are left, because NCCL
-        waits until captured graphs with its operations are freed, even when it is told to abort."""
+        """Free what passes and finished updates have made; later ones make it again. To be called before the groups are
+        left, because NCCL waits until captured graphs with its operations are freed, even when it is told to abort."""
         self._run.release()
+        if not self._has_new_weights:
+            self._forget_loading()
+            self._update = self._staging = None
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -255,6 +257,32 @@ def test_second_update_takes_the_memory_of_the_first(llama, monkeypatch):
 def strided(tensor: Tensor) -> Tensor:
     """Return the tensor with gaps between its numbers."""
     return torch.stack((tensor, tensor), dim=-1)[..., 0]
+
+
+def test_close_frees_the_memory_of_finished_updates(llama):
+    model, tensors = llama
+    model.load_weights(tensors)
+    staging = weakref.ref(model._staging)
+    model.close()
+    assert staging() is None
+    model.start_update().add(tensors)
+    model.close()
+    assert model._update.num_bytes > 0
+
+
+def test_rebalance_if_due_waits_for_the_end_of_an_update(llama):
+    model, tensors = llama
+    steps: list[None] = []
+    model.rebalancer = SimpleNamespace(step=lambda: steps.append(None))
+    update = model.start_update()
+    model.rebalance_if_due()
+    update.drop()
+    model.load_weights([(name, tensor) for name, tensor in tensors if name == Q_PROJ])
+    model.rebalance_if_due()
+    assert not steps
+    model.load_weights(tensors)
+    model.rebalance_if_due()
+    assert len(steps) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
