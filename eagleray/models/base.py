@@ -20,6 +20,7 @@ from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, PassLimits
 from eagleray.kernels.kv_cache import CacheShape, KVCache
 from eagleray.kernels.rope import Rope
+from eagleray.models.adapters import ModelAdapters
 from eagleray.models.config_file import ConfigFile
 from eagleray.models.layers.decoder import DecoderLayer
 from eagleray.models.layers.embedding import EMBEDDING, HEAD, EmbeddingAndHead
@@ -103,6 +104,8 @@ class Model(ABC):
         """Memory of updates, kept for the next one."""
         self.num_loads = 0
         """Number of calls of `load_weights` that replaced weights without an update."""
+        self.adapters: ModelAdapters | None = None
+        """Slots for adapters, once `enable_adapters` was called."""
         self._any_engine_busy = False
         self._hidden_dtype = kernels.hidden_dtype(part.dtype)
         self._kernels = kernels
@@ -198,6 +201,20 @@ class Model(ABC):
                 loaded.result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+    def enable_adapters(self, *, num_slots: int, max_rank: int) -> None:
+        """Let the tokens of a batch have low-rank adapters. To be called once, between `load` and the first pass.
+        Raises `ConfigError` if the model cannot have adapters."""
+        layers = (self.make_layer(index) for index in range(self.spec.num_layers))
+        self.adapters = ModelAdapters(
+            self.part,
+            self._kernels,
+            self.weight_groups(),
+            (group for layer in layers for group in layer.groups()),
+            num_slots=num_slots,
+            max_rank=max_rank,
+            has_sequence_shards=self.has_sequence_shards,
+        )
 
     def storage(self) -> list[Tensor]:
         """Return the memory of all weights that this rank has, see `OwnsWeights`."""
@@ -309,6 +326,8 @@ class Model(ABC):
             self.experts.set_num_tokens(num_tokens)
         if num_tokens == 0 and not self._any_engine_busy:
             return torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
+        if self.adapters is not None:
+            self.adapters.begin_pass(batch.adapters)
         is_first = self.groups.mesh.is_first_stage
         hidden = self._run(batch.token_ids if is_first else self._receive(batch), batch, cache)
         if self._norm is None and num_tokens > 0:

@@ -21,11 +21,20 @@ Make = Callable[[Weights, KernelBackend], Any]
 class WeightGroup:
     """Tensors that are packed into one operation, and that operation once they are loaded.
 
-    `alternative`: the group in another form in which an update may bring it, with the same storage.
+    `alternative`: the group in another form in which an update may bring it, with the same storage. `adaptable`: the
+    weights of the layers whose outputs the operation concatenates, if these can have adapters.
     """
 
-    def __init__(self, params: Sequence[Param], make: Make, *, alternative: WeightGroup | None = None) -> None:
+    def __init__(
+        self,
+        params: Sequence[Param],
+        make: Make,
+        *,
+        alternative: WeightGroup | None = None,
+        adaptable: Sequence[Param] = (),
+    ) -> None:
         self.params = params
+        self.adaptable = adaptable
         self.make = make
         self.alternative = alternative
         self.operation: Any = None

@@ -35,7 +35,8 @@ def linear(
     """Declare the layers `names`, whose outputs, `out_features` of each, are concatenated.
 
     `outputs`: the wanted outputs of each layer, by default all. `gated`: the first of two layers is the gate of the
-    second (see `KernelBackend.gated_linear`). `is_quantizable`: whether the weight may be a quantized one.
+    second (see `KernelBackend.gated_linear`). `is_quantizable`: whether the weight may be a quantized one, and the
+    layers may have adapters.
     """
     shards = [None] * len(names) if outputs is None else [Cut(0, span) for span in outputs]
     sized = list(zip(names, out_features, shards, strict=True))
@@ -47,7 +48,7 @@ def linear(
         offset = weights.load_concatenated(offsets) if bias else None
         return kernels.gated_linear(weight, offset) if gated else kernels.linear(weight, offset)
 
-    return WeightGroup([*matrices, *offsets], make)
+    return WeightGroup([*matrices, *offsets], make, adaptable=matrices if is_quantizable else ())
 
 
 def partial_linear(
@@ -63,7 +64,7 @@ def partial_linear(
         loaded = weights.load(offset) if bias else None
         return kernels.linear(weight, loaded if tp.rank == 0 else None)  # added once, not by every rank
 
-    return WeightGroup([matrix, offset] if bias else [matrix], make)
+    return WeightGroup([matrix, offset] if bias else [matrix], make, adaptable=[matrix])
 
 
 class SummedLinear(Layer):

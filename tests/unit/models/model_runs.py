@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagleray.kernels.forward_batch import ForwardBatch
+from eagleray.kernels.forward_batch import AdapterGroups, ForwardBatch
 from eagleray.kernels.kv_cache import KVCache
 from eagleray.models.base import Model
 from eagleray.models.registry import load_model
@@ -34,8 +34,11 @@ class PagedRun:
         self._tokens: dict[str, list[int]] = {}
         self._blocks: dict[str, list[int]] = {}
         self._computed: dict[str, int] = {}
+        self._adapters: dict[str, int] = {}
 
-    def add(self, name: str, tokens: Sequence[int]) -> None:
+    def add(self, name: str, tokens: Sequence[int], *, adapter: int = -1) -> None:
+        """Add a sequence. `adapter`: the slot of its adapter, -1 for none."""
+        self._adapters[name] = adapter
         self._tokens[name] = list(tokens)
         self._computed[name] = 0
         self._blocks[name] = [self._free.pop() for _ in range(-(-len(tokens) // self.block_size))]
@@ -84,6 +87,9 @@ class PagedRun:
             seq_lens=np.array(contexts, np.int32),
             query_start_loc=np.cumsum([0, *(counts[name] for name in names)], dtype=np.int32),
             num_decodes=sum(counts[name] == 1 for name in names),
+            adapters=AdapterGroups.of(
+                np.repeat([self._adapters[name] for name in names], [counts[name] for name in names]).astype(np.int32)
+            ),
         )
 
 
