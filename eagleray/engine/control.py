@@ -29,10 +29,12 @@ from eagleray.messages.control import (
     CloseWeightTransfer,
     Command,
     CommandDone,
+    FetchWeights,
     InstanceState,
     OpenWeightTransfer,
     ReceiveWeights,
     ResetPrefixCache,
+    ServeWeights,
     SetState,
     SleepTag,
 )
@@ -146,6 +148,10 @@ class EngineControl:
                 return self._updates.check(body)
             case AbortWeightUpdate():
                 return self._drop_update()
+            case ServeWeights() as body:
+                return self._updates.serve(body, command.timeout)
+            case FetchWeights() as body:
+                return (yield from self._fetch_weights(body, command.timeout))
             case body:
                 return Failure.noticed(f"{self._engine.label} does not execute {type(body).__name__}")
 
@@ -190,6 +196,19 @@ class EngineControl:
         return self._updates.start(
             command.state.open_update, is_in_place=command.state.is_in_place, num_bytes=command.num_bytes
         )
+
+    def _fetch_weights(self, command: FetchWeights, timeout: float) -> Execution:
+        """Replace weights that are older than the instance's, or unusable."""
+        yield from self._stop()
+        self.update = None
+        outcome = yield from self._updates.fetch(command, timeout, is_cancelled=lambda: self._is_broken_off)
+        if not isinstance(outcome, Failure):
+            self.update = command.update
+            if self.state.update == command.update:
+                version = self.state.weight_version
+                self._core.scheduler.set_weights(update=command.update, version=version)
+            self._continue()
+        return outcome
 
     def _drop_update(self) -> Result:
         """Have the workers drop the open update. The weights are unusable if some were overwritten in place."""

@@ -13,17 +13,20 @@ from typing import Any
 from eagleray.engine.timeouts import TRANSFER_POLL_SECONDS
 from eagleray.errors import EngineFailed, TransferBroken
 from eagleray.executor.executor import Executor
-from eagleray.messages.control import CheckWeights, OpenWeightTransfer, ReceiveWeights
+from eagleray.messages.control import CheckWeights, FetchWeights, OpenWeightTransfer, ReceiveWeights, ServeWeights
 from eagleray.messages.failure import Failure
 from eagleray.messages.weight_transfer import (
     ApplyUpdate,
     CheckUpdate,
     CloseTransfer,
     DropUpdate,
+    FetchStorage,
     OpenTransfer,
     PollTransfer,
     ReceiveTensors,
+    ServeStorage,
     StartUpdate,
+    StorageServed,
     TransferDone,
     TransferProgress,
     UpdateApplied,
@@ -82,10 +85,11 @@ class EngineWeightUpdate:
             if replies.is_user_error:
                 self.is_torn = was_torn  # nothing is taken of a call with a wrong tensor
             return replies
-        return {
+        result: dict[str, Any] = {
             "num_tensors": max(reply.num_tensors for reply in replies),
             "num_bytes": max(reply.num_bytes for reply in replies),
         }
+        return result if command.weight_dir is None else result | {"fingerprint": replies[0].fingerprint}
 
     def check(self, command: CheckWeights) -> Outcome:
         """Check that the open update can be applied on every worker."""
@@ -111,13 +115,53 @@ class EngineWeightUpdate:
             self.is_torn = False
         return bool(applied)
 
+    def serve(self, command: ServeWeights, timeout: float) -> Outcome:
+        """Offer the weights to another engine."""
+        call = ServeStorage(number=command.update, timeout=timeout)
+        replies = self._executor.call(call, StorageServed, timeout=self._wait_seconds())
+        return _first_failure(replies) or {"handles": [reply.handle for reply in replies]}
+
+    def fetch(
+        self, command: FetchWeights, timeout: float, *, is_cancelled: Callable[[], bool]
+    ) -> Generator[str, None, Outcome]:
+        """Get the weights from another engine, or from a directory."""
+        self.is_torn = True
+        if command.weight_dir is None:
+            call = FetchStorage(number=command.update, handles=command.handles, timeout=timeout)
+            replies = yield from self._run(call, "weights of another engine", DropUpdate(), is_cancelled)
+            if isinstance(replies, Failure):
+                return replies
+        else:
+            failure = yield from self._read(command, timeout, is_cancelled)
+            if failure is not None:
+                return failure
+        self.is_torn = False
+        return {"update": command.update}
+
+    def _read(
+        self, command: FetchWeights, timeout: float, is_cancelled: Callable[[], bool]
+    ) -> Generator[str, None, Failure | None]:
+        """Have the workers read all weights from a directory and apply them. Returns a failure."""
+        started = self.start(command.update, is_in_place=False, num_bytes=None)
+        if isinstance(started, Failure):
+            return started
+        call = ReceiveTensors(weight_dir=command.weight_dir, fingerprint=command.fingerprint)
+        replies = yield from self._run(call, "weights of a directory", DropUpdate(), is_cancelled)
+        if isinstance(replies, Failure):
+            return replies
+        checked = self.check(CheckWeights(require_complete=True))
+        if isinstance(checked, Failure):
+            return checked
+        self.apply(command.update, timeout)
+        return None
+
     def drop(self) -> Outcome:
         """Drop the open update."""
         return self._done(DropUpdate())
 
     def _run(
         self,
-        call: OpenTransfer | ReceiveTensors,
+        call: OpenTransfer | ReceiveTensors | FetchStorage,
         awaited: str,
         undo: CloseTransfer | DropUpdate,
         is_cancelled: Callable[[], bool],
@@ -152,7 +196,9 @@ class EngineWeightUpdate:
         return _first_failure(self._executor.call(call, TransferDone, timeout=self._wait_seconds())) or {}
 
 
-def _first_failure(replies: Iterable[TransferProgress | UpdateChecked | TransferDone]) -> Failure | None:
+def _first_failure(
+    replies: Iterable[TransferProgress | UpdateChecked | TransferDone | StorageServed],
+) -> Failure | None:
     """Return the failure of the first rank that has one and is its cause: not that a group was left, if another says
     why."""
     failures = [reply.failure for reply in replies if reply.failure is not None]

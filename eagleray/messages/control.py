@@ -243,6 +243,25 @@ class CheckWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     require_complete: bool
 
 
+class ServeWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Offer the weights of this update to another engine, once. The reply has `handles`, one for each worker."""
+
+    update: int
+
+
+class FetchWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Get the weights of an update that was committed before, while no step runs for lack of weights. The reply has
+    `update`, as that of `SetState`."""
+
+    update: int
+    handles: list[bytes] = []
+    """Reply of an engine to `ServeWeights`."""
+    weight_dir: str | None = None
+    """Directory that has them, if no engine has."""
+    fingerprint: str = ""
+    """Fingerprint of its files when they were read before."""
+
+
 CommandBody = (
     SetState
     | ResetPrefixCache
@@ -252,6 +271,8 @@ CommandBody = (
     | ReceiveWeights
     | CheckWeights
     | AbortWeightUpdate
+    | ServeWeights
+    | FetchWeights
 )
 
 
@@ -274,8 +295,8 @@ class CommandDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """For `SetState`: `num_kept`, `num_aborted`, `freed_bytes`, and `update`, the number of the update whose weights
     the engine has, or None if its weights are empty; absent keys mean 0, and the number that the engine had. For
     `OpenWeightTransfer`: `is_collective`, whether the exit of an engine breaks the transfer (absent: True). For
-    `ReceiveWeights`: `num_tensors`, `num_bytes`. For `CheckWeights`: `missing`, a list of names, and `num_missing`.
-    For `ResetPrefixCache`: `success`. For `AbortRequests`: `aborted`, a number."""
+    `ReceiveWeights`: `num_tensors`, `num_bytes`, and with a directory its `fingerprint`. For `CheckWeights`: `missing`,
+    a list of names, and `num_missing`. For `ResetPrefixCache`: `success`. For `AbortRequests`: `aborted`, a number."""
     failure: Failure | None = None
 
 

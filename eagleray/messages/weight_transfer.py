@@ -40,6 +40,8 @@ class ReceiveTensors(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Encoded by `plain.pack`: a dict, or a list with one for each worker of the engine."""
     weight_dir: str | None = None
     """Directory to read instead."""
+    fingerprint: str = ""
+    """Fingerprint that its files must have, see `TransferProgress`; empty if any will do."""
 
 
 class PollTransfer(msgspec.Struct, frozen=True, tag=True):
@@ -47,7 +49,7 @@ class PollTransfer(msgspec.Struct, frozen=True, tag=True):
 
 
 class TransferProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Reply to `OpenTransfer`, `ReceiveTensors` and `PollTransfer`."""
+    """Reply to `OpenTransfer`, `ReceiveTensors`, `FetchStorage` and `PollTransfer`."""
 
     is_done: bool
     """Whether nothing runs any longer: it has succeeded, or `failure` says why it has not."""
@@ -56,7 +58,32 @@ class TransferProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit
     """Tensors that were received in this call, and their bytes."""
     is_collective: bool = True
     """Whether the exit of another worker breaks the transfer."""
+    fingerprint: str = ""
+    """Text that changes when a file of the directory that was read is written to; empty without a directory."""
     failure: Failure | None = None
+
+
+class ServeStorage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Offer the packed weights of this update to the same rank of another engine, once."""
+
+    number: int
+    timeout: float
+    """Seconds until the other worker must have connected, and may need for one piece."""
+
+
+class StorageServed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    handle: bytes = b""
+    """Data for `FetchStorage`."""
+    failure: Failure | None = None
+
+
+class FetchStorage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Begin to overwrite the weights with those that another engine offers. No steps may run."""
+
+    number: int
+    handles: list[bytes]
+    """Handles by rank."""
+    timeout: float
 
 
 class CheckUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -99,6 +126,15 @@ class TransferDone(msgspec.Struct, frozen=True, tag=True):
 
 
 TransferCall = (
-    OpenTransfer | StartUpdate | ReceiveTensors | PollTransfer | CheckUpdate | ApplyUpdate | DropUpdate | CloseTransfer
+    OpenTransfer
+    | StartUpdate
+    | ReceiveTensors
+    | PollTransfer
+    | CheckUpdate
+    | ApplyUpdate
+    | DropUpdate
+    | CloseTransfer
+    | ServeStorage
+    | FetchStorage
 )
-TransferReply = TransferProgress | UpdateChecked | UpdateApplied | TransferDone
+TransferReply = TransferProgress | UpdateChecked | UpdateApplied | TransferDone | StorageServed

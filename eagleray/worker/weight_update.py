@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from eagleray.errors import EagleRayError, InvalidRequest, TransferBroken, WeightsMismatch, WrongState
+from eagleray.errors import EagleRayError, InvalidRequest, NotFound, TransferBroken, WeightsMismatch, WrongState
 from eagleray.log import get_logger
 from eagleray.messages.failure import Failure
 from eagleray.messages.plain import unpack
@@ -24,10 +24,13 @@ from eagleray.messages.weight_transfer import (
     CheckUpdate,
     CloseTransfer,
     DropUpdate,
+    FetchStorage,
     OpenTransfer,
     PollTransfer,
     ReceiveTensors,
+    ServeStorage,
     StartUpdate,
+    StorageServed,
     TransferCall,
     TransferDone,
     TransferProgress,
@@ -35,6 +38,7 @@ from eagleray.messages.weight_transfer import (
     UpdateApplied,
     UpdateChecked,
 )
+from eagleray.weights.disk import directory_fingerprint
 from eagleray.weights.receiver import (
     GROUPLESS,
     ReceiverPosition,
@@ -43,6 +47,7 @@ from eagleray.weights.receiver import (
     open_receiver,
 )
 from eagleray.weights.tensors import SentTensor
+from eagleray.worker.storage_transfer import SharedStorage, fetch_storage, serve_storage
 from eagleray.worker.timeouts import TRANSFER_STOP_SECONDS
 
 logger = get_logger(__name__)
@@ -95,6 +100,7 @@ class TransferTask:
     is_collective: bool
     num_tensors: int = 0
     num_bytes: int = 0
+    fingerprint: str = ""
     failure: Failure | None = None
     is_done: bool = False
 
@@ -105,6 +111,7 @@ class TransferTask:
             num_tensors=self.num_tensors,
             num_bytes=self.num_bytes,
             is_collective=self.is_collective,
+            fingerprint=self.fingerprint,
             failure=self.failure if is_done else None,
         )
 
@@ -112,6 +119,7 @@ class TransferTask:
 @dataclass
 class OpenUpdate:
     number: int
+    is_in_place: bool
     staged: StagedUpdate
     is_broken: bool = False
     """Whether receiving was broken off, so that the update must not be applied."""
@@ -132,8 +140,12 @@ class WeightUpdater:
         device: torch.device,
         init_defaults: Mapping[str, Any],
         timeout: float,
+        storage: SharedStorage | None = None,
     ) -> None:
         self._start_staging = start_staging
+        self._storage = storage
+        self._number: int | None = 0
+        """Number of the update whose weights the model has; None if they are a mixture or were dropped."""
         self._rank = rank
         self._device = device
         self._init_defaults = init_defaults
@@ -148,8 +160,10 @@ class WeightUpdater:
         match call:
             case PollTransfer():
                 return TransferProgress(is_done=True) if self._task is None else self._task.progress()
-            case OpenTransfer() | ReceiveTensors():
+            case OpenTransfer() | ReceiveTensors() | FetchStorage():
                 return self._begin(call)
+            case ServeStorage():
+                return self._serve(call)
             case StartUpdate():
                 return TransferDone(self._attempt(lambda: self._start(call)))
             case CheckUpdate(require_complete=require_complete):
@@ -172,13 +186,19 @@ class WeightUpdater:
 
     # The thread.
 
-    def _begin(self, call: OpenTransfer | ReceiveTensors) -> TransferProgress:
+    def _begin(self, call: OpenTransfer | ReceiveTensors | FetchStorage) -> TransferProgress:
         """Begin a task in a thread, if nothing forbids it."""
         if self._task is not None and not self._task.is_done:
             error = WrongState("this worker still receives: close the transfer or abort the update first")
             return TransferProgress(is_done=True, failure=Failure.of(error))
         try:
-            self._task = self._open(call) if isinstance(call, OpenTransfer) else self._receive(call)
+            match call:
+                case OpenTransfer():
+                    self._task = self._open(call)
+                case ReceiveTensors():
+                    self._task = self._receive(call)
+                case FetchStorage():
+                    self._task = self._fetch(call)
         except Exception as error:
             self._close_receiver()  # the trainer's broadcast fails; it would wait for this rank otherwise
             self._break_off()
@@ -248,7 +268,7 @@ class WeightUpdater:
 
     def _start(self, call: StartUpdate) -> None:
         self._drop()
-        self._update = OpenUpdate(call.number, self._start_staging(in_place=call.is_in_place))
+        self._update = OpenUpdate(call.number, call.is_in_place, self._start_staging(in_place=call.is_in_place))
 
     def _drop(self) -> None:
         update, self._update = self._update, None
@@ -267,8 +287,14 @@ class WeightUpdater:
         )
         backend, receiver = self._receiver_for(update_info)
 
+        directory = call.weight_dir
+        if update.is_in_place:
+            self._number = None
+
         def receive(task: TransferTask) -> None:
             try:
+                if directory is not None:
+                    task.fingerprint = check_fingerprint(directory, call.fingerprint)
                 for bucket in receiver.receive(update_info, lambda sent: check_tensors(update.staged, sent)):
                     if update.is_broken:
                         raise TransferBroken(f"weight update {update.number} was dropped while it was received")
@@ -327,9 +353,49 @@ class WeightUpdater:
         update = self._update
         if update is None or update.number != number or update.is_broken:
             return False
+        self._number = None  # until it is done: another worker may be copying
         update.staged.apply()
+        self._number = number
         self._drop()
         return True
+
+    # Weights of other engines.
+
+    def _serve(self, call: ServeStorage) -> StorageServed:
+        storage = self._storage
+        try:
+            if storage is None or self._number != call.number:
+                raise WrongState(f"this worker has weights of update {self._number}, not of {call.number}")
+            header = storage.header(call.number)
+            handle = serve_storage(
+                storage.tensors(),
+                header,
+                host=storage.host,
+                timeout=call.timeout,
+                is_unchanged=lambda: self._number == call.number,
+            )
+        except Exception as error:
+            return StorageServed(failure=Failure.of(error))
+        return StorageServed(handle=handle)
+
+    def _fetch(self, call: FetchStorage) -> TransferTask:
+        storage = self._storage
+        if storage is None:
+            raise WrongState("this worker cannot fetch weights")
+        self._drop()
+        self._number = None
+        header, tensors = storage.header(call.number), storage.tensors()
+
+        def fetch(task: TransferTask) -> None:
+            task.num_bytes = fetch_storage(call.handles[self._rank], tensors, header, timeout=call.timeout)
+            task.num_tensors = len(tensors)
+            self._number = call.number
+
+        return self._run("weights-fetch", fetch, is_collective=False)
+
+    def on_weights_dropped(self) -> None:
+        """Note that the weights were dropped to sleep."""
+        self._number = None
 
     def _attempt(self, action: Callable[[], None]) -> Failure | None:
         try:
@@ -337,6 +403,14 @@ class WeightUpdater:
         except Exception as error:
             return Failure.of(error)
         return None
+
+
+def check_fingerprint(directory: str, expected: str) -> str:
+    """Return the fingerprint of a directory. Raises `NotFound` if it is not the expected one."""
+    found = directory_fingerprint(directory)
+    if expected and found != expected:
+        raise NotFound(f"{directory}: its files have changed since the weights were read from it")
+    return found
 
 
 def check_tensors(staged: StagedUpdate, sent: Sequence[SentTensor]) -> None:

@@ -58,8 +58,9 @@ from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.logprobs import ScoreKind
 from eagleray.worker.prefault import CachePrefaulter
 from eagleray.worker.runner import Runner, UnfinishedStep
-from eagleray.worker.sleep import SleepableMemory
+from eagleray.worker.sleep import KEEPING_LEVEL, SleepableMemory
 from eagleray.worker.startup import JoinedWorker, LoadedWorker, OpenedWorker, WorkerSetup, sampler_of
+from eagleray.worker.storage_transfer import SharedStorage
 from eagleray.worker.timeouts import (
     DEVICE_POLL_SECONDS,
     JOIN_TIMEOUT_SECONDS,
@@ -254,6 +255,7 @@ class ServingWorker:
             device=loaded.device,
             init_defaults=config.execution.weight_transfer_config,
             timeout=config.recovery.weight_update_timeout,
+            storage=SharedStorage(model.storage, _layout_facts(loaded), loaded.setup.topology.addresses[loaded.rank]),
         )
 
     def begin(self, plan: StepPlan) -> UnfinishedStep | StepBroken:
@@ -318,6 +320,8 @@ class ServingWorker:
     def sleep(self, tags: Collection[SleepTag], level: int) -> int:
         """Return memory to the system, see `SleepableMemory.sleep`. No step must be unfinished."""
         self._prefaulter.close()  # before the cache sleeps, whose pages it would request
+        if "weights" in tags and level > KEEPING_LEVEL:
+            self._weights.on_weights_dropped()
         return self._memory.sleep(tags, level)
 
     def wake_up(self, tags: Collection[SleepTag]) -> WorkerWoke:
@@ -337,6 +341,13 @@ class ServingWorker:
         self._prefaulter.close()
         self._model.close()  # before the groups, see there
         self._groups.close()
+
+
+def _layout_facts(loaded: LoadedWorker) -> tuple[object, ...]:
+    """Return everything that the layout of packed weights depends on, besides their sizes."""
+    config, model, mesh = loaded.setup.config, loaded.model, loaded.mesh
+    facts = (model.spec, model.dtype, model.kernels_name, model.device.type, mesh.rank, mesh.tp_size, mesh.pp_size)
+    return (*facts, config.model.quantization, config.parallel)
 
 
 class NullWorker:

@@ -19,6 +19,7 @@ from eagleray.fleet.control import operations
 from eagleray.fleet.control.instance import Effect, EngineRecord, MemberFailed, SendAnswer, SteeredInstance
 from eagleray.fleet.control.operations import Answer, Commands, Condition, Replies, Steps
 from eagleray.fleet.control.rules import NAMES, check_state
+from eagleray.fleet.control.weight_sources import WeightSources
 from eagleray.fleet.control.weight_update import WeightUpdates
 from eagleray.identity import ClientId, EngineId, MemberId
 from eagleray.messages.control import (
@@ -93,9 +94,12 @@ class Control:
     """See the module. `weight_update_timeout`: seconds without a call of the trainer after which an open update is
     aborted."""
 
-    def __init__(self, instance: SteeredInstance, *, weight_update_timeout: float) -> None:
+    def __init__(
+        self, instance: SteeredInstance, *, weight_update_timeout: float, checkpoint: str | None = None
+    ) -> None:
         self._instance = instance
-        self._updates = WeightUpdates(instance)
+        self._sources = WeightSources(instance, checkpoint=checkpoint)
+        self._updates = WeightUpdates(instance, self._sources)
         self._weight_update_timeout = weight_update_timeout
         self._trainer_due: float | None = None
         """Time at which the open update is aborted unless the trainer calls; None without an open update."""
@@ -117,6 +121,8 @@ class Control:
         times += [record.due for record in self._instance.engines.values() if record.due is not None]
         if self._trainer_due is not None and self._current is None:
             times.append(self._trainer_due)
+        if (retry_at := self._sources.deadline) is not None:
+            times.append(retry_at)
         return min(times, default=None)
 
     # Events.
@@ -150,6 +156,7 @@ class Control:
         command = record.unanswered.pop(done.number, None) if record is not None else None
         if record is not None and isinstance(command, SetState) and done.failure is None:
             record.update = done.result.get("update", record.update)
+        self._sources.on_done(done)
         current = self._current
         is_awaited = current is not None and current.awaited.get(done.number) == done.member
         if current is not None and is_awaited:
@@ -191,6 +198,7 @@ class Control:
                 operation.callers = [caller for caller in operation.callers if caller.client != member]
         else:
             record = self._instance.engines.pop(member, None)
+            self._sources.on_exit(member)
             self._instance.absent[member.rank] = cause, returns
             if record is not None and record.is_started:
                 self._break_transfer(f"{member.label} ended: {cause}")
@@ -420,6 +428,7 @@ class Control:
             self._trainer_due = None
         elif self._trainer_due is None:
             self._trainer_due = instance.now + self._weight_update_timeout
+        self._sources.review()
         instance.review()
         effects, instance.effects = instance.effects, []
         return effects

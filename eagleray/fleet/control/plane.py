@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from eagleray.config.resolve import expert_engines, local_ranks
+from eagleray.config.resolve import checkpoint_dir, expert_engines, local_ranks
 from eagleray.config.sections import Config
 from eagleray.fleet.control.instance import (
     Effect,
@@ -55,6 +55,7 @@ class ControlPlane:
                 updates_in_place=config.execution.weight_update == "in-place",
             ),
             weight_update_timeout=config.recovery.weight_update_timeout,
+            checkpoint=None if config.model.load_format == "dummy" else str(checkpoint_dir(config.model)),
         )
         self._publisher = publisher
         self._join = join

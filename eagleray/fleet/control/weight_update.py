@@ -16,6 +16,7 @@ import msgspec
 from eagleray.errors import DeadlineExceeded, EnginesMissing, InvalidRequest, WeightsMismatch, WrongState
 from eagleray.fleet.control.instance import SteeredInstance, WeightTransfer
 from eagleray.fleet.control.operations import Answer, Commands, Condition, Replies, Steps, adopt
+from eagleray.fleet.control.weight_sources import WeightDirectory, WeightSources
 from eagleray.identity import EngineId, MemberId
 from eagleray.messages.control import (
     AbortWeightUpdate,
@@ -42,6 +43,8 @@ class ReceivedWeights:
     num_calls: int = 0
     num_tensors: int = 0
     num_bytes: int = 0
+    fingerprint: str = ""
+    """Fingerprint of the directory that they were read from; empty without one."""
 
 
 @dataclass
@@ -55,8 +58,9 @@ class LastCommit:
 class WeightUpdates:
     """The open update and the last commit of an instance."""
 
-    def __init__(self, instance: SteeredInstance) -> None:
+    def __init__(self, instance: SteeredInstance, sources: WeightSources) -> None:
         self._instance = instance
+        self._sources = sources
         self.received = ReceivedWeights()
         self.last_commit: LastCommit | None = None
         self.dropped_because: Exception | None = None
@@ -136,6 +140,10 @@ class WeightUpdates:
         yield from self._receive(request)
         finish = FinishWeightUpdate(weight_version=request.weight_version)
         answer = yield from self._commit(finish, message="Weights updated", is_one_shot=True)
+        if answer["num_missing"] == 0 and self.received.fingerprint and request.weight_dir is not None:
+            self._sources.add_directory(
+                WeightDirectory(answer["update"], request.weight_dir, self.received.fingerprint)
+            )
         return {
             "message": answer["message"],
             "num_tensors": self.received.num_tensors,
@@ -202,6 +210,9 @@ class WeightUpdates:
                 instance.close_transfer(str(error))  # the trainer may be in a broadcast, and must not wait for ever
             raise
         self.received.num_calls += 1
+        self.received.fingerprint = next(
+            (it["fingerprint"] for it in replies.results.values() if "fingerprint" in it), ""
+        )
         self.received.num_tensors += replies.most("num_tensors")
         self.received.num_bytes += replies.most("num_bytes")
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,10 +21,12 @@ from eagleray.engine.weight_update import EngineWeightUpdate, Outcome
 from eagleray.executor.executor import Executor
 from eagleray.executor.in_process import InProcessGroup
 from eagleray.identity import EngineId
-from eagleray.messages.control import CheckWeights, OpenWeightTransfer, ReceiveWeights
+from eagleray.messages.control import CheckWeights, FetchWeights, OpenWeightTransfer, ReceiveWeights, ServeWeights
 from eagleray.messages.failure import Failure
 from eagleray.messages.plain import pack
 from eagleray.weights import Sender, SharedMemorySender
+from eagleray.weights.disk import directory_fingerprint
+from eagleray.worker.storage_transfer import StorageHandle
 
 ENGINE = EngineId("i", 0)
 TIMEOUT = 60.0
@@ -170,4 +173,77 @@ def test_update_dropped_can_be_followed_by_another(
             if number == 1:
                 assert started.updates.drop() == {}
     assert started.updates.apply(2, TIMEOUT)
+    assert started.memory() == expected
+
+
+def fetch(updates: EngineWeightUpdate, command: FetchWeights) -> Outcome:
+    return run(updates.fetch(command, TIMEOUT, is_cancelled=lambda: False))
+
+
+def offer(updates: EngineWeightUpdate, update: int) -> list[bytes]:
+    offered = updates.serve(ServeWeights(update=update), TIMEOUT)
+    assert not isinstance(offered, Failure), offered
+    handles: list[bytes] = offered["handles"]
+    return handles
+
+
+@pytest.fixture
+def updated(pushed: Weights) -> Iterator[StartedModel]:
+    """An engine with the weights of update 3."""
+    updated = StartedModel(DEMO_MODEL_DIR)
+    with SharedMemorySender() as sender:
+        updated.updates.start(3, is_in_place=False, num_bytes=None)
+        receive(updated.updates, sender.write(pushed.items()))
+    assert updated.updates.apply(3, TIMEOUT)
+    yield updated
+    updated.close()
+
+
+def test_successor_copies_the_memory_of_another_engine(
+    started: StartedModel, updated: StartedModel, expected: list[bytes]
+) -> None:
+    command = FetchWeights(update=3, handles=offer(updated.updates, 3))
+    assert fetch(started.updates, command) == {"update": 3}
+    assert started.memory() == expected
+    assert offer(started.updates, 3), "it is a source itself now"
+
+
+def test_offer_of_another_update_is_refused(updated: StartedModel) -> None:
+    failure = updated.updates.serve(ServeWeights(update=2), TIMEOUT)
+    assert isinstance(failure, Failure) and "has weights of update 3, not of 2" in failure.message
+
+
+def test_copy_of_weights_that_change_meanwhile_is_refused(
+    started: StartedModel, updated: StartedModel, pushed_dir: Path
+) -> None:
+    handles = offer(updated.updates, 3)
+    fetch(updated.updates, FetchWeights(update=4, weight_dir=str(pushed_dir)))
+    failure = fetch(started.updates, FetchWeights(update=3, handles=handles))
+    assert isinstance(failure, Failure) and "changed its weights while it sent them" in failure.message
+    assert started.updates.is_torn
+
+
+def test_copy_with_another_key_is_refused(started: StartedModel, updated: StartedModel) -> None:
+    handle = msgspec.msgpack.decode(offer(updated.updates, 3)[0], type=StorageHandle)
+    wrong = msgspec.msgpack.encode(msgspec.structs.replace(handle, key=b"x" * len(handle.key)))
+    failure = fetch(started.updates, FetchWeights(update=3, handles=[wrong]))
+    assert isinstance(failure, Failure) and "was closed too soon" in failure.message
+
+
+def test_copy_of_a_model_of_another_layout_is_refused(updated: StartedModel) -> None:
+    other = StartedModel(DEMO_MODEL_DIR, attention_backend="torch")
+    before = other.memory()
+    failure = fetch(other.updates, FetchWeights(update=3, handles=offer(updated.updates, 3)))
+    assert isinstance(failure, Failure) and "weights of another layout" in failure.message
+    assert other.memory() == before
+    other.close()
+
+
+def test_successor_reads_an_unchanged_directory(started: StartedModel, pushed_dir: Path, expected: list[bytes]) -> None:
+    directory = str(pushed_dir)
+    changed = FetchWeights(update=1, weight_dir=directory, fingerprint="of earlier files")
+    failure = fetch(started.updates, changed)
+    assert isinstance(failure, Failure) and "files have changed since" in failure.message
+    unchanged = FetchWeights(update=1, weight_dir=directory, fingerprint=directory_fingerprint(directory))
+    assert fetch(started.updates, unchanged) == {"update": 1}
     assert started.memory() == expected

@@ -27,10 +27,12 @@ from eagleray.messages.control import (
     CommandDone,
     ControlCall,
     ControlReturned,
+    FetchWeights,
     InstanceState,
     OpenWeightTransfer,
     ReceiveWeights,
     ResetPrefixCache,
+    ServeWeights,
     SetState,
 )
 from eagleray.messages.failure import Failure
@@ -97,6 +99,12 @@ class SteeredEngine:
                 self.has_transfer = False
             case ResetPrefixCache():
                 return [self.reply(command, success=True)]
+            case ServeWeights(update=update):
+                assert self.update == update, "only weights that it has are asked for"
+                return [self.reply(command, handles=[b"weights"])]
+            case FetchWeights(update=update):
+                self.update = update
+                return [self.reply(command, update=update)]
             case other:
                 raise AssertionError(f"engines do not execute {other}")
         return [self.reply(command)]

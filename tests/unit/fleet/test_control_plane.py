@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from fleet_fakes import INFO, FakeMember, fleet, in_loop, joined
 
+from eagleray.config.resolve import DEMO_MODEL_DIR
 from eagleray.fleet import timeouts
 from eagleray.identity import ClientId, EngineId
 from eagleray.messages.control import (
@@ -13,6 +14,7 @@ from eagleray.messages.control import (
     CommandDone,
     ControlCall,
     ControlReturned,
+    FetchWeights,
     InstanceState,
     Pause,
     Resume,
@@ -101,16 +103,18 @@ async def test_control_plane_state_changed_during_start_engine_joins_when_it_has
 
 
 @in_loop
-async def test_control_plane_engine_without_the_weights_that_are_required_does_not_join():
+async def test_control_plane_engine_without_the_weights_that_are_required_joins_when_it_has_them():
     async with fleet() as it:
         client, process = await it.adopt(), await it.launcher.next()
         engine = await it.bind(process)
         engine.send(EngineStarted(process.id, INFO, update=5))
         await it.until(lambda: it.supervisor._replica_of(process.id).phase.name == "UP")
-        call(client, Resume())
-        await execute(engine, update=5)
-        assert isinstance(await receive(client, ControlReturned), ControlReturned)
+        command = await receive(engine, Command)
+        assert command.body == FetchWeights(update=0, weight_dir=str(DEMO_MODEL_DIR))
         assert not it.supervisor.serving.is_set()
+        engine.send(CommandDone(member=process.id, number=command.number, result={"update": 0}))
+        while not joined(process.id)(await client.receive()):
+            pass
 
 
 @in_loop

@@ -1,0 +1,146 @@
+"""Sources of weights for engines that lack them, as `Control` chooses them."""
+
+from __future__ import annotations
+
+import pytest
+from control_fakes import SteeredFleet
+
+from eagleray.fleet.control.weight_sources import RETRY_SECONDS
+from eagleray.messages.control import (
+    CommandDone,
+    FetchWeights,
+    FinishWeightUpdate,
+    GetWeightInfo,
+    InstanceState,
+    ServeWeights,
+    StartWeightUpdate,
+    UpdateWeights,
+)
+from eagleray.messages.failure import Failure
+from eagleray.messages.plain import pack
+
+PUSH = UpdateWeights(update_info=pack({"names": ["a"]}))
+FAILED = Failure(kind="TransferBroken", message="the connection was closed")
+COPY = FetchWeights(update=1, handles=[b"weights"])
+
+
+def updated_fleet(num_engines: int = 2, **options) -> SteeredFleet:
+    """Return a fleet that has had one update by a trainer."""
+    fleet = SteeredFleet(num_engines, **options)
+    for request in (StartWeightUpdate(), PUSH, FinishWeightUpdate()):
+        fleet.run(request)
+    return fleet
+
+
+def commands(engine, *kinds):
+    return [body for body in engine.received if isinstance(body, kinds)]
+
+
+def answer(fleet: SteeredFleet, rank: int, *, failure: Failure | None = None, **result) -> None:
+    """Have an engine reply to its next command without executing it."""
+    engine = fleet.of_rank(rank)
+    command = engine.inbox.pop(0)
+    engine.received.append(command.body)
+    fleet.deliver(CommandDone(member=engine.engine, number=command.number, result=result, failure=failure))
+
+
+def states(fleet: SteeredFleet) -> list[str]:
+    return [it["state"] for it in fleet.outcome(fleet.call(GetWeightInfo()))["engines"]]
+
+
+def test_successor_copies_from_a_living_engine_and_joins():
+    fleet = updated_fleet()
+    fleet.engine_exits(1)
+    successor = fleet.start_engine(1)
+    assert states(fleet) == ["ready", "waiting"]
+    fleet.settle()
+    assert commands(fleet.of_rank(0), ServeWeights) == [ServeWeights(update=1)]
+    assert commands(successor, FetchWeights) == [COPY]
+    assert successor.has_joined and states(fleet) == ["ready", "ready"]
+
+
+@pytest.mark.parametrize("fails", ["offer", "copy"])
+def test_source_fails_the_next_one_is_taken(fails):
+    fleet = updated_fleet(3)
+    fleet.engine_exits(2)
+    successor = fleet.start_engine(2)
+    if fails == "copy":
+        fleet.execute_next(0)
+        answer(fleet, 2, failure=FAILED)
+    else:
+        answer(fleet, 0, failure=FAILED)
+    fleet.settle()
+    assert commands(fleet.of_rank(1), ServeWeights) == [ServeWeights(update=1)]
+    assert successor.has_joined
+
+
+def test_all_sources_fail_they_are_tried_again_later():
+    fleet = updated_fleet()
+    fleet.engine_exits(1)
+    successor = fleet.start_engine(1)
+    answer(fleet, 0, failure=FAILED)
+    fleet.settle()
+    assert not successor.has_joined
+    fleet.advance(RETRY_SECONDS)
+    fleet.settle()
+    assert successor.has_joined
+
+
+def test_source_exits_before_it_has_replied_the_next_one_is_taken():
+    fleet = updated_fleet(3)
+    fleet.engine_exits(2)
+    successor = fleet.start_engine(2)
+    fleet.engine_exits(0)
+    fleet.settle()
+    assert commands(fleet.of_rank(1), ServeWeights) == [ServeWeights(update=1)]
+    assert successor.has_joined
+
+
+def test_no_source_successor_waits_and_joins_when_one_is_there():
+    fleet = updated_fleet(1)
+    fleet.engine_exits(0)
+    successor = fleet.start_engine(0)
+    fleet.settle()
+    assert not successor.has_joined and states(fleet) == ["waiting"]
+    assert commands(successor, FetchWeights) == []
+
+
+def test_engines_that_share_experts_are_no_sources():
+    fleet = updated_fleet(shares_experts=True)
+    fleet.engine_exits(1)
+    successor = fleet.start_engine(1)
+    fleet.settle()
+    assert commands(fleet.of_rank(0), ServeWeights) == []
+    assert not successor.has_joined
+
+
+@pytest.mark.parametrize(("missing", "has_source"), [([], True), (["up"], False)])
+def test_directory_that_had_all_weights_is_a_source(missing, has_source):
+    fleet = SteeredFleet(1)
+    call = fleet.call(UpdateWeights(weight_dir="/checkpoints/7"))
+    fleet.execute_next(0)
+    answer(fleet, 0, num_tensors=2, num_bytes=8, fingerprint="f")
+    fleet.of_rank(0).staged = 1
+    answer(fleet, 0, missing=missing, num_missing=len(missing))
+    fleet.settle()
+    assert fleet.outcome(call)["update"] == 1
+    fleet.engine_exits(0)
+    successor = fleet.start_engine(0)
+    fleet.settle()
+    expected = [FetchWeights(update=1, weight_dir="/checkpoints/7", fingerprint="f")] if has_source else []
+    assert commands(successor, FetchWeights) == expected
+    assert successor.has_joined is has_source
+
+
+def test_engine_whose_weights_were_dropped_gets_them_after_waking():
+    fleet = updated_fleet()
+    engine = fleet.of_rank(1)
+    engine.update = None
+    fleet.control._instance.engines[engine.engine].update = None
+    fleet.control._instance.assign(InstanceState(update=1, asleep=("weights",), sleep_level=2))
+    fleet.run(GetWeightInfo())
+    assert commands(engine, FetchWeights) == []
+    fleet.control._instance.assign(InstanceState(update=1))
+    fleet.run(GetWeightInfo())
+    assert commands(engine, FetchWeights) == [COPY]
+    assert engine.update == 1
