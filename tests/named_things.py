@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-FOLDERS = ("eagleray", "bench", "scripts", "benchmarks", "tests", "docs")
+FOLDERS = ("eagleray", "bench", "scripts", "benchmarks", "tests", "docs", "examples")
 
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n)+")
