@@ -49,6 +49,7 @@ class PauseParameters(ControlParameters, kw_only=True):
         Meta(description="Running requests end with what they have, are waited for, or continue after the pause."),
     ] = "abort"
     clear_cache: Annotated[bool, Meta(description="Empty the prefix cache; without effect in mode keep.")] = True
+    wait_for_inflight_requests: Annotated[bool, Meta(description="An older name of mode wait.")] = False
 
 
 class SleepParameters(ControlParameters, kw_only=True):
@@ -169,7 +170,9 @@ class ControlRoutes:
                 "/pause",
                 service,
                 PauseParameters,
-                lambda given: pause_request(given.mode, given.clear_cache),
+                lambda given: pause_request(
+                    "wait" if given.wait_for_inflight_requests else given.mode, given.clear_cache
+                ),
                 "Stop generating.",
                 PauseResponse,
             ),

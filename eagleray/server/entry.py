@@ -131,11 +131,11 @@ async def _accept(server: _Server, listener: socket.socket, client: Client) -> N
 
 
 async def _drain(client: Client) -> None:
-    """Wait until running requests have finished, for the grace at most.
+    """Wait until running requests have finished and no weight update is open, for the grace at most.
 
     Connections are still accepted, and their requests get 503: if this server left the socket now, new connections
     would hang in its backlog, because the supervisor keeps it open.
     """
     deadline = time.monotonic() + client.grace
-    while client.num_in_flight and time.monotonic() < deadline:
+    while (client.num_in_flight or client.state.open_update is not None) and time.monotonic() < deadline:
         await asyncio.sleep(DRAIN_POLL_SECONDS)

@@ -62,7 +62,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Continue token ids."""
 
     request_id: Annotated[
-        str | None, Meta(description="Shown in the answer. Default: the one of header X-Request-Id.")
+        str | None,
+        Meta(description="Shown in the answer, and names the request in calls that abort it. Default: X-Request-Id."),
     ] = None
     model: str | None = None
     token_ids: list[int]

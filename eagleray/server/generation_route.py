@@ -149,7 +149,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
             )
         state = request.scope["state"]
         return GenerationTask(
-            request_id=state["request_id"],
+            request_id=getattr(body, "request_id", None) or state["request_id"],
             arrival=state["arrival"],
             num_prompts=self.num_prompts,
             params=params,

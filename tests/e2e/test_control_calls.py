@@ -217,3 +217,13 @@ def test_update_of_a_directory_that_does_not_exist_is_refused_and_the_weights_st
 def test_liveness_and_world_size(http):
     assert http.get("/liveness").json() == {"status": "ok"}
     assert http.get("/get_world_size").json() == {"world_size": 2}
+
+
+def test_sigterm_waits_for_the_end_of_an_open_update(server, http):
+    """The last test of this server."""
+    call(http, "/start_weight_update")
+    server.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: http.get("/ready").status_code == 503)
+    assert info(http)["state"] == "updating"
+    call(http, "/abort_weight_update")
+    assert server.wait() == 0

@@ -74,6 +74,7 @@ POSTS = [
     ("/pause", None, Pause()),
     ("/pause?mode=keep&clear_cache=false", None, Pause(mode="keep", clear_cache=False)),
     ("/pause", {"mode": "wait"}, Pause(mode="wait")),
+    ("/pause?wait_for_inflight_requests=true", None, Pause(mode="wait")),
     ("/resume", {}, Resume()),
     ("/sleep", None, Sleep(tags=("weights", "kv_cache"), level=1)),
     ("/sleep?level=2&mode=keep", None, Sleep(tags=("weights", "kv_cache"), level=2, mode="keep")),
@@ -245,6 +246,22 @@ def test_abort_requests_command_ends_requests_by_the_ids_of_users(api):
     assert done == CommandDone(member=CLIENT, number=7, result={"aborted": 2})
 
 
+def test_abort_requests_command_finds_the_id_of_the_body(api):
+    Supervisor(api)
+    api.engine.script = None
+
+    async def run():
+        body = {"request_id": "of-body", "token_ids": [5], "sampling_params": {"max_tokens": 5}}
+        call = Call(api.app, "/inference/v1/generate", body)
+        while not api.engine.requests:
+            await asyncio.sleep(0.001)
+        api.engine.deliver(Command(number=7, body=AbortRequests(request_ids=["of-body"]), timeout=1.0))
+        await call.task
+        return call.text
+
+    assert '"finish_reason":"abort"' in api.run(run())
+
+
 # Who may call.
 
 
@@ -312,7 +329,12 @@ def test_admin_key_alone_leaves_other_routes_open(checkpoint):
 
 def test_openapi_shows_control_parameters_in_query_and_body(api):
     pause = api.get("/openapi.json").json()["paths"]["/pause"]["post"]
-    assert {parameter["name"] for parameter in pause["parameters"]} == {"timeout", "mode", "clear_cache"}
+    assert {parameter["name"] for parameter in pause["parameters"]} == {
+        "timeout",
+        "mode",
+        "clear_cache",
+        "wait_for_inflight_requests",
+    }
     assert pause["requestBody"]["required"] is False
     assert {"403", "409", "504"} <= pause["responses"].keys()
     update = api.get("/openapi.json").json()["paths"]["/update_weights"]["post"]
