@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -33,8 +32,8 @@ from eagleray.models.part import ModelPart
 from eagleray.models.sharding import kv_heads
 from eagleray.models.size import activation_bytes
 from eagleray.models.spec import ModelSpec
-from eagleray.models.staging import StagingMemory
 from eagleray.models.update import TensorNames, WeightUpdate
+from eagleray.models.updates import ModelUpdates
 from eagleray.models.weights import Param, Weights
 from eagleray.process.malloc import malloc_trim
 
@@ -95,15 +94,6 @@ class Model(ABC):
         self.exchanges_tokens = experts is not None and experts.dispatcher is not None
         """Whether tokens go to the ranks that have their experts."""
         self.rebalancer: Rebalancer | None = None
-        self.kept_fp8: frozenset[str] = frozenset()
-        """See `StoredWeights`."""
-        self._update: WeightUpdate | None = None
-        self._loading: WeightUpdate | None = None
-        """What `load_weights` has done without an update."""
-        self._staging: StagingMemory | None = None
-        """Memory of updates, kept for the next one."""
-        self.num_loads = 0
-        """Number of calls of `load_weights` that replaced weights without an update."""
         self.adapters: ModelAdapters | None = None
         """Slots for adapters, once `enable_adapters` was called."""
         self._any_engine_busy = False
@@ -112,6 +102,9 @@ class Model(ABC):
         self._vocabulary = EmbeddingAndHead(part)
         self._layers = [self.make_layer(index) for index in own]
         self._norm = self._make_norm() if part.mesh.is_last_stage else None
+        self.updates = ModelUpdates(
+            part, find_groups=self.weight_groups, find_names=self._tensor_names, num_threads=self._num_threads
+        )
         self._run = kernels.compile(
             self._compute,
             rope=Rope(spec.rope, spec.head_dim, dtype=part.dtype, device=part.device),
@@ -168,10 +161,7 @@ class Model(ABC):
     def start_update(self, *, in_place: bool = False) -> WeightUpdate:
         """Start an update of the weights. The one before must be dropped; tensors that wait since a `load_weights` are
         forgotten."""
-        assert not self._is_updating, "an update is open"
-        self._forget_loading()
-        self._update = self._make_update(in_place)
-        return self._update
+        return self.updates.start(in_place=in_place)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Replace weights by tensors under the names of the checkpoint, in any order and any number of calls, and
@@ -179,14 +169,12 @@ class Model(ABC):
         and values, are applied when all have come; until then they wait for the next call. Once they have, one of them
         may come alone. While an update is open, they are added to it. Raises `WeightsMismatch`, see
         `WeightUpdate.add`."""
-        if self._update is not None and self._update.is_open:
-            return self._update.add(weights)
-        if self._loading is None:
-            self._loading = self._make_update()
-        self.num_loads += 1
-        names = self._loading.add(weights)
-        self._loading.apply()
-        return names
+        return self.updates.load(weights)
+
+    @property
+    def num_loads(self) -> int:
+        """Number of calls of `load_weights` that replaced weights without an update."""
+        return self.updates.num_loads
 
     def load(self, weights: Weights) -> None:
         """Make the operations of all layers. Raises `CheckpointError`."""
@@ -230,34 +218,6 @@ class Model(ABC):
         """Number of threads that read and pack weights; on a CPU, every core does."""
         return torch.get_num_threads() if self.device.type == "cpu" else 1
 
-    @property
-    def _is_updating(self) -> bool:
-        return self._update is not None and self._update.is_open
-
-    @property
-    def _has_new_weights(self) -> bool:
-        """Whether an update is open, or tensors wait since a `load_weights`."""
-        return self._is_updating or (self._loading is not None and self._loading.is_waiting)
-
-    def _forget_loading(self) -> None:
-        if self._loading is not None:
-            self._loading.drop()
-            self._loading = None
-
-    def _make_update(self, in_place: bool = False) -> WeightUpdate:
-        self._staging = self._staging or StagingMemory(self.device)
-        return WeightUpdate(
-            self.weight_groups(),
-            self._tensor_names,
-            self.part.rules,
-            self._kernels,
-            self._staging,
-            kept_fp8=self.kept_fp8,
-            num_threads=self._num_threads,
-            in_place=in_place,
-        )
-
-    @cached_property
     def _tensor_names(self) -> TensorNames:
         layers = map(self.make_layer, range(self.spec.num_layers))
         aliases = [alias for layer in layers for alias in layer.aliases()]
@@ -303,8 +263,8 @@ class Model(ABC):
     def rebalance_if_due(self) -> None:
         """Count a step that is done, and move experts to balance their load if it is time to. No expert moves while an
         update of the weights is open, which has to be so on all ranks of the expert group alike."""
-        if self.rebalancer is not None and not self._has_new_weights:
-            self._forget_loading()
+        if self.rebalancer is not None and not self.updates.has_new_weights:
+            self.updates.forget()
             self.rebalancer.step()
 
     @torch.inference_mode()
@@ -388,9 +348,7 @@ class Model(ABC):
         """Free what passes and finished updates have made; later ones make it again. To be called before the groups are
         left, because NCCL waits until captured graphs with its operations are freed, even when it is told to abort."""
         self._run.release()
-        if not self._has_new_weights:
-            self._forget_loading()
-            self._update = self._staging = None
+        self.updates.release()
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor | None:

@@ -142,12 +142,12 @@ def load_model(
     if load_format == "dummy":
         dummy = make_dummy()
         model.load(dummy)
-        model.kept_fp8 = frozenset(dummy.kept_fp8)
+        model.updates.kept_fp8 = frozenset(dummy.kept_fp8)
     else:
         with open_checkpoint(on_progress) as checkpoint:
             model.load(checkpoint)
             checkpoint.finish(model.names(), may_be_left=model.may_be_dropped)
-            model.kept_fp8 = frozenset(checkpoint.kept_fp8)
+            model.updates.kept_fp8 = frozenset(checkpoint.kept_fp8)
     if layout is not None and layout.is_divided:
         model.rebalancer = Rebalancer(
             blocks=model.moe_blocks,

@@ -250,7 +250,7 @@ def test_add_tensor_may_change_after_the_call(llama, checkpoints):
 def test_second_update_takes_the_memory_of_the_first(llama, monkeypatch):
     model, tensors = llama
     model.load_weights(tensors)
-    monkeypatch.setattr(model._staging, "_make", lambda num_bytes: pytest.fail("fresh memory"))
+    monkeypatch.setattr(model.updates._staging, "_make", lambda num_bytes: pytest.fail("fresh memory"))
     model.load_weights(reversed(tensors))
 
 
@@ -262,12 +262,14 @@ def strided(tensor: Tensor) -> Tensor:
 def test_close_frees_the_memory_of_finished_updates(llama):
     model, tensors = llama
     model.load_weights(tensors)
-    staging = weakref.ref(model._staging)
+    staging = weakref.ref(model.updates._staging)
     model.close()
     assert staging() is None
-    model.start_update().add(tensors)
+    update = model.start_update()
+    update.add(tensors)
+    num_bytes = update.num_bytes
     model.close()
-    assert model._update.num_bytes > 0
+    assert update.num_bytes == num_bytes > 0
 
 
 def test_rebalance_if_due_waits_for_the_end_of_an_update(llama):

@@ -1,0 +1,93 @@
+"""The updates of one model's weights: at most one is open, and all use the same memory.
+
+Owned by the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from eagleray.models.layers.layer import WeightGroup
+from eagleray.models.part import ModelPart
+from eagleray.models.staging import StagingMemory
+from eagleray.models.update import TensorNames, WeightUpdate
+
+
+class ModelUpdates:
+    """`find_groups` returns the groups that the rank has now, `find_names` the names of the whole model."""
+
+    def __init__(
+        self,
+        part: ModelPart,
+        *,
+        find_groups: Callable[[], Iterable[WeightGroup]],
+        find_names: Callable[[], TensorNames],
+        num_threads: int,
+    ) -> None:
+        self.kept_fp8: frozenset[str] = frozenset()
+        """See `StoredWeights`."""
+        self.num_loads = 0
+        """Number of calls of `load` that replaced weights without an update."""
+        self._part = part
+        self._find_groups = find_groups
+        self._find_names = find_names
+        self._num_threads = num_threads
+        self._names: TensorNames | None = None
+        self._staging: StagingMemory | None = None
+        self._open: WeightUpdate | None = None
+        self._loading: WeightUpdate | None = None
+        """The groups that `load` has replaced, and the tensors that wait since."""
+
+    @property
+    def has_new_weights(self) -> bool:
+        """Whether an update is open, or tensors wait since a `load`."""
+        return self._is_open or (self._loading is not None and self._loading.is_waiting)
+
+    def start(self, *, in_place: bool) -> WeightUpdate:
+        """See `Model.start_update`."""
+        assert not self._is_open, "an update is open"
+        self.forget()
+        self._open = self._make(in_place=in_place)
+        return self._open
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """See `Model.load_weights`."""
+        if self._open is not None and self._open.is_open:
+            return self._open.add(weights)
+        self._loading = self._loading or self._make(in_place=False)
+        self.num_loads += 1
+        names = self._loading.add(weights)
+        self._loading.apply()
+        return names
+
+    def forget(self) -> None:
+        """Forget which groups `load` has replaced, and the tensors that wait."""
+        if self._loading is not None:
+            self._loading.drop()
+            self._loading = None
+
+    def release(self) -> None:
+        """Free the memory, unless there are new weights in it."""
+        if not self.has_new_weights:
+            self.forget()
+            self._open = self._staging = None
+
+    @property
+    def _is_open(self) -> bool:
+        return self._open is not None and self._open.is_open
+
+    def _make(self, *, in_place: bool) -> WeightUpdate:
+        self._names = self._names or self._find_names()
+        self._staging = self._staging or StagingMemory(self._part.device)
+        return WeightUpdate(
+            self._find_groups(),
+            self._names,
+            self._part.rules,
+            self._part.kernels,
+            self._staging,
+            kept_fp8=self.kept_fp8,
+            num_threads=self._num_threads,
+            in_place=in_place,
+        )
