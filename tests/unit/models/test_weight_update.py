@@ -210,6 +210,16 @@ def test_check_reads_no_elements(llama):
         update.check([(Q_PROJ, torch.empty(64, device="meta"))])
 
 
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_load_weights_below_adapters_equals_fresh_load(backend, checkpoints, monkeypatch):
+    use_backend(monkeypatch, backend)
+    old, new = checkpoints("llama")
+    model = load(old)
+    model.enable_adapters(num_slots=2, max_rank=4)
+    model.load_weights(tensors_of(new))
+    assert have_equal_bytes(memory_of_weights(model), memory_of_weights(load(new)))
+
+
 def test_add_after_drop_is_refused(llama):
     model, tensors = llama
     update = model.start_update()
