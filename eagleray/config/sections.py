@@ -410,6 +410,13 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     enable_sleep_mode: Annotated[bool, Meta(description="Implies `enable_rl`; the routes are there in any case.")] = (
         False
     )
+    enable_sglang_api: Annotated[
+        bool,
+        Meta(
+            description="Also serve routes with SGLang's names, such as /generate, for trainers that steer SGLang over "
+            "HTTP, see docs/rl.md."
+        ),
+    ] = False
     api_key_file: Annotated[
         str | None,
         Meta(description="File with more of such keys, one a line; lines that begin with # are comments."),

@@ -130,6 +130,7 @@ class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     weight_dir: str | None = None
     """Directory of a checkpoint: the update is started, read and finished in this one call."""
     weight_version: str | None = None
+    """Name of the new weights, if the call that finishes the update gives none."""
 
 
 class FinishWeightUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):

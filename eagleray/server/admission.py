@@ -45,7 +45,7 @@ class Admission:
         Raises `InvalidRequest` if it has too many sequences, and `Overloaded` if too many are queued already.
         """
         num_seqs = num_prompts * n
-        self._check_one(num_prompts, n)
+        self.check_count(num_prompts, n)
         num_waiting = self._client.num_queued_seqs + self.num_reserved
         if num_waiting + num_seqs > self._limits.max_queued_requests:
             raise Overloaded(
@@ -61,7 +61,8 @@ class Admission:
         self._check_tokens(prompts, params)
         self._check_logprobs(prompts, params, max_model_len)
 
-    def _check_one(self, num_prompts: int, n: int) -> None:
+    def check_count(self, num_prompts: int, n: int) -> None:
+        """Raise `InvalidRequest` for more sequences than one request may have."""
         for option in ("max_seqs_per_request", "max_queued_requests"):
             limit = getattr(self._limits, option)
             if num_prompts * n > limit:

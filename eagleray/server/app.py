@@ -29,6 +29,10 @@ from eagleray.server.openai.models import ModelRoutes
 from eagleray.server.openapi import describe
 from eagleray.server.server_info import ServerInfoRoute
 from eagleray.server.service import Service
+from eagleray.server.sglang.control import sglang_control_endpoints
+from eagleray.server.sglang.generate import SGLangGenerateRoute
+from eagleray.server.sglang.status import SGLangServerInfoRoute, SGLangStatusRoutes
+from eagleray.server.sglang.weights import sglang_weight_endpoints
 from eagleray.server.status import StatusRoutes
 from eagleray.server.tokens import TokenRoutes
 from eagleray.server.weight_routes import weight_endpoints
@@ -40,9 +44,10 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
     Raises `CheckpointError` for an invalid generation_config.json.
     """
     service = Service(client, config, ledger)
+    has_sglang = config.serving.enable_sglang_api
     endpoints = [
         *StatusRoutes(service).endpoints(),
-        *ServerInfoRoute(service, config).endpoints(),
+        *(SGLangServerInfoRoute if has_sglang else ServerInfoRoute)(service, config).endpoints(),
         *ModelRoutes(service).endpoints(),
         *GenerationRoute(service, ParsedCompletion).endpoints(),
         *GenerationRoute(service, ParsedChat).endpoints(),
@@ -57,6 +62,13 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
     ]
     if config.serving.enable_collective_rpc:
         endpoints += CollectiveRpcRoute(service).endpoints()
+    if has_sglang:
+        endpoints += [
+            *SGLangGenerateRoute(service).endpoints(),
+            *SGLangStatusRoutes(service).endpoints(),
+            *sglang_control_endpoints(service),
+            *sglang_weight_endpoints(service),
+        ]
     endpoints.append(_openapi_endpoint(endpoints, service, needs_key=bool(config.serving.api_key)))
     # `methods=None`: an endpoint refuses other methods itself, so that the refusal looks like every other error.
     routes = [Route(endpoint.pattern, endpoint, methods=None) for endpoint in endpoints]

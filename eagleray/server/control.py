@@ -25,7 +25,7 @@ from eagleray.messages.control import (
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.error_responses import ENGINE_UNRESPONSIVE, RefusedRequest
 from eagleray.server.http_responses import json_response, unless_disconnected
-from eagleray.server.parameters import ParameterDecoder
+from eagleray.server.parameters import ControlParameters, ParameterDecoder
 from eagleray.server.service import Service
 
 LIVENESS_SECONDS = 30.0
@@ -35,12 +35,6 @@ ID_PREFIXES = ("cmpl-", "chatcmpl-")
 """Prefixes that the OpenAI routes add to a request's id in their answers."""
 
 Parameters = TypeVar("Parameters", bound="ControlParameters")
-
-
-class ControlParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of every control call."""
-
-    timeout: Annotated[float, Meta(gt=0, description="Seconds for all engines together. Default: 600.")] | None = None
 
 
 class PauseParameters(ControlParameters, kw_only=True):

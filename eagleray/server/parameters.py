@@ -5,9 +5,10 @@ Clients of other engines send some calls without a body, some with one, and some
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 
 from eagleray.errors import InvalidRequest
@@ -15,6 +16,12 @@ from eagleray.server.body import BodyDecoder
 from eagleray.server.service import Service
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+
+class ControlParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of every control call."""
+
+    timeout: Annotated[float, Meta(gt=0, description="Seconds for all engines together. Default: 600.")] | None = None
 
 
 class ParameterDecoder(Generic[T]):

@@ -52,16 +52,18 @@ class ServerInfoRoute:
         return [Endpoint("/server_info", get=show)]
 
     async def show(self, request: Request) -> Response:
+        return json_response(self._answer())
+
+    def _answer(self) -> ServerInfo:
         client = self._service.client
         engines = sorted(client.engines.items(), key=lambda entry: entry[0].rank)
-        answer = ServerInfo(
+        return ServerInfo(
             version=self._service.version,
             ranks=list(self._service.ranks),
             engines=[_entry(engine, info, client.stats.get(engine)) for engine, info in engines],
             cause=client.cause,
             config=self._config,
         )
-        return json_response(answer)
 
 
 def _entry(engine: EngineId, info: EngineInfo, stats: EngineStats | None) -> EngineEntry:

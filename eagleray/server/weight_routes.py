@@ -21,8 +21,9 @@ from eagleray.messages.control import (
     SetWeightVersion,
     ShutdownWeightTransfer,
 )
-from eagleray.server.control import ControlParameters, SuccessResponse, control_endpoint
+from eagleray.server.control import SuccessResponse, control_endpoint
 from eagleray.server.endpoint import Endpoint
+from eagleray.server.parameters import ControlParameters
 from eagleray.server.service import Service
 
 
@@ -112,6 +113,9 @@ class WeightInfo(msgspec.Struct, frozen=True):
     is_paused: bool
     asleep: list[str]
     operation: OperationInfo | None
+    dropped: Annotated[
+        str | None, Meta(description="Why the last update was dropped, if that was in the pause that lasts.")
+    ]
     engines: list[EngineWeights]
 
 

@@ -133,7 +133,7 @@ class Control:
         timeout = call.timeout if 0 < call.timeout < LONGEST_SECONDS else LONGEST_SECONDS
         caller = Caller(call.client, call.call_id, now + timeout)
         if isinstance(call.request, GetWeightInfo):
-            self._answer(caller, operations.weight_info(self._instance, self._describe_current()))
+            self._answer(caller, self._weight_info())
             return self._effects()
         key, request = _key(call), call.request
         self._forget_outcomes()
@@ -261,6 +261,9 @@ class Control:
         is_orphaned = instance.state.open_update is not None and not instance.participants
         if is_orphaned and not (current is not None and isinstance(current.request, UPDATE_CALLS)):
             self._updates.drop(EnginesMissing(f"no engine has what came in the weight update any longer: {cause}"))
+
+    def _weight_info(self) -> Answer:
+        return operations.weight_info(self._instance, self._describe_current(), self._updates.dropped_in_pause)
 
     # The queue.
 

@@ -182,8 +182,9 @@ def set_weight_version(instance: SteeredInstance, request: SetWeightVersion) -> 
     return {"success": True, "new_version": request.new_version}
 
 
-def weight_info(instance: SteeredInstance, operation: Answer | None) -> Answer:
-    """Return the answer to `GetWeightInfo`. `operation`: the one that is executed, with its phases."""
+def weight_info(instance: SteeredInstance, operation: Answer | None, dropped: str | None) -> Answer:
+    """Return the answer to `GetWeightInfo`. `operation`: the one that is executed, with its phases. `dropped`: why an
+    update was dropped in this pause."""
     state = instance.state
     records = sorted(instance.engines.values(), key=lambda record: record.engine.rank)
     joined = [record.update for record in records if record.has_joined and record.update is not None]
@@ -196,6 +197,7 @@ def weight_info(instance: SteeredInstance, operation: Answer | None) -> Answer:
         "is_paused": state.pause is not None,
         "asleep": list(state.asleep),
         "operation": operation,
+        "dropped": dropped,
         "engines": [_engine_info(instance, record.engine) for record in records],
     }
 

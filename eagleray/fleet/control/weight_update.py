@@ -45,6 +45,8 @@ class ReceivedWeights:
     num_bytes: int = 0
     fingerprint: str = ""
     """Fingerprint of the directory that they were read from; empty without one."""
+    weight_version: str | None = None
+    """Name of the weights that the last call gave, if any did."""
 
 
 @dataclass
@@ -65,6 +67,16 @@ class WeightUpdates:
         self.last_commit: LastCommit | None = None
         self.dropped_because: Exception | None = None
         """Error with which the last update was dropped, for further calls of the trainer until it starts another."""
+        self._dropped_at: float | None = None
+        """Time of that, unless the trainer asked for it."""
+
+    @property
+    def dropped_in_pause(self) -> str | None:
+        """Why the last update was dropped, if that was in the pause that lasts and no other one was opened since."""
+        instance = self._instance
+        if instance.state.pause is None or self._dropped_at is None or self._dropped_at < instance.since["pause"]:
+            return None
+        return str(self.dropped_because)
 
     def may_repeat(self, request: FinishWeightUpdate) -> bool:
         """Whether a finish without an open update repeats the last commit, or names the weights of a one-shot one."""
@@ -76,7 +88,7 @@ class WeightUpdates:
     def drop(self, cause: Exception) -> None:
         """Close the open update without a commit."""
         if self._instance.state.open_update is not None:
-            self.dropped_because = cause
+            self.dropped_because, self._dropped_at = cause, self._instance.now
             self._instance.drop_update()
 
     # The transfer.
@@ -172,6 +184,7 @@ class WeightUpdates:
         instance = self._instance
         if (number := instance.state.open_update) is not None:
             self.drop(WrongState(f"weight update {number} was aborted by abort_weight_update: start another"))
+            self._dropped_at = None
             yield Commands(_to_all(instance, AbortWeightUpdate()))
         return {"message": "Weight update aborted", "update": instance.state.update}
 
@@ -180,7 +193,7 @@ class WeightUpdates:
         if not instance.started:
             raise EnginesMissing(f"no engine can receive weights: {instance.describe_missing()}")
         self.received = ReceivedWeights()
-        self.dropped_because = None
+        self.dropped_because = self._dropped_at = None
         for record in instance.engines.values():
             record.takes_part = record.is_started
         number = instance.state.update + 1
@@ -215,6 +228,7 @@ class WeightUpdates:
         )
         self.received.num_tensors += replies.most("num_tensors")
         self.received.num_bytes += replies.most("num_bytes")
+        self.received.weight_version = request.weight_version or self.received.weight_version
 
     def _parts(self, request: UpdateWeights) -> dict[MemberId, CommandBody]:
         """Return the command of each engine that takes part. A list has an entry for each worker of the deployment."""
@@ -257,7 +271,7 @@ class WeightUpdates:
             raise
         answer = {
             "message": message,
-            "weight_version": request.weight_version or str(number),
+            "weight_version": request.weight_version or self.received.weight_version or str(number),
             "update": number,
             "num_tensors": self.received.num_tensors,
             "num_missing": num_missing,

@@ -1,0 +1,395 @@
+"""/generate: texts or token ids, continued, with the fields of SGLang. Each prompt of a batch is a request of its own.
+
+As in SGLang, the model's generation_config.json does not change sampling parameters that the body leaves out, and each
+event of a stream shows everything so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from eagleray.client.outputs import CompletionDelta, CompletionOutput, WeightVersionSpan
+from eagleray.client.preprocess import Prompt
+from eagleray.errors import InvalidRequest
+from eagleray.messages.arrays import Array
+from eagleray.messages.outputs import FinishReason
+from eagleray.messages.sampling import SamplingParams
+from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.generation import Generation, GenerationGroup, GenerationTask
+from eagleray.server.generation_route import ROUTING_HEADERS, ParsedRequest
+from eagleray.server.http_responses import Emit, EventStream, json_response, unless_disconnected
+from eagleray.server.logprobs import slices
+from eagleray.server.service import Service
+from eagleray.server.sglang.logprobs import EntryFormat, GrowingList, SGLangLogprobs, TokenEntry
+from eagleray.server.sglang.requests import SGLangGenerateRequest, SGLangPrompt, split_batch
+
+DEFAULT_MAX_NEW_TOKENS = 128
+
+OUR_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+    **{
+        name: name
+        for name in (
+            "stop",
+            "stop_token_ids",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+            "logit_bias",
+            "n",
+            "ignore_eos",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "stream_interval",
+        )
+    },
+}
+"""Field of SGLang's sampling parameters → field of `SamplingParams`."""
+
+FIELD_NAMES = {ours: f"sampling_params.{name}" for name, ours in OUR_NAMES.items()} | {
+    "prompt": "input_ids",
+    "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "logprob_start_len",
+    "logprob_token_ids": "token_ids_logprob",
+    "routed_experts_prompt_start": "routed_experts_start_len",
+}
+
+
+class SGLangFinishReason(msgspec.Struct, frozen=True, kw_only=True):
+    type: Annotated[str, Meta(description="stop, length or abort.")]
+    matched: Annotated[
+        int | str | UnsetType | None, Meta(description="Token or text that ended a completion of type stop.")
+    ] = UNSET
+    length: int | UnsetType = UNSET
+    message: str | UnsetType = UNSET
+
+
+class MetaInfo(msgspec.Struct, kw_only=True):
+    id: str
+    finish_reason: SGLangFinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: Annotated[int, Meta(description="Tokens of the prompt that the prefix cache had.")]
+    weight_version: Annotated[str, Meta(description="Version of the weights that made the last token.")]
+    weight_versions: Annotated[
+        list[WeightVersionSpan] | UnsetType, Meta(description="Versions of the weights by tokens, at the end.")
+    ] = UNSET
+    e2e_latency: Annotated[float | UnsetType, Meta(description="Seconds, at the end.")] = UNSET
+    input_token_logprobs: list[TokenEntry] | UnsetType = UNSET
+    input_top_logprobs: list[list[TokenEntry] | None] | UnsetType = UNSET
+    output_token_logprobs: Annotated[
+        list[TokenEntry] | UnsetType, Meta(description="Log-probability, token id and text or null of each token.")
+    ] = UNSET
+    output_top_logprobs: list[list[TokenEntry] | None] | UnsetType = UNSET
+    output_token_ids_logprobs: list[list[TokenEntry] | None] | UnsetType = UNSET
+    routed_experts: Annotated[
+        str | UnsetType, Meta(description="int32 of [num_tokens - 1 - start, num_layers, top_k], in base64.")
+    ] = UNSET
+    routed_experts_start_len: int | UnsetType = UNSET
+
+
+class SGLangCompletion(msgspec.Struct, kw_only=True):
+    """A completion; a request of several, or with `n`, is answered by a list of them."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: Annotated[int | UnsetType, Meta(description="Number of the completion, in events of several.")] = UNSET
+
+
+class SGLangGenerateRoute:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._body = service.body_decoder(SGLangGenerateRequest)
+
+    def endpoints(self) -> list[Endpoint]:
+        generate = Operation(
+            self.generate,
+            "Continue texts or token ids.",
+            request_body=SGLangGenerateRequest,
+            response=SGLangCompletion | list[SGLangCompletion],
+            stream_event=SGLangCompletion,
+            headers=ROUTING_HEADERS,
+            error_statuses=(400, 404, 413, 429, 500, 503, 504),
+        )
+        return [Endpoint("/generate", post=generate)]
+
+    async def generate(self, request: Request) -> ASGIApp:
+        body = await self._body.read(request)
+        self._service.check_model(body.model)
+        self._service.check_open()
+        request_id = request.scope["state"]["request_id"]
+        prompts, is_batch = split_batch(body, request_id)
+        parsed = [ParsedSGLangPrompt(self._service, prompt, request) for prompt in prompts]
+        self._service.admission.check_count(sum(one.task.params.n for one in parsed), 1)
+        is_list = is_batch or parsed[0].task.params.n > 1
+        if body.stream:
+            return EventStream(lambda emit: _stream_all(parsed, emit, is_list=is_list), request_id)
+        completions = await unless_disconnected(request.receive, _respond_all(parsed))
+        return json_response(completions if is_list else completions[0])
+
+
+async def _respond_all(parsed: Sequence[ParsedSGLangPrompt]) -> list[SGLangCompletion]:
+    """Return the completions of all prompts, in order."""
+    if len(parsed) == 1:
+        return list(await parsed[0].respond())
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one.respond()) for one in parsed]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [completion for task in tasks for completion in task.result()]
+
+
+async def _stream_all(parsed: Sequence[ParsedSGLangPrompt], emit: Emit, *, is_list: bool) -> None:
+    """Emit the events of all prompts as they come."""
+    lock = asyncio.Lock()
+
+    async def stream(one: ParsedSGLangPrompt, first_index: int) -> None:
+        async def emit_numbered(completion: SGLangCompletion) -> None:
+            if is_list:
+                assert completion.index is not UNSET
+                completion.index += first_index
+            else:
+                completion.index = UNSET
+            async with lock:  # an event is written whole before the next one
+                await emit(completion)
+
+        await one.stream(emit_numbered)
+
+    first_index = 0
+    try:
+        async with asyncio.TaskGroup() as group:
+            for one in parsed:
+                group.create_task(stream(one, first_index))
+                first_index += one.task.params.n
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+class StreamedCompletion:
+    """All that the events of one completion have shown."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.num_tokens = 0
+        self.token_ids = GrowingList()
+        self.logprobs = {name: GrowingList() for name in SGLangLogprobs.__struct_fields__}
+        self.routed_experts: list[Array] = []
+
+
+class ParsedSGLangPrompt(ParsedRequest[SGLangPrompt, SGLangCompletion]):
+    path = "/generate"
+    summary = "Continue texts or token ids."
+    body_type = SGLangPrompt
+    response_type = list[SGLangCompletion]
+    chunk_type = SGLangCompletion
+    logprobs_type = SGLangLogprobs
+    field_names = FIELD_NAMES
+
+    def _make_task(self, request: Request) -> GenerationTask:
+        body, service = self.body, self.service
+        self._streamed: defaultdict[int, StreamedCompletion] = defaultdict(StreamedCompletion)
+        self._input_logprobs: dict[str, Any] = {}
+        task = super()._make_task(request)._replace(request_id=body.rid)
+        if body.session_id:
+            task = task._replace(session=body.session_id)
+        if body.rank is not None:
+            if body.rank not in service.ranks:
+                raise InvalidRequest(f"there is no engine of rank {body.rank} here", param="routed_dp_rank")
+            task = task._replace(rank=body.rank)
+        return task
+
+    def _sampling_params(self) -> SamplingParams:
+        body, fields, service = self.body, self.body.sampling, self.service
+        given: dict[str, Any] = {
+            ours: value for name, ours in OUR_NAMES.items() if (value := getattr(fields, name)) not in (None, UNSET)
+        }
+        if fields.max_new_tokens in (0, UNSET):
+            self.only_prompt = fields.max_new_tokens == 0
+            given["max_tokens"] = 1 if self.only_prompt else DEFAULT_MAX_NEW_TOKENS
+        else:
+            given["max_tokens"] = fields.max_new_tokens
+        self._check_logprobs()
+        if body.return_logprob:
+            given["logprobs"] = body.top_logprobs_num
+            given["logprob_token_ids"] = body.token_ids_logprob
+            if body.logprob_start_len >= 0:
+                given["prompt_logprobs"] = body.top_logprobs_num
+        if isinstance(body.prompt, str) or body.return_text_in_logprobs:
+            service.check_tokenizer()
+        self._entries = EntryFormat(
+            top=body.top_logprobs_num,
+            asked=body.token_ids_logprob or (),
+            tokenizer=service.tokenizer if body.return_text_in_logprobs else None,
+        )
+        return SamplingParams(
+            detokenize=service.client.tokenizer is not None,
+            return_routed_experts=body.return_routed_experts,
+            routed_experts_prompt_start=body.routed_experts_start_len,
+            **given,
+        )
+
+    def _check_logprobs(self) -> None:
+        """Raise `InvalidRequest` for fields that could have no effect."""
+        body = self.body
+        if not body.return_logprob and (body.top_logprobs_num or body.token_ids_logprob or body.logprob_start_len >= 0):
+            raise InvalidRequest(
+                "`logprob_start_len`, `top_logprobs_num` and `token_ids_logprob` need `return_logprob`",
+                param="return_logprob",
+            )
+        if body.token_ids_logprob and body.logprob_start_len >= 0:
+            raise InvalidRequest(
+                "`token_ids_logprob` is for generated tokens: leave `logprob_start_len` out", param="token_ids_logprob"
+            )
+
+    async def _make_prompts(self) -> list[Prompt]:
+        prompt = self.body.prompt
+        if isinstance(prompt, list):
+            return [Prompt(token_ids=prompt)]
+        return [Prompt(prompt, await self.service.text.encode(prompt, add_special_tokens=True))]
+
+    # The whole answer.
+
+    def _logprobs(self, generation: Generation, delta: CompletionDelta) -> SGLangLogprobs:
+        return self._entries.format(delta.token_ids, delta.logprobs or ())
+
+    async def _choice(
+        self, generation: Generation, output: CompletionOutput, logprobs: SGLangLogprobs | None
+    ) -> SGLangCompletion:
+        completion = SGLangCompletion(
+            text=output.text, output_ids=output.token_ids, meta_info=self._meta_info(generation, output)
+        )
+        if logprobs is not None:
+            self._show_logprobs(completion.meta_info, logprobs)
+        self._show_routed_experts(completion.meta_info, output.routed_experts)
+        await self._read_prompt(generation)
+        self._show_prompt(completion.meta_info)
+        return completion
+
+    async def _response(self, group: GenerationGroup, choices: list[SGLangCompletion]) -> list[SGLangCompletion]:
+        for completion in choices:
+            completion.meta_info.cached_tokens = group.usage.prompt_tokens_details.cached_tokens
+        return choices
+
+    # The events of a stream.
+
+    def _chunk(self, generation: Generation, delta: CompletionDelta) -> SGLangCompletion:
+        so_far = self._streamed[delta.index]
+        so_far.text += delta.text
+        so_far.num_tokens += len(delta.token_ids)
+        so_far.token_ids.extend(delta.token_ids)
+        meta_info = self._meta_info(generation, delta)
+        if delta.logprobs is not None:
+            logprobs = self._logprobs(generation, delta)
+            for name, entries in so_far.logprobs.items():
+                entries.extend(getattr(logprobs, name))
+        if self.task.has_logprobs:
+            shown = {name: entries.value for name, entries in so_far.logprobs.items()}
+            self._show_logprobs(meta_info, SGLangLogprobs(**shown))
+        if delta.routed_experts is not None:
+            so_far.routed_experts.append(delta.routed_experts)
+        if delta.finish_reason is not None and so_far.routed_experts:
+            self._show_routed_experts(meta_info, np.concatenate(so_far.routed_experts))
+        self._show_prompt(meta_info)
+        return SGLangCompletion(
+            text=so_far.text, output_ids=so_far.token_ids.value, meta_info=meta_info, index=delta.index
+        )
+
+    async def _first_chunks(self, generation: Generation, delta: CompletionDelta) -> AsyncIterator[SGLangCompletion]:
+        await self._read_prompt(generation)
+        yield self._chunk(generation, delta)
+
+    def _make_chunk(self, choices: list[Any]) -> SGLangCompletion:
+        raise AssertionError("events have one completion each")
+
+    # What both have.
+
+    def _meta_info(self, generation: Generation, part: CompletionOutput | CompletionDelta) -> MetaInfo:
+        is_last = part.finish_reason is not None
+        num_tokens = len(part.token_ids)
+        if isinstance(part, CompletionDelta):
+            num_tokens = self._streamed[part.index].num_tokens
+        meta_info = MetaInfo(
+            id=self.body.rid,
+            finish_reason=_finish_reason(part, num_tokens) if is_last else None,
+            prompt_tokens=len(generation.prompt_token_ids),
+            completion_tokens=num_tokens,
+            cached_tokens=0,
+            weight_version=self.service.client.state.weight_version,
+        )
+        if self.usage:  # in a stream
+            meta_info.cached_tokens = self.usage.prompt_tokens_details.cached_tokens
+        if part.weight_versions:
+            meta_info.weight_versions = part.weight_versions
+            meta_info.weight_version = part.weight_versions[-1].version
+        if is_last:
+            meta_info.e2e_latency = time.perf_counter() - self.task.arrival
+        return meta_info
+
+    def _show_logprobs(self, meta_info: MetaInfo, logprobs: SGLangLogprobs) -> None:
+        meta_info.output_token_logprobs = logprobs.tokens
+        if self.body.top_logprobs_num:
+            meta_info.output_top_logprobs = logprobs.top
+        if self.body.token_ids_logprob:
+            meta_info.output_token_ids_logprobs = logprobs.asked
+
+    def _show_routed_experts(self, meta_info: MetaInfo, rows: Array | None) -> None:
+        if rows is None:
+            return
+        meta_info.routed_experts = base64.b64encode(rows.astype("<i4").tobytes()).decode()
+        if start := self.body.routed_experts_start_len:
+            meta_info.routed_experts_start_len = start
+
+    async def _read_prompt(self, generation: Generation) -> None:
+        """Format the log-probabilities of the prompt, if they are asked for."""
+        body = self.body
+        if not body.return_logprob or self._input_logprobs:
+            return
+        tokens, top = GrowingList(), GrowingList()
+        if (positions := generation.prompt_logprobs) is not None:
+            first = min(body.logprob_start_len, len(positions))
+            for start, end in slices(len(positions) - first, body.top_logprobs_num):
+                part = slice(first + start, first + end)
+                logprobs = self._entries.format(generation.prompt_token_ids[part], positions[part])
+                tokens.extend(logprobs.tokens)
+                top.extend(logprobs.top)
+                await asyncio.sleep(0)
+        self._input_logprobs["input_token_logprobs"] = tokens.value
+        if body.top_logprobs_num:
+            self._input_logprobs["input_top_logprobs"] = top.value
+
+    def _show_prompt(self, meta_info: MetaInfo) -> None:
+        for name, entries in self._input_logprobs.items():
+            setattr(meta_info, name, entries)
+
+
+def _finish_reason(part: CompletionOutput | CompletionDelta, num_tokens: int) -> SGLangFinishReason:
+    match part.finish_reason:
+        case FinishReason.STOP:
+            matched = part.stop_reason
+            if matched is None and part.token_ids:
+                matched = part.token_ids[-1]  # an end-of-sequence token
+            return SGLangFinishReason(type="stop", matched=matched)
+        case FinishReason.LENGTH:
+            return SGLangFinishReason(type="length", length=num_tokens)
+        case _:
+            return SGLangFinishReason(type="abort", message="The request was aborted.")

@@ -1,0 +1,231 @@
+"""The body of /generate, and its division into requests of one prompt each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from eagleray.errors import InvalidRequest
+from eagleray.messages.sampling import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from eagleray.server.body import UNSUPPORTED, Empty, Null
+from eagleray.server.fields import StreamOptions, Timeout
+from eagleray.server.routed_experts import RoutedExpertsFormat
+
+T = TypeVar("T")
+
+REQUEST_NAME = re.compile(r"[\x21-\x7e]{1,128}")
+
+NoObject = Annotated[
+    Annotated[dict[str, Any], Meta(max_length=0)] | None,
+    Meta(description="Not supported: null or {} only.", extra_json_schema={UNSUPPORTED: True}),
+]
+
+
+class SGLangSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Sampling parameters with the names and defaults of SGLang; null means the default."""
+
+    max_new_tokens: Annotated[
+        int | UnsetType | None,
+        Meta(description="Default 128; null: as many as the model's length allows; 0: the prompt alone."),
+    ] = UNSET
+    min_new_tokens: int | None = None
+    stop: Annotated[str | list[str] | None, Meta(extra_json_schema={"maxItems": MAX_STOP_STRINGS})] = None
+    stop_token_ids: Annotated[list[int] | None, Meta(extra_json_schema={"maxItems": MAX_STOP_TOKEN_IDS})] = None
+    temperature: Annotated[float | None, Meta(description="0 is greedy.")] = None
+    top_p: float | None = None
+    top_k: Annotated[int | None, Meta(description="-1: all tokens.")] = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[
+        dict[int, float] | None,
+        Meta(description="By token id.", extra_json_schema={"maxProperties": MAX_LOGIT_BIASES}),
+    ] = None
+    n: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: Annotated[
+        bool | None, Meta(description="No effect: the tokenizer's own decoder decides about spaces.")
+    ] = None
+    no_stop_trim: Annotated[bool | None, Meta(description="Keep the stop string in the text.")] = None
+    sampling_seed: int | None = None
+    stream_interval: int | None = None
+    json_schema: Null = None
+    regex: Null = None
+    ebnf: Null = None
+    structural_tag: Null = None
+    stop_regex: Null = None
+    custom_params: NoObject = None
+
+
+class SGLangGenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Continue one prompt or several. With several, lists have an entry for each."""
+
+    rid: Annotated[
+        str | list[str] | None, Meta(description="Id for /abort_request. Default: the one of header X-Request-Id.")
+    ] = None
+    text: str | list[str] | None = None
+    input_ids: Annotated[
+        list[int | list[int]] | None, Meta(description="Token ids of one prompt, or a list of them.")
+    ] = None
+    sampling_params: SGLangSampling | list[SGLangSampling] | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: Annotated[
+        int | list[int] | None,
+        Meta(description="First position of the prompt whose log-probability is reported; -1 (default): none."),
+    ] = None
+    top_logprobs_num: Annotated[
+        int | list[int] | None, Meta(description="Also report this many likeliest tokens at every position.")
+    ] = None
+    token_ids_logprob: Annotated[
+        list[int | list[int]] | None, Meta(description="Also report these tokens at every generated position.")
+    ] = None
+    return_text_in_logprobs: bool | None = None
+    stream: Annotated[bool | None, Meta(description="Events, each with everything so far.")] = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: Annotated[int | None, Meta(description="First position to report.")] = None
+    session_id: Annotated[str | None, Meta(description="Requests of a session go to the same engine.")] = None
+    routed_dp_rank: Annotated[int | None, Meta(description="Rank of the engine that the request must go to.")] = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    model: str | None = None
+    timeout: Timeout | None = None
+    log_metrics: Annotated[bool | None, Meta(description="No effect.")] = None
+    image_data: Empty = None
+    video_data: Empty = None
+    audio_data: Empty = None
+    input_embeds: Null = None
+    lora_path: Null = None
+    session_params: Null = None
+    custom_logit_processor: Null = None
+
+
+class SGLangPrompt(msgspec.Struct, kw_only=True):
+    """A request of one prompt."""
+
+    prompt: str | list[int]
+    rid: str
+    sampling: SGLangSampling
+    return_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
+    token_ids_logprob: list[int] | None
+    return_text_in_logprobs: bool
+    return_routed_experts: bool
+    routed_experts_start_len: int
+    session_id: str | None
+    rank: int | None
+
+    model: str | None
+    stream: bool | None
+    priority: int | None
+    cache_salt: str | None
+    timeout: float | None
+    stream_options: StreamOptions | None
+    routed_experts_format: RoutedExpertsFormat | None = None
+
+
+def split_batch(body: SGLangGenerateRequest, request_id: str) -> tuple[list[SGLangPrompt], bool]:
+    """Return the requests in `body`, and whether it is a batch. `request_id`: id of the HTTP request.
+
+    Raises `InvalidRequest`.
+    """
+    prompts, is_batch = _prompts(body)
+    num = len(prompts)
+    # Each event shows the number of cached tokens so far.
+    options = StreamOptions(continuous_usage_stats=True) if body.stream else None
+    names = _request_names(body.rid, request_id, num, is_batch=is_batch)
+    sampling = _for_each(body.sampling_params, num, "sampling_params")
+    return_logprob = _for_each(body.return_logprob, num, "return_logprob")
+    starts = _for_each(body.logprob_start_len, num, "logprob_start_len")
+    top = _for_each(body.top_logprobs_num, num, "top_logprobs_num")
+    asked = _asked_token_ids(body.token_ids_logprob, num)
+    return [
+        SGLangPrompt(
+            prompt=prompts[index],
+            rid=names[index],
+            sampling=sampling[index] or SGLangSampling(),
+            return_logprob=bool(return_logprob[index]),
+            logprob_start_len=_or_default(starts[index], -1),
+            top_logprobs_num=top[index] or 0,
+            token_ids_logprob=asked[index],
+            return_text_in_logprobs=bool(body.return_text_in_logprobs),
+            return_routed_experts=bool(body.return_routed_experts),
+            routed_experts_start_len=body.routed_experts_start_len or 0,
+            session_id=body.session_id,
+            rank=body.routed_dp_rank,
+            model=body.model,
+            stream=body.stream,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            timeout=body.timeout,
+            stream_options=options,
+        )
+        for index in range(num)
+    ], is_batch
+
+
+def _prompts(body: SGLangGenerateRequest) -> tuple[Sequence[str | list[int]], bool]:
+    """Return the prompts, and whether they came in a list."""
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("give either `text` or `input_ids`", param="text" if body.input_ids else "input_ids")
+    if isinstance(body.text, str):
+        return [body.text], False
+    name, given = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids)
+    if not given:
+        raise InvalidRequest(f"`{name}` is empty", param=name)
+    kinds = set(map(type, given))
+    if kinds == {int}:
+        return [given], False  # type: ignore[list-item]
+    if len(kinds) > 1:
+        raise InvalidRequest(
+            "`input_ids` mixes token ids with whole prompts; put the ids of each prompt into a list of their own",
+            param="input_ids",
+        )
+    return given, True  # type: ignore[return-value]
+
+
+def _request_names(rid: str | list[str] | None, request_id: str, num: int, *, is_batch: bool) -> Sequence[str]:
+    if isinstance(rid, list):
+        _check_count(rid, num, "rid")
+        names = rid
+    else:
+        name = request_id if rid is None else rid
+        names = [f"{name}_{index}" for index in range(num)] if is_batch else [name]
+    if wrong := next((name for name in names if not REQUEST_NAME.fullmatch(name)), None):
+        raise InvalidRequest(f"`rid` must be 1 to 128 visible ASCII characters, but it is {wrong[:40]!r}", param="rid")
+    return names
+
+
+def _asked_token_ids(given: list[int | list[int]] | None, num: int) -> Sequence[list[int] | None]:
+    if not given:
+        return [None] * num
+    kinds = set(map(type, given))
+    if kinds == {int}:
+        return [given] * num  # type: ignore[list-item]
+    if kinds != {list}:
+        raise InvalidRequest("`token_ids_logprob` mixes ids with lists of ids", param="token_ids_logprob")
+    _check_count(given, num, "token_ids_logprob")
+    return given  # type: ignore[return-value]
+
+
+def _for_each(given: T | list[T] | None, num: int, name: str) -> Sequence[T | None]:
+    """Return a value for each of `num` prompts."""
+    if not isinstance(given, list):
+        return [given] * num
+    _check_count(given, num, name)
+    return given
+
+
+def _check_count(given: list[Any], num: int, name: str) -> None:
+    if len(given) != num:
+        raise InvalidRequest(f"`{name}` has {len(given)} entries, but there are {num} prompts", param=name)
+
+
+def _or_default(value: int | None, default: int) -> int:
+    return default if value is None else value

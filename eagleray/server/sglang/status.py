@@ -1,0 +1,116 @@
+"""Routes by which SGLang's clients learn the shape, the load and the health of an instance."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from eagleray.client.preprocess import Prompt
+from eagleray.config.sections import Config
+from eagleray.messages.sampling import SamplingParams
+from eagleray.server.endpoint import Endpoint, Operation
+from eagleray.server.http_responses import json_response, unless_disconnected
+from eagleray.server.server_info import ServerInfo, ServerInfoRoute
+from eagleray.server.service import Service
+
+HEALTH_SECONDS = 20.0
+"""Time for the token of /health_generate."""
+
+
+class SGLangServerInfo(ServerInfo, frozen=True, kw_only=True):
+    """The fields of other routes' users, and those that trainers for SGLang compare."""
+
+    model_path: str
+    tp_size: int
+    pp_size: int
+    dp_size: int
+    ep_size: int
+    num_gpus: int
+    """Number of workers, which is the number of ranks in a trainer's group, less one."""
+    enable_memory_saver: bool
+    enable_return_routed_experts: bool
+
+
+class EngineRequests(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests of one engine, as it last reported them."""
+
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_total_reqs: int
+
+
+class Loads(msgspec.Struct, frozen=True):
+    timestamp: float
+    loads: list[EngineRequests]
+
+
+class SGLangServerInfoRoute(ServerInfoRoute):
+    def __init__(self, service: Service, config: Config) -> None:
+        super().__init__(service, config)
+        parallel, has_experts = config.parallel, config.parallel.enable_expert_parallel
+        num_workers = parallel.world_size * parallel.data_parallel_size
+        self._fields: dict[str, Any] = {
+            "model_path": service.model_root,
+            "tp_size": parallel.tensor_parallel_size,
+            "pp_size": parallel.pipeline_parallel_size,
+            "dp_size": parallel.data_parallel_size,
+            "ep_size": parallel.tensor_parallel_size * parallel.data_parallel_size if has_experts else 1,
+            "num_gpus": num_workers,
+            "enable_memory_saver": False,  # memory can be released in any case; clients compare the option's default
+            "enable_return_routed_experts": config.model.enable_return_routed_experts,
+        }
+
+    def endpoints(self) -> list[Endpoint]:
+        show = Operation(self.show, "The configuration, and the engines that are present.", response=SGLangServerInfo)
+        return [Endpoint(path, get=show) for path in ("/server_info", "/get_server_info")]
+
+    def _answer(self) -> ServerInfo:
+        fields = msgspec.structs.asdict(super()._answer()) | self._fields
+        return SGLangServerInfo(**fields)
+
+
+class SGLangStatusRoutes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def endpoints(self) -> list[Endpoint]:
+        loads = Operation(self.loads, "The requests of each engine.", response=Loads)
+        health = Operation(self.health, "Whether a token can be generated.", error_statuses=(503, 504))
+        return [Endpoint("/v1/loads", get=loads), Endpoint("/health_generate", get=health)]
+
+    async def loads(self, request: Request) -> Response:
+        stats = sorted(self._service.client.stats.values(), key=lambda one: one.engine.rank)
+        loads = [
+            EngineRequests(
+                dp_rank=one.engine.rank,
+                num_running_reqs=one.num_running,
+                num_waiting_reqs=one.num_waiting,
+                num_total_reqs=one.num_running + one.num_waiting,
+            )
+            for one in stats
+        ]
+        return json_response(Loads(time.time(), loads))
+
+    async def health(self, request: Request) -> Response:
+        """Generate a token, except while requests wait for the end of a pause, a sleep or an update."""
+        service = self._service
+        service.check_ready()
+        if service.client.state.may_step:
+            await unless_disconnected(request.receive, self._generate())
+        return Response()
+
+    async def _generate(self) -> None:
+        stream = self._service.client.generate(
+            Prompt(token_ids=[0]),
+            SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True),
+            timeout=HEALTH_SECONDS,
+        )
+        try:
+            await stream.result()
+        finally:
+            stream.abort()
