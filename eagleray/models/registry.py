@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from eagleray.config.json_files import shown
-from eagleray.errors import ConfigError
+from eagleray.errors import ConfigError, EagleRayError
 from eagleray.kernels.backend import KernelBackend
 from eagleray.kernels.choose import AttentionBackend, ModelTraits, choose_backend
 from eagleray.kernels.expert_trace import MAX_TRACED_EXPERTS
@@ -137,6 +137,11 @@ def load_model(
         return DummyWeights(dtype=kind, device=device, seed=seed or 0, has_fp8=has_fp8)
 
     def open_weights() -> AbstractContextManager[Weights]:
+        if model.updates.has_replaced:
+            raise EagleRayError(
+                "experts were lost with another rank, and the checkpoint has older weights than this instance; it "
+                "needs a complete update"
+            )
         return nullcontext(make_dummy()) if load_format == "dummy" else open_checkpoint()
 
     if load_format == "dummy":

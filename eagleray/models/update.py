@@ -147,6 +147,8 @@ class WeightUpdate:
         """Whether the update was not dropped yet."""
         self.num_bytes = 0
         """Bytes of the staged weights."""
+        self.has_replaced = False
+        """Whether any weights of the model were replaced."""
         self._names = names
         self._rules = rules
         self._kernels = kernels.with_memory(memory)
@@ -299,6 +301,7 @@ class WeightUpdate:
 
     def _replace(self, group: GroupUpdate) -> None:
         assert group.staged is not None
+        self.has_replaced = True
         for place in group.group.places():
             for old, new in zip(place, group.staged, strict=True):
                 copy_memory(new, old)

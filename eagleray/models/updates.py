@@ -30,6 +30,8 @@ class ModelUpdates:
         """See `StoredWeights`."""
         self.num_loads = 0
         """Number of calls of `load` that replaced weights without an update."""
+        self._has_replaced = False
+        """Whether an earlier update has replaced weights."""
         self._part = part
         self._find_groups = find_groups
         self._find_names = find_names
@@ -45,10 +47,17 @@ class ModelUpdates:
         """Whether an update is open, or tensors wait since a `load`."""
         return self._is_open or (self._loading is not None and self._loading.is_waiting)
 
+    @property
+    def has_replaced(self) -> bool:
+        """Whether weights are no longer those that were loaded."""
+        updates = (self._open, self._loading)
+        return self._has_replaced or any(update is not None and update.has_replaced for update in updates)
+
     def start(self, *, in_place: bool) -> WeightUpdate:
         """See `Model.start_update`."""
         assert not self._is_open, "an update is open"
         self.forget()
+        self._has_replaced = self.has_replaced
         self._open = self._make(in_place=in_place)
         return self._open
 
@@ -65,6 +74,7 @@ class ModelUpdates:
     def forget(self) -> None:
         """Forget which groups `load` has replaced, and the tensors that wait."""
         if self._loading is not None:
+            self._has_replaced = self.has_replaced
             self._loading.drop()
             self._loading = None
 
@@ -72,6 +82,7 @@ class ModelUpdates:
         """Free the memory, unless there are new weights in it."""
         if not self.has_new_weights:
             self.forget()
+            self._has_replaced = self.has_replaced
             self._open = self._staging = None
 
     @property

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from weight_pushes import copy_of_weights, have_equal_bytes, load_rank, memory_of_weights, tensors_of
 
-from eagleray.errors import WeightsMismatch, WrongState
+from eagleray.errors import EagleRayError, WeightsMismatch, WrongState
 from eagleray.kernels.cuda.backend import CudaBackend
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.kernels.torch.onednn import OneDnnBackend
@@ -280,6 +280,18 @@ def test_close_frees_the_memory_of_finished_updates(llama):
     num_bytes = update.num_bytes
     model.close()
     assert update.num_bytes == num_bytes > 0
+
+
+def test_lost_experts_are_not_read_again_after_an_update(checkpoints):
+    old, new = checkpoints("qwen3_moe")
+    model = load_rank(old, Mesh(rank=0, tp_size=2), experts=ExpertOptions(dispatch="all-to-all"))
+    assert model.rebalancer is not None
+    lost = [(model.moe_blocks[0], 0, 5)]
+    model.rebalancer._restore(lost)
+    model.load_weights(tensors_of(new))
+    model.close()
+    with pytest.raises(EagleRayError, match="the checkpoint has older weights than this instance"):
+        model.rebalancer._restore(lost)
 
 
 def test_rebalance_if_due_waits_for_the_end_of_an_update(llama):
