@@ -262,10 +262,12 @@ class Model(ABC):
     @torch.inference_mode()
     def rebalance_if_due(self) -> None:
         """Count a step that is done, and move experts to balance their load if it is time to. No expert moves while an
-        update of the weights is open, which has to be so on all ranks of the expert group alike."""
-        if self.rebalancer is not None and not self.updates.has_new_weights:
-            self.updates.forget()
-            self.rebalancer.step()
+        update of the weights is open on any rank of the expert group."""
+        if self.rebalancer is not None:
+            may_move = not self.updates.has_new_weights
+            if may_move:
+                self.updates.forget()
+            self.rebalancer.step(may_move=may_move)
 
     @torch.inference_mode()
     def on_group_formed(self) -> None:

@@ -55,12 +55,12 @@ class Rebalancer:
         self._num_steps = 0
         self._seen = layout.trace.counts.clone()
 
-    def step(self) -> None:
-        """Count a step, and move experts if it is time to."""
+    def step(self, *, may_move: bool = True) -> None:
+        """Count a step, and move experts if it is time to. None is moved if any rank of the group must keep its own."""
         if self._interval is None or not self._layers:
             return
         self._num_steps += 1
-        if self._num_steps % self._interval == 0:
+        if self._num_steps % self._interval == 0 and self._may_all_move(may_move):
             self._rebalance()
 
     def on_group_formed(self) -> None:
@@ -79,6 +79,11 @@ class Rebalancer:
             pairs = enumerate(zip(before, slots.local_experts, strict=True))
             lost += [(block, slot, new) for slot, (old, new) in pairs if old != new]
         self._restore(lost)
+
+    def _may_all_move(self, may_move: bool) -> bool:
+        """Whether it is true on all ranks. Updates of the weights are not opened and closed in the same step on all."""
+        num_that_keep = torch.tensor([int(not may_move)], dtype=self._seen.dtype, device=self._seen.device)
+        return int(self._group.all_reduce(num_that_keep).item()) == 0
 
     def _rebalance(self) -> None:
         load = self._group.all_reduce(self._trace.counts - self._seen).cpu().numpy()  # [num_layers, num_experts]

@@ -141,6 +141,26 @@ def test_rebalance_balanced_experts_stay(tmp_path):
     assert run_ranks(work, topology(tp=2)) == [0, 0]
 
 
+def test_rebalance_update_open_on_one_rank_moves_no_experts_on_any(skewed):
+    def work(groups: Groups) -> tuple[list[list[int]], list[list[int]]]:
+        model = load(skewed, groups=groups, experts=options("all-to-all"))
+        assert model.trace is not None
+        model.trace.counts[:, :2] += 100  # the experts of one rank have all tokens
+        update = model.start_update() if groups.tp.rank == 1 else None
+        for _ in range(INTERVAL):
+            model.rebalance_if_due()
+        kept = own_experts(model)
+        if update is not None:
+            update.drop()
+        for _ in range(INTERVAL):
+            model.rebalance_if_due()
+        return kept, own_experts(model)
+
+    results = run_ranks(work, topology(tp=2))
+    assert [kept for kept, _ in results] == [[[0, 1, 2, 3]] * NUM_LAYERS, [[4, 5, 6, 7]] * NUM_LAYERS]
+    assert all(moved != kept for kept, moved in results)
+
+
 def test_on_group_formed_replaced_engine_restores_lost_experts(skewed):
     """The successor has the initial experts; experts that no rank has are read again."""
     whole = PagedRun(load(skewed))
