@@ -1,7 +1,7 @@
 """Load on a server while its processes are killed, and a report of what its clients noticed: nothing but a pause.
 
 python scripts/chaos.py [--requests 1000] [--every 3] [--backend ray] [--ray-cluster own] [--hosts 3]
-    [--victims engine,raylet] [--expert-parallel] [--routed-experts] [-- options]
+    [--victims engine,raylet] [--expert-parallel] [--routed-experts] [--steer] [-- options]
 
 The load is sent twice to the same server: first without faults, then while random engines, workers and API servers are
 killed (SIGKILL) or stopped (SIGSTOP) every few seconds; with `--hosts`, which needs root, each engine is on a host of
@@ -9,7 +9,7 @@ its own, hosts are killed, and links to them are cut. `--victims` may name `rayl
 its control store: those of a cluster that this program maintains, restarting its nodes as an operator does, or, with
 `--ray-cluster own`, those of the cluster that the server has started for itself. Every answer must be the same both
 times. A request whose own API server exits loses its connection; it is sent again here, as any client has to, and
-counted separately.
+counted separately. With `--steer`, pauses, sleeps and weight updates go on meanwhile.
 
 The exit code is 0 if no request failed, no answer differs, all engines are back, and nothing is left at the end.
 """
@@ -40,6 +40,7 @@ from chaos_hosts import Cluster
 from chaos_leaks import Leaks
 from chaos_load import ChaosOutcome, ChaosRequest, find_differences, make_requests, run_load
 from chaos_server import CONTROL_STORE, RAYLET, ChaosFailed, Server, Target, exit_on_sigterm
+from chaos_steering import Steering
 
 from eagleray_bench.figures import summarize
 
@@ -81,6 +82,7 @@ class ChaosReport:
     seconds: float = 0.0
     blows: dict[str, int] = field(default_factory=dict)
     restarts: int = 0
+    control_calls: dict[str, int] = field(default_factory=dict)
     resent: int = 0
     """Number of times that a request was sent again because its own API server exited."""
     failures: list[str] = field(default_factory=list)
@@ -212,8 +214,14 @@ def _load(options: argparse.Namespace, server: Server, surroundings: Surrounding
         victims=[VICTIMS[name] for name in options.victims],
         hosts=surroundings.hosts,
     )
+    steering = None
+    if options.steer:
+        steering = Steering(server.url, every=options.every / 2, rng=random.Random(options.seed))
     began = time.monotonic()
-    got = asyncio.run(_run_load_with_faults(server, requests, injector, options.concurrency))
+    got = asyncio.run(_run_load_with_faults(server, requests, injector, steering, options.concurrency))
+    if steering is not None:
+        report.control_calls = dict(steering.calls)
+        report.trouble += steering.trouble
     report.seconds = round(time.monotonic() - began, 1)
     report.blows = dict(Counter(fault.label for fault in injector.faults))
     report.resent = sum(outcome.num_resent for outcome in got)
@@ -232,17 +240,26 @@ def _load(options: argparse.Namespace, server: Server, surroundings: Surrounding
 
 
 async def _run_load_with_faults(
-    server: Server, requests: Sequence[ChaosRequest], injector: FaultInjector, concurrency: int
+    server: Server,
+    requests: Sequence[ChaosRequest],
+    injector: FaultInjector,
+    steering: Steering | None,
+    concurrency: int,
 ) -> list[ChaosOutcome]:
-    injecting = asyncio.create_task(injector.run())
+    disturbing = [asyncio.create_task(injector.run())]
+    if steering is not None:
+        disturbing.append(asyncio.create_task(steering.run()))
     try:
         return await run_load(
             server.url, requests, concurrency=concurrency, may_have_hit_api_server=injector.may_have_hit_api_server
         )
     finally:
-        injecting.cancel()
-        with suppress(asyncio.CancelledError):
-            await injecting
+        for task in disturbing:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        if steering is not None:
+            await steering.finish()
 
 
 def _failures(outcomes: Sequence[ChaosOutcome]) -> list[str]:
@@ -317,8 +334,9 @@ def _arguments(options: argparse.Namespace, root: Path) -> list[str]:
 def _show(report: ChaosReport) -> str:
     lines = [
         f"requests                {report.requests} ({report.tokens} tokens in {report.seconds} s)",
-        f"blows                   {', '.join(f'{n} x {what}' for what, n in sorted(report.blows.items())) or 'none'}",
+        f"blows                   {_counts(report.blows)}",
         f"restarts                {report.restarts}",
+        f"control calls           {_counts(report.control_calls)}",
         f"sent again by clients   {report.resent}, whose own API server had died",
         f"failures                {len(report.failures)}",
         f"mismatches              {len(report.mismatches)}",
@@ -328,6 +346,10 @@ def _show(report: ChaosReport) -> str:
     for title, found in (("failure", report.failures), ("mismatch", report.mismatches), ("trouble", report.trouble)):
         lines += [f"{title}: {what}" for what in found[:SHOWN]]
     return "\n".join([*lines, "good" if report.is_good else "NOT GOOD"])
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} x {what}" for what, count in sorted(counts.items())) or "none"
 
 
 def _pairs(values: dict[str, float]) -> str:
@@ -361,6 +383,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--routed-experts", action="store_true", help="all requests ask which experts computed their tokens"
     )
+    parser.add_argument("--steer", action="store_true", help="pause, put to sleep and update the weights meanwhile")
     parser.add_argument("--api-server-count", type=int, default=2)
     parser.add_argument(
         "--heartbeat-timeout", type=float, default=3.0, help="seconds until a stopped process is missed"
