@@ -71,6 +71,7 @@ class EngineControl:
         *,
         publish: Callable[[list[AddressedChunk]], None],
         reply: Callable[[CommandDone], None],
+        host: str | None = None,
     ) -> None:
         self.state = InstanceState()
         """State of the instance that this engine has adopted."""
@@ -80,7 +81,7 @@ class EngineControl:
         self._core = core
         self._publish = publish
         self._reply = reply
-        self._updates = EngineWeightUpdate(core.executor, wait_seconds=lambda: core.call_seconds)
+        self._updates = EngineWeightUpdate(core.executor, wait_seconds=lambda: core.call_seconds, host=host)
         self._tasks: deque[_Task] = deque()
 
     @property

@@ -140,6 +140,7 @@ class Engine:
             self._outbox,
             stepper=group_member,
             has_experts=started.info.has_experts,
+            host=spec.host,
         )
         loop.adopt(attach.state, timeout=max(0.0, deadline - time.monotonic()))
         for member in attach.members:

@@ -63,6 +63,7 @@ class EngineLoop:
     """Runs until `Stop` arrives or a step raises.
 
     `stepper` is given for an engine of an expert group. With `has_experts`, clients receive the load of the experts.
+    `host`: see `EngineWeightUpdate`.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class EngineLoop:
         *,
         stepper: EngineStepper | None = None,
         has_experts: bool = False,
+        host: str | None = None,
     ) -> None:
         self._engine = engine
         self._core = core
@@ -87,6 +89,7 @@ class EngineLoop:
             core,
             publish=self._publish,
             reply=lambda done: outbox.send(SUPERVISOR, done),
+            host=host,
         )
         self._early_requests = EarlyRequests()
         self._stopping = False

@@ -44,11 +44,13 @@ class EngineWeightUpdate:
     """Has the workers of `executor` connect to a trainer, and receive, check and apply weights. A failure of one worker
     is that of the engine: nothing is applied then.
 
-    `wait_seconds` returns the time limit of a call that is queued behind the steps in flight.
+    `wait_seconds` returns the time limit of a call that is queued behind the steps in flight. `host`: address of this
+    host for engines on others.
     """
 
-    def __init__(self, executor: Executor, *, wait_seconds: Callable[[], float]) -> None:
+    def __init__(self, executor: Executor, *, wait_seconds: Callable[[], float], host: str | None = None) -> None:
         self._executor = executor
+        self._host = host
         self._wait_seconds = wait_seconds
         self._is_in_place = False
         self.is_torn = False
@@ -117,7 +119,7 @@ class EngineWeightUpdate:
 
     def serve(self, command: ServeWeights, timeout: float) -> Outcome:
         """Offer the weights to another engine."""
-        call = ServeStorage(number=command.update, timeout=timeout)
+        call = ServeStorage(number=command.update, timeout=timeout, host=self._host)
         replies = self._executor.call(call, StorageServed, timeout=self._wait_seconds())
         return _first_failure(replies) or {"handles": [reply.handle for reply in replies]}
 

@@ -69,6 +69,8 @@ class ServeStorage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
     timeout: float
     """Seconds until the other worker must have connected, and may need for one piece."""
+    host: str | None = None
+    """Address of the engine's host that other hosts can reach, for workers that have none of their own."""
 
 
 class StorageServed(msgspec.Struct, frozen=True, kw_only=True, tag=True):

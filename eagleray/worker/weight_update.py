@@ -38,6 +38,7 @@ from eagleray.messages.weight_transfer import (
     UpdateApplied,
     UpdateChecked,
 )
+from eagleray.parallel.rendezvous import LOOPBACK
 from eagleray.weights.disk import directory_fingerprint
 from eagleray.weights.receiver import (
     GROUPLESS,
@@ -370,7 +371,7 @@ class WeightUpdater:
             handle = serve_storage(
                 storage.tensors(),
                 header,
-                host=storage.host,
+                host=storage.host if storage.host != LOOPBACK or call.host is None else call.host,
                 timeout=call.timeout,
                 is_unchanged=lambda: self._number == call.number,
             )
