@@ -163,7 +163,7 @@ class ExecutionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         dict[str, Any],
         Meta(
             description="Fields that `init_info` of a weight transfer may leave out, as JSON; above all `backend`: "
-            "gloo, nccl, shm, ipc or disk. Default: nccl on GPUs, else gloo."
+            "gloo, nccl, torch_nccl, shm, ipc or disk. Default: nccl on GPUs, else gloo."
         ),
     ] = {}
     weight_update: Annotated[

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from eagleray.errors import TransferBroken
 from eagleray.weights.gloo_group import BUCKET_BYTES, GROUP_NAME, GlooGroup, reach_store
-from eagleray.weights.receiver import CheckTensors, NamedTensors, ReceiverPosition, check_rank, read_fields
+from eagleray.weights.receiver import (
+    CheckTensors,
+    NamedTensors,
+    ReceiverPosition,
+    check_group,
+    check_rank,
+    read_fields,
+)
 from eagleray.weights.tensors import (
     SentTensor,
     aligned,
@@ -89,6 +96,7 @@ class GlooReceiver:
             raise TransferBroken("the group was closed; the trainer must open another")
         begun: deque[ExpectedBucket] = deque()
         try:
+            check_group(update_info, self._info.group_name)
             tensors = read_update_info(update_info)
             check(tensors)
             join = self._join_packed if update_info.get("packed", self._info.packed) else self._join_each

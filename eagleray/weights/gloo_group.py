@@ -55,6 +55,11 @@ def reach_store(
     return store, own_address
 
 
+def group_store(store: Store, name: str, device: str) -> Store:
+    """Return the part of a store in which the ranks of torch's group `name` connect for tensors on such devices."""
+    return PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+
+
 class GlooGroup:
     """Rank `rank` of a group of `size`, which listens on `host`, an address of this machine. The constructor returns
     when all ranks are connected; it raises `DeadlineExceeded` or `TransferBroken`."""
@@ -67,8 +72,7 @@ class GlooGroup:
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         began = time.monotonic()
         try:
-            keys = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
-            self._group: Any = ProcessGroupGloo(keys, rank, size, options)
+            self._group: Any = ProcessGroupGloo(group_store(store, name, "cpu"), rank, size, options)
         except RuntimeError as error:
             if time.monotonic() - began < timeout:
                 raise TransferBroken(f"a rank of the group {name!r} left while the ranks connected: {error}") from error

@@ -16,12 +16,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from eagleray.errors import InvalidRequest
+from eagleray.errors import InvalidRequest, TransferBroken
 from eagleray.weights.tensors import SentTensor
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 
-BACKENDS = ("gloo", "nccl", "shm", "ipc", "disk")
+BACKENDS = ("gloo", "nccl", "torch_nccl", "shm", "ipc", "disk")
 """Backends of this package; the module of each has its name."""
 GROUPLESS = ("shm", "ipc", "disk")
 """Backends that need no `init_info`."""
@@ -85,6 +85,16 @@ def check_rank(backend: str, rank: int, world_size: int) -> int:
             param="init_info",
         )
     return rank
+
+
+def check_group(update_info: Mapping[str, Any], name: str) -> None:
+    """Raise `TransferBroken` if an update is for another group than `name`."""
+    given = update_info.get("group_name", name)
+    if given != name:
+        raise TransferBroken(
+            f"the workers are in the group {name!r}, but the update is for {str(given)[:80]!r}: an instance is in one "
+            "group at a time, so open that group again, or send all weights in one"
+        )
 
 
 def default_backend(device: torch.device) -> str:

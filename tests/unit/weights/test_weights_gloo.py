@@ -139,7 +139,9 @@ def test_open_receiver_wrong_init_info_names_the_field(fields: dict[str, Any], m
 
 
 def test_open_receiver_unknown_backend_lists_those_there_are() -> None:
-    with pytest.raises(InvalidRequest, match="no weight transfer backend 'mpi'; there are gloo, nccl, shm, ipc, disk"):
+    with pytest.raises(
+        InvalidRequest, match="no weight transfer backend 'mpi'; there are gloo, nccl, torch_nccl, shm, ipc, disk"
+    ):
         open_receiver("mpi", {}, ReceiverPosition(0, CPU), TIMEOUT)
 
 
@@ -173,6 +175,18 @@ def test_gloo_receiver_group_of_torch_distributed_gets_its_broadcasts() -> None:
         trainer.result(TIMEOUT)
     receiver.close()
     assert_equal(received, WEIGHTS)
+
+
+def test_gloo_receiver_update_for_another_group_names_both() -> None:
+    sender = Sender(1, timeout=TIMEOUT)
+    with ThreadPoolExecutor() as pool:
+        receiver = open_receiver("gloo", sender.init_info, ReceiverPosition(0, CPU), TIMEOUT)
+        connected = pool.submit(receiver.connect)
+        sender.connect()
+        connected.result(TIMEOUT)
+        with pytest.raises(TransferBroken, match="are in the group 'weights', but the update is for 'second'"):
+            collect(receiver, {**Sender.update_info(WEIGHTS), "group_name": "second"})
+    sender.close()
 
 
 def test_senders_need_torch_alone() -> None:

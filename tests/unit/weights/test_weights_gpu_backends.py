@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from received_weights import collect
+from torch.distributed import PrefixStore, TCPStore
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from eagleray.errors import ConfigError, InvalidRequest, NotFound, WeightsMismatch
+from eagleray.errors import ConfigError, InvalidRequest, NotFound, TransferBroken, WeightsMismatch
 from eagleray.weights.ipc import check_sizes, find_handles
 from eagleray.weights.nccl import check_id, read_pickled_id
 from eagleray.weights.receiver import ReceiverPosition, open_receiver
@@ -27,7 +29,7 @@ def handle(device: int = 3) -> tuple[Any, tuple[Any, ...]]:
     return rebuild_cuda_tensor, (torch.Tensor, torch.Size([2, 4]), (4, 1), 0, *storage)
 
 
-@pytest.mark.parametrize("backend", ["nccl", "ipc"])
+@pytest.mark.parametrize("backend", ["nccl", "torch_nccl", "ipc"])
 def test_gpu_backend_on_a_cpu_is_refused(backend: str) -> None:
     with pytest.raises(ConfigError, match=f"backend {backend} .* but the workers compute on the CPU: send by"):
         open_receiver(backend, {"world_size": 2}, ReceiverPosition(0, torch.device("cpu")), 1.0)
@@ -36,6 +38,28 @@ def test_gpu_backend_on_a_cpu_is_refused(backend: str) -> None:
 def test_nccl_init_info_without_store_and_id_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="either `master_address` and `master_port` or `nccl_unique_id_b64`"):
         open_receiver("nccl", {"world_size": 2}, ReceiverPosition(0, torch.device("cuda", 0)), 1.0)
+
+
+def test_torch_nccl_receiver_joins_the_communicator_at_the_first_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def communicator(unique_id: bytes, **place: Any) -> None:
+        made.append((unique_id, place["rank"], place["size"]))
+        raise TransferBroken("there is no GPU")
+
+    monkeypatch.setattr("eagleray.weights.torch_nccl.NcclCommunicator", communicator)
+    trainer = TCPStore("127.0.0.1", 0, 4, is_master=True, wait_for_workers=False)
+    info = {"master_address": "127.0.0.1", "master_port": trainer.port, "world_size": 4, "group_name": "pp_0"}
+    position = ReceiverPosition(2, torch.device("cuda", 0))
+    receiver = open_receiver("torch_nccl", info, position, 10.0)
+    receiver.connect()
+    assert made == []
+    PrefixStore("cuda/", PrefixStore("pp_0/", PrefixStore("pp_0", trainer))).set("0", b"i" * 128)
+    with pytest.raises(TransferBroken, match="there is no GPU"):
+        collect(receiver, {"names": [], "dtype_names": [], "shapes": [], "group_name": "pp_0"})
+    assert made == [(b"i" * 128, 3, 4)]
+    with pytest.raises(TransferBroken, match="the group was closed"):
+        collect(receiver, {"names": [], "dtype_names": [], "shapes": []})
 
 
 def test_read_pickled_id_struct_of_another_module_gives_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
