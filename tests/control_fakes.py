@@ -47,7 +47,8 @@ class SteeredEngine:
     engine: EngineId
     state: InstanceState
     shares_experts: bool = False
-    update: int = 0
+    update: int | None = 0
+    """Number of the update whose weights it has; None if they were dropped."""
     staged: int | None = None
     """Number of the update that it has staged tensors of."""
     has_transfer: bool = False
@@ -62,7 +63,7 @@ class SteeredEngine:
 
     @property
     def may_step(self) -> bool:
-        return self.has_joined and self.state.may_step
+        return self.has_joined and self.state.may_step and self.update is not None
 
     def execute(self, command: Command) -> list[CommandDone]:
         """Execute a command. Returns the replies that it leads to: none if it waits."""
@@ -78,6 +79,8 @@ class SteeredEngine:
                     assert not is_applied, "others may be in a step"
                     assert state.asleep == self.state.asleep, "others may be in a step"
                 self.state = state
+                if "weights" in state.asleep and state.sleep_level == 2:
+                    self.update = None
                 if self.staged is not None and self.staged == state.update:
                     self.update, self.staged = state.update, None
                 if state.pause == "wait" and self.has_running:
@@ -103,6 +106,7 @@ class SteeredEngine:
                 assert self.update == update, "only weights that it has are asked for"
                 return [self.reply(command, handles=[b"weights"])]
             case FetchWeights(update=update):
+                assert not self.may_step, "weights change under a step"
                 self.update = update
                 return [self.reply(command, update=update)]
             case other:

@@ -179,7 +179,8 @@ class InstanceMachine(RuleBasedStateMachine):
         assert fleet.control.state.open_update is None
         for engine in fleet.engines.values():
             assert engine.state == fleet.control.state
-            assert engine.has_joined == (engine.update == fleet.control.state.update)
+            assert engine.has_joined or engine.update != fleet.control.state.update
+            assert not engine.has_joined or engine.update in (None, fleet.control.state.update)
             assert engine.staged is None
         last = fleet.call(GetWeightInfo())
         assert fleet.outcome(last)["operation"] is None
