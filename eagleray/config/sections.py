@@ -449,7 +449,11 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(description="Seconds after which a connection is cut whose client takes nothing of its answer."),
     ] = 300.0
     enable_collective_rpc: Annotated[
-        bool, Meta(description="Serve /collective_rpc: whoever may send requests may call methods of the workers.")
+        bool,
+        Meta(
+            description="Let whoever may send requests call methods of the workers by /collective_rpc. Otherwise it is "
+            "for whoever may change the weights (`admin_api_key`)."
+        ),
     ] = False
     shutdown_timeout: Annotated[
         float, Meta(ge=0, description="Seconds that running requests get to finish when the server is told to stop.")

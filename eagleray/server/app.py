@@ -14,7 +14,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from eagleray.client.client import Client
-from eagleray.config.sections import Config
+from eagleray.config.sections import Config, ServingConfig
 from eagleray.metrics.ledger import Ledger
 from eagleray.server.collective_rpc import CollectiveRpcRoute
 from eagleray.server.control import ControlRoutes
@@ -59,9 +59,8 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
             engine_world_size=config.parallel.world_size,
         ).endpoints(),
         *weight_endpoints(service),
+        *CollectiveRpcRoute(service, is_control=not config.serving.enable_collective_rpc).endpoints(),
     ]
-    if config.serving.enable_collective_rpc:
-        endpoints += CollectiveRpcRoute(service).endpoints()
     if has_sglang:
         endpoints += [
             *SGLangGenerateRoute(service).endpoints(),
@@ -69,19 +68,24 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
             *sglang_control_endpoints(service),
             *sglang_weight_endpoints(service),
         ]
-    endpoints.append(_openapi_endpoint(endpoints, service, needs_key=bool(config.serving.api_key)))
+    endpoints.append(_openapi_endpoint(endpoints, service, config.serving))
     # `methods=None`: an endpoint refuses other methods itself, so that the refusal looks like every other error.
     routes = [Route(endpoint.pattern, endpoint, methods=None) for endpoint in endpoints]
     router = Router(routes, redirect_slashes=False, default=_unknown_route)
     return RequestMiddleware(router, endpoints, config, service.metrics.requests)
 
 
-def _openapi_endpoint(endpoints: list[Endpoint], service: Service, *, needs_key: bool) -> Endpoint:
+def _openapi_endpoint(endpoints: list[Endpoint], service: Service, options: ServingConfig) -> Endpoint:
     """Return the endpoint of /openapi.json, which is in the document too."""
 
     @functools.cache
     def document() -> dict[str, Any]:
-        return describe([*endpoints, itself], version=service.version, needs_key=needs_key)
+        return describe(
+            [*endpoints, itself],
+            version=service.version,
+            needs_key=bool(options.api_key),
+            control_needs_key=bool(options.api_key or options.admin_api_key),
+        )
 
     async def show(request: Request) -> Response:
         return json_response(document())

@@ -1,4 +1,4 @@
-"""/collective_rpc: call a method of the workers or of their extension. The route exists only if enabled.
+"""/collective_rpc: call a method of the workers or of their extension.
 
 Arguments and results are plain data (`messages.plain`) as JSON, which has neither arrays nor bytes. An array is
 `{"data", "shape", "dtype"}`: its bytes in C order as base64, and numpy's name of the dtype, such as "<f4". In both
@@ -46,8 +46,11 @@ class CollectiveRpcResponse(msgspec.Struct, frozen=True):
 
 
 class CollectiveRpcRoute:
-    def __init__(self, service: Service) -> None:
+    """The handler. `is_control`: whether the route is for those alone who may change the weights."""
+
+    def __init__(self, service: Service, *, is_control: bool) -> None:
         self._service = service
+        self._is_control = is_control
         self._body = service.body_decoder(CollectiveRpcRequest)
 
     def endpoints(self) -> list[Endpoint]:
@@ -58,7 +61,7 @@ class CollectiveRpcRoute:
             response=CollectiveRpcResponse,
             error_statuses=(400, 413, 500, 503, 504),
         )
-        return [Endpoint("/collective_rpc", post=call)]
+        return [Endpoint("/collective_rpc", is_control=self._is_control, post=call)]
 
     async def call(self, request: Request) -> Response:
         body = await self._body.read(request)

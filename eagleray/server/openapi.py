@@ -28,8 +28,9 @@ REASONS = {
 }
 
 
-def describe(endpoints: list[Endpoint], *, version: str, needs_key: bool) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of these endpoints."""
+def describe(endpoints: list[Endpoint], *, version: str, needs_key: bool, control_needs_key: bool) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of these endpoints, of which control routes may need a key although others do
+    not."""
     operations = [operation for endpoint in endpoints for operation in endpoint.operations.values()]
     types = [
         part
@@ -42,10 +43,13 @@ def describe(endpoints: list[Endpoint], *, version: str, needs_key: bool) -> dic
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "eagleray", "version": version},
-        "paths": {endpoint.path: _path_item(endpoint, schema_of, needs_key) for endpoint in endpoints},
+        "paths": {
+            endpoint.path: _path_item(endpoint, schema_of, control_needs_key if endpoint.is_control else needs_key)
+            for endpoint in endpoints
+        },
         "components": {"schemas": components},
     }
-    if needs_key:
+    if needs_key or control_needs_key:
         document["components"]["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
     return document
 

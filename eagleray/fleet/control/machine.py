@@ -22,6 +22,7 @@ from eagleray.fleet.control.rules import NAMES, check_state
 from eagleray.fleet.control.weight_sources import WeightSources
 from eagleray.fleet.control.weight_update import WeightUpdates
 from eagleray.identity import ClientId, EngineId, MemberId
+from eagleray.log import get_logger
 from eagleray.messages.control import (
     AbortRequests,
     AbortWeightUpdate,
@@ -46,6 +47,8 @@ from eagleray.messages.control import (
 )
 from eagleray.messages.failure import Failure
 from eagleray.messages.plain import pack
+
+logger = get_logger(__name__)
 
 MAX_OUTCOMES = 256
 """Answers that are kept for repeated calls."""
@@ -225,12 +228,12 @@ class Control:
                 self._instance.replace(record.engine, "it did not adopt the state of the instance in time")
         if self._trainer_due is not None and now >= self._trainer_due and self._current is None:
             number, seconds = self.state.open_update, self._weight_update_timeout
-            self._updates.drop(
-                WrongState(
-                    f"weight update {number} was aborted, because no call of it came for {seconds:g} s (option "
-                    "`weight_update_timeout`); the old weights stay: start another"
-                )
+            error = WrongState(
+                f"weight update {number} was aborted, because no call of it came for {seconds:g} s (option "
+                "`weight_update_timeout`); the old weights stay: start another"
             )
+            logger.warning("%s", error)
+            self._updates.drop(error)
         return self._effects()
 
     # Replies.
@@ -403,11 +406,23 @@ class Control:
             self._current = None
             if isinstance(operation.request, UPDATE_CALLS):
                 self._trainer_due = None  # set again by `_effects`
+        self._log(operation, outcome)
         for caller in operation.callers:
             self._answer(caller, outcome)
         operation.callers = []
         if not isinstance(outcome, Exception):
             self._outcomes[operation.key] = self._instance.now, outcome
+
+    def _log(self, operation: ControlOperation, outcome: Answer | Exception) -> None:
+        seconds = 0.0 if operation.began is None else self._instance.now - operation.began
+        name, state = f"{operation.name} (operation {operation.operation_id})", self.state
+        if isinstance(outcome, Exception):
+            logger.warning("%s failed after %.2f s: %s; the instance is %s", name, seconds, outcome, state.name)
+            if traceback := _failure_of(outcome).traceback:
+                logger.warning("%s", traceback.rstrip())
+        elif not isinstance(operation.request, AbortRequests):
+            version = f"weights {state.weight_version!r}, update {state.update}"
+            logger.info("%s took %.2f s; the instance is %s, %s", name, seconds, state.name, version)
 
     def _answer(self, caller: Caller, outcome: Answer | Exception) -> None:
         if isinstance(outcome, Exception):

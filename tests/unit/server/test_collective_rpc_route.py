@@ -1,4 +1,4 @@
-"""/collective_rpc: enabled by its option, with plain data in both directions."""
+"""/collective_rpc: plain data in both directions."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ def encoded(array):
     }
 
 
-def test_collective_rpc_without_the_option_does_not_exist(api):
-    here, nowhere = api.post(PATH, {"method": "weigh"}), api.post("/nowhere", {})
-    assert (here.status_code, here.json()["error"]["code"]) == (404, "unknown_url")
-    assert here.json()["error"]["message"] == nowhere.json()["error"]["message"].replace("/nowhere", PATH)
-    assert PATH not in api.get("/openapi.json").json()["paths"]
-    assert api.engine.sent == []
+@pytest.mark.parametrize(("is_enabled", "status"), [(False, 401), (True, 200)])
+def test_collective_rpc_needs_an_admin_key_without_the_option(checkpoint, is_enabled, status):
+    with serving(checkpoint, admin_api_key=["admin"], enable_collective_rpc=is_enabled) as api:
+        returns(api, 1)
+        assert api.post(PATH, {"method": "weigh"}).status_code == status
+        with_key = api.post(PATH, {"method": "weigh"}, headers={"authorization": "Bearer admin"})
+        assert with_key.json() == {"results": [1]}
 
 
 def test_collective_rpc_is_in_the_openapi_document(rpc):

@@ -121,7 +121,14 @@ def references(value):
 CONTROL_PATHS = {
     *("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory"),
     *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/abort_requests"),
-    *("/inference/v1/abort_requests", "/get_world_size", "/liveness", "/weight_info", "/update_weight_version"),
+    *(
+        "/inference/v1/abort_requests",
+        "/get_world_size",
+        "/liveness",
+        "/collective_rpc",
+        "/weight_info",
+        "/update_weight_version",
+    ),
     *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update", "/update_weights"),
     *("/finish_weight_update", "/abort_weight_update"),
 }
