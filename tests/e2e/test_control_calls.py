@@ -11,7 +11,9 @@ import pytest
 from checkpoints import make_checkpoint
 from fleets import SECONDS, connect, incarnations, label, server_of, stream_tokens, tokens, wait_until_whole
 from oracle import oracle
+from safetensors.torch import load_file
 from serving import serve
+from sglang_trainer import SGLangTrainer
 
 PROMPT = [5, 6, 7]
 COUNT = 600
@@ -28,7 +30,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoints):
-    options = ("--max-model-len", "10000", "--log-level", "debug", "--dtype", "float32")
+    options = ("--max-model-len", "10000", "--log-level", "debug", "--dtype", "float32", "--enable-sglang-api")
     sizes = ("--data-parallel-size", "2", "--api-server-count", "2")
     with serve(str(checkpoints[0]), *options, *sizes) as server:
         yield server
@@ -212,6 +214,37 @@ def test_update_of_a_directory_that_does_not_exist_is_refused_and_the_weights_st
     assert call(http, "/finish_weight_update", status=404)["error"]["code"] == "not_found"
     assert call(http, "/abort_weight_update")["message"] == "Weight update aborted"
     assert len(tokens(http, PROMPT, max_tokens=3)) == 3
+
+
+def test_trainer_for_sglang_pushes_weights_while_rollouts_run(http, checkpoints):
+    """It breaks rollouts off, sends all weights in two calls, and continues with the tokens of before."""
+    trainer = SGLangTrainer(http)
+    assert trainer.num_gpus == 2
+    trainer.connect()
+    weights = load_file(checkpoints[0] / "model.safetensors")
+    names = sorted(weights)  # q_proj and v_proj, which are packed together, come in different calls
+    chunks = [[(name, weights[name]) for name in names if ("q_proj" in name) == first] for first in (True, False)]
+    prompt = [*PROMPT, 70]
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(trainer.generate, prompt, max_new_tokens=9_000, ignore_eos=True) for _ in range(4)]
+        wait_for(lambda: trainer.num_requests() == 4)
+        trainer.update_weights(chunks, 7)
+        partial = [future.result(SECONDS) for future in running]
+    assert {kind for _, _, kind, _ in partial} == {"abort"}
+    assert trainer.get_weight_version() == "7"
+    for tokens_before, logprobs, _, version in partial:
+        assert len(tokens_before) == len(logprobs) < 9_000
+        assert version != "7"
+    so_far = [*prompt, *partial[0][0]]
+    found, _, kind, version = trainer.generate(so_far, max_new_tokens=20, ignore_eos=True)
+    assert (len(found), kind, version) == (20, "length", "7")
+    oracle(checkpoints[0]).assert_greedy(so_far, found)
+    trainer.abort_until_idle()
+    trainer.update_weights_from_disk(str(checkpoints[1]), 8)
+    found, _, _, version = trainer.generate(prompt, max_new_tokens=20, ignore_eos=True)
+    assert version == "8"
+    oracle(checkpoints[1]).assert_greedy(prompt, found)
+    trainer.close()
 
 
 def test_liveness_and_world_size(http):
