@@ -160,6 +160,7 @@ def check_experts(config: Config) -> None:
         _check_one_stage(config)
         _check_all_engines_here(config)
         _check_group_executor(config)
+        _check_staged_updates(config)
     if config.model.deterministic:
         _check_ordered_sums(config)
 
@@ -277,6 +278,14 @@ def _check_tokens_differ(config: Config) -> None:
         raise ConfigError(
             f"option `expert_dispatch`: all-reduce is for one engine, whose workers all have the same tokens, but "
             f"data_parallel_size is {config.parallel.data_parallel_size}: take all-gather or all-to-all"
+        )
+
+
+def _check_staged_updates(config: Config) -> None:
+    if config.execution.weight_update == "in-place":
+        raise ConfigError(
+            "option `weight_update`: engines that share their experts step together and cannot change weights in place "
+            "one by one; leave it at staged"
         )
 
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from eagleray.engine.core import EngineCore
 from eagleray.engine.weight_update import EngineWeightUpdate
 from eagleray.errors import DeadlineExceeded
@@ -298,8 +300,8 @@ class EngineControl:
 
 def _drains(before: InstanceState, state: InstanceState) -> bool:
     """Whether requests that run are to finish before this state holds."""
-    is_awake = not state.asleep and not state.is_held and not (state.open_update is not None and state.is_in_place)
-    return is_awake and state.pause == "wait" and before.pause != "wait"
+    may_step = msgspec.structs.replace(state, pause=None).may_step
+    return may_step and state.pause == "wait" and before.pause != "wait"
 
 
 def _memory_tags(state: InstanceState) -> tuple[SleepTag, ...]:

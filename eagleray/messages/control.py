@@ -44,6 +44,8 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The trainer's name for these weights."""
     is_held: bool = False
     """Whether no steps may run for a moment, because engines that share experts change their weights together."""
+    lacks_weights: bool = False
+    """Whether no steps may run, because one of the engines that share experts has other weights, or is missing."""
 
     @property
     def name(self) -> StateName:
@@ -56,7 +58,8 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     def may_step(self) -> bool:
         """Whether engines may run steps of requests. In a pause of mode `wait` they do until those that run end."""
         is_overwritten = self.open_update is not None and self.is_in_place
-        return self.pause is None and not self.asleep and not self.is_held and not is_overwritten
+        is_stopped = self.is_held or self.lacks_weights or is_overwritten
+        return self.pause is None and not self.asleep and not is_stopped
 
 
 # Calls of users.

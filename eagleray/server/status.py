@@ -71,6 +71,9 @@ class StatusRoutes:
             return
         name = "sleeping" if state.asleep else "paused" if state.pause is not None else "updating"
         reason = f"the instance is {name}: requests that come now wait"
+        if state.lacks_weights and state.name == "serving":
+            name = "weights_missing"
+            reason = "an engine has other weights than those it shares experts with: requests that come now wait"
         raise RefusedRequest(reason, ErrorRule(503, "server_error", name), {"retry-after": "1"})
 
     async def version(self, request: Request) -> Response:

@@ -176,6 +176,21 @@ class SteeredInstance:
                     record.has_joined = True
                     self.effects.append(JoinEngine(record.engine))
 
+    def review_expert_group(self) -> None:
+        """Stop the engines that share experts while one of them is missing or has other weights: a step would mix
+        weights. At the start of an instance all have those of the checkpoint."""
+        if not self.shares_experts:
+            return
+        is_incomplete = self.state.update > 0 and bool(self.missing_ranks)
+        is_dropped = "weights" in self.state.asleep
+        lacks_weights = is_incomplete or any(
+            (record.update is None and not is_dropped) or (not record.has_joined and record.update != self.state.update)
+            for record in self.started
+        )
+        if lacks_weights != self.state.lacks_weights:
+            self.assign(self.changed(lacks_weights=lacks_weights))
+            self.post_state()
+
     def waits(self, record: EngineRecord) -> bool:
         """Whether an engine that has not joined may not join now: it has older weights than are required, or an update
         is open, after which it would have."""

@@ -42,6 +42,7 @@ def test_expert_dispatch_options_give_method_and_engines(options, dispatch, engi
         ({"eplb_step_interval": 100}, "`eplb_step_interval` .* add `enable_eplb`"),
         (SEVERAL | {"expert_dispatch": "all-reduce"}, "all-reduce is for one engine.* data_parallel_size is 2"),
         (SEVERAL | {"pipeline_parallel_size": 2}, "one stage, but pipeline_parallel_size is 2"),
+        (SEVERAL | {"weight_update": "in-place"}, "cannot change weights in place"),
         (SEVERAL | BY_RAY | {"executor": "ray-graph"}, "cannot use executor ray-graph"),
         (SEVERAL | {"executor": "ray-graph"}, "cannot use executor ray-graph"),
         (SEVERAL | BY_RAY | {"executor": "in-process"}, "with executor in-process .* take executor ray"),

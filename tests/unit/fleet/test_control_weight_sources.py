@@ -7,6 +7,7 @@ from control_fakes import SteeredFleet
 
 from eagleray.fleet.control.weight_sources import RETRY_SECONDS
 from eagleray.messages.control import (
+    CheckWeights,
     CommandDone,
     FetchWeights,
     FinishWeightUpdate,
@@ -105,18 +106,27 @@ def test_no_source_successor_waits_and_joins_when_one_is_there():
     assert commands(successor, FetchWeights) == []
 
 
-def test_engines_that_share_experts_are_no_sources():
+def test_engines_that_share_experts_stop_until_a_complete_push():
     fleet = updated_fleet(shares_experts=True)
+    survivor = fleet.of_rank(0)
+    assert survivor.may_step
     fleet.engine_exits(1)
-    successor = fleet.start_engine(1)
     fleet.settle()
-    assert commands(fleet.of_rank(0), ServeWeights) == []
-    assert not successor.has_joined
+    assert not survivor.state.may_step, "the successor would compute with other weights"
+    successor = fleet.start_engine(1)
+    assert not successor.state.may_step
+    fleet.settle()
+    assert commands(survivor, ServeWeights) == [] and not successor.has_joined
+    for request in (StartWeightUpdate(), PUSH, FinishWeightUpdate()):
+        fleet.run(request)
+    assert commands(successor, CheckWeights) == [CheckWeights(require_complete=True)]
+    assert successor.has_joined and survivor.state.may_step and successor.state.may_step
 
 
+@pytest.mark.parametrize("shares_experts", [False, True])
 @pytest.mark.parametrize(("missing", "has_source"), [([], True), (["up"], False)])
-def test_directory_that_had_all_weights_is_a_source(missing, has_source):
-    fleet = SteeredFleet(1)
+def test_directory_that_had_all_weights_is_a_source(missing, has_source, shares_experts):
+    fleet = SteeredFleet(1, shares_experts=shares_experts)
     call = fleet.call(UpdateWeights(weight_dir="/checkpoints/7"))
     fleet.execute_next(0)
     answer(fleet, 0, num_tensors=2, num_bytes=8, fingerprint="f")
@@ -130,6 +140,7 @@ def test_directory_that_had_all_weights_is_a_source(missing, has_source):
     expected = [FetchWeights(update=1, weight_dir="/checkpoints/7", fingerprint="f")] if has_source else []
     assert commands(successor, FetchWeights) == expected
     assert successor.has_joined is has_source
+    assert successor.state.may_step is (has_source or not shares_experts)
 
 
 def test_engine_whose_weights_were_dropped_gets_them_after_waking():
