@@ -8,7 +8,6 @@ and ends them at their deadlines. A caller that disappears does not end its oper
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,14 +49,11 @@ from eagleray.messages.plain import pack
 
 logger = get_logger(__name__)
 
-MAX_OUTCOMES = 256
-"""Answers that are kept for repeated calls."""
-
-OUTCOME_SECONDS = 600.0
-"""Time for which an answer is kept."""
-
 LONGEST_SECONDS = 7 * 86_400.0
 """Longest timeout of a call."""
+
+REPEATABLE = (AbortRequests, ResetPrefixCache)
+"""Calls that anyone may make at any time, and that are executed each time."""
 
 UPDATE_CALLS = (StartWeightUpdate, UpdateWeights, FinishWeightUpdate)
 """Calls of a trainer that show that it is still there."""
@@ -108,8 +104,9 @@ class Control:
         """Time at which the open update is aborted unless the trainer calls; None without an open update."""
         self._current: ControlOperation | None = None
         self._queue: list[ControlOperation] = []
-        self._outcomes: OrderedDict[bytes, tuple[float, Answer]] = OrderedDict()
-        """Times and answers of operations that succeeded, by key, the oldest first."""
+        self._last_outcome: tuple[bytes, Answer] | None = None
+        """Key and answer of the last operation, if it succeeded, for a caller that repeats it. It is forgotten when
+        another one begins, because a program may give all its calls the same id."""
 
     @property
     def state(self) -> InstanceState:
@@ -139,9 +136,8 @@ class Control:
             self._answer(caller, self._weight_info())
             return self._effects()
         key, request = _key(call), call.request
-        self._forget_outcomes()
-        if key in self._outcomes:
-            self._answer(caller, self._outcomes[key][1])
+        if self._last_outcome is not None and key == self._last_outcome[0]:
+            self._answer(caller, self._last_outcome[1])
         elif same := self._find_same(key, request):
             same.callers.append(caller)
             same.deadline = max(same.deadline, caller.deadline)
@@ -284,7 +280,7 @@ class Control:
     def _make_way_for(self, request: ControlRequest) -> None:
         """End the calls that a new one cancels: `resume` a pause, `abort_weight_update` a call of the update."""
         current = self._current.request if self._current is not None else None
-        if isinstance(request, Resume):
+        if isinstance(request, Resume) and not self.state.asleep and self.state.open_update is None:
             pauses = [operation for operation in self._queue if isinstance(operation.request, Pause)]
             self._queue = [operation for operation in self._queue if operation not in pauses]
             error = WrongState("the pause was ended by resume before all engines had paused")
@@ -311,6 +307,8 @@ class Control:
     def _begin(self, operation: ControlOperation) -> None:
         instance, request = self._instance, operation.request
         operation.began = instance.now
+        if not isinstance(request, REPEATABLE):
+            self._last_outcome = None
         try:
             dropped = self._updates.dropped_because
             is_late = isinstance(request, FinishWeightUpdate) or (
@@ -410,8 +408,8 @@ class Control:
         for caller in operation.callers:
             self._answer(caller, outcome)
         operation.callers = []
-        if not isinstance(outcome, Exception):
-            self._outcomes[operation.key] = self._instance.now, outcome
+        if not isinstance(outcome, Exception) and not isinstance(operation.request, REPEATABLE):
+            self._last_outcome = operation.key, outcome
 
     def _log(self, operation: ControlOperation, outcome: Answer | Exception) -> None:
         seconds = 0.0 if operation.began is None else self._instance.now - operation.began
@@ -430,13 +428,6 @@ class Control:
         else:
             returned = ControlReturned(call_id=caller.call_id, answer=pack(outcome))
         self._instance.effects.append(SendAnswer(caller.client, returned))
-
-    def _forget_outcomes(self) -> None:
-        while self._outcomes:
-            key, (time, _) = next(iter(self._outcomes.items()))
-            if len(self._outcomes) <= MAX_OUTCOMES and time > self._instance.now - OUTCOME_SECONDS:
-                return
-            del self._outcomes[key]
 
     def _effects(self) -> list[Effect]:
         """Continue as far as possible, and return all effects since the last call."""

@@ -247,6 +247,18 @@ def test_control_same_operation_id_is_one_operation():
     assert len(fleet.of_rank(0).received) == 1
     assert fleet.outcome(first) == fleet.outcome(second) == fleet.outcome(third)
     assert fleet.run(Resume(), operation_id="x") == {"status": "resumed"}  # asks for something else
+    fleet.run(Pause(), operation_id="x")
+    assert fleet.control.state.name == "paused"  # the first outcome has been forgotten
+
+
+def test_control_resume_that_is_forbidden_does_not_end_a_pause():
+    fleet = SteeredFleet()
+    fleet.run(StartWeightUpdate())
+    pause = fleet.call(Pause(mode="keep"))
+    resume = fleet.call(Resume())
+    fleet.settle()
+    assert fleet.outcome(pause)["status"] == "paused"
+    assert fleet.outcome(resume).kind == "WrongState"
 
 
 def test_control_one_shot_update_of_the_same_directory_joins():
