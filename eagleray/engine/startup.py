@@ -158,6 +158,8 @@ def _routing(config: Config, loaded: list[ModelLoaded]) -> RoutingInfo | None:
         num_layers=sum(stage.num_moe_layers for stage in stages),
         num_experts=max(stage.num_experts for stage in stages),
         top_k=max(stage.top_k for stage in stages),
+        layers=stages[0].layers_with_experts,
+        num_model_layers=stages[0].num_layers,
     )
 
 

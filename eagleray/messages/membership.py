@@ -18,6 +18,10 @@ class RoutingInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Number of layers that have experts."""
     num_experts: int
     top_k: int
+    layers: tuple[int, ...] = ()
+    """Indices of these layers in the model."""
+    num_model_layers: int = 0
+    """Number of layers of the model, with those that have no experts."""
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -195,6 +195,10 @@ class ModelLoaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Name of the kernels that compute, the same on all workers."""
     num_moe_layers: int = 0
     """Number of layers of this stage that have experts."""
+    layers_with_experts: tuple[int, ...] = ()
+    """Indices of the layers that have experts, of the whole model."""
+    num_layers: int = 0
+    """Number of layers of the whole model."""
     num_experts: int = 0
     top_k: int = 0
     """Number of experts of a token; 0 for a model without experts."""

@@ -161,6 +161,10 @@ class LoadedWorker:
             device=self.device.type,
             kernels=model.kernels_name,
             num_moe_layers=0 if model.trace is None else model.trace.num_layers,
+            layers_with_experts=()
+            if moe is None
+            else tuple(i for i, has_experts in enumerate(moe.layers) if has_experts),
+            num_layers=model.spec.num_layers,
             num_experts=0 if moe is None else moe.num_experts,
             top_k=0 if moe is None else moe.top_k,
         )

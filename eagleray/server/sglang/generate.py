@@ -23,6 +23,7 @@ from eagleray.client.outputs import CompletionDelta, CompletionOutput, WeightVer
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.arrays import Array
+from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.endpoint import Endpoint, Operation
@@ -355,7 +356,9 @@ class ParsedSGLangPrompt(ParsedRequest[SGLangPrompt, SGLangCompletion]):
     def _show_routed_experts(self, meta_info: MetaInfo, rows: Array | None) -> None:
         if rows is None:
             return
-        meta_info.routed_experts = base64.b64encode(rows.astype("<i4").tobytes()).decode()
+        info = self.service.client.engine_info
+        whole = _of_all_layers(rows, None if info is None else info.routing)
+        meta_info.routed_experts = base64.b64encode(whole.tobytes()).decode()
         if start := self.body.routed_experts_start_len:
             meta_info.routed_experts_start_len = start
 
@@ -380,6 +383,15 @@ class ParsedSGLangPrompt(ParsedRequest[SGLangPrompt, SGLangCompletion]):
     def _show_prompt(self, meta_info: MetaInfo) -> None:
         for name, entries in self._input_logprobs.items():
             setattr(meta_info, name, entries)
+
+
+def _of_all_layers(rows: Array, routing: RoutingInfo | None) -> Array:
+    """Return routed experts as int32 of all layers of the model, with zeros for those that have no experts."""
+    if routing is None or len(routing.layers) != rows.shape[1]:
+        return rows.astype("<i4")
+    whole = np.zeros((rows.shape[0], routing.num_model_layers, rows.shape[2]), "<i4")
+    whole[:, list(routing.layers)] = rows
+    return whole
 
 
 def _finish_reason(part: CompletionOutput | CompletionDelta, num_tokens: int) -> SGLangFinishReason:

@@ -40,7 +40,12 @@ class MixtureGroup(CountingGroup):
             if isinstance(answer, ModelLoaded):
                 stage = rank // self.topology.tensor_parallel_size
                 body = msgspec.structs.replace(
-                    answer, num_moe_layers=self._moe_layers[stage], num_experts=self._num_experts, top_k=2
+                    answer,
+                    num_moe_layers=self._moe_layers[stage],
+                    num_experts=self._num_experts,
+                    top_k=2,
+                    layers_with_experts=(1, 2, 3, 4),
+                    num_layers=5,
                 )
             self._replies.append(Reply(call.call_id, rank, body))
 
@@ -55,7 +60,8 @@ def info(group: CountingGroup, **options) -> EngineInfo:
 
 def test_routing_info_several_stages_counts_layers_once():
     started = info(MixtureGroup(1, 3, tp=2), enable_return_routed_experts=True)
-    assert started.has_experts and started.routing == RoutingInfo(num_layers=4, num_experts=8, top_k=2)
+    routing = RoutingInfo(num_layers=4, num_experts=8, top_k=2, layers=(1, 2, 3, 4), num_model_layers=5)
+    assert started.has_experts and started.routing == routing
 
 
 def test_routing_info_option_off_is_none():

@@ -210,7 +210,7 @@ def test_generate_batch_one_fails_all_fail(sglang):
 
 
 def test_generate_routed_experts_are_int32_in_base64(sglang):
-    sglang.join(routing=RoutingInfo(num_layers=2, num_experts=8, top_k=2))
+    sglang.join(routing=RoutingInfo(num_layers=2, num_experts=8, top_k=2, layers=(1, 2), num_model_layers=3))
     experts = np.arange(16, dtype=np.uint8).reshape(4, 2, 2) % 8
 
     def script(message):
@@ -227,7 +227,9 @@ def test_generate_routed_experts_are_int32_in_base64(sglang):
     (event,) = sglang.events(PATH, {"input_ids": [5, 6, 7], **fields})
     sglang.join()
     assert event["meta_info"]["routed_experts"] == whole
-    assert np.frombuffer(base64.b64decode(whole), np.int32).tolist() == experts.reshape(-1).tolist()
+    found = np.frombuffer(base64.b64decode(whole), np.int32).reshape(4, 3, 2)
+    assert found[:, 1:].tolist() == experts.tolist()
+    assert not found[:, 0].any()
 
 
 def test_generate_version_of_the_weights_is_that_of_the_last_token(sglang):

@@ -91,6 +91,7 @@ class Engine:
         loaded = self.call(LoadModel())
         assert isinstance(loaded, ModelLoaded)
         assert (loaded.num_moe_layers, loaded.num_experts, loaded.top_k) == (3, 8, 3)
+        assert len(loaded.layers_with_experts) == 3
         self.call(AllocateCache(8, 64))
 
     def open(self, epoch: int) -> EngineOpened:
