@@ -7,14 +7,9 @@ and ends them at their deadlines. A caller that disappears does not end its oper
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass, field
-from typing import Any
-
-import msgspec
-
 from eagleray.errors import DeadlineExceeded, EagleRayError, EnginesMissing, TransferBroken, WrongState
 from eagleray.fleet.control import operations
+from eagleray.fleet.control.control_operation import Caller, ControlOperation, key_of
 from eagleray.fleet.control.instance import Effect, EngineRecord, MemberFailed, SendAnswer, SteeredInstance
 from eagleray.fleet.control.operations import Answer, Commands, Condition, Replies, Steps
 from eagleray.fleet.control.rules import NAMES, check_state
@@ -57,36 +52,6 @@ REPEATABLE = (AbortRequests, ResetPrefixCache)
 
 UPDATE_CALLS = (StartWeightUpdate, UpdateWeights, FinishWeightUpdate)
 """Calls of a trainer that show that it is still there."""
-
-
-@dataclass
-class Caller:
-    client: ClientId
-    call_id: int
-    deadline: float
-
-
-@dataclass
-class ControlOperation:
-    """A call that is executed or queued, with everyone who made it."""
-
-    key: bytes
-    operation_id: str
-    request: ControlRequest
-    callers: list[Caller]
-    began: float | None = None
-    """Time at which it was begun; None while it is queued."""
-    deadline: float = 0.0
-    steps: Steps | None = None
-    condition: Condition | None = None
-    awaited: dict[int, MemberId] = field(default_factory=dict)
-    """Members that have not replied, by the numbers of their commands."""
-    replies: Replies = field(default_factory=Replies)
-    fails_fast: bool = False
-
-    @property
-    def name(self) -> str:
-        return NAMES[type(self.request)]
 
 
 class Control:
@@ -135,7 +100,7 @@ class Control:
         if isinstance(call.request, GetWeightInfo):
             self._answer(caller, self._weight_info())
             return self._effects()
-        key, request = _key(call), call.request
+        key, request = key_of(call), call.request
         if self._last_outcome is not None and key == self._last_outcome[0]:
             self._answer(caller, self._last_outcome[1])
         elif same := self._find_same(key, request):
@@ -211,11 +176,12 @@ class Control:
         """Answer the callers, and end the operations, whose deadlines have passed."""
         self._instance.now = now
         if (current := self._current) and now >= current.deadline:
-            self._throw(DeadlineExceeded(f"{current.name}: time limit reached: {self._describe_wait(current)}"))
+            reason = current.reason(current, now)
+            self._throw(DeadlineExceeded(f"{current.name}: time limit reached: {reason}"))
         for operation in [*self._queue, *([self._current] if self._current else [])]:
             for caller in [caller for caller in operation.callers if now >= caller.deadline]:
                 operation.callers.remove(caller)
-                reason = self._describe_wait(operation)
+                reason = operation.reason(self._current, now)
                 self._answer(caller, DeadlineExceeded(f"{operation.name}: time limit reached: {reason}"))
         self._queue = [operation for operation in self._queue if now < operation.deadline]
         for record in list(self._instance.engines.values()):
@@ -277,6 +243,9 @@ class Control:
             return last
         return None
 
+    def _describe_current(self) -> Answer | None:
+        return None if self._current is None else self._current.describe(self._instance.now, len(self._queue))
+
     def _make_way_for(self, request: ControlRequest) -> None:
         """End the calls that a new one cancels: `resume` a pause, `abort_weight_update` a call of the update."""
         current = self._current.request if self._current is not None else None
@@ -326,40 +295,8 @@ class Control:
             self._finish(operation, error)
         else:
             self._current = operation
-            operation.steps = self._steps(request)
+            operation.steps = _steps_of(request, instance, self._updates)
             self._resume(operation, None)
-
-    def _steps(self, request: ControlRequest) -> Steps:
-        instance, updates = self._instance, self._updates
-        match request:
-            case Pause():
-                return operations.pause(instance, request)
-            case Resume():
-                return operations.resume(instance)
-            case Sleep():
-                return operations.sleep(instance, request)
-            case WakeUp():
-                return operations.wake_up(instance, request)
-            case ResetPrefixCache():
-                return operations.reset_prefix_cache(instance, request)
-            case AbortRequests():
-                return operations.abort_requests(instance, request)
-            case SetWeightVersion():
-                return operations.set_weight_version(instance, request)
-            case InitWeightTransfer():
-                return updates.init(request)
-            case ShutdownWeightTransfer():
-                return updates.shutdown()
-            case StartWeightUpdate():
-                return updates.start(request)
-            case UpdateWeights():
-                return updates.update(request)
-            case FinishWeightUpdate():
-                return updates.finish(request)
-            case AbortWeightUpdate():
-                return updates.abort()
-            case GetWeightInfo():
-                raise AssertionError("it is answered at once")
 
     def _advance(self, operation: ControlOperation) -> None:
         """Continue an operation with the replies that it awaited."""
@@ -443,41 +380,39 @@ class Control:
         effects, instance.effects = instance.effects, []
         return effects
 
-    # Descriptions.
-
-    def _describe_wait(self, operation: ControlOperation) -> str:
-        """Return the reason why an operation has not ended."""
-        if operation is not self._current:
-            other = self._current
-            if other is None or other.began is None:
-                return "it was queued"
-            seconds = self._instance.now - other.began
-            return f"it waits for {other.name} (operation {other.operation_id}), which has run for {seconds:.0f} s"
-        if operation.condition is not None:
-            return operation.condition.reason()
-        members = sorted({member.label for member in operation.awaited.values()})
-        return f"{', '.join(members)} {'has' if len(members) == 1 else 'have'} not replied"
-
-    def _describe_current(self) -> dict[str, Any] | None:
-        """Return the operation in progress, for users."""
-        if (current := self._current) is None or current.began is None:
-            return None
-        waiting = {member.label: "waiting" for member in current.awaited.values()}
-        done = {member.label: "done" for member in current.replies.results}
-        return {
-            "name": current.name,
-            "id": current.operation_id,
-            "seconds": round(self._instance.now - current.began, 3),
-            "members": waiting | done,
-            "num_queued": len(self._queue),
-        }
-
-
-def _key(call: ControlCall) -> bytes:
-    """Return the key of the operation: a digest of its id and its request."""
-    asked = msgspec.msgpack.encode((call.operation_id, call.request))
-    return hashlib.blake2b(asked, digest_size=16).digest()
-
 
 def _failure_of(error: Exception) -> Failure:
     return error.failure if isinstance(error, MemberFailed) else Failure.of(error)
+
+
+def _steps_of(request: ControlRequest, instance: SteeredInstance, updates: WeightUpdates) -> Steps:
+    """Return the generator of a call."""
+    match request:
+        case Pause():
+            return operations.pause(instance, request)
+        case Resume():
+            return operations.resume(instance)
+        case Sleep():
+            return operations.sleep(instance, request)
+        case WakeUp():
+            return operations.wake_up(instance, request)
+        case ResetPrefixCache():
+            return operations.reset_prefix_cache(instance, request)
+        case AbortRequests():
+            return operations.abort_requests(instance, request)
+        case SetWeightVersion():
+            return operations.set_weight_version(instance, request)
+        case InitWeightTransfer():
+            return updates.init(request)
+        case ShutdownWeightTransfer():
+            return updates.shutdown()
+        case StartWeightUpdate():
+            return updates.start(request)
+        case UpdateWeights():
+            return updates.update(request)
+        case FinishWeightUpdate():
+            return updates.finish(request)
+        case AbortWeightUpdate():
+            return updates.abort()
+        case GetWeightInfo():
+            raise AssertionError("it is answered at once")
