@@ -35,6 +35,7 @@ from eagleray.server.sglang.status import SGLangServerInfoRoute, SGLangStatusRou
 from eagleray.server.sglang.weights import sglang_weight_endpoints
 from eagleray.server.status import StatusRoutes
 from eagleray.server.tokens import TokenRoutes
+from eagleray.server.weight_checker import WeightCheckerRoute
 from eagleray.server.weight_routes import weight_endpoints
 
 
@@ -60,6 +61,7 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
         ).endpoints(),
         *weight_endpoints(service),
         *CollectiveRpcRoute(service, is_control=not config.serving.enable_collective_rpc).endpoints(),
+        *WeightCheckerRoute(service).endpoints(),
     ]
     if has_sglang:
         endpoints += [

@@ -6,8 +6,10 @@ built-in ones of `LLM.collective_rpc`. Made by `extension`, from a loaded worker
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -136,6 +138,20 @@ class WorkerView:
         """Load whole tensors under their names in the checkpoint, see `Model.load_weights`. Every rank takes its part.
         Return the sorted names that the model has."""
         return sorted(self.model_runner.model.load_weights((name, tensor) for name, tensor in weights))
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Return the SHA-256, in hexadecimal digits, of the memory of every tensor that this rank has, under keys such
+        as `dp0:pp0:tp0:model.norm.weight`. Tensors that are packed together have that of their common memory."""
+        place = self.parallel_config
+        pp_rank, tp_rank = divmod(self.rank, place.tensor_parallel_size)
+        prefix = f"dp{place.data_parallel_rank}:pp{pp_rank}:tp{tp_rank}:"
+        checksums: dict[str, str] = {}
+        for group in self.model_runner.model.weight_groups():
+            digest = hashlib.sha256()
+            for memory in chain.from_iterable(group.places()):
+                digest.update(memory.cpu().numpy().data)
+            checksums |= {prefix + param.name: digest.hexdigest() for param in group.params}
+        return checksums
 
     def reload_weights(
         self, weights_path: str | None = None, weights_iterator: Iterable[tuple[str, Tensor]] | None = None

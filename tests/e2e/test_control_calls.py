@@ -186,6 +186,7 @@ def test_update_from_a_directory_while_requests_are_kept(http, checkpoints):
     call(http, "/pause?mode=keep")
     before = running.received
     body = {"weight_dir": str(checkpoints[1]), "weight_version": "step-1"}
+    checksums = call(http, "/weight_checker", {"action": "checksum"})["checksums"]
     with ThreadPoolExecutor(2) as pool:  # the second one joins the first, or repeats it
         headers = {"X-Request-Id": "update-1"}
         first, second = list(pool.map(lambda _: call(http, "/update_weights", body, headers=headers), range(2)))
@@ -198,6 +199,9 @@ def test_update_from_a_directory_while_requests_are_kept(http, checkpoints):
     for index, (number, one) in enumerate(zip(before, found, strict=True)):
         if number:
             oracle(checkpoints[0]).assert_greedy([*PROMPT, 10 + index], one[: max(1, number)])
+    comparison = call(http, "/weight_checker", {"action": "compare", "baseline": checksums})
+    assert {f"dp{rank}:pp0:tp0:model.embed_tokens.weight" for rank in range(2)} <= set(comparison["mismatches"])
+    assert not comparison["match"]
     weights = info(http)
     assert (weights["update"], weights["required"], weights["weight_version"]) == (1, 1, "step-1")
     assert {(engine["weight_version"], engine["state"]) for engine in weights["engines"]} == {("step-1", "ready")}

@@ -193,6 +193,27 @@ def test_liveness_asks_every_worker(api):
     assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unresponsive")
 
 
+def test_weight_checker_compares_with_the_baseline_of_the_caller(api):
+    of_workers = [{"dp0:pp0:tp0:a": "12", "dp0:pp0:tp0:b": "34"}, {"dp0:pp0:tp1:a": "56"}]
+    api.engine.call_workers = lambda call: WorkersReturned(
+        call_id=call.call_id, values=[pack(checksums) for checksums in of_workers]
+    )
+    merged = of_workers[0] | of_workers[1]
+    assert api.post("/weight_checker", {"action": "checksum"}).json() == {"checksums": merged}
+    assert api.engine.sent[-1].method == "weight_checksums"
+    same = api.post("/weight_checker", {"action": "compare", "baseline": merged})
+    assert same.json() == {"match": True, "mismatches": []}
+    baseline = {"dp0:pp0:tp0:a": "12", "dp0:pp0:tp1:a": "57", "dp0:pp0:tp1:c": "78"}
+    other = api.post("/weight_checker", {"action": "compare", "baseline": baseline})
+    assert other.json() == {"match": False, "mismatches": ["dp0:pp0:tp0:b", "dp0:pp0:tp1:a", "dp0:pp0:tp1:c"]}
+
+
+@pytest.mark.parametrize(("body", "param"), [({"action": "compare"}, "baseline"), ({"action": "reset"}, "action")])
+def test_weight_checker_impossible_actions_are_refused(api, body, param):
+    response = api.post("/weight_checker", body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
 @pytest.mark.parametrize(
     ("state", "code"),
     [

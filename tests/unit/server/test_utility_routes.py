@@ -130,7 +130,7 @@ CONTROL_PATHS = {
         "/update_weight_version",
     ),
     *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update", "/update_weights"),
-    *("/finish_weight_update", "/abort_weight_update"),
+    *("/finish_weight_update", "/abort_weight_update", "/weight_checker"),
 }
 
 

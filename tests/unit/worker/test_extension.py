@@ -196,7 +196,7 @@ def test_extension_call_not_a_public_method_is_refused(extension, method):
     assert failure.message == (
         f"worker extension `users_module:Mine` has no public method `{method}`: it has `double`, `fail`, `rank`, "
         "`refuse`, `show`, `still`, `strange`; every worker has `check_health`, `liveness_probe`, `load_weights`, "
-        "`reload_weights`"
+        "`reload_weights`, `weight_checksums`"
     )
 
 
@@ -208,7 +208,8 @@ def test_extension_call_finds_built_in_methods_without_extension(worker):
     assert (failure.kind, failure.is_user_error) == (InvalidRequest.__name__, True)
     assert failure.message == (
         "the workers have no method `weigh`: every worker has `check_health`, `liveness_probe`, `load_weights`, "
-        "`reload_weights`; for methods of your own set the option `worker_extension_cls` to `package.module.Class`"
+        "`reload_weights`, `weight_checksums`; for methods of your own set the option `worker_extension_cls` to "
+        "`package.module.Class`"
     )
     assert worker.groups_opened == 0
 
@@ -234,7 +235,7 @@ def test_extension_load_without_constructor_makes_a_mixin(module, worker):
     assert failure_of(extension, "weigh").message == (
         "worker extension `users_module:Bare` has no public method `weigh`: it has `describe`, `liveness_probe`, "
         "`load`; every worker has `check_health`, `liveness_probe`, `load_weights`, "
-        "`reload_weights`"
+        "`reload_weights`, `weight_checksums`"
     )
 
 
