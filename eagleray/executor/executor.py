@@ -76,6 +76,7 @@ class Executor:
         self._first_of_stages = list(range(0, self.world_size, self.topology.tensor_parallel_size))
         self._last_call_id = 0
         self._replies: dict[int, dict[int, WorkerReply]] = {}  # call id -> rank -> reply, of calls not yet collected
+        self._polled: set[int] = set()  # ids of calls whose replies are polled
 
     def step(self, plan: StepPlan, *, seconds: float = STEP_TIMEOUT_SECONDS) -> PendingStep:
         """Send `plan` to every worker. The result is the reply of the rank that samples, merged with the replies of
@@ -102,17 +103,19 @@ class Executor:
     def begin(self, body: WorkerCall, reply: type[Body]) -> PendingCall[Body]:
         """Send `body` to every worker. Steps may be sent and awaited before its replies are polled."""
         call_id = self._send(body)
+        self._polled.add(call_id)
 
         def poll() -> dict[int, Body] | None:
             self.check()
             replies = self._replies[call_id]
             if len(replies) < self.world_size:
                 return None
-            del self._replies[call_id]
+            drop()
             return {rank: _expect(reply, replies[rank]) for rank in sorted(replies)}
 
         def drop() -> None:
             self._replies.pop(call_id, None)
+            self._polled.discard(call_id)
 
         return PendingCall(poll, drop)
 
@@ -124,7 +127,7 @@ class Executor:
 
     def drop_steps(self) -> None:
         """Drop the results of the steps in flight, present and future, because no one will request them."""
-        self._replies.clear()
+        self._replies = {call_id: replies for call_id, replies in self._replies.items() if call_id in self._polled}
 
     def close(self) -> None:
         """Stop the workers."""

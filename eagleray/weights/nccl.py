@@ -81,8 +81,10 @@ class NcclReceiver:
         self._communicator = communicator = NcclCommunicator(
             unique_id, rank=self._rank, size=self._info.world_size, device=self._device
         )
-        communicator.warm_up()
-        self._wait(communicator, torch.cuda.current_stream(self._device))
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(stream):  # steps of the model run in another stream and do not wait for the trainer
+            communicator.warm_up()
+        self._wait(communicator, stream)
         if self._is_closed:
             self.close()
 

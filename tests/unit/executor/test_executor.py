@@ -240,3 +240,42 @@ def test_drop_steps_late_results_are_dropped():
     executor.drop_steps()
     group.replies += [Reply(1, 0, result(1)), Reply(2, 0, MemoryMeasured(7))]
     assert executor.call(MeasureMemory(1), MemoryMeasured, timeout=1) == [MemoryMeasured(7)]
+
+
+def test_begin_replies_are_polled_while_steps_go_on():
+    group = FakeGroup(world_size=2)
+    executor = Executor(group)
+    pending = executor.begin(MeasureMemory(512), MemoryMeasured)
+    assert pending.poll() is None
+    step = executor.step(plan(7))
+    group.replies += [Reply(1, 1, MemoryMeasured(11)), Reply(2, 0, result(7))]
+    assert step.result().step == 7
+    assert pending.poll() is None
+    group.replies.append(Reply(1, 0, MemoryMeasured(10)))
+    assert pending.poll() == {0: MemoryMeasured(10), 1: MemoryMeasured(11)}
+
+
+def test_begin_replies_survive_steps_that_are_dropped():
+    group = FakeGroup()
+    executor = Executor(group)
+    pending = executor.begin(MeasureMemory(512), MemoryMeasured)
+    executor.step(plan(1))
+    executor.drop_steps()
+    group.replies += [Reply(2, 0, result(1)), Reply(1, 0, MemoryMeasured(10))]
+    assert pending.poll() == {0: MemoryMeasured(10)}
+
+
+def test_begin_dropped_call_ignores_its_replies():
+    group = FakeGroup()
+    executor = Executor(group)
+    executor.begin(MeasureMemory(512), MemoryMeasured).drop()
+    group.replies += [Reply(1, 0, MemoryMeasured(10)), Reply(2, 0, MemoryMeasured(20))]
+    assert executor.call(MeasureMemory(512), MemoryMeasured, timeout=1) == [MemoryMeasured(20)]
+
+
+def test_begin_worker_exits_poll_raises():
+    group = FakeGroup()
+    pending = Executor(group).begin(MeasureMemory(512), MemoryMeasured)
+    group.lost = "worker engine-0/worker-0: it was killed"
+    with pytest.raises(WorkerLost, match="it was killed"):
+        pending.poll()
