@@ -73,8 +73,11 @@ class Pause(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether the prefix cache is emptied; without effect in mode `keep`."""
 
 
-class Resume(msgspec.Struct, frozen=True, tag=True):
+class Resume(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End a pause. A pause that still waits ends too, with an error for its caller."""
+
+    may_sleep: bool = False
+    """Whether parts may sleep, and go on sleeping; otherwise a sleep forbids the call."""
 
 
 class Sleep(msgspec.Struct, frozen=True, kw_only=True, tag=True):

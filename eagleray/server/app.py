@@ -66,7 +66,7 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
     if has_sglang:
         endpoints += [
             *SGLangGenerateRoute(service).endpoints(),
-            *SGLangStatusRoutes(service).endpoints(),
+            *SGLangStatusRoutes(service, config).endpoints(),
             *sglang_control_endpoints(service),
             *sglang_weight_endpoints(service),
         ]

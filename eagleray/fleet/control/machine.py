@@ -12,7 +12,7 @@ from eagleray.fleet.control import operations
 from eagleray.fleet.control.control_operation import Caller, ControlOperation, key_of
 from eagleray.fleet.control.instance import Effect, EngineRecord, MemberFailed, SendAnswer, SteeredInstance
 from eagleray.fleet.control.operations import Answer, Commands, Condition, Replies, Steps
-from eagleray.fleet.control.rules import NAMES, check_state
+from eagleray.fleet.control.rules import NAMES, check_state, may_resume
 from eagleray.fleet.control.weight_sources import WeightSources
 from eagleray.fleet.control.weight_update import WeightUpdates
 from eagleray.identity import ClientId, EngineId, MemberId
@@ -249,7 +249,7 @@ class Control:
     def _make_way_for(self, request: ControlRequest) -> None:
         """End the calls that a new one cancels: `resume` a pause, `abort_weight_update` a call of the update."""
         current = self._current.request if self._current is not None else None
-        if isinstance(request, Resume) and not self.state.asleep and self.state.open_update is None:
+        if isinstance(request, Resume) and may_resume(request, self.state):
             pauses = [operation for operation in self._queue if isinstance(operation.request, Pause)]
             self._queue = [operation for operation in self._queue if operation not in pauses]
             error = WrongState("the pause was ended by resume before all engines had paused")

@@ -11,6 +11,7 @@ from eagleray.messages.control import (
     FinishWeightUpdate,
     GetWeightInfo,
     InitWeightTransfer,
+    InstanceState,
     Pause,
     ResetPrefixCache,
     Resume,
@@ -53,7 +54,7 @@ def check_state(
     is_updating, weights_sleep = state.open_update is not None, "weights" in state.asleep
     match request:
         case Resume():
-            forbidden = is_updating or bool(state.asleep)
+            forbidden = not may_resume(request, state)
         case Sleep() | InitWeightTransfer() | ShutdownWeightTransfer() | SetWeightVersion():
             forbidden = is_updating
         case WakeUp(tags=tags):
@@ -70,6 +71,11 @@ def check_state(
             forbidden = False
     if forbidden:
         raise WrongState(f"{NAMES[type(request)]} is not possible now: {_obstacle(instance)}")
+
+
+def may_resume(request: Resume, state: InstanceState) -> bool:
+    """Whether the state allows the end of a pause."""
+    return state.open_update is None and (request.may_sleep or not state.asleep)
 
 
 def _obstacle(instance: SteeredInstance) -> str:

@@ -117,7 +117,7 @@ async def resume(call: ControlCaller, given: ContinueGenerationParameters) -> Ou
             f"the weights that came during this pause are lost: {info['dropped']}. Send them again, or call /resume to "
             "generate with the weights from before"
         )
-    await call(Resume())
+    await call(Resume(may_sleep=True))  # the cache may sleep while weights are pushed
     return Outcome(message="Generation continues.")
 
 

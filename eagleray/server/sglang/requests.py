@@ -91,6 +91,7 @@ class SGLangGenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=
     routed_experts_start_len: Annotated[int | None, Meta(description="First position to report.")] = None
     session_id: Annotated[str | None, Meta(description="Requests of a session go to the same engine.")] = None
     routed_dp_rank: Annotated[int | None, Meta(description="Rank of the engine that the request must go to.")] = None
+    data_parallel_rank: Annotated[int | None, Meta(description="Another name of `routed_dp_rank`.")] = None
     priority: int | None = None
     cache_salt: str | None = None
     model: str | None = None
@@ -158,7 +159,7 @@ def split_batch(body: SGLangGenerateRequest, request_id: str) -> tuple[list[SGLa
             return_routed_experts=bool(body.return_routed_experts),
             routed_experts_start_len=body.routed_experts_start_len or 0,
             session_id=body.session_id,
-            rank=body.routed_dp_rank,
+            rank=body.routed_dp_rank if body.routed_dp_rank is not None else body.data_parallel_rank,
             model=body.model,
             stream=body.stream,
             priority=body.priority,

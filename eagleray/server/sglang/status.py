@@ -35,6 +35,16 @@ class SGLangServerInfo(ServerInfo, frozen=True, kw_only=True):
     enable_return_routed_experts: bool
 
 
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The model, for routers."""
+
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool = True
+    weight_version: str
+    architectures: list[str]
+
+
 class EngineRequests(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of one engine, as it last reported them."""
 
@@ -75,13 +85,31 @@ class SGLangServerInfoRoute(ServerInfoRoute):
 
 
 class SGLangStatusRoutes:
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, config: Config) -> None:
         self._service = service
+        self._tokenizer_path = config.model.tokenizer or service.model_root
 
     def endpoints(self) -> list[Endpoint]:
         loads = Operation(self.loads, "The requests of each engine.", response=Loads)
         health = Operation(self.health, "Whether a token can be generated.", error_statuses=(503, 504))
-        return [Endpoint("/v1/loads", get=loads), Endpoint("/health_generate", get=health)]
+        model = Operation(self.model, "The model.", response=ModelInfo)
+        return [
+            Endpoint("/v1/loads", get=loads),
+            Endpoint("/health_generate", get=health),
+            *(Endpoint(path, get=model) for path in ("/model_info", "/get_model_info")),
+        ]
+
+    async def model(self, request: Request) -> Response:
+        service = self._service
+        info = service.client.engine_info
+        return json_response(
+            ModelInfo(
+                model_path=service.model_root,
+                tokenizer_path=self._tokenizer_path,
+                weight_version=service.client.state.weight_version,
+                architectures=[] if info is None else [info.architecture],
+            )
+        )
 
     async def loads(self, request: Request) -> Response:
         stats = sorted(self._service.client.stats.values(), key=lambda one: one.engine.rank)

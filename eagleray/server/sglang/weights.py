@@ -14,6 +14,7 @@ from msgspec import Meta
 from eagleray.client.control_requests import update_request
 from eagleray.errors import InvalidRequest
 from eagleray.messages.control import (
+    AbortRequests,
     AbortWeightUpdate,
     FinishWeightUpdate,
     GetWeightInfo,
@@ -55,7 +56,7 @@ class UpdateDetails(ControlParameters, kw_only=True):
     flush_cache: Annotated[bool, Meta(description="No effect: cached prompts of older weights are not used again.")] = (
         True
     )
-    abort_all_requests: Annotated[bool, Meta(description="Only false: pause with mode abort instead.")] = False
+    abort_all_requests: Annotated[bool, Meta(description="End all requests first.")] = False
     torch_empty_cache: Annotated[bool, Meta(description="No effect.")] = False
 
 
@@ -147,7 +148,6 @@ async def destroy_group(call: ControlCaller, given: DestroyGroupParameters) -> O
 
 
 async def update_from_distributed(call: ControlCaller, given: DistributedParameters) -> Outcome:
-    _check_details(given)
     fields = {
         "names": given.names,
         "dtype_names": given.dtypes,
@@ -156,6 +156,7 @@ async def update_from_distributed(call: ControlCaller, given: DistributedParamet
         "packed": False,
     }
     update = UpdateWeights(update_info=pack(fields, name="update_info"), weight_version=given.weight_version)
+    await _abort_requests(call, given)
     info = await call(GetWeightInfo())
     is_open = info["state"] == "updating"
     if not is_open:
@@ -168,7 +169,7 @@ async def update_from_distributed(call: ControlCaller, given: DistributedParamet
 
 
 async def update_from_disk(call: ControlCaller, given: DiskParameters) -> DiskOutcome:
-    _check_details(given)
+    await _abort_requests(call, given)
     request = update_request({"weight_dir": given.model_path, "weight_version": given.weight_version})
     answer = await call(request)
     return DiskOutcome(message=f"The weights have version {answer['weight_version']}.")
@@ -204,9 +205,6 @@ async def get_version(call: ControlCaller, given: ControlParameters) -> VersionO
     return VersionOutcome(info["weight_version"])
 
 
-def _check_details(given: UpdateDetails) -> None:
+async def _abort_requests(call: ControlCaller, given: UpdateDetails) -> None:
     if given.abort_all_requests:
-        raise InvalidRequest(
-            "`abort_all_requests` is not supported: call /pause_generation before and /continue_generation after",
-            param="abort_all_requests",
-        )
+        await call(AbortRequests())

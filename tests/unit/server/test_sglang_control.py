@@ -62,7 +62,7 @@ def steered(served):
             {"mode": "retract"},
             [Pause(mode="keep", clear_cache=False), ResetPrefixCache(reset_running_requests=True)],
         ),
-        ("/continue_generation", {}, [Resume()]),
+        ("/continue_generation", {}, [Resume(may_sleep=True)]),
         ("/abort_request", {"rid": "a"}, [AbortRequests(request_ids=["a"])]),
         ("/abort_request", {"abort_all": True}, [AbortRequests()]),
         ("/flush_cache", None, [ResetPrefixCache()]),
@@ -82,6 +82,11 @@ def steered(served):
             "/update_weights_from_disk",
             {"model_path": "/w", "weight_version": "7", "load_format": "auto"},
             [UpdateWeights(weight_dir="/w", weight_version="7")],
+        ),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "/w", "abort_all_requests": True},
+            [AbortRequests(), UpdateWeights(weight_dir="/w")],
         ),
         ("/begin_weight_update", None, [StartWeightUpdate()]),
     ],
@@ -131,6 +136,20 @@ def test_updates_of_a_pause_are_one_that_continue_commits(steered):
     assert kinds == [StartWeightUpdate, UpdateWeights, UpdateWeights, FinishWeightUpdate, Resume]
     assert steered.fleet.control.state.update == 1
     assert steered.get("/get_weight_version")[1] == {"weight_version": "5"}
+
+
+def test_updates_come_while_the_cache_sleeps(steered):
+    """As a trainer does that shares the GPUs: the weights wake first, and the cache after the update."""
+    steered.post("/init_weights_update_group", GROUP)
+    steered.post("/release_memory_occupation", {})
+    steered.post("/resume_memory_occupation", {"tags": ["weights"]})
+    steered.post("/pause_generation", {})
+    steered.post("/update_weights_from_distributed", TENSORS | {"weight_version": "9"})
+    assert steered.post("/continue_generation", {})[0] == 200
+    state = steered.fleet.control.state
+    assert (state.asleep, state.pause, state.weight_version) == (("kv_cache",), None, "9")
+    steered.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+    assert steered.fleet.control.state.name == "serving"
 
 
 def test_begin_and_end_enclose_one_update(steered):
@@ -199,7 +218,6 @@ def test_failure_of_an_engine_is_an_answer_without_success(steered):
         ("/abort_request", {}, "give the `rid`"),
         ("/pause_generation", {"mode": "keep"}, "supported: abort, in_place, retract"),
         ("/update_weights_from_tensor", {"serialized_named_tensors": ["x"]}, "a pickle can run any code"),
-        ("/update_weights_from_disk", {"model_path": "/w", "abort_all_requests": True}, "/pause_generation before"),
         ("/update_weights_from_distributed", TENSORS | {"load_format": "flattened_bucket"}, "`load_format`"),
         ("/update_weights_from_disk", {}, "`model_path` is missing"),
         ("/weights_checker", {"action": "snapshot"}, "'snapshot' is not supported"),
@@ -222,6 +240,13 @@ def test_server_info_has_the_shape_of_the_instance(tmp_path):
             assert {name: info[name] for name in expected} == expected
             assert info["ranks"] == [0, 1, 2]
             assert info["enable_memory_saver"] is False
+
+
+def test_model_info_names_model_and_version(steered, served):
+    for path in ("/model_info", "/get_model_info"):
+        info = served.get(path).json()
+        assert (info["is_generation"], info["weight_version"], info["architectures"]) == (True, "default", ["Tiny"])
+        assert info["model_path"] == info["tokenizer_path"] == served.config.model.model
 
 
 def test_loads_has_the_requests_of_each_engine(served):

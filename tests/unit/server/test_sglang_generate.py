@@ -285,3 +285,16 @@ def test_generate_client_disconnects_ends_all_requests_of_the_batch(sglang):
     sent = sglang.run(disconnect())
     assert len(sent) == 2
     assert sorted(sglang.engine.aborted) == sorted(sent)
+
+
+def test_generate_without_a_tokenizer_answers_tokens(tmp_path):
+    with serving(write_checkpoint(tmp_path), enable_sglang_api=True, skip_tokenizer_init=True) as api:
+
+        def script(message):
+            yield EngineChunk(request_id=message.request_id, token_ids=[9], finish_reason=FinishReason.LENGTH)
+
+        api.engine.script = script
+        answer = generate(api, sampling_params={"max_new_tokens": 1}, return_logprob=False)
+        assert (answer["text"], answer["output_ids"]) == ("", [9])
+        for fields in ({"text": "hello"}, {"return_text_in_logprobs": True}, {"sampling_params": {"stop": "x"}}):
+            generate(api, status=400, **fields)
