@@ -6,6 +6,7 @@ key, and gets a header, the bytes, and a last byte that says whether the weights
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import secrets
@@ -89,29 +90,62 @@ def serve_storage(
     return msgspec.msgpack.encode(StorageHandle(host, listening.getsockname()[1], key))
 
 
-def fetch_storage(packed_handle: bytes, storage: Sequence[Tensor], header: StorageHeader, *, timeout: float) -> int:
-    """Overwrite `storage` with the weights that another worker serves, and return their bytes. `header`: the layout and
-    the number that they must have.
+class StorageFetch:
+    """Overwrites `storage` with the weights that another worker serves. `header`: the layout and the number that they
+    must have. `timeout` limits each wait, in seconds."""
 
-    Raises `WeightsMismatch` if they have another one, and `TransferBroken` if they end too soon; `storage` is a mixture
-    then.
-    """
-    handle = msgspec.msgpack.decode(packed_handle, type=StorageHandle)
-    try:
-        with socket.create_connection((handle.host, handle.port), timeout=timeout) as connection:
-            connection.sendall(handle.key)
-            length = int.from_bytes(_receive(connection, LENGTH_BYTES), "big")
-            offered = msgspec.msgpack.decode(_receive(connection, length), type=StorageHeader)
-            if offered != header:
-                raise WeightsMismatch(f"the other engine has weights of another layout or update: {offered}")
-            for part in storage:
-                for piece in part.split(PIECE_BYTES):
-                    _receive_into(connection, piece)
-            if _receive(connection, 1) != UNCHANGED:
-                raise TransferBroken("the other engine changed its weights while it sent them")
-    except (OSError, msgspec.MsgspecError) as error:
-        raise TransferBroken(f"the worker of another engine at {handle.host} did not send weights: {error}") from error
-    return header.num_bytes
+    def __init__(
+        self, packed_handle: bytes, storage: Sequence[Tensor], header: StorageHeader, *, timeout: float
+    ) -> None:
+        self._packed_handle = packed_handle
+        self._storage = storage
+        self._header = header
+        self._timeout = timeout
+        self._connection: socket.socket | None = None
+        self._is_closed = False
+
+    def run(self) -> int:
+        """Fetch the weights, and return their bytes.
+
+        Raises `WeightsMismatch` if they are others, and `TransferBroken` if they end too soon, or after `close`;
+        `storage` is a mixture then.
+        """
+        handle = msgspec.msgpack.decode(self._packed_handle, type=StorageHandle)
+        try:
+            with socket.create_connection((handle.host, handle.port), timeout=self._timeout) as connection:
+                self._connection = connection
+                self._check_open()  # `close` has either seen the connection, or is seen here
+                self._receive(connection, handle.key)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise TransferBroken(
+                f"the worker of another engine at {handle.host} did not send weights: {error}"
+            ) from error
+        self._check_open()
+        return self._header.num_bytes
+
+    def close(self) -> None:
+        """Write nothing to `storage` any longer, but for the piece that is being written. From any thread."""
+        self._is_closed = True
+        if self._connection is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _receive(self, connection: socket.socket, key: bytes) -> None:
+        connection.sendall(key)
+        length = int.from_bytes(_receive(connection, LENGTH_BYTES), "big")
+        offered = msgspec.msgpack.decode(_receive(connection, length), type=StorageHeader)
+        if offered != self._header:
+            raise WeightsMismatch(f"the other engine has weights of another layout or update: {offered}")
+        for part in self._storage:
+            for piece in part.split(PIECE_BYTES):
+                self._check_open()
+                _receive_into(connection, piece)
+        if _receive(connection, 1) != UNCHANGED:
+            raise TransferBroken("the other engine changed its weights while it sent them")
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TransferBroken("fetching the weights of another engine was broken off")
 
 
 def _send(

@@ -48,7 +48,7 @@ from eagleray.weights.receiver import (
     open_receiver,
 )
 from eagleray.weights.tensors import SentTensor
-from eagleray.worker.storage_transfer import SharedStorage, fetch_storage, serve_storage
+from eagleray.worker.storage_transfer import SharedStorage, StorageFetch, serve_storage
 from eagleray.worker.timeouts import TRANSFER_STOP_SECONDS
 
 logger = get_logger(__name__)
@@ -99,6 +99,8 @@ class TransferTask:
 
     thread: threading.Thread
     is_collective: bool
+    close: Callable[[], None]
+    """Keeps the thread from any further effect on the weights that steps read."""
     num_tensors: int = 0
     num_bytes: int = 0
     fingerprint: str = ""
@@ -206,7 +208,14 @@ class WeightUpdater:
             return TransferProgress(is_done=True, failure=Failure.of(error))
         return self._task.progress()
 
-    def _run(self, name: str, work: Callable[[TransferTask], None], *, is_collective: bool) -> TransferTask:
+    def _run(
+        self,
+        name: str,
+        work: Callable[[TransferTask], None],
+        *,
+        is_collective: bool,
+        close: Callable[[], None] = lambda: None,
+    ) -> TransferTask:
         def run() -> None:
             try:
                 with torch.inference_mode():
@@ -218,7 +227,7 @@ class WeightUpdater:
             task.is_done = True
 
         # a daemon, because gloo cannot be interrupted while it waits for another rank
-        task = TransferTask(threading.Thread(target=run, name=name, daemon=True), is_collective)
+        task = TransferTask(threading.Thread(target=run, name=name, daemon=True), is_collective, close)
         task.thread.start()
         return task
 
@@ -229,6 +238,7 @@ class WeightUpdater:
         if task is None or task.is_done:
             return
         self._close_receiver()
+        task.close()
         task.thread.join(TRANSFER_STOP_SECONDS)
         self._break_off()
 
@@ -387,12 +397,14 @@ class WeightUpdater:
         self._number = None
         header, tensors = storage.header(call.number), storage.tensors()
 
-        def fetch(task: TransferTask) -> None:
-            task.num_bytes = fetch_storage(call.handles[self._rank], tensors, header, timeout=call.timeout)
+        fetch = StorageFetch(call.handles[self._rank], tensors, header, timeout=call.timeout)
+
+        def run(task: TransferTask) -> None:
+            task.num_bytes = fetch.run()
             task.num_tensors = len(tensors)
             self._number = call.number
 
-        return self._run("weights-fetch", fetch, is_collective=False)
+        return self._run("weights-fetch", run, is_collective=False, close=fetch.close)
 
     def on_weights_dropped(self) -> None:
         """Note that the weights were dropped to sleep."""

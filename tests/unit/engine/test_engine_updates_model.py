@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import socket
+import threading
 import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -50,6 +53,13 @@ class StartedModel:
 
     def close(self) -> None:
         self._executor.close()
+
+
+def wait_for_threads(name: str) -> None:
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join(TIMEOUT)
+            assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +238,32 @@ def test_copy_with_another_key_is_refused(started: StartedModel, updated: Starte
     wrong = msgspec.msgpack.encode(msgspec.structs.replace(handle, key=b"x" * len(handle.key)))
     failure = fetch(started.updates, FetchWeights(update=3, handles=[wrong]))
     assert isinstance(failure, Failure) and "was closed too soon" in failure.message
+
+
+def test_copy_broken_off_writes_nothing_any_longer(updated: StartedModel, expected: list[bytes]) -> None:
+    """The source stalls after the first bytes, and goes on when the weights have come from another one."""
+    copying = StartedModel(DEMO_MODEL_DIR)
+    handle = msgspec.msgpack.decode(offer(updated.updates, 3)[0], type=StorageHandle)
+    with (
+        socket.create_connection((handle.host, handle.port)) as offered,
+        socket.create_server(("127.0.0.1", 0)) as stalling,
+    ):
+        offered.sendall(handle.key)
+        start = b"".join(iter(lambda: offered.recv(4096), b""))[:1000]
+        stalled = StorageHandle("127.0.0.1", stalling.getsockname()[1], handle.key)
+        command = FetchWeights(update=3, handles=[msgspec.msgpack.encode(stalled)])
+        fetching = copying.updates.fetch(command, TIMEOUT, is_cancelled=lambda: False)
+        next(fetching)
+        connection, _ = stalling.accept()
+        with connection:
+            connection.sendall(start)
+            fetching.close()
+            assert fetch(copying.updates, FetchWeights(update=3, handles=offer(updated.updates, 3))) == {"update": 3}
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(bytes(sum(map(len, expected))))
+            wait_for_threads("weights-fetch")
+    assert copying.memory() == expected
+    copying.close()
 
 
 def test_copy_of_a_model_of_another_layout_is_refused(updated: StartedModel) -> None:
