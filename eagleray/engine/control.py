@@ -289,13 +289,14 @@ class EngineControl:
 
     def _reset_prefix_cache(self, reset_running_requests: bool) -> Execution:
         scheduler = self._core.scheduler
-        if reset_running_requests or scheduler.stats().num_running == 0:
-            yield from self._stop()  # steps in flight have blocks, also those of requests that have just finished
-        if reset_running_requests:
-            scheduler.preempt_all()
-        success = scheduler.reset_prefix_cache()
-        self._continue()
-        return {"success": success}
+        try:
+            if reset_running_requests or scheduler.stats().num_running == 0:
+                yield from self._stop()  # steps in flight have blocks, also those of requests that have just finished
+            if reset_running_requests:
+                scheduler.preempt_all()
+            return {"success": scheduler.reset_prefix_cache()}
+        finally:
+            self._continue()  # also at the deadline, since no later command would
 
 
 def _drains(before: InstanceState, state: InstanceState) -> bool:

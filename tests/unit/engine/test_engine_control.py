@@ -316,6 +316,13 @@ def test_reset_prefix_cache_running_request_is_reset_or_refuses(resets_running):
     assert run.tokens("a") == [5, 6, 7, 8, 9, 10, 11, 12, 13]
 
 
+def test_reset_prefix_cache_deadline_in_a_step_requests_go_on():
+    body = ResetPrefixCache(reset_running_requests=True)
+    run = Run(generate("a"), at={2: [command(1, body, timeout=0.0)]}, executor="processes")
+    assert run.replies[1].failure is not None
+    assert run.tokens("a") == [5, 6, 7, 8, 9, 10]
+
+
 def test_reset_prefix_cache_after_the_last_request_waits_for_the_step_in_flight():
     """The step after the last token of a request was planned before that token was known, and has its blocks."""
     stop = msgspec.structs.replace(generate("a"), stopping=Stopping(max_tokens=50, stop_token_ids=(8,)))
