@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request
 
 from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
@@ -20,11 +21,20 @@ from eagleray.server.body import UNSUPPORTED, Null
 from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions, Timeout
 from eagleray.server.generation import Generation, GenerationGroup, Usage
 from eagleray.server.generation_route import ParsedRequest
-from eagleray.server.logprobs import GenerateLogprobs, PromptLogprobList, generate_logprobs
+from eagleray.server.logprobs import (
+    ChatLogprobs,
+    GenerateLogprobs,
+    PromptLogprobList,
+    chat_logprobs,
+    generate_logprobs,
+)
 from eagleray.server.routed_experts import RoutedExpertsField, RoutedExpertsFormat, routed_experts
+from eagleray.server.service import Service
 from eagleray.server.weight_versions import WeightVersionsField
 
 OutputMode = Literal["tokens", "text"]
+
+AnyLogprobs = GenerateLogprobs | ChatLogprobs
 
 NoParams = Annotated[
     Annotated[dict[str, Any], Meta(max_length=0)] | None,
@@ -88,7 +98,13 @@ class GenerateChoice(msgspec.Struct, kw_only=True):
     index: int
     token_ids: list[int]
     text: Annotated[str | UnsetType, Meta(description="With `output_mode` text.")] = UNSET
-    logprobs: GenerateLogprobs | None = None
+    logprobs: Annotated[
+        Any,
+        Meta(
+            description="null, or by token ids. With `output_mode` text those of /v1/chat/completions.",
+            extra_json_schema={"anyOf": [{"type": "object"}, {"type": "null"}]},
+        ),
+    ] = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     routed_experts: RoutedExpertsField = UNSET
@@ -120,9 +136,14 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
     body_type = GenerateRequest
     response_type = GenerateResponse
     chunk_type = GenerateResponse
-    logprobs_type = GenerateLogprobs
+    logprobs_type: type[msgspec.Struct] = GenerateLogprobs
     gives_msgpack = True
     field_names = FIELD_NAMES
+
+    def __init__(self, service: Service, body: GenerateRequest, request: Request) -> None:
+        super().__init__(service, body, request)
+        if self._shows_text:
+            self.logprobs_type = ChatLogprobs
 
     def _sampling_params(self) -> SamplingParams:
         fields = self.body.sampling_params
@@ -156,11 +177,12 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
     async def _make_prompts(self) -> list[Prompt]:
         return [Prompt(token_ids=self.body.token_ids)]
 
-    def _logprobs(self, generation: Generation, delta: CompletionDelta) -> GenerateLogprobs:
-        return generate_logprobs(delta, self.task.params.logprobs or 0)
+    def _logprobs(self, generation: Generation, delta: CompletionDelta) -> AnyLogprobs:
+        k = self.task.params.logprobs or 0
+        return chat_logprobs(delta, k, self.service.tokenizer) if self._shows_text else generate_logprobs(delta, k)
 
     async def _choice(
-        self, generation: Generation, output: CompletionOutput, logprobs: GenerateLogprobs | None
+        self, generation: Generation, output: CompletionOutput, logprobs: AnyLogprobs | None
     ) -> GenerateChoice:
         return self._make_choice(output, logprobs)
 
@@ -193,9 +215,7 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
         logprobs = await self._prompt_logprobs(generation, self.task.params.prompt_logprobs)
         response.prompt_logprobs = None if logprobs is UNSET else logprobs
 
-    def _make_choice(
-        self, part: CompletionDelta | CompletionOutput, logprobs: GenerateLogprobs | None
-    ) -> GenerateChoice:
+    def _make_choice(self, part: CompletionDelta | CompletionOutput, logprobs: AnyLogprobs | None) -> GenerateChoice:
         choice = GenerateChoice(
             index=part.index,
             token_ids=part.token_ids,

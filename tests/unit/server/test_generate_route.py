@@ -175,6 +175,16 @@ def test_generate_body_of_a_client_of_vllm_is_accepted(api):
     assert api.engine.requests[-1].skip_reading_prefix_cache
 
 
+def test_generate_output_mode_text_names_tokens_by_text(api):
+    body = {"token_ids": [5], "sampling_params": {"max_tokens": 2, "logprobs": 2}, "output_mode": "text"}
+    logprobs = generate(api, **body)["choices"][0]["logprobs"]
+    chat = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2, "max_tokens": 2}
+    assert logprobs == api.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]
+    assert [entry["token"] for entry in logprobs["content"]] == ["hello", " world"]
+    events = api.events(PATH, body)
+    assert [one for event in events for one in event["choices"][0]["logprobs"]["content"]] == logprobs["content"]
+
+
 def test_generate_output_mode_text_adds_the_text(api):
     body = {"sampling_params": {"max_tokens": 2}, "output_mode": "text"}
     answer = generate(api, **body)
