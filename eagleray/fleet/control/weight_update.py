@@ -68,11 +68,12 @@ class WeightUpdates:
         self.dropped_because: Exception | None = None
         """Error with which the last update was dropped, for further calls of the trainer until it starts another."""
         self._dropped_at: float | None = None
-        """Time of that, unless the trainer asked for it."""
+        """Time of that, if tensors had come, unless the trainer asked for it."""
 
     @property
     def dropped_in_pause(self) -> str | None:
-        """Why the last update was dropped, if that was in the pause that lasts and no other one was opened since."""
+        """Why the last update was dropped with the tensors that had come, if that was in the pause that lasts and no
+        other one was opened since."""
         instance = self._instance
         if instance.state.pause is None or self._dropped_at is None or self._dropped_at < instance.since["pause"]:
             return None
@@ -88,7 +89,8 @@ class WeightUpdates:
     def drop(self, cause: Exception) -> None:
         """Close the open update without a commit."""
         if self._instance.state.open_update is not None:
-            self.dropped_because, self._dropped_at = cause, self._instance.now
+            self.dropped_because = cause
+            self._dropped_at = self._instance.now if self.received.num_calls else None
             self._instance.drop_update()
 
     # The transfer.

@@ -184,6 +184,14 @@ def test_continue_after_lost_weights_is_possible_with_resume(steered):
     assert steered.post("/continue_generation", {})[0] == 200
 
 
+def test_continue_after_an_update_without_weights_is_refused_once(steered):
+    steered.post("/pause_generation", {})
+    steered.post("/begin_weight_update")
+    status, answer = steered.post("/continue_generation", {})
+    assert (status, answer["error"]["code"]) == (400, "weights_mismatch")
+    assert steered.post("/continue_generation", {})[0] == 200
+
+
 def test_init_group_drops_the_update_of_a_trainer_that_died(steered):
     steered.post("/init_weights_update_group", GROUP)
     steered.post("/pause_generation", {})
