@@ -216,7 +216,7 @@ def _load(options: argparse.Namespace, server: Server, surroundings: Surrounding
     )
     steering = None
     if options.steer:
-        steering = Steering(server.url, every=options.every / 2, rng=random.Random(options.seed))
+        steering = Steering(server.url, rng=random.Random(options.seed))
     began = time.monotonic()
     got = asyncio.run(_run_load_with_faults(server, requests, injector, steering, options.concurrency))
     if steering is not None:
@@ -250,7 +250,7 @@ async def _run_load_with_faults(
     if steering is not None:
         disturbing.append(asyncio.create_task(steering.run()))
     try:
-        return await run_load(
+        outcomes = await run_load(
             server.url, requests, concurrency=concurrency, may_have_hit_api_server=injector.may_have_hit_api_server
         )
     finally:
@@ -258,8 +258,9 @@ async def _run_load_with_faults(
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        if steering is not None:
-            await steering.finish()
+    if steering is not None:
+        await steering.finish()
+    return outcomes
 
 
 def _failures(outcomes: Sequence[ChaosOutcome]) -> list[str]:

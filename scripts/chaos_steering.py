@@ -7,6 +7,7 @@ is replaced needs the next one before it serves. Calls are repeated under their 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 import uuid
@@ -14,9 +15,13 @@ from collections import Counter
 from typing import Any
 
 import httpx
+from chaos_server import ChaosFailed
 
 CALL_SECONDS = 90.0
 """Longest time of a call. Engines that are stopped or starting delay it."""
+
+STEER_SECONDS = 1.5
+"""Time between two kinds of calls, on the average."""
 
 PAUSE_SECONDS = 0.3
 
@@ -27,11 +32,10 @@ EXPECTED_STATUSES = (409, 503, 504)
 
 
 class Steering:
-    """Makes a random control call about `every` seconds until it is cancelled. `url` ends in /v1."""
+    """Makes control calls, the kinds in turns, until it is cancelled. `url` ends in /v1."""
 
-    def __init__(self, url: str, *, every: float, rng: random.Random) -> None:
+    def __init__(self, url: str, *, rng: random.Random) -> None:
         self._url = url.removesuffix("/v1")
-        self._every = every
         self._rng = rng
         self.calls: Counter[str] = Counter()
         """Number of calls that succeeded, and of those that did not with their status."""
@@ -39,10 +43,9 @@ class Steering:
         """Answers that no fault explains."""
 
     async def run(self) -> None:
-        while True:
-            await asyncio.sleep(self._every * self._rng.uniform(0.5, 1.5))
+        for steer in itertools.cycle((self._pause, self._update, self._sleep, self._update)):
+            await asyncio.sleep(self._rng.uniform(0.5, 1.5) * STEER_SECONDS)
             async with self._client() as http:
-                steer = self._rng.choice((self._pause, self._sleep, self._update, self._update))
                 await steer(http)
 
     async def finish(self) -> None:
@@ -96,8 +99,11 @@ class Steering:
     ) -> httpx.Response:
         """Repeat a request until a server answers. Repetitions of a call have its id, so it is executed once."""
         headers = {"X-Request-Id": uuid.uuid4().hex}
+        deadline = time.monotonic() + CALL_SECONDS
         while True:
             try:
                 return await http.request(method, path, json=body, headers=headers)
-            except httpx.TransportError:
+            except httpx.TransportError as error:
+                if time.monotonic() > deadline:
+                    raise ChaosFailed(f"no API server answers {path}: {error!r}") from error
                 await asyncio.sleep(REPEAT_SECONDS)

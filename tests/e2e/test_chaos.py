@@ -44,11 +44,11 @@ def test_chaos_processes_killed_no_request_fails_or_changes(checkpoint, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("sharing", [(), ("--expert-parallel",)], ids=["alone", "experts"])
-def test_chaos_steered_meanwhile_no_request_fails_or_changes(tmp_path, sharing):
+@pytest.mark.parametrize(("sharing", "every"), [((), "4"), (("--expert-parallel",), "8")], ids=["alone", "experts"])
+def test_chaos_steered_meanwhile_no_request_fails_or_changes(tmp_path, sharing, every):
     """Pauses, sleeps and updates go on while processes are killed."""
-    options = ("--requests", "100", "--concurrency", "6", "--every", "4", "--settled", "4", "--heartbeat-timeout", "2")
-    report = chaos(tmp_path / "log", "--steer", *options, *sharing, seconds=380)
+    options = ("--requests", "100", "--concurrency", "6", "--every", every, "--settled", every)
+    report = chaos(tmp_path / "log", "--steer", *options, *sharing, "--heartbeat-timeout", "2", seconds=380)
     check(report, 100)
     assert {"pause", "resume", "sleep", "wake_up", "update_weights"} <= report["control_calls"].keys()
 
