@@ -129,7 +129,7 @@ def sglang_weight_endpoints(service: Service) -> list[Endpoint]:
             response=VersionOutcome,
         ),
         sglang_endpoint(
-            "/weights_checker", service, WeightsCheckerParameters, refuse_check, "Refused: weights are not compared."
+            "/weights_checker", service, WeightsCheckerParameters, refuse_check, "Refused: no snapshots are kept."
         ),
     ]
 
@@ -186,7 +186,9 @@ async def refuse_tensors(call: ControlCaller, given: TensorParameters) -> Outcom
 
 async def refuse_check(call: ControlCaller, given: WeightsCheckerParameters) -> Outcome:
     raise InvalidRequest(
-        f"the action {given.action[:40]!r} is not supported: weights are not compared or overwritten", param="action"
+        f"the action {given.action[:40]!r} is not supported, because no snapshots of weights are kept: /weight_checker "
+        "returns checksums, and compares others with them",
+        param="action",
     )
 
 
