@@ -122,8 +122,7 @@ class EngineLoop:
     def _handle_messages(self) -> None:
         """Handle every message that has arrived. An idle engine waits for one and checks its workers meanwhile."""
         is_idle = not self._stepper.is_busy
-        idle_seconds = TRANSFER_POLL_SECONDS if self._control.is_busy else IDLE_POLL_SECONDS
-        message = self._receive(idle_seconds if is_idle else 0)
+        message = self._receive(self._idle_seconds if is_idle else 0)
         if is_idle:
             self._core.executor.check()
             self._check_connections()
@@ -176,8 +175,13 @@ class EngineLoop:
             case Left() | Attach():
                 pass  # the stepper handles the engines of its expert group; this engine is attached already
 
+    @property
+    def _idle_seconds(self) -> float:
+        """Time for which an idle engine waits for a message."""
+        return TRANSFER_POLL_SECONDS if self._control.is_busy else IDLE_POLL_SECONDS
+
     def _execute_commands(self) -> None:
-        if self._control.advance(time.monotonic()):
+        if self._control.is_busy and self._control.advance(time.monotonic()):
             self._stats_due = 0.0
 
     def _add(self, request: Generate) -> None:

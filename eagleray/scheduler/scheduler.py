@@ -331,7 +331,7 @@ class Scheduler:
 
     def _admit_waiting(self, draft: StepDraft) -> None:
         self._waiting.release_suspect(self._in_flight)
-        while self._running.has_free and draft.budget > 0 and (request := self._waiting.first()) is not None:
+        while (request := self._waiting.first()) is not None and self._running.has_free and draft.budget > 0:
             cached = self._cache.lookup(request)
             # There must be room for the whole prompt, although its first chunk needs less: otherwise the request would
             # soon be preempted for the rest.

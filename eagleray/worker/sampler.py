@@ -245,7 +245,7 @@ class HostSampler(TokenSampler[HostPlan]):
         self, logits: Tensor, highest: Tensor, reported: IntArray, chosen: Tensor, step: _Batch
     ) -> dict[int, TokenLogprobs]:
         at = self._tensor(reported)
-        settings = self._state.draw_settings(step.rows[reported], np.zeros(len(reported)))
+        settings = self._state.process_settings(step.rows[reported])
         adjusted = logits[at]
         processed = self._random_sampler.process(adjusted, highest[at], settings, chosen[at])
         return self._report(adjusted, processed, reported, chosen, step)

@@ -112,11 +112,15 @@ class SamplingState:
             self.penalties.free_row(row)
 
     def draw_settings(self, rows: IntArray, uniforms: npt.NDArray[np.float64]) -> DrawSettings:
-        """Return the parameters of draws for `rows` [n] with these uniform numbers. A greedy row has a temperature of
-        1 and drops nothing."""
+        """Return the parameters of draws for `rows` [n], none of them greedy, with these uniform numbers."""
+        return DrawSettings(uniforms, self.temperature[rows], self.min_p[rows], self.top_k[rows], self.top_p[rows])
+
+    def process_settings(self, rows: IntArray) -> DrawSettings:
+        """Return the parameters by which the logits of `rows` [n] are processed. A greedy row has a temperature of 1
+        and drops nothing."""
         is_greedy = self.temperature[rows] < GREEDY_BELOW
         return DrawSettings(
-            uniforms,
+            np.zeros(len(rows)),
             np.where(is_greedy, np.float32(1), self.temperature[rows]),
             np.where(is_greedy, 0.0, self.min_p[rows]),
             np.where(is_greedy, self.vocab_size, self.top_k[rows]),
