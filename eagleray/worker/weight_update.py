@@ -8,14 +8,13 @@ weights were written halfway must not compute.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from eagleray.errors import EagleRayError, InvalidRequest, NotFound, TransferBroken, WeightsMismatch, WrongState
+from eagleray.errors import EagleRayError, InvalidRequest, TransferBroken, WeightsMismatch, WrongState
 from eagleray.log import get_logger
 from eagleray.messages.failure import Failure
 from eagleray.messages.plain import unpack
@@ -39,7 +38,6 @@ from eagleray.messages.weight_transfer import (
     UpdateChecked,
 )
 from eagleray.parallel.rendezvous import LOOPBACK
-from eagleray.weights.disk import directory_fingerprint
 from eagleray.weights.receiver import (
     GROUPLESS,
     ReceiverPosition,
@@ -47,7 +45,7 @@ from eagleray.weights.receiver import (
     default_backend,
     open_receiver,
 )
-from eagleray.weights.tensors import SentTensor
+from eagleray.worker.staged_update import OpenUpdate, StartStaging, check_fingerprint, check_tensors
 from eagleray.worker.storage_transfer import SharedStorage, StorageFetch, serve_storage
 from eagleray.worker.timeouts import TRANSFER_STOP_SECONDS
 
@@ -55,42 +53,6 @@ logger = get_logger(__name__)
 
 SHOWN_NAMES = 3
 """Names of weights that an error shows."""
-
-
-class StagedUpdate(Protocol):
-    """The weights of an update at one rank. Made by the model, used by one thread at a time."""
-
-    def check(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise `WeightsMismatch` unless some rank has a place for tensors of these names, shapes and dtypes. Their
-        elements are not read."""
-        ...
-
-    def add(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take this rank's shards of whole tensors, which may change after the call. Returns the names that the model
-        has. Raises `WeightsMismatch`."""
-        ...
-
-    def missing(self) -> Sequence[str]:
-        """Return the names without which tensors that came cannot be used."""
-        ...
-
-    def untouched(self) -> Sequence[str]:
-        """Return the names of this rank's weights of which nothing has come."""
-        ...
-
-    def apply(self) -> None:
-        """Copy the weights to the places where the model reads them."""
-        ...
-
-    def drop(self) -> None:
-        """Free the memory."""
-        ...
-
-
-class StartStaging(Protocol):
-    """Makes the update of a model."""
-
-    def __call__(self, *, in_place: bool) -> StagedUpdate: ...
 
 
 @dataclass
@@ -117,15 +79,6 @@ class TransferTask:
             fingerprint=self.fingerprint,
             failure=self.failure if is_done else None,
         )
-
-
-@dataclass
-class OpenUpdate:
-    number: int
-    is_in_place: bool
-    staged: StagedUpdate
-    is_broken: bool = False
-    """Whether receiving was broken off, so that the update must not be applied."""
 
 
 class WeightUpdater:
@@ -416,19 +369,6 @@ class WeightUpdater:
         except Exception as error:
             return Failure.of(error)
         return None
-
-
-def check_fingerprint(directory: str, expected: str) -> str:
-    """Return the fingerprint of a directory. Raises `NotFound` if it is not the expected one."""
-    found = directory_fingerprint(directory)
-    if expected and found != expected:
-        raise NotFound(f"{directory}: its files have changed since the weights were read from it")
-    return found
-
-
-def check_tensors(staged: StagedUpdate, sent: Sequence[SentTensor]) -> None:
-    """Raise `WeightsMismatch` unless the model has places for these tensors."""
-    staged.check((tensor.name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")) for tensor in sent)
 
 
 def _shown(names: Sequence[str]) -> str:
