@@ -1,7 +1,7 @@
 """Load on a server while its processes are killed, and a report of what its clients noticed: nothing but a pause.
 
 python scripts/chaos.py [--requests 1000] [--every 3] [--backend ray] [--ray-cluster own] [--hosts 3]
-    [--victims engine,raylet] [--expert-parallel] [--routed-experts] [--steer] [-- options]
+    [--victims engine,raylet] [--expert-parallel] [--routed-experts] [--steer] [--weight-updates 5] [-- options]
 
 The load is sent twice to the same server: first without faults, then while random engines, workers and API servers are
 killed (SIGKILL) or stopped (SIGSTOP) every few seconds; with `--hosts`, which needs root, each engine is on a host of
@@ -10,6 +10,10 @@ its control store: those of a cluster that this program maintains, restarting it
 `--ray-cluster own`, those of the cluster that the server has started for itself. Every answer must be the same both
 times. A request whose own API server exits loses its connection; it is sent again here, as any client has to, and
 counted separately. With `--steer`, pauses, sleeps and weight updates go on meanwhile.
+
+With `--weight-updates` a trainer pushes other weights every few seconds meanwhile, by shared memory and also in pauses,
+and processes are killed in the middle of its calls. The load without faults is sent once with each variant of the
+weights. The tokens that an answer has from the first version of its weights must be those of that version alone.
 
 The exit code is 0 if no request failed, no answer differs, all engines are back, and nothing is left at the end.
 """
@@ -41,6 +45,8 @@ from chaos_leaks import Leaks
 from chaos_load import ChaosOutcome, ChaosRequest, find_differences, make_requests, run_load
 from chaos_server import CONTROL_STORE, RAYLET, ChaosFailed, Server, Target, exit_on_sigterm
 from chaos_steering import Steering
+from chaos_trainer import TRAINER_TIMEOUT_SECONDS, Trainer, TrainerReport
+from chaos_weights import Labels, find_wrong_versions, make_variants
 
 from eagleray_bench.figures import summarize
 
@@ -51,6 +57,9 @@ ALL_ENGINES_SECONDS = 150.0
 """Time within which every engine answers again after the last fault."""
 
 SHOWN = 10
+LAST_REQUESTS = 20
+"""Requests that are sent after the last weight update."""
+
 RAY_START_SECONDS = 90
 """Start time of an engine if Ray itself may have to restart first."""
 
@@ -92,6 +101,8 @@ class ChaosReport:
     leaks: dict[str, list[str]] = field(default_factory=dict)
     trouble: list[str] = field(default_factory=list)
     """Other violations."""
+    trainer: TrainerReport | None = None
+    answers_of_several_versions: int = 0
 
     @property
     def is_good(self) -> bool:
@@ -111,6 +122,8 @@ def main() -> int:
         parser.error("--victims: raylet and gcs need --backend ray without --hosts")
     if options.hosts and (reason := chaos_hosts.why_impossible()):
         parser.error(f"--hosts {options.hosts}: {reason}")
+    if options.steer and options.weight_updates:
+        parser.error("--steer, --weight-updates: both update the weights; give one of them")
     exit_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory, ExitStack() as stack:
         root = Path(directory)
@@ -197,14 +210,6 @@ def _surroundings(options: argparse.Namespace, root: Path, stack: ExitStack) -> 
 def _load(options: argparse.Namespace, server: Server, surroundings: Surroundings, report: ChaosReport) -> None:
     """Send the load without faults, then with faults, and compare the answers."""
     requests = make_requests(options.requests, options.seed, routed_experts=options.routed_experts)
-    expected = asyncio.run(
-        run_load(server.url, requests, concurrency=options.concurrency, may_have_hit_api_server=lambda since: False)
-    )
-    if failures := _failures(expected):
-        raise ChaosFailed(f"without any fault requests failed: {failures[:SHOWN]}")
-    choices = [choice for one in expected if one.answer is not None for choice in one.answer.choices.values()]
-    if options.routed_experts and not all(choice.rows for choice in choices):
-        raise ChaosFailed("not every answer has routed experts, though all asked for them")
     injector = FaultInjector(
         lambda: server.members() + surroundings.members(server),
         every=options.every,
@@ -214,29 +219,109 @@ def _load(options: argparse.Namespace, server: Server, surroundings: Surrounding
         victims=[VICTIMS[name] for name in options.victims],
         hosts=surroundings.hosts,
     )
-    steering = None
-    if options.steer:
-        steering = Steering(server.url, rng=random.Random(options.seed))
-    began = time.monotonic()
-    got = asyncio.run(_run_load_with_faults(server, requests, injector, steering, options.concurrency))
-    if steering is not None:
-        report.control_calls = dict(steering.calls)
-        report.trouble += steering.trouble
+    load = _load_with_updates if options.weight_updates else _load_of_one_version
+    began, got = asyncio.run(load(options, server, requests, injector, report))
     report.seconds = round(time.monotonic() - began, 1)
     report.blows = dict(Counter(fault.label for fault in injector.faults))
     report.resent = sum(outcome.num_resent for outcome in got)
     report.failures = _failures(got)
     report.tokens = sum(outcome.answer.num_tokens for outcome in got if outcome.answer is not None)
-    for number, (one, other) in enumerate(zip(expected, got, strict=True)):
-        if one.answer is not None and other.answer is not None:
-            found = find_differences(one.answer, other.answer)
-            report.mismatches += [f"request {number} ({one.request.kind}): {what}" for what in found]
     ends = [fault for fault in injector.faults if fault.ends_engine]
     for label in sorted({fault.label for fault in ends}):
         report.next_token[label] = _percentiles(got, [fault for fault in ends if fault.label == label])
     if surroundings.hosts is not None:
         report.trouble += surroundings.hosts.trouble
     server.check()
+
+
+async def _load_of_one_version(
+    options: argparse.Namespace,
+    server: Server,
+    requests: Sequence[ChaosRequest],
+    injector: FaultInjector,
+    report: ChaosReport,
+) -> tuple[float, list[ChaosOutcome]]:
+    """Return the time at which faults began, and the outcomes with faults."""
+    expected = await _run_load_without_faults(server, requests, options)
+    choices = [choice for one in expected if one.answer is not None for choice in one.answer.choices.values()]
+    if options.routed_experts and not all(choice.rows for choice in choices):
+        raise ChaosFailed("not every answer has routed experts, though all asked for them")
+    steering = None
+    if options.steer:
+        steering = Steering(server.url, rng=random.Random(options.seed))
+    began = time.monotonic()
+    got = await _run_load_with_faults(server, requests, injector, steering, options.concurrency)
+    if steering is not None:
+        report.control_calls = dict(steering.calls)
+        report.trouble += steering.trouble
+    report.mismatches = _compare(expected, got)
+    return began, got
+
+
+async def _load_with_updates(
+    options: argparse.Namespace,
+    server: Server,
+    requests: Sequence[ChaosRequest],
+    injector: FaultInjector,
+    report: ChaosReport,
+) -> tuple[float, list[ChaosOutcome]]:
+    """The same as `_load_of_one_version`, while a trainer pushes weights."""
+    variants, labels = make_variants(options.model), Labels()
+    async with Trainer(
+        server.url,
+        variants,
+        labels,
+        every=options.weight_updates,
+        strike_every=options.every,
+        rng=random.Random(options.seed),
+        strike=injector.strike,
+    ) as trainer:
+        expected = [await _run_load_without_faults(server, requests, options)]
+        for number in range(1, len(variants)):
+            assert await trainer.push() == number
+            expected.append(await _run_load_without_faults(server, requests, options))
+        began = time.monotonic()
+        training = asyncio.create_task(trainer.run())
+        got = await _run_load_with_faults(server, requests, injector, None, options.concurrency)
+        trainer.stop()
+        await training
+        variant = await trainer.push()  # complete, so that every engine that lacks weights has them again
+        await trainer.wait_until_ready(num_engines=options.data_parallel_size, seconds=ALL_ENGINES_SECONDS)
+        last = await _run_load_without_faults(server, requests[:LAST_REQUESTS], options)
+        report.mismatches = _compare(expected[variant][:LAST_REQUESTS], last)
+        for number, outcome in enumerate(got):
+            answers = [outcomes[number].answer for outcomes in expected]
+            if outcome.answer is not None:
+                oldest = trainer.label_at(outcome.began)
+                found = find_wrong_versions(outcome.answer, [one for one in answers if one], labels, oldest)
+                report.mismatches += [f"request {number} ({outcome.request.kind}): {what}" for what in found]
+                report.answers_of_several_versions += any(
+                    len(choice.weight_versions) > 1 for choice in outcome.answer.choices.values()
+                )
+        report.trainer = trainer.report
+        report.trouble += trainer.trouble
+    return began, got
+
+
+def _compare(expected: Sequence[ChaosOutcome], got: Sequence[ChaosOutcome]) -> list[str]:
+    """Describe the differences between answers to the same requests."""
+    return [
+        f"request {number} ({one.request.kind}): {what}"
+        for number, (one, other) in enumerate(zip(expected, got, strict=True))
+        if one.answer is not None and other.answer is not None
+        for what in find_differences(one.answer, other.answer)
+    ]
+
+
+async def _run_load_without_faults(
+    server: Server, requests: Sequence[ChaosRequest], options: argparse.Namespace
+) -> list[ChaosOutcome]:
+    outcomes = await run_load(
+        server.url, requests, concurrency=options.concurrency, may_have_hit_api_server=lambda since: False
+    )
+    if failures := _failures(outcomes):
+        raise ChaosFailed(f"without any fault requests failed: {failures[:SHOWN]}")
+    return outcomes
 
 
 async def _run_load_with_faults(
@@ -329,6 +414,8 @@ def _arguments(options: argparse.Namespace, root: Path) -> list[str]:
         arguments.append("--enable-expert-parallel")
     if options.routed_experts:
         arguments.append("--enable-return-routed-experts")
+    if options.weight_updates:
+        arguments += ["--weight-update-timeout", str(TRAINER_TIMEOUT_SECONDS)]
     return arguments + [str(word) for pair in given.items() for word in pair]
 
 
@@ -341,6 +428,7 @@ def _show(report: ChaosReport) -> str:
         f"sent again by clients   {report.resent}, whose own API server had died",
         f"failures                {len(report.failures)}",
         f"mismatches              {len(report.mismatches)}",
+        *([] if report.trainer is None else _show_trainer(report, report.trainer)),
         *(f"next token after {label}, ms: {_pairs(values)}" for label, values in report.next_token.items()),
         *(f"left behind: {what:<19}{len(left)} {', '.join(left)}" for what, left in report.leaks.items()),
     ]
@@ -351,6 +439,16 @@ def _show(report: ChaosReport) -> str:
 
 def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} x {what}" for what, count in sorted(counts.items())) or "none"
+
+
+def _show_trainer(report: ChaosReport, trainer: TrainerReport) -> list[str]:
+    return [
+        f"weight updates          {trainer.committed} committed in {trainer.attempts} attempts, {trainer.paused} in a "
+        f"pause, {trainer.left_open} left open",
+        f"longest call            {trainer.longest_call:g} s ({trainer.longest_call_name})",
+        f"of several versions     {report.answers_of_several_versions} answers",
+        *(f"failed call: {cause:<42} {number}" for cause, number in trainer.causes.items()),
+    ]
 
 
 def _pairs(values: dict[str, float]) -> str:
@@ -385,6 +483,9 @@ def _parser() -> argparse.ArgumentParser:
         "--routed-experts", action="store_true", help="all requests ask which experts computed their tokens"
     )
     parser.add_argument("--steer", action="store_true", help="pause, put to sleep and update the weights meanwhile")
+    parser.add_argument(
+        "--weight-updates", type=float, default=0.0, metavar="SECONDS", help="push other weights about that often"
+    )
     parser.add_argument("--api-server-count", type=int, default=2)
     parser.add_argument(
         "--heartbeat-timeout", type=float, default=3.0, help="seconds until a stopped process is missed"

@@ -90,7 +90,7 @@ class FaultInjector:
     async def run(self) -> None:
         await asyncio.sleep(self._every / 2)
         while True:
-            await self._inject()
+            await self._inject(is_hasty=self._rng.random() < HASTE_SHARE)
             await asyncio.sleep(self._every * self._rng.uniform(0.5, 1.5))
 
     def may_have_hit_api_server(self, since: float) -> bool:
@@ -101,9 +101,12 @@ class FaultInjector:
             for fault in self.faults
         )
 
-    async def _inject(self) -> None:
+    async def strike(self) -> None:
+        """Inject a fault now, into a process that has been there for a while."""
+        await self._inject(is_hasty=False)
+
+    async def _inject(self, *, is_hasty: bool) -> None:
         stopped = {fault.member.pid for fault in self.faults if fault.is_stop}
-        is_hasty = self._rng.random() < HASTE_SHARE
         members = [member for member in await asyncio.to_thread(self._members) if member.pid not in stopped]
         members += [] if self._hosts is None else await asyncio.to_thread(self._hosts.hosts)
         members = [member for member in members if member.kind in self._victims]

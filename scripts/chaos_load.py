@@ -46,6 +46,9 @@ VOCAB = 256
 SILENCE_SECONDS = 120.0
 """A request without data for this long hangs."""
 
+SHOWN = 60
+"""Characters at the end of a text that differs."""
+
 LOGPROB_TOLERANCE = 1e-3
 """Tolerance for a prefix that was prefilled instead of decoded, which may differ in the last bits."""
 
@@ -70,6 +73,8 @@ class Choice:
     stop_reason: int | str | None = None
     rows: bytes = b""
     """Experts that computed each token, if the request asked for them."""
+    weight_versions: list[dict[str, Any]] = field(default_factory=list)
+    """Spans of tokens with the version of the weights that made them; empty: all are of the checkpoint."""
     arrivals: list[float] = field(default_factory=list)
     """Times at which tokens arrived, by `time.monotonic`; empty without a stream."""
 
@@ -93,6 +98,8 @@ class ChaosOutcome:
     request: ChaosRequest
     answer: ChaosAnswer | None = None
     failure: str | None = None
+    began: float = 0.0
+    """Time at which the request was sent last, by `time.monotonic`."""
     num_resent: int = 0
     """Times that the request was sent again because its API server exited, which only a client can repair."""
 
@@ -177,7 +184,7 @@ async def _complete(
     http: httpx.AsyncClient, outcome: ChaosOutcome, may_have_hit_api_server: Callable[[float], bool]
 ) -> None:
     while True:
-        began = time.monotonic()
+        began = outcome.began = time.monotonic()
         try:
             outcome.answer = await _send(http, outcome.request)
             return
@@ -230,6 +237,7 @@ def _add(answer: ChaosAnswer, event: dict[str, Any], now: float | None = None) -
         choice.stop_reason = part.get("stop_reason") if part.get("finish_reason") else choice.stop_reason
         if (experts := part.get("routed_experts")) is not None:
             choice.rows += base64.b64decode(experts["data"])
+        choice.weight_versions = part.get("weight_versions") or choice.weight_versions
         if now is not None and part.get("token_ids"):
             choice.arrivals.append(now)
     if usage := event.get("usage"):
@@ -245,17 +253,25 @@ def find_differences(expected: ChaosAnswer, got: ChaosAnswer) -> list[str]:
         found.append(f"usage: {got.num_completion_tokens} tokens instead of {expected.num_completion_tokens}")
     for index, one in expected.choices.items():
         other = got.choices.get(index, Choice())
-        if one.token_ids != other.token_ids:
-            found.append(f"tokens of choice {index}: {_first_difference(one.token_ids, other.token_ids)}")
-        for name in ("text", "finish_reason", "stop_reason"):
-            if getattr(one, name) != getattr(other, name):
-                found.append(f"{name} of choice {index}: {getattr(other, name)!r} instead of {getattr(one, name)!r}")
-        if one.rows != other.rows:
-            found.append(f"routed experts of choice {index}: {_first_difference(list(one.rows), list(other.rows))}")
-        if len(one.logprobs) != len(other.logprobs) or any(
-            abs(a - b) > LOGPROB_TOLERANCE for a, b in zip(one.logprobs, other.logprobs, strict=True)
-        ):
-            found.append(f"logprobs of choice {index}")
+        found += [f"choice {index}: {what}" for what in find_choice_differences(one, other)]
+    return found
+
+
+def find_choice_differences(expected: Choice, got: Choice) -> list[str]:
+    """Describe the differences between two completions; empty if they are equal."""
+    found = []
+    if expected.token_ids != got.token_ids:
+        found.append(f"tokens: {_first_difference(expected.token_ids, got.token_ids)}")
+    for name in ("text", "finish_reason", "stop_reason"):
+        if getattr(expected, name) != getattr(got, name):
+            pair = getattr(expected, name), getattr(got, name)
+            found.append(f"{name}: {str(pair[1])[-SHOWN:]!r} instead of {str(pair[0])[-SHOWN:]!r}")
+    if expected.rows != got.rows:
+        found.append(f"routed experts: {_first_difference(list(expected.rows), list(got.rows))}")
+    if len(expected.logprobs) != len(got.logprobs) or any(
+        abs(a - b) > LOGPROB_TOLERANCE for a, b in zip(expected.logprobs, got.logprobs, strict=True)
+    ):
+        found.append("logprobs")
     return found
 
 

@@ -54,6 +54,17 @@ def test_chaos_steered_meanwhile_no_request_fails_or_changes(tmp_path, sharing, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("workers", [(), ("--", "--tensor-parallel-size", "2")], ids=["alone", "workers"])
+def test_chaos_weights_pushed_meanwhile_every_token_is_of_its_version(tmp_path, workers):
+    options = ("--requests", "120", "--concurrency", "6", "--every", "6", "--settled", "5", "--heartbeat-timeout", "2")
+    report = chaos(tmp_path / "log", "--weight-updates", "3", *options, *workers, seconds=580)
+    check(report, 120)
+    assert report["trainer"]["committed"] > 3
+    assert report["answers_of_several_versions"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_chaos_expert_parallel_engines_killed_no_request_fails_or_changes(tmp_path):
     """The embedded model has experts; every request asks which of them computed its tokens."""
