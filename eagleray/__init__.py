@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from eagleray.async_llm import AsyncLLM, AsyncLLMEngine
     from eagleray.engine_args import AsyncEngineArgs, EngineArgs
     from eagleray.llm import LLM
+    from eagleray.lora import LoRARequest
     from eagleray.messages.sampling import RequestOutputKind, SamplingParams
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "AsyncLLM",
     "AsyncLLMEngine",
     "EngineArgs",
+    "LoRARequest",
     "RequestOutputKind",
     "SamplingParams",
     "__version__",
@@ -25,6 +27,7 @@ __version__ = "0.1.0"
 
 MODULES = {
     "LLM": "llm",
+    "LoRARequest": "lora",
     "AsyncLLM": "async_llm",
     "AsyncLLMEngine": "async_llm",
     "EngineArgs": "engine_args",

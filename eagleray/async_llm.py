@@ -24,6 +24,7 @@ from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.engine_args import EngineArgs
 from eagleray.errors import DeadlineExceeded, EngineFailed
 from eagleray.instance import POLL_INTERVAL_SECONDS, InstanceThread
+from eagleray.lora import LoRARequest, LoraRequests
 from eagleray.messages.control import (
     AbortWeightUpdate,
     ControlRequest,
@@ -62,6 +63,7 @@ class AsyncLLM:
         self.config = args.config()
         self._thread = InstanceThread(self.config)
         self._instance = self._thread.instance
+        self._loras = LoraRequests(self._instance.client, self._instance.control)
         self._streams: dict[str, RequestStream] = {}
         """Streams of the requests that `generate` has sent, by id. Used in the instance's loop."""
 
@@ -77,12 +79,14 @@ class AsyncLLM:
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Send a request and yield its outputs, as `sampling_params.output_kind` says: everything so far, what is new,
         or only the whole one. The last output is `finished`. A caller that leaves the iteration aborts the request.
 
         `prompt`: see `LLM.generate`. `request_id`: unique among the requests that run; by default one is made. Requests
-        of one `session_id` go to the same engine while it is up.
+        of one `session_id` go to the same engine while it is up. `lora_request`: the adapter that computes it; one that
+        is not loaded yet is loaded.
 
         Raises `InvalidRequest` for a wrong prompt or parameter, `RequestFailed` if the request failed, and
         `EngineFailed` if engines exit again and again.
@@ -96,6 +100,7 @@ class AsyncLLM:
             cache_salt=cache_salt,
             session=session_id,
             rank=data_parallel_rank,
+            lora_request=lora_request,
         )
         stream = await self._await(sending)
         outputs = OutputReader(stream, params.output_kind, self._thread).__aiter__()
@@ -208,6 +213,20 @@ class AsyncLLM:
         """See `LLM.is_sleeping`."""
         return bool(self._instance.client.state.asleep)
 
+    # Adapters.
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """See `LLM.add_lora`."""
+        return await self._await(self._loras.add(lora_request))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """See `LLM.remove_lora`."""
+        return await self._await(self._loras.remove(lora_id))
+
+    async def list_loras(self) -> set[int]:
+        """See `LLM.list_loras`."""
+        return self._loras.ids()
+
     # The instance.
 
     async def collective_rpc(
@@ -263,8 +282,11 @@ class AsyncLLM:
 
     # In the instance's loop.
 
-    async def _send(self, prompt: PromptLike, params: SamplingParams, **options: Any) -> RequestStream:
-        stream = self._instance.generate(prompt, params, **options)
+    async def _send(
+        self, prompt: PromptLike, params: SamplingParams, *, lora_request: LoRARequest | None, **options: Any
+    ) -> RequestStream:
+        adapter = await self._loras.find(lora_request)
+        stream = self._instance.generate(prompt, params, adapter=adapter, **options)
         self._streams[stream.request_id] = stream
         return stream
 

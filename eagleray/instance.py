@@ -25,6 +25,7 @@ from eagleray.errors import EngineFailed, InvalidRequest, Unavailable
 from eagleray.fleet.supervisor import Supervisor
 from eagleray.identity import ClientId
 from eagleray.log import setup_logging
+from eagleray.messages.adapters import Adapter
 from eagleray.messages.control import ControlRequest
 from eagleray.messages.sampling import SamplingParams
 from eagleray.messages.workers import RayContext
@@ -72,6 +73,7 @@ class LocalInstance:
         cache_salt: str | None = None,
         session: str | None = None,
         rank: int | None = None,
+        adapter: Adapter | None = None,
     ) -> RequestStream:
         """Send a request, see `Client.generate`. Routed experts are reported if the option is on and the parameters do
         not turn them off."""
@@ -87,6 +89,7 @@ class LocalInstance:
                 cache_salt=parsed.cache_salt if cache_salt is None else cache_salt,
                 session=session,
                 rank=rank,
+                adapter=adapter,
             )
 
     @property

@@ -21,6 +21,7 @@ from eagleray.client.request import RequestStream
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.engine_args import EngineArgs
 from eagleray.instance import InstanceThread
+from eagleray.lora import LoRARequest, LoraRequests
 from eagleray.messages.control import (
     AbortWeightUpdate,
     ControlRequest,
@@ -36,6 +37,7 @@ from eagleray.prompts import Conversation, PromptLike, as_prompts, chat_prompts,
 from eagleray.streaming import OutputCollector
 
 ParamsLike = SamplingParams | Sequence[SamplingParams] | None
+LoraLike = LoRARequest | Sequence[LoRARequest | None] | None
 Streams = list[tuple[RequestStream, RequestOutputKind]]
 
 
@@ -58,6 +60,7 @@ class LLM:
         self.config = EngineArgs(model, **options).config()
         self._thread = InstanceThread(self.config)
         self._instance = self._thread.instance
+        self._loras = LoraRequests(self._instance.client, self._instance.control)
 
     # Requests.
 
@@ -67,6 +70,7 @@ class LLM:
         sampling_params: ParamsLike = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoraLike = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; results in the order of the prompts.
@@ -74,11 +78,12 @@ class LLM:
         A prompt is a text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`, with an optional
         `cache_salt`. One `SamplingParams` serves all prompts, or there is one for each. With the option
         `enable_return_routed_experts` outputs have `routed_experts`, unless the parameters turn them off.
+        `lora_request`: the adapter of all prompts, or one or None for each. It is loaded if it is not yet.
 
         Raises `InvalidRequest` at once if a prompt or parameter is wrong (then no prompt keeps running), and
         `EngineFailed` if engines exit again and again (options `max_request_restarts` and `max_engine_restarts`).
         """
-        return self._thread.run(self._complete(as_prompts(prompts), sampling_params, priority, use_tqdm))
+        return self._thread.run(self._complete(as_prompts(prompts), sampling_params, priority, lora_request, use_tqdm))
 
     def chat(
         self,
@@ -86,6 +91,7 @@ class LLM:
         sampling_params: ParamsLike = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoraLike = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -101,13 +107,14 @@ class LLM:
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def stream(
         self,
         prompts: PromptLike | Sequence[PromptLike],
         sampling_params: ParamsLike = None,
         *,
+        lora_request: LoraLike = None,
         priority: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yield outputs of all prompts as they come, each with the number of its prompt, as
@@ -116,7 +123,7 @@ class LLM:
 
         Prompts are sent when the iteration begins. Arguments and errors are those of `generate`.
         """
-        sending = self._collect(as_prompts(prompts), sampling_params, priority, kind=None)
+        sending = self._collect(as_prompts(prompts), sampling_params, priority, lora_request, kind=None)
         yield from self._read(*self._thread.run(sending))
 
     def generate_as_completed(
@@ -124,13 +131,14 @@ class LLM:
         prompts: PromptLike | Sequence[PromptLike],
         sampling_params: ParamsLike = None,
         *,
+        lora_request: LoraLike = None,
         priority: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yield the whole output of each prompt as soon as it has finished, with the number of the prompt. Like
         `stream` otherwise."""
         kind = RequestOutputKind.FINAL_ONLY
         yield from self._read(
-            *self._thread.run(self._collect(as_prompts(prompts), sampling_params, priority, kind=kind))
+            *self._thread.run(self._collect(as_prompts(prompts), sampling_params, priority, lora_request, kind=kind))
         )
 
     # Steering.
@@ -224,6 +232,25 @@ class LLM:
         """Return whether some part sleeps."""
         return bool(self._instance.client.state.asleep)
 
+    # Adapters.
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter on all engines, or replace it (`load_inplace`): requests that run keep the one that they
+        began with. Returns False if it is loaded already, from the same directory.
+
+        Raises `NotFound` if there is no such directory, and `CheckpointError` if the adapter does not fit the model.
+        """
+        return self._thread.run(self._loras.add(lora_request))
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unload the adapter with this `lora_int_id`. Requests that run with it end with it. Returns False if there is
+        none."""
+        return self._thread.run(self._loras.remove(lora_id))
+
+    def list_loras(self) -> set[int]:
+        """Return the `lora_int_id`s of the adapters that this object has loaded."""
+        return self._loras.ids()
+
     # The instance.
 
     def collective_rpc(
@@ -274,9 +301,14 @@ class LLM:
     # Parts of `generate` and `stream`, in the instance's loop unless they are plain functions.
 
     async def _complete(
-        self, prompts: Sequence[PromptLike], params: ParamsLike, priority: Sequence[int] | None, use_tqdm: bool
+        self,
+        prompts: Sequence[PromptLike],
+        params: ParamsLike,
+        priority: Sequence[int] | None,
+        lora_request: LoraLike,
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
-        streams = self._send_all(prompts, params, priority)
+        streams = await self._send_all(prompts, params, priority, lora_request)
         try:
             with tqdm(total=len(streams), desc="prompts", disable=not use_tqdm) as bar:
 
@@ -294,10 +326,11 @@ class LLM:
         prompts: Sequence[PromptLike],
         params: ParamsLike,
         priority: Sequence[int] | None,
+        lora_request: LoraLike,
         *,
         kind: RequestOutputKind | None,
     ) -> tuple[OutputCollector, Streams]:
-        streams = self._send_all(prompts, params, priority, kind=kind)
+        streams = await self._send_all(prompts, params, priority, lora_request, kind=kind)
         return OutputCollector(streams), streams
 
     def _read(self, collector: OutputCollector, streams: Streams) -> Iterator[tuple[int, RequestOutput]]:
@@ -307,21 +340,23 @@ class LLM:
         finally:
             self._thread.call_soon(_abort_all, streams)
 
-    def _send_all(
+    async def _send_all(
         self,
         prompts: Sequence[PromptLike],
         params: ParamsLike,
         priority: Sequence[int] | None,
+        lora_request: LoraLike,
         kind: RequestOutputKind | None = None,
     ) -> Streams:
         """Send a request for each prompt, or none if one is wrong. `kind`: content of the outputs; None: as the
         parameters say."""
         all_params = one_for_each(params or self.get_default_sampling_params(), len(prompts), "sampling_params")
         priorities = one_for_each(0 if priority is None else priority, len(prompts), "priority")
+        adapters = [await self._loras.find(one) for one in one_for_each(lora_request, len(prompts), "lora_request")]
         streams: Streams = []
         try:
-            for prompt, one, rank in zip(prompts, all_params, priorities, strict=True):
-                stream = self._instance.generate(prompt, one, priority=rank)
+            for prompt, one, rank, adapter in zip(prompts, all_params, priorities, adapters, strict=True):
+                stream = self._instance.generate(prompt, one, priority=rank, adapter=adapter)
                 streams.append((stream, kind or one.output_kind))
         except BaseException:
             _abort_all(streams)

@@ -27,6 +27,7 @@ from eagleray.messages.control import (
     CommandDone,
     ControlCall,
     ControlReturned,
+    DropAdapter,
     FetchWeights,
     InstanceState,
     OpenWeightTransfer,
@@ -34,6 +35,7 @@ from eagleray.messages.control import (
     ResetPrefixCache,
     ServeWeights,
     SetState,
+    StageAdapter,
 )
 from eagleray.messages.failure import Failure
 from eagleray.messages.plain import unpack
@@ -57,6 +59,10 @@ class SteeredEngine:
     has_running: bool = False
     """Whether requests run that a pause of mode `wait` waits for."""
     inbox: list[Command] = field(default_factory=list)
+    adapters: list[int] = field(default_factory=list)
+    """Numbers of the adapters that it has."""
+    digest: str = "d"
+    """Hash of the files of every adapter, as this engine reads them."""
     waiting: Command | None = None
     received: list[object] = field(default_factory=list)
     """Bodies of the commands that it has executed."""
@@ -81,6 +87,7 @@ class SteeredEngine:
                 self.state = state
                 if "weights" in state.asleep and state.sleep_level == 2:
                     self.update = None
+                self.adapters = [adapter.number for adapter in state.adapters]
                 if self.staged is not None and self.staged == state.update:
                     self.update, self.staged = state.update, None
                 if state.pause == "wait" and self.has_running:
@@ -109,6 +116,11 @@ class SteeredEngine:
                 assert not self.may_step, "weights change under a step"
                 self.update = update
                 return [self.reply(command, update=update)]
+            case StageAdapter(adapter):
+                self.adapters.append(adapter.number)
+                return [self.reply(command, digest=self.digest)]
+            case DropAdapter(number):
+                self.adapters = [other for other in self.adapters if other != number]
             case other:
                 raise AssertionError(f"engines do not execute {other}")
         return [self.reply(command)]
@@ -122,7 +134,15 @@ class SteeredEngine:
 class SteeredFleet:
     """`Control` with engines and clients. `advance` and `engine_exits` are events; answers are kept by call."""
 
-    def __init__(self, num_engines: int = 2, *, num_clients: int = 2, shares_experts: bool = False, workers: int = 1):
+    def __init__(
+        self,
+        num_engines: int = 2,
+        *,
+        num_clients: int = 2,
+        shares_experts: bool = False,
+        workers: int = 1,
+        max_adapters: int = 2,
+    ):
         self.now = 1000.0
         self.shares_experts = shares_experts
         self.control = Control(
@@ -132,6 +152,8 @@ class SteeredFleet:
                 workers_per_engine=workers,
                 num_workers=num_engines * workers,
                 shares_experts=shares_experts,
+                max_adapters=max_adapters,
+                model_names=["model"],
             ),
             weight_update_timeout=300.0,
         )
@@ -139,6 +161,8 @@ class SteeredFleet:
         self.next_ids = [EngineId("i", rank) for rank in range(num_engines)]
         self.clients = [ClientId("i", index) for index in range(num_clients)]
         self.client_inboxes: dict[ClientId, list[Command]] = {client: [] for client in self.clients}
+        self.client_states: dict[ClientId, InstanceState] = {}
+        """States that clients were told to adopt."""
         self.published = InstanceState()
         self.num_calls = 0
         self.open_calls: dict[int, tuple[ClientId, float]] = {}
@@ -248,6 +272,10 @@ class SteeredFleet:
         if not self.client_inboxes[client]:
             return False
         command = self.client_inboxes[client].pop(0)
+        if isinstance(command.body, SetState):
+            self.client_states[client] = command.body.state
+            self.deliver(CommandDone(member=client, number=command.number))
+            return True
         assert isinstance(command.body, AbortRequests)
         self.deliver(CommandDone(member=client, number=command.number, result={"aborted": 3}))
         return True

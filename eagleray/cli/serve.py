@@ -24,7 +24,7 @@ from eagleray.transport.runtime_dir import check_room
 
 logger = get_logger(__name__)
 
-SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray", "serving")
+SECTIONS = ("model", "parallel", "cache", "lora", "scheduling", "execution", "recovery", "ray", "serving")
 BACKLOG = 2048
 
 API_SERVER_BYTES = 2**20

@@ -29,8 +29,9 @@ from eagleray.config.sections import Config
 from eagleray.errors import ChannelClosed, DeadlineExceeded, EngineFailed, Unavailable
 from eagleray.identity import SUPERVISOR, ClientId, EngineId, MemberId, SupervisorId
 from eagleray.log import get_logger
+from eagleray.messages.adapters import Adapter
 from eagleray.messages.codec import Codec
-from eagleray.messages.control import Command, ControlRequest, ControlReturned, InstanceState, StateChanged
+from eagleray.messages.control import Command, ControlRequest, ControlReturned, InstanceState, SetState, StateChanged
 from eagleray.messages.lifecycle import (
     Attach,
     ClientStarted,
@@ -223,12 +224,13 @@ class Client:
         timeout: float | None = None,
         session: str | None = None,
         rank: int | None = None,
+        adapter: Adapter | None = None,
     ) -> RequestStream:
         """Send a request to an engine; if the engine exits, another one continues the request.
 
         `request_id`: unique among those in flight; by default one is made. `timeout`: seconds after which the request
         fails with `DeadlineExceeded`; None: the server's own (`request_timeout`). Requests of one `session` go to the
-        same engine while it is up. `rank`: the only engine that the request may go to.
+        same engine while it is up. `rank`: the only engine that the request may go to. `adapter`: see `find_adapter`.
 
         Raises `InvalidRequest` for a request that is impossible, `Unavailable` while no engine accepts requests and
         none is coming back, and `EngineFailed` once the instance has failed.
@@ -244,8 +246,13 @@ class Client:
             timeout=timeout,
             session=session,
             rank=rank,
+            adapter=adapter,
         )
         return self._in_flight.start(request)
+
+    def find_adapter(self, name: str) -> Adapter | None:
+        """Return the low-rank adapter of this name, if the instance has one."""
+        return next((adapter for adapter in self.state.adapters if adapter.name == name), None)
 
     async def call_workers(
         self,
@@ -325,6 +332,8 @@ class Client:
             case ControlReturned():
                 self._control_calls.deliver(message)
             case Command():
+                if isinstance(message.body, SetState):
+                    self.state = message.body.state
                 self._outbox.send(SUPERVISOR, execute(message, self._client_id, self._in_flight))
             case StateChanged(state):
                 self.state = state

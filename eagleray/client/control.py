@@ -13,7 +13,15 @@ from eagleray.client.in_flight import InFlightRequests
 from eagleray.client.preprocess import check_seconds
 from eagleray.errors import DeadlineExceeded, EagleRayError, InvalidRequest, RequestFailed
 from eagleray.identity import ClientId
-from eagleray.messages.control import AbortRequests, Command, CommandDone, ControlCall, ControlRequest, ControlReturned
+from eagleray.messages.control import (
+    AbortRequests,
+    Command,
+    CommandDone,
+    ControlCall,
+    ControlRequest,
+    ControlReturned,
+    SetState,
+)
 from eagleray.messages.failure import Failure
 from eagleray.messages.plain import unpack
 
@@ -86,6 +94,8 @@ def execute(command: Command, client: ClientId, in_flight: InFlightRequests) -> 
             return CommandDone(
                 member=client, number=command.number, result={"aborted": in_flight.abort_matching(request_ids)}
             )
+        case SetState():
+            return CommandDone(member=client, number=command.number)  # the client has adopted it
         case _:
             failure = Failure.of(InvalidRequest(f"clients do not execute {type(command.body).__name__}"))
             return CommandDone(member=client, number=command.number, failure=failure)

@@ -185,6 +185,7 @@ class InFlightRequests:
         decision = self._router.choose(
             request.prompt_token_ids,
             cache_salt=request.message.cache_salt,
+            adapter=request.message.adapter_number,
             session=request.session,
             rank=request.rank,
         )

@@ -20,6 +20,7 @@ from eagleray.client.request import ClientRequest
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.errors import InvalidRequest, PromptTooLong
 from eagleray.identity import ClientId
+from eagleray.messages.adapters import Adapter
 from eagleray.messages.membership import EngineInfo
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import MAX_SEED, Sampling, SamplingParams, Stopping, resolve_all_logprobs
@@ -81,6 +82,7 @@ class RequestBuilder:
         timeout: float | None,
         session: str | None,
         rank: int | None,
+        adapter: Adapter | None = None,
     ) -> ClientRequest:
         """Build a request for engines that serve `engine`; see `Client.generate`. Raises `InvalidRequest`."""
         params.check()  # fields may have been assigned since the construction
@@ -106,6 +108,7 @@ class RequestBuilder:
             seed=self._draw_seed() if params.seed is None else params.seed,
             priority=priority,
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         return ClientRequest(
             name,
@@ -148,6 +151,7 @@ class RequestBuilder:
         seed: int,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: Adapter | None = None,
     ) -> list[Generate]:
         """Return one message for each of the `n` completions. `seed`: the request's own, or one drawn for it.
 
@@ -169,6 +173,8 @@ class RequestBuilder:
                 stopping=stopping,
                 priority=int(priority),
                 cache_salt=str(cache_salt),
+                adapter="" if adapter is None else adapter.name,
+                adapter_number=0 if adapter is None else adapter.number,
                 routed_experts_from=routed_experts_from,
                 skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),
             )

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from eagleray.config.lora_modules import check_lora
 from eagleray.config.resolve import cache_bytes, check_executor, check_experts, check_fleet, check_instance_name
 from eagleray.config.sections import Config
 from eagleray.errors import ConfigError
@@ -45,6 +46,7 @@ def build_config(**options: Any) -> Config:
     check_fleet(config)
     check_executor(config)
     check_experts(config)
+    check_lora(config)
     return config
 
 

@@ -102,6 +102,32 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the cache of equal prompt beginnings.")] = True
 
 
+class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Low-rank adapters (LoRA) that are served beside the model."""
+
+    enable_lora: Annotated[
+        bool, Meta(description="Serve adapters in PEFT's format, which requests choose by name (on CPUs).")
+    ] = False
+    max_loras: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="Most adapters that are loaded at the same time; all of them may run in one step. There is "
+            "memory for twice as many, because requests keep an adapter that is replaced while they run.",
+        ),
+    ] = 8
+    max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="Highest rank of an adapter.")] = 16
+    lora_modules: Annotated[
+        list[str], Meta(description="Adapters that are loaded at the start, each as NAME=DIRECTORY.")
+    ] = []
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots for adapters that the workers have."""
+        return 2 * self.max_loras if self.enable_lora else 0
+
+
 class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Scheduling of requests and steps."""
 
@@ -465,6 +491,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
+    lora: LoraConfig = LoraConfig()
     scheduling: SchedulingConfig = SchedulingConfig()
     execution: ExecutionConfig = ExecutionConfig()
     parallel: ParallelConfig = ParallelConfig()

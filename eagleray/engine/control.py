@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from eagleray.engine.adapters import EngineAdapters
 from eagleray.engine.core import EngineCore
 from eagleray.engine.weight_update import EngineWeightUpdate
 from eagleray.errors import DeadlineExceeded
@@ -31,6 +32,7 @@ from eagleray.messages.control import (
     CloseWeightTransfer,
     Command,
     CommandDone,
+    DropAdapter,
     FetchWeights,
     InstanceState,
     OpenWeightTransfer,
@@ -39,6 +41,7 @@ from eagleray.messages.control import (
     ServeWeights,
     SetState,
     SleepTag,
+    StageAdapter,
 )
 from eagleray.messages.failure import Failure
 from eagleray.messages.steps import SleepWorker, WakeWorker, WorkerSlept, WorkerWoke
@@ -83,6 +86,7 @@ class EngineControl:
         self._core = core
         self._publish = publish
         self._reply = reply
+        self._adapters = EngineAdapters(core)
         self._updates = EngineWeightUpdate(core.executor, wait_seconds=lambda: core.call_seconds, host=host)
         self._tasks: deque[_Task] = deque()
 
@@ -155,6 +159,11 @@ class EngineControl:
                 return self._updates.serve(body, command.timeout)
             case FetchWeights() as body:
                 return (yield from self._fetch_weights(body, command.timeout))
+            case StageAdapter(adapter):
+                return (yield from self._adapters.load(adapter, command.timeout))
+            case DropAdapter(number):
+                self._adapters.drop(number)
+                return {}
             case body:
                 return Failure.noticed(f"{self._engine.label} does not execute {type(body).__name__}")
 
@@ -188,6 +197,7 @@ class EngineControl:
             self.update = state.update
         if state.update == self.update:
             scheduler.set_weights(update=state.update, version=state.weight_version)
+        yield from self._adapters.adopt(state, timeout, needs_all=is_start and self._engine.incarnation == 0)
         if command.clear_cache and not scheduler.reset_prefix_cache():
             logger.info("the prefix cache is not emptied, because requests that were kept have blocks of it")
         self._continue()

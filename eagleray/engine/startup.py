@@ -93,6 +93,7 @@ def start_engine(
         num_stages=config.parallel.pipeline_parallel_size,
         vocab_size=model.vocab_size,
         routing=routing,
+        num_adapter_slots=config.lora.num_slots,
     )
     info = EngineInfo(
         architecture=model.architecture,

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from eagleray.identity import ClientId, MemberId
+from eagleray.messages.adapters import Adapter
 from eagleray.messages.failure import Failure
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -42,6 +43,8 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Number of the last weight update that was committed; 0 for the weights of the checkpoint."""
     weight_version: str = "default"
     """The trainer's name for these weights."""
+    adapters: tuple[Adapter, ...] = ()
+    """Low-rank adapters that requests may name, each name once."""
     is_held: bool = False
     """Whether no steps may run for a moment, because engines that share experts change their weights together."""
     lacks_weights: bool = False
@@ -158,6 +161,22 @@ class SetWeightVersion(msgspec.Struct, frozen=True, tag=True):
     new_version: str
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Load a low-rank adapter on all engines. If it does not fit, nothing changes anywhere."""
+
+    name: str
+    path: str
+    """Directory with the adapter in PEFT's format, readable by every worker."""
+    load_inplace: bool = False
+    """Whether it replaces an adapter of the same name. Requests that run keep the one that they began with."""
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Unload a low-rank adapter. Requests that run with it end with it."""
+
+    name: str
+
+
 class GetWeightInfo(msgspec.Struct, frozen=True, tag=True):
     """Report the state, the versions, the engines and the call that is executed. Answered at once."""
 
@@ -176,6 +195,8 @@ ControlRequest = (
     | FinishWeightUpdate
     | AbortWeightUpdate
     | SetWeightVersion
+    | LoadAdapter
+    | UnloadAdapter
     | GetWeightInfo
 )
 
@@ -269,6 +290,18 @@ class FetchWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Fingerprint of its files when they were read before."""
 
 
+class StageAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Load an adapter into a slot, before requests may name it. The reply has the `digest` of its files."""
+
+    adapter: Adapter
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Free the slot of an adapter that another engine could not load."""
+
+    number: int
+
+
 CommandBody = (
     SetState
     | ResetPrefixCache
@@ -280,6 +313,8 @@ CommandBody = (
     | AbortWeightUpdate
     | ServeWeights
     | FetchWeights
+    | StageAdapter
+    | DropAdapter
 )
 
 

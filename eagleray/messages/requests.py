@@ -21,6 +21,10 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
     """Priority; under priority scheduling, lower runs first."""
     cache_salt: str = ""
     """Salt of the prefix cache: requests share cached prefixes only with requests of the same salt."""
+    adapter: str = ""
+    """Name of the low-rank adapter that computes the request; empty: none."""
+    adapter_number: int = 0
+    """Number of the adapter's load, see `Adapter.number`. It enters the names of cached prefixes."""
     output_token_ids: list[int] = []
     """Tokens that an earlier engine has generated; the engine resumes after them, and its chunks hold only new ones."""
     prompt_logprobs_from: int = 1

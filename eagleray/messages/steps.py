@@ -43,6 +43,8 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: Sampling
     prompt_logprobs_from: int = 1
     """First prompt position whose log-probabilities are still wanted (if `sampling.prompt_logprobs` is set)."""
+    adapter_slot: int = -1
+    """Slot of the low-rank adapter that all of its tokens are computed with; -1: none."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -251,6 +253,20 @@ class WorkerWoke(msgspec.Struct, frozen=True, tag=True):
     failure: Failure | None = None
 
 
+class WriteAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Read an adapter into a slot that no row uses."""
+
+    slot: int
+    path: str
+
+
+class AdapterWritten(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Reply to `WriteAdapter`. With a failure, the adapter does not fit or cannot be read, and the slot is unused."""
+
+    digest: str = ""
+    failure: Failure | None = None
+
+
 class CallExtension(msgspec.Struct, frozen=True, tag=True):
     """Call a method of the user's worker extension. For `arguments` see `messages.plain`."""
 
@@ -280,6 +296,7 @@ WorkerCall = (
     | SleepWorker
     | WakeWorker
     | TransferCall
+    | WriteAdapter
 )
 WorkerReply = (
     StepResult
@@ -294,6 +311,7 @@ WorkerReply = (
     | WorkerSlept
     | WorkerWoke
     | TransferReply
+    | AdapterWritten
     | Ended
 )
 """`Ended` means that the call raised. The worker's state is unknown then, so its engine ends."""

@@ -14,11 +14,13 @@ from hashlib import blake2b
 HASH_BYTES = 16
 
 
-def root_hash(cache_salt: str, update: int = 0, num_loads: int = 0) -> bytes:
+def root_hash(cache_salt: str, update: int = 0, num_loads: int = 0, *, adapter: int = 0) -> bytes:
     """Return the parent of a sequence's first block hash. Prefixes with different salts share no hash, nor do those
-    that were computed with the weights of different updates, or before and after another load of weights."""
+    that were computed with the weights of different updates, before and after another load of weights, or with
+    different adapters (`adapter`: number of the load, 0 for none)."""
     salt = update.to_bytes(8, "little") + num_loads.to_bytes(8, "little")
-    return blake2b(cache_salt.encode(), digest_size=HASH_BYTES, salt=salt, person=b"eagleray salt").digest()
+    key = adapter.to_bytes(8, "little") if adapter else b""
+    return blake2b(cache_salt.encode(), digest_size=HASH_BYTES, key=key, salt=salt, person=b"eagleray salt").digest()
 
 
 def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], *, block_size: int, root: bytes) -> None:

@@ -13,6 +13,7 @@ from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, Stopping
 from eagleray.messages.steps import NewRow
+from eagleray.scheduler.adapters import AdapterInSlot
 from eagleray.scheduler.admission import check_admission
 from eagleray.scheduler.prefix import root_hash
 
@@ -49,6 +50,8 @@ class Request:
     """Number of tokens, prompt included, at which the request finishes."""
     cache_salt: str
     root_hash: bytes
+    adapter: AdapterInSlot | None = None
+    """Low-rank adapter that computes the request, from its first token to its last."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hashes of the first full blocks of `token_ids`; extended when needed."""
     prompt_logprobs_from: int = 1
@@ -99,7 +102,7 @@ class Request:
 
     def set_update(self, update: int, num_loads: int) -> None:
         """Look up, and register, blocks that were computed with the weights of this update and load only."""
-        self.root_hash = root_hash(self.cache_salt, update, num_loads)
+        self.root_hash = root_hash(self.cache_salt, update, num_loads, adapter=_number_of(self.adapter))
         self.block_hashes.clear()
 
     def make_chunk(self, **fields: Any) -> AddressedChunk:
@@ -180,6 +183,7 @@ class Run:
             block_ids=list(self.block_ids),
             sampling=self.request.sampling,
             prompt_logprobs_from=self.request.prompt_logprobs_from,
+            adapter_slot=-1 if self.request.adapter is None else self.request.adapter.slot,
         )
 
 
@@ -193,11 +197,12 @@ def new_request(
     has_routing: bool = False,
     update: int = 0,
     num_loads: int = 0,
+    adapter: AdapterInSlot | None = None,
 ) -> Request:
     """Make the state of a request; one that resumes looks as if it had been preempted after its last token.
 
-    `update`: number of the last weight update. `num_loads`: number of calls of `Scheduler.on_weights_loaded`. Raises
-    `InvalidRequest` if the request can never run.
+    `update`: number of the last weight update. `num_loads`: number of calls of `Scheduler.on_weights_loaded`.
+    `adapter`: the one that the request names. Raises `InvalidRequest` if the request can never run.
     """
     check_admission(message, max_model_len=max_model_len, vocab_size=vocab_size, has_routing=has_routing)
     num_prompt_tokens = len(message.prompt_token_ids)
@@ -212,10 +217,15 @@ def new_request(
         num_prompt_tokens=num_prompt_tokens,
         max_num_tokens=min(num_prompt_tokens + message.stopping.max_tokens, max_model_len),
         cache_salt=message.cache_salt,
-        root_hash=root_hash(message.cache_salt, update, num_loads),
+        root_hash=root_hash(message.cache_salt, update, num_loads, adapter=_number_of(adapter)),
+        adapter=adapter,
         prompt_logprobs_from=message.prompt_logprobs_from,
         skip_reading_prefix_cache=message.skip_reading_prefix_cache,
         routed_experts_from=message.routed_experts_from,
         is_suspect=message.is_suspect,
         announce_start=message.announce_start or message.is_suspect,
     )
+
+
+def _number_of(adapter: AdapterInSlot | None) -> int:
+    return 0 if adapter is None else adapter.number

@@ -21,6 +21,7 @@ from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.requests import Generate
 from eagleray.messages.steps import RowFailure, StepPlan, StepResult
+from eagleray.scheduler.adapters import AdapterSlots
 from eagleray.scheduler.admission import NUM_TOKEN_IDS
 from eagleray.scheduler.kv_cache_manager import KVCacheManager
 from eagleray.scheduler.request import AddressedChunk, Request, Run, new_request
@@ -52,6 +53,7 @@ class Scheduler:
         num_stages: int = 1,
         vocab_size: int = NUM_TOKEN_IDS,
         routing: RoutingInfo | None = None,
+        num_adapter_slots: int = 0,
     ) -> None:
         if num_blocks * block_size < max_model_len:
             raise ConfigError(
@@ -59,6 +61,8 @@ class Scheduler:
                 f"{max_model_len} tokens must fit: give it {-(-max_model_len // block_size)} blocks, or set "
                 f"`max_model_len` to at most {num_blocks * block_size}"
             )
+        self.adapters = AdapterSlots(num_adapter_slots)
+        """Adapters that requests may name. They are loaded by `engine.adapters`."""
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -90,6 +94,11 @@ class Scheduler:
         """Whether a step can be planned, now or soon, or a planned one has not been applied yet."""
         may_plan = not self._is_stopped and (len(self._running) or self._waiting.num_to_admit)
         return bool(self._in_flight or may_plan)
+
+    @property
+    def may_plan(self) -> bool:
+        """Whether steps may be planned, see `stop`."""
+        return not self._is_stopped
 
     @property
     def num_requests(self) -> int:
@@ -129,7 +138,9 @@ class Scheduler:
             has_routing=self._routed is not None,
             update=self._update,
             num_loads=self._num_loads,
+            adapter=self.adapters.find(request.adapter, request.adapter_number),
         )
+        self.adapters.retain(state.adapter)
         self._num_arrivals += 1
         self._requests[key] = state
         self._waiting.push(state)
@@ -435,6 +446,7 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         """Remove a request from the queue, the quarantine or its row."""
         del self._requests[request.client, request.request_id]
+        self.adapters.release(request.adapter)
         self._waiting.on_finished(request, has_row=request.run is not None)
         if request.run is not None:
             self._end_run(request.run)

@@ -23,6 +23,7 @@ from eagleray.server.error_responses import UNKNOWN_ROUTE, RefusedRequest
 from eagleray.server.generate import ParsedGenerate
 from eagleray.server.generation_route import GenerationRoute
 from eagleray.server.http_responses import json_response
+from eagleray.server.lora_routes import LoraRoutes
 from eagleray.server.openai.chat import ParsedChat
 from eagleray.server.openai.completions import ParsedCompletion
 from eagleray.server.openai.models import ModelRoutes
@@ -62,6 +63,7 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
         *weight_endpoints(service),
         *CollectiveRpcRoute(service, is_control=not config.serving.enable_collective_rpc).endpoints(),
         *WeightCheckerRoute(service).endpoints(),
+        *LoraRoutes(service).endpoints(),
     ]
     if has_sglang:
         endpoints += [

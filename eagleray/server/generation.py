@@ -17,6 +17,7 @@ import msgspec
 from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob, RequestDelta, RequestOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.client.request import RequestStream
+from eagleray.messages.adapters import Adapter
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
 from eagleray.metrics.requests import RequestTimer
@@ -57,6 +58,7 @@ class GenerationTask(NamedTuple):
     params: SamplingParams
     priority: int
     cache_salt: str
+    adapter: Adapter | None
     timeout: float | None
     """Seconds; None: as the client is set up."""
     rank: int | None
@@ -284,6 +286,7 @@ class GenerationGroup:
             request_id=self._service.unique(task.request_id),
             priority=task.priority,
             cache_salt=task.cache_salt,
+            adapter=task.adapter,
             timeout=task.timeout,
             session=task.session,
             rank=task.rank,

@@ -90,7 +90,7 @@ class GenerationRoute(Generic[Body, Chunk]):
 
     async def create(self, request: Request) -> ASGIApp:
         body = await self._body.read(request)
-        self._service.check_model(body.model)
+        self._service.find_model(body.model)
         self._service.check_open()
         parsed = self._parsed_type(self._service, body, request)
         if body.stream:
@@ -124,7 +124,8 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
         self.service = service
         self.body = body
         self.created = int(time.time())
-        self.model_name = service.model_name
+        self.adapter = service.find_model(body.model)
+        self.model_name = service.model_name if self.adapter is None else self.adapter.name
         self.usage: Usage | UnsetType | None = UNSET
         """Value of the answer's or the next event's field `usage`."""
         # Answers to bodies without this field always show token ids.
@@ -155,6 +156,7 @@ class ParsedRequest(abc.ABC, Generic[Body, Chunk]):
             params=params,
             priority=self.service.check_priority(body.priority),
             cache_salt=body.cache_salt or "",
+            adapter=self.adapter,
             timeout=body.timeout,
             rank=_requested_rank(request.headers, self.service.ranks),
             session=_session_name(request.headers),

@@ -17,6 +17,7 @@ from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.config.resolve import checkpoint_dir, local_ranks, served_names
 from eagleray.config.sections import Config
 from eagleray.errors import InvalidRequest, Unavailable, UnknownModel
+from eagleray.messages.adapters import Adapter
 from eagleray.messages.membership import EngineInfo
 from eagleray.metrics.exposition import Metrics
 from eagleray.metrics.ledger import Ledger
@@ -109,10 +110,14 @@ class Service:
             raise Unavailable("no engine is ready, try again in a moment")
         return self.client.engine_info
 
-    def check_model(self, name: str | None) -> None:
-        """Raise `UnknownModel` for a name that is not one of the model served here."""
-        if name is not None and name not in self.model_names:
-            raise UnknownModel(f"model {name!r} is not served here; served: {', '.join(self.model_names)}")
+    def find_model(self, name: str | None) -> Adapter | None:
+        """Return the adapter of this name, None for a name of the model itself. Raises `UnknownModel` for any other."""
+        if name is None or name in self.model_names:
+            return None
+        if (adapter := self.client.find_adapter(name)) is not None:
+            return adapter
+        adapters = [adapter.name for adapter in self.client.state.adapters]
+        raise UnknownModel(f"model {name!r} is not served here; served: {', '.join([*self.model_names, *adapters])}")
 
     def check_store(self, store: bool | None) -> None:
         """Raise `InvalidRequest` for OpenAI's `store`, because answers are not kept."""

@@ -76,7 +76,7 @@ class TokenRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._tokenize_body.read(request)
-        self._service.check_model(body.model)
+        self._service.find_model(body.model)
         tokens = await unless_disconnected(request.receive, self._encode(body))
         tokenizer, engine = self._service.tokenizer, self._service.client.engine_info
         answer = TokenizeResponse(
@@ -105,7 +105,7 @@ class TokenRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._detokenize_body.read(request)
-        self._service.check_model(body.model)
+        self._service.find_model(body.model)
         self._service.text.check_decodable(len(body.tokens))
         self._check_known(body.tokens)
         return json_response(DetokenizeResponse(await self._service.text.decode(body.tokens)))

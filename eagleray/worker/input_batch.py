@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from eagleray.kernels.forward_batch import ForwardBatch
+from eagleray.kernels.forward_batch import AdapterGroups, ForwardBatch
 from eagleray.messages.steps import NewRow, StepPlan
 
 IntArray = npt.NDArray[np.int64]
@@ -44,6 +44,10 @@ class InputBatch:
         self.num_prompt = np.zeros(num_rows, dtype=np.int64)
         self.generation = np.zeros(num_rows, dtype=np.int64)
         """Number of requests that have had the row, so that a late token of an earlier one is recognized."""
+        self.adapter_slots = np.full(num_rows, -1, dtype=np.int32)
+        """Slot of each row's low-rank adapter, -1: none."""
+        self.has_adapters = False
+        """Whether any row has had an adapter so far."""
         self.num_used_blocks = 0
         """Highest block id that a row has had, plus 1."""
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
@@ -56,6 +60,8 @@ class InputBatch:
         self.num_tokens[row] = count
         self.num_computed[row] = new.num_computed_tokens
         self.num_prompt[row] = new.num_prompt_tokens
+        self.adapter_slots[row] = new.adapter_slot
+        self.has_adapters |= new.adapter_slot >= 0
         self._num_blocks[row] = 0
         self.append_blocks(row, new.block_ids)
 
@@ -132,6 +138,7 @@ def build_inputs(plan: StepPlan, rows: InputBatch, last_tokens: Tensor | None = 
         query_start_loc=query_start_loc,
         num_decodes=num_decodes,
         last_tokens=last_tokens,
+        adapters=AdapterGroups.of(rows.adapter_slots[token_rows]) if rows.has_adapters else None,
     )
     sampling_indices = np.flatnonzero(seq_lens == rows.num_tokens[row_ids])
     return StepInputs(batch, row_ids, counts, query_end_loc, sampling_indices)

@@ -176,6 +176,7 @@ class LoadedWorker:
         limits = self.limits(max_num_batched_tokens)
         if self.device.type != "cuda":
             step_bytes = model.step_bytes(limits, config.cache.block_size)
+            step_bytes += 0 if model.adapters is None else model.adapters.num_bytes
             num_workers = self.setup.num_workers_on_host()
             return host_cache_bytes(free=host_free_bytes(), step_bytes=step_bytes, num_workers=num_workers)
         gc.collect()
@@ -266,6 +267,9 @@ class LoadedWorker:
                 quantization=config.quantization,
                 kv_cache_dtype=self.setup.config.cache.kv_cache_dtype,
             )
+        lora = self.setup.config.lora
+        if lora.enable_lora:
+            model.enable_adapters(num_slots=lora.num_slots, max_rank=lora.max_lora_rank)
         logger.info(
             "loaded %s, %.1f M parameters in %s, on %s with %d threads",
             model.spec.architecture,

@@ -21,6 +21,7 @@ from eagleray.messages.codec import Codec
 from eagleray.messages.control import SleepTag
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.steps import (
+    AdapterWritten,
     AllocateCache,
     Call,
     CallDone,
@@ -47,12 +48,14 @@ from eagleray.messages.steps import (
     WorkerReply,
     WorkerSlept,
     WorkerWoke,
+    WriteAdapter,
 )
 from eagleray.messages.weight_transfer import PollTransfer, TransferCall, TransferReply
 from eagleray.messages.workers import Topology
 from eagleray.parallel.mesh import Mesh
 from eagleray.process.gc_freeze import freeze_gc
 from eagleray.transport.message_queue_peer import MessageQueuePeer
+from eagleray.worker.adapters import write_adapter
 from eagleray.worker.downloads import downloads_of
 from eagleray.worker.input_batch import InputBatch
 from eagleray.worker.logprobs import ScoreKind
@@ -190,6 +193,8 @@ class Worker:
                 return state.wake_up(tags)
             case ServingWorker(), _ if isinstance(body, TransferCall):
                 return state.transfer_weights(body)
+            case ServingWorker(), WriteAdapter():
+                return state.write_adapter(body)
             case ServingWorker(), OpenGroup("expert", epoch):
                 return state.open_expert_group(epoch)
             case ServingWorker(), JoinGroup("expert", epoch, members):
@@ -316,6 +321,9 @@ class ServingWorker:
 
     def transfer_weights(self, call: TransferCall) -> TransferReply:
         return self._weights.handle(call)
+
+    def write_adapter(self, call: WriteAdapter) -> AdapterWritten:
+        return write_adapter(self._model, call)
 
     def sleep(self, tags: Collection[SleepTag], level: int) -> int:
         """Return memory to the system, see `SleepableMemory.sleep`. No step must be unfinished."""

@@ -12,15 +12,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-def block_hashes(token_ids: Sequence[int], *, block_size: int, cache_salt: str, update: int = 0) -> list[int]:
+def block_hashes(
+    token_ids: Sequence[int], *, block_size: int, cache_salt: str, update: int = 0, adapter: int = 0
+) -> list[int]:
     """Return the names of the blocks of a prompt that a cache can hold. `update`: number of the weight update whose
-    weights computed them.
+    weights computed them; `adapter`: number of the adapter's load, 0 for none.
 
     These are the full blocks without the last token, which is always computed. Names are valid in this process only,
     unlike the engine's.
     """
     hashes: list[int] = []
-    parent = hash((cache_salt, update))
+    parent = hash((cache_salt, update, adapter))
     for end in range(block_size, len(token_ids), block_size):
         parent = hash((parent, *token_ids[end - block_size : end]))
         hashes.append(parent)

@@ -98,13 +98,19 @@ class Router:
             load.cache_usage = 1 - stats.num_free_kv_blocks / max(1, stats.num_kv_blocks)
 
     def choose(
-        self, token_ids: Sequence[int], *, cache_salt: str = "", session: str | None = None, rank: int | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        cache_salt: str = "",
+        adapter: int = 0,
+        session: str | None = None,
+        rank: int | None = None,
     ) -> RoutingDecision | None:
         """Return the engine for a request with this prompt, or None if the request has to wait for an engine to join.
 
         Raises `InvalidRequest` for a rank that does not exist, and `Unavailable` for one that was given up.
         """
-        hashes = self._hashes(token_ids, cache_salt)
+        hashes = self._hashes(token_ids, cache_salt, adapter)
         if rank is not None:
             engine = self._engine_of_rank(rank)
         elif not self._loads:
@@ -139,7 +145,7 @@ class Router:
         """Return the number of completions in flight on an engine: ours, and those of others as far as known."""
         return self._loads[engine].num_total
 
-    def _hashes(self, token_ids: Sequence[int], cache_salt: str) -> list[int]:
+    def _hashes(self, token_ids: Sequence[int], cache_salt: str, adapter: int) -> list[int]:
         """Return the names of the prompt's blocks; none where there is nothing to choose by them."""
         if not self._match_prefixes or (len(self._loads) < 2 and not self.known_engines.expects_engines):
             return []
@@ -148,7 +154,9 @@ class Router:
             return []
         # Engines apply an update at almost the same time; those that have not yet will forget their blocks soon.
         update = max(other.update for other in self._loads.values())
-        return block_hashes(token_ids, block_size=load.block_size, cache_salt=cache_salt, update=update)
+        return block_hashes(
+            token_ids, block_size=load.block_size, cache_salt=cache_salt, update=update, adapter=adapter
+        )
 
     def _engine_of_rank(self, rank: int) -> EngineId | None:
         if (cause := self.known_engines.given_up_cause(rank)) is not None:

@@ -6,7 +6,7 @@ Pure: commands, joins and published states are collected as effects. Owned by `C
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import msgspec
 
 from eagleray.errors import TransferBroken
 from eagleray.identity import ClientId, EngineId, MemberId
+from eagleray.messages.adapters import Adapter
 from eagleray.messages.control import (
     AbortWeightUpdate,
     CloseWeightTransfer,
@@ -93,7 +94,9 @@ class SteeredInstance:
     """State, engines and clients of an instance.
 
     `ranks`: data-parallel ranks of its engines. `workers_per_engine`: tensor-parallel times pipeline-parallel size.
-    `num_workers`: workers of the whole deployment. `shares_experts`: whether the engines step together.
+    `num_workers`: workers of the whole deployment. `shares_experts`: whether the engines step together. `adapters`:
+    directories of the adapters that are loaded at the start, by name; there may be `max_adapters`, which must not be
+    named as the model is.
     `updates_in_place`: whether updates overwrite the weights before they are finished.
     """
 
@@ -106,6 +109,9 @@ class SteeredInstance:
         num_workers: int,
         shares_experts: bool,
         updates_in_place: bool = False,
+        adapters: Mapping[str, str] | None = None,
+        max_adapters: int = 0,
+        model_names: Collection[str] = (),
     ) -> None:
         self.name = name
         self.ranks = ranks
@@ -115,7 +121,15 @@ class SteeredInstance:
         self.updates_in_place = updates_in_place
         self.now = 0.0
         """Time of the event that is being handled, in seconds of a monotonic clock."""
-        self.state = InstanceState()
+        self.max_adapters = max_adapters
+        self.model_names = model_names
+        self._adapter_numbers = itertools.count(1)
+        self.state = InstanceState(
+            adapters=tuple(
+                Adapter(name=name, number=self.next_adapter_number(), path=path)
+                for name, path in (adapters or {}).items()
+            )
+        )
         self.since = {"pause": 0.0, "sleep": 0.0, "update": 0.0}
         """Times at which the pause, the sleep and the open update began."""
         self.engines: dict[EngineId, EngineRecord] = {}
@@ -248,6 +262,10 @@ class SteeredInstance:
                 f"the transfer of weights broke: {self.transfer.broken}; the old weights stay: call "
                 "init_weight_transfer_engine again, then start the update again"
             )
+
+    def next_adapter_number(self) -> int:
+        """Return the number of the next load of an adapter."""
+        return next(self._adapter_numbers)
 
     # Commands.
 

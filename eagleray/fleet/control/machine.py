@@ -8,7 +8,7 @@ and ends them at their deadlines. A caller that disappears does not end its oper
 from __future__ import annotations
 
 from eagleray.errors import DeadlineExceeded, EagleRayError, EnginesMissing, TransferBroken, WrongState
-from eagleray.fleet.control import operations
+from eagleray.fleet.control import adapters, operations
 from eagleray.fleet.control.control_operation import Caller, ControlOperation, key_of
 from eagleray.fleet.control.instance import Effect, EngineRecord, MemberFailed, SendAnswer, SteeredInstance
 from eagleray.fleet.control.operations import Answer, Commands, Condition, Replies, Steps
@@ -28,6 +28,7 @@ from eagleray.messages.control import (
     GetWeightInfo,
     InitWeightTransfer,
     InstanceState,
+    LoadAdapter,
     Pause,
     ResetPrefixCache,
     Resume,
@@ -36,6 +37,7 @@ from eagleray.messages.control import (
     ShutdownWeightTransfer,
     Sleep,
     StartWeightUpdate,
+    UnloadAdapter,
     UpdateWeights,
     WakeUp,
 )
@@ -414,5 +416,9 @@ def _steps_of(request: ControlRequest, instance: SteeredInstance, updates: Weigh
             return updates.finish(request)
         case AbortWeightUpdate():
             return updates.abort()
+        case LoadAdapter():
+            return adapters.load_adapter(instance, request)
+        case UnloadAdapter():
+            return adapters.unload_adapter(instance, request)
         case GetWeightInfo():
             raise AssertionError("it is answered at once")

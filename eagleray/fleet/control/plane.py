@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from eagleray.config.resolve import checkpoint_dir, expert_engines, local_ranks
+from eagleray.config.lora_modules import lora_modules
+from eagleray.config.resolve import checkpoint_dir, expert_engines, local_ranks, served_names
 from eagleray.config.sections import Config
 from eagleray.fleet.control.instance import (
     Effect,
@@ -52,11 +53,16 @@ class ControlPlane:
                 workers_per_engine=parallel.world_size,
                 num_workers=parallel.data_parallel_size * parallel.world_size,
                 shares_experts=expert_engines(config) > 1,
+                adapters=lora_modules(config),
+                max_adapters=config.lora.max_loras if config.lora.enable_lora else 0,
+                model_names=served_names(config.model),
                 updates_in_place=config.execution.weight_update == "in-place",
             ),
             weight_update_timeout=config.recovery.weight_update_timeout,
             checkpoint=None if config.model.load_format == "dummy" else str(checkpoint_dir(config.model)),
         )
+        if self._control.state.adapters:
+            publisher.publish_state(self._control.state)
         self._publisher = publisher
         self._join = join
         self._replace = replace

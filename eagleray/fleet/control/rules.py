@@ -12,6 +12,7 @@ from eagleray.messages.control import (
     GetWeightInfo,
     InitWeightTransfer,
     InstanceState,
+    LoadAdapter,
     Pause,
     ResetPrefixCache,
     Resume,
@@ -19,6 +20,7 @@ from eagleray.messages.control import (
     ShutdownWeightTransfer,
     Sleep,
     StartWeightUpdate,
+    UnloadAdapter,
     UpdateWeights,
     WakeUp,
 )
@@ -37,6 +39,8 @@ NAMES: dict[type[ControlRequest], str] = {
     FinishWeightUpdate: "finish_weight_update",
     AbortWeightUpdate: "abort_weight_update",
     SetWeightVersion: "update_weight_version",
+    LoadAdapter: "load_lora_adapter",
+    UnloadAdapter: "unload_lora_adapter",
     GetWeightInfo: "weight_info",
 }
 """Names of the calls for users."""
@@ -61,7 +65,7 @@ def check_state(
             forbidden = is_updating and set(tags) != {"kv_cache"}
         case StartWeightUpdate():
             forbidden = has_received if is_updating else weights_sleep
-        case UpdateWeights(weight_dir=str()):
+        case UpdateWeights(weight_dir=str()) | LoadAdapter() | UnloadAdapter():
             forbidden = is_updating or weights_sleep
         case UpdateWeights():
             forbidden = not is_updating

@@ -99,8 +99,9 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "eagleray"
     root: str
-    """Directory of the checkpoint."""
-    parent: None = None
+    """Directory of the checkpoint, or of the adapter."""
+    parent: str | None = None
+    """Name of the model that an adapter belongs to."""
     max_model_len: int | None
     """None before the first engine has joined."""
 

@@ -135,7 +135,7 @@ class SGLangGenerateRoute:
 
     async def generate(self, request: Request) -> ASGIApp:
         body = await self._body.read(request)
-        self._service.check_model(body.model)
+        self._service.find_model(body.model)
         self._service.check_open()
         request_id = request.scope["state"]["request_id"]
         prompts, is_batch = split_batch(body, request_id)

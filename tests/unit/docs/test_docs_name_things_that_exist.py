@@ -18,6 +18,7 @@ FOREIGN = {
     *("figures.json", "gpu.json", "probe.py"),  # files that the reader writes
     "--rollout-external-engine-addrs",  # slime's
     *("--no-deps", "--no-index", "--target"),  # pip's
+    *("adapter_config.json", "modules_to_save"),  # PEFT's
 }
 
 

@@ -12,6 +12,7 @@ from eagleray.errors import WorkerLost
 from eagleray.identity import EngineId, WorkerId
 from eagleray.messages.failure import Ended, Failure
 from eagleray.messages.steps import (
+    AdapterWritten,
     AllocateCache,
     Call,
     CallDone,
@@ -35,6 +36,7 @@ from eagleray.messages.steps import (
     WorkerReply,
     WorkerSlept,
     WorkerWoke,
+    WriteAdapter,
 )
 from eagleray.messages.weight_transfer import (
     ApplyUpdate,
@@ -84,6 +86,10 @@ class CountingGroup:
         """Whether it has received weights for every update."""
         self.num_polls = 0
         """Number of times that it is asked before tensors have come."""
+        self.adapter_failures: dict[str, Failure] = {}
+        """Causes for which adapters cannot be loaded, by path."""
+        self.digests: dict[str, str] = {}
+        """Hashes of adapters that are not `d`, by path."""
         self._replies: deque[Reply] = deque()
 
     def send(self, call: Call) -> None:
@@ -135,6 +141,9 @@ class CountingGroup:
                 return WorkerSlept(1000 * len(tags))
             case WakeWorker():
                 return WorkerWoke(self.wake_failure)
+            case WriteAdapter(path=path):
+                failure = self.adapter_failures.get(path)
+                return AdapterWritten(digest=self.digests.get(path, "d"), failure=failure)
             case StartUpdate() | DropUpdate() | CloseTransfer():
                 return TransferDone()
             case ReceiveTensors():
