@@ -71,8 +71,12 @@ def directory_fingerprint(directory: str) -> str:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        raise NotFound(f"{directory}: there is no such directory on the node of the workers")
+    try:
+        is_directory = directory.is_dir()
+    except OSError:  # a name that no directory can have
+        is_directory = False
+    if not is_directory:
+        raise NotFound(f"{str(directory)!r:.200}: there is no such directory on the node of the workers")
     return weight_files(directory)
 
 

@@ -15,6 +15,8 @@ from eagleray.weights.gloo_group import BUCKET_BYTES, GROUP_NAME, GlooGroup, rea
 from eagleray.weights.receiver import (
     CheckTensors,
     NamedTensors,
+    Port,
+    Positive,
     ReceiverPosition,
     check_group,
     check_rank,
@@ -35,15 +37,15 @@ class GlooInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`init_info` of a group that the trainer holds together by a store."""
 
     master_address: str
-    master_port: int
+    master_port: Port
     world_size: int
     """Number of ranks, with the trainer."""
     rank_offset: int = 1
     """Rank of the first worker of the instance."""
     packed: bool = False
     """Whether tensors come in buckets, as bytes, or each by a broadcast of its own."""
-    packed_buffer_size_bytes: int = BUCKET_BYTES
-    packed_num_buffers: int = 2
+    packed_buffer_size_bytes: Positive = BUCKET_BYTES
+    packed_num_buffers: Positive = 2
     group_name: str = GROUP_NAME
 
 

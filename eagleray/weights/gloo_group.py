@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work  # type: ignore[attr-defined]
 
-from eagleray.errors import DeadlineExceeded, TransferBroken
+from eagleray.errors import DeadlineExceeded, InvalidRequest, TransferBroken
 
 SENDER = 0
 """Rank of the trainer."""
@@ -29,8 +29,8 @@ def reach_store(
 ) -> tuple[TCPStore, str]:
     """Connect to the trainer's store. Returns it with the address of this machine on the way there.
 
-    Raises `DeadlineExceeded` if the trainer does not listen within `timeout` seconds, and `TransferBroken` if
-    `is_cancelled` returns True meanwhile.
+    Raises `DeadlineExceeded` if the trainer does not listen within `timeout` seconds, `TransferBroken` if
+    `is_cancelled` returns True meanwhile, and `InvalidRequest` for a host that cannot exist.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -40,6 +40,8 @@ def reach_store(
             with socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())) as probe:
                 own_address = probe.getsockname()[0]
             break
+        except UnicodeError:
+            raise InvalidRequest(f"`master_address` {host!r:.80} is no name of a host", param="init_info") from None
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(

@@ -13,16 +13,17 @@ import pickle
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from eagleray.errors import ConfigError, DeadlineExceeded, InvalidRequest, TransferBroken
 from eagleray.weights.gloo_group import reach_store
 from eagleray.weights.nccl_library import UNIQUE_ID_BYTES, NcclCommunicator
-from eagleray.weights.receiver import CheckTensors, NamedTensors, ReceiverPosition, check_rank, read_fields
+from eagleray.weights.receiver import CheckTensors, NamedTensors, Positive, ReceiverPosition, check_rank, read_fields
 from eagleray.weights.tensors import MAPPED_BUCKET_BYTES, bucket_bytes, into_buckets, read_update_info, unpack_bucket
 
 ID_KEY = "broadcast_from/0/0"
@@ -38,15 +39,15 @@ class NcclInfo(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     """Number of ranks, with the trainer."""
     master_address: str = ""
-    master_port: int = 0
+    master_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     nccl_unique_id_b64: str = ""
     """NCCL's id, in base64, if there is no store."""
     rank_offset: int = 1
     """Rank of the first worker of the instance."""
     packed: bool = False
     """Whether tensors come in buckets, as bytes, or each by a broadcast of its own."""
-    packed_buffer_size_bytes: int = 2**30
-    packed_num_buffers: int = 2
+    packed_buffer_size_bytes: Positive = 2**30
+    packed_num_buffers: Positive = 2
 
 
 def open_receiver(init_info: Mapping[str, Any], position: ReceiverPosition, timeout: float) -> NcclReceiver:

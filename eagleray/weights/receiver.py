@@ -10,16 +10,20 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, Protocol, TypeVar, cast
+from typing import Annotated, Any, Protocol, TypeVar, cast
 
 import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from eagleray.errors import InvalidRequest, TransferBroken
 from eagleray.weights.tensors import SentTensor
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
+
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Positive = Annotated[int, Meta(ge=1)]
 
 BACKENDS = ("gloo", "nccl", "torch_nccl", "shm", "ipc", "disk")
 """Backends of this package; the module of each has its name."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from eagleray.errors import InvalidRequest, NotFound, WeightsMismatch
@@ -28,7 +30,7 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Byte at which each tensor begins."""
     name: str
     """Name of a POSIX segment, or the absolute path of a file."""
-    size: int
+    size: Annotated[int, Meta(ge=0)]
     """Number of bytes that are mapped."""
     node: str = ""
     """Id of the trainer's node, see `node_id`; empty if it is not known."""
@@ -85,14 +87,18 @@ def _map(segment: SegmentInfo) -> Tensor:
         )
     path = _path(segment.name)
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise NotFound(
-            f"{path} cannot be opened ({error.strerror}): the segment must exist on the node of the workers, and their "
-            "user must be allowed to read it"
+            f"{str(path)!r:.200} cannot be opened ({reason}): the segment must exist on the node of the workers, and "
+            "their user must be allowed to read it"
         ) from error
     try:
-        if (size := os.fstat(file).st_size) < segment.size:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise WeightsMismatch(f"{path} is neither a POSIX segment nor a file")
+        if (size := status.st_size) < segment.size:
             raise WeightsMismatch(f"{path} has {size} bytes, but update_info says {segment.size}")
         # private, so that torch may have it as writable; nobody writes to it
         mapped = mmap.mmap(file, segment.size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)

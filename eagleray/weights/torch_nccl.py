@@ -21,6 +21,7 @@ from eagleray.weights.nccl_library import NcclCommunicator
 from eagleray.weights.receiver import (
     CheckTensors,
     NamedTensors,
+    Port,
     ReceiverPosition,
     check_group,
     check_rank,
@@ -35,7 +36,7 @@ class TorchGroupInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`init_info` of a group."""
 
     master_address: str
-    master_port: int
+    master_port: Port
     world_size: int
     """Number of ranks, with the trainer."""
     rank_offset: int = 1

@@ -66,8 +66,9 @@ def test_disk_receiver_truncated_file_is_named(receiver: WeightReceiver, directo
 
 
 def test_disk_receiver_missing_directory_is_not_found(receiver: WeightReceiver, tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="there is no such directory"):
-        next(receiver.receive({"weight_dir": str(tmp_path / "none")}, accept))
+    for name in ("none", "x" * 300, "a\0b"):
+        with pytest.raises(NotFound, match="there is no such directory"):
+            next(receiver.receive({"weight_dir": str(tmp_path / name)}, accept))
 
 
 def test_disk_receiver_without_a_directory_says_what_is_needed(receiver: WeightReceiver) -> None:

@@ -129,6 +129,8 @@ def test_gloo_receiver_closed_while_it_waits_for_the_trainer_stops_waiting() -> 
     [
         ({"master_port": 1, "world_size": 2}, "missing required field `master_address`"),
         ({"master_address": "h", "master_port": "x", "world_size": 2}, "`master_port`: expected `int`"),
+        ({"master_address": "h", "master_port": 65536, "world_size": 2}, "`master_port`: expected `int` <= 65535"),
+        ({"master_address": "h", "master_port": 1, "world_size": 2, "packed_num_buffers": 0}, "`packed_num_buffers`"),
         ({"master_address": "h", "master_port": 1, "world_size": 1}, "rank 1 in a group of `world_size` 1"),
         ({"master_address": "h", "master_port": 1, "world_size": 9, "rank_offset": 0}, "rank 0 in a group"),
     ],
@@ -136,6 +138,12 @@ def test_gloo_receiver_closed_while_it_waits_for_the_trainer_stops_waiting() -> 
 def test_open_receiver_wrong_init_info_names_the_field(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         open_receiver("gloo", fields, ReceiverPosition(0, CPU), TIMEOUT)
+
+
+def test_gloo_receiver_address_that_no_host_can_have_is_refused() -> None:
+    fields = {"master_address": "h" * 70, "master_port": 1, "world_size": 2}
+    with pytest.raises(InvalidRequest, match="is no name of a host"):
+        open_receiver("gloo", fields, ReceiverPosition(0, CPU), TIMEOUT).connect()
 
 
 def test_open_receiver_unknown_backend_lists_those_there_are() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,9 @@ def test_shm_sender_closed_removes_the_segment(sender: SharedMemorySender) -> No
         ({"node": "another"}, NotFound, "is on another node than this worker"),
         ({"name": "../etc/passwd"}, InvalidRequest, "neither the name of a POSIX segment nor an absolute path"),
         ({"name": ""}, InvalidRequest, "neither the name of a POSIX segment"),
+        ({"name": "a\0b"}, NotFound, "cannot be opened \\(embedded null byte\\)"),
+        ({"name": "/proc/self/fd"}, WeightsMismatch, "/proc/self/fd is neither a POSIX segment nor a file"),
+        ({"size": -1}, InvalidRequest, "`size`: expected `int` >= 0"),
         ({"size": 2**40}, WeightsMismatch, "but update_info says 1099511627776"),
         ({"offsets": [0, 2**41, 0, 0, 0]}, WeightsMismatch, "embed: 42 bytes at offset 2199023255552 are not inside"),
         ({"offsets": [0, -2, 0, 0, 0]}, WeightsMismatch, "embed: 42 bytes at offset -2 are not inside"),
@@ -86,6 +90,12 @@ def test_shm_receiver_wrong_update_info_is_refused(
     info = {**sender.write(WEIGHTS), **changes}
     with pytest.raises(kind, match=message):
         receive(info)
+
+
+def test_shm_receiver_of_a_pipe_is_refused_without_a_wait(sender: SharedMemorySender, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(WeightsMismatch, match="pipe is neither a POSIX segment nor a file"):
+        receive({**sender.write(WEIGHTS), "name": str(tmp_path / "pipe")})
 
 
 def test_shm_receiver_refused_tensor_yields_none(sender: SharedMemorySender) -> None:
