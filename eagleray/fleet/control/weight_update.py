@@ -267,7 +267,7 @@ class WeightUpdates:
                 raise WeightsMismatch(f"weight update {number} has received no weights; the old ones stay")
             missing, num_missing = yield from self._check(request)
             if instance.shares_experts:
-                yield from adopt(instance, {"is_held": True})
+                self._check_participants((yield from adopt(instance, {"is_held": True})))
         except Exception as error:
             self.drop(error)
             raise
@@ -305,10 +305,14 @@ class WeightUpdates:
                 record.takes_part = record.engine not in replies.failures
         else:
             replies.raise_failure()
-        if not replies.results:
-            raise EnginesMissing(f"no engine has the weights: {_exits(replies)}")
+        self._check_participants(replies)
         names = sorted({name for result in replies.results.values() for name in result.get("missing", ())})
         return names, replies.most("num_missing")
+
+    def _check_participants(self, replies: Replies) -> None:
+        """Raise `EnginesMissing` if every engine that had the weights has exited, perhaps after its reply."""
+        if not self._instance.participants:
+            raise EnginesMissing(f"no engine has the weights: {_exits(replies)}")
 
     def _apply(self, number: int) -> Generator[Commands | Condition, Replies, None]:
         """Have the engines apply a committed update. Engines that share experts go on when all have done so."""

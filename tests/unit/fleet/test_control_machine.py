@@ -412,6 +412,24 @@ def test_control_all_engines_exit_update_is_dropped():
     assert "engine-1 ended: it was killed by SIGKILL" in failure.message
 
 
+@pytest.mark.parametrize("shares_experts", [False, True])
+def test_control_all_engines_exit_after_their_checks_nothing_is_committed(shares_experts):
+    """Weights that no engine has must not become those that are required."""
+    fleet = SteeredFleet(shares_experts=shares_experts)
+    fleet.run(StartWeightUpdate())
+    fleet.run(PUSH)
+    call = fleet.call(FinishWeightUpdate())
+    fleet.execute_next(0)
+    if shares_experts:
+        fleet.execute_next(1)
+    fleet.engine_exits(0)
+    fleet.engine_exits(1, "it was killed by SIGKILL")
+    failure = fleet.outcome(call)
+    assert failure.kind == "EnginesMissing"
+    assert "engine-1 ended: it was killed by SIGKILL" in failure.message
+    assert fleet.control.state == InstanceState()
+
+
 def test_control_engine_exits_in_a_collective_transfer_breaks_at_once():
     fleet = SteeredFleet()
     fleet.run(InitWeightTransfer(init_info={}))
