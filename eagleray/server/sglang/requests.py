@@ -95,13 +95,15 @@ class SGLangGenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=
     priority: int | None = None
     cache_salt: str | None = None
     model: str | None = None
+    lora_path: Annotated[
+        str | list[str | None] | None, Meta(description="Name of an adapter that is loaded, or a list of them.")
+    ] = None
     timeout: Timeout | None = None
     log_metrics: Annotated[bool | None, Meta(description="No effect.")] = None
     image_data: Empty = None
     video_data: Empty = None
     audio_data: Empty = None
     input_embeds: Null = None
-    lora_path: Null = None
     session_params: Null = None
     custom_logit_processor: Null = None
 
@@ -145,6 +147,7 @@ def split_batch(body: SGLangGenerateRequest, request_id: str) -> tuple[list[SGLa
     return_logprob = _for_each(body.return_logprob, num, "return_logprob")
     starts = _for_each(body.logprob_start_len, num, "logprob_start_len")
     top = _for_each(body.top_logprobs_num, num, "top_logprobs_num")
+    adapters = _for_each(body.lora_path, num, "lora_path")  # type: ignore[arg-type]  # entries may be null
     asked = _asked_token_ids(body.token_ids_logprob, num)
     return [
         SGLangPrompt(
@@ -160,7 +163,7 @@ def split_batch(body: SGLangGenerateRequest, request_id: str) -> tuple[list[SGLa
             routed_experts_start_len=body.routed_experts_start_len or 0,
             session_id=body.session_id,
             rank=body.routed_dp_rank if body.routed_dp_rank is not None else body.data_parallel_rank,
-            model=body.model,
+            model=adapters[index] or body.model,
             stream=body.stream,
             priority=body.priority,
             cache_salt=body.cache_salt,

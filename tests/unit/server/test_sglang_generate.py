@@ -10,6 +10,8 @@ import pytest
 from server_fakes import Call, FinishReason, serving, settle, write_checkpoint
 from server_fakes import Chunk as EngineChunk
 
+from eagleray.messages.adapters import Adapter
+from eagleray.messages.control import InstanceState, StateChanged
 from eagleray.messages.membership import RoutingInfo
 
 PATH = "/generate"
@@ -204,6 +206,15 @@ def test_generate_several_completions_are_a_list(sglang):
     assert sorted(event["index"] for event in events) == [0, 1, 2, 3]
 
 
+def test_generate_adapters_are_chosen_by_name(sglang):
+    adapter = Adapter(name="style", number=1, path="/a")
+    sglang.deliver(StateChanged(InstanceState(adapters=(adapter,))))
+    generate(sglang, input_ids=[[5], [6]], lora_path=["style", None])
+    assert [request.adapter for request in sglang.engine.requests] == ["style", ""]
+    assert generate(sglang, status=404, lora_path="other")["error"]["code"] == "model_not_found"
+    sglang.deliver(StateChanged(InstanceState()))
+
+
 def test_generate_batch_one_fails_all_fail(sglang):
     error = generate(sglang, status=400, input_ids=[[5], [320]])["error"]
     assert error["param"] == "input_ids"
@@ -263,7 +274,7 @@ def test_generate_version_of_the_weights_is_that_of_the_last_token(sglang):
         ({"sampling_params": {"custom_params": {"return_top_p_token_ids": True}}}, "sampling_params.custom_params"),
         ({"sampling_params": {"max_tokens": 1}}, "sampling_params.max_tokens"),
         ({"image_data": ["x"]}, "image_data"),
-        ({"lora_path": "x"}, "lora_path"),
+        ({"lora_path": ["x", "y"]}, "lora_path"),
         ({"routed_dp_rank": 3}, "routed_dp_rank"),
     ],
 )
