@@ -61,7 +61,11 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
             engine_world_size=config.parallel.world_size,
         ).endpoints(),
         *weight_endpoints(service),
-        *CollectiveRpcRoute(service, is_control=not config.serving.enable_collective_rpc).endpoints(),
+        *CollectiveRpcRoute(
+            service,
+            is_control=not config.serving.enable_collective_rpc,
+            has_extension=config.execution.worker_extension_cls is not None,
+        ).endpoints(),
         *WeightCheckerRoute(service).endpoints(),
         *LoraRoutes(service).endpoints(),
     ]

@@ -26,6 +26,7 @@ from eagleray.messages.torch_values import CudaTensorHandle, TensorBytes
 from eagleray.server.endpoint import Endpoint, Operation
 from eagleray.server.http_responses import json_response, unless_disconnected
 from eagleray.server.service import Service
+from eagleray.server.skyrl_calls import skyrl_request
 
 ARRAY_FIELDS = {"data", "shape", "dtype"}
 
@@ -46,11 +47,13 @@ class CollectiveRpcResponse(msgspec.Struct, frozen=True):
 
 
 class CollectiveRpcRoute:
-    """The handler. `is_control`: whether the route is for those alone who may change the weights."""
+    """The handler. `is_control`: whether the route is for those alone who may change the weights. Only then, and
+    without an extension whose methods they may be, are the methods of SkyRL control calls."""
 
-    def __init__(self, service: Service, *, is_control: bool) -> None:
+    def __init__(self, service: Service, *, is_control: bool, has_extension: bool) -> None:
         self._service = service
         self._is_control = is_control
+        self._has_skyrl_calls = is_control and not has_extension
         self._body = service.body_decoder(CollectiveRpcRequest)
 
     def endpoints(self) -> list[Endpoint]:
@@ -59,12 +62,16 @@ class CollectiveRpcRoute:
             "Call a method of the worker extension, or a built-in one, on every worker.",
             request_body=CollectiveRpcRequest,
             response=CollectiveRpcResponse,
-            error_statuses=(400, 413, 500, 503, 504),
+            error_statuses=(400, 409, 413, 500, 503, 504),
         )
         return [Endpoint("/collective_rpc", is_control=self._is_control, post=call)]
 
     async def call(self, request: Request) -> Response:
         body = await self._body.read(request)
+        if self._has_skyrl_calls and (steering := skyrl_request(body.method, body.kwargs or {})) is not None:
+            operation_id = request.scope["state"]["request_id"]
+            answer = self._service.client.control(steering, timeout=body.timeout, operation_id=operation_id)
+            return json_response(CollectiveRpcResponse([await unless_disconnected(request.receive, answer)]))
         self._service.check_ready()
         args, kwargs = _arguments(body)
         work = self._service.client.call_workers(body.method, args, kwargs, timeout=body.timeout, as_torch=False)

@@ -114,6 +114,38 @@ def test_control_route_makes_the_call(api, supervisor, path, body, expected):
     assert response.json() == ({"status": "kv_cache_released"} if "release" in path else supervisor.result)
 
 
+SLEEP = Sleep(tags=("weights", "kv_cache"), level=2, mode="keep")
+UPDATE = UpdateWeights(update_info=pack({"names": ["a"], "packed": True}))
+RPC_CALLS = [
+    ("skyrl_start_weight_update", {"is_checkpoint_format": True}, StartWeightUpdate()),
+    ("update_weights_nccl", {"update_info": {"names": ["a"], "packed": True}}, UPDATE),
+    ("update_weights_ipc", {"update_info": {"names": ["a"], "packed": True}}, UPDATE),
+    ("skyrl_finish_weight_update", None, FinishWeightUpdate()),
+    ("skyrl_sleep_for_weight_sync", {"offload_kv": True}, SLEEP),
+    ("skyrl_wake_for_weight_sync", {"tags": ["weights"]}, WakeUp(tags=("weights",))),
+]
+
+
+@pytest.mark.parametrize(("method", "kwargs", "expected"), RPC_CALLS)
+def test_collective_rpc_method_of_skyrl_is_a_control_call(api, supervisor, method, kwargs, expected):
+    supervisor.result = {"message": "done"}
+    body = {"method": method} | ({} if kwargs is None else {"kwargs": kwargs})
+    assert api.post("/collective_rpc", body).json() == {"results": [{"message": "done"}]}
+    assert supervisor.requests == [expected]
+    supervisor.error = WrongState("no update is open")
+    assert api.post("/collective_rpc", body).status_code == 409
+    wrong = api.post("/collective_rpc", {"method": method, "kwargs": {"other": 1}})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "kwargs")
+
+
+@pytest.mark.parametrize("options", [{"enable_collective_rpc": True}, {"worker_extension_cls": "pkg.mod.Class"}])
+def test_collective_rpc_method_of_skyrl_beside_an_extension_is_the_workers(checkpoint, options):
+    with serving(checkpoint, **options) as api:
+        api.engine.call_workers = lambda call: WorkersReturned(call_id=call.call_id, values=[pack(call.method)])
+        answer = api.post("/collective_rpc", {"method": "skyrl_finish_weight_update"})
+        assert answer.json() == {"results": ["skyrl_finish_weight_update"]}
+
+
 @pytest.mark.parametrize("path", ["/pause?timeout=5", "/resume?timeout=5"])
 def test_control_route_timeout_is_that_of_the_call(api, supervisor, path):
     api.post(path)
