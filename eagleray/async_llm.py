@@ -92,7 +92,9 @@ class AsyncLLM:
         `EngineFailed` if engines exit again and again.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        sent: list[RequestStream] = []
         sending = self._send(
+            sent,
             prompt,
             params,
             request_id=request_id,
@@ -102,7 +104,11 @@ class AsyncLLM:
             rank=data_parallel_rank,
             lora_request=lora_request,
         )
-        stream = await self._await(sending)
+        try:
+            stream = await self._await(sending)
+        except BaseException:
+            self._thread.call_soon(self._drop, sent)  # the caller was cancelled, perhaps after the request was sent
+            raise
         outputs = OutputReader(stream, params.output_kind, self._thread).__aiter__()
         try:
             async for output in outputs:
@@ -283,12 +289,25 @@ class AsyncLLM:
     # In the instance's loop.
 
     async def _send(
-        self, prompt: PromptLike, params: SamplingParams, *, lora_request: LoRARequest | None, **options: Any
+        self,
+        sent: list[RequestStream],
+        prompt: PromptLike,
+        params: SamplingParams,
+        *,
+        lora_request: LoRARequest | None,
+        **options: Any,
     ) -> RequestStream:
+        """Send a request. Its stream is added to `sent` too, for a caller that is cancelled meanwhile."""
         adapter = await self._loras.find(lora_request)
         stream = self._instance.generate(prompt, params, adapter=adapter, **options)
         self._streams[stream.request_id] = stream
+        sent.append(stream)
         return stream
+
+    def _drop(self, streams: Iterable[RequestStream]) -> None:
+        for stream in streams:
+            self._streams.pop(stream.request_id, None)
+            stream.abort()
 
     async def _abort(self, ids: list[str]) -> None:
         for request_id in ids:

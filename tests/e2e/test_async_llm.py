@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from itertools import chain
 
 import msgspec
@@ -102,6 +103,21 @@ def test_async_generate_left_or_cancelled_leaves_no_request(llm):
 
     assert run(work())
     assert llm.get_num_unfinished_requests() == 0
+
+
+def test_async_generate_cancelled_before_the_stream_came_leaves_no_request(llm):
+    async def work():
+        task = asyncio.create_task(outputs_of(llm, "Hello", LONG))
+        await asyncio.sleep(0)
+        while not llm.get_num_unfinished_requests():
+            time.sleep(0.001)  # the program's loop does not run, so the task has not got its stream yet
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await llm.wait_for_requests_to_drain()
+        return task.cancelled()
+
+    assert run(work())
+    assert not llm._streams
 
 
 def test_async_wait_for_drain_names_the_number_that_is_left(llm):
