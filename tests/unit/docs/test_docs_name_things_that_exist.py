@@ -19,6 +19,12 @@ FOREIGN = {
     "--rollout-external-engine-addrs",  # slime's
     *("--no-deps", "--no-index", "--target"),  # pip's
     *("adapter_config.json", "modules_to_save"),  # PEFT's
+    *("HTTPVLLMWeightSyncClient", "RayVLLMWeightSyncClient", "vllm.distributed.utils"),  # vLLM's
+    *("RemoteInferenceClient", "chat_completion", "init_weight_update_communicator", "update_named_weights"),  # SkyRL's
+    *("sleep_for_weight_sync", "wake_for_weight_sync"),  # SkyRL's
+    *("VLLMClient", "WeightTransferClient"),  # TRL's
+    *("utils/client.py", "maybe_check_has_model", "prefill_logprobs"),  # prime-rl's
+    *("RolloutRayActor", "WorkerWrap", "update_weight"),  # OpenRLHF's
 }
 
 
