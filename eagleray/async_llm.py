@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from eagleray.client.control_requests import (
@@ -40,6 +41,15 @@ from eagleray.prompts import PromptLike
 from eagleray.streaming import OutputReader
 
 Result = TypeVar("Result")
+
+
+@dataclass
+class _SentRequest:
+    """A request that a caller of `generate` awaits to be sent. Used in the instance's loop."""
+
+    stream: RequestStream | None = None
+    is_unwanted: bool = False
+    """Whether the caller was cancelled."""
 
 
 class AsyncLLM:
@@ -92,7 +102,7 @@ class AsyncLLM:
         `EngineFailed` if engines exit again and again.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        sent: list[RequestStream] = []
+        sent = _SentRequest()
         sending = self._send(
             sent,
             prompt,
@@ -107,7 +117,7 @@ class AsyncLLM:
         try:
             stream = await self._await(sending)
         except BaseException:
-            self._thread.call_soon(self._drop, sent)  # the caller was cancelled, perhaps after the request was sent
+            self._thread.call_soon(self._drop, sent)  # the caller was cancelled, perhaps before the request is sent
             raise
         outputs = OutputReader(stream, params.output_kind, self._thread).__aiter__()
         try:
@@ -290,22 +300,24 @@ class AsyncLLM:
 
     async def _send(
         self,
-        sent: list[RequestStream],
+        sent: _SentRequest,
         prompt: PromptLike,
         params: SamplingParams,
         *,
         lora_request: LoRARequest | None,
         **options: Any,
     ) -> RequestStream:
-        """Send a request. Its stream is added to `sent` too, for a caller that is cancelled meanwhile."""
+        """Send a request, unless its caller is no longer there."""
         adapter = await self._loras.find(lora_request)
-        stream = self._instance.generate(prompt, params, adapter=adapter, **options)
+        if sent.is_unwanted:
+            raise asyncio.CancelledError
+        sent.stream = stream = self._instance.generate(prompt, params, adapter=adapter, **options)
         self._streams[stream.request_id] = stream
-        sent.append(stream)
         return stream
 
-    def _drop(self, streams: Iterable[RequestStream]) -> None:
-        for stream in streams:
+    def _drop(self, sent: _SentRequest) -> None:
+        sent.is_unwanted = True
+        if (stream := sent.stream) is not None:
             self._streams.pop(stream.request_id, None)
             stream.abort()
 

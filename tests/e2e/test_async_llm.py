@@ -120,6 +120,20 @@ def test_async_generate_cancelled_before_the_stream_came_leaves_no_request(llm):
     assert not llm._streams
 
 
+def test_async_generate_cancelled_before_it_is_sent_sends_nothing(llm):
+    async def work():
+        llm._thread.call_soon(time.sleep, 0.2)  # the instance's loop has not come to the request yet
+        task = asyncio.create_task(outputs_of(llm, "Hello", LONG))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await llm.get_weight_version()
+        return task.cancelled()
+
+    assert run(work())
+    assert not llm._streams and llm.get_num_unfinished_requests() == 0
+
+
 def test_async_wait_for_drain_names_the_number_that_is_left(llm):
     async def work():
         task = asyncio.create_task(outputs_of(llm, "Hello", LONG, request_id="long"))
