@@ -140,6 +140,19 @@ def test_a_slot_that_is_loaded_again_has_the_new_adapter_alone(llama, adapters):
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+def test_adapters_stay_when_the_weights_are_updated_and_passes_are_made_again(llama, adapters, tmp_path):
+    model = with_adapters(load(llama), *adapters)
+    prompts = prompts_of(2)
+    mixed_logits(model, [0, 1], prompts)
+    other = make_checkpoint(tmp_path, "llama", tokenizer=False, attention_bias=True, seed=5)
+    model.load_weights(load_file(other / "model.safetensors").items())
+    model.close()  # as before a sleep
+    logits = mixed_logits(model, [0, 1], prompts)
+    for slot in (0, 1):
+        expected = adapted_logits(other, adapters[slot], prompts[slot])
+        torch.testing.assert_close(logits[str(slot)], expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 def edit_config(directory, **fields):
     path = directory / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
