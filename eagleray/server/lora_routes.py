@@ -16,6 +16,9 @@ from eagleray.server.http_responses import unless_disconnected
 from eagleray.server.parameters import ControlParameters, ParameterDecoder
 from eagleray.server.service import Service
 
+REPLACE_PATHS = ("/load_lora_adapter", "/skyrl/v1/load_lora_adapter")
+"""Routes of prime-rl and SkyRL, which load each version of an adapter by the same name."""
+
 
 class LoadAdapterParameters(ControlParameters, kw_only=True):
     lora_name: Annotated[str, Meta(min_length=1, max_length=512, description="Name that requests give as `model`.")]
@@ -25,6 +28,10 @@ class LoadAdapterParameters(ControlParameters, kw_only=True):
     ] = False
     base_model_name: Annotated[str | None, Meta(description="Without effect.")] = None
     is_3d_lora_weight: Annotated[bool, Meta(description="Only false.")] = False
+
+
+class ReplaceAdapterParameters(LoadAdapterParameters, kw_only=True):
+    load_inplace: Annotated[bool, Meta(description="As in /v1/load_lora_adapter, but true unless given.")] = True
 
 
 class UnloadAdapterParameters(ControlParameters, kw_only=True):
@@ -46,14 +53,17 @@ class LoraRoutes:
                 "/v1/load_lora_adapter", self.load, LoadAdapterParameters, "Load an adapter on all engines."
             ),
             _text_endpoint("/v1/unload_lora_adapter", self.unload, UnloadAdapterParameters, "Unload an adapter."),
-            control_endpoint(
-                "/load_lora_adapter",
-                self._service,
-                LoadAdapterParameters,
-                load_request,
-                "Load an adapter on all engines.",
-                ControlMessage,
-                answer=lambda result: ControlMessage(status="ok"),
+            *(
+                control_endpoint(
+                    path,
+                    self._service,
+                    ReplaceAdapterParameters,
+                    load_request,
+                    "Load an adapter on all engines, in place of one of the same name if there is one.",
+                    ControlMessage,
+                    answer=lambda result: ControlMessage(status="ok"),
+                )
+                for path in REPLACE_PATHS
             ),
         ]
 

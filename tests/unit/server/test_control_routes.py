@@ -21,6 +21,7 @@ from eagleray.messages.control import (
     GetWeightInfo,
     InitWeightTransfer,
     InstanceState,
+    LoadAdapter,
     Pause,
     ResetPrefixCache,
     Resume,
@@ -41,6 +42,7 @@ CLIENT = ClientId("test", 0)
 RESET_ALL = ResetPrefixCache(reset_running_requests=True)
 FROM_DIRECTORY = {"weight_dir": "/w", "weight_version": "v"}
 COMPLETE = {"weight_version": "v", "require_complete": True}
+ADAPTER = {"lora_name": "a", "lora_path": "/a"}
 ALL = ("weights", "kv_cache", "scheduling")
 
 
@@ -100,6 +102,9 @@ POSTS = [
     ("/finish_weight_update", COMPLETE, FinishWeightUpdate(**COMPLETE)),
     ("/abort_weight_update", None, AbortWeightUpdate()),
     ("/update_weight_version", {"new_version": "v"}, SetWeightVersion("v")),
+    ("/load_lora_adapter", ADAPTER, LoadAdapter(name="a", path="/a", load_inplace=True)),
+    ("/load_lora_adapter", ADAPTER | {"load_inplace": False}, LoadAdapter(name="a", path="/a")),
+    ("/skyrl/v1/load_lora_adapter", ADAPTER, LoadAdapter(name="a", path="/a", load_inplace=True)),
 ]  # fmt: skip
 
 
@@ -111,7 +116,8 @@ def test_control_route_makes_the_call(api, supervisor, path, body, expected):
     assert response.status_code == 200, response.text
     assert supervisor.requests == [expected]
     assert (supervisor.calls[0].operation_id, supervisor.calls[0].timeout) == ("mine", 600.0)
-    assert response.json() == ({"status": "kv_cache_released"} if "release" in path else supervisor.result)
+    own = {"status": "kv_cache_released"} if "release" in path else {"status": "ok"} if "adapter" in path else None
+    assert response.json() == (own or supervisor.result)
 
 
 SLEEP = Sleep(tags=("weights", "kv_cache"), level=2, mode="keep")
