@@ -34,6 +34,7 @@ from eagleray.server.sglang.control import sglang_control_endpoints
 from eagleray.server.sglang.generate import SGLangGenerateRoute
 from eagleray.server.sglang.status import SGLangServerInfoRoute, SGLangStatusRoutes
 from eagleray.server.sglang.weights import sglang_weight_endpoints
+from eagleray.server.skyrl_generate import ParsedSkyrlGenerate
 from eagleray.server.status import StatusRoutes
 from eagleray.server.tokens import TokenRoutes
 from eagleray.server.weight_checker import WeightCheckerRoute
@@ -54,6 +55,7 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
         *GenerationRoute(service, ParsedCompletion).endpoints(),
         *GenerationRoute(service, ParsedChat).endpoints(),
         *GenerationRoute(service, ParsedGenerate).endpoints(),
+        *GenerationRoute(service, ParsedSkyrlGenerate).endpoints(),
         *TokenRoutes(service).endpoints(),
         *ControlRoutes(
             service,
