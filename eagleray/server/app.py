@@ -20,7 +20,7 @@ from eagleray.server.collective_rpc import CollectiveRpcRoute
 from eagleray.server.control import ControlRoutes
 from eagleray.server.endpoint import Endpoint, Operation, RequestMiddleware
 from eagleray.server.error_responses import UNKNOWN_ROUTE, RefusedRequest
-from eagleray.server.generate import ParsedGenerate
+from eagleray.server.generate import ParsedGenerate, ParsedSkyrlGenerate
 from eagleray.server.generation_route import GenerationRoute
 from eagleray.server.http_responses import json_response
 from eagleray.server.lora_routes import LoraRoutes
@@ -34,7 +34,6 @@ from eagleray.server.sglang.control import sglang_control_endpoints
 from eagleray.server.sglang.generate import SGLangGenerateRoute
 from eagleray.server.sglang.status import SGLangServerInfoRoute, SGLangStatusRoutes
 from eagleray.server.sglang.weights import sglang_weight_endpoints
-from eagleray.server.skyrl_generate import ParsedSkyrlGenerate
 from eagleray.server.status import StatusRoutes
 from eagleray.server.tokens import TokenRoutes
 from eagleray.server.weight_checker import WeightCheckerRoute

@@ -28,7 +28,12 @@ from eagleray.server.logprobs import (
     chat_logprobs,
     generate_logprobs,
 )
-from eagleray.server.routed_experts import RoutedExpertsField, RoutedExpertsFormat, routed_experts
+from eagleray.server.routed_experts import (
+    RoutedExpertsField,
+    RoutedExpertsFormat,
+    compact_routed_experts,
+    routed_experts,
+)
 from eagleray.server.service import Service
 from eagleray.server.weight_versions import WeightVersionsField
 
@@ -229,4 +234,17 @@ class ParsedGenerate(ParsedRequest[GenerateRequest, GenerateResponse]):
             choice.text = part.text
         if part.routed_experts is not None:
             choice.routed_experts = routed_experts(part, self.body.routed_experts_format)
+        return choice
+
+
+class ParsedSkyrlGenerate(ParsedGenerate):
+    """The same with routed experts in the form that SkyRL's client reads."""
+
+    path = "/skyrl/v1/generate"
+    summary = "Continue token ids. Routed experts are objects of `data`, `shape`, `dtype` and `start`."
+
+    def _make_choice(self, part: CompletionDelta | CompletionOutput, logprobs: AnyLogprobs | None) -> GenerateChoice:
+        choice = super()._make_choice(part, logprobs)
+        if part.routed_experts is not None:
+            choice.routed_experts = compact_routed_experts(part.routed_experts, part.routed_experts_start)
         return choice

@@ -26,6 +26,9 @@ class RawRoutedExperts(msgspec.Struct, frozen=True):
     start: Annotated[int, Meta(description="Position of the first row.")]
 
 
+COMPACT_DTYPES = (np.uint8, np.int16, np.int32)
+"""Types of expert numbers. SkyRL's client accepts only the first one that has all numbers of the array."""
+
 RoutedExpertsField = (
     Annotated[bytes, Meta(description="A .npy file of [num_tokens, num_moe_layers, top_k]; base64 in JSON.")]
     | RawRoutedExperts
@@ -46,3 +49,11 @@ def routed_experts(
     file = io.BytesIO()
     np.save(file, rows)
     return file.getvalue()
+
+
+def compact_routed_experts(rows: np.ndarray, start: int) -> RawRoutedExperts:
+    """Return experts [num_tokens, num_moe_layers, top_k], the first row at position `start`, in the smallest type, by
+    numpy's plain name such as "uint8"."""
+    highest = int(rows.max(initial=0))
+    dtype = next(np.dtype(dtype) for dtype in COMPACT_DTYPES if highest <= np.iinfo(dtype).max)
+    return RawRoutedExperts(rows.astype(dtype).tobytes(), list(rows.shape), dtype.name, start)

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from eagleray.server.skyrl_generate import compact_routed_experts
+from eagleray.server.routed_experts import compact_routed_experts
 
 
 @pytest.mark.parametrize(
