@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
+from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -107,7 +108,8 @@ class RequestMiddleware:
         try:
             headers = Headers(scope=scope)
             state["request_id"] = answer.request_id = _request_id(headers, answer.request_id)
-            self._keys.check(scope["path"], headers, scope.get("client"))
+            # the path as the router takes it: without the prefix at which a program has mounted the app
+            self._keys.check(get_route_path(scope), headers, scope.get("client"))
             await self._router(scope, receive, answer.send)
         except ClientDisconnect:
             logger.debug("request %s: the client has disconnected", answer.request_id)

@@ -7,6 +7,8 @@ import asyncio
 import httpx
 import pytest
 from server_fakes import Call, serving, settle
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from eagleray.errors import DeadlineExceeded, EnginesMissing, NotFound, TransferBroken, WeightsMismatch, WrongState
 from eagleray.identity import ClientId
@@ -371,6 +373,17 @@ def test_control_route_with_admin_key_takes_no_other(checkpoint):
         assert api.get("/v1/models", headers=bearer("admin")).status_code == 200
         shown = api.get("/server_info", headers=bearer("user")).text
         assert "admin_api_key" not in shown
+
+
+@pytest.mark.parametrize("options", [{}, {"admin_api_key": ["admin"]}, {"admin_api_key": ["admin"], "api_key": ["a"]}])
+def test_control_route_of_a_mounted_app_is_refused_as_well(checkpoint, options):
+    """A program that mounts the app at a prefix leaves the prefix in the path."""
+    with serving(checkpoint, **options) as api:
+        supervisor = Supervisor(api)
+        api.app = Starlette(routes=[Mount("/prefix", app=api.app)])
+        assert post(api, "/prefix/pause", "10.0.0.1", **bearer("a")).status_code == (401 if options else 403)
+        assert not supervisor.requests
+        assert post(api, "/prefix/health", "10.0.0.1").status_code != 401
 
 
 def test_control_route_without_admin_key_takes_the_server_key(checkpoint):
