@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from functools import partial
 
 from eagleray.client.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
@@ -75,7 +76,7 @@ class OutputReader:
     def _settle(self, outcome: RequestOutput | Exception) -> None:
         future, self._waiting = self._waiting, None
         assert future is not None
-        if not self._own_loop.is_closed():
+        with suppress(RuntimeError):  # its loop is closed, by another thread at any moment
             self._own_loop.call_soon_threadsafe(_resolve, future, outcome)
 
 
