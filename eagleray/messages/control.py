@@ -48,7 +48,8 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     is_held: bool = False
     """Whether no steps may run for a moment, because engines that share experts change their weights together."""
     lacks_weights: bool = False
-    """Whether no steps may run, because one of the engines that share experts has other weights, or is missing."""
+    """Whether no steps may run, because no engine has weights, or because one of the engines that share experts has
+    other weights or is missing."""
 
     @property
     def name(self) -> StateName:

@@ -73,7 +73,7 @@ class StatusRoutes:
         reason = f"the instance is {name}: requests that come now wait"
         if state.lacks_weights and state.name == "serving":
             name = "weights_missing"
-            reason = "an engine has other weights than those it shares experts with: requests that come now wait"
+            reason = "weights are missing, see /weight_info: requests that come now wait for a complete update"
         raise RefusedRequest(reason, ErrorRule(503, "server_error", name), {"retry-after": "1"})
 
     async def version(self, request: Request) -> Response:

@@ -190,17 +190,18 @@ class SteeredInstance:
                     record.has_joined = True
                     self.effects.append(JoinEngine(record.engine))
 
-    def review_expert_group(self) -> None:
-        """Stop the engines that share experts while one of them is missing or has other weights: a step would mix
-        weights. At the start of an instance all have those of the checkpoint."""
-        if not self.shares_experts:
-            return
-        is_incomplete = self.state.update > 0 and bool(self.missing_ranks)
+    def review_weights(self) -> None:
+        """Note whether weights are lacking, so that no engine may step: no engine has usable ones, or, of engines that
+        share experts, one is missing or has others: a step would mix weights. At the start of an instance all have
+        those of the checkpoint."""
         is_dropped = "weights" in self.state.asleep
-        lacks_weights = is_incomplete or any(
-            (record.update is None and not is_dropped) or (not record.has_joined and record.update != self.state.update)
-            for record in self.started
-        )
+        have_none = [record.update is None and not is_dropped for record in self.started]
+        if self.shares_experts:
+            is_incomplete = self.state.update > 0 and bool(self.missing_ranks)
+            have_others = (not record.has_joined and record.update != self.state.update for record in self.started)
+            lacks_weights = is_incomplete or any(have_none) or any(have_others)
+        else:
+            lacks_weights = bool(have_none) and all(have_none)
         if lacks_weights != self.state.lacks_weights:
             self.assign(self.changed(lacks_weights=lacks_weights))
             self.post_state()

@@ -376,7 +376,7 @@ class Control:
             self._trainer_due = None
         elif self._trainer_due is None:
             self._trainer_due = instance.now + self._weight_update_timeout
-        instance.review_expert_group()
+        instance.review_weights()
         self._sources.review()
         instance.review()
         effects, instance.effects = instance.effects, []

@@ -155,3 +155,15 @@ def test_engine_whose_weights_were_dropped_gets_them_after_waking():
     fleet.run(GetWeightInfo())
     assert commands(engine, FetchWeights) == [COPY]
     assert engine.update == 1
+
+
+def test_no_engine_has_weights_none_may_step_until_an_update():
+    fleet = updated_fleet()
+    for engine in (fleet.of_rank(0), fleet.of_rank(1)):
+        engine.update = fleet.control._instance.engines[engine.engine].update = None
+    fleet.run(GetWeightInfo())
+    assert fleet.control.state.lacks_weights and not fleet.of_rank(0).state.may_step
+    for request in (StartWeightUpdate(), PUSH, FinishWeightUpdate()):
+        fleet.run(request)
+    assert not fleet.control.state.lacks_weights
+    assert all(fleet.of_rank(rank).state.may_step and fleet.of_rank(rank).update == 2 for rank in (0, 1))
