@@ -30,7 +30,6 @@ CASES = [
     pytest.param("qwen3", (*TWO_ENGINES, "--tensor-parallel-size", "2"), id="tp", marks=pytest.mark.grid),
     pytest.param("qwen3", (*TWO_ENGINES, "--pipeline-parallel-size", "2"), id="pp", marks=pytest.mark.grid),
     pytest.param("qwen3_moe", (*TWO_ENGINES, "--enable-expert-parallel"), id="experts", marks=pytest.mark.grid),
-    pytest.param("qwen3", (*TWO_ENGINES, "--data-parallel-backend", "ray"), id="ray", marks=pytest.mark.grid),
 ]
 
 
