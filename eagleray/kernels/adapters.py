@@ -45,10 +45,11 @@ class AdapterSite:
         self.out_features = np.array(out_features, dtype=np.int64)
         padded = [_round_up(size, COLUMN_GRAIN) for size in out_features]
         self.starts = [sum(padded[:layer]) for layer in range(num_layers)]
-        """Column of `b` at which each layer begins."""
+        """Number of outputs, with their padding, of the layers before each."""
         self.a = _zeros((num_slots, num_layers, rank, _round_up(in_features, ROW_GRAIN)), table.dtype)
-        self.b = _zeros((num_slots, rank, sum(padded)), table.dtype)
-        """The factors B, transposed."""
+        self.b = _zeros((num_slots, rank * sum(padded)), table.dtype)
+        """The factors B, in the order of reading: that of a layer begins at `starts` times `max_rank`, and is
+        [outputs / 16, rank, 16]."""
         self.ranks = np.zeros((num_slots, num_layers), dtype=np.int32)
         """Rank of the adapter of each layer; 0: none."""
         self.scales = np.zeros((num_slots, num_layers), dtype=np.float32)
@@ -57,9 +58,12 @@ class AdapterSite:
         """Put an adapter of a layer into a slot that was cleared. No pass may run."""
         rank, size = len(factors.a), int(self.out_features[layer])
         assert factors.a.shape == (rank, self.in_features) and factors.b.shape == (size, rank)
-        start = self.starts[layer]
+        padded = torch.zeros(_round_up(size, COLUMN_GRAIN), rank, dtype=self.b.dtype)
+        padded[:size].copy_(factors.b)
         self.a[slot, layer, :rank, : self.in_features].copy_(factors.a)
-        self.b[slot, :rank, start : start + size].copy_(factors.b.T)
+        self._panels(slot, layer, rank).copy_(
+            padded.view(len(padded) // COLUMN_GRAIN, COLUMN_GRAIN, rank).transpose(1, 2)
+        )
         self.ranks[slot, layer], self.scales[slot, layer] = rank, factors.scale
 
     def clear(self, slot: int) -> None:
@@ -79,11 +83,17 @@ class AdapterSite:
             for layer, rank in enumerate(self.ranks[slot]):
                 if rank == 0:
                     continue
-                size, start, end = int(self.out_features[layer]), self.starts[layer], int(ends[layer])
+                size, end = int(self.out_features[layer]), int(ends[layer])
                 inner = inputs @ self.a[slot, layer, :rank, : self.in_features].T
-                y[tokens, end - size : end] += (
-                    inner @ self.b[slot, :rank, start : start + size] * float(self.scales[slot, layer])
-                )
+                b = self._panels(slot, layer, rank).transpose(1, 2).reshape(-1, rank)[:size]
+                y[tokens, end - size : end] += inner @ b.T * float(self.scales[slot, layer])
+
+    def _panels(self, slot: int, layer: int, rank: int) -> Tensor:
+        """Return the memory of a factor B, [outputs / 16, rank, 16]."""
+        first = self.starts[layer] * self.table.max_rank
+        num_panels = _round_up(int(self.out_features[layer]), COLUMN_GRAIN) // COLUMN_GRAIN
+        size = num_panels * rank * COLUMN_GRAIN
+        return self.b[slot, first : first + size].view(num_panels, rank, COLUMN_GRAIN)
 
 
 class AdapterTable:

@@ -123,7 +123,7 @@ def c_adapter_site(site: AdapterSite) -> CStruct:
         max_rank=site.table.max_rank,
         k=site.in_features,
         a_stride=site.a.stride(2),
-        b_stride=site.b.stride(1),
+        b_stride=site.b.stride(0),
         a=site.a.data_ptr(),
         b=site.b.data_ptr(),
         ranks=site.ranks.ctypes.data,

@@ -7,6 +7,7 @@
 namespace eagleray {
 namespace {
 
+constexpr int64_t PREFETCH_BYTES = 2048;  // distance where a factor is read once
 constexpr int TILE = 4;  // tokens, and rows of A or vectors of B, that a tile computes
 
 int64_t divide_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
@@ -20,7 +21,7 @@ int64_t gated_size(const CMultiply& args) { return 2 * round_up(args.n / 2, LANE
 template <class T>
 struct Group {
   const T* a;  // [rank, a_stride]
-  const T* b;  // [rank, b_stride], from the layer's first output on
+  const T* b;  // [outputs / 16, rank, 16]
   int64_t rank;
   float scale;
   Span tokens;  // of batch.adapter_tokens
@@ -29,7 +30,7 @@ struct Group {
     const CAdapterSite& site = rows.site;
     int64_t slot = rows.batch.adapter_slots[group], entry = slot * site.num_layers + layer;
     a = static_cast<const T*>(site.a) + entry * site.max_rank * site.a_stride;
-    b = static_cast<const T*>(site.b) + slot * site.max_rank * site.b_stride + b_start;
+    b = static_cast<const T*>(site.b) + slot * site.b_stride + b_start * site.max_rank;
     rank = site.ranks[entry];
     scale = site.scales[entry];
     tokens = {rows.batch.adapter_offsets[group], rows.batch.adapter_offsets[group + 1]};
@@ -51,6 +52,7 @@ void dot_tile(const T* a, int64_t a_stride, const T* const* x, int64_t k, float 
   Floats sums[ROWS][TOKENS] = {};
   auto add = [&](int64_t i, const Pairs<T>* values) {
     for (int row = 0; row < ROWS; row++) {
+      if (TOKENS == 1) __builtin_prefetch(a + row * a_stride + i + PREFETCH_BYTES / 4 / int64_t(sizeof(T)));
       Pairs<T> weights = load_pairs(a + row * a_stride + i);
       for (int token = 0; token < TOKENS; token++) sums[row][token] = dot(sums[row][token], weights, values[token]);
     }
@@ -99,14 +101,21 @@ void shrink_rows(const AdaptedRows<T>& rows, const Group<T>& group, int64_t laye
   }
 }
 
-// y[token] += the sum over the rank of inner[token][j] * b[j], for VECTORS * 16 outputs.
+// sums[token] = the sum over the rank of inner[token][j] * b[j], for VECTORS * 16 outputs.
 template <class T, int VECTORS, int TOKENS>
-void sum_tile(const T* b, int64_t b_stride, int64_t rank, const float* const* inner, Floats (&sums)[VECTORS][TOKENS]) {
-  for (int64_t j = 0; j < rank; j++, b += b_stride)
+inline void sum_tile(const T* b, int64_t rank, const float* const* inner, Floats (&out)[VECTORS][TOKENS]) {
+  Floats sums[VECTORS][TOKENS] = {};
+  const char* ahead = reinterpret_cast<const char*>(b) + PREFETCH_BYTES;
+  for (int64_t j = 0; j < rank; j++, b += LANES) {
+    if (TOKENS == 1)
+      for (size_t i = 0; i < VECTORS * LANES * sizeof(T); i += 64)
+        __builtin_prefetch(ahead + size_t(j) * VECTORS * LANES * sizeof(T) + i);
     for (int vector = 0; vector < VECTORS; vector++) {
-      Floats weights = load(b + vector * LANES);
+      Floats weights = load(b + vector * rank * LANES);
       for (int token = 0; token < TOKENS; token++) sums[vector][token] += splat(inner[token][j]) * weights;
     }
+  }
+  std::memcpy(out, sums, sizeof sums);
 }
 
 // Add the vectors `span` of a layer's outputs. The results of vector i begin at y_start + i * y_step; the layer has
@@ -120,8 +129,8 @@ void expand_vectors(const AdaptedRows<T>& rows, const Group<T>& group, int64_t l
     const float* inner[num_tokens()];
     for (int i = 0; i < num_tokens(); i++)
       inner[i] = rows.inner + (token + i) * inner_size(site) + layer * site.max_rank;
-    Floats sums[num_vectors()][num_tokens()] = {};
-    sum_tile<T, num_vectors(), num_tokens()>(group.b + vector * LANES, site.b_stride, group.rank, inner, sums);
+    Floats sums[num_vectors()][num_tokens()];
+    sum_tile<T, num_vectors(), num_tokens()>(group.b + vector * group.rank * LANES, group.rank, inner, sums);
     for (int i = 0; i < num_vectors(); i++)
       for (int row = 0; row < num_tokens(); row++) {
         float* y = rows.y + rows.batch.adapter_tokens[token + row] * rows.y_stride + y_start + (vector + i) * y_step;
