@@ -6,6 +6,7 @@ captured graphs keep pointers to it. Made by the model, driven by the worker bet
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -157,6 +158,7 @@ class WeightUpdate:
         self._kept_fp8 = kept_fp8
         self._in_place = in_place
         self._pool = ThreadPoolExecutor(num_threads, "update")
+        self._lock = threading.Lock()  # a method of the workers may load weights while a trainer's are received
         self._groups = [GroupUpdate(group, rules) for group in _distinct(groups)]
         self._owners: dict[str, list[tuple[GroupUpdate, Param]]] = {}
         for group in self._groups:
@@ -173,7 +175,8 @@ class WeightUpdate:
         """
         accepted: set[str] = set()
         for batch in _batches(weights):
-            accepted |= self._add_batch(batch)
+            with self._lock:
+                accepted |= self._add_batch(batch)
         return accepted
 
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -15,9 +15,13 @@ from eagleray.config.sections import Config
 from eagleray.server.error_responses import CONTROL_FORBIDDEN, WRONG_API_KEY, RefusedRequest
 
 
+RELAYED = {"origin", "forwarded", "x-forwarded-for"}
+"""Headers of requests that a browser sends for a page, or a proxy for a client that may be anywhere."""
+
+
 class KeyCheck:
     """`open_paths` need no key. `control_paths` need an admin key, or a key if there are no admin keys; without any key
-    they serve clients of this host, and others with `--enable-rl` or an option that implies it."""
+    they serve programs of this host, and others with `--enable-rl` or an option that implies it."""
 
     def __init__(self, *, open_paths: Collection[str], control_paths: Collection[str], config: Config) -> None:
         options = config.serving
@@ -38,7 +42,7 @@ class KeyCheck:
                 _check_key(
                     headers, self._control_keys, "admin API key" if self._control_keys != self._keys else "API key"
                 )
-            elif not self._serves_remote_control and not _is_local(client):
+            elif not self._serves_remote_control and not (_is_local(client) and RELAYED.isdisjoint(headers.keys())):
                 raise RefusedRequest(
                     f"{path} pauses the instance or changes its weights: without API keys it serves clients of this "
                     "host only. Start the server with `--admin-api-key`, or with `--enable-rl` to let everyone in",

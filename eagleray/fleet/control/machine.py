@@ -207,7 +207,8 @@ class Control:
     ) -> None:
         """Replace an engine that keeps tensors of an update that was dropped, or that could not adopt the state that it
         still has to have. One that only waits too long, for requests to end, has adopted it."""
-        is_late = failure.kind == DeadlineExceeded.__name__ and record.has_joined
+        has_weights = isinstance(command, SetState) and record.update in (None, command.state.update)
+        is_late = failure.kind == DeadlineExceeded.__name__ and record.has_joined and has_weights
         if isinstance(command, AbortWeightUpdate):
             self._instance.replace(record.engine, f"it could not drop a weight update: {failure}")
         elif not is_awaited and not is_late and command.state == record.sent:

@@ -352,6 +352,13 @@ def test_control_route_without_keys_refuses_other_hosts(api, supervisor, address
     assert not supervisor.calls
 
 
+@pytest.mark.parametrize("header", ["Origin", "Forwarded", "X-Forwarded-For"])
+def test_control_route_without_keys_refuses_browsers_and_proxies(api, supervisor, header):
+    response = post(api, "/pause", "127.0.0.1", **{header: "http://localhost"})
+    assert (response.status_code, response.json()["error"]["code"]) == (403, "control_forbidden")
+    assert not supervisor.calls
+
+
 @pytest.mark.parametrize(
     "options", [{"enable_rl": True}, {"enable_sleep_mode": True}, {"weight_transfer_config": {"backend": "gloo"}}]
 )
