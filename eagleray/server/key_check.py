@@ -14,7 +14,6 @@ from starlette.datastructures import Headers
 from eagleray.config.sections import Config
 from eagleray.server.error_responses import CONTROL_FORBIDDEN, WRONG_API_KEY, RefusedRequest
 
-
 RELAYED = {"origin", "forwarded", "x-forwarded-for"}
 """Headers of requests that a browser sends for a page, or a proxy for a client that may be anywhere."""
 
