@@ -16,7 +16,7 @@ FOREIGN = {
     *("FF", "RCVHWM", "SNDHWM", "nil"),  # bytes and options of zmq, MessagePack's null
     *("RAY_preload_python_modules", "py_modules", "working_dir"),  # Ray's
     *("figures.json", "gpu.json", "probe.py"),  # files that the reader writes
-    *("Forwarded", "Origin", "X-Forwarded-For"),  # HTTP's
+    *("Forwarded", "Origin"),  # HTTP's
     "--rollout-external-engine-addrs",  # slime's
     *("--no-deps", "--no-index", "--target"),  # pip's
     *("adapter_config.json", "modules_to_save"),  # PEFT's
