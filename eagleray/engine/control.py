@@ -88,12 +88,8 @@ class EngineControl:
         self._reply = reply
         self._adapters = EngineAdapters(core)
         self._updates = EngineWeightUpdate(core.executor, wait_seconds=lambda: core.call_seconds, host=host)
-        self._tasks: deque[_Task] = deque()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a command is being executed, so that `advance` must be called soon."""
-        return bool(self._tasks)
+        self.tasks: deque[_Task] = deque()
+        """Commands that are being executed, in order. While there are any, `advance` must be called soon."""
 
     def adopt(self, state: InstanceState, *, timeout: float) -> None:
         """Adopt the state of the instance that this engine joins, before it has requests."""
@@ -103,16 +99,16 @@ class EngineControl:
 
     def add(self, command: Command, now: float) -> None:
         """Queue a command."""
-        self._tasks.append(_Task(command, now + command.timeout))
+        self.tasks.append(_Task(command, now + command.timeout))
 
     def advance(self, now: float) -> bool:
         """Execute commands as far as possible, and return whether one was finished."""
         has_finished = False
-        while self._tasks:
-            result = self._result(self._tasks[0], now)
+        while self.tasks:
+            result = self._result(self.tasks[0], now)
             if result is None:
                 break
-            self._finish(self._tasks.popleft(), result)
+            self._finish(self.tasks.popleft(), result)
             has_finished = True
         return has_finished
 
@@ -279,12 +275,12 @@ class EngineControl:
     @property
     def _is_superseded(self) -> bool:
         """Whether a later state ends the wait for the current one."""
-        return any(isinstance(task.command.body, SetState) for task in list(self._tasks)[1:])
+        return any(isinstance(task.command.body, SetState) for task in list(self.tasks)[1:])
 
     @property
     def _is_broken_off(self) -> bool:
         """Whether a later command ends receiving."""
-        later = (task.command.body for task in list(self._tasks)[1:])
+        later = (task.command.body for task in list(self.tasks)[1:])
         return any(isinstance(body, AbortWeightUpdate | CloseWeightTransfer) for body in later)
 
     def _describe(self, num_aborted: int, freed_bytes: int = 0) -> dict[str, Any]:

@@ -178,10 +178,10 @@ class EngineLoop:
     @property
     def _idle_seconds(self) -> float:
         """Time for which an idle engine waits for a message."""
-        return TRANSFER_POLL_SECONDS if self._control.is_busy else IDLE_POLL_SECONDS
+        return TRANSFER_POLL_SECONDS if self._control.tasks else IDLE_POLL_SECONDS
 
     def _execute_commands(self) -> None:
-        if self._control.is_busy and self._control.advance(time.monotonic()):
+        if self._control.tasks and self._control.advance(time.monotonic()):
             self._stats_due = 0.0
 
     def _add(self, request: Generate) -> None:

@@ -100,6 +100,7 @@ class Model(ABC):
         self._hidden_dtype = kernels.hidden_dtype(part.dtype)
         self._kernels = kernels
         self._vocabulary = EmbeddingAndHead(part)
+        self._is_first_stage = part.mesh.is_first_stage
         self._layers = [self.make_layer(index) for index in own]
         self._norm = self._make_norm() if part.mesh.is_last_stage else None
         self.updates = ModelUpdates(
@@ -290,8 +291,7 @@ class Model(ABC):
             return torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
         if self.adapters is not None:
             self.adapters.begin_pass(batch.adapters)
-        is_first = self.groups.mesh.is_first_stage
-        hidden = self._run(batch.token_ids if is_first else self._receive(batch), batch, cache)
+        hidden = self._run(batch.token_ids if self._is_first_stage else self._receive(batch), batch, cache)
         if self._norm is None and num_tokens > 0:
             assert self.groups.stages is not None
             self.groups.stages.send_hidden(hidden.clone())  # the original may be overwritten before it is sent
@@ -356,7 +356,8 @@ class Model(ABC):
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Return float32 [n, vocab_size] of hidden states [n, hidden_size] on the ranks that sample, and None on the
         other ranks of the last stage, which must make the call too. The next call may overwrite the result."""
-        part = self._vocabulary.logits(hidden)
+        assert self._vocabulary.head is not None, "only the last stage has the head"
+        part: Tensor = self._vocabulary.head(hidden)
         if self.groups.tp.size > 1 and self.groups.ranks_sample_alike:
             return self._gather_on_all_ranks(part)
         logits = self.groups.tp.gather(part) if self.groups.tp.size > 1 else part

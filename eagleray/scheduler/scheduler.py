@@ -138,9 +138,10 @@ class Scheduler:
             has_routing=self._routed is not None,
             update=self._update,
             num_loads=self._num_loads,
-            adapter=self.adapters.find(request.adapter, request.adapter_number),
+            adapter=self.adapters.find(request.adapter, request.adapter_number) if request.adapter else None,
         )
-        self.adapters.retain(state.adapter)
+        if state.adapter is not None:
+            self.adapters.retain(state.adapter)
         self._num_arrivals += 1
         self._requests[key] = state
         self._waiting.push(state)
@@ -446,7 +447,8 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         """Remove a request from the queue, the quarantine or its row."""
         del self._requests[request.client, request.request_id]
-        self.adapters.release(request.adapter)
+        if request.adapter is not None:
+            self.adapters.release(request.adapter)
         self._waiting.on_finished(request, has_row=request.run is not None)
         if request.run is not None:
             self._end_run(request.run)

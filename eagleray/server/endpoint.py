@@ -91,11 +91,8 @@ class RequestMiddleware:
         self._router = router
         self.open_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_open)
         """Paths that need no API key, because they show nothing but the server's state."""
-        self._keys = KeyCheck(
-            open_paths=self.open_paths,
-            control_paths=frozenset(endpoint.path for endpoint in endpoints if endpoint.is_control),
-            config=config,
-        )
+        self._control_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_control)
+        self._keys = KeyCheck(open_paths=self.open_paths, control_paths=self._control_paths, config=config)
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,7 +106,9 @@ class RequestMiddleware:
             headers = Headers(scope=scope)
             state["request_id"] = answer.request_id = _request_id(headers, answer.request_id)
             # the path as the router takes it: without the prefix at which a program has mounted the app
-            self._keys.check(get_route_path(scope), headers, scope.get("client"))
+            path = get_route_path(scope)
+            if self._keys.has_keys or path in self._control_paths:
+                self._keys.check(path, headers, scope.get("client"))
             await self._router(scope, receive, answer.send)
         except ClientDisconnect:
             logger.debug("request %s: the client has disconnected", answer.request_id)

@@ -29,6 +29,8 @@ class KeyCheck:
         admin_keys = _encoded(options.admin_api_key)
         self._keys = _encoded(options.api_key)
         self._all_keys = self._keys + admin_keys
+        self.has_keys = bool(self._all_keys)
+        """Whether there are keys at all; without them only control routes need a check."""
         self._control_keys = admin_keys or self._keys
         self._serves_remote_control = bool(
             options.enable_rl or options.enable_sleep_mode or config.execution.weight_transfer_config

@@ -34,11 +34,8 @@ class SleepableMemory:
         self._limits = limits
         self._last_tokens = last_tokens
         self._asleep: dict[SleepTag, ReleasableMemory] = {}
-
-    @property
-    def is_awake(self) -> bool:
+        self.is_awake = True
         """Whether the model can compute with the cache."""
-        return not self._asleep
 
     @torch.inference_mode()
     def sleep(self, tags: Collection[SleepTag], level: int) -> int:
@@ -80,6 +77,7 @@ class SleepableMemory:
             return
         for tag in waking:
             del self._asleep[tag]
+        self.is_awake = not self._asleep
         if self.is_awake:
             self._model.warm_up(self._cache, self._limits, self._last_tokens)
 
@@ -105,4 +103,5 @@ class SleepableMemory:
         """Return the memory of a part, which counts as asleep from now on."""
         if tag not in self._asleep:
             self._asleep[tag] = releasable_memory(tensors(), self._model.device)
+            self.is_awake = False
         return self._asleep[tag]

@@ -30,6 +30,9 @@ class EmbeddingAndHead(Layer):
         self._embedding: WeightGroup | None = None
         self._head: WeightGroup | None = None
         self._tied: WeightGroup | None = None
+        self.head: Operation | None = None
+        """Maps hidden states to the logits of this rank's tokens, once the last stage has loaded it. These are equally
+        many on every rank, so the last ones may be padding beyond the vocabulary."""
         if is_tied and mesh.is_first_stage and mesh.is_last_stage:
             self._tied = _group(EMBEDDING, part, own, lambda rows, kernels: kernels.tied_embedding(rows, own.start))
             return
@@ -50,12 +53,11 @@ class EmbeddingAndHead(Layer):
         assert lookup is not None, "only the first stage has the embedding"
         return self._part.kernels.all_reduce(lookup(token_ids), self._part.tp)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Map hidden states to the logits of this rank's tokens. These are equally many on every rank, so the last ones
-        may be padding beyond the vocabulary."""
-        product: Operation | None = self._head if self._tied is None else self._tied.operation[1]
-        assert product is not None, "only the last stage has the head"
-        return product(hidden)
+    def load(self, weights: Weights, kernels: KernelBackend) -> None:
+        super().load(weights, kernels)
+        loaded = self._head if self._tied is None else self._tied
+        if loaded is not None:
+            self.head = loaded.operation if self._tied is None else loaded.operation[1]
 
 
 def _group(

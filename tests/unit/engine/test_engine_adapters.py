@@ -106,7 +106,7 @@ def test_stage_adapter_waits_for_a_slot_until_requests_have_ended():
         engine.add_request("a", number)
     third = Adapter(name="a", number=3, path="/3")
     assert len(engine.execute(StageAdapter(third))) == 2
-    assert engine.control.is_busy
+    assert engine.control.tasks
     while engine.core.scheduler.has_work:
         engine.core.step(lambda chunks: None)
     # the second is still that of the instance

@@ -133,6 +133,7 @@ CONTROL_PATHS = {
     ),
     *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update", "/update_weights"),
     *("/finish_weight_update", "/abort_weight_update", "/weight_checker"),
+    *("/skyrl/v1/load_lora_adapter", "/skyrl/v1/generate"),
     *("/load_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 }
 
