@@ -1,7 +1,8 @@
-"""A faster interpretation of Triton's kernels."""
+"""A faster interpretation of Triton's kernels, and log lines that tests can see."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from inspect import ismodule
@@ -35,3 +36,16 @@ def interpreted_language() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
         yield
+
+
+@pytest.fixture(autouse=True)
+def visible_log() -> Iterator[None]:
+    """Let log lines reach pytest's handler: a program that ran in this process before, such as `LLM`, has installed one
+    of its own."""
+    logger = logging.getLogger("eagleray")
+    level, propagates = logger.level, logger.propagate
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
+    yield
+    logger.propagate = propagates
+    logger.setLevel(level)
