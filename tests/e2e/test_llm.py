@@ -92,8 +92,10 @@ def test_chat_renders_conversations(llm):
 
 
 def test_stream_yields_outputs_of_every_prompt_as_asked(llm):
-    expected = [output.outputs[0] for output in llm.generate(["a", "b"], GREEDY, use_tqdm=False)]
-    params = [GREEDY, msgspec.structs.replace(GREEDY, output_kind=RequestOutputKind.DELTA)]
+    # Long enough that a reader who is late still finds more than one output: those that wait are merged.
+    long = msgspec.structs.replace(GREEDY, max_tokens=390)
+    expected = [output.outputs[0] for output in llm.generate(["a", "b"], long, use_tqdm=False)]
+    params = [long, msgspec.structs.replace(long, output_kind=RequestOutputKind.DELTA)]
     outputs: dict[int, list] = {0: [], 1: []}
     for index, output in llm.stream(["a", "b"], params):
         outputs[index].append(output)
