@@ -14,6 +14,9 @@ import msgspec
 SEPARATOR = "@"
 """Separates a given instance name, which must not contain it, from the random part."""
 
+FIRST_WEIGHT_VERSION = "default"
+"""Version of the weights of the checkpoint."""
+
 Member = TypeVar("Member", bound="EngineId | ClientId")
 
 

@@ -12,11 +12,11 @@ import msgspec
 
 from eagleray.client.flat_logprobs import FlatLogprobs
 from eagleray.client.logprobs import OutputLogprobs
-from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob
+from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob, WeightVersionSpan
 from eagleray.client.routed_experts import RoutedExpertsBuffer
 from eagleray.client.text.detokenizer import Detokenizer
 from eagleray.client.text.tokenizer import Tokenizer
-from eagleray.client.weight_versions import FIRST_VERSION, WeightVersions
+from eagleray.identity import FIRST_WEIGHT_VERSION
 from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.requests import Generate
@@ -102,7 +102,7 @@ class Completion:
         self._num_sends += 1
         if self._num_sends == 1:
             return self.message
-        self._weight_versions.begin(FIRST_VERSION, len(self.token_ids))
+        self._weight_versions.begin(FIRST_WEIGHT_VERSION, len(self.token_ids))
         self.engine_request_id = f"{self.message.request_id}~{self._num_sends}"
         return msgspec.structs.replace(
             self.message,
@@ -226,3 +226,28 @@ class Completion:
             self._logprobs.truncate(num_tokens)
         if self._routed_experts is not None:
             self._routed_experts.truncate(num_tokens)
+
+
+class WeightVersions:
+    """Versions of the weights that made the tokens of a completion, as a list of changes."""
+
+    __slots__ = ("_starts",)
+
+    def __init__(self) -> None:
+        self._starts: list[tuple[int, str]] = [(0, FIRST_WEIGHT_VERSION)]
+
+    def begin(self, version: str, index: int) -> None:
+        """Give this version to the tokens from `index` on."""
+        if self._starts[-1][0] == index:
+            self._starts.pop()
+        if not self._starts or self._starts[-1][1] != version:
+            self._starts.append((index, version))
+
+    def spans(self, num_tokens: int) -> list[WeightVersionSpan]:
+        """Return the spans that cover `num_tokens` tokens, in order. Neighbours have different versions."""
+        ends = [start for start, _ in self._starts[1:]] + [num_tokens]
+        return [
+            WeightVersionSpan(version=version, start=start, end=min(end, num_tokens))
+            for (start, version), end in zip(self._starts, ends, strict=True)
+            if start < num_tokens
+        ]

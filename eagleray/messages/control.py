@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from eagleray.identity import ClientId, MemberId
+from eagleray.identity import FIRST_WEIGHT_VERSION, ClientId, MemberId
 from eagleray.messages.adapters import Adapter
 from eagleray.messages.failure import Failure
 
@@ -41,7 +41,7 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Whether the open update overwrites the weights before it is finished, so that no steps may run."""
     update: int = 0
     """Number of the last weight update that was committed; 0 for the weights of the checkpoint."""
-    weight_version: str = "default"
+    weight_version: str = FIRST_WEIGHT_VERSION
     """The trainer's name for these weights."""
     adapters: tuple[Adapter, ...] = ()
     """Low-rank adapters that requests may name, each name once."""

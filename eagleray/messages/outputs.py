@@ -70,7 +70,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     weight_version: str | None = None
     """Version of the weights that made `token_ids` and the following tokens, where it changes. The first tokens from
-    an engine have the version "default" unless their chunk says otherwise."""
+    an engine have `FIRST_WEIGHT_VERSION` unless their chunk names another."""
     stop_token_id: int | None = None
     """Stop token that finished the request; None for the model's own end-of-sequence token."""
     error: str | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from eagleray.identity import ClientId
+from eagleray.identity import FIRST_WEIGHT_VERSION, ClientId
 from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.requests import Generate
 from eagleray.messages.sampling import Sampling, Stopping
@@ -65,7 +65,7 @@ class Request:
     announce_start: bool = False
     """Whether the client receives a chunk before the first step that computes the request."""
     was_started: bool = False
-    weight_version: str = "default"
+    weight_version: str = FIRST_WEIGHT_VERSION
     """Version of the weights that made the last token that was delivered, as the client knows it."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the cache at the first admission; 0 again once reported to the client."""

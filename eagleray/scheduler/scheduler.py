@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Literal
 
 from eagleray.errors import ConfigError, InvalidRequest
-from eagleray.identity import ClientId
+from eagleray.identity import FIRST_WEIGHT_VERSION, ClientId
 from eagleray.messages.membership import RoutingInfo
 from eagleray.messages.outputs import Chunk, FinishReason
 from eagleray.messages.requests import Generate
@@ -84,7 +84,7 @@ class Scheduler:
         self._is_stopped = False
         self._update = 0
         self._num_loads = 0
-        self._weight_version = "default"
+        self._weight_version = FIRST_WEIGHT_VERSION
         self._num_arrivals = 0
         self._early_chunks: list[AddressedChunk] = []
         self._counters = Counters()

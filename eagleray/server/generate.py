@@ -19,7 +19,7 @@ from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import RequestOutputKind, SamplingParams
 from eagleray.server.body import UNSUPPORTED, Null
 from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions, Timeout
-from eagleray.server.generation import Generation, GenerationGroup, Usage
+from eagleray.server.generation import Generation, GenerationGroup, Usage, WeightVersionsField
 from eagleray.server.generation_route import ParsedRequest
 from eagleray.server.logprobs import (
     ChatLogprobs,
@@ -35,7 +35,6 @@ from eagleray.server.routed_experts import (
     routed_experts,
 )
 from eagleray.server.service import Service
-from eagleray.server.weight_versions import WeightVersionsField
 
 OutputMode = Literal["tokens", "text"]
 

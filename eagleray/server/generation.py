@@ -10,13 +10,22 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
-from eagleray.client.outputs import CompletionDelta, CompletionOutput, Logprob, RequestDelta, RequestOutput
+from eagleray.client.outputs import (
+    CompletionDelta,
+    CompletionOutput,
+    Logprob,
+    RequestDelta,
+    RequestOutput,
+    WeightVersionSpan,
+)
 from eagleray.client.preprocess import Prompt
 from eagleray.client.request import RequestStream
+from eagleray.identity import FIRST_WEIGHT_VERSION
 from eagleray.messages.adapters import Adapter
 from eagleray.messages.outputs import FinishReason
 from eagleray.messages.sampling import SamplingParams
@@ -46,6 +55,16 @@ class Usage(msgspec.Struct):
     """Tokens of all completions so far, without the one that a request for its prompt alone computes."""
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+WeightVersionsField = (
+    Annotated[
+        list[WeightVersionSpan],
+        Meta(description="Versions of the weights that made the tokens of the completion, from `start` to `end` - 1."),
+    ]
+    | UnsetType
+)
+"""Type of a choice's field; in a stream, only the last event of a choice has it."""
 
 
 class GenerationTask(NamedTuple):
@@ -322,3 +341,12 @@ def _hide(part: CompletionDelta | CompletionOutput) -> None:
 def _mark_ready(ready: dict[int, None], index: int, has_ready: asyncio.Event) -> None:
     ready[index] = None
     has_ready.set()
+
+
+def weight_versions(part: CompletionDelta | CompletionOutput) -> list[WeightVersionSpan] | UnsetType:
+    """Return the versions of a whole completion or of a last delta, for answers of OpenAI's API.
+
+    UNSET if all tokens come from the weights of the checkpoint: most users of that API do not need the field.
+    """
+    spans = part.weight_versions
+    return UNSET if not spans or all(span.version == FIRST_WEIGHT_VERSION for span in spans) else spans

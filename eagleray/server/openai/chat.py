@@ -12,7 +12,7 @@ from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
 from eagleray.server.body import field_names
 from eagleray.server.chat_messages import render_chat
-from eagleray.server.generation import Generation, GenerationGroup
+from eagleray.server.generation import Generation, GenerationGroup, weight_versions
 from eagleray.server.generation_route import ParsedRequest
 from eagleray.server.logprobs import ChatLogprobs, chat_logprobs
 from eagleray.server.openai.requests import ChatRequest
@@ -25,7 +25,6 @@ from eagleray.server.openai.responses import (
     ChatResponse,
 )
 from eagleray.server.routed_experts import routed_experts
-from eagleray.server.weight_versions import weight_versions
 
 FIELD_NAMES = {"prompt": "messages"}
 

@@ -9,13 +9,12 @@ from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import SamplingParams
-from eagleray.server.generation import Generation
+from eagleray.server.generation import Generation, weight_versions
 from eagleray.server.generation_route import ParsedRequest
 from eagleray.server.logprobs import CompletionLogprobs, LogprobsCollector, Position, completion_logprobs, slices
 from eagleray.server.openai.requests import CompletionRequest
 from eagleray.server.openai.responses import CompletionChoice, CompletionResponse
 from eagleray.server.routed_experts import routed_experts
-from eagleray.server.weight_versions import weight_versions
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -7,10 +7,9 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from eagleray.server.generation import Usage
+from eagleray.server.generation import Usage, WeightVersionsField
 from eagleray.server.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobList
 from eagleray.server.routed_experts import RoutedExpertsField
-from eagleray.server.weight_versions import WeightVersionsField
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):

@@ -11,7 +11,7 @@ from client_tokenizers import load
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagleray.client.weight_versions import WeightVersions
+from eagleray.client.completion import WeightVersions
 from eagleray.messages.outputs import Chunk, FinishReason
 
 TOKENIZER = load("byte_level")
