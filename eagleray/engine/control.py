@@ -177,7 +177,7 @@ class EngineControl:
         if command.abort_running:
             yield from self._stop()
             num_aborted = self._abort_all()
-        if _drains(before, state):
+        if _drains(state) and self.update is not None:
             scheduler.drain()
             while not scheduler.is_drained and not self._is_superseded:
                 yield f"{scheduler.stats().num_running} running requests"
@@ -305,10 +305,10 @@ class EngineControl:
             self._continue()  # also at the deadline, since no later command would
 
 
-def _drains(before: InstanceState, state: InstanceState) -> bool:
-    """Whether requests that run are to finish before this state holds."""
-    may_step = msgspec.structs.replace(state, pause=None).may_step
-    return may_step and state.pause == "wait" and before.pause != "wait"
+def _drains(state: InstanceState) -> bool:
+    """Whether the running requests must finish before this state holds. The former state does not matter: the wait of
+    an earlier command for the same pause may have ended early, see `EngineControl._is_superseded`."""
+    return state.pause == "wait" and msgspec.structs.replace(state, pause=None).may_step
 
 
 def _memory_tags(state: InstanceState) -> tuple[SleepTag, ...]:

@@ -194,6 +194,29 @@ def test_pause_wait_deadline_names_what_it_waits_for():
     assert failure.message == "engine-0 has not executed SetState within 0 s: it waits for 1 running requests"
 
 
+def test_pause_wait_repeated_waits_for_the_same_requests():
+    """The first call may have reached its time limit: the pause stays, and the second one waits on."""
+    wait = InstanceState(pause="wait")
+    run = Run(
+        generate("a", max_tokens=20),
+        at={2: [command(1, wait), generate("late")], 5: [command(2, wait)]},
+        idle=[command(3, SERVING)],
+    )
+    assert run.num_steps_before(2) == 20 and run.finish("a") == "length"
+    assert run.replies[2].result["num_kept"] == 1 and len(run.tokens("late")) == 6
+
+
+def test_pause_wait_without_weights_steps_nothing():
+    run = Run(
+        generate("a", max_tokens=20),
+        at={2: [command(1, InstanceState(asleep=("weights",), sleep_level=2))]},
+        idle=[command(2, SERVING), command(3, InstanceState(pause="wait"))],
+    )
+    num_steps = run.num_steps_before(1)
+    assert run.replies[3].result == {"num_kept": 1, "num_aborted": 0, "freed_bytes": 0, "update": None}
+    assert len(run.tokens("a")) == num_steps < 20
+
+
 def test_update_deadline_while_it_waits_is_applied_by_the_next_state():
     update = InstanceState(pause="wait", update=1, weight_version="one")
     run = Run(
