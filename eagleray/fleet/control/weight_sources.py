@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from eagleray.fleet.control.instance import EngineRecord, SteeredInstance
 from eagleray.identity import EngineId
 from eagleray.log import get_logger
-from eagleray.messages.control import CommandDone, FetchWeights, ServeWeights
+from eagleray.messages.control import AbortWeightUpdate, CommandDone, FetchWeights, ServeWeights
 
 logger = get_logger(__name__)
 
@@ -44,7 +44,7 @@ class WeightFetch:
     number: int
     """Number of the command that is awaited: the source's, then the engine's own."""
     is_offered: bool
-    """Whether the source has replied, or needs not."""
+    """Whether the source has replied, or is a directory."""
 
 
 @dataclass
@@ -88,26 +88,35 @@ class WeightSources:
         engine, fetch = next(found, (None, None))
         if engine is None or fetch is None:
             return
+        record = self._instance.engines.get(engine)
         if done.failure is not None:
             logger.warning("%s did not get the weights of update %d: %s", engine.label, fetch.update, done.failure)
             self._fail(engine)
-        elif not fetch.is_offered:
+        elif fetch.is_offered:
+            del self._fetches[engine]
+            if record is not None:
+                record.update = fetch.update
+                logger.info("%s has the weights of update %d now", engine.label, fetch.update)
+        elif record is not None and record.takes_part:
+            del self._fetches[engine]  # an update was opened meanwhile, whose tensors a copy would drop
+        else:
             fetch.is_offered = True
             body = FetchWeights(update=fetch.update, handles=done.result["handles"])
             fetch.number = self._instance.send(engine, body, FETCH_SECONDS)
-        else:
-            del self._fetches[engine]
-            if record := self._instance.engines.get(engine):
-                record.update = fetch.update
-                logger.info("%s has the weights of update %d now", engine.label, fetch.update)
 
     def on_exit(self, engine: EngineId) -> None:
-        """Handle the exit of an engine. One that fetches from it notices that by itself, once it has begun."""
+        """Handle the exit of an engine. A copy from it is broken off: its connection may stay open if its host is gone.
+        The reply says whether the copy was completed before."""
         self._fetches.pop(engine, None)
         self._failed.pop(engine, None)
         for other, fetch in list(self._fetches.items()):
-            if fetch.source == engine and not fetch.is_offered:
+            if fetch.source != engine:
+                continue
+            if not fetch.is_offered:
                 self._fail(other)
+            elif record := self._instance.engines.get(other):
+                record.takes_part = False  # the command below drops an update that was opened after the copy began
+                self._instance.post(AbortWeightUpdate(), [other])
 
     def _lacks_weights(self, record: EngineRecord) -> bool:
         """Whether an engine has other weights than the instance, and gets them by no update that is open."""

@@ -7,12 +7,14 @@ from control_fakes import SteeredFleet
 
 from eagleray.fleet.control.weight_sources import RETRY_SECONDS
 from eagleray.messages.control import (
+    AbortWeightUpdate,
     CheckWeights,
     CommandDone,
     FetchWeights,
     FinishWeightUpdate,
     GetWeightInfo,
     InstanceState,
+    ReceiveWeights,
     ServeWeights,
     StartWeightUpdate,
     UpdateWeights,
@@ -95,6 +97,52 @@ def test_source_exits_before_it_has_replied_the_next_one_is_taken():
     fleet.settle()
     assert commands(fleet.of_rank(1), ServeWeights) == [ServeWeights(update=1)]
     assert successor.has_joined
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_source_exits_during_the_copy_it_is_broken_off(is_complete):
+    """A host that vanishes does not close its connections. The copy may have been completed just before."""
+    fleet = updated_fleet(3)
+    fleet.engine_exits(2)
+    successor = fleet.start_engine(2)
+    fleet.execute_next(0)
+    fleet.engine_exits(0)
+    assert [command.body for command in successor.inbox] == [COPY, AbortWeightUpdate()]
+    answer(fleet, 2, **({"update": 1} if is_complete else {"failure": FAILED}))
+    successor.update = 1 if is_complete else None
+    fleet.settle()
+    assert commands(fleet.of_rank(1), ServeWeights) == ([] if is_complete else [ServeWeights(update=1)])
+    assert successor.has_joined
+
+
+def test_source_exits_during_the_copy_an_update_goes_on_without_the_successor():
+    fleet = updated_fleet(3)
+    fleet.engine_exits(2)
+    successor = fleet.start_engine(2)
+    fleet.execute_next(0)
+    start = fleet.call(StartWeightUpdate())
+    fleet.engine_exits(0)
+    answer(fleet, 2, failure=FAILED)
+    fleet.settle()
+    assert fleet.outcome(start)["update"] == 2
+    fleet.run(PUSH)
+    assert fleet.run(FinishWeightUpdate())["update"] == 2
+    assert commands(successor, ReceiveWeights) == [] and successor.has_joined and successor.update == 2
+
+
+def test_update_starts_before_the_source_has_replied_nothing_is_copied_over_it():
+    fleet = updated_fleet()
+    fleet.engine_exits(1)
+    successor = fleet.start_engine(1)
+    start = fleet.call(StartWeightUpdate())
+    fleet.execute_next(1)
+    fleet.settle()
+    assert fleet.outcome(start)["update"] == 2
+    assert commands(successor, FetchWeights) == []
+    fleet.run(PUSH)
+    fleet.run(FinishWeightUpdate())
+    assert commands(successor, CheckWeights) == [CheckWeights(require_complete=True)]
+    assert successor.has_joined and successor.update == 2
 
 
 def test_no_source_successor_waits_and_joins_when_one_is_there():
