@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from eagleray.kernels.adapters import AdapterSite
+from eagleray.kernels.adapters import AdapterSite, AdapterTable
 from eagleray.kernels.expert_slots import ExpertSlotMap
 from eagleray.kernels.expert_trace import ExpertTrace
 from eagleray.kernels.forward_batch import ForwardBatch, Int32Array, PassLimits
@@ -192,6 +192,10 @@ class KernelBackend(Protocol):
     ) -> OperationWithWeights:
         """Make a product with a weight [2 * size, in_features] whose first half of outputs gates the second half: silu
         of the first half times the second, or as `clamp` says."""
+        ...
+
+    def adapter_site(self, table: AdapterTable, in_features: int, out_features: Sequence[int]) -> AdapterSite:
+        """Allocate the memory for the adapters of one product, in the layout that `adapt` needs."""
         ...
 
     def adapt(self, product: OperationWithWeights, site: AdapterSite) -> OperationWithWeights:

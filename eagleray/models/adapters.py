@@ -43,14 +43,13 @@ class ModelAdapters:
         _check(part, kernels, has_sequence_shards)
         self._params = {param.name.removesuffix(SUFFIX): param for group in declared for param in group.adaptable}
         self._max_rank = max_rank
-        self._table = AdapterTable(num_slots=num_slots, max_rank=max_rank, dtype=part.dtype)
+        self._table = AdapterTable(num_slots, max_rank, part.dtype, part.device)
         self._places: dict[str, tuple[AdapterSite, int, Param]] = {}
         """Site, number of the layer in it, and weight, of each module on this rank."""
         for group in groups:
             if group.adaptable:
-                site = self._table.site(
-                    group.adaptable[0].local_shape[1], [param.local_shape[0] for param in group.adaptable]
-                )
+                out_features = [param.local_shape[0] for param in group.adaptable]
+                site = kernels.adapter_site(self._table, group.adaptable[0].local_shape[1], out_features)
                 group.operation = kernels.adapt(group.operation, site)
                 for layer, param in enumerate(group.adaptable):
                     self._places[param.name.removesuffix(SUFFIX)] = site, layer, param
@@ -58,7 +57,7 @@ class ModelAdapters:
     @property
     def num_bytes(self) -> int:
         """Memory that all slots take when they are full."""
-        return sum(site.a.nbytes + site.b.nbytes for site in self._sites())
+        return sum(memory.nbytes for site in self._sites() for memory in site.storage())
 
     def begin_pass(self, groups: AdapterGroups | None) -> None:
         """Set the tokens of the next pass that have adapters."""

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eagleray.kernels.adapters import AdapterTable
 from eagleray.kernels.backend import ExpertProducts, WeightAllocator
 from eagleray.kernels.cpu.abi import abi
+from eagleray.kernels.cpu.adapters import NativeAdapterSite
 from eagleray.kernels.cpu.experts import ExpertScratch, NativeProducts, native_route
 from eagleray.kernels.cpu.huge_pages import WeightMemory
 from eagleray.kernels.cpu.linear import NativeEmbedding, NativeLinear
@@ -99,6 +101,9 @@ class CpuBackend(RecordingBackend):
 
     def serves_adapters(self, device: torch.device) -> bool:
         return True
+
+    def adapter_site(self, table: AdapterTable, in_features: int, out_features: Sequence[int]) -> NativeAdapterSite:
+        return NativeAdapterSite(table, in_features, out_features)
 
     def serves_fp8_cache(self, device: torch.device) -> bool:
         return False

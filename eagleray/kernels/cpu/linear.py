@@ -7,8 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from eagleray.kernels.adapters import AdapterSite
 from eagleray.kernels.cpu.abi import CStruct, abi
+from eagleray.kernels.cpu.adapters import NativeAdapterSite
 from eagleray.kernels.cpu.threads import threads_for
 from eagleray.kernels.params import ClampedSwiglu
 from eagleray.kernels.recording import EmbeddingTable, LinearWeight
@@ -51,7 +51,7 @@ class NativeLinear(LinearWeight):
     def storage(self) -> list[Tensor]:
         return memory_of(self.packed, self.bias)
 
-    def c_multiply(self, *, adds: bool, adapters: AdapterSite | None = None) -> CStruct:
+    def c_multiply(self, *, adds: bool, adapters: NativeAdapterSite | None = None) -> CStruct:
         """Return the arguments of an op, which point into this object and into `adapters`. `adds`: it adds the product
         to its output."""
         assert not (adds and self.is_gated)
@@ -62,7 +62,7 @@ class NativeLinear(LinearWeight):
             swiglu=self.swiglu,
             weight=self.packed.data_ptr(),
             bias=self._bias_address,
-            adapters=None if adapters is None else ctypes.pointer(c_adapter_site(adapters)),
+            adapters=None if adapters is None else ctypes.pointer(adapters.c_site()),
         )
 
     @property
@@ -114,19 +114,3 @@ class NativeEmbedding(EmbeddingTable):
             first=self._first,
             num_own=self._num_own,
         )
-
-
-def c_adapter_site(site: AdapterSite) -> CStruct:
-    """Convert to C. The struct points into `site`."""
-    return abi.CAdapterSite(
-        num_layers=len(site.out_features),
-        max_rank=site.table.max_rank,
-        k=site.in_features,
-        a_stride=site.a.stride(2),
-        b_stride=site.b.stride(0),
-        a=site.a.data_ptr(),
-        b=site.b.data_ptr(),
-        ranks=site.ranks.ctypes.data,
-        scales=site.scales.ctypes.data,
-        sizes=site.out_features.ctypes.data,
-    )

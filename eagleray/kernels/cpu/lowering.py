@@ -14,6 +14,7 @@ from functools import partial
 from torch import Tensor
 
 from eagleray.kernels.cpu.abi import CStruct, abi
+from eagleray.kernels.cpu.adapters import NativeAdapterSite
 from eagleray.kernels.cpu.experts import NativeProducts, c_router_params, c_slot_map
 from eagleray.kernels.cpu.linear import NativeEmbedding, NativeLinear
 from eagleray.kernels.cpu.mla import NativeMLA
@@ -101,7 +102,7 @@ class _OpLowering:
                 self._native(abi.OP_EMBED, table.c_embed(), {}, {"out": op.out})
             case RoundOp():
                 self._native(abi.OP_ROUND, abi.CElementwise(size=op.x.size), {"x": op.x}, {"out": op.out})
-            case LinearOp(weight=NativeLinear() as weight, adapters=adapters):
+            case LinearOp(weight=NativeLinear() as weight, adapters=NativeAdapterSite() | None as adapters):
                 assert adapters is None or not op.out.is_sequence_sharded, "adapters are by tokens of the whole batch"
                 args = weight.c_multiply(adds=folded.addition is not None, adapters=adapters)
                 self._native(abi.OP_MULTIPLY, args, {"x": op.x}, {"out": folded.out}, folded.total)

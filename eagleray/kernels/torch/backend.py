@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagleray.kernels.adapters import AdapterSite
+from eagleray.kernels.adapters import AdapterSite, AdapterTable
 from eagleray.kernels.backend import (
     SINGLE_RANK,
     Attend,
@@ -34,6 +34,7 @@ from eagleray.kernels.quantized import Weight, WeightFormat, unquantized
 from eagleray.kernels.ranking import Ranking
 from eagleray.kernels.rope import Rope
 from eagleray.kernels.storage import FunctionWithWeights, memory_of
+from eagleray.kernels.torch.adapters import TorchAdapterSite
 from eagleray.kernels.torch.attention import DeviceBatch, ForwardContext, SelfAttention, build_attention_metadata
 from eagleray.kernels.torch.experts import TorchProducts, compute_experts
 from eagleray.kernels.torch.functional import clamped_swiglu, rms_norm, silu_and_mul
@@ -64,6 +65,7 @@ class TorchBackend(KernelBackend):
         return GatedLinear(product, gate)
 
     def adapt(self, product: OperationWithWeights, site: AdapterSite) -> OperationWithWeights:
+        assert isinstance(site, TorchAdapterSite)
         return product.adapted(site) if isinstance(product, GatedLinear) else AdaptedLinear(product, site)
 
     def norm(self, weight: Tensor, eps: float) -> OperationWithWeights:
@@ -146,6 +148,9 @@ class TorchBackend(KernelBackend):
 
     def serves_adapters(self, device: torch.device) -> bool:
         return device.type == "cpu"
+
+    def adapter_site(self, table: AdapterTable, in_features: int, out_features: Sequence[int]) -> TorchAdapterSite:
+        return TorchAdapterSite(table, in_features, out_features)
 
     def serves_fp8_cache(self, device: torch.device) -> bool:
         return False

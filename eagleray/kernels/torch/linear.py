@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagleray.kernels.adapters import AdapterSite
 from eagleray.kernels.backend import Operation, OperationWithWeights
 from eagleray.kernels.storage import contiguous, memory_of
+from eagleray.kernels.torch.adapters import TorchAdapterSite
 
 
 class PlainLinear:
@@ -35,7 +35,7 @@ class GatedLinear:
     def storage(self) -> list[Tensor]:
         return self._product.storage()
 
-    def adapted(self, site: AdapterSite) -> GatedLinear:
+    def adapted(self, site: TorchAdapterSite) -> GatedLinear:
         """Return the same with adapters, which are added before the gate."""
         return GatedLinear(AdaptedLinear(self._product, site), self._gate)
 
@@ -43,7 +43,7 @@ class GatedLinear:
 class AdaptedLinear:
     """A product and the adapters that are added to it."""
 
-    def __init__(self, product: OperationWithWeights, site: AdapterSite) -> None:
+    def __init__(self, product: OperationWithWeights, site: TorchAdapterSite) -> None:
         self._product = product
         self._site = site
 

@@ -46,12 +46,14 @@ class Layers:
     def __post_init__(self) -> None:
         torch.manual_seed(3)
         dtype = self.dtype
-        self.table = AdapterTable(num_slots=NUM_SLOTS, max_rank=MAX_RANK, dtype=dtype)
+        self.table = AdapterTable(NUM_SLOTS, MAX_RANK, dtype, CPU)
         self.weights = [random(sum(SIZES), HIDDEN), random(2 * INNER, sum(SIZES)), random(HIDDEN, INNER)]
         self.bias = random(2 * INNER)
         sizes = [SIZES, (INNER, INNER), (HIDDEN,)]
         inputs = [HIDDEN, sum(SIZES), INNER]
-        self.sites = [self.table.site(k, outputs) for k, outputs in zip(inputs, sizes, strict=True)]
+        self.sites = [
+            self.kernels.adapter_site(self.table, k, outputs) for k, outputs in zip(inputs, sizes, strict=True)
+        ]
         self.factors = [
             [[factors_of(rank, k, size) for size in outputs] for k, outputs in zip(inputs, sizes, strict=True)]
             for rank in RANKS
