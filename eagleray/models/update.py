@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,12 +27,17 @@ from eagleray.models.weights import Alias, Param, Weights
 BATCH_BYTES = 256 << 20
 """Bytes of tensors that are taken from an iterator before those that complete a group are packed."""
 
+T = TypeVar("T")
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class TensorNames:
-    """The names by which tensors of a model may come. `has_scales`: also those of scales of weights in FP8; `tied`: two
-    names of one tensor, the second of which is dropped if it is equal to the first."""
+    """Names of the tensors that an update of a model may have.
+
+    `has_scales`: weights in FP8 have scales. `tied`: two names of one tensor, of which the model has the first; the
+    second one is dropped if its numbers are the same.
+    """
 
     def __init__(
         self,
@@ -44,7 +50,7 @@ class TensorNames:
     ) -> None:
         self._names = frozenset(names)
         self._has_scales = has_scales
-        self._tied = tied
+        self.tied = tied
         self._aliases = {alias.name: alias for alias in aliases}
         self._may_be_dropped = may_be_dropped
 
@@ -70,12 +76,21 @@ class TensorNames:
         return get_close_matches(name, same_layer or [each for each in known if ".experts." not in each])
 
     def check_tied(self, batch: Mapping[str, Tensor]) -> None:
-        """Raise `WeightsMismatch` if both tied tensors come and differ."""
-        if self._tied is None or any(name not in batch for name in self._tied):
+        """Raise `WeightsMismatch` if a batch has both tied tensors and they differ."""
+        if self.tied is None or any(name not in batch for name in self.tied):
             return
-        first, second = (batch[name] for name in self._tied)
+        first, second = (batch[name] for name in self.tied)
         if not torch.equal(first, second.to(first)):
-            raise WeightsMismatch(f"{self._tied[1]!r} differs from {self._tied[0]!r}, to which config.json ties it")
+            raise self.tied_mismatch()
+
+    def tied_mismatch(self) -> WeightsMismatch:
+        """Return the error for tied tensors that differ."""
+        assert self.tied is not None
+        first, second = self.tied
+        return WeightsMismatch(
+            f"{second!r} differs from {first!r}, to which config.json ties it: push the same numbers under both names, "
+            f"{first!r} first, or {first!r} alone"
+        )
 
 
 @dataclass(eq=False)
@@ -87,6 +102,8 @@ class GroupUpdate:
     came: dict[str, Pushed] = field(default_factory=dict)
     staged: list[Tensor] | None = None
     """Memory of the new weights, as `WeightGroup.places` has that of the old ones."""
+    tied: Pushed | None = None
+    """The tensor that came under the name that is tied to the group's, in another batch."""
     is_touched: bool = False
     is_packed: bool = False
     """Whether the group was complete before in this update. From then on its tensors may come alone."""
@@ -186,9 +203,17 @@ class WeightUpdate:
             self._resolve(name, tensor)
 
     def missing(self) -> list[str]:
-        """Return the names that have not come of groups of which other tensors have."""
+        """Return the names that have not come of groups of which other tensors have. Raises `WeightsMismatch` if tied
+        tensors have come that differ."""
+        if (mismatch := self.tied_mismatch()) is not None:
+            raise mismatch
         waiting = [group for group in self._groups if group.came]
         return sorted(name for group in waiting for name in min(map(group.missing, group.forms()), key=len))
+
+    def tied_mismatch(self) -> WeightsMismatch | None:
+        """Return an error if a tensor has come that is tied to one of this rank's and differs from it."""
+        tied = [group for group in self._groups if group.tied is not None]
+        return self._names.tied_mismatch() if tied and not all(self._run(self._has_tied_numbers, tied)) else None
 
     def untouched(self) -> list[str]:
         """Return the names of this rank's tensors of whose groups none has come."""
@@ -203,6 +228,8 @@ class WeightUpdate:
         """Copy the new weights of complete groups over the old ones, between two steps."""
         staged = [group for group in self._groups if group.staged is not None]
         self._run(self._replace, staged)
+        for group in self._groups:
+            group.tied = None
         self.num_bytes = 0
 
     def drop(self) -> None:
@@ -229,6 +256,7 @@ class WeightUpdate:
             for param in group.params():
                 if param.name in group.came:
                     group.came[param.name] = group.came[param.name].copied(param)
+        self._take_tied(batch)
         self._synchronize()  # tensors may be overwritten now
         self.num_bytes = sum(len(part) for group in self._groups for part in group.staged or ())
         return accepted
@@ -239,6 +267,9 @@ class WeightUpdate:
         for each, part in parts.items():
             for _, param in self._owners.get(each, ()):
                 self._check(param, part)
+        if self._names.tied is not None and name == self._names.tied[1]:
+            for _, param in self._owners.get(self._names.tied[0], ()):
+                self._check(replace(param, name=name), tensor)
         return parts
 
     def _check(self, param: Param, tensor: Tensor) -> None:
@@ -248,7 +279,7 @@ class WeightUpdate:
         if param.dtype == torch.uint8:
             expected: Sequence[torch.dtype] = (torch.uint8,)
         else:
-            expected = (*FLOATS, FP8) if self._rules.can_be_fp8(param) else FLOATS
+            expected = (*FLOATS, FP8) if f"{param.name}{SCALES_SUFFIX}" in self._owners else FLOATS
         if tensor.dtype not in expected:
             supported = ", ".join(map(_dtype_name, expected))
             raise WeightsMismatch(f"tensor {param.name!r} is of {_dtype_name(tensor.dtype)}; supported are {supported}")
@@ -258,6 +289,25 @@ class WeightUpdate:
             group.is_touched = True
             group.came[name] = Pushed(tensor)
             yield group
+
+    def _take_tied(self, batch: Mapping[str, Tensor]) -> None:
+        """Keep a tensor that has come under the tied name. It is compared at the end: the other one may come later."""
+        if self._names.tied is None or self._names.tied[1] not in batch:
+            return
+        first, second = self._names.tied
+        for group, param in self._owners.get(first, ()):
+            # both in one batch are equal, see `check_tied`
+            group.tied = None if first in batch else Pushed(batch[second].detach()).copied(param)
+
+    def _has_tied_numbers(self, group: GroupUpdate) -> bool:
+        """Whether the tensor that came under the tied name has the numbers of the group, the new ones if they came."""
+        assert group.tied is not None
+        name = group.group.params[0].name
+        packed = self._pack(group.group, PushedWeights(self._rules, {name: group.tied}, self._scratch))
+        present = group.staged or group.group.places()[0]
+        is_equal = all(torch.equal(one, other) for one, other in zip(packed, present, strict=True))
+        self._memory.release(packed)
+        return is_equal
 
     def _stage(self, group: GroupUpdate) -> None:
         """Pack the new weights of a complete group."""
@@ -311,13 +361,13 @@ class WeightUpdate:
         self._memory.release(group.staged)
         group.staged = None
 
-    def _run(self, function: Callable[[GroupUpdate], None], groups: Sequence[GroupUpdate]) -> None:
+    def _run(self, function: Callable[[GroupUpdate], T], groups: Sequence[GroupUpdate]) -> list[T]:
         if not self.is_open:
             raise WrongState("the weight update was dropped")
         self._synchronize()
-        for _ in self._pool.map(function, groups):
-            pass
+        results = list(self._pool.map(function, groups))
         self._synchronize()
+        return results
 
     def _synchronize(self) -> None:
         """Wait for the device: steps, trainers and the threads of this update have streams of their own."""

@@ -68,7 +68,10 @@ class ModelUpdates:
         self._loading = self._loading or self._make(in_place=False)
         self.num_loads += 1
         names = self._loading.add(weights)
-        self._loading.apply()
+        mismatch = self._loading.tied_mismatch()
+        self._loading.apply()  # in any case: only some ranks may find the difference, and all must have the same
+        if mismatch is not None:
+            raise mismatch
         return names
 
     def forget(self) -> None:

@@ -382,6 +382,65 @@ def test_load_weights_tied_head_is_dropped_unless_it_differs(checkpoints):
         model.load_weights((tensors | {"lm_head.weight": embedding + 1}).items())
 
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(rank=1, tp_size=2), Mesh(rank=1, pp_size=2)], ids=["one", "tp", "pp"])
+def test_add_tied_head_in_another_call_is_dropped_unless_it_differs(mesh, backend, checkpoints, monkeypatch):
+    use_backend(monkeypatch, backend)
+    old, new = checkpoints("qwen3")
+    model, pushed = load_rank(old, mesh), dict(tensors_of(new))[EMBEDDING]
+    present = dict(tensors_of(old))[EMBEDDING]
+    before = copy_of_weights(model)
+    for calls, is_equal in [
+        ([(HEAD, present)], True),
+        ([(HEAD, present.float())], True),
+        ([(HEAD, pushed)], False),
+        ([(EMBEDDING, pushed), (HEAD, pushed)], True),
+        ([(HEAD, pushed), (EMBEDDING, pushed)], True),
+        ([(EMBEDDING, pushed), (HEAD, present)], False),
+        ([(HEAD, present), (EMBEDDING, pushed)], False),
+        ([(HEAD, present), (EMBEDDING, pushed), (HEAD, pushed)], True),
+        ([(EMBEDDING, pushed), (HEAD, pushed), (EMBEDDING, present)], False),
+    ]:
+        update = model.start_update()
+        for name, tensor in calls:
+            update.add([(name, buffer := tensor.clone())])
+            buffer.fill_(7)
+        if is_equal:
+            assert update.missing() == []
+        else:
+            with pytest.raises(WeightsMismatch, match=f"'{HEAD}' differs from '{EMBEDDING}'.*push the same numbers"):
+                update.missing()
+        update.drop()
+    assert have_equal_bytes(memory_of_weights(model), before)
+
+
+@pytest.mark.parametrize(
+    ("head", "problem"),
+    [
+        (torch.zeros(64, 64), rf"'{HEAD}' has the shape \[64, 64\]"),
+        (torch.zeros(384, 64).to(torch.float8_e4m3fn), f"'{HEAD}' is of float8_e4m3fn"),
+    ],
+)
+def test_check_tied_head_that_does_not_fit_is_refused(head, problem, checkpoints):
+    update = load(checkpoints("qwen3")[0]).start_update()
+    with pytest.raises(WeightsMismatch, match=problem):
+        update.check([(HEAD, head.to("meta"))])
+
+
+def test_load_weights_tied_head_in_a_later_call_is_refused_once_if_it_differs(checkpoints):
+    old, new = checkpoints("qwen3")
+    model, tensors = load(old), dict(tensors_of(new))
+    model.load_weights(tensors.items())
+    model.load_weights([(HEAD, tensors[EMBEDDING])])
+    with pytest.raises(WeightsMismatch, match=f"'{HEAD}' differs from '{EMBEDDING}'"):
+        model.load_weights([(HEAD, tensors[EMBEDDING] + 1)])
+    model.load_weights([(Q_PROJ, tensors[Q_PROJ])])
+    assert have_equal_bytes(memory_of_weights(model), memory_of_weights(load(new)))
+
+
 # ---- quantized weights
 
 
