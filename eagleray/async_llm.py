@@ -7,39 +7,24 @@ the caller's loop is busy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
+import functools
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from eagleray.client.control_requests import (
-    init_transfer_request,
-    pause_request,
-    sleep_request,
-    start_request,
-    update_request,
-    wake_up_request,
-)
 from eagleray.client.outputs import RequestOutput
 from eagleray.client.request import RequestStream
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.engine_args import EngineArgs
 from eagleray.errors import DeadlineExceeded, EngineFailed
 from eagleray.instance import POLL_INTERVAL_SECONDS, InstanceThread
-from eagleray.lora import LoRARequest, LoraRequests
-from eagleray.messages.control import (
-    AbortWeightUpdate,
-    ControlRequest,
-    FinishWeightUpdate,
-    GetWeightInfo,
-    ResetPrefixCache,
-    Resume,
-    SetWeightVersion,
-    ShutdownWeightTransfer,
-)
+from eagleray.instance_calls import InstanceCalls
+from eagleray.lora import LoRARequest
 from eagleray.messages.sampling import SamplingParams
 from eagleray.prompts import PromptLike
 from eagleray.streaming import OutputReader
 
+Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
@@ -50,6 +35,18 @@ class _SentRequest:
     stream: RequestStream | None = None
     is_unwanted: bool = False
     """Whether the caller was cancelled."""
+
+
+def _awaited(
+    call: Callable[Concatenate[InstanceCalls, Parameters], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[AsyncLLM, Parameters], Coroutine[Any, Any, Result]]:
+    """Return a method that makes this call in the instance's loop and awaits its result."""
+
+    @functools.wraps(call)
+    async def method(self: AsyncLLM, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        return await self._await(call(self._calls, *args, **kwargs))
+
+    return method
 
 
 class AsyncLLM:
@@ -73,7 +70,7 @@ class AsyncLLM:
         self.config = args.config()
         self._thread = InstanceThread(self.config)
         self._instance = self._thread.instance
-        self._loras = LoraRequests(self._instance.client, self._instance.control)
+        self._calls = InstanceCalls(self._instance)
         self._streams: dict[str, RequestStream] = {}
         """Streams of the requests that `generate` has sent, by id. Used in the instance's loop."""
 
@@ -91,12 +88,14 @@ class AsyncLLM:
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Send a request and yield its outputs, as `sampling_params.output_kind` says: everything so far, what is new,
-        or only the whole one. The last output is `finished`. A caller that leaves the iteration aborts the request.
+        """Send a request and yield its outputs.
+
+        `sampling_params.output_kind` decides whether an output has everything so far, only the new part, or is yielded
+        only when it is complete. The last output is `finished`. A caller that leaves the iteration aborts the request.
 
         `prompt`: see `LLM.generate`. `request_id`: unique among the requests that run; by default one is made. Requests
-        of one `session_id` go to the same engine while it is up. `lora_request`: the adapter that computes it; one that
-        is not loaded yet is loaded.
+        of one `session_id` go to the same engine while it is up. `lora_request`: adapter that computes the request; it
+        is loaded if necessary.
 
         Raises `InvalidRequest` for a wrong prompt or parameter, `RequestFailed` if the request failed, and
         `EngineFailed` if engines exit again and again.
@@ -131,7 +130,7 @@ class AsyncLLM:
             self._thread.call_soon(self._streams.pop, stream.request_id, None)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End these requests. Their iterators yield a last output with what there is, whose finish reason is `abort`.
+        """End these requests. Their iterators yield a last output with the tokens so far and the finish reason `abort`.
 
         Ids of requests that do not run are ignored.
         """
@@ -152,108 +151,31 @@ class AsyncLLM:
         """Return the number of requests that have been sent and have not ended."""
         return self._instance.client.num_in_flight
 
-    # Steering: the methods of `LLM`, and their answers.
+    # Calls that concern the whole instance.
 
-    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> dict[str, Any]:
-        """See `LLM.pause_generation`."""
-        return await self._control(pause_request(mode, clear_cache))
-
-    async def resume_generation(self) -> None:
-        """See `LLM.resume_generation`."""
-        await self._control(Resume())
-
-    async def sleep(self, level: int = 1, mode: str = "abort", tags: Sequence[str] | None = None) -> dict[str, Any]:
-        """See `LLM.sleep`."""
-        return await self._control(sleep_request(level, mode, tags))
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """See `LLM.wake_up`."""
-        answer = await self._control(wake_up_request(tags))
-        return bool(answer["status"] == "awake")
-
-    async def release_kv_cache_memory(self) -> None:
-        """See `LLM.release_kv_cache_memory`."""
-        await self._control(sleep_request(1, "keep", ["kv_cache"]))
-
-    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """See `LLM.reset_prefix_cache`."""
-        answer = await self._control(ResetPrefixCache(reset_running_requests=reset_running_requests))
-        return bool(answer["success"])
-
-    async def init_weight_transfer_engine(self, request: Any) -> None:
-        """See `LLM.init_weight_transfer_engine`."""
-        await self._control(init_transfer_request(request))
-
-    async def shutdown_weight_transfer_engine(self) -> None:
-        """See `LLM.shutdown_weight_transfer_engine`."""
-        await self._control(ShutdownWeightTransfer())
-
-    async def start_weight_update(
-        self, is_checkpoint_format: bool = True, num_bytes: int | None = None
-    ) -> dict[str, Any]:
-        """See `LLM.start_weight_update`."""
-        return await self._control(start_request(is_checkpoint_format, num_bytes))
-
-    async def update_weights(self, request: Any) -> dict[str, Any]:
-        """See `LLM.update_weights`."""
-        return await self._control(update_request(request))
-
-    async def finish_weight_update(
-        self, weight_version: str | None = None, require_complete: bool = False
-    ) -> dict[str, Any]:
-        """See `LLM.finish_weight_update`."""
-        return await self._control(FinishWeightUpdate(weight_version=weight_version, require_complete=require_complete))
-
-    async def abort_weight_update(self) -> None:
-        """See `LLM.abort_weight_update`."""
-        await self._control(AbortWeightUpdate())
-
-    async def update_weight_version(self, new_version: str) -> None:
-        """See `LLM.update_weight_version`."""
-        await self._control(SetWeightVersion(new_version))
-
-    async def get_weight_version(self) -> str:
-        """See `LLM.get_weight_version`."""
-        answer = await self._control(GetWeightInfo())
-        return str(answer["weight_version"])
-
-    async def get_weight_info(self) -> dict[str, Any]:
-        """See `LLM.get_weight_info`."""
-        return await self._control(GetWeightInfo())
-
-    async def is_paused(self) -> bool:
-        """See `LLM.is_paused`."""
-        return bool(self._instance.client.state.pause)
-
-    async def is_sleeping(self) -> bool:
-        """See `LLM.is_sleeping`."""
-        return bool(self._instance.client.state.asleep)
-
-    # Adapters.
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """See `LLM.add_lora`."""
-        return await self._await(self._loras.add(lora_request))
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        """See `LLM.remove_lora`."""
-        return await self._await(self._loras.remove(lora_id))
-
-    async def list_loras(self) -> set[int]:
-        """See `LLM.list_loras`."""
-        return self._loras.ids()
+    pause_generation = _awaited(InstanceCalls.pause_generation)
+    resume_generation = _awaited(InstanceCalls.resume_generation)
+    sleep = _awaited(InstanceCalls.sleep)
+    wake_up = _awaited(InstanceCalls.wake_up)
+    release_kv_cache_memory = _awaited(InstanceCalls.release_kv_cache_memory)
+    reset_prefix_cache = _awaited(InstanceCalls.reset_prefix_cache)
+    init_weight_transfer_engine = _awaited(InstanceCalls.init_weight_transfer_engine)
+    shutdown_weight_transfer_engine = _awaited(InstanceCalls.shutdown_weight_transfer_engine)
+    start_weight_update = _awaited(InstanceCalls.start_weight_update)
+    update_weights = _awaited(InstanceCalls.update_weights)
+    finish_weight_update = _awaited(InstanceCalls.finish_weight_update)
+    abort_weight_update = _awaited(InstanceCalls.abort_weight_update)
+    update_weight_version = _awaited(InstanceCalls.update_weight_version)
+    get_weight_version = _awaited(InstanceCalls.get_weight_version)
+    get_weight_info = _awaited(InstanceCalls.get_weight_info)
+    is_paused = _awaited(InstanceCalls.is_paused)
+    is_sleeping = _awaited(InstanceCalls.is_sleeping)
+    add_lora = _awaited(InstanceCalls.add_lora)
+    remove_lora = _awaited(InstanceCalls.remove_lora)
+    list_loras = _awaited(InstanceCalls.list_loras)
+    collective_rpc = _awaited(InstanceCalls.collective_rpc)
 
     # The instance.
-
-    async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method on every worker of every engine, see `LLM.collective_rpc`."""
-        return await self._await(self._instance.call_workers(method, args, kwargs, timeout))
 
     async def check_health(self) -> None:
         """Raise the cause if the instance has failed."""
@@ -285,12 +207,9 @@ class AsyncLLM:
         return self._instance.default_sampling_params(**changes)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop the engines. Requests that run end with what they have. Idempotent. `timeout` is accepted for programs
+        """Stop the engines. Running requests end with the tokens so far. Idempotent. `timeout` is accepted for programs
         written for vLLM; stopping has limits of its own."""
         self._thread.close()
-
-    async def _control(self, request: ControlRequest) -> dict[str, Any]:
-        return await self._await(self._instance.control(request))
 
     async def _await(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in the instance's loop and wait for it here."""
@@ -308,7 +227,7 @@ class AsyncLLM:
         **options: Any,
     ) -> RequestStream:
         """Send a request, unless its caller is no longer there."""
-        adapter = await self._loras.find(lora_request)
+        adapter = await self._calls.loras.find(lora_request)
         if sent.is_unwanted:
             raise asyncio.CancelledError
         sent.stream = stream = self._instance.generate(prompt, params, adapter=adapter, **options)

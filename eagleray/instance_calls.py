@@ -1,0 +1,177 @@
+"""The calls that concern an instance as a whole, one coroutine for each.
+
+`LLM` and `AsyncLLM` have methods of the same names, parameters and docstrings, which run these in the instance's loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eagleray.client.control_requests import (
+    init_transfer_request,
+    pause_request,
+    sleep_request,
+    start_request,
+    update_request,
+    wake_up_request,
+)
+from eagleray.instance import LocalInstance
+from eagleray.lora import LoRARequest, LoraRequests
+from eagleray.messages.control import (
+    AbortWeightUpdate,
+    FinishWeightUpdate,
+    GetWeightInfo,
+    ResetPrefixCache,
+    Resume,
+    SetWeightVersion,
+    ShutdownWeightTransfer,
+)
+
+
+class InstanceCalls:
+    """The calls of one instance. Used in its loop."""
+
+    def __init__(self, instance: LocalInstance) -> None:
+        self._instance = instance
+        self._control = instance.control
+        self.loras = LoraRequests(instance.client, instance.control)
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> dict[str, Any]:
+        """Run no steps until `resume_generation`, and return the numbers of requests kept and aborted.
+
+        `mode`: `abort` ends the running requests, which deliver the tokens so far; `wait` lets them finish; `keep`
+        freezes them, and they continue after the pause. Requests that come meanwhile wait. The prefix cache is emptied
+        unless `clear_cache` is False or the mode is `keep`.
+        """
+        return await self._control(pause_request(mode, clear_cache))
+
+    async def resume_generation(self) -> None:
+        """End a pause."""
+        await self._control(Resume())
+
+    async def sleep(self, level: int = 1, mode: str = "abort", tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """Free memory until `wake_up`, and return the level and `freed_bytes`.
+
+        Level 1 frees the cache, and on GPUs the weights, which move to the host. Level 2 also drops the weights. Level
+        0 only stops the steps. `mode`: see `pause_generation`. `tags`: `weights` or `kv_cache` for only one of them.
+        """
+        return await self._control(sleep_request(level, mode, tags))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """End the sleep of these parts, by default of all. Return whether steps may run again."""
+        answer = await self._control(wake_up_request(tags))
+        return bool(answer["status"] == "awake")
+
+    async def release_kv_cache_memory(self) -> None:
+        """Free the memory of the cache until `wake_up`; the weights stay. Running requests are kept."""
+        await self._control(sleep_request(1, "keep", ["kv_cache"]))
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Empty the prefix cache. Return False if requests hold blocks of it.
+
+        With `reset_running_requests` these requests give up their blocks and are computed again. `reset_connector` has
+        no effect, since there are no caches outside of the engines.
+        """
+        answer = await self._control(ResetPrefixCache(reset_running_requests=reset_running_requests))
+        return bool(answer["success"])
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        """Connect to the trainer. `request` has `init_info`, see docs/rl.md."""
+        await self._control(init_transfer_request(request))
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        """Leave the trainer's group."""
+        await self._control(ShutdownWeightTransfer())
+
+    async def start_weight_update(
+        self, is_checkpoint_format: bool = True, num_bytes: int | None = None
+    ) -> dict[str, Any]:
+        """Open an update of the weights. Names of tensors are those of the checkpoint; other formats are refused."""
+        return await self._control(start_request(is_checkpoint_format, num_bytes))
+
+    async def update_weights(self, request: Any) -> dict[str, Any]:
+        """Receive tensors of the open update. `request` has `update_info`, see docs/rl.md.
+
+        With `weight_dir` instead, the directory of a checkpoint, one call starts, reads and finishes an update.
+        """
+        return await self._control(update_request(request))
+
+    async def finish_weight_update(
+        self, weight_version: str | None = None, require_complete: bool = False
+    ) -> dict[str, Any]:
+        """Commit the open update: from the next step on, all engines compute with the new weights.
+
+        Returns the number and the version of the new weights, and the names of the weights that the update lacks. With
+        `require_complete` an update that lacks a weight is refused.
+        """
+        return await self._control(FinishWeightUpdate(weight_version=weight_version, require_complete=require_complete))
+
+    async def abort_weight_update(self) -> None:
+        """Drop the open update; the weights from before stay."""
+        await self._control(AbortWeightUpdate())
+
+    async def update_weight_version(self, new_version: str) -> None:
+        """Rename the weights."""
+        await self._control(SetWeightVersion(new_version))
+
+    async def get_weight_version(self) -> str:
+        """Return the trainer's name of the weights."""
+        answer = await self._control(GetWeightInfo())
+        return str(answer["weight_version"])
+
+    async def get_weight_info(self) -> dict[str, Any]:
+        """Return the state of the instance, and the number and version of its weights and of those of every engine."""
+        return await self._control(GetWeightInfo())
+
+    async def is_paused(self) -> bool:
+        """Return whether steps are paused."""
+        return bool(self._instance.client.state.pause)
+
+    async def is_sleeping(self) -> bool:
+        """Return whether weights, cache or steps sleep."""
+        return bool(self._instance.client.state.asleep)
+
+    # Adapters.
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter on all engines, or replace it (`load_inplace`): running requests keep the adapter that they
+        began with. Returns False if it is loaded already, from the same directory.
+
+        Raises `NotFound` if there is no such directory, and `CheckpointError` if the adapter does not fit the model.
+        """
+        return await self.loras.add(lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Unload the adapter with this `lora_int_id`. Running requests finish with it.
+
+        Returns False if no such adapter is loaded.
+        """
+        return await self.loras.remove(lora_id)
+
+    async def list_loras(self) -> set[int]:
+        """Return the `lora_int_id`s of the adapters that this object has loaded."""
+        return self.loras.ids()
+
+    # Workers.
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of the worker extension (option `worker_extension_cls`), or a built-in one, on every worker of
+        every engine.
+
+        Returns the results by engine, then by rank of the worker. Waits for engines that are coming back. Arguments and
+        results are None, bool, int, float, str, bytes, lists, tuples (which become lists), dicts, numpy arrays, tensors
+        on the host, dtypes and sizes of torch, and handles of CUDA tensors (`reduce_tensor`), nested. `timeout`:
+        seconds for the workers; None: ten minutes. No tokens are generated during the call.
+
+        Raises `InvalidRequest` for a call that is impossible or cannot be sent, `RequestFailed` if the method raised on
+        a rank (the engines continue), `DeadlineExceeded`, and `EngineFailed` if an engine exits during the call, which
+        is not repeated then.
+        """
+        return await self._instance.call_workers(method, args, kwargs, timeout)
