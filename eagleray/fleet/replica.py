@@ -104,15 +104,17 @@ class Replica:
         except (OSError, EagleRayError) as error:
             self._on_exit(member, Failure.noticed(f"it could not be started: {error}"))
 
-    def set_up(self) -> float | None:
-        """Enter UP. Returns the seconds since an earlier incarnation failed; None for the first."""
+    def set_up(self) -> None:
+        """Enter UP."""
         assert self.phase is ReplicaPhase.STARTING
         self._set_timer(None)
         self.phase = ReplicaPhase.UP
-        now = self._loop.time()
-        self._working_since = self._working_since or now
+        self._working_since = self._working_since or self._loop.time()
+
+    def end_downtime(self) -> float | None:
+        """Return the seconds since an earlier incarnation failed, once; None if none did."""
         failed_at, self._failed_at = self._failed_at, None
-        return None if failed_at is None else now - failed_at
+        return None if failed_at is None else self._loop.time() - failed_at
 
     def wait_for_others(self) -> None:
         """Drop the deadline of the start: the incarnation is ready, and only waits for other engines."""

@@ -388,12 +388,13 @@ class Supervisor:
         if replica := self._replica_of(member):
             if replica.phase is not ReplicaPhase.STARTING:  # a repeated message
                 return False
-            seconds_away = replica.set_up()
-            if seconds_away is not None:
-                logger.info("%s serves again after %.1f s", member.label, seconds_away)
+            replica.set_up()
         return True
 
     def _join(self, member: MemberId, info: EngineInfo | None) -> None:
+        replica = self._replica_of(member)
+        if replica is not None and (seconds_away := replica.end_downtime()) is not None:
+            logger.info("%s serves again after %.1f s", member.label, seconds_away)
         self._publisher.join(member, info)
         self._check_serving()
 

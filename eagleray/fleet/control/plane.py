@@ -24,9 +24,13 @@ from eagleray.fleet.control.instance import (
 from eagleray.fleet.control.machine import Control
 from eagleray.fleet.membership import MembershipPublisher
 from eagleray.identity import EngineId, MemberId
+from eagleray.log import get_logger
 from eagleray.messages.control import CommandDone, ControlCall
 from eagleray.messages.lifecycle import EngineStarted
 from eagleray.messages.membership import EngineInfo, Left
+
+
+logger = get_logger(__name__)
 
 
 class ControlPlane:
@@ -80,6 +84,10 @@ class ControlPlane:
         """Have an engine join once it has the state and the weights of the instance."""
         self._infos[started.engine] = started.info
         self._carry_out(self._control.start(started.engine, started.update, self._loop.time()))
+        if started.engine in self._infos and started.update != (required := self._control.state.update):
+            logger.info(
+                "%s has started; it serves when it has the weights of update %d", started.engine.label, required
+            )
 
     def leave(self, left: Left) -> None:
         """Handle the exit of a member."""

@@ -118,6 +118,25 @@ async def test_control_plane_engine_without_the_weights_that_are_required_joins_
 
 
 @in_loop
+async def test_control_plane_successor_without_weights_serves_again_only_when_it_has_them(caplog):
+    caplog.set_level("INFO", logger="eagleray")
+    async with fleet() as it:
+        client, process = await it.adopt(), await it.launcher.next()
+        await it.bring_up(process)
+        process.end()
+        successor = await it.launcher.next()
+        engine = await it.bind(successor)
+        engine.send(EngineStarted(successor.id, INFO, update=5))
+        command = await receive(engine, Command)
+        assert "engine-0.1 has started; it serves when it has the weights of update 0" in caplog.text
+        assert "serves again" not in caplog.text
+        engine.send(CommandDone(member=successor.id, number=command.number, result={"update": 0}))
+        while not joined(successor.id)(await client.receive()):
+            pass
+        assert "engine-0.1 serves again after" in caplog.text
+
+
+@in_loop
 async def test_control_plane_engine_does_not_reply_deadline_names_it():
     async with fleet() as it:
         client = await it.adopt()
