@@ -156,6 +156,12 @@ class SteeredInstance:
         return [record for record in self.started if record.takes_part]
 
     @property
+    def lacks_participants(self) -> bool:
+        """Whether too few engines take part in the open update for a commit: none, or not all that share experts. No
+        other engine has the experts of one that is missing, so its successor could not get them."""
+        return len(self.participants) < (len(self.ranks) if self.shares_experts else 1)
+
+    @property
     def missing_ranks(self) -> list[int]:
         """Ranks without an engine that executes commands."""
         return sorted(set(self.ranks) - {record.engine.rank for record in self.started})

@@ -7,7 +7,7 @@ and ends them at their deadlines. A caller that disappears does not end its oper
 
 from __future__ import annotations
 
-from eagleray.errors import DeadlineExceeded, EagleRayError, EnginesMissing, TransferBroken, WrongState
+from eagleray.errors import DeadlineExceeded, EagleRayError, TransferBroken, WrongState
 from eagleray.fleet.control import adapters, operations
 from eagleray.fleet.control.control_operation import Caller, ControlOperation, key_of
 from eagleray.fleet.control.instance import Effect, EngineRecord, MemberFailed, SendAnswer, SteeredInstance
@@ -216,7 +216,7 @@ class Control:
 
     def _break_transfer(self, cause: str) -> None:
         """React to the exit of an engine: a collective transfer breaks, with the call that receives tensors by it. An
-        update in which no engine takes part any longer is dropped."""
+        update in which too few engines take part is dropped."""
         instance, current = self._instance, self._current
         if instance.transfer is not None and instance.transfer.is_collective and instance.transfer.broken is None:
             instance.close_transfer(cause)
@@ -226,9 +226,12 @@ class Control:
             )
             if is_receiving and current is not None and current.awaited:
                 self._throw(TransferBroken(f"the transfer of weights broke: {cause}; the old weights stay"))
-        is_orphaned = instance.state.open_update is not None and not instance.participants
-        if is_orphaned and not (current is not None and isinstance(current.request, UPDATE_CALLS)):
-            self._updates.drop(EnginesMissing(f"no engine has what came in the weight update any longer: {cause}"))
+        if instance.state.open_update is not None and instance.lacks_participants:
+            error = self._updates.engines_missing(cause)
+            if self._current is not None and isinstance(self._current.request, UPDATE_CALLS):
+                self._throw(error)
+            else:
+                self._updates.drop(error)
 
     def _weight_info(self) -> Answer:
         return operations.weight_info(self._instance, self._describe_current(), self._updates.dropped_in_pause)

@@ -29,7 +29,6 @@ from eagleray.messages.control import CommandDone, ControlCall
 from eagleray.messages.lifecycle import EngineStarted
 from eagleray.messages.membership import EngineInfo, Left
 
-
 logger = get_logger(__name__)
 
 

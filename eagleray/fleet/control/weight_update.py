@@ -203,8 +203,7 @@ class WeightUpdates:
         try:
             replies = yield Commands(instance.set_state_bodies(num_bytes=num_bytes))
             replies.raise_failure()
-            if not instance.participants:
-                raise EnginesMissing(f"no engine can receive weights: {_exits(replies)}")
+            self._check_participants(replies)
         except Exception as error:
             self.drop(error)
             raise
@@ -217,8 +216,7 @@ class WeightUpdates:
                 instance.check_transfer()
             replies = yield Commands(bodies, fails_fast=True)
             replies.raise_failure()
-            if not replies.results:
-                raise EnginesMissing(f"no engine has received the weights: {_exits(replies)}")
+            self._check_participants(replies)
         except Exception as error:
             self.drop(error)
             if is_pushed and instance.transfer is not None and instance.transfer.is_collective:
@@ -290,7 +288,8 @@ class WeightUpdates:
     def _check(self, request: FinishWeightUpdate) -> Generator[Commands | Condition, Replies, tuple[list[str], int]]:
         """Have every engine check its staged tensors. Returns the names of missing weights, and their number.
 
-        An engine with older weights than the instance's needs all; if it has not all, it no longer takes part.
+        An engine with older weights than the instance's needs all; if it has not all, it no longer takes part. Engines
+        that share experts must all have what they need.
         """
         instance = self._instance
         behind = {record.engine for record in instance.participants if record.update != instance.state.update}
@@ -300,7 +299,7 @@ class WeightUpdates:
                 for record in instance.participants
             }
         )
-        if replies.failures.keys() <= behind and replies.results:
+        if replies.failures.keys() <= behind and replies.results and not instance.shares_experts:
             for record in instance.participants:
                 record.takes_part = record.engine not in replies.failures
         else:
@@ -310,9 +309,17 @@ class WeightUpdates:
         return names, replies.most("num_missing")
 
     def _check_participants(self, replies: Replies) -> None:
-        """Raise `EnginesMissing` if every engine that had the weights has exited, perhaps after its reply."""
-        if not self._instance.participants:
-            raise EnginesMissing(f"no engine has the weights: {_exits(replies)}")
+        """Raise `EnginesMissing` if too few engines take part. Some may have exited after their replies."""
+        if self._instance.lacks_participants:
+            raise self.engines_missing(_exits(replies) or self._instance.describe_missing())
+
+    def engines_missing(self, cause: str) -> EnginesMissing:
+        """Return the error for an open update that too few engines take part in."""
+        if self._instance.shares_experts:
+            return EnginesMissing(
+                f"a weight update needs every engine, because they share experts: {cause}; the old weights stay"
+            )
+        return EnginesMissing(f"no engine takes part in the weight update: {cause}; the old weights stay")
 
     def _apply(self, number: int) -> Generator[Commands | Condition, Replies, None]:
         """Have the engines apply a committed update. Engines that share experts go on when all have done so."""
@@ -347,4 +354,4 @@ def _to_all(instance: SteeredInstance, body: CommandBody) -> dict[MemberId, Comm
 
 
 def _exits(replies: Replies) -> str:
-    return "; ".join(f"{member.label} ended: {cause}" for member, cause in replies.exits.items()) or "no engine is left"
+    return "; ".join(f"{member.label} ended: {cause}" for member, cause in replies.exits.items())

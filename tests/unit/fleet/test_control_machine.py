@@ -426,8 +426,52 @@ def test_control_all_engines_exit_after_their_checks_nothing_is_committed(shares
     fleet.engine_exits(1, "it was killed by SIGKILL")
     failure = fleet.outcome(call)
     assert failure.kind == "EnginesMissing"
+    cause = "engine-0 ended: it was killed" if shares_experts else "engine-1 ended: it was killed by SIGKILL"
+    assert cause in failure.message
+    assert fleet.control.state == InstanceState()
+
+
+@pytest.mark.parametrize("num_executed", range(4))
+def test_control_expert_group_loses_an_engine_before_the_commit_old_weights_serve_on(num_executed):
+    """No other engine has its experts, so after a commit the group would wait for another complete update."""
+    fleet = SteeredFleet(shares_experts=True)
+    fleet.run(StartWeightUpdate())
+    fleet.run(PUSH)
+    call = fleet.call(FinishWeightUpdate())
+    for step in range(num_executed):  # the checks, then the stop of the first engine
+        fleet.execute_next(step % 2)
+    fleet.engine_exits(1, "it was killed by SIGKILL")
+    fleet.settle()
+    failure = fleet.outcome(call)
+    assert failure.kind == "EnginesMissing"
     assert "engine-1 ended: it was killed by SIGKILL" in failure.message
     assert fleet.control.state == InstanceState()
+    assert fleet.of_rank(0).staged is None
+    successor = fleet.start_engine(1)
+    assert successor.may_step and fleet.of_rank(0).may_step
+
+
+@pytest.mark.parametrize("starts_again", [False, True])
+def test_control_expert_group_loses_an_engine_between_calls_the_update_is_dropped(starts_again):
+    fleet = SteeredFleet(shares_experts=True)
+    fleet.run(StartWeightUpdate())
+    fleet.run(PUSH)
+    fleet.engine_exits(1, "it was killed by SIGKILL")
+    if starts_again:
+        fleet.start_engine(1)
+    fleet.settle()
+    assert fleet.control.state == InstanceState()
+    assert "it was killed by SIGKILL" in fleet.run(FinishWeightUpdate()).message
+
+
+def test_control_expert_group_without_an_engine_no_update_is_opened():
+    fleet = SteeredFleet(shares_experts=True)
+    fleet.engine_exits(1, "it was killed by SIGKILL")
+    failure = fleet.run(StartWeightUpdate())
+    assert failure.kind == "EnginesMissing"
+    assert "engine 1 is missing: it was killed by SIGKILL" in failure.message
+    fleet.start_engine(1)
+    assert fleet.run(StartWeightUpdate())["update"] == 1
 
 
 def test_control_engine_exits_in_a_collective_transfer_breaks_at_once():
