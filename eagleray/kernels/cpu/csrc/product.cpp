@@ -8,6 +8,10 @@
 #include <algorithm>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 #include "product_tile.h"
 
 namespace eagleray {
@@ -192,16 +196,52 @@ void pack_lane(const T* row, int64_t k, Span pairs, T* lane) {
   }
 }
 
+// Copy to memory that is not read soon, past the caches: a weight is larger, and lines are not read to be overwritten.
+inline void copy_past_caches(const void* from, size_t size, void* to) {
+#if defined(__x86_64__)
+  if (size % 16 == 0 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+    auto source = static_cast<const char*>(from);
+    auto target = static_cast<char*>(to);
+    for (size_t at = 0; at < size; at += 16)
+      _mm_stream_si128(reinterpret_cast<__m128i*>(target + at), read<__m128i>(source + at));
+    return;
+  }
+#endif
+  std::memcpy(to, from, size);
+}
+
+// Order the copies past the caches before what this thread does next.
+inline void finish_copies() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 // Pack panels of the rows that row_of(panel, lane) returns.
 template <class T, class RowOf>
 void pack_panels(Span panels, int64_t k, T* out, RowOf&& row_of) {
-  constexpr int64_t STEP = 64;  // pairs, few enough for the panel's part to stay in the first-level cache
-  int64_t pairs = divide_up(k, PAIR<T>);
-  for (int64_t panel = panels.begin; panel < panels.end; panel++)
-    for (int64_t begin = 0; begin < pairs; begin += STEP)
-      for (int lane = 0; lane < PANEL; lane++)
-        pack_lane(row_of(panel, lane), k, {begin, std::min(begin + STEP, pairs)},
-                  out + (panel * pairs * PANEL + lane) * PAIR<T>);
+  constexpr int64_t STEP = 32;  // pairs: two lines of each row, few enough to be fetched ahead of their use
+  int64_t pairs = divide_up(k, PAIR<T>), whole = k / PAIR<T>;
+  alignas(64) T part[STEP * PANEL * PAIR<T>];
+  for (int64_t panel = panels.begin; panel < panels.end; panel++) {
+    const T* rows[PANEL];
+    for (int lane = 0; lane < PANEL; lane++) rows[lane] = row_of(panel, lane);
+    T* to = out + panel * pairs * PANEL * PAIR<T>;
+    int64_t pair = 0;
+    if (std::find(rows, rows + PANEL, nullptr) == rows + PANEL) {
+      for (; pair + STEP <= whole; pair += STEP) {
+        const T* from[PANEL];
+        for (int lane = 0; lane < PANEL; lane++) {
+          from[lane] = rows[lane] + pair * PAIR<T>;
+          for (int64_t line = STEP; line < 2 * STEP; line += LANES) __builtin_prefetch(from[lane] + line * PAIR<T>);
+        }
+        interleave(from, PANEL, STEP, part);
+        copy_past_caches(part, sizeof part, to + pair * PANEL * PAIR<T>);
+      }
+    }
+    for (int lane = 0; lane < PANEL && pair < pairs; lane++) pack_lane(rows[lane], k, {pair, pairs}, to + lane * PAIR<T>);
+  }
+  finish_copies();
 }
 
 }  // namespace
