@@ -163,11 +163,10 @@ class Control:
             for operation in [*self._queue, *([self._current] if self._current else [])]:
                 operation.callers = [caller for caller in operation.callers if caller.client != member]
         else:
-            record = self._instance.engines.pop(member, None)
+            self._instance.engines.pop(member, None)
             self._sources.on_exit(member)
             self._instance.absent[member.rank] = cause, returns
-            if record is not None and record.is_started:
-                self._break_transfer(f"{member.label} ended: {cause}")
+            self._break_transfer(f"{member.label} ended: {cause}")
         if current := self._current:
             for number in [number for number, awaited in current.awaited.items() if awaited == member]:
                 del current.awaited[number]

@@ -488,6 +488,19 @@ def test_control_engine_exits_in_a_collective_transfer_breaks_at_once():
     assert fleet.control.state == InstanceState()
 
 
+def test_control_engine_is_replaced_a_collective_transfer_breaks():
+    fleet = SteeredFleet()
+    fleet.run(InitWeightTransfer(init_info={}))
+    fleet.run(StartWeightUpdate())
+    fleet.call(AbortWeightUpdate())
+    fleet.execute_next(1, Failure(kind="RuntimeError", message="a device failed"))
+    assert list(fleet.engines) == [EngineId("i", 0)]
+    fleet.settle()
+    assert not fleet.of_rank(0).has_transfer
+    fleet.run(StartWeightUpdate())
+    assert fleet.run(PUSH).kind == "TransferBroken"
+
+
 def test_control_engine_exits_between_calls_of_a_collective_transfer_next_push_is_refused():
     fleet = SteeredFleet()
     fleet.run(InitWeightTransfer(init_info={}))
