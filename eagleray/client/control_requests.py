@@ -1,4 +1,4 @@
-"""Control requests made from what users write, over HTTP and in Python, with the names and defaults of vLLM."""
+"""Control requests made from the arguments of users, over HTTP and in Python, with the names and defaults of vLLM."""
 
 from __future__ import annotations
 
@@ -65,10 +65,16 @@ def update_request(request: Any) -> UpdateWeights:
     """`request`: a dict, or an object with such attributes: `update_info`, a dict or a list of one for each worker; or
     `weight_dir`, the directory of a checkpoint, with an optional `weight_version`."""
     given = dict(request) if isinstance(request, Mapping) else vars(request)
-    directory = given.get("weight_dir")
+    info, directory, version = (given.get(name) for name in ("update_info", "weight_dir", "weight_version"))
+    if (info is None) == (directory is None):
+        raise InvalidRequest("give either `update_info` or `weight_dir`", param="update_info")
     if directory is not None:
-        return UpdateWeights(weight_dir=str(directory), weight_version=given.get("weight_version"))
-    info = given.get("update_info")
+        return UpdateWeights(weight_dir=str(directory), weight_version=version)
+    if version is not None:
+        raise InvalidRequest(
+            "`weight_version` is for `weight_dir`; with `update_info`, give it to finish_weight_update",
+            param="weight_version",
+        )
     items = info if isinstance(info, list) else [info]
     if not all(isinstance(item, Mapping) for item in items):
         raise InvalidRequest(

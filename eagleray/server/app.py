@@ -23,7 +23,7 @@ from eagleray.server.error_responses import UNKNOWN_ROUTE, RefusedRequest
 from eagleray.server.generate import ParsedGenerate, ParsedSkyrlGenerate
 from eagleray.server.generation_route import GenerationRoute
 from eagleray.server.http_responses import json_response
-from eagleray.server.lora_routes import LoraRoutes
+from eagleray.server.lora_routes import lora_endpoints
 from eagleray.server.openai.chat import ParsedChat
 from eagleray.server.openai.completions import ParsedCompletion
 from eagleray.server.openai.models import ModelRoutes
@@ -68,7 +68,7 @@ def create_app(client: Client, config: Config, ledger: Ledger) -> RequestMiddlew
             has_extension=config.execution.worker_extension_cls is not None,
         ).endpoints(),
         *WeightCheckerRoute(service).endpoints(),
-        *LoraRoutes(service).endpoints(),
+        *lora_endpoints(service),
     ]
     if has_sglang:
         endpoints += [

@@ -34,6 +34,10 @@ Empty = Annotated[
     Meta(description="Not supported: null or [] only.", extra_json_schema={UNSUPPORTED: True}),
 ]
 """Types of fields whose feature does not exist here. Clients send such fields even without using the feature."""
+EmptyObject = Annotated[
+    Annotated[dict[str, Any], Meta(max_length=0)] | None,
+    Meta(description="Not supported: null or {} only.", extra_json_schema={UNSUPPORTED: True}),
+]
 
 
 LARGE_BODY_BYTES = 2**20

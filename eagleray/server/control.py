@@ -40,7 +40,7 @@ Parameters = TypeVar("Parameters", bound="ControlParameters")
 class PauseParameters(ControlParameters, kw_only=True):
     mode: Annotated[
         Literal["abort", "wait", "keep"],
-        Meta(description="Running requests end with what they have, are waited for, or continue after the pause."),
+        Meta(description="Running requests end with the tokens so far, are waited for, or continue after the pause."),
     ] = "abort"
     clear_cache: Annotated[bool, Meta(description="Empty the prefix cache; without effect in mode keep.")] = True
     wait_for_inflight_requests: Annotated[bool, Meta(description="An older name of mode wait.")] = False
@@ -102,27 +102,27 @@ class IsSleepingResponse(msgspec.Struct, frozen=True):
 
 
 class ControlOperationRoute(Generic[Parameters]):
-    """A route that has the instance execute a call: `make` turns its parameters into the call, `answer` the result into
-    the body of the answer."""
+    """A route that has the instance execute a call: `make` turns its parameters into the call, and `respond` these and
+    the result into the response."""
 
     def __init__(
         self,
         service: Service,
         parameters: type[Parameters],
         make: Callable[[Parameters], ControlRequest],
-        answer: Callable[[dict[str, Any]], Any] = lambda result: result,
+        respond: Callable[[Parameters, dict[str, Any]], Response],
     ) -> None:
         self._service = service
         self._parameters = ParameterDecoder(parameters, service)
         self._make = make
-        self._answer = answer
+        self._respond = respond
 
     async def __call__(self, request: Request) -> Response:
         parameters = await self._parameters.read(request)
         work = self._service.client.control(
             self._make(parameters), timeout=parameters.timeout, operation_id=request.scope["state"]["request_id"]
         )
-        return json_response(self._answer(await unless_disconnected(request.receive, work)))
+        return self._respond(parameters, await unless_disconnected(request.receive, work))
 
 
 def control_endpoint(
@@ -133,12 +133,13 @@ def control_endpoint(
     summary: str,
     response: type,
     *,
-    answer: Callable[[dict[str, Any]], Any] = lambda result: result,
+    respond: Callable[[Parameters, dict[str, Any]], Response] = lambda parameters, result: json_response(result),
     method: Literal["get", "post"] = "post",
 ) -> Endpoint:
-    """Return the endpoint of a control call."""
+    """Return the endpoint of a control call. `response`: type of the answer. `respond`: by default the result of the
+    call is the answer."""
     operation = Operation(
-        ControlOperationRoute(service, parameters, make, answer),
+        ControlOperationRoute(service, parameters, make, respond),
         summary,
         request_body=parameters,
         takes_query=True,
@@ -180,7 +181,7 @@ class ControlRoutes:
                 lambda given: GetWeightInfo(),
                 "Whether the instance is paused.",
                 IsPausedResponse,
-                answer=lambda info: IsPausedResponse(info["is_paused"]),
+                respond=lambda given, info: json_response(IsPausedResponse(info["is_paused"])),
                 method="get",
             ),
             control_endpoint(
@@ -206,7 +207,7 @@ class ControlRoutes:
                 lambda given: GetWeightInfo(),
                 "Whether a part of the instance sleeps.",
                 IsSleepingResponse,
-                answer=lambda info: IsSleepingResponse(bool(info["asleep"])),
+                respond=lambda given, info: json_response(IsSleepingResponse(bool(info["asleep"]))),
                 method="get",
             ),
             control_endpoint(
@@ -216,7 +217,7 @@ class ControlRoutes:
                 lambda given: sleep_request(1, "keep", ["kv_cache"]),
                 "Return the memory of the cache. Running requests continue after /wake_up.",
                 ControlMessage,
-                answer=lambda result: ControlMessage(status="kv_cache_released"),
+                respond=lambda given, result: json_response(ControlMessage(status="kv_cache_released")),
             ),
             control_endpoint(
                 "/reset_prefix_cache",

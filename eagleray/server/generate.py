@@ -17,7 +17,7 @@ from eagleray.client.outputs import CompletionDelta, CompletionOutput
 from eagleray.client.preprocess import Prompt
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import RequestOutputKind, SamplingParams
-from eagleray.server.body import UNSUPPORTED, Null
+from eagleray.server.body import EmptyObject, Null
 from eagleray.server.fields import SAMPLING_NAMES, SamplingFields, StreamOptions, Timeout
 from eagleray.server.generation import Generation, GenerationGroup, Usage, WeightVersionsField
 from eagleray.server.generation_route import ParsedRequest
@@ -39,11 +39,6 @@ from eagleray.server.service import Service
 OutputMode = Literal["tokens", "text"]
 
 AnyLogprobs = GenerateLogprobs | ChatLogprobs
-
-NoParams = Annotated[
-    Annotated[dict[str, Any], Meta(max_length=0)] | None,
-    Meta(description="Not supported: null or {} only.", extra_json_schema={UNSUPPORTED: True}),
-]
 
 
 class GenerateSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -94,8 +89,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     features: Null = None
     assistant_tokens_mask: Null = None
     token_offsets: Null = None
-    kv_transfer_params: NoParams = None
-    ec_transfer_params: NoParams = None
+    kv_transfer_params: EmptyObject = None
+    ec_transfer_params: EmptyObject = None
 
 
 class GenerateChoice(msgspec.Struct, kw_only=True):

@@ -90,7 +90,6 @@ class GenerationRoute(Generic[Body, Chunk]):
 
     async def create(self, request: Request) -> ASGIApp:
         body = await self._body.read(request)
-        self._service.find_model(body.model)
         self._service.check_open()
         parsed = self._parsed_type(self._service, body, request)
         if body.stream:

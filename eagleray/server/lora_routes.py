@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 from msgspec import Meta
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse
 
+from eagleray.errors import InvalidRequest
 from eagleray.messages.control import LoadAdapter, UnloadAdapter
 from eagleray.server.control import ControlMessage, control_endpoint
-from eagleray.server.endpoint import Endpoint, Operation
-from eagleray.server.http_responses import unless_disconnected
-from eagleray.server.parameters import ControlParameters, ParameterDecoder
+from eagleray.server.endpoint import Endpoint
+from eagleray.server.http_responses import json_response
+from eagleray.server.parameters import ControlParameters
 from eagleray.server.service import Service
 
 REPLACE_PATHS = ("/load_lora_adapter", "/skyrl/v1/load_lora_adapter")
@@ -39,61 +38,49 @@ class UnloadAdapterParameters(ControlParameters, kw_only=True):
     lora_int_id: Annotated[int | None, Meta(description="Without effect.")] = None
 
 
-class LoraRoutes:
-    """The handlers that answer by text."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._load = ParameterDecoder(LoadAdapterParameters, service)
-        self._unload = ParameterDecoder(UnloadAdapterParameters, service)
-
-    def endpoints(self) -> list[Endpoint]:
-        return [
-            _text_endpoint(
-                "/v1/load_lora_adapter", self.load, LoadAdapterParameters, "Load an adapter on all engines."
+def lora_endpoints(service: Service) -> list[Endpoint]:
+    """Return the endpoints of adapters. vLLM's own routes answer by text."""
+    return [
+        control_endpoint(
+            "/v1/load_lora_adapter",
+            service,
+            LoadAdapterParameters,
+            _load_request,
+            "Load an adapter on all engines.",
+            str,
+            respond=lambda given, result: PlainTextResponse(
+                f"Success: LoRA adapter '{given.lora_name}' added successfully."
             ),
-            _text_endpoint("/v1/unload_lora_adapter", self.unload, UnloadAdapterParameters, "Unload an adapter."),
-            *(
-                control_endpoint(
-                    path,
-                    self._service,
-                    ReplaceAdapterParameters,
-                    load_request,
-                    "Load an adapter on all engines, in place of one of the same name if there is one.",
-                    ControlMessage,
-                    answer=lambda result: ControlMessage(status="ok"),
-                )
-                for path in REPLACE_PATHS
+        ),
+        control_endpoint(
+            "/v1/unload_lora_adapter",
+            service,
+            UnloadAdapterParameters,
+            lambda given: UnloadAdapter(given.lora_name),
+            "Unload an adapter.",
+            str,
+            respond=lambda given, result: PlainTextResponse(
+                f"Success: LoRA adapter '{given.lora_name}' removed successfully."
             ),
-        ]
-
-    async def load(self, request: Request) -> Response:
-        parameters = await self._load.read(request)
-        await self._control(request, load_request(parameters), parameters.timeout)
-        return PlainTextResponse(f"Success: LoRA adapter '{parameters.lora_name}' added successfully.")
-
-    async def unload(self, request: Request) -> Response:
-        parameters = await self._unload.read(request)
-        await self._control(request, UnloadAdapter(parameters.lora_name), parameters.timeout)
-        return PlainTextResponse(f"Success: LoRA adapter '{parameters.lora_name}' removed successfully.")
-
-    async def _control(self, request: Request, call: LoadAdapter | UnloadAdapter, timeout: float | None) -> None:
-        operation_id = request.scope["state"]["request_id"]
-        work = self._service.client.control(call, timeout=timeout, operation_id=operation_id)
-        await unless_disconnected(request.receive, work)
+        ),
+        *(
+            control_endpoint(
+                path,
+                service,
+                ReplaceAdapterParameters,
+                _load_request,
+                "Load an adapter on all engines, or replace the adapter of the same name.",
+                ControlMessage,
+                respond=lambda given, result: json_response(ControlMessage(status="ok")),
+            )
+            for path in REPLACE_PATHS
+        ),
+    ]
 
 
-def load_request(given: LoadAdapterParameters) -> LoadAdapter:
+def _load_request(given: LoadAdapterParameters) -> LoadAdapter:
+    if given.is_3d_lora_weight:
+        raise InvalidRequest(
+            "`is_3d_lora_weight` must be false: adapters of experts are not supported", param="is_3d_lora_weight"
+        )
     return LoadAdapter(name=given.lora_name, path=given.lora_path, load_inplace=given.load_inplace)
-
-
-def _text_endpoint(path: str, handler: Any, parameters: type[msgspec.Struct], summary: str) -> Endpoint:
-    operation = Operation(
-        handler,
-        summary,
-        request_body=parameters,
-        takes_query=True,
-        response=str,
-        error_statuses=(400, 404, 409, 413, 500, 503, 504),
-    )
-    return Endpoint(path, is_control=True, post=operation)

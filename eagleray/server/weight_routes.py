@@ -12,10 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from eagleray.client.control_requests import init_transfer_request, start_request, update_request
-from eagleray.errors import InvalidRequest
 from eagleray.messages.control import (
     AbortWeightUpdate,
-    ControlRequest,
     FinishWeightUpdate,
     GetWeightInfo,
     SetWeightVersion,
@@ -146,7 +144,14 @@ def weight_endpoints(service: Service) -> list[Endpoint]:
             "Open a weight update.",
             StartResponse,
         ),
-        control_endpoint("/update_weights", service, UpdateParameters, _update, "Receive weights.", UpdateResponse),
+        control_endpoint(
+            "/update_weights",
+            service,
+            UpdateParameters,
+            lambda given: update_request(msgspec.structs.asdict(given)),
+            "Receive weights.",
+            UpdateResponse,
+        ),
         control_endpoint(
             "/finish_weight_update",
             service,
@@ -183,20 +188,3 @@ def weight_endpoints(service: Service) -> list[Endpoint]:
             method="get",
         ),
     ]
-
-
-def _update(given: UpdateParameters) -> ControlRequest:
-    if (given.update_info is None) == (given.weight_dir is None):
-        raise InvalidRequest("give either `update_info` or `weight_dir`", param="update_info")
-    if given.weight_dir is None and given.weight_version is not None:
-        raise InvalidRequest(
-            "`weight_version` is for `weight_dir`; with `update_info`, give it to /finish_weight_update",
-            param="weight_version",
-        )
-    return update_request(
-        {
-            "update_info": given.update_info,
-            "weight_dir": given.weight_dir,
-            "weight_version": given.weight_version,
-        }
-    )

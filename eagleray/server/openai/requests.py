@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from eagleray.server.body import UNSUPPORTED, Empty, Null
+from eagleray.server.body import Empty, EmptyObject, Null
 from eagleray.server.chat_messages import Message
 from eagleray.server.fields import SamplingFields, StreamOptions, Timeout
 from eagleray.server.routed_experts import RoutedExpertsFormat
@@ -32,10 +32,7 @@ class OpenAIRequest(SamplingFields, kw_only=True):
     routed_experts_format: RoutedExpertsFormat | None = None
     user: Annotated[str | None, Meta(description="OpenAI's label of the end user; no effect on the answer.")] = None
     safety_identifier: Annotated[str | None, Meta(description="OpenAI's newer name of `user`.")] = None
-    metadata: Annotated[
-        Annotated[dict[str, Any], Meta(max_length=0)] | None,
-        Meta(description="Not supported: null or {} only.", extra_json_schema={UNSUPPORTED: True}),
-    ] = None
+    metadata: EmptyObject = None
     service_tier: Literal["auto", "default"] | None = None
     store: Annotated[bool | None, Meta(description="Not supported: false or null only.")] = None
 

@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from eagleray.errors import InvalidRequest
 from eagleray.messages.sampling import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from eagleray.server.body import UNSUPPORTED, Empty, Null
+from eagleray.server.body import Empty, EmptyObject, Null
 from eagleray.server.fields import StreamOptions, Timeout
 from eagleray.server.routed_experts import RoutedExpertsFormat
 
@@ -19,18 +19,13 @@ T = TypeVar("T")
 
 REQUEST_NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
-NoObject = Annotated[
-    Annotated[dict[str, Any], Meta(max_length=0)] | None,
-    Meta(description="Not supported: null or {} only.", extra_json_schema={UNSUPPORTED: True}),
-]
-
 
 class SGLangSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters with the names and defaults of SGLang; null means the default."""
 
     max_new_tokens: Annotated[
         int | UnsetType | None,
-        Meta(description="Default 128; null: as many as the model's length allows; 0: the prompt alone."),
+        Meta(description="Default 128; null: up to the model's length; 0: the prompt alone."),
     ] = UNSET
     min_new_tokens: int | None = None
     stop: Annotated[str | list[str] | None, Meta(extra_json_schema={"maxItems": MAX_STOP_STRINGS})] = None
@@ -60,7 +55,7 @@ class SGLangSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ebnf: Null = None
     structural_tag: Null = None
     stop_regex: Null = None
-    custom_params: NoObject = None
+    custom_params: EmptyObject = None
 
 
 class SGLangGenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -147,7 +142,7 @@ def split_batch(body: SGLangGenerateRequest, request_id: str) -> tuple[list[SGLa
     return_logprob = _for_each(body.return_logprob, num, "return_logprob")
     starts = _for_each(body.logprob_start_len, num, "logprob_start_len")
     top = _for_each(body.top_logprobs_num, num, "top_logprobs_num")
-    adapters = _for_each(body.lora_path, num, "lora_path")  # type: ignore[arg-type]  # entries may be null
+    adapters: Sequence[str | None] = _for_each(body.lora_path, num, "lora_path")
     asked = _asked_token_ids(body.token_ids_logprob, num)
     return [
         SGLangPrompt(
@@ -180,18 +175,13 @@ def _prompts(body: SGLangGenerateRequest) -> tuple[Sequence[str | list[int]], bo
         raise InvalidRequest("give either `text` or `input_ids`", param="text" if body.input_ids else "input_ids")
     if isinstance(body.text, str):
         return [body.text], False
-    name, given = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids)
-    if not given:
+    if not (body.text or body.input_ids):
+        name = "input_ids" if body.text is None else "text"
         raise InvalidRequest(f"`{name}` is empty", param=name)
-    kinds = set(map(type, given))
-    if kinds == {int}:
-        return [given], False  # type: ignore[list-item]
-    if len(kinds) > 1:
-        raise InvalidRequest(
-            "`input_ids` mixes token ids with whole prompts; put the ids of each prompt into a list of their own",
-            param="input_ids",
-        )
-    return given, True  # type: ignore[return-value]
+    if body.text:
+        return body.text, True
+    token_ids, lists = _split_ids(body.input_ids or [], "input_ids")
+    return ([token_ids], False) if token_ids else (lists, True)
 
 
 def _request_names(rid: str | list[str] | None, request_id: str, num: int, *, is_batch: bool) -> Sequence[str]:
@@ -209,13 +199,26 @@ def _request_names(rid: str | list[str] | None, request_id: str, num: int, *, is
 def _asked_token_ids(given: list[int | list[int]] | None, num: int) -> Sequence[list[int] | None]:
     if not given:
         return [None] * num
-    kinds = set(map(type, given))
-    if kinds == {int}:
-        return [given] * num  # type: ignore[list-item]
-    if kinds != {list}:
-        raise InvalidRequest("`token_ids_logprob` mixes ids with lists of ids", param="token_ids_logprob")
-    _check_count(given, num, "token_ids_logprob")
-    return given  # type: ignore[return-value]
+    token_ids, lists = _split_ids(given, "token_ids_logprob")
+    if token_ids:
+        return [token_ids] * num
+    _check_count(lists, num, "token_ids_logprob")
+    return lists
+
+
+def _split_ids(given: list[int | list[int]], name: str) -> tuple[list[int], list[list[int]]]:
+    """Return token ids for all prompts, and lists of token ids with one for each prompt; one of both is empty.
+
+    Raises `InvalidRequest` if neither is.
+    """
+    token_ids = [one for one in given if isinstance(one, int)]
+    lists = [one for one in given if isinstance(one, list)]
+    if token_ids and lists:
+        raise InvalidRequest(
+            f"`{name}` mixes token ids with lists of token ids; put the ids of each prompt into a list of their own",
+            param=name,
+        )
+    return token_ids, lists
 
 
 def _for_each(given: T | list[T] | None, num: int, name: str) -> Sequence[T | None]:

@@ -32,6 +32,7 @@ from eagleray.messages.control import (
     Sleep,
     StartWeightUpdate,
     StateChanged,
+    UnloadAdapter,
     UpdateWeights,
     WakeUp,
 )
@@ -122,6 +123,20 @@ def test_control_route_makes_the_call(api, supervisor, path, body, expected):
     assert response.json() == (own or supervisor.result)
 
 
+@pytest.mark.parametrize(
+    ("path", "expected", "said"),
+    [
+        ("/v1/load_lora_adapter", LoadAdapter(name="a", path="/a"), "LoRA adapter 'a' added"),
+        ("/v1/unload_lora_adapter", UnloadAdapter("a"), "LoRA adapter 'a' removed"),
+    ],
+)
+def test_lora_route_of_vllm_answers_by_text(api, supervisor, path, expected, said):
+    response = api.post(path, ADAPTER if "/load" in path else {"lora_name": "a"})
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain")
+    assert said in response.text
+    assert supervisor.requests == [expected]
+
+
 SLEEP = Sleep(tags=("weights", "kv_cache"), level=2, mode="keep")
 UPDATE = UpdateWeights(update_info=pack({"names": ["a"], "packed": True}))
 RPC_CALLS = [
@@ -174,8 +189,9 @@ def test_control_route_timeout_is_that_of_the_call(api, supervisor, path):
         ("/start_weight_update", {"is_checkpoint_format": False}, "`is_checkpoint_format` must be true"),
         ("/update_weights", None, "either `update_info` or `weight_dir`"),
         ("/update_weights", {"update_info": {}, "weight_dir": "/w"}, "either `update_info` or `weight_dir`"),
-        ("/update_weights", {"update_info": {}, "weight_version": "v"}, "give it to /finish_weight_update"),
+        ("/update_weights", {"update_info": {}, "weight_version": "v"}, "give it to finish_weight_update"),
         ("/update_weight_version", None, "`new_version` is missing"),
+        ("/v1/load_lora_adapter", ADAPTER | {"is_3d_lora_weight": True}, "`is_3d_lora_weight` must be false"),
         ("/pause?timeout=-1", None, "`timeout`"),
     ],
 )
