@@ -151,6 +151,20 @@ class SteeredInstance:
         return sorted((record for record in self.engines.values() if record.is_started), key=lambda it: it.engine.rank)
 
     @property
+    def steered(self) -> list[EngineRecord]:
+        """Engines that a call waits for. An engine that has not joined has no requests, and may be copying weights for
+        minutes, so it is awaited only if it takes part in an update, steps with others because they share experts, or
+        has to free or allocate memory."""
+        return [
+            record
+            for record in self.started
+            if record.has_joined
+            or record.takes_part
+            or self.shares_experts
+            or (record.sent.asleep, record.sent.sleep_level) != (self.state.asleep, self.state.sleep_level)
+        ]
+
+    @property
     def participants(self) -> list[EngineRecord]:
         """Engines that have all that came in the open update."""
         return [record for record in self.started if record.takes_part]
@@ -240,8 +254,9 @@ class SteeredInstance:
         self.effects.append(PublishState(self.state))
 
     def set_state_bodies(self, **fields: Any) -> dict[MemberId, CommandBody]:
-        """Return the command to adopt the state for every engine. `fields`: others of `SetState`."""
-        return {record.engine: SetState(state=self.state, **fields) for record in self.started}
+        """Return the command to adopt the state for the engines that a call waits for. `fields`: others of `SetState`.
+        `review` sends the state to the others."""
+        return {record.engine: SetState(state=self.state, **fields) for record in self.steered}
 
     def post_state(self) -> None:
         """Send the state to every engine. The replies are not awaited; an engine that cannot adopt it is replaced."""

@@ -163,7 +163,7 @@ def wake_up(instance: SteeredInstance, request: WakeUp) -> Steps:
 
 def reset_prefix_cache(instance: SteeredInstance, request: ResetPrefixCache) -> Steps:
     """Empty the prefix caches of all engines."""
-    replies = yield Commands({record.engine: request for record in instance.started})
+    replies = yield Commands({record.engine: request for record in instance.steered})
     replies.raise_failure()
     return {"success": all(result.get("success", False) for result in replies.results.values())}
 

@@ -324,11 +324,11 @@ class WeightUpdates:
     def _apply(self, number: int) -> Generator[Commands | Condition, Replies, None]:
         """Have the engines apply a committed update. Engines that share experts go on when all have done so."""
         instance = self._instance
-        engines = [record.engine for record in instance.participants]
+        engines, bodies = [record.engine for record in instance.participants], instance.set_state_bodies()
         for record in instance.engines.values():
             record.takes_part = False
         try:
-            replies = yield Commands(instance.set_state_bodies())
+            replies = yield Commands(bodies)
             self._replace_unapplied(engines, number, replies)
         except DeadlineExceeded as error:
             raise DeadlineExceeded(

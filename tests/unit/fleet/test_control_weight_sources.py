@@ -14,8 +14,12 @@ from eagleray.messages.control import (
     FinishWeightUpdate,
     GetWeightInfo,
     InstanceState,
+    Pause,
     ReceiveWeights,
+    ResetPrefixCache,
     ServeWeights,
+    SetWeightVersion,
+    Sleep,
     StartWeightUpdate,
     UpdateWeights,
 )
@@ -128,6 +132,48 @@ def test_source_exits_during_the_copy_an_update_goes_on_without_the_successor():
     fleet.run(PUSH)
     assert fleet.run(FinishWeightUpdate())["update"] == 2
     assert commands(successor, ReceiveWeights) == [] and successor.has_joined and successor.update == 2
+
+
+@pytest.mark.parametrize("request_", [Pause(mode="keep"), ResetPrefixCache(), SetWeightVersion("v")])
+def test_call_during_a_copy_does_not_wait_for_the_successor(request_):
+    """It has no requests, and adopts the state of the instance before it gets any."""
+    fleet = updated_fleet()
+    fleet.engine_exits(1)
+    successor = fleet.start_engine(1)
+    fleet.execute_next(0)
+    call = fleet.call(request_)
+    fleet.execute_next(0)
+    assert not isinstance(fleet.outcome(call), Failure)
+    fleet.settle()
+    assert successor.has_joined and successor.state == fleet.of_rank(0).state == fleet.control.state
+
+
+def test_sleep_during_a_copy_waits_until_the_successor_has_freed_its_memory():
+    fleet = updated_fleet()
+    fleet.engine_exits(1)
+    successor = fleet.start_engine(1)
+    fleet.execute_next(0)
+    call = fleet.call(Sleep(tags=("weights", "kv_cache"), level=2))
+    fleet.execute_next(0)
+    assert call not in fleet.answers
+    fleet.settle()
+    assert fleet.outcome(call)["status"] == "sleeping" and successor.update is None
+
+
+def test_update_is_finished_during_a_copy_without_the_successor():
+    fleet = updated_fleet()
+    fleet.engine_exits(1)
+    fleet.run(StartWeightUpdate())
+    fleet.run(PUSH)
+    successor = fleet.start_engine(1)
+    fleet.execute_next(0)
+    assert [command.body for command in successor.inbox] == [COPY]
+    call = fleet.call(FinishWeightUpdate())
+    fleet.execute_next(0)
+    fleet.execute_next(0)
+    assert fleet.outcome(call)["update"] == 2
+    fleet.settle()
+    assert successor.has_joined and successor.update == 2
 
 
 def test_update_starts_before_the_source_has_replied_nothing_is_copied_over_it():
