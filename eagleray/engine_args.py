@@ -8,7 +8,8 @@ import msgspec
 
 from eagleray.config.build import build_config, unknown_option
 from eagleray.config.resolve import checkpoint_dir
-from eagleray.config.sections import Config, ServingConfig
+from eagleray.config.sections import Config
+from eagleray.config.serving import ServingConfig
 from eagleray.errors import ConfigError
 
 

@@ -162,7 +162,7 @@ class InstanceThread:
     program exits."""
 
     def __init__(self, config: Config) -> None:
-        setup_logging("llm", config.execution.log_level)
+        setup_logging("llm", config.observability.log_level)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="eagleray-llm", daemon=True)
         self._thread.start()

@@ -8,7 +8,7 @@ import sys
 from eagleray.cli.options import add_config_flags, config_options
 from eagleray.llm import LLM
 
-SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray")
+SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray", "observability")
 SAMPLING_FLAGS = {
     "max_tokens": int,
     "temperature": float,

@@ -24,7 +24,18 @@ from eagleray.transport.runtime_dir import check_room
 
 logger = get_logger(__name__)
 
-SECTIONS = ("model", "parallel", "cache", "lora", "scheduling", "execution", "recovery", "ray", "serving")
+SECTIONS = (
+    "model",
+    "parallel",
+    "cache",
+    "lora",
+    "scheduling",
+    "execution",
+    "recovery",
+    "ray",
+    "observability",
+    "serving",
+)
 BACKLOG = 2048
 
 API_SERVER_BYTES = 2**20
@@ -37,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     config = with_api_keys(config_from(arguments, sections=SECTIONS))
-    setup_logging("serve", config.execution.log_level)
+    setup_logging("serve", config.observability.log_level)
     open_files = raise_open_files_limit(needed=(config.serving.max_connections or 0) + SPARE_FILES)
     connection_limit(config.serving.max_connections, open_files=open_files)
     checkpoint_dir(config.model)  # a wrong path is an error before processes have started

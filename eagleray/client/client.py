@@ -22,7 +22,7 @@ from eagleray.client.in_flight import InFlightRequests, RecoveryObserver
 from eagleray.client.preprocess import Prompt, RequestBuilder
 from eagleray.client.request import RequestStream
 from eagleray.client.routing.router import Router
-from eagleray.client.text.generation_config import eos_token_ids
+from eagleray.client.text.end_tokens import eos_token_ids
 from eagleray.client.text.tokenizer import Tokenizer
 from eagleray.config.resolve import checkpoint_dir, local_ranks, tokenizer_dir
 from eagleray.config.sections import Config

@@ -152,7 +152,7 @@ def spawn(
         name = cluster_name(instance, label)
         try:
             handle = actor_class.options(name=name, scheduling_strategy=strategy, **options).remote(
-                label, config.execution.log_level
+                label, config.observability.log_level
             )
         except Exception as error:
             ActorHandles(labels[: len(handles)], handles, {}, group_id=group_id, bundles=bundles).kill()

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-Positive = Annotated[int, Meta(ge=1)]
+from eagleray.config.observability import ObservabilityConfig
+from eagleray.config.serving import Positive, ServingConfig
+
 Rank = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(gt=0)]
-SocketSeconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 
@@ -210,9 +210,6 @@ class ExecutionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     startup_timeout: Annotated[
         float, Meta(gt=0, description="Seconds an engine may take from its start until it can take requests.")
     ] = 600.0
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least severe message that is logged.")
-    ] = "info"
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -373,119 +370,6 @@ class RecoveryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 300.0
 
 
-class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The HTTP server."""
-
-    host: Annotated[str, Meta(description="Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
-    api_server_count: Annotated[int, Meta(ge=1, description="Processes that answer HTTP, on the same port.")] = 1
-    max_queued_requests: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="Most sequences (prompts x `n`) that wait for their first token in one API server; beyond them "
-            "it answers 429.",
-        ),
-    ] = 4096
-    max_seqs_per_request: Annotated[int, Meta(ge=1, description="Most sequences (prompts x `n`) of one request.")] = (
-        1024
-    )
-    max_request_tokens: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="Most token ids of one request: those of its prompts and of lists in its parameters, once for "
-            "each sequence. Also the most values in the JSON of its body.",
-        ),
-    ] = 2 * 2**20
-    max_request_logprobs: Annotated[
-        int,
-        Meta(ge=1, description="Most log-probabilities that one request with several sequences may ask for."),
-    ] = 2**20
-    chat_template_timeout: Annotated[
-        Seconds, Meta(description="Seconds that the chat template may take for one conversation.")
-    ] = 10.0
-    request_timeout: Annotated[
-        Seconds | None,
-        Meta(description="Seconds after which a request that sets no `timeout` of its own is given up."),
-    ] = None
-    attach_file: Annotated[
-        str | None,
-        Meta(description="File to write for front-ends of your own: where to attach, see docs/wire.md. Mode 0600."),
-    ] = None
-    api_key: Annotated[
-        list[str],
-        Meta(
-            description="Keys that clients must show one of, besides those of `api_key_file` and of the variable "
-            "EAGLERAY_API_KEY (divided by commas or lines); none: no key needed. Better not on a command line, which "
-            "others can read until it is overwritten."
-        ),
-    ] = []
-    admin_api_key: Annotated[
-        list[str],
-        Meta(
-            description="Keys of whoever may pause the instance, put it to sleep and change its weights, besides those "
-            "of the variable EAGLERAY_ADMIN_API_KEY; none: the keys of `api_key`. Without any key these routes serve "
-            "clients of this host only."
-        ),
-    ] = []
-    enable_rl: Annotated[
-        bool,
-        Meta(description="Without API keys, let clients of other hosts pause the instance and change its weights too."),
-    ] = False
-    enable_sleep_mode: Annotated[bool, Meta(description="Implies `enable_rl`; the routes are there in any case.")] = (
-        False
-    )
-    enable_sglang_api: Annotated[
-        bool,
-        Meta(
-            description="Also serve routes with SGLang's names, such as /generate, for trainers that steer SGLang over "
-            "HTTP, see docs/rl.md."
-        ),
-    ] = False
-    api_key_file: Annotated[
-        str | None,
-        Meta(description="File with more of such keys, one a line; lines that begin with # are comments."),
-    ] = None
-    max_request_bytes: Annotated[int, Meta(ge=1, description="Largest request body that is accepted, in bytes.")] = (
-        32 * 2**20
-    )
-    max_connections: Annotated[
-        Positive | None,
-        Meta(
-            description="Most connections that one API server keeps open; beyond them only routes that tell its state "
-            "answer. Default: 8192, or what the limit of open files allows."
-        ),
-    ] = None
-    max_header_bytes: Annotated[
-        int, Meta(ge=1024, le=2**24, description="Largest request line and headers together, in bytes.")
-    ] = 65536
-    max_header_count: Annotated[int, Meta(ge=8, description="Most headers of a request.")] = 256
-    header_timeout: Annotated[
-        SocketSeconds, Meta(description="Seconds from the first byte of a request to the end of its headers.")
-    ] = 30.0
-    body_timeout: Annotated[
-        SocketSeconds, Meta(description="Seconds that may pass without a further byte of a request's body.")
-    ] = 30.0
-    keep_alive_timeout: Annotated[
-        SocketSeconds, Meta(description="Seconds after which a connection without a request is closed.")
-    ] = 60.0
-    send_timeout: Annotated[
-        SocketSeconds,
-        Meta(description="Seconds after which a connection is cut whose client takes nothing of its answer."),
-    ] = 300.0
-    enable_collective_rpc: Annotated[
-        bool,
-        Meta(
-            description="Let whoever may send requests call methods of the workers by /collective_rpc. Otherwise it is "
-            "for whoever may change the weights (`admin_api_key`)."
-        ),
-    ] = False
-    shutdown_timeout: Annotated[
-        float, Meta(ge=0, description="Seconds that running requests get to finish when the server is told to stop.")
-    ] = 30.0
-
-
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """All options that the user set."""
 
@@ -497,4 +381,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelConfig = ParallelConfig()
     ray: RayConfig = RayConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
     serving: ServingConfig = ServingConfig()

@@ -74,7 +74,7 @@ def _spawn(payload: bytes, worker: WorkerId, config: Config, failures: FailureMo
         target="eagleray.worker.entry:run",
         member=worker,
         payload=payload,
-        log_level=config.execution.log_level,
+        log_level=config.observability.log_level,
         runtime_dir="",  # only the engine may remove the instance's directory
         on_message=on_message,
         on_exit=lambda cause: failures.report(worker.label, cause),

@@ -196,7 +196,7 @@ class RayLauncher:
             target="eagleray.fleet.ray_driver:run",
             member=driver_id,
             payload=msgspec.msgpack.encode(spec),
-            log_level=self._config.execution.log_level,
+            log_level=self._config.observability.log_level,
             runtime_dir=str(self._runtime_dir),
             on_message=lambda message: self._post(self._on_driver_message, driver_id, message),
             on_exit=lambda cause: self._post(self._on_driver_exit, driver_id, cause),

@@ -149,7 +149,7 @@ class Supervisor:
                 engine_target=engine_target,
                 api_server_target="eagleray.server.entry:run",
                 runtime_dir=str(runtime_dir),
-                log_level=config.execution.log_level,
+                log_level=config.observability.log_level,
             )
             engine_launcher: Launcher[EngineSpec] = processes
             if config.parallel.data_parallel_backend == "ray":

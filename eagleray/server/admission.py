@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eagleray.client.client import Client
-from eagleray.config.sections import ServingConfig
+from eagleray.config.serving import ServingConfig
 from eagleray.errors import InvalidRequest, Overloaded
 from eagleray.messages.sampling import SamplingParams
 

@@ -14,7 +14,8 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from eagleray.client.client import Client
-from eagleray.config.sections import Config, ServingConfig
+from eagleray.config.sections import Config
+from eagleray.config.serving import ServingConfig
 from eagleray.metrics.ledger import Ledger
 from eagleray.server.collective_rpc import CollectiveRpcRoute
 from eagleray.server.control import ControlRoutes

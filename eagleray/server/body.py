@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 
-from eagleray.config.sections import ServingConfig
+from eagleray.config.serving import ServingConfig
 from eagleray.errors import InvalidRequest
 from eagleray.server.error_responses import BODY_TOO_LARGE, RefusedRequest
 

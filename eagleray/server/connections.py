@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from uvicorn.server import ServerState
 
-from eagleray.config.sections import ServingConfig
+from eagleray.config.serving import ServingConfig
 from eagleray.errors import Unavailable
 from eagleray.log import get_logger
 from eagleray.process.malloc import malloc_trim

@@ -18,7 +18,7 @@ import uvicorn
 import uvloop
 
 from eagleray.client.client import Client
-from eagleray.config.sections import ServingConfig
+from eagleray.config.serving import ServingConfig
 from eagleray.messages.lifecycle import ApiServerSpec
 from eagleray.metrics.ledger import Ledger
 from eagleray.process.gc_freeze import freeze_gc

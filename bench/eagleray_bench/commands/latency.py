@@ -21,7 +21,7 @@ HELP = {
     "iterations": "times that it is measured",
     "warm_up": "times before that",
 }
-SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray")
+SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray", "observability")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

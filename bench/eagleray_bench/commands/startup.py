@@ -11,7 +11,7 @@ from eagleray_bench.commands.flags import add_result_flags, check_result_files, 
 from eagleray_bench.report import summaries, write_json
 from eagleray_bench.startup import KINDS, StartupFigures, measure_startup
 
-SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray")
+SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray", "observability")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ from eagleray_bench.report import facts, write_json
 from eagleray_bench.routed_experts import RoutedExpertsFigures, measure_routed_experts
 from eagleray_bench.workload import make_requests
 
-SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray")
+SECTIONS = ("model", "parallel", "cache", "scheduling", "execution", "recovery", "ray", "observability")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from eagleray.client.text.chat_template import ChatTemplate, RenderBudget
-from eagleray.client.text.generation_config import eos_token_ids
+from eagleray.client.text.end_tokens import eos_token_ids
 from eagleray.client.text.tokenizer_files import chat_template_source, load_backend, named_tokens, read_tokenizer_config
 from eagleray.errors import CheckpointError, ConfigError, InvalidRequest
 

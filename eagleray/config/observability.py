@@ -1,0 +1,16 @@
+"""The section of the configuration for logs, metrics and traces."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Logs, metrics and traces of all processes."""
+
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least severe message that is logged.")
+    ] = "info"
