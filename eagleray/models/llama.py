@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eagleray.models.base import Model, register
+from eagleray.models.base import register
 from eagleray.models.config_file import ConfigFile
-from eagleray.models.layers.attention import Attention
-from eagleray.models.layers.decoder import DecoderLayer
-from eagleray.models.layers.mlp import MLP
+from eagleray.models.dense import DenseModel
 from eagleray.models.spec import Defaults, ModelSpec, read_common, uniform_windows
 
 LLAMA = Defaults(
@@ -31,17 +29,8 @@ MISTRAL = Defaults(
 )
 
 
-class PlainDecoder(Model):
-    """Attention and a dense feed-forward part in every layer."""
-
-    def make_layer(self, index: int) -> DecoderLayer:
-        name, part = f"model.layers.{index}", self.part
-        attention = Attention(f"{name}.self_attn", part.spec.windows[index], part)
-        return DecoderLayer(name, attention, MLP(f"{name}.mlp", part), part)
-
-
 @register("LlamaForCausalLM")
-class Llama(PlainDecoder):
+class Llama(DenseModel):
     @staticmethod
     def read_spec(config: ConfigFile) -> ModelSpec:
         attention_bias = config.boolean("attention_bias", False)
@@ -54,7 +43,7 @@ class Llama(PlainDecoder):
 
 
 @register("MistralForCausalLM")
-class Mistral(PlainDecoder):
+class Mistral(DenseModel):
     @staticmethod
     def read_spec(config: ConfigFile) -> ModelSpec:
         spec = read_common(config, "MistralForCausalLM", MISTRAL)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eagleray.models.base import Model, register
+from eagleray.models.base import register
 from eagleray.models.config_file import ConfigFile
-from eagleray.models.layers.attention import Attention
-from eagleray.models.layers.decoder import DecoderLayer
-from eagleray.models.layers.mlp import MLP
+from eagleray.models.dense import DenseModel
 from eagleray.models.spec import Defaults, ModelSpec, read_common, windows_by_layer
 
 QWEN2 = Defaults(
@@ -23,13 +21,8 @@ QWEN2 = Defaults(
 
 
 @register("Qwen2ForCausalLM")
-class Qwen2(Model):
+class Qwen2(DenseModel):
     @staticmethod
     def read_spec(config: ConfigFile) -> ModelSpec:
         spec = read_common(config, "Qwen2ForCausalLM", QWEN2)
         return replace(spec, windows=windows_by_layer(config, spec.num_layers), qkv_bias=True)
-
-    def make_layer(self, index: int) -> DecoderLayer:
-        name, part = f"model.layers.{index}", self.part
-        attention = Attention(f"{name}.self_attn", part.spec.windows[index], part)
-        return DecoderLayer(name, attention, MLP(f"{name}.mlp", part), part)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eagleray.models.base import Model, register
+from eagleray.models.base import register
 from eagleray.models.config_file import ConfigFile
-from eagleray.models.layers.attention import Attention
-from eagleray.models.layers.decoder import DecoderLayer
-from eagleray.models.layers.mlp import MLP
+from eagleray.models.dense import DenseModel
 from eagleray.models.spec import Defaults, ModelSpec, read_common, windows_by_layer
 
 QWEN3 = Defaults(
@@ -24,7 +22,7 @@ QWEN3 = Defaults(
 
 
 @register("Qwen3ForCausalLM")
-class Qwen3(Model):
+class Qwen3(DenseModel):
     @staticmethod
     def read_spec(config: ConfigFile) -> ModelSpec:
         spec = read_common(config, "Qwen3ForCausalLM", QWEN3)
@@ -36,8 +34,3 @@ class Qwen3(Model):
             output_bias=attention_bias,
             qk_norm=True,
         )
-
-    def make_layer(self, index: int) -> DecoderLayer:
-        name, part = f"model.layers.{index}", self.part
-        attention = Attention(f"{name}.self_attn", part.spec.windows[index], part)
-        return DecoderLayer(name, attention, MLP(f"{name}.mlp", part), part)
