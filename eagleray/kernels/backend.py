@@ -106,7 +106,7 @@ class Forward(Protocol):
         ...
 
     def reserve(self, cache: KVCache, limits: PassLimits, *, size: int | None) -> None:
-        """Allocate that memory."""
+        """Allocate the memory for batches within `limits`."""
         ...
 
     def warm_up(self, cache: KVCache, limits: PassLimits, *, size: int | None, last_tokens: Tensor | None) -> None:
@@ -175,7 +175,7 @@ class KernelBackend(Protocol):
 
     def with_memory(self, memory: WeightAllocator) -> KernelBackend:
         """Return a backend whose operations have the same storage. Weights that it packs into another layout are in
-        pieces of `memory`; all else is where this backend has it."""
+        pieces of `memory`; all other tensors are where this backend has them."""
         return self
 
     def linear(self, weight: Weight, bias: Tensor | None) -> OperationWithWeights:

@@ -61,8 +61,8 @@ class Gpu:
 def choose_backend(
     device: torch.device, model: ModelTraits, attention_backend: AttentionBackend = "auto"
 ) -> KernelBackend:
-    """Return the fastest backend for a model, or the one that the option asks for. Raises `ConfigError` if that cannot
-    compute the model here."""
+    """Return the fastest backend for a model, or the one that `attention_backend` names. Raises `ConfigError` if it
+    cannot compute the model here."""
     if device.type == "cuda":
         return _gpu_backend(Gpu.of(device), model, attention_backend)
     if attention_backend in ("triton", "fa3"):
@@ -108,7 +108,7 @@ def triton_lack(gpu: Gpu) -> str | None:
     if gpu.capability < MIN_CAPABILITY:
         return f"this GPU has compute capability {_shown(gpu.capability)}, and they need {_shown(MIN_CAPABILITY)}"
     if not gpu.has_triton:
-        return "the module triton cannot be imported: install the build of torch for CUDA, which brings it"
+        return "the module triton cannot be imported: install the build of torch for CUDA, which includes it"
     return None
 
 
@@ -120,9 +120,9 @@ def fa3_lack(gpu: Gpu, model: ModelTraits) -> str | None:
     if not gpu.has_fa3:
         return f"the module {flash_attention.MODULE} (FlashAttention-3) cannot be imported: install it"
     if model.dtype not in (torch.bfloat16, torch.float16):
-        return f"it has no {str(model.dtype).removeprefix('torch.')}"
+        return f"it does not support {str(model.dtype).removeprefix('torch.')}"
     if model.has_sinks or model.has_mla:
-        return f"it knows no {'attention sinks' if model.has_sinks else 'multi-head latent attention'}"
+        return f"it does not support {'attention sinks' if model.has_sinks else 'multi-head latent attention'}"
     if model.has_fp8_cache:
         return "it reads a cache of fp8 for queries of fp8 alone"
     return None

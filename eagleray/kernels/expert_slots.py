@@ -35,7 +35,8 @@ class ExpertSlotMap:
     _on_devices: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return `table` and `num_copies` on a device, where they stay in place and change with these."""
+        """Return copies of `table` and `num_copies` on a device. They keep their place, and `update_devices`
+        changes them."""
         if device not in self._on_devices:
             self._on_devices[device] = (
                 torch.from_numpy(self.table).to(device),
@@ -44,7 +45,7 @@ class ExpertSlotMap:
         return self._on_devices[device]
 
     def update_devices(self) -> None:
-        """Copy changes to the devices, behind what they have been given to do before."""
+        """Copy changes to the devices. The copies are ordered after all work that was launched before."""
         for table, num_copies in self._on_devices.values():
             if table.device.type != "cpu":  # there they share the memory
                 table.copy_(torch.from_numpy(self.table))

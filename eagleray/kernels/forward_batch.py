@@ -19,8 +19,8 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class DeviceNumbers:
-    """Numbers of the worker that are needed on the device behind a pass. A backend that uploads a batch by one copy
-    uploads them by the same copy and sets `tensor`."""
+    """Numbers that the worker needs on the device after a pass. A backend that uploads a batch by one copy uploads them
+    by the same copy and sets `tensor`."""
 
     array: Int32Array
     tensor: Tensor | None = None
@@ -110,5 +110,5 @@ class PassLimits:
 
 
 def power_of_two(number: int) -> int:
-    """Return the next power of two that is not smaller."""
+    """Return the smallest power of two that is not below a number."""
     return 1 << max(number - 1, 0).bit_length()

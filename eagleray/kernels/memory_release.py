@@ -1,4 +1,4 @@
-"""Return of the memory of weights and caches to the system while nothing computes with them.
+"""Release of the memory of weights and caches while nothing computes with them.
 
 On a CPU, pages are returned and tensors keep their addresses: the system provides pages of zeros at the next access. On
 a GPU, storages are freed, and are allocated again at other addresses, so captured graphs must be freed before.
@@ -51,7 +51,7 @@ class ReleasablePages(ReleasableMemory):
 
 
 class ReleasableStorages(ReleasableMemory):
-    """Storages of tensors on a GPU. The tensors are not to be read while they are released. If contents are kept, they
+    """Storages of tensors on a GPU. The tensors must not be read while they are released. If contents are kept, they
     are on the host meanwhile. The storages are whole: no other tensors may share them."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -93,7 +93,7 @@ class ReleasableStorages(ReleasableMemory):
 
 def release_pages(tensors: Iterable[Tensor]) -> int:
     """Return the memory of contiguous tensors on a CPU to the system, and return the number of bytes. The tensors keep
-    their addresses and contain zeros afterwards. Pages that hold something else, too, stay where they are.
+    their addresses and contain zeros afterwards. Pages with other contents, too, are not returned.
 
     The memory must not be shared with other processes, since they would keep it. Raises `OSError` if the system refuses
     because memory is locked; contents are undefined then.
@@ -138,7 +138,7 @@ def _clear(begin: int, end: int) -> None:
 
 
 def _whole_pages(begin: int, end: int) -> tuple[int, int]:
-    """Return the first and the end of the pages that lie within a range; both are its end if there are none."""
+    """Return the first and the end of the pages that lie within a range; both are its end if it has no whole page."""
     first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     return (first, last) if first < last else (end, end)
 

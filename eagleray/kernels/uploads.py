@@ -1,4 +1,4 @@
-"""Copies of small arrays to the device that computes, without a wait for it."""
+"""Copies of small arrays to a device, without waiting for it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from torch import Tensor
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """Return the array as a tensor on `device`. On a CPU it shares the array's memory; to a GPU it is copied from
-    pinned memory, behind what the device has been given to do before, and the array may change at once."""
+    pinned memory, after all work that was launched before, and the array may change at once."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint directory: which there are, and the tensors that their headers name."""
+"""The safetensors files of a checkpoint directory, and the tensors that their headers list."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKED = "U8"
 MAX_INDEX_BYTES = 128 * 2**20
 """Bound for the size of an index. Published models with the most experts have one of about 20 MiB."""
 LENGTH_BYTES = 8
-"""Bytes before a header, which say how long it is."""
+"""Bytes of the number before a header, which is the header's length."""
 
 
 def stored_dtype(directory: Path) -> str:

@@ -26,8 +26,8 @@ ITEMSIZES = {"F32": 4, "F16": 2, "BF16": 2, PACKED: 1, FP8: 1}
 class CheckpointWeights(StoredWeights):
     """The `Weights` of one checkpoint, as a context manager.
 
-    `on_progress` is called with the bytes read and the total bytes of `params`, those that this rank reads, as stored
-    in the files.
+    `params` are the tensors that this rank reads. `on_progress` is called with the bytes of them that are read and
+    their total bytes, as stored in the files.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class CheckpointWeights(StoredWeights):
         self._close()
 
     def finish(self, names: Iterable[str], *, may_be_left: Callable[[str], bool]) -> None:
-        """Report full progress when all layers are loaded. `names`: those of the whole model. Raises `CheckpointError`
-        if there are other tensors of which `may_be_left` is false."""
+        """Report full progress when all layers are loaded. `names`: the tensors of the whole model. Raises
+        `CheckpointError` if the files have other tensors for which `may_be_left` is false."""
         left = self._owners.keys() - set(names)
         left = {name for name in left if not may_be_left(name) and not self._are_scales(name, left)}
         if left:

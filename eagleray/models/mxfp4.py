@@ -1,5 +1,5 @@
 """The four-bit weights of the OCP Microscaling Formats (MX) v1.0, section 5: blocks of 32 numbers E2M1 that share a
-scale E8M0. They are decoded for backends that do not keep them, and plain numbers are encoded for those that do."""
+scale E8M0. They are decoded for backends that do not keep this format; for the others, plain numbers are encoded."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Adapters in PEFT's format: a directory with adapter_config.json and adapter_model.safetensors.
 
-The files are untrusted. What is not computed is refused: fields of the configuration that are not known to be without
-effect must be unset, and every tensor must be a factor of a layer that can have an adapter. Every problem is a
-`CheckpointError` that names the file and the field or the tensor.
+The files are untrusted. Fields of the configuration other than `KNOWN_FIELDS` must be unset, because they may change
+the result, and every tensor must be a factor of a layer that can have an adapter. Every problem is a `CheckpointError`
+that names the file and the field or the tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from eagleray.models.weights import Param
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 
-IGNORED_FIELDS = frozenset(
+KNOWN_FIELDS = frozenset(
     (
         "peft_type",
         "task_type",
@@ -53,10 +53,10 @@ IGNORED_FIELDS = frozenset(
         "qalora_group_size",
     )
 )
-"""Fields that are read, or that have no effect on what an adapter with the tensors in its file computes."""
+"""Fields that are read, or that do not change the output of an adapter whose tensors are given."""
 
 SAME_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` with which training has left the weights of the model as they were."""
+"""Values of `init_lora_weights` with which training does not change the model's own weights."""
 
 FACTOR_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 
@@ -94,7 +94,7 @@ class AdapterConfig:
                 "adapter as plain LoRA (PEFT's `path_initial_model_for_weight_conversion`)"
             )
         for name, value in fields.items():
-            if name not in IGNORED_FIELDS and value not in (None, False, [], {}, ""):
+            if name not in KNOWN_FIELDS and value not in (None, False, [], {}, ""):
                 config.fail(f"`{name}` is {shown(value)}, which is not supported: it must not be set")
         return cls(
             path,

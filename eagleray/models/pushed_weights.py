@@ -34,8 +34,8 @@ class Pushed:
 
 
 class PushedWeights(StoredWeights):
-    """The `Weights` of one group whose tensors have all come. What it loads may be in `scratch`, or be a pushed tensor
-    itself: it must not be changed, and lasts until the next group. `kept_fp8`: see `StoredWeights`."""
+    """The `Weights` of one group whose tensors have all come. A loaded tensor may be in `scratch`, or be a pushed one
+    itself: it must not be changed, and is valid until the next group is packed. `kept_fp8`: see `StoredWeights`."""
 
     def __init__(
         self, rules: WeightRules, came: Mapping[str, Pushed], scratch: Scratch, *, kept_fp8: Set[str] = frozenset()

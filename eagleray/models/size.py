@@ -28,8 +28,8 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of the weights of the worker with these coordinates, with `itemsize` bytes for each parameter.
 
-    `num_expert_ranks`: the number of workers that divide the experts of a layer. `kept`: the format of the weights that
-    are quantized, which are those of experts and, in FP8, those of all layers.
+    `num_expert_ranks`: the number of workers that divide the experts of a layer. `kept`: the format of quantized
+    weights: in MXFP4 these are the experts, in FP8 the weights of all layers.
     """
     layers, tp = mesh.layers(spec.num_layers), mesh.tp_size
     experts = _num_moe(spec, layers) * _experts(spec) // num_expert_ranks

@@ -38,7 +38,7 @@ class StagingMemory:
         return piece.view(dtype)
 
     def keep(self, memory: Iterable[Tensor]) -> list[Tensor]:
-        """Return the memory of weights, or a copy in a piece of what is elsewhere."""
+        """Return the memory of weights. Memory that is not in a piece is replaced by a copy in one."""
         return [part if part.data_ptr() in self._taken else self._copied(part) for part in memory]
 
     def release(self, pieces: Iterable[Tensor]) -> None:

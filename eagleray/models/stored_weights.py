@@ -65,14 +65,14 @@ class StoredWeights(ABC):
 
     @abstractmethod
     def _is_fp8(self, param: Param) -> bool:
-        """Whether a tensor is there and is a weight in FP8 with a scale for each block."""
+        """Whether a tensor exists and is a weight in FP8 with a scale for each block."""
 
     @abstractmethod
     def _read(self, param: Param) -> Tensor:
         """Return this rank's shard of a tensor that was checked, in the dtype that it is stored in."""
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor that is loaded."""
+        """Allocate the result of a load."""
         return torch.empty(shape, dtype=dtype, device=self.rules.device)
 
     def load(self, param: Param) -> Tensor:

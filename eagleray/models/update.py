@@ -25,7 +25,7 @@ from eagleray.models.stored_weights import SCALES_SUFFIX, WeightRules
 from eagleray.models.weights import Alias, Param, Weights
 
 BATCH_BYTES = 256 << 20
-"""Bytes of tensors that are taken from an iterator before those that complete a group are packed."""
+"""Bytes of tensors that are taken from an iterator before complete groups are packed."""
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class TensorNames:
         self._may_be_dropped = may_be_dropped
 
     def resolve(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the checkpoint that a tensor stands for; none if it is to be dropped. Raises
+        """Yield the tensors of the checkpoint for which a pushed tensor stands, or nothing if it is dropped. Raises
         `WeightsMismatch`."""
         if (alias := self._aliases.get(name)) is not None:
             if tuple(tensor.shape) != alias.shape:
@@ -95,7 +95,7 @@ class TensorNames:
 
 @dataclass(eq=False)
 class GroupUpdate:
-    """The tensors of a group that have come, and its new weights once all have."""
+    """The tensors of a group that have come, and the new weights of the group once it is complete."""
 
     group: WeightGroup
     rules: WeightRules
@@ -126,8 +126,8 @@ class GroupUpdate:
         """Return the form of which all tensors have come, if there is one."""
         return next((form for form in self.forms() if not self.missing(form)), None)
 
-    def is_number(self, name: str) -> bool:
-        """Whether a tensor that has come is one of numbers, or there is all that is needed to decode it."""
+    def is_decodable(self, name: str) -> bool:
+        """Whether the weight of a tensor that has come has plain numbers, or FP8 numbers and scales."""
         weight = name.removesuffix(SCALES_SUFFIX)
         if weight not in self.came or weight not in {param.name for param in self.group.params}:
             return False
@@ -135,7 +135,7 @@ class GroupUpdate:
         return kind in FLOATS or (kind == FP8 and f"{weight}{SCALES_SUFFIX}" in self.came)
 
     def missing(self, form: WeightGroup) -> list[str]:
-        """Return the names that have not come of a form."""
+        """Return the names that a form of the group lacks."""
         lacking = [param.name for param in form.params if param.name not in self.came]
         there = [param for param in form.params if param.name in self.came]
         scales = [self.rules.scales_of(param).name for param in there if self.came[param.name].tensor.dtype == FP8]
@@ -146,7 +146,7 @@ class WeightUpdate:
     """New weights for the groups of a model, until they are applied or dropped.
 
     Tensors that complete a group are packed; the others wait, as copies of this rank's shards. With `in_place`, packed
-    weights replace the old ones at once. `num_threads` pack and copy, until the update is dropped.
+    weights replace the old ones at once. `num_threads` threads pack and copy until the update is dropped.
     """
 
     def __init__(
@@ -183,8 +183,8 @@ class WeightUpdate:
                 self._owners.setdefault(param.name, []).append((group, param))
 
     def add(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take tensors, whole ones of any device and stride, and return their names without those that are dropped.
-        They must not be changed until the call returns.
+        """Take whole tensors of any device and stride, and return the names of all that are not dropped. The tensors
+        must not be changed until the call returns.
 
         Of equal names the last one counts, also in another call; but if a quantized group is complete already, it is
         expected as a whole again when one of its tensors comes. Raises `WeightsMismatch` for a name, shape or dtype
@@ -203,8 +203,7 @@ class WeightUpdate:
             self._resolve(name, tensor)
 
     def missing(self) -> list[str]:
-        """Return the names that have not come of groups of which other tensors have. Raises `WeightsMismatch` if tied
-        tensors have come that differ."""
+        """Return the names that begun groups lack. Raises `WeightsMismatch` if tied tensors have come that differ."""
         if (mismatch := self.tied_mismatch()) is not None:
             raise mismatch
         waiting = [group for group in self._groups if group.came]
@@ -216,7 +215,7 @@ class WeightUpdate:
         return self._names.tied_mismatch() if tied and not all(self._run(self._has_tied_numbers, tied)) else None
 
     def untouched(self) -> list[str]:
-        """Return the names of this rank's tensors of whose groups none has come."""
+        """Return the names of this rank's tensors in groups for which nothing has come."""
         return sorted({param.name for group in self._groups if not group.is_touched for param in group.group.params})
 
     @property
@@ -233,7 +232,7 @@ class WeightUpdate:
         self.num_bytes = 0
 
     def drop(self) -> None:
-        """Forget what has come and was not applied. The memory is kept for the next update."""
+        """Drop the tensors that were not applied. The memory is kept for the next update."""
         self.is_open = False
         self._pool.shutdown(cancel_futures=True)  # first: another thread may still be in `add`
         self.num_bytes = 0
@@ -262,7 +261,7 @@ class WeightUpdate:
         return accepted
 
     def _resolve(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of the checkpoint that a tensor stands for. Raises `WeightsMismatch`."""
+        """Return the tensors of the checkpoint for which a pushed tensor stands. Raises `WeightsMismatch`."""
         parts = dict(self._names.resolve(name, tensor))
         for each, part in parts.items():
             for _, param in self._owners.get(each, ()):
@@ -321,11 +320,11 @@ class WeightUpdate:
         another order, and not quantized ones."""
         names = {param.name for param in group.group.params}
         is_quantized = self._rules.quantizes or not names.isdisjoint(self._kept_fp8)
-        return group.is_packed and not is_quantized and all(map(group.is_number, group.came))
+        return group.is_packed and not is_quantized and all(map(group.is_decodable, group.came))
 
     def _merge(self, group: GroupUpdate) -> None:
-        """Replace the part of packed weights that tensors of the group stand for. Packing tells which it is: a mask of
-        ones for these tensors and of zeros for the others is packed in the same way."""
+        """Replace the part of the packed weights that belongs to the tensors that have come. A mask, which is one for
+        these tensors and zero for the others, is packed in the same way and selects that part."""
         form, before = group.group, group.staged or group.group.places()[0]
         new = self._pack(form, PartialWeights(self._rules, group.came, self._scratch))
         masks = self._pack(form, MaskWeights(self._rules, group.came, self._scratch))

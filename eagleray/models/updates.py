@@ -49,7 +49,7 @@ class ModelUpdates:
 
     @property
     def has_replaced(self) -> bool:
-        """Whether weights are no longer those that were loaded."""
+        """Whether any weight was replaced since the model was loaded."""
         updates = (self._open, self._loading)
         return self._has_replaced or any(update is not None and update.has_replaced for update in updates)
 

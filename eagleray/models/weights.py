@@ -27,7 +27,7 @@ class Cut:
         return (*whole[: self.dim], len(self.span), *whole[self.dim + 1 :])
 
     def of(self, whole: Any) -> Tensor:
-        """Return the shard of a tensor, or read it and no more from a tensor in a file."""
+        """Return the shard of a tensor. Of a tensor in a file only the shard is read."""
         span = slice(self.span.start, self.span.stop)
         part: Tensor = whole[span] if self.dim == 0 else whole[:, span]
         return part
@@ -44,7 +44,7 @@ class Part:
         return whole[1:]
 
     def of(self, whole: Any) -> Tensor:
-        """Return the part of a tensor, or read it and no more from a tensor in a file."""
+        """Return the part of a tensor. Of a tensor in a file only the part is read."""
         part: Tensor = whole[self.index : self.index + 1][0]
         return part
 
@@ -79,12 +79,12 @@ class Param:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alias:
-    """A tensor in whose form an update may bring other ones."""
+    """Another form in which an update may bring tensors, such as one tensor with all experts."""
 
     name: str
     shape: tuple[int, ...]
     split: Callable[[Tensor], Iterator[tuple[str, Tensor]]]
-    """Yields the names and tensors that it stands for, as views."""
+    """Yields the names and tensors for which it stands, as views."""
 
 
 class Weights(Protocol):

@@ -140,7 +140,7 @@ class CpuProgram(Program):
             self._extend_tables(limits.num_positions)
 
     def warm_up(self, limits: PassLimits, last_tokens: Tensor | None) -> None:
-        """Do nothing: memory that is allocated in advance is not there before it is written to."""
+        """Do nothing: memory that is allocated in advance has no pages before it is written to."""
 
     def run(self, x: Tensor | None, batch: ForwardBatch) -> Tensor:
         num_tokens = batch.num_tokens

@@ -11,7 +11,7 @@ from torch import Tensor
 MODULE = "flash_attn_interface"
 
 CAPABILITY = (9, 0)
-"""Compute capability that it is made for: Hopper's."""
+"""Compute capability of the GPUs that it supports: Hopper's."""
 
 
 def is_installed() -> bool:

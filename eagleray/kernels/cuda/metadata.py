@@ -26,8 +26,8 @@ NUM_STAGING_BUFFERS = 4
 """Host buffers that are filled in turn. One is filled again after three more steps were begun, so its copy is done."""
 
 MAX_NUMBERS = 8192
-"""Numbers of the worker that are copied together with a batch. More of them, as when rows with long lists of tokens
-begin, are copied by themselves."""
+"""Largest `DeviceNumbers` that are copied together with a batch. Longer ones, as when rows with long lists of tokens
+begin, are copied separately."""
 
 NO_SLOT = -1
 """Slot of a padded token: nothing is cached."""

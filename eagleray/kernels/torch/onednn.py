@@ -54,8 +54,8 @@ class PackedLinear:
 
 
 def _packed_memory(packed: Tensor) -> Tensor:
-    """Return the memory of a packed weight with its padding, uint8. Of such tensors torch makes no views, but tells the
-    address and the size."""
+    """Return the memory of a packed weight with its padding, uint8. Torch makes no views of such tensors, but returns
+    their address and size."""
     size, address = torch.ops.mkldnn._nbytes(packed), torch.ops.mkldnn.data_ptr(packed)
     memory = (ctypes.c_uint8 * size).from_address(address)
     memory.owner = packed  # the tensor below refers to `memory` alone

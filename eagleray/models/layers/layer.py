@@ -66,7 +66,7 @@ class WeightGroup:
 
 def storage_of(made: Any) -> list[Tensor]:
     """Return the memory of an operation's weights, of all operations of a tuple, or of a tensor that is kept as it is
-    (see `OwnsWeights.storage`). Memory that operations share is there once."""
+    (see `OwnsWeights.storage`). Memory that operations share is listed once."""
     if isinstance(made, Tensor):
         return memory_of(made)
     parts = [part for each in (made if isinstance(made, tuple) else (made,)) for part in each.storage()]

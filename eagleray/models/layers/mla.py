@@ -116,7 +116,7 @@ def _mla_attention(name: str, spec: ModelSpec, mla: MLASpec, heads: range) -> We
 
 
 def _sort_rotated_rows(weight: Weight, mla: MLASpec, *, num_heads: int) -> Weight:
-    """Reorder the outputs of a weight as `_sort_rotated` does, which is also a quantized one."""
+    """Reorder the outputs of a weight, which may be quantized, as `_sort_rotated` does."""
     if isinstance(weight, Tensor):
         return _sort_rotated(weight, mla, num_heads=num_heads)
     assert isinstance(weight, Fp8Weight)

@@ -56,7 +56,7 @@ class Rebalancer:
         self._seen = layout.trace.counts.clone()
 
     def step(self, *, may_move: bool = True) -> None:
-        """Count a step, and move experts if it is time to. None is moved if any rank of the group must keep its own."""
+        """Count a step, and move experts if it is time to and `may_move` is true on all ranks of the group."""
         if self._interval is None or not self._layers:
             return
         self._num_steps += 1
@@ -81,7 +81,7 @@ class Rebalancer:
         self._restore(lost)
 
     def _may_all_move(self, may_move: bool) -> bool:
-        """Whether it is true on all ranks. Updates of the weights are not opened and closed in the same step on all."""
+        """Whether `may_move` is true on all ranks. It may differ: ranks open and close updates in different steps."""
         num_that_keep = torch.tensor([int(not may_move)], dtype=self._seen.dtype, device=self._seen.device)
         return int(self._group.all_reduce(num_that_keep).item()) == 0
 
