@@ -347,8 +347,9 @@ class Model(ABC):
         self._run.warm_up(cache, limits, size=self._input_size, last_tokens=last_tokens)
 
     def close(self) -> None:
-        """Free the memory of passes and finished updates; later ones allocate it again. To be called before the groups are
-        left: NCCL waits until captured graphs with its operations are freed, even if its communicator is aborted."""
+        """Free the memory of passes and finished updates; later ones allocate it again. To be called before the groups
+        are left: NCCL waits until captured graphs with its operations are freed, even if its communicator is
+        aborted."""
         self._run.release()
         self.updates.release()
 

@@ -80,9 +80,9 @@ def test_choose_backend_without_triton_warns_once_or_refuses(gpu, caplog, found,
     [
         (replace(HOPPER, has_fa3=False), DENSE, "flash_attn_interface"),
         (replace(HOPPER, capability=(8, 0)), DENSE, "needs 9.0"),
-        (HOPPER, replace(DENSE, dtype=torch.float32), "no float32"),
-        (HOPPER, replace(DENSE, has_sinks=True), "attention sinks"),
-        (HOPPER, replace(DENSE, has_mla=True), "latent attention"),
+        (HOPPER, replace(DENSE, dtype=torch.float32), "does not support float32"),
+        (HOPPER, replace(DENSE, has_sinks=True), "does not support attention sinks"),
+        (HOPPER, replace(DENSE, has_mla=True), "does not support multi-head latent attention"),
         (HOPPER, replace(DENSE, has_fp8_cache=True), "a cache of fp8"),
     ],
 )

@@ -21,6 +21,7 @@ from weight_pushes import copy_of_weights, have_equal_bytes, load_rank, memory_o
 
 from eagleray.errors import EagleRayError, WeightsMismatch, WrongState
 from eagleray.kernels.cuda.backend import CudaBackend
+from eagleray.kernels.quantized import Fp8Weight
 from eagleray.kernels.torch.backend import TorchBackend
 from eagleray.kernels.torch.onednn import OneDnnBackend
 from eagleray.models import mxfp4, registry
@@ -260,8 +261,11 @@ def test_add_tensor_may_change_after_the_call(llama, checkpoints):
 def test_second_update_takes_the_memory_of_the_first(llama, monkeypatch):
     model, tensors = llama
     model.load_weights(tensors)
+    expected = copy_of_weights(model)
+    model.load_weights((name, torch.zeros_like(tensor)) for name, tensor in tensors)
     monkeypatch.setattr(model.updates._staging, "_make", lambda num_bytes: pytest.fail("fresh memory"))
     model.load_weights(reversed(tensors))
+    assert have_equal_bytes(memory_of_weights(model), expected)
 
 
 def strided(tensor: Tensor) -> Tensor:
@@ -485,6 +489,14 @@ def test_load_weights_plain_numbers_are_quantized_where_fp8_is_kept(backend, tmp
     model.load_weights(tensors_of(plain))
     if expected is not None:
         torch.testing.assert_close(logits_in_chunks(model, PROMPT, 20), expected, atol=1e-3, rtol=0)
+        return
+    numbers = dict(tensors_of(plain))  # compared directly, because interpreted passes take seconds
+    groups = {param.name: group for group in model.weight_groups() for param in group.params}
+    for layer in range(3):
+        name = f"model.layers.{layer}.self_attn.o_proj.weight"
+        weight = groups[name].operation.weight.weight
+        assert isinstance(weight, Fp8Weight)
+        torch.testing.assert_close(weight.dequantize(torch.float32), numbers[name], rtol=2**-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

@@ -289,18 +289,21 @@ def test_run_reads_nothing_back_and_allocates_nothing_large(rows: Rows, monkeypa
     def refuse(*arguments: object, **options: object) -> None:
         raise AssertionError("a step waits for the device")
 
+    launched: list[object] = []
+
     class Idle:
         def __init__(self, *arguments: object) -> None: ...
 
         def __call__(self, *arguments: object, **options: object) -> None: ...
 
-    monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda self, grid: Idle())
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda self, grid: launched.append(self) or Idle())
     for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
         monkeypatch.setattr(Tensor, name, refuse)
     for name in ("empty", "zeros", "ones", "full", "cat", "stack", "arange", "tensor"):
         monkeypatch.setattr(torch, name, refuse)
     batch = batch_of(rows)
     run.forward(batch.token_ids, batch, run.cache)
+    assert launched
 
 
 # ---- experts
