@@ -51,6 +51,22 @@ a process exits, and that is reported within this time."""
 LATE_TIMER_SECONDS = 1.0
 """A lease's timer that fires later than this shows that this process itself did not run and received nothing."""
 
+# Control calls and weights
+
+CALL_TIMEOUT_LIMIT_SECONDS = 7 * 86_400.0
+"""Longest time limit of a control call; a call that asks for a longer one gets this."""
+
+FETCH_WEIGHTS_TIMEOUT_SECONDS = 600.0
+"""Time for an engine to copy weights from one source, before it tries the next."""
+
+FETCH_RETRY_SECONDS = 5.0
+"""Time until sources are tried again when all have failed."""
+
+STATE_TIMEOUT_SECONDS = 660.0
+"""Time for an engine that has not joined to adopt the state of the instance, before it is replaced. It may be copying
+weights before. Also the time beyond the deadline of a call for which an engine goes on adopting its state, because the
+state holds although the call failed."""
+
 # The driver of Ray
 
 DRIVER_CONNECT_TIMEOUT_SECONDS = 120.0
@@ -79,4 +95,5 @@ thread at once."""
 assert ACTORS_STOP_TIMEOUT_SECONDS < DRIVER_STOP_TIMEOUT_SECONDS, "a driver names the actors that are late itself"
 assert CONNECTION_POLL_SECONDS < DISCONNECT_GRACE_SECONDS, "both ends of a broken connection report it before one goes"
 assert FIRST_RESTART_DELAY_SECONDS < MAX_API_SERVER_DELAY_SECONDS < MAX_ENGINE_DELAY_SECONDS
+assert FETCH_WEIGHTS_TIMEOUT_SECONDS < STATE_TIMEOUT_SECONDS, "an engine that copies weights is not replaced for that"
 assert FLUSH_SECONDS < STOP_TIMEOUT_SECONDS, "API servers tell the cause before they are terminated"

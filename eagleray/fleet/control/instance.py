@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from eagleray.errors import TransferBroken
+from eagleray.fleet import timeouts
 from eagleray.identity import ClientId, EngineId, MemberId
 from eagleray.messages.adapters import Adapter
 from eagleray.messages.control import (
@@ -26,10 +27,6 @@ from eagleray.messages.control import (
     SetState,
 )
 from eagleray.messages.failure import Failure
-
-STATE_TIMEOUT_SECONDS = 600.0
-"""Time for an engine that starts to adopt the state of the instance, before it is replaced. Also the time beyond the
-deadline of a call for which an engine goes on adopting its state, because the state holds although the call failed."""
 
 
 class SendCommand(NamedTuple):
@@ -203,7 +200,7 @@ class SteeredInstance:
                 if self.shares_experts and record.sent.may_step:
                     self._send_state(record, SetState(state=msgspec.structs.replace(record.sent, is_held=True)))
                 self._send_state(record, SetState(state=self.state))
-                record.due = self.now + STATE_TIMEOUT_SECONDS
+                record.due = self.now + timeouts.STATE_TIMEOUT_SECONDS
             elif not record.unanswered:
                 record.due = None
                 if not self.waits(record):
@@ -294,19 +291,19 @@ class SteeredInstance:
     def post(self, body: CommandBody, engines: Iterable[EngineId] | None = None) -> None:
         """Send a command to engines, all of them by default, without awaiting the replies."""
         for engine in [record.engine for record in self.started] if engines is None else engines:
-            self.send(engine, body, STATE_TIMEOUT_SECONDS)
+            self.send(engine, body, timeouts.STATE_TIMEOUT_SECONDS)
 
     def send(self, member: MemberId, body: CommandBody, timeout: float) -> int:
         """Send a command. Returns its number."""
         if isinstance(body, SetState) and isinstance(member, EngineId):
-            return self._send_state(self.engines[member], body, timeout + STATE_TIMEOUT_SECONDS)
+            return self._send_state(self.engines[member], body, timeout + timeouts.STATE_TIMEOUT_SECONDS)
         number = next(self._numbers)
         if isinstance(body, AbortWeightUpdate) and isinstance(member, EngineId):
             self.engines[member].unanswered[number] = body
         self.effects.append(SendCommand(member, Command(number=number, body=body, timeout=timeout)))
         return number
 
-    def _send_state(self, record: EngineRecord, body: SetState, timeout: float = STATE_TIMEOUT_SECONDS) -> int:
+    def _send_state(self, record: EngineRecord, body: SetState, timeout: float = timeouts.STATE_TIMEOUT_SECONDS) -> int:
         number = next(self._numbers)
         record.sent = body.state
         record.unanswered[number] = body

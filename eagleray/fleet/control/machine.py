@@ -8,6 +8,7 @@ and ends them at their deadlines. A caller that disappears does not end its oper
 from __future__ import annotations
 
 from eagleray.errors import DeadlineExceeded, EagleRayError, TransferBroken, WrongState
+from eagleray.fleet import timeouts
 from eagleray.fleet.control import adapters, operations
 from eagleray.fleet.control.control_operation import Caller, ControlOperation, key_of
 from eagleray.fleet.control.instance import Effect, EngineRecord, MemberFailed, SendAnswer, SteeredInstance
@@ -45,9 +46,6 @@ from eagleray.messages.failure import Failure
 from eagleray.messages.plain import pack
 
 logger = get_logger(__name__)
-
-LONGEST_SECONDS = 7 * 86_400.0
-"""Longest timeout of a call."""
 
 REPEATABLE = (AbortRequests, ResetPrefixCache)
 """Calls that anyone may make at any time, and that are executed each time."""
@@ -97,7 +95,8 @@ class Control:
     def call(self, call: ControlCall, now: float) -> list[Effect]:
         """Queue a call, or let it join the same one."""
         self._instance.now = now
-        timeout = call.timeout if 0 < call.timeout < LONGEST_SECONDS else LONGEST_SECONDS
+        limit = timeouts.CALL_TIMEOUT_LIMIT_SECONDS
+        timeout = call.timeout if 0 < call.timeout < limit else limit
         caller = Caller(call.client, call.call_id, now + timeout)
         if isinstance(call.request, GetWeightInfo):
             self._answer(caller, self._weight_info())

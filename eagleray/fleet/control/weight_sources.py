@@ -10,17 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from eagleray.fleet import timeouts
 from eagleray.fleet.control.instance import EngineRecord, SteeredInstance
 from eagleray.identity import EngineId
 from eagleray.log import get_logger
 from eagleray.messages.control import AbortWeightUpdate, CommandDone, FetchWeights, ServeWeights
 
 logger = get_logger(__name__)
-
-FETCH_SECONDS = 600.0
-"""Time for an engine to get its weights."""
-RETRY_SECONDS = 5.0
-"""Time until sources are tried again when all have failed."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,7 @@ class WeightSources:
         else:
             fetch.is_offered = True
             body = FetchWeights(update=fetch.update, handles=done.result["handles"])
-            fetch.number = self._instance.send(engine, body, FETCH_SECONDS)
+            fetch.number = self._instance.send(engine, body, timeouts.FETCH_WEIGHTS_TIMEOUT_SECONDS)
 
     def on_exit(self, engine: EngineId) -> None:
         """Handle the exit of an engine. A copy from it is broken off: its connection may stay open if its host is gone.
@@ -134,13 +130,13 @@ class WeightSources:
             failed.sources, failed.retry_at = [], None
         sources = [source for source in self._sources(engine) if source not in failed.sources]
         if not sources:
-            failed.retry_at = instance.now + RETRY_SECONDS if failed.sources else None
+            failed.retry_at = instance.now + timeouts.FETCH_RETRY_SECONDS if failed.sources else None
         elif isinstance(source := sources[0], WeightDirectory):
             body = FetchWeights(update=update, weight_dir=source.path, fingerprint=source.fingerprint)
-            number = instance.send(engine, body, FETCH_SECONDS)
+            number = instance.send(engine, body, timeouts.FETCH_WEIGHTS_TIMEOUT_SECONDS)
             self._fetches[engine] = WeightFetch(update, source, number, is_offered=True)
         else:
-            number = instance.send(source, ServeWeights(update=update), FETCH_SECONDS)
+            number = instance.send(source, ServeWeights(update=update), timeouts.FETCH_WEIGHTS_TIMEOUT_SECONDS)
             self._fetches[engine] = WeightFetch(update, source, number, is_offered=False)
 
     def _sources(self, engine: EngineId) -> list[Source]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from control_fakes import SteeredFleet
 
-from eagleray.fleet.control.weight_sources import RETRY_SECONDS
+from eagleray.fleet import timeouts
 from eagleray.messages.control import (
     AbortWeightUpdate,
     CheckWeights,
@@ -88,7 +88,7 @@ def test_all_sources_fail_they_are_tried_again_later():
     answer(fleet, 0, failure=FAILED)
     fleet.settle()
     assert not successor.has_joined
-    fleet.advance(RETRY_SECONDS)
+    fleet.advance(timeouts.FETCH_RETRY_SECONDS)
     fleet.settle()
     assert successor.has_joined
 
