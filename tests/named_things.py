@@ -17,6 +17,8 @@ from functools import cached_property
 from pathlib import Path
 
 FOLDERS = ("eagleray", "bench", "scripts", "benchmarks", "tests", "docs", "examples")
+OPTION_FILES = ("config/sections.py", "config/serving.py", "config/observability.py")
+"""Modules whose fields are options."""
 
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n)+")
@@ -135,7 +137,7 @@ class Code:
                 if path.startswith("eagleray/metrics/"):
                     self._metrics.add(node.value.removeprefix("eagleray:"))
             elif isinstance(node, ast.ClassDef):
-                self._read_class(node, has_options=path.endswith("config/sections.py"))
+                self._read_class(node, has_options=path.endswith(OPTION_FILES))
             elif isinstance(node, ast.Import):
                 self._libraries.update(alias.asname or alias.name for alias in node.names)
             self._defined[path].update(_defined(node))
