@@ -163,8 +163,6 @@ class WeightUpdate:
     ) -> None:
         self.is_open = True
         """Whether the update was not dropped yet."""
-        self.num_bytes = 0
-        """Bytes of the staged weights."""
         self.has_replaced = False
         """Whether any weights of the model were replaced."""
         self._names = names
@@ -177,6 +175,8 @@ class WeightUpdate:
         self._pool = ThreadPoolExecutor(num_threads, "update")
         self._lock = threading.Lock()  # a method of the workers may load weights while a trainer's are received
         self._groups = [GroupUpdate(group, rules) for group in _distinct(groups)]
+        self._pending: dict[GroupUpdate, None] = {}
+        """Groups of tensors that came since the last `apply`. A model may have ten thousands more."""
         self._owners: dict[str, list[tuple[GroupUpdate, Param]]] = {}
         for group in self._groups:
             for param in group.params():
@@ -206,12 +206,12 @@ class WeightUpdate:
         """Return the names that begun groups lack. Raises `WeightsMismatch` if tied tensors have come that differ."""
         if (mismatch := self.tied_mismatch()) is not None:
             raise mismatch
-        waiting = [group for group in self._groups if group.came]
+        waiting = [group for group in self._pending if group.came]
         return sorted(name for group in waiting for name in min(map(group.missing, group.forms()), key=len))
 
     def tied_mismatch(self) -> WeightsMismatch | None:
         """Return an error if a tensor has come that is tied to one of this rank's and differs from it."""
-        tied = [group for group in self._groups if group.tied is not None]
+        tied = [group for group in self._pending if group.tied is not None]
         return self._names.tied_mismatch() if tied and not all(self._run(self._has_tied_numbers, tied)) else None
 
     def untouched(self) -> list[str]:
@@ -221,22 +221,21 @@ class WeightUpdate:
     @property
     def is_waiting(self) -> bool:
         """Whether tensors have come that are neither applied nor dropped."""
-        return any(group.came or group.staged is not None for group in self._groups)
+        return any(group.came or group.staged is not None for group in [*self._pending])  # another thread may add some
 
     def apply(self) -> None:
         """Copy the new weights of complete groups over the old ones, between two steps."""
-        staged = [group for group in self._groups if group.staged is not None]
-        self._run(self._replace, staged)
-        for group in self._groups:
+        self._run(self._replace, [group for group in self._pending if group.staged is not None])
+        for group in self._pending:
             group.tied = None
-        self.num_bytes = 0
+        self._pending = {group: None for group in self._pending if group.came}
 
     def drop(self) -> None:
         """Drop the tensors that were not applied. The memory is kept for the next update."""
         self.is_open = False
         self._pool.shutdown(cancel_futures=True)  # first: another thread may still be in `add`
-        self.num_bytes = 0
         self._groups.clear()
+        self._pending.clear()
         self._owners.clear()
         self._memory.reset()
 
@@ -249,6 +248,7 @@ class WeightUpdate:
             if parts:
                 accepted.add(name)
         touched = {group: None for name, tensor in resolved.items() for group in self._take(name, tensor)}
+        self._pending |= touched
         self._run(self._stage, [group for group in touched if group.complete_form() is not None])
         self._run(self._merge, [group for group in touched if group.came and self._can_merge(group)])
         for group in touched:
@@ -257,7 +257,6 @@ class WeightUpdate:
                     group.came[param.name] = group.came[param.name].copied(param)
         self._take_tied(batch)
         self._synchronize()  # tensors may be overwritten now
-        self.num_bytes = sum(len(part) for group in self._groups for part in group.staged or ())
         return accepted
 
     def _resolve(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -297,6 +296,7 @@ class WeightUpdate:
         for group, param in self._owners.get(first, ()):
             # both in one batch are equal, see `check_tied`
             group.tied = None if first in batch else Pushed(batch[second].detach()).copied(param)
+            self._pending[group] = None
 
     def _has_tied_numbers(self, group: GroupUpdate) -> bool:
         """Whether the tensor that came under the tied name has the numbers of the group, the new ones if they came."""
