@@ -1,9 +1,10 @@
 """Messages by which an instance is steered: paused, put to sleep, given new weights.
 
-A client sends a `ControlCall` to the supervisor, which executes one call at a time. It sends `Command`s to the engines,
-or to the clients if they hold what the call is about, and each replies with one `CommandDone`. When all living members
-have replied, the caller receives `ControlReturned`. A member that exits needs no longer reply: its successor receives
-the state of the instance in `Attach`, and starts in that state. `StateChanged` publishes the state to the clients.
+A client sends a `ControlCall` to the supervisor, which executes one call at a time. The supervisor sends `Command`s to
+the engines, or to the clients for a call about requests, and each replies with one `CommandDone`. When all living
+members have replied, the caller receives `ControlReturned`. No reply is awaited from a member that exits: its successor
+receives the state of the instance in `Attach`, and starts in that state. `StateChanged` publishes the state to the
+clients.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from eagleray.messages.adapters import Adapter
 from eagleray.messages.failure import Failure
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""Treatment of the requests that run when an instance is paused: they are aborted and deliver what they have; the pause
-begins when they have finished; or they stay where they are and continue after the pause."""
+"""Treatment of the running requests when an instance is paused. `abort`: they are aborted and deliver the tokens so far.
+`wait`: the pause begins when they have finished. `keep`: they continue after the pause."""
 
 SleepTag = Literal["weights", "kv_cache", "scheduling"]
-"""Part of an engine that can sleep: the memory of the weights, that of the cache, or only the steps."""
+"""Part of an engine that can sleep: the memory of the weights, the memory of the cache, or only the scheduling of
+steps."""
 
 StateName = Literal["updating", "sleeping", "paused", "serving"]
 
@@ -36,9 +38,9 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     sleep_level: int = 0
     """Level of the sleep: 2 if the weights were dropped."""
     open_update: int | None = None
-    """Number of the weight update that is open; None if there is none."""
+    """Number of the open weight update; None if no update is open."""
     is_in_place: bool = False
-    """Whether the open update overwrites the weights before it is finished, so that no steps may run."""
+    """Whether the open update overwrites the weights before its commit, so that no steps may run."""
     update: int = 0
     """Number of the last weight update that was committed; 0 for the weights of the checkpoint."""
     weight_version: str = FIRST_WEIGHT_VERSION
@@ -46,7 +48,7 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     adapters: tuple[Adapter, ...] = ()
     """Low-rank adapters that requests may name, each name once."""
     is_held: bool = False
-    """Whether no steps may run for a moment, because engines that share experts change their weights together."""
+    """Whether no steps may run for a moment, because engines that share experts are changing their memory together."""
     lacks_weights: bool = False
     """Whether no steps may run, because no engine has weights, or because one of the engines that share experts has
     other weights or is missing."""
@@ -60,7 +62,7 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def may_step(self) -> bool:
-        """Whether engines may run steps of requests. In a pause of mode `wait` they do until those that run end."""
+        """Whether engines may run steps. In a pause of mode `wait`, they still run those of the running requests."""
         is_overwritten = self.open_update is not None and self.is_in_place
         is_stopped = self.is_held or self.lacks_weights or is_overwritten
         return self.pause is None and not self.asleep and not is_stopped
@@ -78,10 +80,10 @@ class Pause(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End a pause. A pause that still waits ends too, with an error for its caller."""
+    """End a pause. A `Pause` that is still being executed fails for its caller."""
 
     may_sleep: bool = False
-    """Whether parts may sleep, and go on sleeping; otherwise a sleep forbids the call."""
+    """Whether the call is allowed while parts sleep, which then stay asleep."""
 
 
 class Sleep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -89,9 +91,9 @@ class Sleep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     tags: tuple[SleepTag, ...]
     level: int
-    """1: weights can be woken without a source; 2: they are dropped; 0: only the steps stop."""
+    """0: only the steps stop. 1: the weights can be restored without a source. 2: the weights are dropped."""
     mode: PauseMode = "abort"
-    """Treatment of the requests that run."""
+    """Treatment of the running requests."""
 
 
 class WakeUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -108,14 +110,14 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AbortRequests(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Abort requests, which deliver what they have. The clients execute it, whichever has them."""
+    """Abort requests, which deliver the tokens so far. Every client executes the command for the requests it has."""
 
     request_ids: list[str] | None = None
-    """Ids as users know them; None: all."""
+    """Ids as users know them; None: all requests."""
 
 
 class InitWeightTransfer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Prepare the transfer of weights from a trainer, once all engines are there. An earlier one is closed."""
+    """Prepare the transfer of weights from a trainer, once all engines have started. An earlier transfer is closed."""
 
     init_info: dict[str, Any]
     """Fields of the backend, see `eagleray.weights`."""
@@ -129,18 +131,19 @@ class StartWeightUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Open an update."""
 
     num_bytes: int | None = None
-    """Bytes that will come, if known."""
+    """Size of all tensors of the update, if known."""
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Receive tensors, all that the checkpoint in `weight_dir` has or those that `update_info` describes."""
+    """Receive tensors: all of the checkpoint in `weight_dir`, or the ones that `update_info` describes."""
 
     update_info: bytes = b""
-    """A dict, or a list of one for each worker of the instance, encoded by `plain.pack`; empty with `weight_dir`."""
+    """A dict, or a list with a dict for each worker of the instance, encoded by `plain.pack`; empty with
+    `weight_dir`."""
     weight_dir: str | None = None
     """Directory of a checkpoint: the update is started, read and finished in this one call."""
     weight_version: str | None = None
-    """Name of the new weights, if the call that finishes the update gives none."""
+    """Name of the new weights, unless `FinishWeightUpdate` gives another."""
 
 
 class FinishWeightUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -149,11 +152,11 @@ class FinishWeightUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     weight_version: str | None = None
     """Name of the new weights; None: the number of the update."""
     require_complete: bool = False
-    """Whether every weight must have come."""
+    """Whether the update must contain every weight."""
 
 
 class AbortWeightUpdate(msgspec.Struct, frozen=True, tag=True):
-    """Drop what has come; the weights from before stay."""
+    """Drop the open update with its tensors; the old weights stay."""
 
 
 class SetWeightVersion(msgspec.Struct, frozen=True, tag=True):
@@ -169,17 +172,17 @@ class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     path: str
     """Directory with the adapter in PEFT's format, readable by every worker."""
     load_inplace: bool = False
-    """Whether it replaces an adapter of the same name. Requests that run keep the one that they began with."""
+    """Whether to replace an adapter of the same name. Running requests keep the adapter that they began with."""
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Unload a low-rank adapter. Requests that run with it end with it."""
+    """Unload a low-rank adapter. Running requests keep it until they finish."""
 
     name: str
 
 
 class GetWeightInfo(msgspec.Struct, frozen=True, tag=True):
-    """Report the state, the versions, the engines and the call that is executed. Answered at once."""
+    """Report the state, the versions, the engines and the current call. Answered at once."""
 
 
 ControlRequest = (
@@ -203,7 +206,7 @@ ControlRequest = (
 
 
 class ControlCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A call of a user. Calls with the same `operation_id` are one: a repetition gets the outcome of the first."""
+    """A call of a user. A call with the `operation_id` of an earlier one repeats it and gets the same outcome."""
 
     client: ClientId
     call_id: int
@@ -212,7 +215,7 @@ class ControlCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The user's `X-Request-Id`, or a random one."""
     request: ControlRequest
     timeout: float
-    """Time limit in seconds for all members together."""
+    """Time limit of the call, in seconds, for all members together."""
 
 
 class ControlReturned(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -228,22 +231,23 @@ class ControlReturned(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SetState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Adopt this state. An engine replies when the state holds on all of its workers: with `abort` when the requests
-    have ended, with `wait` when none runs any longer, after sleep when memory is free, after waking when steps may run.
+    """Adopt this state. An engine replies when the state holds on all of its workers: in a pause of mode `abort` when
+    the requests have been aborted, in mode `wait` when the running ones have finished, after sleep when memory is free,
+    after waking when steps may run.
 
     A later `SetState` ends the wait of an earlier one, which is then answered at once. An update begins when
-    `state.open_update` is set. It is committed when `state.update` is its number: the engine applies what it has
-    staged, between two steps. An engine that has nothing staged for that number keeps its weights, and reports the
-    number that it has. `AbortWeightUpdate` precedes a state in which the update is no longer open and not committed.
+    `state.open_update` is set. It is committed when `state.update` is its number: the engine applies the staged
+    tensors between two steps. An engine without staged tensors of that number keeps its weights and reports their
+    number. If an update is closed without a commit, `AbortWeightUpdate` precedes the new state.
     """
 
     state: InstanceState
     clear_cache: bool = False
     """Whether the prefix cache is emptied."""
     abort_running: bool = False
-    """Whether the requests that the engine has, running or waiting, are aborted."""
+    """Whether the requests of the engine, running or waiting, are aborted."""
     num_bytes: int | None = None
-    """Bytes that will come in the update that this state opens, if known."""
+    """Size of all tensors of the update that this state opens, if known."""
 
 
 class OpenWeightTransfer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -259,15 +263,15 @@ class CloseWeightTransfer(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReceiveWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Receive tensors of the open update and stage them. The reply names their number and bytes."""
+    """Receive tensors of the open update and stage them. The reply has their number and size."""
 
     update_info: bytes
-    """See `UpdateWeights`; a list has this engine's workers only."""
+    """See `UpdateWeights`; a list has a dict for each worker of this engine only."""
     weight_dir: str | None = None
 
 
 class CheckWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Check that everything that has come can be applied. The reply names what is missing."""
+    """Check that the received tensors can be applied. The reply names the missing weights."""
 
     require_complete: bool
 
@@ -279,16 +283,16 @@ class ServeWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FetchWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Get the weights of an update that was committed before, while no step runs for lack of weights. The reply has
-    `update`, as that of `SetState`."""
+    """Get the weights of a committed update from an engine or a directory. The engine runs no steps meanwhile. The reply
+    has `update`, like the reply to `SetState`."""
 
     update: int
     handles: list[bytes] = []
     """Reply of an engine to `ServeWeights`."""
     weight_dir: str | None = None
-    """Directory that has them, if no engine has."""
+    """Directory of the weights; None if they come from an engine."""
     fingerprint: str = ""
-    """Fingerprint of its files when they were read before."""
+    """Fingerprint that the files of the directory must have; empty if any will do."""
 
 
 class StageAdapter(msgspec.Struct, frozen=True, tag=True):
@@ -323,7 +327,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A command of the supervisor to a member, which executes commands in their order."""
 
     number: int
-    """Number of the command in this instance."""
+    """Number, unique among the commands of this instance."""
     body: CommandBody
     timeout: float
     """Seconds within which the member must reply."""

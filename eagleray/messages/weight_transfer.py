@@ -24,42 +24,43 @@ class OpenTransfer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StartUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Open an update. One that is open already is dropped."""
+    """Open an update. An update that is open already is dropped."""
 
     number: int
     is_in_place: bool
-    """Whether tensors are written over the weights when they come, instead of beside them."""
+    """Whether received tensors overwrite the weights at once, instead of being staged beside them."""
     num_bytes: int | None = None
-    """Bytes that will come, if known."""
+    """Size of all tensors of the update, if known."""
 
 
 class ReceiveTensors(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Begin to receive tensors into the open update."""
 
     update_info: bytes = b""
-    """Encoded by `plain.pack`: a dict, or a list with one for each worker of the engine."""
+    """A dict, or a list with a dict for each worker of the engine, encoded by `plain.pack`; empty with `weight_dir`."""
     weight_dir: str | None = None
-    """Directory to read instead."""
+    """Directory to read the tensors from."""
     fingerprint: str = ""
-    """Fingerprint that its files must have, see `TransferProgress`; empty if any will do."""
+    """Fingerprint that the files of the directory must have, see `TransferProgress`; empty if any will do."""
 
 
 class PollTransfer(msgspec.Struct, frozen=True, tag=True):
-    """Report the progress of what was begun last."""
+    """Report the progress of the last `OpenTransfer`, `ReceiveTensors` or `FetchStorage`."""
 
 
 class TransferProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Reply to `OpenTransfer`, `ReceiveTensors`, `FetchStorage` and `PollTransfer`."""
 
     is_done: bool
-    """Whether nothing runs any longer: it has succeeded, or `failure` says why it has not."""
+    """Whether the call has ended: it has succeeded unless `failure` is set."""
     num_tensors: int = 0
+    """Number of tensors that this call has received."""
     num_bytes: int = 0
-    """Tensors that were received in this call, and their bytes."""
+    """Size of these tensors."""
     is_collective: bool = True
     """Whether the exit of another worker breaks the transfer."""
     fingerprint: str = ""
-    """Text that changes when a file of the directory that was read is written to; empty without a directory."""
+    """Text that changes when a file of the directory is written to; empty without a directory."""
     failure: Failure | None = None
 
 
@@ -68,9 +69,9 @@ class ServeStorage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     number: int
     timeout: float
-    """Seconds until the other worker must have connected, and may need for one piece."""
+    """Time limit, in seconds, for the other worker to connect, and for each piece that is sent."""
     host: str | None = None
-    """Address of the engine's host that other hosts can reach, for workers that have none of their own."""
+    """Address of the engine's host that other hosts can reach, for workers without an address of their own."""
 
 
 class StorageServed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -80,7 +81,7 @@ class StorageServed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FetchStorage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Begin to overwrite the weights with those that another engine offers. No steps may run."""
+    """Begin to overwrite the weights with the weights that another engine offers. No steps may run."""
 
     number: int
     handles: list[bytes]
@@ -92,14 +93,14 @@ class CheckUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Check that the open update can be applied."""
 
     require_complete: bool = False
-    """Whether every weight of this rank must have come."""
+    """Whether the update must contain every weight of this rank."""
 
 
 class UpdateChecked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     missing: list[str] = []
-    """Names of this rank's weights that have not come and stay as they are."""
+    """Names of this rank's weights that the update does not change."""
     failure: Failure | None = None
-    """Error if the update cannot be applied; it is dropped then."""
+    """Error if the update cannot be applied and was dropped."""
 
 
 class ApplyUpdate(msgspec.Struct, frozen=True, tag=True):
