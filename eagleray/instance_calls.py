@@ -84,11 +84,9 @@ class InstanceCalls:
         """Leave the trainer's group."""
         await self._control(ShutdownWeightTransfer())
 
-    async def start_weight_update(
-        self, is_checkpoint_format: bool = True, num_bytes: int | None = None
-    ) -> dict[str, Any]:
+    async def start_weight_update(self, is_checkpoint_format: bool = True) -> dict[str, Any]:
         """Open an update of the weights. Names of tensors are those of the checkpoint; other formats are refused."""
-        return await self._control(start_request(is_checkpoint_format, num_bytes))
+        return await self._control(start_request(is_checkpoint_format))
 
     async def update_weights(self, request: Any) -> dict[str, Any]:
         """Receive tensors of the open update. `request` has `update_info`, see docs/rl.md.

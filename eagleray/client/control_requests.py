@@ -52,13 +52,13 @@ def init_transfer_request(request: Any) -> InitWeightTransfer:
     return InitWeightTransfer(init_info=_field(request, "init_info", "init_weight_transfer_engine"))
 
 
-def start_request(is_checkpoint_format: bool, num_bytes: int | None) -> StartWeightUpdate:
+def start_request(is_checkpoint_format: bool) -> StartWeightUpdate:
     if not is_checkpoint_format:
         raise InvalidRequest(
             "`is_checkpoint_format` must be true: tensors have the checkpoint's names, and each worker takes its part",
             param="is_checkpoint_format",
         )
-    return StartWeightUpdate(num_bytes=num_bytes)
+    return StartWeightUpdate()
 
 
 def update_request(request: Any) -> UpdateWeights:

@@ -187,7 +187,7 @@ class EngineControl:
             return failure
         self.state = state  # only now: a deadline may have ended the waits above
         freed_bytes = self._sleep(before, state, timeout)
-        if starts_update and isinstance(outcome := self._start_update(command), Failure):
+        if starts_update and isinstance(outcome := self._start_update(state), Failure):
             return outcome
         if applies_update and self._updates.apply(state.update, timeout):
             self.update = state.update
@@ -199,12 +199,10 @@ class EngineControl:
         self._continue()
         return self._describe(num_aborted, freed_bytes)
 
-    def _start_update(self, command: SetState) -> Result:
+    def _start_update(self, state: InstanceState) -> Result:
         """Have the workers open the update of the state."""
-        assert command.state.open_update is not None
-        return self._updates.start(
-            command.state.open_update, is_in_place=command.state.is_in_place, num_bytes=command.num_bytes
-        )
+        assert state.open_update is not None
+        return self._updates.start(state.open_update, is_in_place=state.is_in_place)
 
     def _fetch_weights(self, command: FetchWeights, timeout: float) -> Execution:
         """Replace weights that are older than the instance's, or unusable."""

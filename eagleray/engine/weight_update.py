@@ -72,10 +72,10 @@ class EngineWeightUpdate:
         """Leave the trainer's group."""
         return self._done(CloseTransfer())
 
-    def start(self, number: int, *, is_in_place: bool, num_bytes: int | None) -> Outcome:
+    def start(self, number: int, *, is_in_place: bool) -> Outcome:
         """Open the update of this number."""
         self._is_in_place = is_in_place
-        return self._done(StartUpdate(number=number, is_in_place=is_in_place, num_bytes=num_bytes))
+        return self._done(StartUpdate(number=number, is_in_place=is_in_place))
 
     def receive(self, command: ReceiveWeights, *, is_cancelled: Callable[[], bool]) -> Generator[str, None, Outcome]:
         """Receive tensors into the open update."""
@@ -144,7 +144,7 @@ class EngineWeightUpdate:
         self, command: FetchWeights, timeout: float, is_cancelled: Callable[[], bool]
     ) -> Generator[str, None, Failure | None]:
         """Have the workers read all weights from a directory and apply them. Returns a failure."""
-        started = self.start(command.update, is_in_place=False, num_bytes=None)
+        started = self.start(command.update, is_in_place=False)
         if isinstance(started, Failure):
             return started
         call = ReceiveTensors(weight_dir=command.weight_dir, fingerprint=command.fingerprint)

@@ -18,8 +18,8 @@ from eagleray.messages.adapters import Adapter
 from eagleray.messages.failure import Failure
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""Treatment of the running requests when an instance is paused. `abort`: they are aborted and deliver the tokens so far.
-`wait`: the pause begins when they have finished. `keep`: they continue after the pause."""
+"""Treatment of the running requests when an instance is paused. `abort`: they are aborted, and deliver the tokens so
+far. `wait`: the pause begins when they have finished. `keep`: they continue after the pause."""
 
 SleepTag = Literal["weights", "kv_cache", "scheduling"]
 """Part of an engine that can sleep: the memory of the weights, the memory of the cache, or only the scheduling of
@@ -127,11 +127,8 @@ class ShutdownWeightTransfer(msgspec.Struct, frozen=True, tag=True):
     """Leave the trainer's group."""
 
 
-class StartWeightUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class StartWeightUpdate(msgspec.Struct, frozen=True, tag=True):
     """Open an update."""
-
-    num_bytes: int | None = None
-    """Size of all tensors of the update, if known."""
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -246,8 +243,6 @@ class SetState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether the prefix cache is emptied."""
     abort_running: bool = False
     """Whether the requests of the engine, running or waiting, are aborted."""
-    num_bytes: int | None = None
-    """Size of all tensors of the update that this state opens, if known."""
 
 
 class OpenWeightTransfer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -283,8 +278,8 @@ class ServeWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FetchWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Get the weights of a committed update from an engine or a directory. The engine runs no steps meanwhile. The reply
-    has `update`, like the reply to `SetState`."""
+    """Get the weights of a committed update from an engine or a directory. No steps run meanwhile. The reply has
+    `update`, like the reply to `SetState`."""
 
     update: int
     handles: list[bytes] = []

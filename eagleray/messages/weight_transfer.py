@@ -29,8 +29,6 @@ class StartUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
     is_in_place: bool
     """Whether received tensors overwrite the weights at once, instead of being staged beside them."""
-    num_bytes: int | None = None
-    """Size of all tensors of the update, if known."""
 
 
 class ReceiveTensors(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -100,7 +98,7 @@ class UpdateChecked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     missing: list[str] = []
     """Names of this rank's weights that the update does not change."""
     failure: Failure | None = None
-    """Error if the update cannot be applied and was dropped."""
+    """Error if the update cannot be applied."""
 
 
 class ApplyUpdate(msgspec.Struct, frozen=True, tag=True):

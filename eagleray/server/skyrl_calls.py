@@ -31,7 +31,7 @@ def skyrl_request(method: str, kwargs: Mapping[str, Any]) -> ControlRequest | No
 
 
 def _start(is_checkpoint_format: bool = True) -> ControlRequest:
-    return start_request(is_checkpoint_format, None)
+    return start_request(is_checkpoint_format)
 
 
 def _update(update_info: dict[str, Any]) -> ControlRequest:

@@ -31,7 +31,6 @@ class InitParameters(ControlParameters, kw_only=True):
 
 class StartParameters(ControlParameters, kw_only=True):
     is_checkpoint_format: Annotated[bool, Meta(description="Only true: names are those of the checkpoint.")] = True
-    num_bytes: Annotated[int, Meta(ge=0, description="Bytes that will come.")] | None = None
 
 
 class UpdateParameters(ControlParameters, kw_only=True):
@@ -140,7 +139,7 @@ def weight_endpoints(service: Service) -> list[Endpoint]:
             "/start_weight_update",
             service,
             StartParameters,
-            lambda given: start_request(given.is_checkpoint_format, given.num_bytes),
+            lambda given: start_request(given.is_checkpoint_format),
             "Open a weight update.",
             StartResponse,
         ),

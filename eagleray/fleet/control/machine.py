@@ -411,7 +411,7 @@ def _steps_of(request: ControlRequest, instance: SteeredInstance, updates: Weigh
         case ShutdownWeightTransfer():
             return updates.shutdown()
         case StartWeightUpdate():
-            return updates.start(request)
+            return updates.start()
         case UpdateWeights():
             return updates.update(request)
         case FinishWeightUpdate():

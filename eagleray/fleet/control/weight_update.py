@@ -27,7 +27,6 @@ from eagleray.messages.control import (
     InitWeightTransfer,
     OpenWeightTransfer,
     ReceiveWeights,
-    StartWeightUpdate,
     UpdateWeights,
 )
 from eagleray.messages.plain import packed_list_length, slice_packed_list
@@ -134,10 +133,10 @@ class WeightUpdates:
 
     # The update.
 
-    def start(self, request: StartWeightUpdate) -> Steps:
+    def start(self) -> Steps:
         """Open an update, unless one is open that has received nothing."""
         if self._instance.state.open_update is None:
-            yield from self._open(request.num_bytes)
+            yield from self._open()
         return {"message": "Weight update started", "update": self._instance.state.open_update}
 
     def update(self, request: UpdateWeights) -> Steps:
@@ -150,7 +149,7 @@ class WeightUpdates:
                 "num_tensors": received.num_tensors,
                 "num_bytes": received.num_bytes,
             }
-        yield from self._open(None)
+        yield from self._open()
         yield from self._receive(request)
         finish = FinishWeightUpdate(weight_version=request.weight_version)
         answer = yield from self._commit(finish, message="Weights updated", is_one_shot=True)
@@ -190,7 +189,7 @@ class WeightUpdates:
             yield Commands(_to_all(instance, AbortWeightUpdate()))
         return {"message": "Weight update aborted", "update": instance.state.update}
 
-    def _open(self, num_bytes: int | None) -> Generator[Commands | Condition, Replies, None]:
+    def _open(self) -> Generator[Commands | Condition, Replies, None]:
         instance = self._instance
         if not instance.started:
             raise EnginesMissing(f"no engine can receive weights: {instance.describe_missing()}")
@@ -201,7 +200,7 @@ class WeightUpdates:
         number = instance.state.update + 1
         instance.assign(instance.changed(open_update=number, is_in_place=instance.updates_in_place))
         try:
-            replies = yield Commands(instance.set_state_bodies(num_bytes=num_bytes))
+            replies = yield Commands(instance.set_state_bodies())
             replies.raise_failure()
             self._check_participants(replies)
         except Exception as error:

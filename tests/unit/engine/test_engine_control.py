@@ -382,13 +382,13 @@ def polls_always(monkeypatch):
 @DEPTHS
 def test_update_staged_steps_go_on_while_tensors_come(executor):
     messages = [
-        command(1, UPDATING, num_bytes=30),
+        command(1, UPDATING),
         command(2, RECEIVE),
         command(3, CheckWeights(require_complete=False)),
         command(4, InstanceState(update=1, weight_version="v1")),
     ]
     run = Run(generate("a", max_tokens=40), at={2: messages}, executor=executor, has_staged=True, num_polls=10)
-    assert run.calls(StartUpdate) == [StartUpdate(number=1, is_in_place=False, num_bytes=30)]
+    assert run.calls(StartUpdate) == [StartUpdate(number=1, is_in_place=False)]
     assert run.replies[2].result == {"num_tensors": 3, "num_bytes": 30}
     assert run.replies[3].result == {"missing": ["up"], "num_missing": 1}
     assert run.replies[4].result["update"] == 1

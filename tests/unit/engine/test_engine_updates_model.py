@@ -142,7 +142,7 @@ def test_update_memory_equals_that_of_a_fresh_start(
 ) -> None:
     updates, before = started.updates, started.memory()
     assert before != expected
-    assert updates.start(1, is_in_place=False, num_bytes=None) == {}
+    assert updates.start(1, is_in_place=False) == {}
     match backend:
         case "gloo":
             push_by_gloo(updates, pushed)
@@ -164,7 +164,7 @@ def test_update_wrong_shape_changes_nothing(started: StartedModel, pushed: Weigh
     before = started.memory()
     name = next(iter(pushed))
     with SharedMemorySender() as sender:
-        started.updates.start(1, is_in_place=False, num_bytes=None)
+        started.updates.start(1, is_in_place=False)
         failure = receive(started.updates, sender.write([*list(pushed.items())[1:], (name, torch.zeros(3))]))
     assert isinstance(failure, Failure) and failure.kind == "WeightsMismatch"
     assert f"tensor {name!r} has the shape [3]" in failure.message
@@ -178,7 +178,7 @@ def test_update_dropped_can_be_followed_by_another(
     with SharedMemorySender() as sender:
         info = sender.write(pushed.items())
         for number in (1, 2):
-            started.updates.start(number, is_in_place=False, num_bytes=None)
+            started.updates.start(number, is_in_place=False)
             receive(started.updates, info)
             if number == 1:
                 assert started.updates.drop() == {}
@@ -202,7 +202,7 @@ def updated(pushed: Weights) -> Iterator[StartedModel]:
     """An engine with the weights of update 3."""
     updated = StartedModel(DEMO_MODEL_DIR)
     with SharedMemorySender() as sender:
-        updated.updates.start(3, is_in_place=False, num_bytes=None)
+        updated.updates.start(3, is_in_place=False)
         receive(updated.updates, sender.write(pushed.items()))
     assert updated.updates.apply(3, TIMEOUT)
     yield updated

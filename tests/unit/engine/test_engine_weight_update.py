@@ -120,7 +120,7 @@ def message_of(outcome: Outcome) -> str:
 def test_update_by_gloo_two_calls_is_applied_on_all_workers(engine: EngineWeightUpdate, group: UpdatingGroup) -> None:
     sender = Sender(2, timeout=TIMEOUT)
     open_group(engine, sender)
-    assert engine.start(1, is_in_place=False, num_bytes=None) == {}
+    assert engine.start(1, is_in_place=False) == {}
     for part in (FULL[:2], FULL[2:]):
         with ThreadPoolExecutor() as pool:
             sent = pool.submit(sender.send, part)
@@ -142,7 +142,7 @@ def test_update_by_shared_memory_needs_no_transfer(
 ) -> None:
     with SharedMemorySender() as sender:
         info = sender.write(FULL)
-        engine.start(5, is_in_place=False, num_bytes=None)
+        engine.start(5, is_in_place=False)
         assert receive(engine, [info, info] if is_list else info) == {"num_tensors": 4, "num_bytes": 4 * (12 + 9)}
     assert engine.apply(5, TIMEOUT)
     assert weights_of(group) == [{"q": 1, "k": 2, "up": 3}] * 2
@@ -152,7 +152,7 @@ def test_update_by_directory_partial_names_what_stays(
     engine: EngineWeightUpdate, group: UpdatingGroup, tmp_path: Path
 ) -> None:
     save_file({"up": torch.full((4,), 7.0)}, tmp_path / "model.safetensors")
-    engine.start(1, is_in_place=False, num_bytes=None)
+    engine.start(1, is_in_place=False)
     run(engine.receive(ReceiveWeights(update_info=b"", weight_dir=str(tmp_path)), is_cancelled=never))
     assert engine.check(CheckWeights(require_complete=False)) == {"missing": ["k", "q"], "num_missing": 2}
     assert engine.apply(1, TIMEOUT)
@@ -170,7 +170,7 @@ def test_check_incomplete_update_is_refused_and_dropped(
     engine: EngineWeightUpdate, group: UpdatingGroup, sent: Any, require_complete: bool, message: str
 ) -> None:
     with SharedMemorySender() as sender:
-        engine.start(1, is_in_place=False, num_bytes=None)
+        engine.start(1, is_in_place=False)
         receive(engine, sender.write(sent))
     assert message_of(engine.check(CheckWeights(require_complete=require_complete))).endswith(message)
     assert not engine.apply(1, TIMEOUT)
@@ -182,14 +182,14 @@ def test_receive_wrong_tensor_by_gloo_is_named_and_breaks_the_sender(
 ) -> None:
     sender = Sender(2, timeout=TIMEOUT)
     open_group(engine, sender)
-    engine.start(1, is_in_place=False, num_bytes=None)
+    engine.start(1, is_in_place=False)
     wrong = [("q", torch.zeros(4)), ("v", torch.zeros(2**21))]
     with ThreadPoolExecutor() as pool:
         sent: Future[None] = pool.submit(sender.send, wrong)
         assert message_of(receive(engine, sender.update_info(wrong))) == "the model has no tensor 'v'"
         assert "the connection to the workers broke" in str(sent.exception(TIMEOUT))
     assert not engine.apply(1, TIMEOUT)
-    engine.start(2, is_in_place=False, num_bytes=None)
+    engine.start(2, is_in_place=False)
     assert "the trainer must open another" in message_of(receive(engine, sender.update_info(FULL)))
 
 
@@ -202,7 +202,7 @@ def test_receive_trainer_that_sends_nothing_can_be_broken_off(
     is_cancelled = False
     sender = Sender(2, timeout=TIMEOUT)
     open_group(engine, sender)
-    engine.start(1, is_in_place=False, num_bytes=None)
+    engine.start(1, is_in_place=False)
     waits = engine.receive(
         ReceiveWeights(update_info=pack(sender.update_info(FULL))), is_cancelled=lambda: is_cancelled
     )
@@ -242,7 +242,7 @@ def test_open_transfer_trainer_that_is_not_there_can_be_broken_off(engine: Engin
 def test_receive_unusable_update_info_says_what_is_needed(
     engine: EngineWeightUpdate, update_info: Any, message: str
 ) -> None:
-    engine.start(1, is_in_place=False, num_bytes=None)
+    engine.start(1, is_in_place=False)
     assert message in message_of(receive(engine, update_info))
 
 
@@ -251,7 +251,7 @@ def test_receive_without_an_open_update_is_refused(engine: EngineWeightUpdate) -
 
 
 def test_apply_update_that_one_worker_lacks_raises(engine: EngineWeightUpdate, group: UpdatingGroup) -> None:
-    engine.start(1, is_in_place=False, num_bytes=None)
+    engine.start(1, is_in_place=False)
     group.workers[1].close()
     with pytest.raises(EngineFailed, match="weight update 1 was applied by rank 0 alone"):
         engine.apply(1, TIMEOUT)
@@ -259,7 +259,7 @@ def test_apply_update_that_one_worker_lacks_raises(engine: EngineWeightUpdate, g
 
 def test_update_in_place_is_written_when_it_comes(engine: EngineWeightUpdate, group: UpdatingGroup) -> None:
     with SharedMemorySender() as sender:
-        engine.start(1, is_in_place=True, num_bytes=None)
+        engine.start(1, is_in_place=True)
         receive(engine, sender.write(FULL))
     assert weights_of(group) == [{"q": 1, "k": 2, "up": 3}] * 2
     assert engine.apply(1, TIMEOUT)

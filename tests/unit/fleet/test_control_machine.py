@@ -158,8 +158,8 @@ def test_control_sleep_that_waits_ends_requests_first():
 
 def test_control_update_in_steps_answers():
     fleet = SteeredFleet()
-    assert fleet.run(StartWeightUpdate(num_bytes=7)) == {"message": "Weight update started", "update": 1}
-    assert fleet.of_rank(0).received[-1] == SetState(state=InstanceState(open_update=1), num_bytes=7)
+    assert fleet.run(StartWeightUpdate()) == {"message": "Weight update started", "update": 1}
+    assert fleet.of_rank(0).received[-1] == SetState(state=InstanceState(open_update=1))
     assert fleet.run(PUSH) == {"message": "Weights updated", "num_tensors": 2, "num_bytes": 8}
     fleet.run(PUSH)
     finish = FinishWeightUpdate(weight_version="step-7")

@@ -98,7 +98,7 @@ POSTS = [
     ("/init_weight_transfer_engine", {"init_info": {"port": 1}}, InitWeightTransfer(init_info={"port": 1})),
     ("/shutdown_weight_transfer_engine", None, ShutdownWeightTransfer()),
     ("/start_weight_update", {"is_checkpoint_format": True}, StartWeightUpdate()),
-    ("/start_weight_update?num_bytes=7", None, StartWeightUpdate(num_bytes=7)),
+    ("/start_weight_update?is_checkpoint_format=true", None, StartWeightUpdate()),
     ("/update_weights", FROM_DIRECTORY, UpdateWeights(**FROM_DIRECTORY)),
     ("/update_weights", {"update_info": {"names": ["a"]}}, UpdateWeights(update_info=pack({"names": ["a"]}))),
     ("/finish_weight_update", None, FinishWeightUpdate()),
