@@ -168,8 +168,11 @@ class Model(ABC):
         """Replace weights by tensors under the names of the checkpoint, in any order and any number of calls, and
         return the names that the model has. Tensors that are packed together, such as the projections of queries, keys
         and values, are applied when all have come; until then they wait for the next call. Once they have, one of them
-        may come alone. While an update is open, they are added to it. Raises `WeightsMismatch`, see
-        `WeightUpdate.add`."""
+        may come alone. While an update is open, the tensors are added to it.
+
+        Raises `WeightsMismatch`, see `WeightUpdate.add`, and after it has applied the other tensors if a head differs
+        from the embedding to which it is tied.
+        """
         return self.updates.load(weights)
 
     @property

@@ -109,7 +109,8 @@ class StoredWeights(ABC):
         assert self.rules.fp8_block is not None
         logger.warning(
             "%s and others are decoded and take twice the memory of FP8: columns %d to %d, this worker's, have scales "
-            "for each %d columns; what stays FP8 begins with a block and has blocks of a multiple of %d columns",
+            "for each %d columns; FP8 is kept only if a worker's columns begin with a block, and blocks have a "
+            "multiple of %d columns",
             name,
             columns.start,
             columns.stop - 1,

@@ -31,8 +31,8 @@ class EmbeddingAndHead(Layer):
         self._head: WeightGroup | None = None
         self._tied: WeightGroup | None = None
         self.head: Operation | None = None
-        """Maps hidden states to the logits of this rank's tokens, once the last stage has loaded it. These are equally
-        many on every rank, so the last ones may be padding beyond the vocabulary."""
+        """Maps hidden states to the logits of this rank's tokens, once the last stage has loaded it. Every rank has
+        the same number of tokens, so the last ones may be padding beyond the vocabulary."""
         if is_tied and mesh.is_first_stage and mesh.is_last_stage:
             self._tied = _group(EMBEDDING, part, own, lambda rows, kernels: kernels.tied_embedding(rows, own.start))
             return

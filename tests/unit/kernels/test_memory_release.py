@@ -135,9 +135,11 @@ def test_release_pages_locked_memory_raises() -> None:
     where = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
     if libc.mlock(*where) != 0:
         pytest.skip("the system allows no locked memory")
-    with pytest.raises(OSError, match="madvise"):
-        release_pages([memory])
-    libc.munlock(*where)
+    try:
+        with pytest.raises(OSError, match="madvise"):
+            release_pages([memory])
+    finally:
+        libc.munlock(*where)
 
 
 def test_resident_bytes_of_many_pages_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

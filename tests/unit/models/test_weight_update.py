@@ -38,6 +38,7 @@ BACKENDS = {
     "native": None,
     "torch": lambda dtype: TorchBackend(),
     "onednn": lambda dtype: OneDnnBackend(),
+    "keeping": KeepingBackend,
     "cuda": CudaBackend,
 }
 
@@ -389,7 +390,7 @@ def test_load_weights_tied_head_is_dropped_unless_it_differs(checkpoints):
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["native", "torch", "onednn", "cuda"])
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(rank=1, tp_size=2), Mesh(rank=1, pp_size=2)], ids=["one", "tp", "pp"])
 def test_add_tied_head_in_another_call_is_dropped_unless_it_differs(mesh, backend, checkpoints, monkeypatch):
     use_backend(monkeypatch, backend)
@@ -448,14 +449,10 @@ def test_load_weights_tied_head_in_a_later_call_is_refused_once_if_it_differs(ch
 # ---- quantized weights
 
 
-KEEPING = {"native": None, "keeping": KeepingBackend, "cuda": CudaBackend}
-"""Backends that decode quantized weights, keep them and decode them later, and compute with them."""
-
-
-@pytest.fixture(params=KEEPING)
+@pytest.fixture(params=["native", "keeping", "cuda"])
 def backend(request, monkeypatch):
-    if (make := KEEPING[request.param]) is not None:
-        monkeypatch.setattr(registry, "choose_backend", lambda device, model, *_: make(model.dtype))
+    """Name of a backend that decodes quantized weights, keeps them and decodes them later, or computes with them."""
+    use_backend(monkeypatch, request.param)
     return request.param
 
 
@@ -501,7 +498,7 @@ def test_load_weights_plain_numbers_are_quantized_where_fp8_is_kept(backend, tmp
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_load_weights_model_quantized_at_load_quantizes_pushes(load_format, tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "choose_backend", lambda device, model, *_: CudaBackend(model.dtype))
+    use_backend(monkeypatch, "cuda")
     checkpoint = make_checkpoint(tmp_path, "llama", tokenizer=False)
     expected = copy_of_weights(load(checkpoint, quantization="fp8"))
     model = load(checkpoint, quantization="fp8", load_format=load_format)
@@ -512,7 +509,7 @@ def test_load_weights_model_quantized_at_load_quantizes_pushes(load_format, tmp_
 
 
 def test_load_weights_fp8_onto_dummy_weights_equals_fresh_load(tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "choose_backend", lambda device, model, *_: CudaBackend(model.dtype))
+    use_backend(monkeypatch, "cuda")
     fields = {**FP8_FIELDS, "intermediate_size": 256}  # of whole blocks, as in dummy weights
     small, _ = write_fp8_checkpoint(tmp_path / "plain", "llama", tmp_path / "small", (128, 128), **fields)
     model = load(small, load_format="dummy")
@@ -522,7 +519,7 @@ def test_load_weights_fp8_onto_dummy_weights_equals_fresh_load(tmp_path, monkeyp
 
 def test_load_weights_fp8_onto_plain_weight_is_decoded(tmp_path, monkeypatch):
     """A checkpoint in FP8 may have plain weights, too."""
-    monkeypatch.setattr(registry, "choose_backend", lambda device, model, *_: CudaBackend(model.dtype))
+    use_backend(monkeypatch, "cuda")
     small, plain = write_fp8_checkpoint(tmp_path / "plain", "llama", tmp_path / "small", (128, 128), **FP8_FIELDS)
     name = "model.layers.0.self_attn.o_proj.weight"
     tensors, decoded = dict(tensors_of(small)), dict(tensors_of(plain))[name]
