@@ -1,7 +1,7 @@
 """The operations on low-rank adapters, see `operations`.
 
-An adapter is loaded by every engine before requests may name it. If one engine cannot, the others drop it, and nothing
-has changed. Engines that start later load what the state of the instance lists.
+Every engine loads an adapter before requests may name it. If one engine cannot, the others drop it, and nothing has
+changed. Engines that start later load the adapters that the state of the instance lists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from eagleray.messages.control import CommandBody, DropAdapter, LoadAdapter, Set
 
 
 def load_adapter(instance: SteeredInstance, request: LoadAdapter) -> Steps:
-    """Load an adapter on all engines, then have requests name it."""
+    """Load an adapter on all engines, then let requests name it."""
     _check_load(instance, request)
     adapter = Adapter(name=request.name, number=instance.next_adapter_number(), path=request.path)
     digests = set[str]()
@@ -44,7 +44,7 @@ def load_adapter(instance: SteeredInstance, request: LoadAdapter) -> Steps:
 
 
 def unload_adapter(instance: SteeredInstance, request: UnloadAdapter) -> Steps:
-    """Let no further request name an adapter."""
+    """Remove an adapter, so that no further request may name it."""
     kept = [adapter for adapter in instance.state.adapters if adapter.name != request.name]
     if len(kept) == len(instance.state.adapters):
         loaded = ", ".join(adapter.name for adapter in kept) or "none"

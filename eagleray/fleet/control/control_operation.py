@@ -1,4 +1,4 @@
-"""One operation of an instance, from its arrival to its answer: its callers, its progress, and what it awaits.
+"""One operation of an instance, from its arrival to its answer: its callers, its progress, and the replies it awaits.
 
 Owned and changed by `Control`.
 """
@@ -26,14 +26,14 @@ class Caller:
 
 @dataclass
 class ControlOperation:
-    """A call that is executed or queued, with everyone who made it."""
+    """A call that is executed or queued, with all its callers."""
 
     key: bytes
     operation_id: str
     request: ControlRequest
     callers: list[Caller]
     began: float | None = None
-    """Time at which it was begun; None while it is queued."""
+    """Time at which the operation began; None while it is queued."""
     deadline: float = 0.0
     steps: Steps | None = None
     condition: Condition | None = None
@@ -47,7 +47,7 @@ class ControlOperation:
         return NAMES[type(self.request)]
 
     def reason(self, current: ControlOperation | None, now: float) -> str:
-        """Return the reason why the operation has not ended, while `current` is executed."""
+        """Return the reason why the operation has not ended. `current`: the operation that is executed."""
         if self is not current:
             if current is None or current.began is None:
                 return "it was queued"
@@ -59,7 +59,7 @@ class ControlOperation:
         return f"{', '.join(members)} {'has' if len(members) == 1 else 'have'} not replied"
 
     def describe(self, now: float, num_queued: int) -> dict[str, Any]:
-        """Describe the operation, which is executed, for users."""
+        """Describe the operation, which is being executed, for users."""
         waiting = {member.label: "waiting" for member in self.awaited.values()}
         done = {member.label: "done" for member in self.replies.results}
         return {

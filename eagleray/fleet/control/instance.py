@@ -63,17 +63,17 @@ class EngineRecord:
 
     engine: EngineId
     sent: InstanceState
-    """The newest state that was sent to it."""
+    """The newest state that was sent to the engine."""
     is_started: bool = False
     has_joined: bool = False
     update: int | None = 0
-    """Number of the update whose weights it has; None if its weights are empty."""
+    """Number of the update whose weights the engine has; None if its weights are empty or a mixture."""
     takes_part: bool = False
-    """Whether it has all that came in the open update."""
+    """Whether the engine has all tensors that the open update has received."""
     unanswered: dict[int, SetState | AbortWeightUpdate] = field(default_factory=dict)
-    """Commands that it has not answered and must not fail to execute, by number."""
+    """Commands without a reply whose failure may have the engine replaced, by number."""
     due: float | None = None
-    """Time at which it must have adopted the state to join."""
+    """Time by which the engine must have adopted the state, before it joins."""
 
 
 @dataclass
@@ -82,9 +82,9 @@ class WeightTransfer:
 
     init_info: dict[str, Any]
     is_collective: bool
-    """Whether it breaks when an engine exits."""
+    """Whether the transfer breaks when an engine exits."""
     broken: str | None = None
-    """Cause, if it broke."""
+    """Cause, if the transfer has broken."""
 
 
 class SteeredInstance:
@@ -92,9 +92,9 @@ class SteeredInstance:
 
     `ranks`: data-parallel ranks of its engines. `workers_per_engine`: tensor-parallel times pipeline-parallel size.
     `num_workers`: workers of the whole deployment. `shares_experts`: whether the engines step together. `adapters`:
-    directories of the adapters that are loaded at the start, by name; there may be `max_adapters`, which must not be
-    named as the model is.
-    `updates_in_place`: whether updates overwrite the weights before they are finished.
+    directories of the adapters that are loaded at the start, by name. `max_adapters`: most adapters at a time.
+    `model_names`: names of the model, which no adapter may have. `updates_in_place`: whether updates overwrite the
+    weights before their commit.
     """
 
     def __init__(
@@ -133,10 +133,10 @@ class SteeredInstance:
         self.clients: set[ClientId] = set()
         """The instance's own clients."""
         self.absent: dict[int, tuple[str, bool]] = {}
-        """Causes of exits of engines that have not started again, by rank, and whether they will."""
+        """By rank: cause of the exit of an engine that has not started again, and whether it will be started."""
         self.transfer: WeightTransfer | None = None
         self.labels: dict[int | None, str] = {0: InstanceState().weight_version}
-        """Names of the updates that were committed, by number."""
+        """Names of the weights of the committed updates, by number."""
         self.effects: list[Effect] = []
         self._numbers = itertools.count(1)
 
@@ -163,7 +163,7 @@ class SteeredInstance:
 
     @property
     def participants(self) -> list[EngineRecord]:
-        """Engines that have all that came in the open update."""
+        """Engines that take part in the open update."""
         return [record for record in self.started if record.takes_part]
 
     @property
@@ -179,11 +179,11 @@ class SteeredInstance:
 
     @property
     def lacks_engines(self) -> bool:
-        """Whether an engine is missing and will not start again."""
+        """Whether a rank has no engine and will get none."""
         return any(rank in self.absent and not self.absent[rank][1] for rank in self.missing_ranks)
 
     def describe_missing(self) -> str:
-        """Return the ranks that are missing with the causes."""
+        """Describe the missing engines, with the causes."""
         causes = {rank: self.absent.get(rank, ("it is still starting", True))[0] for rank in self.missing_ranks}
         return "; ".join(f"engine {rank} is missing: {cause}" for rank, cause in causes.items()) or "no engine"
 
@@ -192,7 +192,7 @@ class SteeredInstance:
         return engine.rank * self.workers_per_engine
 
     def review(self) -> None:
-        """Join the engines that wait for nothing any longer, and bring the others up to date."""
+        """Let engines that are up to date join, and bring the others up to date."""
         for record in self.started:
             if record.has_joined:
                 continue
@@ -208,9 +208,9 @@ class SteeredInstance:
                     self.effects.append(JoinEngine(record.engine))
 
     def review_weights(self) -> None:
-        """Note whether weights are lacking, so that no engine may step: no engine has usable ones, or, of engines that
-        share experts, one is missing or has others: a step would mix weights. At the start of an instance all have
-        those of the checkpoint."""
+        """Update `InstanceState.lacks_weights`: no engine may step if none has usable weights. Engines that share
+        experts may not step either if one is missing or has other weights, because a step would mix weights. Before the
+        first update a missing one does not matter, because every engine starts with the weights of the checkpoint."""
         is_dropped = "weights" in self.state.asleep
         have_none = [record.update is None and not is_dropped for record in self.started]
         if self.shares_experts:
@@ -224,8 +224,8 @@ class SteeredInstance:
             self.post_state()
 
     def waits(self, record: EngineRecord) -> bool:
-        """Whether an engine that has not joined may not join now: it has older weights than are required, or an update
-        is open, after which it would have."""
+        """Whether an engine must not join now: its weights are not the required ones, or they would not be after the
+        commit of the open update, in which it does not take part."""
         has_successors = self.state.open_update is not None and bool(self.participants) and not record.takes_part
         return record.update != self.state.update or has_successors
 
@@ -236,7 +236,7 @@ class SteeredInstance:
         return msgspec.structs.replace(self.state, **changes)
 
     def assign(self, state: InstanceState) -> None:
-        """Change the state and publish it. Engines are sent it by `set_state_bodies` or `post_state`."""
+        """Change the state and publish it to clients. `set_state_bodies` or `post_state` send it to engines."""
         before, self.state = self.state, state
         if before == state:
             return
@@ -256,7 +256,7 @@ class SteeredInstance:
         return {record.engine: SetState(state=self.state, **fields) for record in self.steered}
 
     def post_state(self) -> None:
-        """Send the state to every engine. The replies are not awaited; an engine that cannot adopt it is replaced."""
+        """Send the state to every engine without awaiting the replies. An engine that cannot adopt it is replaced."""
         for record in self.started:
             self._send_state(record, SetState(state=self.state))
 
@@ -311,7 +311,7 @@ class SteeredInstance:
         return number
 
     def replace(self, engine: EngineId, cause: str) -> None:
-        """Have the engine replaced. It takes part in nothing from now on."""
+        """Have the engine replaced, and remove it at once."""
         self.engines.pop(engine, None)
         self.absent[engine.rank] = cause, True
         self.effects.append(ReplaceEngine(engine, cause))

@@ -1,18 +1,20 @@
 """The state machine of an instance: one operation at a time, from call to answer, also when members exit.
 
 Pure: it is driven by events with their times (calls, replies, joins, exits, passing of time), and returns effects. Each
-operation is a generator (`operations`, `weight_update`); this module queues them, matches replies to what they await,
-and ends them at their deadlines. A caller that disappears does not end its operation. Driven by `ControlPlane`.
+operation is a generator (`operations`, `weight_update`, `adapters`); this module queues operations, passes them the
+replies that they await, and ends them at their deadlines. An operation goes on when its caller disappears. Driven by
+`ControlPlane`.
 """
 
 from __future__ import annotations
 
 from eagleray.errors import DeadlineExceeded, EagleRayError, TransferBroken, WrongState
 from eagleray.fleet import timeouts
-from eagleray.fleet.control import adapters, operations
+from eagleray.fleet.control import operations
 from eagleray.fleet.control.control_operation import Caller, ControlOperation, key_of
+from eagleray.fleet.control.dispatch import steps_of
 from eagleray.fleet.control.instance import Effect, EngineRecord, MemberFailed, SendAnswer, SteeredInstance
-from eagleray.fleet.control.operations import Answer, Commands, Condition, Replies, Steps
+from eagleray.fleet.control.operations import Answer, Commands, Condition, Replies
 from eagleray.fleet.control.rules import NAMES, check_state, may_resume
 from eagleray.fleet.control.weight_sources import WeightSources
 from eagleray.fleet.control.weight_update import WeightUpdates
@@ -29,18 +31,12 @@ from eagleray.messages.control import (
     GetWeightInfo,
     InitWeightTransfer,
     InstanceState,
-    LoadAdapter,
     Pause,
     ResetPrefixCache,
     Resume,
     SetState,
-    SetWeightVersion,
-    ShutdownWeightTransfer,
-    Sleep,
     StartWeightUpdate,
-    UnloadAdapter,
     UpdateWeights,
-    WakeUp,
 )
 from eagleray.messages.failure import Failure
 from eagleray.messages.plain import pack
@@ -48,10 +44,10 @@ from eagleray.messages.plain import pack
 logger = get_logger(__name__)
 
 REPEATABLE = (AbortRequests, ResetPrefixCache)
-"""Calls that anyone may make at any time, and that are executed each time."""
+"""Calls that are allowed in every state and are executed each time, even with the id of the last operation."""
 
 UPDATE_CALLS = (StartWeightUpdate, UpdateWeights, FinishWeightUpdate)
-"""Calls of a trainer that show that it is still there."""
+"""Calls of a trainer, each of which restarts `weight_update_timeout`."""
 
 
 class Control:
@@ -79,10 +75,9 @@ class Control:
 
     @property
     def deadline(self) -> float | None:
-        """Time of the next `pass_time`; None if there is nothing to wait for."""
-        operations = [*self._queue, *([self._current] if self._current else [])]
-        times = [caller.deadline for operation in operations for caller in operation.callers]
-        times += [operation.deadline for operation in operations]
+        """Time of the next `pass_time`; None if no deadline is pending."""
+        times = [caller.deadline for operation in self._operations for caller in operation.callers]
+        times += [operation.deadline for operation in self._operations]
         times += [record.due for record in self._instance.engines.values() if record.due is not None]
         if self._trainer_due is not None and self._current is None:
             times.append(self._trainer_due)
@@ -93,7 +88,7 @@ class Control:
     # Events.
 
     def call(self, call: ControlCall, now: float) -> list[Effect]:
-        """Queue a call, or let it join the same one."""
+        """Queue a call, or let it join an equal one that is in progress."""
         self._instance.now = now
         limit = timeouts.CALL_TIMEOUT_LIMIT_SECONDS
         timeout = call.timeout if 0 < call.timeout < limit else limit
@@ -115,7 +110,7 @@ class Control:
         return self._effects()
 
     def on_done(self, done: CommandDone, now: float) -> list[Effect]:
-        """Handle a reply. A reply that nothing awaits still reports the update that the engine has."""
+        """Handle a reply. Even a reply that no operation awaits reports the update that the engine has."""
         self._instance.now = now
         record = self._instance.engines.get(done.member) if isinstance(done.member, EngineId) else None
         command = record.unanswered.pop(done.number, None) if record is not None else None
@@ -137,7 +132,7 @@ class Control:
         return self._effects()
 
     def attach(self, member: MemberId, now: float) -> InstanceState:
-        """Add a member that was attached. Returns the state that `Attach` carries."""
+        """Add a member that is being attached. Returns the state for its `Attach`."""
         self._instance.now = now
         if isinstance(member, EngineId):
             self._instance.engines[member] = EngineRecord(member, sent=self.state)
@@ -146,7 +141,7 @@ class Control:
         return self.state
 
     def start(self, engine: EngineId, update: int, now: float) -> list[Effect]:
-        """Handle the start of an engine, which has the weights of `update`. It joins when it is up to date."""
+        """Handle the start of an engine with the weights of `update`. The engine joins when it is up to date."""
         self._instance.now = now
         if (record := self._instance.engines.get(engine)) and not record.is_started:
             record.is_started, record.update = True, update
@@ -159,7 +154,7 @@ class Control:
         self._instance.now = now
         if isinstance(member, ClientId):
             self._instance.clients.discard(member)
-            for operation in [*self._queue, *([self._current] if self._current else [])]:
+            for operation in self._operations:
                 operation.callers = [caller for caller in operation.callers if caller.client != member]
         else:
             self._instance.engines.pop(member, None)
@@ -173,12 +168,12 @@ class Control:
         return self._effects()
 
     def pass_time(self, now: float) -> list[Effect]:
-        """Answer the callers, and end the operations, whose deadlines have passed."""
+        """Answer the callers and end the operations whose deadlines have passed."""
         self._instance.now = now
         if (current := self._current) and now >= current.deadline:
             reason = current.reason(current, now)
             self._throw(DeadlineExceeded(f"{current.name}: time limit reached: {reason}"))
-        for operation in [*self._queue, *([self._current] if self._current else [])]:
+        for operation in self._operations:
             for caller in [caller for caller in operation.callers if now >= caller.deadline]:
                 operation.callers.remove(caller)
                 reason = operation.reason(self._current, now)
@@ -203,8 +198,8 @@ class Control:
     def _on_failure(
         self, record: EngineRecord, command: SetState | AbortWeightUpdate, failure: Failure, *, is_awaited: bool
     ) -> None:
-        """Replace an engine that keeps tensors of an update that was dropped, or that could not adopt the state that it
-        still has to have. One that only waits too long, for requests to end, has adopted it."""
+        """Replace an engine that could not drop the tensors of an update, or could not adopt the newest state. An
+        engine that waits too long for requests to finish has adopted it, and is kept."""
         has_weights = isinstance(command, SetState) and record.update in (None, command.state.update)
         is_late = failure.kind == DeadlineExceeded.__name__ and record.has_joined and has_weights
         if isinstance(command, AbortWeightUpdate):
@@ -236,15 +231,19 @@ class Control:
 
     # The queue.
 
+    @property
+    def _operations(self) -> list[ControlOperation]:
+        """The current operation, if there is one, and the queued ones in their order."""
+        return [*([self._current] if self._current else []), *self._queue]
+
     def _find_same(self, key: bytes, request: ControlRequest) -> ControlOperation | None:
         """Return the operation in progress that a call repeats."""
-        for operation in [*([self._current] if self._current else []), *self._queue]:
+        for operation in self._operations:
             is_one_shot = isinstance(request, UpdateWeights) and request.weight_dir is not None
             if operation.key == key or (is_one_shot and operation.request == request):
                 return operation
-        last = self._queue[-1] if self._queue else self._current
-        if isinstance(request, Pause) and last is not None and last.request == request:
-            return last
+        if isinstance(request, Pause) and self._operations and self._operations[-1].request == request:
+            return self._operations[-1]
         return None
 
     def _describe_current(self) -> Answer | None:
@@ -299,11 +298,11 @@ class Control:
             self._finish(operation, error)
         else:
             self._current = operation
-            operation.steps = _steps_of(request, instance, self._updates)
+            operation.steps = steps_of(request, instance, self._updates)
             self._resume(operation, None)
 
     def _advance(self, operation: ControlOperation) -> None:
-        """Continue an operation with the replies that it awaited."""
+        """Continue an operation with the replies that it has awaited."""
         replies, operation.replies, operation.condition = operation.replies, Replies(), None
         self._resume(operation, replies)
 
@@ -328,7 +327,7 @@ class Control:
             operation.awaited[self._instance.send(member, body, timeout)] = member
 
     def _throw(self, error: Exception) -> None:
-        """End the current operation with an error; its generator cleans up."""
+        """End the current operation with an error, after which its generator cleans up."""
         operation = self._current
         assert operation is not None
         assert operation.steps is not None
@@ -371,7 +370,7 @@ class Control:
         self._instance.effects.append(SendAnswer(caller.client, returned))
 
     def _effects(self) -> list[Effect]:
-        """Continue as far as possible, and return all effects since the last call."""
+        """Continue the operations as far as possible, and return all effects since the last call."""
         instance = self._instance
         self._run_queue()
         if self.state.open_update is None:
@@ -387,40 +386,3 @@ class Control:
 
 def _failure_of(error: Exception) -> Failure:
     return error.failure if isinstance(error, MemberFailed) else Failure.of(error)
-
-
-def _steps_of(request: ControlRequest, instance: SteeredInstance, updates: WeightUpdates) -> Steps:
-    """Return the generator of a call."""
-    match request:
-        case Pause():
-            return operations.pause(instance, request)
-        case Resume():
-            return operations.resume(instance)
-        case Sleep():
-            return operations.sleep(instance, request)
-        case WakeUp():
-            return operations.wake_up(instance, request)
-        case ResetPrefixCache():
-            return operations.reset_prefix_cache(instance, request)
-        case AbortRequests():
-            return operations.abort_requests(instance, request)
-        case SetWeightVersion():
-            return operations.set_weight_version(instance, request)
-        case InitWeightTransfer():
-            return updates.init(request)
-        case ShutdownWeightTransfer():
-            return updates.shutdown()
-        case StartWeightUpdate():
-            return updates.start()
-        case UpdateWeights():
-            return updates.update(request)
-        case FinishWeightUpdate():
-            return updates.finish(request)
-        case AbortWeightUpdate():
-            return updates.abort()
-        case LoadAdapter():
-            return adapters.load_adapter(instance, request)
-        case UnloadAdapter():
-            return adapters.unload_adapter(instance, request)
-        case GetWeightInfo():
-            raise AssertionError("it is answered at once")

@@ -1,9 +1,9 @@
-"""The operations on an instance that have no weights in them, as generators.
+"""The operations on an instance that transfer no weights, as generators.
 
-A generator yields commands, or a condition to wait for, and receives the replies; it returns the answer, or raises the
-error, of the call. It changes the state at once, so that an engine that starts meanwhile adopts the new one. If an
-engine cannot adopt it, the former state is restored everywhere. A generator that is thrown an error (the deadline has
-passed, another call ends this one) yields nothing more. Driven by `Control`.
+A generator yields commands, or a condition to wait for, and receives the replies. It returns the answer of the call, or
+raises its error. It changes the state at once, so that an engine that starts meanwhile adopts the new state. If an
+engine cannot adopt it, the former state is restored everywhere. After an error is thrown into a generator (the deadline
+has passed, or another call ends this one), it yields nothing more. Driven by `Control`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Replies:
     results: dict[MemberId, dict[str, Any]] = field(default_factory=dict)
     failures: dict[MemberId, Failure] = field(default_factory=dict)
     exits: dict[MemberId, str] = field(default_factory=dict)
-    """Causes of members that exited."""
+    """Causes of the exits of members that had not replied."""
 
     def total(self, key: str) -> int:
         """Return the sum of a number over all results."""
@@ -50,7 +50,7 @@ class Replies:
         return max((int(result.get(key, 0)) for result in self.results.values()), default=0)
 
     def raise_failure(self) -> None:
-        """Raise `MemberFailed` for the first failure, if there is one."""
+        """Raise `MemberFailed` if a member failed, for the first failure."""
         for member, failure in self.failures.items():
             raise MemberFailed(failure if failure.is_user_error else _named(member, failure))
 
@@ -62,7 +62,7 @@ def _named(member: MemberId, failure: Failure) -> Failure:
 
 @dataclass
 class Commands:
-    """Commands to send, and to await the replies of. With `fails_fast`, the first failure ends the wait."""
+    """Commands to send, whose replies are awaited. With `fails_fast`, the first failure ends the wait."""
 
     bodies: dict[MemberId, CommandBody]
     fails_fast: bool = False
@@ -70,7 +70,7 @@ class Commands:
 
 @dataclass
 class Condition:
-    """A condition to wait for, which `holds` reports and `reason` describes while it does not."""
+    """A condition to wait for: `holds` returns whether it holds, `reason` describes why it does not."""
 
     holds: Callable[[], bool]
     reason: Callable[[], str]
@@ -81,9 +81,9 @@ Adoption = Generator[Commands | Condition, Replies, Replies]
 
 
 def adopt(instance: SteeredInstance, changes: dict[str, Any], **fields: Any) -> Adoption:
-    """Change fields of the state, and wait until all engines have adopted it. `fields`: others of `SetState`.
+    """Change fields of the state, and wait until the engines have adopted it. `fields`: further fields of `SetState`.
 
-    Restores the fields and raises `MemberFailed` if an engine cannot adopt them.
+    Restores the former state and raises `MemberFailed` if an engine cannot adopt the new one.
     """
     former = {name: getattr(instance.state, name) for name in changes}
     instance.assign(instance.changed(**changes))
@@ -113,7 +113,7 @@ def resume(instance: SteeredInstance) -> Steps:
 
 
 def sleep(instance: SteeredInstance, request: Sleep) -> Steps:
-    """Put parts to sleep, besides those that sleep already."""
+    """Put parts to sleep. Parts that sleep already stay asleep."""
     if request.mode == "wait":
         yield from _wait_for_requests(instance)
     former = instance.state
@@ -142,8 +142,8 @@ def _wait_for_requests(instance: SteeredInstance) -> Adoption:
 
 @contextmanager
 def _released_afterwards(instance: SteeredInstance) -> Iterator[None]:
-    """Let engines step afterwards that were held: those that share experts step together, so none of them may change
-    its memory while another may step."""
+    """Release held engines afterwards. Engines that share experts step together, so all are held while one of them
+    changes its memory."""
     try:
         yield
     finally:
@@ -169,7 +169,7 @@ def reset_prefix_cache(instance: SteeredInstance, request: ResetPrefixCache) -> 
 
 
 def abort_requests(instance: SteeredInstance, request: AbortRequests) -> Steps:
-    """Abort requests in the clients that have them."""
+    """Abort requests on all clients."""
     bodies: dict[MemberId, CommandBody] = dict.fromkeys(instance.clients, request)
     replies = yield Commands(bodies)
     replies.raise_failure()
@@ -183,7 +183,7 @@ def set_weight_version(instance: SteeredInstance, request: SetWeightVersion) -> 
 
 
 def weight_info(instance: SteeredInstance, operation: Answer | None, dropped: str | None) -> Answer:
-    """Return the answer to `GetWeightInfo`. `operation`: the one that is executed, with its phases. `dropped`: why an
+    """Return the answer to `GetWeightInfo`. `operation`: description of the current operation. `dropped`: reason why an
     update was dropped in this pause."""
     state = instance.state
     records = sorted(instance.engines.values(), key=lambda record: record.engine.rank)

@@ -51,8 +51,8 @@ def check_state(
 ) -> None:
     """Raise `WrongState` if the state forbids the call.
 
-    `has_received`: tensors of the open update have come. `repeats_commit`: there is a last commit that a finish without
-    an open update may be about.
+    `has_received`: whether tensors of the open update have been received. `repeats_commit`: whether a finish without an
+    open update repeats the last commit.
     """
     state = instance.state
     is_updating, weights_sleep = state.open_update is not None, "weights" in state.asleep
@@ -78,12 +78,12 @@ def check_state(
 
 
 def may_resume(request: Resume, state: InstanceState) -> bool:
-    """Whether the state allows the end of a pause."""
+    """Whether the state allows a pause to end."""
     return state.open_update is None and (request.may_sleep or not state.asleep)
 
 
 def _obstacle(instance: SteeredInstance) -> str:
-    """Describe the latch that forbids the call: its age, and the call that ends it."""
+    """Describe the latch that forbids the call, with its age and the call that ends it."""
     state, now, since = instance.state, instance.now, instance.since
     if state.open_update is not None:
         return (

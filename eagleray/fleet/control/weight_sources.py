@@ -1,9 +1,9 @@
-"""Weights for engines that lack those of the instance: successors of engines that exited, and engines whose weights
-were dropped, or broken by an update in place.
+"""Weights for engines that lack the weights of the instance: successors of engines that exited, and engines whose
+weights were dropped, or overwritten by an update in place that failed.
 
-The source is a living engine that has them, which offers its packed weights to the same ranks of the other engine, or
-else the directory that they were read from, if its files are unchanged. Without one the engine waits: it takes part in
-the next update, and needs all weights of it. Pure, like `Control`, which owns it.
+The source is a living engine with these weights, which offers its packed weights to the same ranks of the other engine,
+or else the directory that they were read from, if its files are unchanged. Without a source the engine waits for the
+next update, which must be complete. Pure, like `Control`, which owns it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class WeightDirectory:
-    """A directory that has all weights of an update."""
+    """A directory with all weights of an update."""
 
     update: int
     path: str
@@ -38,22 +38,22 @@ class WeightFetch:
     update: int
     source: Source
     number: int
-    """Number of the command that is awaited: the source's, then the engine's own."""
+    """Number of the awaited command: `ServeWeights` to the source, then `FetchWeights` to the engine."""
     is_offered: bool
     """Whether the source has replied, or is a directory."""
 
 
 @dataclass
 class FailedSources:
-    """Sources that failed since the last time that all were tried."""
+    """Sources that have failed since all of them were last tried."""
 
     sources: list[Source] = field(default_factory=list)
     retry_at: float | None = None
-    """Time of the next attempt, when all have failed."""
+    """Time at which all are tried again; None while one is left."""
 
 
 class WeightSources:
-    """`checkpoint`: directory of the weights of update 0; None if there is none."""
+    """`checkpoint`: directory of the weights of update 0; None for weights that no directory has."""
 
     def __init__(self, instance: SteeredInstance, *, checkpoint: str | None = None) -> None:
         self._instance = instance
@@ -63,7 +63,7 @@ class WeightSources:
 
     @property
     def deadline(self) -> float | None:
-        """Time of the next attempt; None if there is none."""
+        """Time of the next attempt; None if none is due."""
         return min((it.retry_at for it in self._failed.values() if it.retry_at is not None), default=None)
 
     def add_directory(self, directory: WeightDirectory) -> None:
@@ -71,7 +71,7 @@ class WeightSources:
         self._directories = [*self._directories[:1], directory]
 
     def review(self) -> None:
-        """Have the engines that lack weights get them, as far as there are sources."""
+        """Have engines that lack weights fetch them from their sources."""
         for record in self._instance.started:
             if not self._lacks_weights(record):
                 self._failed.pop(record.engine, None)
@@ -79,7 +79,7 @@ class WeightSources:
                 self._begin(record)
 
     def on_done(self, done: CommandDone) -> None:
-        """Handle a reply to one of the commands of this class. Others are ignored."""
+        """Handle a reply. Replies to commands of others are ignored."""
         found = ((engine, fetch) for engine, fetch in self._fetches.items() if fetch.number == done.number)
         engine, fetch = next(found, (None, None))
         if engine is None or fetch is None:
@@ -115,7 +115,7 @@ class WeightSources:
                 self._instance.post(AbortWeightUpdate(), [other])
 
     def _lacks_weights(self, record: EngineRecord) -> bool:
-        """Whether an engine has other weights than the instance, and gets them by no update that is open."""
+        """Whether an engine has other weights than the instance, and will not get them by the open update."""
         state = self._instance.state
         is_behind = record.update is None or (not record.has_joined and record.update != state.update)
         can_have = "weights" not in state.asleep and not (state.open_update is not None and state.is_in_place)
@@ -140,7 +140,8 @@ class WeightSources:
             self._fetches[engine] = WeightFetch(update, source, number, is_offered=False)
 
     def _sources(self, engine: EngineId) -> list[Source]:
-        """Return the sources of the instance's weights. Engines that share experts have different ones each."""
+        """Return the sources of the instance's weights. Engines that share experts have different weights each, so they
+        are no sources."""
         instance = self._instance
         update = instance.state.update
         others = [it.engine for it in instance.started if it.update == update and it.engine != engine]
@@ -148,7 +149,7 @@ class WeightSources:
         return [*engines, *(directory for directory in self._directories if directory.update == update)]
 
     def _fail(self, engine: EngineId) -> None:
-        """Note that a source has failed. Another one is tried next."""
+        """Record that a source has failed. Another source is tried next."""
         fetch = self._fetches.pop(engine)
         self._failed.setdefault(engine, FailedSources()).sources.append(fetch.source)
         if record := self._instance.engines.get(engine):

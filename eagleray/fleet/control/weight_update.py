@@ -1,9 +1,9 @@
 """The operations of a weight update, as generators (see `operations`).
 
-An update is opened, receives tensors in any number of calls, and is committed by one assignment in the state after
-every engine that takes part has checked that it can apply them. Any failure before that drops it: the staged tensors
-are freed, and the old weights stay. Nothing undoes a commit: an engine that cannot apply it is replaced, and its
-successor is held back until it has the weights.
+An update is opened, receives tensors in any number of calls, and is committed by one assignment of the state, after
+every engine that takes part has checked that it can apply the tensors. Any failure before the commit drops the update:
+the staged tensors are freed, and the old weights stay. Nothing undoes a commit: an engine that cannot apply it is
+replaced, and its successor does not join before it has the weights.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from eagleray.messages.control import (
 from eagleray.messages.plain import packed_list_length, slice_packed_list
 
 MOST_NAMES = 20
-"""Names of missing weights in an answer."""
+"""Limit for the number of missing weights that an answer names."""
 
 
 @dataclass
 class ReceivedWeights:
-    """Tensors that have come in the open update."""
+    """Tensors that the open update has received."""
 
     num_calls: int = 0
     num_tensors: int = 0
     num_bytes: int = 0
     fingerprint: str = ""
-    """Fingerprint of the directory that they were read from; empty without one."""
+    """Fingerprint of the directory of the tensors; empty if they were pushed."""
     weight_version: str | None = None
-    """Name of the weights that the last call gave, if any did."""
+    """Name of the weights from the last call that gave one."""
 
 
 @dataclass
@@ -65,14 +65,14 @@ class WeightUpdates:
         self.received = ReceivedWeights()
         self.last_commit: LastCommit | None = None
         self.dropped_because: Exception | None = None
-        """Error with which the last update was dropped, for further calls of the trainer until it starts another."""
+        """Error that ended the last update, for further calls of the trainer until it starts another update."""
         self._dropped_at: float | None = None
-        """Time of that, if tensors had come, unless the trainer asked for it."""
+        """Time at which an update with tensors was dropped, unless the trainer aborted it."""
 
     @property
     def dropped_in_pause(self) -> str | None:
-        """Why the last update was dropped with the tensors that had come, if that was in the pause that lasts and no
-        other one was opened since."""
+        """Reason why the last update was dropped, if it had received tensors, the present pause had begun, and no other
+        update was opened since."""
         instance = self._instance
         if instance.state.pause is None or self._dropped_at is None or self._dropped_at < instance.since["pause"]:
             return None
@@ -124,7 +124,7 @@ class WeightUpdates:
         return {"message": "Weight transfer initialized"}
 
     def shutdown(self) -> Steps:
-        """Close the transfer, if there is one."""
+        """Close the transfer, if one is open."""
         if self._instance.transfer is not None:
             self._instance.transfer = None
             replies = yield Commands(_to_all(self._instance, CloseWeightTransfer()))
@@ -134,13 +134,13 @@ class WeightUpdates:
     # The update.
 
     def start(self) -> Steps:
-        """Open an update, unless one is open that has received nothing."""
+        """Open an update, unless one without tensors is open already."""
         if self._instance.state.open_update is None:
             yield from self._open()
         return {"message": "Weight update started", "update": self._instance.state.open_update}
 
     def update(self, request: UpdateWeights) -> Steps:
-        """Receive tensors into the open update; from a directory: open, receive and commit."""
+        """Receive tensors into the open update. With a directory: open an update, receive and commit."""
         if request.weight_dir is None:
             yield from self._receive(request)
             received = self.received
@@ -166,7 +166,8 @@ class WeightUpdates:
         }
 
     def finish(self, request: FinishWeightUpdate) -> Steps:
-        """Commit the open update; without one, return or rename the last commit."""
+        """Commit the open update. Without an open update, repeat the answer of the last commit, perhaps with a new
+        name."""
         if self._instance.state.open_update is not None:
             return (yield from self._commit(request, message="Weight update finished", is_one_shot=False))
         assert self.last_commit is not None
@@ -181,7 +182,7 @@ class WeightUpdates:
         return answer
 
     def abort(self) -> Steps:
-        """Drop the open update, if there is one. Its caller is answered when nothing is staged any longer."""
+        """Drop the open update, if there is one. The answer comes when the staged tensors are freed."""
         instance = self._instance
         if (number := instance.state.open_update) is not None:
             self.drop(WrongState(f"weight update {number} was aborted by abort_weight_update: start another"))
@@ -230,7 +231,8 @@ class WeightUpdates:
         self.received.weight_version = request.weight_version or self.received.weight_version
 
     def _parts(self, request: UpdateWeights) -> dict[MemberId, CommandBody]:
-        """Return the command of each engine that takes part. A list has an entry for each worker of the deployment."""
+        """Return the command for each engine that takes part. An `update_info` that is a list has an entry for each
+        worker of the deployment, and each engine gets the entries of its own workers."""
         instance, info = self._instance, request.update_info
         engines = [record.engine for record in instance.participants]
         try:
@@ -287,8 +289,8 @@ class WeightUpdates:
     def _check(self, request: FinishWeightUpdate) -> Generator[Commands | Condition, Replies, tuple[list[str], int]]:
         """Have every engine check its staged tensors. Returns the names of missing weights, and their number.
 
-        An engine with older weights than the instance's needs all; if it has not all, it no longer takes part. Engines
-        that share experts must all have what they need.
+        An engine whose weights are older than the instance's needs a complete update, and takes part no longer if it
+        lacks a tensor. If engines share experts, this fails the update.
         """
         instance = self._instance
         behind = {record.engine for record in instance.participants if record.update != instance.state.update}
@@ -321,7 +323,7 @@ class WeightUpdates:
         return EnginesMissing(f"no engine takes part in the weight update: {cause}; the old weights stay")
 
     def _apply(self, number: int) -> Generator[Commands | Condition, Replies, None]:
-        """Have the engines apply a committed update. Engines that share experts go on when all have done so."""
+        """Have the engines apply a committed update. Engines that share experts are held until all have applied it."""
         instance = self._instance
         engines, bodies = [record.engine for record in instance.participants], instance.set_state_bodies()
         for record in instance.engines.values():
