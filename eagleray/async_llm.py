@@ -1,4 +1,4 @@
-"""`AsyncLLM`: a model for a program with an event loop, with the methods that users of vLLM know.
+"""`AsyncLLM`: a model for a program with an event loop, with the methods of vLLM's class.
 
 The instance runs in a thread of its own, so the methods may be called from any event loop, and recovery goes on while
 the caller's loop is busy.
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class _SentRequest:
-    """A request that a caller of `generate` awaits to be sent. Used in the instance's loop."""
+    """Request of a caller of `generate`, from the call until it is sent. Used in the instance's loop."""
 
     stream: RequestStream | None = None
     is_unwanted: bool = False
@@ -50,7 +50,7 @@ def _awaited(
 
 
 class AsyncLLM:
-    """A model, ready to generate. `options` are those of `LLM`; making it blocks until the engines serve.
+    """A model, ready to generate. `options` are those of `LLM`. The constructor blocks until the engines serve.
 
     Close it with `shutdown`, or let the program exit. Raises `ConfigError` or `CheckpointError` (ValueErrors) for
     mistakes that the caller can correct.
@@ -138,7 +138,7 @@ class AsyncLLM:
         await self._await(self._abort(ids))
 
     async def wait_for_requests_to_drain(self, drain_timeout: float = 300.0) -> None:
-        """Wait until no request runs or waits. Raises `DeadlineExceeded`."""
+        """Wait until no request runs or waits. `drain_timeout`: seconds. Raises `DeadlineExceeded`."""
         try:
             async with asyncio.timeout(drain_timeout):
                 while self.get_num_unfinished_requests():
@@ -149,7 +149,7 @@ class AsyncLLM:
 
     def get_num_unfinished_requests(self) -> int:
         """Return the number of requests that have been sent and have not ended."""
-        return self._instance.client.num_in_flight
+        return self._instance.client.num_requests
 
     # Calls that concern the whole instance.
 
@@ -226,7 +226,7 @@ class AsyncLLM:
         lora_request: LoRARequest | None,
         **options: Any,
     ) -> RequestStream:
-        """Send a request, unless its caller is no longer there."""
+        """Send a request, unless its caller was cancelled."""
         adapter = await self._calls.loras.find(lora_request)
         if sent.is_unwanted:
             raise asyncio.CancelledError

@@ -71,7 +71,7 @@ class Client:
         self.grace = 0.0
         """Seconds for which running requests may continue once `stopping` is set."""
         self.state = InstanceState()
-        """State of the instance. Requests can be sent in every state; engines run them when it is `serving`."""
+        """State of the instance. Requests can be sent in every state; engines run them while it `may_step`."""
         self.tokenizer = builder.tokenizer
         """The model's tokenizer, or None under `skip_tokenizer_init`."""
         self.engines: Mapping[EngineId, EngineInfo] = router.known_engines.engines
@@ -155,10 +155,15 @@ class Client:
         self._in_flight.observer = observer
 
     @property
+    def num_requests(self) -> int:
+        """Number of requests that have not finished."""
+        return len(self._in_flight)
+
+    @property
     def num_in_flight(self) -> int:
-        """Number of requests that have not finished, of calls of the worker extension, one for each engine, and of
-        control calls."""
-        return len(self._in_flight) + len(self._rpc_calls) + len(self._control_calls)
+        """Number of requests and of other calls that have not finished. A call of the worker extension counts once for
+        each engine."""
+        return self.num_requests + len(self._rpc_calls) + len(self._control_calls)
 
     @property
     def num_queued_seqs(self) -> int:
@@ -288,7 +293,7 @@ class Client:
         `operation_id`: calls with the same id that ask for the same are one call; by default one is made.
 
         Raises `WrongState` for a call that the state of the instance forbids, `NotFound`, `WeightsMismatch` and other
-        errors of the user, `EnginesMissing`, `TransferBroken`, `DeadlineExceeded` with the members that it waited for,
+        `UserError`s, `EnginesMissing`, `TransferBroken`, `DeadlineExceeded` with the members that it waited for,
         and `Unavailable` before the client is attached.
         """
         if self._failure is not None:

@@ -43,7 +43,7 @@ async def test_call_workers_returns_results_by_rank():
         assert (call.client, call.method, call.timeout) == (CLIENT, "weigh", 5)
         args, kwargs = unpack_arguments(call.arguments)
         assert (args[0], args[1].tolist(), kwargs) == (1, [0, 1, 2], {"name": "x"})
-        assert setup.client.num_in_flight == 1
+        assert (setup.client.num_in_flight, setup.client.num_requests) == (1, 0)
         await answer(setup, values=[pack({"rank": 0}), pack(np.float32([1.5]))])
         first, second = await task
         assert first == {"rank": 0}
